@@ -1,0 +1,1 @@
+"""Compiler passes for torch.compile that make sparse models fast without changing them."""

@@ -1,0 +1,196 @@
+"""Steps: the elementwise program between a matmul and the reduction that ends it.
+
+A program is a tuple of `Step`. The matcher writes it, the range table proves things about it, and the
+operators execute it: one representation for all three. Its text form is what an operator's `steps` argument
+holds and what a reader of a graph sees:
+
+    "mul(0.125) | row_where(0, -inf) | relu | log1p"
+
+A scalar step maps the running value y to fn(y, *constants). A row step combines y with a per-row operand
+r[i] of shape [..., S] (one number a token, broadcast over the columns):
+
+    row_add(i)         y + r[i]
+    row_mul(i)         y * r[i]
+    row_where(i, c)    y where r[i] != 0, else the constant c
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["SCALAR", "ROW", "Step", "Program", "parse", "render", "apply", "run", "dual"]
+
+# name -> (number of constants, value, derivative). `x` is the step's input, `y` its output. A derivative of
+# None marks a step that is flat there; `dual` treats flat as final, as PyTorch's select-based backwards do.
+_LN2, _LN10 = math.log(2.0), math.log(10.0)
+_SQRT_PI = math.sqrt(math.pi)
+Unary = Callable[..., torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scalar:
+    """One scalar function: `value(x, *c)`, `slope(x, y, *c)` and, if it has flat pieces, `flat(x, *c)`."""
+
+    arity: int
+    value: Unary
+    slope: Unary | None = None
+    flat: Unary | None = None
+
+
+def _one(x: torch.Tensor, y: torch.Tensor, *_: float) -> torch.Tensor:
+    return torch.ones_like(x)
+
+
+SCALAR: dict[str, Scalar] = {
+    "add": Scalar(1, lambda x, c: x + c, _one),
+    "mul": Scalar(1, lambda x, c: x * c, lambda x, y, c: torch.full_like(x, c)),
+    "clamp_min": Scalar(1, lambda x, c: x.clamp_min(c), _one, lambda x, c: x < c),
+    "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x > c),
+    "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0),
+    # y = x where x > t, else v
+    "threshold": Scalar(
+        2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: x <= t
+    ),
+    "leaky_relu": Scalar(
+        1,
+        lambda x, a: torch.where(x > 0, x, x * a),
+        lambda x, y, a: torch.where(x > 0, 1.0, a),
+    ),
+    "elu": Scalar(  # alpha, scale
+        2,
+        lambda x, a, s: s * torch.where(x > 0, x, a * torch.expm1(x)),
+        lambda x, y, a, s: s * torch.where(x > 0, 1.0, a * torch.exp(x)),
+    ),
+    "softplus": Scalar(  # beta, threshold: linear above threshold / beta
+        2,
+        lambda x, b, t: F.softplus(x, b, t),
+        lambda x, y, b, t: torch.where(x * b > t, 1.0, torch.sigmoid(x * b)),
+    ),
+    "log": Scalar(0, torch.log, lambda x, y: 1 / x),
+    "log1p": Scalar(0, torch.log1p, lambda x, y: 1 / (1 + x)),
+    "log2": Scalar(0, torch.log2, lambda x, y: 1 / (x * _LN2)),
+    "log10": Scalar(0, torch.log10, lambda x, y: 1 / (x * _LN10)),
+    "exp": Scalar(0, torch.exp, lambda x, y: y),
+    "expm1": Scalar(0, torch.expm1, lambda x, y: y + 1),
+    "sqrt": Scalar(0, torch.sqrt, lambda x, y: 0.5 / y),
+    "square": Scalar(0, torch.square, lambda x, y: 2 * x),
+    "pow": Scalar(1, lambda x, p: x.pow(p), lambda x, y, p: p * x.pow(p - 1)),
+    "tanh": Scalar(0, torch.tanh, lambda x, y: 1 - y * y),
+    "sigmoid": Scalar(0, torch.sigmoid, lambda x, y: y * (1 - y)),
+    "logsigmoid": Scalar(0, F.logsigmoid, lambda x, y: torch.sigmoid(-x)),
+    "softsign": Scalar(0, F.softsign, lambda x, y: 1 / (1 + x.abs()).square()),
+    "atan": Scalar(0, torch.atan, lambda x, y: 1 / (1 + x * x)),
+    "asinh": Scalar(0, torch.asinh, lambda x, y: torch.rsqrt(1 + x * x)),
+    "erf": Scalar(0, torch.erf, lambda x, y: 2 / _SQRT_PI * torch.exp(-x * x)),
+}
+
+ROW: dict[str, int] = {"row_add": 0, "row_mul": 0, "row_where": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One elementwise step: a name of `SCALAR` or `ROW`, its constants, and for a row step its operand."""
+
+    fn: str
+    consts: tuple[float, ...] = ()
+    row: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fn in SCALAR:
+            arity, takes_row = SCALAR[self.fn].arity, False
+        elif self.fn in ROW:
+            arity, takes_row = ROW[self.fn], True
+        else:
+            known = ", ".join([*SCALAR, *ROW])
+            raise ValueError(f"unknown step {self.fn!r}; known steps: {known}")
+        if len(self.consts) != arity:
+            raise ValueError(f"step {self.fn!r} takes {arity} constants, got {self.consts!r}")
+        if takes_row != (self.row is not None):
+            raise ValueError(f"step {self.fn!r}: row operand index is {self.row!r}")
+
+    def __str__(self) -> str:
+        args = ([] if self.row is None else [str(self.row)]) + [repr(float(c)) for c in self.consts]
+        return f"{self.fn}({', '.join(args)})" if args else self.fn
+
+
+Program = tuple[Step, ...]
+
+
+def render(program: Sequence[Step]) -> str:
+    """The text form of a program; `parse` is its inverse."""
+    return " | ".join(map(str, program))
+
+
+def parse(text: str) -> Program:
+    """Read a program's text form. Raises ValueError naming the step that is wrong."""
+    steps = []
+    for part in filter(None, (p.strip() for p in text.split("|"))):
+        name, _, rest = part.partition("(")
+        if rest and not rest.endswith(")"):
+            raise ValueError(f"step {part!r} has no closing parenthesis")
+        args = [a.strip() for a in rest[:-1].split(",")] if rest else []
+        try:
+            row = int(args.pop(0)) if name in ROW and args else None
+            consts = tuple(float(a) for a in args)
+        except ValueError as e:
+            raise ValueError(f"step {part!r}: {e}") from None
+        steps.append(Step(name, consts, row))
+    return tuple(steps)
+
+
+def apply(step: Step, y: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    """One step on `y` [..., S, V] with row operands [..., S]; `y` may also hold one value a row, [..., S]."""
+    if step.row is None:
+        return SCALAR[step.fn].value(y, *step.consts)
+    r = rows[step.row]
+    if y.dim() > r.dim():
+        r = r.unsqueeze(-1)
+    if step.fn == "row_add":
+        return y + r
+    if step.fn == "row_mul":
+        return y * r
+    return torch.where(r != 0, y, step.consts[0])
+
+
+def run(
+    program: Sequence[Step], y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """All steps in order."""
+    for step in program:
+        y = apply(step, y, rows)
+    return y
+
+
+def dual(
+    program: Sequence[Step], y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value and derivative with respect to the input, in one forward sweep.
+
+    `rows` are already gathered to the shape of `y`. A step that is flat at its input makes the derivative
+    exactly 0 whatever follows, infinite slopes included (sqrt(relu(x)) at x <= 0), as PyTorch's backward does.
+    """
+    slope = torch.ones_like(y)
+    flat = torch.zeros_like(y, dtype=torch.bool)
+    for step in program:
+        x = y
+        if step.row is not None:
+            r = rows[step.row].to(y.dtype)
+            if step.fn == "row_add":
+                y = x + r
+            elif step.fn == "row_mul":
+                y, slope = x * r, slope * r
+            else:
+                y, flat = torch.where(r != 0, x, step.consts[0]), flat | (r == 0)
+            continue
+        f = SCALAR[step.fn]
+        y = f.value(x, *step.consts)
+        if f.flat is not None:
+            flat = flat | f.flat(x, *step.consts)
+        if f.slope is not None:
+            slope = slope * f.slope(x, y, *step.consts)
+    return y, torch.where(flat, 0.0, slope)
