@@ -1,0 +1,119 @@
+"""From a program and its row operands to what a fused kernel runs.
+
+A position (b, s) is one of three things, decided exactly on the values of its row operands:
+
+    kept      every row step leaves it alone (multiplied by 1, added 0, selected), up to a shift of the logit
+              that comes before any other step;
+    dropped   its final value does not depend on the logits (multiplied by 0, masked to a constant, added -inf);
+    other     anything else, such as a real-valued weight after the activation.
+
+A sequence without `other` positions takes the fast path: the maximum runs over raw (shifted) logits of kept
+positions and the whole scalar program runs once on it, provided that is non-decreasing; what dropped positions
+contribute is one number a sequence. The rest take the general path, element by element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from .ranges import hoistable_suffix, prove
+from .steps import ROW, Program, apply, parse
+
+__all__ = ["Plan", "Lowered", "plan", "lower"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is decided from the program alone.
+
+    scalar: the scalar steps, run after the maximum on the fast path.
+    inner, outer: the general path's split; inner runs per element before the maximum, outer after it.
+    hoists: whether the fast path is sound (the scalar steps are non-decreasing).
+    exhaustive: whether the fast path covers every value of the row operands.
+    """
+
+    program: Program
+    scalar: Program
+    inner: Program
+    outer: Program
+    hoists: bool
+    exhaustive: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(steps: str, every_position: bool = False) -> Plan:
+    """Parse and split a program. `every_position` asks for the general path with nothing hoisted, which is what
+    exact first-occurrence argmax positions need (a plateau such as relu's zeros has many maxima).
+
+    Raises ValueError for a program that does not parse.
+    """
+    program = parse(steps)
+    scalar = tuple(s for s in program if s.fn not in ROW)
+    hoists = not every_position and prove(scalar).direction == 1
+    exhaustive, seen_scalar = True, False
+    for step in program:
+        if step.fn == "row_mul" or (step.fn == "row_add" and seen_scalar):
+            exhaustive = False
+        seen_scalar |= step.fn not in ROW
+    split = len(program) if every_position else hoistable_suffix(program)
+    return Plan(program, scalar, program[:split], program[split:], hoists, hoists and exhaustive)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A plan together with what its row operands hold.
+
+    add [B, S] fp32 or None: -inf where dropped, else the shift of the logits (0 in a sequence that takes the
+        general path, where `inner` applies it).
+    fill [B] fp32 or None: the largest value that dropped positions contribute, -inf where there are none.
+    per_element [B] bool or None: sequences that need the general path; None: none do (or all do, if not hoists).
+    """
+
+    plan: Plan
+    add: torch.Tensor | None
+    fill: torch.Tensor | None
+    per_element: torch.Tensor | None
+
+
+def lower(p: Plan, rows: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> Lowered:
+    """Classify every position. rows: [B, S] each, any real or bool dtype. Costs a few passes over [B, S]."""
+    if not p.hoists or not rows:
+        return Lowered(p, None, None, None)
+    zero = torch.zeros_like(rows[0], dtype=dtype)
+    shift, value = zero, zero
+    dropped = torch.zeros_like(zero, dtype=torch.bool)
+    other = dropped
+    seen_scalar = False
+    for step in p.program:
+        if step.row is None:
+            value, seen_scalar = apply(step, value), True
+            continue
+        r = rows[step.row].to(dtype)
+        if step.fn == "row_where":
+            value = torch.where(r == 0, step.consts[0], value)
+            dropped = dropped | (r == 0)
+        elif step.fn == "row_mul":
+            value = torch.where(dropped, value * r, 0.0)
+            dropped = dropped | (r == 0)
+            other = other | (r != 1)
+        else:
+            gone = r == float("-inf")
+            value = torch.where(gone, r, value + r)
+            dropped = dropped | gone
+            if seen_scalar:
+                other = other | (r != 0)
+            else:
+                shift = shift + r
+    fill = torch.where(dropped, value, float("-inf")).amax(-1)
+    if p.exhaustive:
+        per_element = None
+    else:
+        per_element = (other & ~dropped).any(-1)
+        shift = torch.where(per_element[:, None], 0.0, shift)
+    return Lowered(p, torch.where(dropped, float("-inf"), shift), fill, per_element)
+
+

@@ -1,0 +1,177 @@
+"""Intervals and monotonicity of scalar steps: what may be moved past a maximum.
+
+max_s f(x_s) = f(max_s x_s) holds exactly when f is non-decreasing on the values that reach it (rounding to
+nearest is itself non-decreasing, so it holds in floating point too). Every step's function here is monotone on a
+stated piece of its domain, so its range is the image of the interval's end points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from .steps import ROW, Program, Step
+
+__all__ = ["Interval", "REALS", "Proof", "prove"]
+
+_INF = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A closed interval of the extended reals."""
+
+    lo: float
+    hi: float
+
+    def within(self, other: Interval) -> bool:
+        return other.lo <= self.lo and self.hi <= other.hi
+
+    def __str__(self) -> str:
+        return f"[{self.lo:g}, {self.hi:g}]"
+
+
+REALS = Interval(-_INF, _INF)
+
+
+def _guard(f: Callable[[float], float]) -> Callable[[float], float]:
+    """Python's math raises where IEEE arithmetic overflows."""
+
+    def g(x: float) -> float:
+        try:
+            return f(x)
+        except OverflowError:
+            return _INF
+
+    return g
+
+
+def _log(base: float | None) -> Callable[[float], float]:
+    def f(x: float) -> float:
+        if x == 0:
+            return -_INF
+        return _INF if x == _INF else (math.log(x) if base is None else math.log(x, base))
+
+    return f
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def _softplus(x: float, beta: float) -> float:
+    return x if x * beta > 30 else math.log1p(math.exp(x * beta)) / beta
+
+
+# name -> (domain on which the scalar function below is non-decreasing, the function of (x, *constants)).
+_RISING: dict[str, tuple[Interval, Callable[..., float]]] = {
+    "add": (REALS, lambda x, c: x + c),
+    "clamp_min": (REALS, lambda x, c: max(x, c)),
+    "clamp_max": (REALS, lambda x, c: min(x, c)),
+    "relu": (REALS, lambda x: max(x, 0.0)),
+    "log": (Interval(0.0, _INF), _log(None)),
+    "log1p": (Interval(-1.0, _INF), lambda x: -_INF if x == -1 else math.log1p(x)),
+    "log2": (Interval(0.0, _INF), _log(2.0)),
+    "log10": (Interval(0.0, _INF), _log(10.0)),
+    "exp": (REALS, _guard(math.exp)),
+    "expm1": (REALS, _guard(math.expm1)),
+    "sqrt": (Interval(0.0, _INF), math.sqrt),
+    "square": (Interval(0.0, _INF), _guard(lambda x: x * x)),
+    "tanh": (REALS, math.tanh),
+    "sigmoid": (REALS, _sigmoid),
+    "logsigmoid": (REALS, lambda x: -_softplus(-x, 1.0)),
+    "atan": (REALS, math.atan),
+    "asinh": (REALS, math.asinh),
+    "erf": (REALS, math.erf),
+    "softplus": (REALS, lambda x, b, t: _softplus(x, b)),
+}
+
+
+def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], float]] | None:
+    """(direction, domain, function) of a scalar step on `x`, or None where it is not monotone there."""
+    fn, c = step.fn, step.consts
+    if any(math.isnan(v) for v in c):
+        return None
+    if fn == "mul":
+        k = c[0]
+        if math.isinf(k):
+            return None
+        return (1 if k >= 0 else -1), REALS, lambda v: 0.0 if k == 0 else v * k
+    if fn == "add" and math.isinf(c[0]):
+        return None
+    if fn == "square" and x.hi <= 0:
+        return -1, Interval(-_INF, 0.0), _guard(lambda v: v * v)
+    if fn == "pow":
+        p = c[0]
+        if p == 0:
+            return 1, REALS, lambda v: 1.0
+        if p > 0 and p == int(p) and int(p) % 2 == 1:
+            return 1, REALS, _guard(lambda v: v**p)
+        positive = Interval(0.0, _INF)
+        if p > 0:
+            return 1, positive, _guard(lambda v: v**p)
+        return -1, Interval(math.ulp(0.0), _INF), _guard(lambda v: v**p)  # 1 / -0.0 is -inf: 0 is out
+    if fn == "threshold":  # jumps from v up to t at t, so v may not exceed t
+        t, v = c
+        return (1, REALS, lambda s: s if s > t else v) if v <= t else None
+    if fn == "leaky_relu":
+        return (1, REALS, lambda v: v if v > 0 else (0.0 if c[0] == 0 else v * c[0])) if c[0] >= 0 else None
+    if fn == "elu":
+        a, s = c
+        rises = a >= 0 and s >= 0
+        return (1, REALS, lambda v: s * (v if v > 0 else a * math.expm1(v))) if rises else None
+    if fn == "softplus" and (c[0] <= 0 or c[1] < 15):
+        return None  # it drops by log1p(exp(-threshold)) / beta where it turns linear: from 15 on, under half an ulp
+    if fn not in _RISING:
+        return None
+    domain, f = _RISING[fn]
+    return 1, domain, lambda v: f(v, *c)
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What is known of a scalar program on an interval.
+
+    direction: 1 non-decreasing, -1 non-increasing, 0 not proved. `failed` is the first step that is not monotone
+    on, or not defined on, the interval that reaches it (`reaching`).
+    """
+
+    direction: int
+    range: Interval
+    failed: Step | None = None
+    reaching: Interval = REALS
+
+    def why(self) -> str:
+        if self.failed is not None:
+            return f"{self.failed} is not monotone on {self.reaching}"
+        return "it decreases" if self.direction < 0 else "it is non-decreasing"
+
+
+def prove(program: Sequence[Step], x: Interval = REALS) -> Proof:
+    """Monotonicity and range of the composition of the scalar steps of `program` on `x`; row steps are skipped."""
+    direction = 1
+    for step in program:
+        if step.fn in ROW:
+            continue
+        piece = _piece(step, x)
+        if piece is None or not x.within(piece[1]):
+            return Proof(0, REALS, step, x)
+        sign, _, f = piece
+        ends = f(x.lo), f(x.hi)
+        if any(math.isnan(e) for e in ends):
+            return Proof(0, REALS, step, x)
+        x = Interval(min(ends), max(ends))
+        direction *= sign
+    return Proof(direction, x)
+
+
+def hoistable_suffix(program: Program) -> int:
+    """Index of the first step of the longest row-free suffix that is non-decreasing on all reals."""
+    start = len(program)
+    best = start
+    while start > 0 and program[start - 1].fn not in ROW:
+        start -= 1
+        if prove(program[start:]).direction == 1:
+            best = start
+    return best

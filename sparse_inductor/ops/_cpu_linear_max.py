@@ -1,0 +1,186 @@
+"""CPU path of the SPLADE head: chunked ATen, no [B, S, V] tensor.
+
+Forward is the GEMM in tiles that stay in the cache, each reduced over its positions while it is there. Backward
+is two products with a sparse [B*S, V] matrix that has one entry for each active (sequence, vocabulary entry).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from ..epilogue.plan import Lowered
+from ..epilogue.steps import Program, dual, run
+
+# CSR products are what PyTorch has for this; its once-a-process notice is of no use to our users.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+
+# One tile of logits is this many tokens by columns: 4 MiB in fp32, about a core's share of the outer caches.
+# Smaller tiles make the GEMM itself slower, larger ones send the reduction to memory.
+_TOKENS = 2048
+_COLUMNS = 512
+
+
+def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
+    """fp64 if any input is, else fp32: half precisions are widened before the product."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def forward(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: Sequence[torch.Tensor],
+    low: Lowered,
+    out_dtype: torch.dtype,
+    winner_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(values [B, V], winner [B, V] or None, peak [B, V] or None); see `ops.splade_head` for their meaning."""
+    B, S, D = hidden.shape
+    V = weight.shape[0]
+    dt = compute_dtype(hidden, weight, bias)
+    rows = [r.to(dt) for r in rows]
+    values = torch.empty(B, V, dtype=out_dtype)
+    want_winner = winner_dtype is not None
+    winner = torch.empty(B, V, dtype=winner_dtype) if want_winner else None
+    peak = torch.empty(B, V, dtype=dt) if want_winner else None
+    per_element = low.per_element
+    if not low.plan.hoists:
+        per_element = torch.ones(B, dtype=torch.bool)
+    elif per_element is not None and not per_element.any():
+        per_element = None
+    step = max(1, _TOKENS // S)
+    buffer = torch.empty(min(B, step) * S * min(V, _COLUMNS), dtype=dt)
+    for v in range(0, V, _COLUMNS):
+        cols = slice(v, min(v + _COLUMNS, V))
+        w = weight[cols].to(dt).t()
+        b = None if bias is None else bias[cols].to(dt)
+        for i in range(0, B, step):
+            part = slice(i, min(i + step, B))
+            x = hidden[part].to(dt)
+            tile = buffer[: x.shape[0] * S * w.shape[1]].view(x.shape[0] * S, w.shape[1])
+            torch.mm(x.reshape(-1, D), w, out=tile)
+            general = None if per_element is None else per_element[part]
+            got = _reduce(tile.view(-1, S, w.shape[1]), b, rows, part, low, general, want_winner)
+            values[part, cols] = got[0]
+            if winner is not None and peak is not None:
+                winner[part, cols], peak[part, cols] = got[1], got[2]
+    return values, winner, peak
+
+
+def _reduce(logits, bias, rows, part, low, general, want_winner):
+    """One tile [b, S, v] to values, winner and peak [b, v]."""
+    p = low.plan
+    add = None if low.add is None else low.add[part].to(logits.dtype).unsqueeze(-1)
+    fill = None if low.fill is None else low.fill[part, None].to(logits.dtype)
+    fast = slow = None
+    if general is None or not general.all():
+        # The bias is the same for every position, so it is added after the maximum.
+        z = logits if add is None else logits + add if general is not None else logits.add_(add)
+        top, winner = _max(z, want_winner)
+        peak = top if bias is None else top + bias
+        fast = _finish(run(p.scalar, peak), peak, winner, top, fill)
+    if general is not None:
+        z = logits if bias is None else logits + bias
+        y = run(p.inner, z, [r[part] for r in rows])
+        if add is not None:
+            y = torch.where(add == float("-inf"), add, y)
+        top, winner = _max(y, want_winner)
+        slow = _finish(run(p.outer, top), top, winner, top, fill)
+    if fast is None or slow is None:
+        return fast or slow
+    pick = general[:, None]
+    return tuple(None if f is None else torch.where(pick, s, f) for f, s in zip(fast, slow))
+
+
+def _max(y, want_winner):
+    return tuple(y.max(1)) if want_winner else (y.amax(1), None)
+
+
+def _finish(values, peak, winner, top, fill):
+    """Let dropped positions have their say: they win where their value is larger or nothing else is there."""
+    if fill is None:
+        return values, winner, peak
+    empty = top == float("-inf")
+    if winner is not None:
+        winner = torch.where(empty | (fill > values), -1, winner)
+    return torch.where(empty, fill, torch.maximum(values, fill)), winner, peak
+
+
+def slopes(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: Sequence[torch.Tensor],
+    low: Lowered,
+    winner: torch.Tensor,
+    peak: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Active entries (b, v, winning position) and the gradient of their logit."""
+    g = grad.to(peak.dtype)
+    p = low.plan
+    if p.hoists:
+        _, slope = dual(p.scalar, peak)
+    else:
+        slope = torch.ones_like(peak)
+    active = (winner >= 0) & (g != 0)
+    general = low.per_element if p.hoists else torch.ones(len(g), dtype=torch.bool)
+    if general is not None:
+        slow = general[:, None] & active
+        b, v = slow.nonzero(as_tuple=True)
+        slope[b, v] = _general_slopes(p.inner, p.outer, hidden, weight, bias, rows, b, v, winner, peak)
+    g = torch.where(active & (slope != 0), g * slope, 0.0)
+    b, v = (g != 0).nonzero(as_tuple=True)
+    return b, v, winner[b, v].long(), g[b, v]
+
+
+def _general_slopes(inner: Program, outer: Program, hidden, weight, bias, rows, b, v, winner, peak):
+    """d value / d logit at the winner: the logit is recomputed, the steps differentiated in one forward sweep."""
+    out = torch.empty(len(b), dtype=peak.dtype)
+    for i in range(0, len(b), 65536):
+        bi, vi = b[i : i + 65536], v[i : i + 65536]
+        si = winner[bi, vi].long()
+        z = (hidden[bi, si].to(peak.dtype) * weight[vi].to(peak.dtype)).sum(-1)
+        if bias is not None:
+            z = z + bias[vi].to(peak.dtype)
+        _, d_inner = dual(inner, z, [r[bi, si] for r in rows])
+        _, d_outer = dual(outer, peak[bi, vi])
+        out[i : i + 65536] = torch.where((d_inner == 0) | (d_outer == 0), 0.0, d_inner * d_outer)
+    return out
+
+
+def backward(
+    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of hidden, weight and bias from the active entries, each in its input's dtype."""
+    b, v, s, g = entries
+    B, S, D = hidden.shape
+    V = weight.shape[0]
+    token = b * S + s
+    d_hidden = d_weight = d_bias = None
+    if needs[0]:
+        d_hidden = _scatter_rows(token, v, g, B * S, weight).view(B, S, D).to(hidden.dtype)
+    if needs[1]:
+        d_weight = _scatter_rows(v, token, g, V, hidden.reshape(B * S, D)).to(weight.dtype)
+    if needs[2] and bias is not None:
+        d_bias = torch.zeros(V, dtype=g.dtype).index_add_(0, v, g).to(bias.dtype)
+    return d_hidden, d_weight, d_bias
+
+
+def _scatter_rows(row, col, value, n: int, table: torch.Tensor) -> torch.Tensor:
+    """out[row[i]] += value[i] * table[col[i]] as a product with a CSR matrix; [n, D], deterministic."""
+    order = torch.argsort(row, stable=True)
+    counts = torch.bincount(row, minlength=n)
+    start = torch.zeros(n + 1, dtype=torch.int64)
+    torch.cumsum(counts, 0, out=start[1:])
+    matrix = torch.sparse_csr_tensor(
+        start, col[order], value[order], size=(n, table.shape[0]), check_invariants=False
+    )
+    return matrix @ table.to(value.dtype)

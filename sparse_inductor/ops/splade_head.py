@@ -1,0 +1,282 @@
+"""The SPLADE head: linear to the vocabulary, mask, activation, maximum over the sequence (Sparton, Eq. 1).
+
+    values[b, v] = max_s program(hidden[b, s] . weight[v] + bias[v], rows[:, b, s])
+
+without the [B, S, V] logits ever existing, forward or backward. Three dispatcher operators make it up:
+
+    splade_head            what a rewrite puts in; chooses between the next two by whether a gradient is needed
+    splade_head_train      also returns what the backward needs: winning positions and peaks, 6 bytes a [B, V] entry
+    splade_head_backward   gradients over active entries only
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..epilogue.plan import Lowered, Plan, lower, plan
+from ..epilogue.steps import ROW
+from . import _cpu_linear_max as cpu
+from ._dispatch import autocast_off, below_autograd
+
+__all__ = ["splade_head", "DEFAULT_STEPS"]
+
+DEFAULT_STEPS = "relu | log1p | row_mul(0)"
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+_INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor[] rows, str steps"
+_lib.define(
+    f"splade_head({_INPUTS}, ScalarType? out_dtype=None, bool argmax=False) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    f"splade_head_train({_INPUTS}, ScalarType? out_dtype, bool argmax, ScalarType winner_dtype)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    f"splade_head_backward(Tensor grad, {_INPUTS}, Tensor winner, Tensor peak, bool argmax, bool[3] needs)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def splade_head(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
+    rows: Sequence[Tensor] = (),
+    steps: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    return_argmax: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sparse lexical representations from hidden states (Sparton, Eq. 1), in O(B*V) memory.
+
+    Args:
+        hidden: hidden states [..., S, D]; fp32, fp16, bf16 (fp64 on the CPU); any strides.
+        weight: vocabulary embeddings [V, D], the dtype of `hidden`; any strides.
+        bias: [V] or None.
+        mask: [..., S], non-zero or True where a token counts; shorthand for `rows=(mask,)` with the default
+            steps, which multiply the activation by it. Any real values are allowed and exact.
+        rows: per-token operands [..., S] (broadcastable) that `steps` refers to by index. They get no gradient.
+        steps: the elementwise program between the linear and the maximum, in the text form of
+            `sparse_inductor.epilogue.steps`; default "relu | log1p", and "| row_mul(0)" with a mask.
+        out_dtype: dtype of the values; default the dtype of `hidden`. Arithmetic is fp32 (fp64 for fp64).
+        return_argmax: also return int64 positions [..., V] of the first maximum over s of the program's value.
+
+    Returns:
+        values [..., V], or (values, argmax). A sequence whose tokens are all masked has the value the program
+        gives a masked token (0 under the default steps). Where several positions share the maximum, the
+        gradient goes to the first.
+
+    Raises:
+        ValueError: shapes, steps or rows that do not fit, naming the offending value.
+        TypeError: a dtype that is not accepted.
+    """
+    if mask is not None:
+        if rows:
+            raise ValueError("pass either mask or rows, not both")
+        rows = (mask,)
+    if steps is None:
+        steps = DEFAULT_STEPS if mask is not None else "relu | log1p"
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    values, argmax = torch.ops.sparse_inductor.splade_head(
+        hidden, weight, bias, list(rows), steps, out_dtype, return_argmax
+    )
+    return (values, argmax) if return_argmax else values
+
+
+def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Tensor], steps: str) -> Plan:
+    if hidden.dim() < 2:
+        raise ValueError(f"hidden must be [..., S, D], got shape {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight must be [V, D] with D = {hidden.shape[-1]}, got shape {tuple(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
+    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be one of {_FLOATS}, got {t.dtype}")
+        if t is not None and t.device != hidden.device:
+            raise ValueError(f"{name} is on {t.device}, hidden on {hidden.device}")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(f"weight must have the dtype of hidden, {hidden.dtype}, got {weight.dtype}")
+    if hidden.shape[-2] == 0:
+        raise ValueError("hidden has S = 0 positions: the maximum over none is undefined")
+    p = plan(steps)
+    used = {s.row for s in p.program if s.fn in ROW}
+    if used != set(range(len(rows))):
+        raise ValueError(f"steps {steps!r} refer to rows {sorted(used)}, but {len(rows)} are given")
+    for i, r in enumerate(rows):
+        if r.is_complex():
+            raise TypeError(f"rows[{i}] must be real or bool, got {r.dtype}")
+        if r.dim() > hidden.dim() - 1:
+            raise ValueError(f"rows[{i}] must broadcast to [..., S], got shape {tuple(r.shape)}")
+    return p
+
+
+def _flat(hidden: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """[..., S, D] and [..., S] to [B, S, D] and [B, S]."""
+    S = hidden.shape[-2]
+    B = math.prod(hidden.shape[:-2])
+    x = hidden if hidden.dim() == 3 else hidden.reshape(B, S, hidden.shape[-1])
+    return x, [r.expand(hidden.shape[:-1]).reshape(B, S) for r in rows]
+
+
+def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
+    """The smallest signed integer that holds a position; a symbolic length is not guarded on."""
+    if isinstance(S, torch.SymInt):
+        return torch.int32
+    return torch.int8 if S <= 128 else torch.int16 if S <= 32768 else torch.int32
+
+
+def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
+    _check(hidden, weight, bias, rows, steps)
+    p = plan(steps, argmax)
+    out_dtype = out_dtype or hidden.dtype
+    lead, V = hidden.shape[:-2], weight.shape[0]
+    x, flat_rows = _flat(hidden, rows)
+    low = lower(p, flat_rows, cpu.compute_dtype(hidden))
+    want = winner_dtype is not None
+    with autocast_off(hidden.device.type):
+        if x.shape[0] == 0 or V == 0 or x.shape[2] == 0 or not x.is_cuda:
+            values, winner, peak = cpu.forward(x, weight, bias, flat_rows, low, out_dtype, winner_dtype)
+        else:
+            values, winner, peak = _cuda_forward(x, weight, bias, flat_rows, low, out_dtype, want)
+            winner = winner.to(winner_dtype) if want else None
+    return values.view(*lead, V), winner, peak
+
+
+def _stack(rows: Sequence[Tensor]) -> Tensor | None:
+    return torch.stack([r.float() for r in rows]) if rows else None
+
+
+def _cuda_forward(x, weight, bias, rows, low: Lowered, out_dtype, want_winner):
+    from ..kernels import splade_head_forward as kernel
+
+    p = low.plan
+    if p.hoists and p.exhaustive:
+        return kernel.forward(x, weight, bias, low.add, low.fill, p.scalar, out_dtype=out_dtype, want_winner=want_winner)
+    return kernel.forward(
+        x, weight, bias, low.add, low.fill, p.outer,
+        inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar,
+        out_dtype=out_dtype, want_winner=want_winner,
+    )  # fmt: skip
+
+
+def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
+    dtype = _winner_dtype(hidden.shape[-2]) if argmax else None
+    values, winner, _ = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, dtype)
+    return values, _positions(winner, values, argmax)
+
+
+def _positions(winner: Tensor, values: Tensor, argmax: bool) -> Tensor:
+    if not argmax:
+        return values.new_empty(0, dtype=torch.int64)
+    return winner.long().view(values.shape)
+
+
+def _train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
+    return _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype)
+
+
+def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, argmax, needs):
+    p = plan(steps, argmax)
+    x, flat_rows = _flat(hidden, rows)
+    grad = grad.reshape(x.shape[0], weight.shape[0])
+    low = lower(p, flat_rows, cpu.compute_dtype(hidden))
+    with autocast_off(hidden.device.type):
+        if grad.numel() == 0 or x.shape[2] == 0:
+            grads = [torch.zeros_like(t) if n and t is not None else None for t, n in zip((x, weight, bias), needs)]
+        elif x.is_cuda:
+            grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
+        else:
+            active = cpu.slopes(grad, x, weight, bias, flat_rows, low, winner, peak)
+            grads = cpu.backward(active, x, weight, bias, needs)
+    d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in grads)
+    return d_hidden.view(hidden.shape) if needs[0] else d_hidden, d_weight, d_bias
+
+
+def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, needs):
+    from ..kernels import splade_head_backward as kernel
+
+    p = low.plan
+    if p.hoists and p.exhaustive:
+        return kernel.backward(grad, x, weight, bias, winner, peak, p.scalar, needs=needs)
+    return kernel.backward(
+        grad, x, weight, bias, winner, peak, p.outer,
+        inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar, needs=needs,
+    )  # fmt: skip
+
+
+class _SpladeHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, steps, out_dtype, argmax, *rows):
+        values, winner, peak = torch.ops.sparse_inductor.splade_head_train(
+            hidden, weight, bias, list(rows), steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2])
+        )
+        ctx.save_for_backward(hidden, weight, bias, winner, peak, *rows)
+        ctx.steps, ctx.argmax = steps, argmax
+        positions = _positions(winner, values, argmax)
+        ctx.mark_non_differentiable(positions)
+        return values, positions
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, weight, bias, winner, peak, *rows = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        grads = torch.ops.sparse_inductor.splade_head_backward(
+            grad, hidden, weight, bias, rows, ctx.steps, winner, peak, ctx.argmax, needs
+        )
+        return *(g if n else None for g, n in zip(grads, needs)), None, None, None, *(None for _ in rows)
+
+
+def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
+    tensors = (hidden, weight, bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return _SpladeHead.apply(hidden, weight, bias, steps, out_dtype, argmax, *rows)
+    with below_autograd():
+        return torch.ops.sparse_inductor.splade_head(hidden, weight, bias, rows, steps, out_dtype, argmax)
+
+
+def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
+    _check(hidden, weight, bias, rows, steps)
+    values = hidden.new_empty(*hidden.shape[:-2], weight.shape[0], dtype=out_dtype or hidden.dtype)
+    positions = torch.empty_like(values, dtype=torch.int64) if argmax else values.new_empty(0, dtype=torch.int64)
+    return values, positions
+
+
+def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
+    values, _ = _fake(hidden, weight, bias, rows, steps, out_dtype, argmax)
+    B, V = math.prod(hidden.shape[:-2]), weight.shape[0]
+    winner = hidden.new_empty(B, V, dtype=winner_dtype)
+    return values, winner, hidden.new_empty(B, V, dtype=cpu.compute_dtype(hidden))
+
+
+def _fake_backward(grad, hidden, weight, bias, rows, steps, winner, peak, argmax, needs):
+    out = []
+    for t, n in zip((hidden, weight, bias), needs):
+        out.append(hidden.new_empty(0) if t is None or not n else t.new_empty(t.shape))
+    return tuple(out)
+
+
+for _name, _impl, _meta in (
+    ("splade_head", _infer, _fake),
+    ("splade_head_train", _train, _fake_train),
+    ("splade_head_backward", _backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _impl, _key)
+    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+_lib.impl("splade_head", _autograd, "Autograd")
