@@ -1,1 +1,56 @@
-"""Compiler passes for torch.compile that make sparse models fast without changing them."""
+"""Compiler passes for torch.compile that make sparse models fast without changing them.
+
+    import torch, sparse_inductor
+    sparse_inductor.enable()
+    model = torch.compile(model)
+    ...
+    print(sparse_inductor.report())
+
+Everything is imported on first use: `TORCH_LOGS=+sparse_inductor` imports this package in the middle of
+`import torch`, when neither Inductor nor torch.library can be imported yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import ops as ops
+    from .explanation import explain as explain
+    from .pattern import register as register
+    from .records import report as report
+    from .session import disable as disable
+    from .session import enable as enable
+    from .session import enabled as enabled
+    from .session import options as options
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it. No module may be called like a function of the package: importing a
+# submodule binds its name on the package, and `sparse_inductor.report` would become that module.
+_HOME = {
+    "enable": "session",
+    "disable": "session",
+    "enabled": "session",
+    "options": "session",
+    "report": "records",
+    "explain": "explanation",
+    "register": "pattern",
+    "ops": "ops",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+    value = module if name == "ops" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,209 @@
+"""What a pattern is, and where patterns come from.
+
+A pattern recognises one family of subgraphs and puts an operator in its place. It is any object with the
+attributes of `Pattern`; built-in ones are the files of the `patterns/` folder, each ending in
+
+    PATTERN = MyPattern()
+
+Others come from installed packages (entry-point group `sparse_inductor.patterns`, each entry a pattern object) or
+from `sparse_inductor.register(pattern)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import pkgutil
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import fx
+
+__all__ = ["Example", "Match", "Miss", "Pattern", "register", "registered", "unregister"]
+
+ENTRY_POINTS = "sparse_inductor.patterns"
+
+
+@dataclasses.dataclass(frozen=True)
+class Miss:
+    """Nearly a match. `reason` is in the user's terms; `node` is where it failed (default: the anchor)."""
+
+    reason: str
+    node: fx.Node | None = None
+
+
+class Match(Protocol):
+    """A subgraph that was recognised and proved replaceable. Nothing has been changed yet."""
+
+    pattern: str
+    op: str
+    anchor: fx.Node
+    swallowed: tuple[fx.Node, ...]
+    """The nodes that the op replaces, in graph order, the anchor among them."""
+    inputs: tuple[fx.Node, ...]
+    bytes_saved: int | None
+    """Bytes that autograd no longer keeps for the backward; None where that is not known."""
+    note: str
+
+    def replace(self) -> None:
+        """Insert the op and redirect the readers. The driver erases what is dead afterwards."""
+
+
+@runtime_checkable
+class Pattern(Protocol):
+    """One family of subgraphs and the operator that replaces it.
+
+    Optional methods:
+
+    - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern in one graph that share
+      nodes, or merges them. Without it all are accepted.
+    - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one compile only)
+      for process-wide switches that the pattern needs; the result puts everything back and is called by `disable()`.
+    """
+
+    name: str
+    op: str
+    summary: str
+    """One line: before -> after."""
+    anchors: frozenset[str]
+    """Canonical names of the nodes that `match` is asked about."""
+    examples: Sequence[Example]
+    near_misses: Sequence[Example]
+
+    def match(self, node: fx.Node, view: Any) -> Match | Miss | None:
+        """Recognise the subgraph that ends in `node`; None when it is not of this family, not even nearly.
+
+        Must not change the graph. `view` is a `sparse_inductor.match.graph.GraphView`.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """A program that a pattern rewrites, or (with `reason`) one that it declines.
+
+    `build()` returns the function to compile and its arguments; `reason` is a part of the reported reason.
+    """
+
+    name: str
+    build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+    training: bool = False
+    reason: str = ""
+
+
+P = TypeVar("P", bound=Pattern)
+
+_lock = threading.RLock()
+_patterns: dict[str, Pattern] = {}
+_origin: dict[str, str] = {}  # pattern name -> where it came from, for messages
+_discovered = False
+
+
+def register(pattern: P, *, replace: bool = False) -> P:
+    """Add a pattern for this process; it takes part from the next `enable()` or `options()` on.
+
+    Returns the pattern. Registering the same object twice does nothing; `replace=True` lets a new object take the
+    place of an older one of the same name (a notebook cell that is run again).
+
+    Raises TypeError when `pattern` lacks something that `Pattern` asks for, ValueError when its name is taken.
+    """
+    registered()
+    with _lock:
+        _add(pattern, f"register() of {type(pattern).__module__}.{type(pattern).__qualname__}", replace)
+    return pattern
+
+
+def unregister(name: str) -> None:
+    """Take a pattern out again. Raises KeyError when there is none of that name."""
+    with _lock:
+        del _patterns[name]
+        del _origin[name]
+
+
+def registered() -> dict[str, Pattern]:
+    """All known patterns by name: built-in, from entry points, from `register`.
+
+    The first call imports them. Raises TypeError or ValueError for a bad or a duplicate pattern. An entry point
+    that cannot be imported is left out with a warning: somebody else's package must not take this one down.
+    """
+    global _discovered
+    with _lock:
+        if not _discovered:
+            _discovered = True  # first: a pattern's module may itself ask for the registry
+            try:
+                _discover()
+            except BaseException:
+                _discovered = False
+                _patterns.clear()
+                _origin.clear()
+                raise
+        return dict(_patterns)
+
+
+def _discover() -> None:
+    from . import patterns
+
+    for info in sorted(pkgutil.iter_modules(patterns.__path__), key=lambda i: i.name):
+        if info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{patterns.__name__}.{info.name}")
+        found = getattr(module, "PATTERN", None)
+        if found is not None:
+            _add(found, f"{module.__name__} ({module.__file__})")
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            found = entry.load()
+        except Exception as error:
+            warnings.warn(
+                f"sparse_inductor: pattern {entry.name!r} of entry point {entry.value!r} is left out, it cannot be "
+                f"imported: {type(error).__name__}: {error}",
+                stacklevel=4,
+            )
+            continue
+        _add(found, f"entry point {entry.name} = {entry.value}")
+
+
+def _add(pattern: Any, origin: str, replace: bool = False) -> None:
+    _validate(pattern, origin)
+    old = _patterns.get(pattern.name)
+    if old is pattern:
+        return
+    if old is not None and not replace:
+        raise ValueError(
+            f"pattern name {pattern.name!r} is taken: it was defined by {_origin[pattern.name]} and again by {origin}"
+        )
+    _patterns[pattern.name] = pattern
+    _origin[pattern.name] = origin
+
+
+def _validate(pattern: Any, origin: str) -> None:
+    def fail(what: str) -> None:
+        raise TypeError(f"not a pattern ({origin}): {what}")
+
+    if isinstance(pattern, type):
+        fail(f"{pattern.__name__} is a class; an instance of it is wanted")
+    for attribute in ("name", "op", "summary"):
+        value = getattr(pattern, attribute, None)
+        if not isinstance(value, str) or not value:
+            fail(f"`{attribute}` must be a non-empty str, got {value!r}")
+    if not pattern.name.isidentifier():
+        fail(f"`name` must be an identifier, got {pattern.name!r}")
+    if "\n" in pattern.summary:
+        fail(f"`summary` must be one line, got {pattern.summary!r}")
+    anchors = getattr(pattern, "anchors", None)
+    if not isinstance(anchors, (set, frozenset)) or not anchors or not all(isinstance(a, str) for a in anchors):
+        fail(f"`anchors` must be a non-empty frozenset of canonical op names, got {anchors!r}")
+    if not callable(getattr(pattern, "match", None)):
+        fail("`match(node, view)` is missing")
+    for attribute in ("examples", "near_misses"):
+        value = getattr(pattern, attribute, None)
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            fail(f"`{attribute}` must be a sequence of Example, got {value!r}")
+        for example in value:
+            if not isinstance(example, Example):
+                fail(f"`{attribute}` must hold Example objects, got {example!r}")
+    for optional in ("resolve", "setup"):
+        if not callable(getattr(pattern, optional, callable)):
+            fail(f"`{optional}` must be callable")
