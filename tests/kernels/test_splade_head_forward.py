@@ -1,0 +1,235 @@
+"""The SPLADE head's forward kernels against the same formula in fp64."""
+
+import math
+
+import pytest
+import torch
+
+from sparse_inductor.epilogue import steps
+from sparse_inductor.kernels.splade_head_forward import forward
+
+RELU_LOG1P = steps.parse("relu | log1p")
+# Relative to the largest value of the tensor: operands are rounded before both computations, so what is left is the
+# accumulation order (fp32) and the rounding of the output (16-bit dtypes).
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if request.param == "cpu":
+        from triton import knobs
+
+        if not knobs.runtime.interpret:
+            pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
+    return torch.device(request.param)
+
+
+def make(device, B=3, S=37, D=24, V=50, dtype=torch.float32, bias=True, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(B, S, D, generator=g).to(device, dtype)
+    weight = (torch.randn(V, D, generator=g) * 0.5).to(device, dtype)
+    return hidden, weight, torch.randn(V, generator=g).to(device, dtype) if bias else None
+
+
+def lengths_to_add(lengths, S, device):
+    s = torch.arange(S)
+    keep = s[None, :] < torch.tensor(lengths)[:, None]
+    return torch.where(keep, 0.0, -math.inf).to(device)
+
+
+def reference(hidden, weight, bias, add, fill, outer, inner=(), rows=None):
+    """(values, y [B, S, V], peak, dropped [B, S]) in fp64."""
+    y = hidden.double() @ weight.double().T
+    if bias is not None:
+        y = y + bias.double()
+    y = steps.run(inner, y, () if rows is None else rows.double())
+    dropped = torch.zeros(y.shape[:2], dtype=torch.bool, device=y.device)
+    if add is not None:
+        dropped = add == -math.inf
+        y = torch.where(dropped[..., None], -math.inf, y + add.double()[..., None])
+    peak = y.amax(1)
+    values = steps.run(outer, peak)
+    if fill is not None:
+        values = torch.maximum(values, fill.double()[:, None])
+    return values, y, peak, dropped
+
+
+def assert_close(actual, expected, dtype):
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.isinf(), expected.isinf())
+    finite = expected.isfinite()
+    assert torch.equal(
+        actual[~finite & ~expected.isnan()].double(), expected[~finite & ~expected.isnan()]
+    )
+    if finite.any():
+        error = (actual.double() - expected)[finite].abs().max()
+        assert error <= TOLERANCE[dtype] * expected[finite].abs().max().clamp_min(1.0)
+
+
+def check(
+    hidden, weight, bias, add=None, fill=None, outer=RELU_LOG1P, inner=(), rows=None, out_dtype=None
+):
+    """Values, winner and peak of one call against the reference; returns the winner."""
+    dtype = out_dtype or hidden.dtype
+    kwargs = {"inner": inner, "rows": rows, "out_dtype": dtype}
+    values, winner, peak = forward(
+        hidden, weight, bias, add, fill, outer, want_winner=True, **kwargs
+    )
+    expected, y, expected_peak, dropped = reference(
+        hidden, weight, bias, add, fill, outer, inner, rows
+    )
+    assert values.dtype == dtype and peak.dtype == torch.float32
+    assert_close(values, expected, dtype)
+    assert_close(peak, expected_peak, torch.float32)
+    only_values, *nothing = forward(
+        hidden, weight, bias, add, fill, outer, want_winner=False, **kwargs
+    )
+    assert torch.equal(only_values.isnan(), values.isnan()) and nothing == [None, None]
+    assert torch.equal(only_values.nan_to_num(), values.nan_to_num())
+    lost = dropped.all(1)[:, None].expand_as(winner)
+    if fill is not None:
+        lost = lost | (fill[:, None] > steps.run(outer, peak))
+    assert (winner[lost] == -1).all()
+    at = y.gather(1, winner.long().clamp_min(0)[:, None]).squeeze(1)
+    slack = 2e-6 * expected_peak[expected_peak.isfinite()].abs().max().clamp_min(1.0)
+    assert (winner[~lost] >= 0).all() and (at >= expected_peak - slack)[~lost].all()
+    return winner
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("S, D, V", [(1, 1, 1), (33, 17, 31), (70, 40, 65), (256, 64, 130)])
+def test_values_winner_and_peak(device, dtype, S, D, V):
+    check(*make(device, S=S, D=D, V=V, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_bias_and_other_output_dtype(device, dtype):
+    check(*make(device, dtype=dtype, bias=False), out_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("lengths", [(300, 1, 64), (32, 33, 31), (0, 257, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropped_positions(device, dtype, lengths):
+    hidden, weight, bias = make(device, S=300, dtype=dtype)
+    winner = check(hidden, weight, bias, lengths_to_add(lengths, 300, device))
+    assert (winner < torch.tensor(lengths, device=device)[:, None]).all()
+
+
+def test_scattered_and_leading_drops(device):
+    hidden, weight, bias = make(device, B=4, S=200, dtype=torch.bfloat16)
+    add = torch.zeros(4, 200)
+    add[0, ::2] = -math.inf
+    add[1, :150] = -math.inf
+    add[2, 32:64] = -math.inf
+    add[3, 7:] = -math.inf
+    check(hidden, weight, bias, add.to(device))
+
+
+def test_real_valued_add(device):
+    hidden, weight, bias = make(device, S=90, dtype=torch.bfloat16)
+    add = torch.randn(3, 90, generator=torch.Generator().manual_seed(1)) * 3
+    check(hidden, weight, bias, add.to(device))
+
+
+def test_a_dropped_position_may_hold_nan(device):
+    hidden, weight, bias = make(device, S=70, dtype=torch.bfloat16)
+    hidden[:, 40:] = math.nan
+    values, _, _ = forward(
+        hidden, weight, bias, lengths_to_add((40, 35, 1), 70, device), None, RELU_LOG1P
+    )
+    assert values.isfinite().all()
+
+
+def test_nan_logits_give_nan(device):
+    hidden, weight, bias = make(device, S=70, dtype=torch.bfloat16)
+    hidden[1, 50, 3] = math.nan
+    values, _, _ = forward(hidden, weight, bias, None, None, RELU_LOG1P, want_winner=True)
+    assert values[1].isnan().all() and values[[0, 2]].isfinite().all()
+
+
+def test_fill_wins_where_it_exceeds_the_peak(device):
+    hidden, weight, bias = make(device, S=40)
+    add = lengths_to_add((40, 20, 0), 40, device)
+    winner = check(hidden, weight, bias, add, torch.tensor([-math.inf, 1.5, 0.0], device=device))
+    assert (winner[0] >= 0).all() and (winner[1] < 0).any() and (winner[2] == -1).all()
+
+
+def test_ties_go_to_the_first_position(device):
+    hidden, weight, bias = make(device, S=300, dtype=torch.bfloat16)
+    hidden[:] = hidden[:, :1]
+    _, winner, _ = forward(hidden, weight, bias, None, None, RELU_LOG1P, want_winner=True)
+    assert (winner == 0).all()
+
+
+def test_an_identity_outer_keeps_minus_infinity(device):
+    hidden, weight, bias = make(device)
+    check(hidden, weight, bias, lengths_to_add((0, 37, 5), 37, device), outer=())
+
+
+@pytest.mark.parametrize("S, dtype", [(128, torch.int8), (129, torch.int16), (32769, torch.int32)])
+def test_winner_is_the_smallest_integer_that_holds_s(device, S, dtype):
+    hidden, weight, bias = make(device, B=1, S=S, D=8, V=3)
+    assert check(hidden, weight, bias).dtype == dtype
+
+
+def test_strided_inputs(device):
+    hidden, weight, bias = make(device, S=64, D=40, V=60, dtype=torch.bfloat16)
+    check(hidden.transpose(1, 2).contiguous().transpose(1, 2), weight, bias)
+    check(hidden.transpose(0, 1).contiguous().transpose(0, 1), weight, bias)
+    check(hidden[:, ::2, 8:], weight.t().contiguous().t()[:, 8:], bias)
+
+
+def test_empty_batch(device):
+    hidden, weight, bias = make(device)
+    values, winner, peak = forward(
+        hidden[:0], weight, bias, None, None, RELU_LOG1P, want_winner=True
+    )
+    assert values.shape == winner.shape == peak.shape == (0, 50)
+
+
+PER_ELEMENT = "row_mul(0) | relu | row_add(1) | row_where(2, -1.0)"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_before_the_maximum(device, dtype):
+    hidden, weight, bias = make(device, S=70, dtype=dtype)
+    rows = torch.randn(3, 3, 70, generator=torch.Generator().manual_seed(2)).to(device)
+    rows[2] = (rows[2] > 0).float()
+    add = lengths_to_add((70, 33, 0), 70, device)
+    check(hidden, weight, bias, add, inner=steps.parse(PER_ELEMENT), rows=rows)
+
+
+@pytest.mark.parametrize("flags", [(True, False, True), (False,) * 3, (True,) * 3])
+def test_each_sequence_takes_its_own_path(device, flags):
+    hidden, weight, bias = make(device, S=70, dtype=torch.bfloat16)
+    rows = torch.randn(1, 3, 70, generator=torch.Generator().manual_seed(2)).to(device)
+    add = lengths_to_add((70, 33, 0), 70, device)
+    inner, outer = steps.parse("relu | row_mul(0)"), steps.parse("log1p")
+    values, winner, peak = forward(
+        hidden, weight, bias, add, None, outer, inner=inner, rows=rows, want_winner=True,
+        per_element=torch.tensor(flags, device=device), outer_fast=RELU_LOG1P,
+    )  # fmt: skip
+    slow = forward(hidden, weight, bias, add, None, outer, inner=inner, rows=rows, want_winner=True)
+    fast = forward(hidden, weight, bias, add, None, RELU_LOG1P, want_winner=True)
+    for b, flag in enumerate(flags):
+        for actual, expected in zip((values, winner, peak), slow if flag else fast, strict=True):
+            torch.testing.assert_close(actual[b], expected[b], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_runs_in_a_cuda_graph():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    hidden, weight, bias = make("cuda", S=300, D=64, dtype=torch.bfloat16)
+    add = lengths_to_add((300, 1, 64), 300, "cuda")
+    expected, _, _ = forward(hidden, weight, bias, add, None, RELU_LOG1P)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        values, _, _ = forward(hidden, weight, bias, add, None, RELU_LOG1P)
+    values.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(values, expected)
