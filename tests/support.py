@@ -18,10 +18,9 @@ from torch._inductor.compile_fx import compile_fx
 
 PATTERN = "splade_head"
 
-# How much worse than eager's a rewritten program's error against an fp64 truth may be, by the lowest
-# precision that the program computes in. In bf16 neighbouring logits tie and the winner of a max
-# changes with the order of summation, so there errors are averaged over a tensor instead of taking
-# the worst element.
+# How much worse than eager's a rewritten program's error against an fp64 truth may be, by the
+# lowest precision it computes in. In bf16 neighbouring logits tie and the winner of a max changes
+# with the order of summation, so there errors are averaged over a tensor, not the worst element's.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 
 

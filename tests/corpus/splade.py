@@ -73,9 +73,6 @@ def pooling(
     return register
 
 
-# --- the mask, the activation and the max, in the orders people put them ---------------------------
-
-
 @pooling("naver/splade models/transformer_rep.py (Splade.encode)", both=True)
 def naver_log1plus_mul_maxdim(logits, mask):
     return torch.max(torch.log(1 + torch.relu(logits)) * mask.unsqueeze(-1), dim=1)[0]
@@ -228,9 +225,6 @@ def l2_normalised_reps(logits, mask):
     return F.normalize(pooled, p=2, dim=-1)
 
 
-# --- the projection --------------------------------------------------------------------------------
-
-
 class Projection(nn.Module):
     """The vocabulary matmul written in several ways, with the plain pooling after it."""
 
@@ -271,9 +265,6 @@ for _how, _source, _training in (
             training=_training,
         )
     )
-
-
-# --- pooling modules of libraries ------------------------------------------------------------------
 
 
 class STPool(nn.Module):
@@ -410,9 +401,6 @@ for _training in (False, True):
             why="the row multiplier is real-valued and needs its own gradient",
         )
     )
-
-
-# --- near misses -----------------------------------------------------------------------------------
 
 
 def _tokens(logits: Tensor) -> Tensor:
@@ -603,9 +591,6 @@ CASES.append(
         why="the mask is broadcast over the batch",
     )
 )
-
-
-# --- clients of libraries --------------------------------------------------------------------------
 
 
 @functools.cache
