@@ -1,0 +1,256 @@
+"""The only file that touches torch's private API or asks for its version.
+
+Each function hides one thing that torch may move or that differs between 2.11 and 2.13. torch's private modules are
+imported inside the functions: `TORCH_LOGS=+sparse_inductor` imports this package during `import torch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import fx
+
+# --- Inductor's configuration ---------------------------------------------------------------------------------------
+
+
+def _inductor_config() -> Any:
+    from torch._inductor import config
+
+    return config
+
+
+def has_setting(name: str) -> bool:
+    """Whether this torch's Inductor knows the setting."""
+    return name in _inductor_config()._config
+
+
+def setting(name: str) -> Any:
+    """The setting as a compile in this thread sees it."""
+    return getattr(_inductor_config(), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedSetting:
+    """What `restore_setting` needs to put a setting back exactly: unset stays unset, the same object comes back."""
+
+    name: str
+    override: Any
+    default: Any
+
+
+def save_setting(name: str) -> SavedSetting:
+    """Remember a setting, whether it was set or only has its default."""
+    entry = _inductor_config()._config[name]
+    return SavedSetting(name, _override(entry), entry.default)
+
+
+def set_setting(name: str, value: Any, default: Any = None) -> None:
+    """Set a setting to `value` in this thread and to `default` (if given) in all that have not set it themselves.
+
+    In 2.13 a setting (a ContextVar) is a matter of one thread or asyncio task, so "process-wide" takes both: a server
+    compiles on worker threads, and autograd compiles backward graphs on its own.
+    """
+    config = _inductor_config()
+    entry = config._config[name]
+    setattr(config, name, value)
+    if default is not None and isinstance(entry.user_override, ContextVar):
+        entry.default = default
+        _forget_config_cache(config)
+
+
+def restore_setting(saved: SavedSetting, override: bool = True) -> None:
+    """Put a setting back; with `override=False` only for the other threads."""
+    config = _inductor_config()
+    entry = config._config[saved.name]
+    entry.default = saved.default
+    if override:
+        # Through the front door first: it marks the config's cached hash and dictionary as outdated.
+        setattr(config, saved.name, saved.default)
+        if isinstance(entry.user_override, ContextVar):
+            entry.user_override.set(saved.override)
+        else:
+            entry.user_override = saved.override
+    _forget_config_cache(config)
+
+
+def _override(entry: Any) -> Any:
+    value = entry.user_override
+    return value.get() if isinstance(value, ContextVar) else value
+
+
+def _forget_config_cache(config: Any) -> None:
+    if isinstance(dirty := getattr(config, "_get_dict_dirty_keys_var", None), ContextVar):
+        dirty.set(None)
+
+
+# --- Inductor's pass slots ------------------------------------------------------------------------------------------
+
+
+def custom_graph_pass_class() -> Any:
+    """The base class that a pass needs for Inductor's caches to accept it."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return CustomGraphPass
+
+
+def slots_take_lists() -> bool:
+    """Whether a pass slot holds several passes (2.13) or one callable (2.11)."""
+    from torch._inductor import custom_graph_pass
+
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def wants_is_inference(graph_pass: Any) -> bool:
+    """Whether the pass is of the kind that is also told if the graph is for inference."""
+    from torch._inductor import custom_graph_pass
+
+    kind = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return kind is not None and isinstance(graph_pass, kind)
+
+
+def runs_pre_grad_passes() -> bool:
+    """Whether the user has left Inductor's pre-grad passes on."""
+    return bool(setting("use_pre_grad_passes"))
+
+
+def pre_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """Run what Inductor runs on a Dynamo graph before autograd: its own passes and those in the slot."""
+    from torch._inductor.compile_fx import _recursive_pre_grad_passes
+
+    return _recursive_pre_grad_passes(gm, example_inputs)
+
+
+@contextlib.contextmanager
+def patched_settings(**settings: Any) -> Iterator[None]:
+    """Inductor settings for the time of a block, in this thread; those this torch does not know are left out."""
+    with _inductor_config().patch({name: value for name, value in settings.items() if has_setting(name)}):
+        yield
+
+
+# --- Dynamo ---------------------------------------------------------------------------------------------------------
+
+
+def anything_compiled() -> bool:
+    """Whether Dynamo holds a frame compiled since the process began or was last reset."""
+    if "torch._dynamo.convert_frame" not in sys.modules:
+        return False
+    from torch._dynamo import convert_frame
+
+    return bool(convert_frame.FRAME_COUNTER) or bool(convert_frame.output_codes.seen)
+
+
+def current_compile() -> object | None:
+    """An object that stands for the compile under way in this thread (the same for all its graphs); None outside."""
+    from torch._guards import CompileContext
+
+    return CompileContext.try_get()
+
+
+def reset_dynamo() -> None:
+    """Forget everything Dynamo has compiled."""
+    torch._dynamo.reset()
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphEnd:
+    """Why Dynamo ended a graph: `broke` at a graph break, with `reason` and the user's `stack` ("file:line")."""
+
+    broke: bool
+    reason: str
+    stack: tuple[tuple[str, int, str], ...]
+
+
+def graph_end(gm: Any) -> GraphEnd | None:
+    """Why Dynamo ended the graph; None for a graph that is not a frame's own (a checkpoint body, an export)."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None:
+        return None
+    stack = tuple((f.filename, f.lineno or 0, f.line or "") for f in reason.user_stack or ())
+    return GraphEnd(bool(reason.graph_break), str(reason.reason), stack)
+
+
+def uncompiled(fn: Any) -> Any:
+    """The function or module that `torch.compile` was given, if `fn` came from it."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(fn, OptimizedModule):
+        return fn._orig_mod
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def fresh_capture() -> contextlib.AbstractContextManager[None]:
+    """Settings under which a function is captured anew although the process compiled it before, and that keep what
+    is captured from influencing later compiles (automatic dynamic shapes, the recompile limit)."""
+    from torch._dynamo import config
+
+    wanted = {
+        "recompile_limit": 1 << 20,
+        "accumulated_recompile_limit": 1 << 20,
+        "automatic_dynamic_shapes": False,
+        "suppress_errors": False,
+    }
+    return config.patch({name: value for name, value in wanted.items() if name in config._config})
+
+
+# --- Counters and logs ----------------------------------------------------------------------------------------------
+
+
+def count(name: str, by: int = 1) -> None:
+    """Add to Inductor's counters, where its own passes count their matches."""
+    from torch._dynamo.utils import counters
+
+    counters["inductor"][name] += by
+
+
+def trace_artifact(name: str, payload: dict[str, Any]) -> None:
+    """Put a JSON artifact into the structured trace (TORCH_TRACE), where tlparse shows it."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=lambda: json.dumps(payload, indent=2),
+        expect_trace_id=False,
+    )
+
+
+# --- Graphs ---------------------------------------------------------------------------------------------------------
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """The graph as Python with shapes where it can be printed so, else as a list of nodes."""
+    gm = graph.owning_module
+    if gm is not None and gm.graph is graph:
+        return gm.print_readable(print_output=False, include_device=True, colored=False)
+    return str(graph)
+
+
+def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose graphs, also of nested bodies, can be edited; parameters and buffers are shared."""
+    copied = fx.GraphModule(gm, copy_graph(gm.graph), gm.__class__.__name__)
+    copied.meta = dict(gm.meta)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule):
+            setattr(copied, name, copy_graph_module(child))
+    return copied
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of the nodes; what their `meta` holds is shared."""
+    new = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = new.node_copy(node, lambda n: values[n])
+        values[node].meta = copy.copy(node.meta)
+    new._codegen = copy.copy(graph._codegen)
+    return new
+
+
