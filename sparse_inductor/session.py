@@ -116,8 +116,8 @@ def options(only: Names = None, skip: Names = None, strict: bool = False) -> dic
     """
     session = _Session.of(only, skip, strict)
     chosen = {
-        REWRITE_SLOT: _slot_value([*_users_passes(REWRITE_SLOT), _RewriteSlot(session)]),
-        KEY_SLOT: _slot_value([*_users_passes(KEY_SLOT), _CacheKey(session)]),
+        REWRITE_SLOT: slot_value([*users_passes(REWRITE_SLOT), _RewriteSlot(session)]),
+        KEY_SLOT: slot_value([*users_passes(KEY_SLOT), _CacheKey(session)]),
     }
     if compat.has_setting(TIMING) and compat.setting(TIMING) != "late":
         chosen[TIMING] = "early"
@@ -278,7 +278,7 @@ class _CacheKey(_OurPass):
     def uuid(self) -> str | None:
         key = super().uuid()
         # Passes that ran early are in no key either; those that say what they are can be added.
-        for other in _users_passes(REWRITE_SLOT):
+        for other in users_passes(REWRITE_SLOT):
             if key is not None and isinstance(other, CustomGraphPass) and (uuid := other.uuid()) is not None:
                 key += f"|{uuid!r}"
         return key
@@ -318,14 +318,15 @@ def _passes(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _slot_value(passes: list[Any]) -> Any:
+def slot_value(passes: list[Any]) -> Any:
     """A slot's value for these passes: a list where torch takes one."""
     if compat.slots_take_lists():
         return passes
     return passes[0] if len(passes) == 1 else _Chain(passes)
 
 
-def _users_passes(slot: str) -> list[Any]:
+def users_passes(slot: str = REWRITE_SLOT) -> list[Any]:
+    """The passes in a slot that are not ours."""
     return [p for p in _passes(compat.setting(slot)) if not isinstance(p, _OurPass)]
 
 
@@ -347,12 +348,12 @@ class _Slot:
         others = [p for p in present if p is not self._ours]
         if self._saved is None:
             if len(others) < len(present):  # left behind in this thread by a disable() in another one
-                compat.set_setting(self._name, _slot_value(others) if others else None)
+                compat.set_setting(self._name, slot_value(others) if others else None)
             self._saved, self._found = compat.save_setting(self._name), others
         elif len(others) < len(present):
             return
         alone = (self._ours,) if compat.slots_take_lists() else self._ours
-        compat.set_setting(self._name, _slot_value([*others, self._ours]), default=alone)
+        compat.set_setting(self._name, slot_value([*others, self._ours]), default=alone)
 
     def remove(self) -> None:
         if self._saved is None:
@@ -362,7 +363,7 @@ class _Slot:
         untouched = len(left) == len(self._found) and all(a is b for a, b in zip(left, self._found, strict=True))
         compat.restore_setting(self._saved, override=untouched)
         if not untouched and len(left) < len(present):
-            compat.set_setting(self._name, _slot_value(left))
+            compat.set_setting(self._name, slot_value(left))
             compat.restore_setting(self._saved, override=False)
         self._saved = None
 

@@ -10,7 +10,7 @@ import re
 import torch
 from torch import fx
 
-__all__ = ["Source", "source_of"]
+__all__ = ["Source", "source_at", "source_of"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -51,6 +51,11 @@ def _innermost(trace: str) -> Source | None:
             continue
         following = lines[at + 1].strip() if at + 1 < len(lines) else ""
         text = "" if _FRAME.match(following) else following
-        text = text or linecache.getline(path, number).strip()
-        return Source(f"{os.path.basename(path)}:{number}", text, path)
+        return source_at(path, number, text)
     return None
+
+
+def source_at(path: str, line: int, text: str = "") -> Source:
+    """The line `line` of a file, read from it unless `text` is known."""
+    text = text.strip() or linecache.getline(path, line).strip()
+    return Source(f"{os.path.basename(path)}:{line}", text, path)

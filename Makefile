@@ -1,0 +1,41 @@
+# make demo | test | lint | bench | gpu-test | clean
+#
+# Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
+# instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
+
+ifeq ($(origin PYTHON), undefined)
+PYTHON := .venv/bin/python
+READY := .venv/.ready
+endif
+PYTEST := $(PYTHON) -m pytest
+JOBS ?= 2
+
+.PHONY: demo test lint bench gpu-test clean
+
+demo: $(READY)
+	$(PYTHON) -m benchmarks.demo $(ARGS)
+
+test: $(READY)
+	$(PYTEST) -n $(JOBS) -m "not gpu" $(ARGS)
+
+gpu-test: $(READY)
+	$(PYTEST) -m gpu $(ARGS)
+
+lint: $(READY)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+bench: $(READY)
+	$(PYTHON) -m benchmarks splade_head $(ARGS)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and pinned: the other packages would pull in whichever is newest.
+.venv/.ready: pyproject.toml
+	test -x .venv/bin/python || python3 -m venv .venv
+	.venv/bin/python -m pip install --quiet torch==2.13.0
+	.venv/bin/python -m pip install --quiet hatchling editables
+	.venv/bin/python -m pip install --quiet --no-build-isolation -e ".[test,demo,bench]" torch==2.13.0
+	touch $@

@@ -1,0 +1,200 @@
+"""explain(): what would be rewritten in one call of a function, and why not more."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from . import compat, session
+from .records import Report
+from .rewrite import RewritePass
+from .source import source_at
+
+__all__ = ["ExplainedGraph", "Explanation", "GraphBreak", "explain"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedGraph:
+    """One graph (or nested body) that torch.compile captured, as text before and after the rewriting."""
+
+    before: str
+    after: str
+
+    @property
+    def diff(self) -> str:
+        """Unified diff from `before` to `after`; empty when nothing changed."""
+        lines = difflib.unified_diff(
+            self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=3
+        )
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphBreak:
+    """A place where torch.compile ended a graph; no rewrite can reach across it."""
+
+    location: str
+    reason: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str()` is meant for a terminal."""
+
+    report: Report
+    """Rewrites and near misses of this call alone."""
+    graphs: tuple[ExplainedGraph, ...]
+    graph_breaks: tuple[GraphBreak, ...]
+
+    @property
+    def diff(self) -> str:
+        """The diffs of all graphs that changed."""
+        changed = [(at, graph.diff) for at, graph in enumerate(self.graphs) if graph.diff]
+        return "\n".join(f"graph {at}\n{diff}" for at, diff in changed)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "sparse_inductor: torch.compile captured no graph of this function"
+        parts = [str(self.report)]
+        if self.graph_breaks:
+            lines = ["graph breaks: no rewrite reaches across them"]
+            for one in self.graph_breaks:
+                lines.append(f"  {one.location}")
+                lines += [f"      {text}" for text in (one.source, one.reason.splitlines()[0]) if text]
+            parts.append("\n".join(lines))
+        if self.diff:
+            parts.append(self.diff)
+        return "\n\n".join(parts)
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite the graphs, and show what happened.
+
+    The patterns are those of the enabled session, or all. Nothing is generated, cached or kept: the graphs run
+    unrewritten, on copies of the arguments and of the module (a module that cannot be copied, or that the function
+    refers to, has its buffers put back), under your grad mode, and the random state is restored. Code that
+    torch.compile holds already stays compiled.
+
+    Raises what `fn` raises.
+    """
+    fn = compat.uncompiled(fn)
+    patterns = session.current_patterns()
+    report = Report()
+    graphs: list[ExplainedGraph] = []
+    breaks: list[GraphBreak] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        end = compat.graph_end(gm)
+        if end is not None and end.broke:
+            where = source_at(*end.stack[-1]) if end.stack else None
+            breaks.append(
+                GraphBreak(where.location if where else "?", end.reason, where.text if where else "")
+            )
+        capture = _Capture(patterns, report, graphs)
+        users = session.users_passes()
+        with compat.patched_settings(pre_grad_custom_pass=session.slot_value([*users, capture])):
+            compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
+        return gm.forward
+
+    fresh = not compat.anything_compiled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(session.prepared(patterns))
+        stack.enter_context(compat.fresh_capture())
+        stack.enter_context(_random_state_kept(args, kwargs))
+        fn, args, kwargs = _isolated(fn, args, kwargs, stack)
+        torch.compile(fn, backend=backend)(*args, **kwargs)
+    if fresh:
+        compat.reset_dynamo()  # as if nothing had been compiled; otherwise that is what others compiled
+    return Explanation(report, tuple(graphs), tuple(breaks))
+
+
+class _Capture:
+    """A pass that keeps the text of each graph around the rewriting."""
+
+    def __init__(self, patterns: list[Any], report: Report, graphs: list[ExplainedGraph]) -> None:
+        self._pass = RewritePass(patterns, report)
+        self._graphs = graphs
+
+    def __call__(self, graph: fx.Graph) -> None:
+        before = compat.graph_text(graph)
+        self._pass(graph)
+        self._graphs.append(ExplainedGraph(before, compat.graph_text(graph)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Capture:
+        return self
+
+
+def _isolated(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: contextlib.ExitStack
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """`fn` and its arguments such that running them changes nothing of the caller's."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _clone, (args, kwargs))
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(owner, nn.Module):
+        try:
+            copied = copy.deepcopy(owner)
+        except Exception:  # non-leaf tensors, handles, locks: whatever a module may hold
+            stack.enter_context(_buffers_kept(owner))
+        else:
+            fn = copied if fn is owner else getattr(fn, "__func__").__get__(copied)
+    for module in _modules_of(fn):
+        stack.enter_context(_buffers_kept(module))
+    if isinstance(fn, types.FunctionType):
+        # A code object of its own: what Dynamo remembers of the original (skip it, too many recompiles) is not
+        # asked, and nothing is remembered of this call.
+        fresh = types.FunctionType(
+            fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+        )
+        fresh.__kwdefaults__ = fn.__kwdefaults__
+        fresh.__dict__.update(fn.__dict__)
+        fresh.__module__, fresh.__qualname__ = fn.__module__, fn.__qualname__
+        fn = fresh
+    return fn, args, kwargs
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _modules_of(fn: Any) -> list[nn.Module]:
+    """The modules that a function refers to by closure or global name, or that a method's object holds."""
+    function = getattr(fn, "__func__", fn)
+    if not isinstance(function, types.FunctionType):
+        return []
+    found: list[Any] = [function.__globals__.get(name) for name in function.__code__.co_names]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    found += list(vars(fn.__self__).values()) if hasattr(getattr(fn, "__self__", None), "__dict__") else []
+    return [value for value in found if isinstance(value, nn.Module)]
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _random_state_kept(*trees: Any) -> Iterator[None]:
+    tensors = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    devices = {t.device.index for t in tensors if t.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(devices)):
+        yield
