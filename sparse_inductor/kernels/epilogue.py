@@ -235,6 +235,12 @@ def _slope(x, y, STEPS: tl.constexpr, I: tl.constexpr):
 
 
 @triton.jit
+def _row_operand(rows, row_stride, offset, mask, STEPS: tl.constexpr, I: tl.constexpr):
+    operand = tl.full([], STEPS[I + 1], tl.int64)  # operands times B * S may pass 2**31
+    return tl.load(rows + operand * row_stride + offset, mask=mask, other=0.0)
+
+
+@triton.jit
 def evaluate_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
     """All steps in order, on an fp32 tensor `y` of any shape.
 
@@ -246,7 +252,7 @@ def evaluate_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
         if STEPS[i + 1] < 0:
             y = _value(y, STEPS, i)
         else:
-            r = tl.load(rows + STEPS[i + 1] * row_stride + offset, mask=mask, other=0.0)
+            r = _row_operand(rows, row_stride, offset, mask, STEPS, i)
             if STEPS[i] == "row_add":
                 y = y + r
             elif STEPS[i] == "row_mul":
@@ -282,7 +288,7 @@ def dual_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
             elif STEPS[i] != "add":
                 slope = slope * _slope(x, y, STEPS, i)
         else:
-            r = tl.load(rows + STEPS[i + 1] * row_stride + offset, mask=mask, other=0.0)
+            r = _row_operand(rows, row_stride, offset, mask, STEPS, i)
             if STEPS[i] == "row_add":
                 y = x + r
             elif STEPS[i] == "row_mul":

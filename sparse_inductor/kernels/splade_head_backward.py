@@ -1,0 +1,551 @@
+"""Backward of the SPLADE head: two sums of gathered rows, in an order that never changes.
+
+The forward leaves, for each sequence b and vocabulary entry v, the position winner[b, v] whose logit won the max and
+the value peak[b, v] it won with. Only that one product carries a gradient g[b, v] = grad[b, v] * outer'(peak[b, v]):
+
+    grad_hidden[b, winner[b, v], :] += g[b, v] * weight[v, :]
+    grad_weight[v, :]               += g[b, v] * hidden[b, winner[b, v], :]
+    grad_bias[v]                    += g[b, v]
+
+An entry is active if g is not 0 and somebody won. Each output row is owned by one program, which sums the rows of a
+list of active entries in list order: no float atomics, so results are bitwise repeatable. The lists are
+
+    by vocabulary entry   a list for each v, in order of b: a running count a column (`_list_by_entry`)
+    by position           a list for each b, in order of (winner, v): a stable counting sort in three kernels.
+                          `_sort_tiles` sorts tiles of 2 048 entries, `_place_tiles` turns the tiles' histograms
+                          into destinations, `_merge_tiles` moves the entries there
+
+A list has room for every entry, so sizes never depend on data: no host synchronisation, CUDA graphs work. The
+room is bounded instead by working through v, or b, in slabs (`_SCRATCH_BYTES`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_inductor.epilogue.steps import Program
+from sparse_inductor.kernels.epilogue import dual, dual_rows, encode
+
+__all__ = ["backward"]
+
+# Scratch for lists, beside 2 bytes an entry of [B, V]: the two lists of one slab, at 8 and 12 bytes an entry.
+_SCRATCH_BYTES = 32 << 20
+# Vocabulary entries a tile: 16 keys a thread of 4 warps sort in registers.
+_TILE = 2048
+# Scratch for partial sums of positions that win so much that one program would be the last to finish.
+_PARTIAL_BYTES = 8 << 20
+
+
+@triton.jit
+def _winner_and_gain(
+    b, v, mask, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, V,
+    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Winner (int32) and gradient g (fp32) of entries (b, v), any shape; inactive entries get g = 0.
+
+    MODE "fast": g = grad * OUTER'(peak). MODE "general": g = grad, to be finished by `_general_gains`. MODE "mixed":
+    the latter where per_element[b], else grad * OUTER_FAST'(peak).
+    """
+    at = b.to(tl.int64) * V + v
+    s = tl.load(winner + at, mask=mask, other=-1).to(tl.int32)
+    alive = mask & (s >= 0)
+    upstream = tl.load(
+        grad + b.to(tl.int64) * grad_stride_b + v.to(tl.int64) * grad_stride_v,
+        mask=alive,
+        other=0.0,
+    ).to(tl.float32)
+    if MODE == "general":
+        g = upstream
+    else:
+        y = tl.load(peak + at, mask=alive, other=0.0)
+        if MODE == "fast":
+            _, slope = dual(y, OUTER)
+            g = upstream * slope
+        else:
+            _, slope = dual(y, OUTER_FAST)
+            general = tl.load(per_element + (b + v * 0), mask=mask, other=0) != 0
+            g = tl.where(general, upstream, upstream * slope)
+    return s, tl.where(alive, g, 0.0)
+
+
+@triton.jit
+def _list_by_entry(
+    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, B, S, V, v0, v_end,
+    rows, gains, counts,
+    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+    BB: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Lists the active (b * S + winner, g) of each v in order of b.
+
+    A program owns BV consecutive v of the slab [v0, v_end) and all b. It reads winner, peak and grad of its columns
+    once (2 + 4 + 4 bytes an entry) and writes 8 bytes an active entry, to slots [v - v0, 0..count) of [., B].
+    """
+    v = v0 + tl.program_id(0) * BV + tl.arange(0, BV)[None, :]
+    local = (v - v0).to(tl.int64)
+    count = tl.zeros([1, BV], tl.int32)
+    for b0 in range(0, B, BB):
+        b = b0 + tl.arange(0, BB)[:, None]
+        s, g = _winner_and_gain(
+            b, v, (b < B) & (v < v_end), grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
+            V, OUTER, OUTER_FAST, MODE,
+        )  # fmt: skip
+        active = g != 0.0  # NaN is active
+        ones = active.to(tl.int32)
+        slot = local * B + (count + tl.cumsum(ones, 0) - 1)
+        tl.store(rows + slot, b * S + s, mask=active)
+        tl.store(gains + slot, g, mask=active)
+        count += tl.sum(ones, 0, keep_dims=True)
+    tl.store(counts + local, count, mask=v < v_end)
+
+
+@triton.jit
+def _first_not_below(keys, n, target, STEPS: tl.constexpr):
+    """Index of the first of n sorted keys that is >= target, for a vector of targets; n < 2**STEPS."""
+    low = tl.zeros_like(target)
+    high = low + n
+    for _ in range(STEPS):
+        mid = (low + high) // 2
+        open_ = low < high
+        below = tl.load(keys + mid, mask=open_, other=0) < target
+        low = tl.where(open_ & below, mid + 1, low)
+        high = tl.where(open_ & ~below, mid, high)
+    return low
+
+
+@triton.jit
+def _sort_tiles(
+    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
+    keys, tile_counts, histogram,
+    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+    T: tl.constexpr, LOG_T: tl.constexpr, FEW: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Sorts the active entries of a tile by (winner, v) and counts them by winner.
+
+    A program owns tile t, T consecutive v, of sequence b0 + program // tiles. It reads winner, peak and grad (2 + 4 + 4
+    bytes an entry) and writes keys winner << LOG_T | (v - t T) (4 bytes an active entry), their number, and
+    histogram[., t, 0..S) (4 bytes a position).
+    """
+    tile = tl.program_id(0)
+    b = b0 + tile // tiles
+    j = tl.arange(0, T)
+    v = (tile % tiles) * T + j
+    s, g = _winner_and_gain(
+        b + tl.zeros_like(v), v, v < V, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, V,
+        OUTER, OUTER_FAST, MODE,
+    )  # fmt: skip
+    active = g != 0.0
+    key = tl.where(active, (s << LOG_T) | j, 0x7FFFFFFF)
+    n = tl.sum(active.to(tl.int32), 0)
+    mine = keys + tile.to(tl.int64) * T
+    if n <= FEW:  # pack first: a bitonic sort costs T log^2 T, whatever it holds
+        tl.store(mine + tl.cumsum(active.to(tl.int32), 0) - 1, key, mask=active)
+        tl.debug_barrier()
+        i = tl.arange(0, FEW)
+        packed = tl.load(mine + i, mask=i < n, other=0x7FFFFFFF)
+        tl.debug_barrier()
+        tl.store(mine + i, tl.sort(packed), mask=i < n)
+    else:
+        tl.store(mine + j, tl.sort(key), mask=j < n)
+    tl.store(tile_counts + tile, n)
+    tl.debug_barrier()
+    for s0 in range(0, S, BS):
+        position = s0 + tl.arange(0, BS)
+        first = _first_not_below(mine, n, position << LOG_T, LOG_T + 1)
+        after = _first_not_below(mine, n, (position + 1) << LOG_T, LOG_T + 1)
+        tl.store(histogram + tile.to(tl.int64) * S + position, after - first, mask=position < S)
+
+
+@triton.jit
+def _place_tiles(histogram, offsets, S, tiles, TILES: tl.constexpr, BS: tl.constexpr):
+    """Turns the tiles' histograms of a sequence into destinations in its list.
+
+    A program owns one sequence. histogram[t, s] becomes what added to an entry's index in the sorted tile t gives its
+    index in the list, if s won it; offsets[s] is where position s begins, offsets[S] the length. Reads and writes
+    4 bytes a (tile, position).
+    """
+    b = tl.program_id(0)
+    t = tl.arange(0, TILES)[:, None]
+    in_list = tl.zeros([1], tl.int32)  # entries of positions before this block
+    in_tile = tl.zeros([TILES, 1], tl.int32)  # the same, of each tile
+    for s0 in range(0, S, BS):
+        s = s0 + tl.arange(0, BS)
+        at = histogram + (b.to(tl.int64) * tiles + t) * S + s[None, :]
+        mask = (t < tiles) & (s[None, :] < S)
+        count = tl.load(at, mask=mask, other=0)
+        total = tl.sum(count, 0)
+        begin = in_list + tl.cumsum(total, 0) - total
+        earlier_tiles = tl.cumsum(count, 0) - count
+        index_in_tile = in_tile + tl.cumsum(count, 1) - count
+        tl.store(at, begin[None, :] + earlier_tiles - index_in_tile, mask=mask)
+        tl.store(offsets + b.to(tl.int64) * (S + 1) + s, begin, mask=s < S)
+        in_list += tl.sum(total, 0)
+        in_tile += tl.sum(count, 1, keep_dims=True)
+    tl.store(offsets + b.to(tl.int64) * (S + 1) + S + tl.arange(0, 1), in_list)
+
+
+@triton.jit
+def _merge_tiles(
+    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
+    keys, tile_counts, destination, entries, gains,
+    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+    T: tl.constexpr, LOG_T: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Moves a tile's sorted entries to their places in the list of the sequence, with their gradients.
+
+    A program owns one tile as in `_sort_tiles`. For each active entry it reads key and destination (4 + 4 bytes) and
+    winner, peak and grad again, and writes (v, g), 8 bytes, to slots of [., V].
+    """
+    tile = tl.program_id(0)
+    local = tile // tiles
+    n = tl.load(tile_counts + tile)
+    for j0 in range(0, n, BE):
+        j = j0 + tl.arange(0, BE)
+        key = tl.load(keys + tile.to(tl.int64) * T + j, mask=j < n, other=0)
+        v = (tile % tiles) * T + (key & (T - 1))
+        shift = tl.load(destination + tile.to(tl.int64) * S + (key >> LOG_T), mask=j < n, other=0)
+        _, g = _winner_and_gain(
+            b0 + local + tl.zeros_like(v), v, j < n, grad, grad_stride_b, grad_stride_v, winner, peak,
+            per_element, V, OUTER, OUTER_FAST, MODE,
+        )  # fmt: skip
+        slot = local.to(tl.int64) * V + shift + j
+        tl.store(entries + slot, v, mask=j < n)
+        tl.store(gains + slot, g, mask=j < n)
+
+
+@triton.jit
+def _general_gains(
+    hidden, weight, bias, winner, peak, rows, row_stride, per_element, S, D, V, first,
+    entries, gains, lengths, length_stride, capacity,
+    INNER: tl.constexpr, OUTER: tl.constexpr, MODE: tl.constexpr, BY_ENTRY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Finishes g of listed entries whose inner program ran per element: g = grad * outer'(peak) * inner'(z).
+
+    A program owns BE slots of one list (a v if BY_ENTRY, else a sequence). z is not saved: it reads the entry's hidden
+    and weight rows, 2 D elements an entry, and rewrites 4 bytes.
+    """
+    group = tl.program_id(0)
+    n = tl.load(lengths + group.to(tl.int64) * length_stride)
+    j = tl.program_id(1) * BE + tl.arange(0, BE)
+    if tl.program_id(1) * BE < n:
+        mask = j < n
+        slot = group.to(tl.int64) * capacity + j
+        entry = tl.load(entries + slot, mask=mask, other=0)
+        if BY_ENTRY:
+            row = entry
+            b = row // S
+            v = first + group + tl.zeros_like(entry)
+        else:
+            b = first + group + tl.zeros_like(entry)
+            v = entry
+            row = b * S + tl.load(winner + b.to(tl.int64) * V + v, mask=mask, other=0).to(tl.int32)
+        z = tl.zeros([BE], tl.float32)
+        for d0 in range(0, D, BD):
+            d = d0 + tl.arange(0, BD)[None, :]
+            here = mask[:, None] & (d < D)
+            x = tl.load(hidden + row[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
+            w = tl.load(weight + v[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
+            z += tl.sum(x.to(tl.float32) * w.to(tl.float32), 1)
+        if HAS_BIAS:
+            z += tl.load(bias + v, mask=mask, other=0.0).to(tl.float32)
+        _, inner_slope = dual_rows(z, rows, row_stride, row, mask, INNER)
+        _, outer_slope = dual(tl.load(peak + b.to(tl.int64) * V + v, mask=mask, other=0.0), OUTER)
+        if MODE == "mixed":
+            mask = mask & (tl.load(per_element + b, mask=mask, other=0) != 0)
+        g = tl.load(gains + slot, mask=mask, other=0.0)
+        tl.store(gains + slot, g * outer_slope * inner_slope, mask=mask)
+
+
+@triton.jit
+def _sum_listed_rows(
+    entries, gains, n, gap_at, gap, table, D, d, R: tl.constexpr, BD: tl.constexpr
+):
+    """Sum of gains[j] * table[entries[j], d] over n slots j, in order, without the `gap` slots from `gap_at` on.
+
+    R rows are in flight at a time.
+    """
+    acc = tl.zeros([BD], tl.float32)
+    for i in range(0, n, R):
+        j = i + tl.arange(0, R)
+        inside = j < n
+        j = tl.where(j < gap_at, j, j + gap)
+        row = tl.load(entries + j, mask=inside, other=0)
+        g = tl.load(gains + j, mask=inside, other=0.0)
+        x = tl.load(
+            table + row[:, None].to(tl.int64) * D + d[None, :],
+            mask=inside[:, None] & (d[None, :] < D),
+            other=0.0,
+        )
+        acc += tl.sum(g[:, None] * x.to(tl.float32), 0)
+    return acc
+
+
+@triton.jit
+def _weight_rows(
+    rows, gains, counts, hidden, grad_weight, grad_bias, B, D, v0,
+    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """grad_weight[v] and grad_bias[v] from the list of v.
+
+    A program owns BD columns of one row v. It reads 8 bytes and BD elements of `hidden` an active entry and writes
+    its BD elements; the program of the first columns writes grad_bias[v].
+    """
+    local = tl.program_id(0)
+    v = v0 + local
+    n = tl.load(counts + local)
+    rows += local.to(tl.int64) * B
+    gains += local.to(tl.int64) * B
+    if NEED_WEIGHT:
+        d = tl.program_id(1) * BD + tl.arange(0, BD)
+        acc = _sum_listed_rows(rows, gains, n, n, 0, hidden, D, d, R, BD)
+        tl.store(
+            grad_weight + v.to(tl.int64) * D + d, acc.to(grad_weight.dtype.element_ty), mask=d < D
+        )
+    if NEED_BIAS:  # a constexpr, so not one condition with the next  # noqa: SIM102
+        if tl.program_id(1) == 0:
+            total = tl.zeros([BN], tl.float32)
+            for i in range(0, n, BN):
+                j = i + tl.arange(0, BN)
+                total += tl.load(gains + j, mask=j < n, other=0.0)
+            tl.store(grad_bias + v, tl.sum(total, 0).to(grad_bias.dtype.element_ty))
+
+
+@triton.jit
+def _partial_rows(
+    entries, gains, offsets, winner, weight, partial, S, D, V, b0, chunks,
+    CHUNK: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Sums each chunk of a sequence's list that one position has to itself; leaves the others alone.
+
+    A program owns BD columns of chunk program // b, CHUNK slots. It reads 8 bytes and BD elements of `weight` a slot and
+    writes BD fp32 sums.
+    """
+    local = tl.program_id(0) // chunks
+    chunk = tl.program_id(0) % chunks
+    n = tl.load(offsets + local.to(tl.int64) * (S + 1) + S)
+    if (chunk + 1) * CHUNK <= n:
+        first = local.to(tl.int64) * V + chunk * CHUNK
+        won = winner + (b0 + local).to(tl.int64) * V
+        head = tl.load(won + tl.load(entries + first))
+        tail = tl.load(won + tl.load(entries + first + CHUNK - 1))
+        if head == tail:  # the list is sorted by winner
+            d = tl.program_id(1) * BD + tl.arange(0, BD)
+            acc = _sum_listed_rows(
+                entries + first, gains + first, CHUNK, CHUNK, 0, weight, D, d, R, BD
+            )
+            tl.store(partial + tl.program_id(0).to(tl.int64) * D + d, acc, mask=d < D)
+
+
+@triton.jit
+def _hidden_rows(
+    entries, gains, offsets, weight, partial, grad_hidden, S, D, V, b0, chunks,
+    CHUNK: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """grad_hidden[b, s] from the slots of position s in the list of b.
+
+    A program owns BD columns of one row (b, s). It reads 8 bytes and BD elements of `weight` an active entry, except
+    that a whole chunk comes as BD fp32 sums from `_partial_rows`, and writes its BD elements.
+    """
+    local = tl.program_id(0) // S
+    s = tl.program_id(0) % S
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    begin = tl.load(offsets + local.to(tl.int64) * (S + 1) + s)
+    end = tl.load(offsets + local.to(tl.int64) * (S + 1) + s + 1)
+    first_chunk = (begin + CHUNK - 1) // CHUNK
+    last_chunk = tl.maximum(end // CHUNK, first_chunk)
+    whole = (last_chunk - first_chunk) * CHUNK
+    at = local.to(tl.int64) * V + begin
+    acc = _sum_listed_rows(
+        entries + at, gains + at, end - begin - whole, first_chunk * CHUNK - begin, whole,
+        weight, D, d, R, BD,
+    )  # fmt: skip
+    for chunk in range(first_chunk, last_chunk):
+        acc += tl.load(
+            partial + (local * chunks + chunk).to(tl.int64) * D + d, mask=d < D, other=0.0
+        )
+    row = (b0 + local).to(tl.int64) * S + s
+    tl.store(grad_hidden + row * D + d, acc.to(grad_hidden.dtype.element_ty), mask=d < D)
+
+
+class _Shape:
+    """Sizes of one call and the tile sizes that follow from them."""
+
+    def __init__(self, B: int, S: int, D: int, V: int):
+        self.B, self.S, self.D, self.V = B, S, D, V
+        # 1 024 columns of a row are 8 to a thread of 4 warps, a 16-byte bf16 load each; wider rows take
+        # several programs.
+        self.BD = min(max(triton.next_power_of_2(D), 32), 1024)
+        self.row_warps = max(1, self.BD // 256)
+        self.R = 8  # rows in flight: enough to hide L2 latency, few enough not to lose occupancy
+        self.T = min(max(triton.next_power_of_2(V), 128), _TILE)
+        self.tiles = triton.cdiv(V, self.T)
+        budget = _SCRATCH_BYTES + 2 * B * V
+        entry_bytes = 8 * B  # row and gain of every b
+        self.slab_v = min(V, max(1, budget // entry_bytes))
+        sequence_bytes = (
+            12 * self.T * self.tiles + 4 * self.tiles * S
+        )  # key, entry, gain; histogram
+        self.slab_b = min(B, max(1, budget // sequence_bytes))
+
+        # One program adds 512 rows in the time the rest of a small problem takes; longer chunks only where
+        # their sums, D fp32 numbers each, would not fit.
+        self.chunk = max(512, triton.next_power_of_2(4 * D * self.slab_b * V // _PARTIAL_BYTES))
+        self.chunks = V // self.chunk  # only whole chunks can have a sum
+
+
+def _slabs(n: int, size: int) -> Sequence[range]:
+    """[0, n) cut into the fewest ranges of at most `size`, of equal length but for the last."""
+    count = triton.cdiv(n, size)
+    step = triton.cdiv(n, count)
+    return [range(i, min(i + step, n)) for i in range(0, n, step)]
+
+
+def backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    winner: torch.Tensor,
+    peak: torch.Tensor,
+    outer: Program,
+    *,
+    inner: Program = (),
+    rows: torch.Tensor | None = None,
+    per_element: torch.Tensor | None = None,
+    outer_fast: Program | None = None,
+    needs: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the SPLADE head with respect to hidden, weight and bias.
+
+    Args:
+        grad: [B, V], any float dtype and strides.
+        hidden, weight, bias: [B, S, D], [V, D] and [V] or None, as the forward had them.
+        winner: [B, V] signed integer; the position that won the max, or -1 where no gradient flows.
+        peak: [B, V] fp32; what `outer` was applied to.
+        outer: scalar steps after the max.
+        inner: steps run on each logit before the max; then `peak` lies behind them. If there are none, all
+            sequences take the fast path: gradient grad * outer'(peak).
+        rows: [R, B, S] fp32, the operands of the row steps of `inner`. They get no gradient.
+        per_element: [B] bool, which sequences ran `inner`; None: all. The others had the whole program after the
+            max, which is `outer_fast` (default `outer`).
+        needs: which of the three gradients to compute; the others are returned as None.
+
+    Returns:
+        Gradients in the dtypes of hidden, weight and bias, contiguous, summed in fp32 in a fixed order.
+    """
+    B, S, D = hidden.shape
+    V = weight.shape[0]
+    if S >= 1 << 20:
+        raise ValueError(f"sequences of {S} positions: sort keys hold at most {(1 << 20) - 1}")
+    if B * S >= 1 << 31:
+        raise ValueError(f"{B} x {S} rows of hidden: list entries hold at most {(1 << 31) - 1}")
+
+    need_hidden, need_weight, need_bias = needs[0], needs[1], needs[2] and bias is not None
+    grad_hidden = hidden.new_empty(B, S, D) if need_hidden else None
+    grad_weight = weight.new_empty(V, D) if need_weight else None
+    grad_bias = bias.new_empty(V) if need_bias else None
+    if B == 0:
+        for g in (grad_weight, grad_bias):
+            if g is not None:
+                g.zero_()
+        return grad_hidden, grad_weight, grad_bias
+
+    hidden, weight = hidden.contiguous(), weight.contiguous()
+    winner, peak = winner.contiguous(), peak.contiguous()
+    if per_element is not None:
+        per_element = per_element.contiguous().view(torch.uint8)
+    mode = "fast" if not inner else "general" if per_element is None else "mixed"
+    source = (grad, *grad.stride(), winner, peak, per_element)
+    programs = {
+        "OUTER": encode(outer),
+        "OUTER_FAST": encode(outer if outer_fast is None else outer_fast),
+        "MODE": mode,
+    }
+    shape = _Shape(B, S, D, V)
+
+    def finish_gains(first, groups, entries, gains, lengths, stride, capacity, by_entry):
+        if mode == "fast":
+            return
+        BE = 16  # with 128 columns of two operands: 32 registers a thread of 4 warps
+        _general_gains[(groups, triton.cdiv(capacity, BE))](
+            hidden, weight, bias, winner, peak, rows, B * S, per_element, S, D, V, first,
+            entries, gains, lengths, stride, capacity,
+            INNER=encode(inner), OUTER=programs["OUTER"], MODE=mode, BY_ENTRY=by_entry,
+            HAS_BIAS=bias is not None, BE=BE, BD=128, num_warps=4,
+        )  # fmt: skip
+
+    device = torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext()
+    with device:
+        if need_weight or need_bias:
+            _grad_weight(shape, source, programs, finish_gains, hidden, grad_weight, grad_bias)
+        if need_hidden:
+            _grad_hidden(shape, source, programs, finish_gains, weight, winner, grad_hidden)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _grad_weight(shape, source, programs, finish_gains, hidden, grad_weight, grad_bias):
+    B, S, D, V = shape.B, shape.S, shape.D, shape.V
+    slots = shape.slab_v * B
+    rows = torch.empty(slots, dtype=torch.int32, device=hidden.device)
+    gains = torch.empty(slots, dtype=torch.float32, device=hidden.device)
+    counts = torch.empty(shape.slab_v, dtype=torch.int32, device=hidden.device)
+    BV = 32  # columns: 64 bytes of winner, the least that reads whole sectors of every operand
+    for slab in _slabs(V, shape.slab_v):
+        _list_by_entry[(triton.cdiv(len(slab), BV),)](
+            *source, B, S, V, slab.start, slab.stop, rows, gains, counts, **programs,
+            BB=64, BV=BV, num_warps=4,
+        )  # fmt: skip
+        finish_gains(slab.start, len(slab), rows, gains, counts, 1, B, True)
+        _weight_rows[(len(slab), triton.cdiv(D, shape.BD) if grad_weight is not None else 1)](
+            rows, gains, counts, hidden, grad_weight, grad_bias, B, D, slab.start,
+            NEED_WEIGHT=grad_weight is not None, NEED_BIAS=grad_bias is not None,
+            R=shape.R, BD=shape.BD, BN=128, num_warps=shape.row_warps, num_stages=1,
+        )  # fmt: skip
+
+
+def _grad_hidden(shape, source, programs, finish_gains, weight, winner, grad_hidden):
+    S, D, V, T, tiles = shape.S, shape.D, shape.V, shape.T, shape.tiles
+    log_t = T.bit_length() - 1
+
+    def scratch(*size, dtype=torch.int32):
+        return torch.empty(size, dtype=dtype, device=weight.device)
+
+    keys, tile_counts = scratch(shape.slab_b, tiles, T), scratch(shape.slab_b, tiles)
+    histogram, offsets = scratch(shape.slab_b, tiles, S), scratch(shape.slab_b, S + 1)
+    entries, gains = scratch(shape.slab_b, V), scratch(shape.slab_b, V, dtype=torch.float32)
+    partial = scratch(shape.slab_b, shape.chunks, D, dtype=torch.float32)
+    rows_launch = {"R": shape.R, "BD": shape.BD, "num_warps": shape.row_warps, "num_stages": 1}
+    column_blocks = triton.cdiv(D, shape.BD)
+    tiles_padded = triton.next_power_of_2(tiles)
+    for slab in _slabs(shape.B, shape.slab_b):
+        grid = (len(slab) * tiles,)
+        _sort_tiles[grid](
+            *source, S, V, slab.start, tiles, keys, tile_counts, histogram, **programs,
+            T=T, LOG_T=log_t, FEW=min(T, 256), BS=min(512, max(128, triton.next_power_of_2(S))),
+            num_warps=4,
+        )  # fmt: skip
+        _place_tiles[(len(slab),)](
+            histogram, offsets, S, tiles, TILES=tiles_padded,
+            BS=max(16, 4096 // tiles_padded),  # 32 numbers a thread of 4 warps
+            num_warps=4,
+        )  # fmt: skip
+        _merge_tiles[grid](
+            *source, S, V, slab.start, tiles, keys, tile_counts, histogram, entries, gains, **programs,
+            T=T, LOG_T=log_t, BE=min(T, 256), num_warps=4,
+        )  # fmt: skip
+        finish_gains(slab.start, len(slab), entries, gains, offsets[:, S:], S + 1, V, False)
+        if shape.chunks:
+            _partial_rows[(len(slab) * shape.chunks, column_blocks)](
+                entries, gains, offsets, winner, weight, partial, S, D, V, slab.start, shape.chunks,
+                CHUNK=shape.chunk, **rows_launch,
+            )  # fmt: skip
+        _hidden_rows[(len(slab) * S, column_blocks)](
+            entries, gains, offsets, weight, partial, grad_hidden, S, D, V, slab.start, shape.chunks,
+            CHUNK=shape.chunk, **rows_launch,
+        )  # fmt: skip

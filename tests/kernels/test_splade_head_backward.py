@@ -1,0 +1,294 @@
+"""Backward kernels of the SPLADE head against gather-and-scatter sums in fp64."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from sparse_inductor.epilogue.steps import dual, parse
+from sparse_inductor.kernels import splade_head_backward
+from sparse_inductor.kernels.splade_head_backward import backward
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LOG1P = parse("relu | log1p")
+INNER = parse("mul(0.5) | row_add(1) | row_mul(2) | row_where(0, -2.0) | softplus(1.0, 20.0)")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # NumPy on inf and NaN, as intended
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cpu" and not INTERPRETED:
+        pytest.skip("on the CPU kernels need TRITON_INTERPRET=1")
+    if request.param == "cuda" and (INTERPRETED or not torch.cuda.is_available()):
+        pytest.skip("needs a GPU and compiled kernels")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory from torch.empty holds NaN or -1, so that an element nobody wrote shows."""
+
+    def poison(empty):
+        def wrapped(*args, **kwargs):
+            t = empty(*args, **kwargs)
+            return t.fill_(math.nan if t.is_floating_point() else -1)
+
+        return wrapped
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+def problem(device, B, S, D, V, dtype=torch.float32, active=0.3, hot=0.3, seed=0):
+    """Random tensors; a share `hot` of the entries is won by position 0, and 1 - `active` have no winner."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(*size):
+        return torch.randn(*size, generator=g)
+
+    winner = torch.randint(0, S, (B, V), generator=g)
+    winner[torch.rand(B, V, generator=g) < hot] = 0
+    winner[torch.rand(B, V, generator=g) >= active] = -1
+    small = torch.int8 if S <= 127 else torch.int16
+    tensors = {
+        "grad": rand(B, V),
+        "hidden": rand(B, S, D).to(dtype),
+        "weight": rand(V, D).to(dtype),
+        "bias": rand(V).to(dtype),
+        "winner": winner.to(small),
+        "peak": rand(B, V).abs() + 0.01,
+    }
+    return {k: v.to(device) for k, v in tensors.items()}
+
+
+def gains(p, outer, inner=(), rows=None, per_element=None, outer_fast=None):
+    """g[b, v] in fp64, 0 where nobody won."""
+    p = {k: v.double() for k, v in p.items()}
+    w = p["winner"].long().clamp_min(0)
+    B, V = w.shape
+    g = p["grad"] * dual(outer, p["peak"])[1]
+    if inner:
+        b = torch.arange(B, device=w.device)[:, None].expand(B, V)
+        z = torch.einsum("bsd,vd->bsv", p["hidden"], p["weight"]) + p["bias"]
+        z = z.gather(1, w[:, None, :])[:, 0]
+        at_winner = [] if rows is None else [r.double()[b, w] for r in rows]
+        general = g * dual(inner, z, at_winner)[1]
+        fast = p["grad"] * dual(outer_fast or outer, p["peak"])[1]
+        if per_element is None:
+            g = general
+        else:
+            g = torch.where(per_element[:, None], general, fast)
+    return torch.where(p["winner"] >= 0, g, 0.0)
+
+
+def reference(p, g):
+    """The three gradients in fp64 from g: a scatter by position, a gather by entry, a sum."""
+    hidden, weight = p["hidden"].double(), p["weight"].double()
+    w = p["winner"].long().clamp_min(0)
+    picked = hidden.new_zeros(hidden.shape[0], hidden.shape[1], weight.shape[0])
+    picked.scatter_(1, w[:, None, :], g[:, None, :])
+    return picked @ weight, torch.einsum("bsv,bsd->vd", picked, hidden), g.sum(0)
+
+
+def check(got, want, dtypes):
+    """fp32 sums are within 1e-5 of the largest result; bf16 and fp16 outputs add their own rounding."""
+    for x, ref, dtype in zip(got, want, dtypes, strict=True):
+        assert x.dtype == dtype and x.shape == ref.shape and x.is_contiguous()
+        # 2**-7 and not 2**-8, as the interpreter truncates to bf16.
+        eps = {torch.float32: 0.0, torch.bfloat16: 2**-7, torch.float16: 2**-11}[dtype]
+        error = (x.double() - ref).abs()
+        assert (error <= 1e-5 * ref.abs().max() + eps * ref.abs()).all(), error.max()
+
+
+def run_and_check(p, outer=LOG1P, **general):
+    dtypes = [p[k].dtype for k in ("hidden", "weight", "bias")]
+    check(backward(**p, outer=outer, **general), reference(p, gains(p, outer, **general)), dtypes)
+
+
+# B, S, D, V: odd everything; several tiles of the vocabulary; one of everything; rows wider than a program
+SHAPES = [
+    (3, 7, 5, 11),
+    (2, 130, 33, 300),
+    (2, 5, 8, 4500),
+    (1, 1, 1, 1),
+    (70, 3, 4, 40),
+    (1, 4, 1300, 9),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_match_fp64(device, shape):
+    run_and_check(problem(device, *shape))
+
+
+@pytest.mark.parametrize("active", [0.05, 1.0])
+def test_several_tiles_of_the_vocabulary(device, monkeypatch, active):
+    monkeypatch.setattr(splade_head_backward, "_TILE", 128)
+    run_and_check(problem(device, 2, 40, 6, 700, active=active))
+
+
+def test_tiles_of_few_and_of_many_entries(device):
+    """Tiles of at most 256 active entries are packed before they are sorted."""
+    p = problem(device, 2, 9, 4, 512, active=1.0)
+    p["winner"][0, 200:] = -1
+    run_and_check(p)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_inputs_accumulate_in_fp32(device, dtype):
+    run_and_check(problem(device, 4, 9, 16, 300, dtype=dtype, active=1.0))
+
+
+@pytest.mark.parametrize("active", [0.0, 0.02, 1.0])
+def test_any_share_of_active_entries(device, active):
+    run_and_check(problem(device, 3, 7, 5, 300, active=active))
+
+
+def test_no_active_entry_gives_zeros(device):
+    for g in backward(**problem(device, 3, 7, 5, 40, active=0.0), outer=LOG1P):
+        assert (g == 0).all()
+
+
+def test_one_position_may_win_everything(device, monkeypatch):
+    """Chunks of 512 slots of one position are summed apart."""
+    monkeypatch.setattr(splade_head_backward, "_TILE", 128)
+    run_and_check(problem(device, 2, 3, 4, 1100, active=1.0, hot=1.0))
+    run_and_check(problem(device, 2, 3, 4, 1200, active=1.0, hot=0.7))
+
+
+def test_slabs_cover_everything(device, monkeypatch):
+    monkeypatch.setattr(splade_head_backward, "_SCRATCH_BYTES", 0)
+    run_and_check(problem(device, 5, 6, 4, 150))
+
+
+def test_zero_gradient_and_flat_epilogue_are_inactive(device):
+    """An entry with g = 0 must not touch its rows: 0 * inf would be NaN."""
+    p = problem(device, 3, 7, 5, 40, active=1.0)
+    p["grad"][:, ::2] = 0.0
+    p["peak"][:, 1::4] = -1.0  # relu is flat there
+    g = gains(p, LOG1P)
+    assert 0 < (g == 0).sum() < g.numel()
+    p["weight"][::2] = math.inf
+    p["weight"][1::4] = math.nan
+    got = backward(**p, outer=LOG1P)
+    p["weight"] = p["weight"].nan_to_num(0.0, 0.0, 0.0)
+    check(got, reference(p, g), [torch.float32] * 3)
+
+
+def test_nan_and_inf_gradients_reach_their_rows_only(device):
+    p = problem(device, 2, 5, 4, 30, active=1.0)
+    p["grad"][0, 3], p["grad"][1, 7] = math.nan, math.inf
+    grad_hidden, grad_weight, grad_bias = backward(**p, outer=LOG1P)
+    bad_positions = {(0, int(p["winner"][0, 3])), (1, int(p["winner"][1, 7]))}
+    assert {
+        (b, s) for b in range(2) for s in range(5) if not grad_hidden[b, s].isfinite().all()
+    } == (bad_positions)
+    assert {v for v in range(30) if not grad_weight[v].isfinite().all()} == {3, 7}
+    assert grad_bias[3].isnan() and grad_bias[7].isinf()
+
+
+def test_strided_and_expanded_inputs(device):
+    p = problem(device, 3, 7, 6, 40)
+    want = reference(p, gains(p, LOG1P))
+    strided = dict(p)
+    strided["hidden"] = p["hidden"].transpose(1, 2).contiguous().transpose(1, 2)
+    strided["weight"] = p["weight"].t().contiguous().t()
+    strided["grad"] = torch.stack([p["grad"], p["grad"]], -1)[..., 0]
+    check(backward(**strided, outer=LOG1P), want, [torch.float32] * 3)
+    p["grad"] = torch.tensor(2.0, device=device).expand(3, 40)
+    run_and_check(p)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_grad_may_have_another_dtype(device, grad_dtype):
+    p = problem(device, 3, 7, 6, 40)
+    p["grad"] = p["grad"].to(grad_dtype)
+    run_and_check(p)
+
+
+@pytest.mark.parametrize(
+    "needs", [(True, False, False), (False, True, False), (False, False, True)]
+)
+def test_computes_what_is_needed(device, needs):
+    p = problem(device, 3, 7, 6, 40)
+    want = reference(p, gains(p, LOG1P))
+    got = backward(**p, outer=LOG1P, needs=needs)
+    assert [g is not None for g in got] == list(needs)
+    i = needs.index(True)
+    check(got[i : i + 1], want[i : i + 1], [torch.float32])
+
+
+def test_without_bias(device):
+    p = problem(device, 3, 7, 6, 40)
+    want = reference(p, gains(p, LOG1P))
+    p["bias"] = None
+    *got, grad_bias = backward(**p, outer=LOG1P)
+    assert grad_bias is None
+    check(got, want[:2], [torch.float32] * 2)
+
+
+def test_empty_batch(device):
+    grad_hidden, grad_weight, grad_bias = backward(**problem(device, 0, 7, 6, 40), outer=LOG1P)
+    assert grad_hidden.shape == (0, 7, 6)
+    assert (grad_weight == 0).all() and (grad_bias == 0).all()
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["all", "mixed"])
+def test_general_path_recomputes_the_winning_logit(device, mixed):
+    B, S, D, V = 4, 9, 6, 70
+    p = problem(device, B, S, D, V, active=0.6)
+    g = torch.Generator().manual_seed(1)
+    rows = torch.randn(3, B, S, generator=g)
+    rows[0] = (torch.rand(B, S, generator=g) > 0.3).float()
+    general = {"inner": INNER, "rows": rows.to(device)}
+    if mixed:
+        general["per_element"] = torch.tensor([True, False, True, False], device=device)
+        general["outer_fast"] = parse("relu | sqrt")
+    run_and_check(p, outer=parse("log1p"), **general)
+
+
+def test_general_path_without_rows_or_bias(device):
+    p = problem(device, 3, 5, 150, 20)
+    p["bias"].zero_()
+    want = reference(p, gains(p, parse("log1p"), inner=parse("square")))
+    p["bias"] = None
+    got = backward(**p, outer=parse("log1p"), inner=parse("square"))
+    check(got[:2], want[:2], [torch.float32] * 2)
+
+
+def test_bitwise_repeatable(device):
+    p = problem(device, 3, 9, 16, 300, active=1.0)
+    first, again = backward(**p, outer=LOG1P), backward(**p, outer=LOG1P)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "shape, active",
+    [((16, 512, 768, 30522), 0.02), ((4, 512, 768, 30522), 1.0), ((2, 8192, 100, 5000), 0.5)],
+    ids=str,
+)
+def test_large_shapes_on_gpu(shape, active):
+    p = problem("cuda", *shape, dtype=torch.bfloat16, active=active, hot=0.1)
+    run_and_check(p)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
+def test_runs_in_a_cuda_graph(monkeypatch):
+    monkeypatch.undo()  # filling memory would be captured too, harmlessly, but hides what the graph does
+    p = problem("cuda", 4, 64, 32, 1000)
+    backward(**p, outer=LOG1P)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = backward(**p, outer=LOG1P)
+    other = problem("cuda", 4, 64, 32, 1000, active=0.9, seed=1)
+    for name, t in other.items():
+        p[name].copy_(t)
+    graph.replay()
+    check(got, reference(p, gains(p, LOG1P)), [torch.float32] * 3)
