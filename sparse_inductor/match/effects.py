@@ -1,0 +1,127 @@
+"""Which nodes write memory, and which value of a tensor a reader sees.
+
+A Dynamo graph is not functional: `x.relu_()` or `x[~mask] = 0` as a statement changes what later readers of the
+node `x` get. Storage identity of the fake tensors says what aliases what.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+__all__ = ["Effects", "fake"]
+
+
+def fake(node: Any) -> Any:
+    """The fake value of a node (tensor, tuple, SymInt ...), or None."""
+    if not isinstance(node, fx.Node):
+        return None
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = fake(node)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a is b or bool(statically_known_true(a == b))
+
+
+def _same_geometry(a: fx.Node, b: fx.Node) -> bool:
+    x, y = fake(a), fake(b)
+    if x.dim() != y.dim() or x.dtype != y.dtype or not _same(x.storage_offset(), y.storage_offset()):
+        return False
+    return all(map(_same, x.shape, y.shape)) and all(map(_same, x.stride(), y.stride()))
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes whose memory this call writes."""
+    if node.op == "call_method":
+        name = node.target
+        hit = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+        return [a for a in node.args[:1] if hit and isinstance(a, fx.Node)]
+    if node.op != "call_function":
+        return []
+    target, out = node.target, []
+    if isinstance(target, torch._ops.OpOverload):
+        for i, arg in enumerate(target._schema.arguments):
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                value = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+                out += [a for a in (value if isinstance(value, (list, tuple)) else [value])]
+    else:
+        name = getattr(target, "__name__", "")
+        module = getattr(target, "__module__", "") or ""
+        operator = module == "_operator"
+        if operator and (name == "setitem" or (name.startswith("i") and name in _INPLACE)):
+            out.append(node.args[0])
+        elif not operator and name.endswith("_") and not name.endswith("__") and node.args:
+            out.append(node.args[0])
+        elif node.kwargs.get("inplace") is True or (len(node.args) > 1 and node.args[-1] is True and name in _LAST):
+            out.append(node.args[0] if node.args else node.kwargs.get("input"))
+        if "out" in node.kwargs:
+            out.append(node.kwargs["out"])
+    return [a for a in out if isinstance(a, fx.Node)]
+
+
+_INPLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor", "imatmul", "imod"}
+# functions whose last positional parameter is `inplace`
+_LAST = {"relu", "relu6", "elu", "leaky_relu", "threshold", "hardtanh", "celu", "selu", "dropout", "silu", "mish",
+         "hardswish", "hardsigmoid", "alpha_dropout", "feature_alpha_dropout", "rrelu"}  # fmt: skip
+
+
+class Effects:
+    """Writes of a graph, by storage."""
+
+    def __init__(self, graph: fx.Graph, order: dict[fx.Node, int]):
+        self._order = order
+        self._writes: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        self._creator: dict[int, fx.Node] = {}
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in graph.nodes:
+            root = _storage(node)
+            if root is not None:
+                self._creator.setdefault(root, node)
+            targets = written(node)
+            if targets:
+                self.writers[node] = targets
+            for target in targets:
+                key = _storage(target)
+                if key is not None:
+                    self._writes.setdefault(key, []).append((node, target))
+
+    def _between(self, node: fx.Node, after: int, before: int) -> list[tuple[fx.Node, fx.Node]]:
+        key = _storage(node)
+        events = self._writes.get(key, ()) if key is not None else ()
+        return [e for e in events if after < self._order[e[0]] < before]
+
+    def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """The node whose result `reader` sees when it reads `node`: the last whole write, or the node itself.
+
+        None where the last write went through a view of other shape, so that no single node is the value.
+        """
+        events = self._between(node, self._order[node], self._order[reader])
+        if not events:
+            return node
+        writer, target = events[-1]
+        return writer if _same_geometry(target, node) else None
+
+    def unchanged(self, node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
+        """Whether nothing writes the memory of `node` between two points of the graph."""
+        return not self._between(node, self._order[since], self._order[until])
+
+    def creator(self, node: fx.Node) -> fx.Node | None:
+        """The node that first held the memory of `node`."""
+        key = _storage(node)
+        return None if key is None else self._creator.get(key)

@@ -1,0 +1,56 @@
+"""Inserting nodes with fake values, so that whoever looks at the graph next finds what Dynamo would have left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .effects import fake
+
+__all__ = ["Emitter"]
+
+
+class Emitter:
+    """Inserts calls before `anchor`. A new node takes the anchor's source location."""
+
+    def __init__(self, anchor: fx.Node):
+        self._graph = anchor.graph
+        self._anchor = anchor
+        self.inserted: list[fx.Node] = []
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._anchor):
+            return self._annotate(self._graph.call_function(target, args, kwargs))
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._anchor):
+            return self._annotate(self._graph.call_method(name, args, kwargs))
+
+    def _annotate(self, node: fx.Node) -> fx.Node:
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self._anchor.meta:
+                node.meta[key] = self._anchor.meta[key]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
+        mode = next((v.fake_mode for v in _tensors((args, kwargs)) if hasattr(v, "fake_mode")), None)
+        with mode or contextlib.nullcontext(), torch.no_grad():
+            if node.op == "call_method":
+                value = getattr(args[0], node.target)(*args[1:], **kwargs)
+            else:
+                value = node.target(*args, **kwargs)
+        node.meta["example_value"] = value
+        self.inserted.append(node)
+        return node
+
+
+def _tensors(x: Any):
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for v in x:
+            yield from _tensors(v)
+    elif isinstance(x, dict):
+        yield from _tensors(tuple(x.values()))

@@ -1,0 +1,249 @@
+"""Every spelling of a linear map in one form: out = stand-in with its D axis mapped to V by a [V, D] weight.
+
+The *stand-in* of a linear's output is a tensor of the output's shape with D in the place of V. For `F.linear(x, w)`
+it is x itself; for `w @ x.transpose(1, 2)` it is `x.transpose(1, 2)`; for an einsum a permutation of x. Anything
+that moves rows of the output about (views, slices, permutes) moves rows of the stand-in the same way, which is
+how a pattern carries a reduction from the output back to the input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from .emit import Emitter
+from .graph import GraphView, fake, same_size
+from .names import Call
+
+__all__ = ["Linear", "linears"]
+
+Make = Callable[[Emitter], fx.Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """One reading of a matmul node as a linear map.
+
+    node: the matmul. source: the input as the user has it, which must not change before it is read again.
+    v_dim: the axis of the output that is V. stand_in, weight: build the stand-in and the [V, D] weight.
+    bias: [V] or None. weight_source: the tensor the weight comes from.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    weight_source: fx.Node
+    v_dim: int
+    stand_in: Make
+    weight: Make
+    bias: fx.Node | None = None
+
+
+def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
+    """The readings of `node` as a linear map: several where either operand may be the weight, none where both are
+    batched; None if it is no matmul at all."""
+    call = view.call(node)
+    read = None if call is None else _READERS.get(call.name)
+    if call is None or read is None or not view.is_tensor(node):
+        return None
+    return read(view, node, call)
+
+
+def _linear(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    x, w, b = call["input"], call["weight"], call.get("bias")
+    if len(view.shape(w)) != 2 or len(view.shape(x)) < 2:
+        return []
+    return [Linear(node, x, w, len(view.shape(node)) - 1, lambda e: x, lambda e: w, b)]
+
+
+def _matmul(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    a, b = call["input"], call["other"]
+    return _product(view, node, a, b, None)
+
+
+def _addmm(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    if call.get("beta", 1) != 1 or call.get("alpha", 1) != 1:
+        return []
+    bias = call["bias"]
+    found = _product(view, node, call["input"], call["weight"], None)
+    size = view.shape(bias)
+    return [
+        dataclasses.replace(f, bias=bias)
+        for f in found
+        if f.v_dim == len(view.shape(node)) - 1 and len(size) == 1 and same_size(size[0], view.shape(node)[f.v_dim])
+    ]
+
+
+def _product(view: GraphView, node: fx.Node, a: Any, b: Any, bias: fx.Node | None) -> list[Linear]:
+    if not (view.is_tensor(a) and view.is_tensor(b)):
+        return []
+    n = len(view.shape(node))
+    if len(view.shape(a)) < 2 or len(view.shape(b)) < 2:
+        return []
+    found = []
+    if (right := _matrix(view, b)) is not None and len(view.shape(a)) == n:
+        base, flipped = right  # b is [D, V]: the weight is its transpose
+        found.append(Linear(node, a, base, n - 1, lambda e: a, _oriented(base, not flipped), bias))
+    if (left := _matrix(view, a)) is not None and len(view.shape(b)) == n:
+        base, flipped = left  # a is [V, D]
+        found.append(Linear(node, b, base, n - 2, lambda e: b, _oriented(base, flipped), bias))
+    return found
+
+
+def _oriented(base: fx.Node, transpose: bool) -> Make:
+    return (lambda e: e.method("t", base)) if transpose else (lambda e: base)
+
+
+def _matrix(view: GraphView, node: fx.Node, flipped: bool = False) -> tuple[fx.Node, bool] | None:
+    """(2-D base, whether transposed) of a matrix that was only given broadcast batch axes."""
+    shape = view.shape(node)
+    if len(shape) == 2:
+        return node, flipped
+    call = view.call(node)
+    if call is None or call.inplace:
+        return None
+    x = call.get("input")
+    if not view.is_tensor(x):
+        return None
+    inner = view.shape(x)
+    same_matrix = len(inner) >= 2 and all(map(same_size, inner[-2:], shape[-2:]))
+    n = len(shape)
+    match call.name:
+        case "expand" | "expand_as" | "contiguous" | "clone" | "repeat" | "tile":
+            return _matrix(view, x, flipped) if same_matrix else None
+        case "unsqueeze":
+            ok = same_matrix and call["dim"] % n < n - 2
+            return _matrix(view, x, flipped) if ok else None
+        case "getitem":
+            index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+            ok = same_matrix and index and index[0] is None and all(_is_full(i) for i in index[1:])
+            return _matrix(view, x, flipped) if ok else None
+        case "mT":
+            return _matrix(view, x, not flipped)
+        case "transpose":
+            dims = {call["dim0"] % n, call["dim1"] % n}
+            return _matrix(view, x, not flipped) if dims == {n - 1, n - 2} else None
+        case "permute":
+            dims = [d % n for d in call["dims"]]
+            return _matrix(view, x, not flipped) if dims == [*range(n - 2), n - 1, n - 2] else None
+    return None
+
+
+def _is_full(index: Any) -> bool:
+    return index is Ellipsis or index == slice(None)
+
+
+def _einsum(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    operands = call.get("operands", ())
+    equation = call["equation"]
+    if not isinstance(equation, str) or len(operands) != 2:
+        return []
+    equation = equation.replace(" ", "")
+    inputs, arrow, out = equation.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        return []
+    if not arrow:
+        letters = "".join(terms).replace(".", "")
+        out = ("..." if "..." in inputs else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    if "..." in equation:
+        spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+        extra = [len(view.shape(o)) - len(t.replace("...", "")) for o, t in zip(operands, terms)]
+        if min(extra) < 0:
+            return []
+        fill = ["".join(spare[max(extra) - k : max(extra)]) for k in extra]
+        terms = [t.replace("...", f) for t, f in zip(terms, fill)]
+        out = out.replace("...", "".join(spare[: max(extra)]))
+    return [f for i in (1, 0) if (f := _contract(view, node, operands[1 - i], terms[1 - i], operands[i], terms[i], out))]
+
+
+def _contract(view: GraphView, node, x, xs: str, w, ws: str, out: str) -> Linear | None:
+    """x with letters `xs` times a two-letter weight."""
+    if len(set(xs)) != len(xs) or len(set(ws)) != 2 or len(ws) != 2 or len(set(out)) != len(out):
+        return None
+    reduced = [c for c in ws if c in xs and c not in out]
+    kept = [c for c in ws if c not in xs and c in out]
+    if len(reduced) != 1 or len(kept) != 1 or set(xs) - {reduced[0]} | {kept[0]} != set(out):
+        return None
+    d, v = reduced[0], kept[0]
+    if len(view.shape(x)) != len(xs) or len(view.shape(w)) != 2:
+        return None
+    order = [xs.index(d if c == v else c) for c in out]
+    stand_in = (lambda e: x) if order == sorted(order) else (lambda e: e.method("permute", x, tuple(order)))
+    return Linear(node, x, w, out.index(v), stand_in, _oriented(w, ws == d + v))
+
+
+def _tensordot(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    a, b, dims = call["input"], call["other"], call.get("dims", 2)
+    n, m = len(view.shape(a)), len(view.shape(b))
+    if dims == 1:
+        dims = ([n - 1], [0])
+    if not isinstance(dims, (tuple, list)) or len(dims) != 2:
+        return []
+    one = [d[0] if isinstance(d, (tuple, list)) and len(d) == 1 else d for d in dims]
+    if not all(isinstance(d, int) for d in one):
+        return []
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    xs = list(letters[:n])
+    ws = list(letters[n : n + m])
+    xs[one[0] % n] = ws[one[1] % m] = "Z"
+    out = "".join(c for c in xs + ws if c != "Z")
+    found = [_contract(view, node, a, "".join(xs), b, "".join(ws), out)]
+    found.append(_contract(view, node, b, "".join(ws), a, "".join(xs), out))
+    return [f for f in found if f is not None]
+
+
+def _inner(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    a, b = call["input"], call["other"]
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    n, m = len(view.shape(a)), len(view.shape(b))
+    xs, ws = letters[: n - 1] + "Z", letters[n : n + m - 1] + "Z"
+    found = [_contract(view, node, a, xs, b, ws, xs[:-1] + ws[:-1]), _contract(view, node, b, ws, a, xs, xs[:-1] + ws[:-1])]
+    return [f for f in found if f is not None]
+
+
+def _conv1d(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    """A convolution of width 1 is a linear over the channel axis: [B, D, S] -> [B, V, S]."""
+    x, w = call["input"], call["weight"]
+
+    def single(value: Any) -> Any:
+        return value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
+
+    plain = single(call.get("stride", 1)) == 1 and single(call.get("padding", 0)) in (0, "valid")
+    if not plain or call.get("groups", 1) != 1 or view.shape(w)[-1] != 1:
+        return []
+    v_dim = len(view.shape(node)) - 2
+    return [Linear(node, x, w, v_dim, lambda e: x, lambda e: e.method("select", w, -1, 0), call.get("bias"))]
+
+
+_READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear]]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _matmul,
+    "bmm": _matmul,
+    "addmm": _addmm,
+    "baddbmm": _addmm,
+    "einsum": _einsum,
+    "tensordot": _tensordot,
+    "inner": _inner,
+    "conv1d": _conv1d,
+}
+
+
+
+
+def is_parameter(view: GraphView, node: fx.Node) -> bool:
+    """Whether a tensor is a module's parameter (or a view or cast of one) rather than an activation."""
+    while node.op != "placeholder":
+        call = view.call(node)
+        if call is None or call.name not in _VIEWS or not view.is_tensor(call.get("input")):
+            return node.op == "get_attr"
+        node = call["input"]
+    value = fake(node)
+    return getattr(value, "_is_param", False) or "parameters" in node.name
+
+
+_VIEWS = {"t", "T", "mT", "transpose", "permute", "cast", "detach", "contiguous", "unsqueeze", "expand", "getitem", "mul"}

@@ -1,0 +1,173 @@
+"""A read-only view of a graph for patterns: canonical calls, shapes, constants, versions, readers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .effects import Effects, fake
+from .names import Call, canonical
+
+__all__ = ["GraphView", "Unknown", "fake", "same_size"]
+
+_METADATA_READERS = {"metadata", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones", "new_tensor"}
+_LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
+_PURE_MODULES = ("torch", "_operator", "math", "builtins")
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal on every run; never adds a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return a is b or bool(statically_known_true(a == b))
+
+
+class Unknown(Exception):
+    """A node's shape or dtype is not known, as under vmap: a pattern leaves such a graph alone."""
+
+
+class GraphView:
+    """What patterns ask of a graph. Built once a pass; stale as soon as the graph is edited.
+
+    batched: the graph has vmap levels in it, so that shapes are not what they seem.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.effects = Effects(graph, self.order)
+        self._calls: dict[fx.Node, Call | None] = {}
+        self._live = self._liveness()
+        self.batched = any("_add_batch_dim" in n.name or "vmap" in n.name for n in graph.nodes)
+
+    def call(self, node: Any) -> Call | None:
+        """The canonical call of a node, or None."""
+        if not isinstance(node, fx.Node):
+            return None
+        if node not in self._calls:
+            self._calls[node] = canonical(node)
+        return self._calls[node]
+
+    def name_of(self, node: fx.Node) -> str | None:
+        call = self.call(node)
+        return None if call is None else call.name
+
+    # Values
+
+    def is_tensor(self, node: Any) -> bool:
+        return isinstance(fake(node), torch.Tensor)
+
+    def shape(self, node: Any) -> tuple[Any, ...]:
+        """Sizes, symbolic ones as SymInts. Raises Unknown where there is no fake tensor to ask."""
+        return tuple(self._tensor(node).shape)
+
+    def dtype(self, node: Any) -> torch.dtype:
+        return self._tensor(node).dtype
+
+    @staticmethod
+    def _tensor(node: Any) -> torch.Tensor:
+        value = fake(node)
+        if not isinstance(value, torch.Tensor):
+            raise Unknown(f"{node} has no fake tensor")
+        return value
+
+    def requires_grad(self, node: Any) -> bool:
+        return self.is_tensor(node) and fake(node).requires_grad
+
+    def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """The node whose result `reader` sees when it reads `node` (see `Effects.value`)."""
+        return self.effects.value(node, reader)
+
+    def const(self, x: Any, reader: fx.Node | None = None) -> float | None:
+        """The number `x` is in every element, if the graph says so: literals, `full_like`, `tensor(c)` and casts."""
+        if isinstance(x, bool):
+            return float(x)
+        if isinstance(x, (int, float)):
+            return float(x)
+        call = self.call(x)
+        if call is None:
+            return None
+        if reader is not None and self.value(x, reader) is not x:
+            return None
+        match call.name:
+            case "full" | "full_like" | "new_full":
+                return self.const(call["fill_value"])
+            case "zeros" | "zeros_like" | "new_zeros":
+                return 0.0
+            case "ones" | "ones_like" | "new_ones":
+                return 1.0
+            case "tensor" | "scalar_tensor" | "new_tensor":
+                data = call["data"]
+                return self.const(data) if isinstance(data, (int, float, fx.Node)) else None
+            case "cast" | "detach" | "clone" | "contiguous" | "expand" | "expand_as" | "view" | "unsqueeze" | "alias":
+                return self.const(call["input"], x)
+            case "neg":
+                c = self.const(call["input"], x)
+                return None if c is None else -c
+            case "mul" | "add" | "sub" | "div":
+                a, b = self.const(call["input"], x), self.const(call["other"], x)
+                if a is None or b is None or call.get("alpha", 1) != 1 or call.get("rounding_mode") is not None:
+                    return None
+                if call.name == "div":
+                    return a / b if b else math.copysign(math.inf, a) if a else math.nan
+                return a * b if call.name == "mul" else a + b if call.name == "add" else a - b
+        return None
+
+    def same_value(self, a: Any, b: Any) -> bool:
+        """Structural equality: Dynamo does no common-subexpression elimination."""
+        if a is b:
+            return True
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return type(a) is type(b) and a == b
+        x, y = self.call(a), self.call(b)
+        if x is None or y is None or x.inplace or y.inplace or x.name != y.name or x.args.keys() != y.args.keys():
+            return False
+        if self.value(a, b) is not a and self.order[a] < self.order[b]:
+            return False
+        return all(self._same_argument(x.args[k], y.args[k], a, b) for k in x.args)
+
+    def _same_argument(self, p: Any, q: Any, a: fx.Node, b: fx.Node) -> bool:
+        if isinstance(p, fx.Node) and isinstance(q, fx.Node) and self.is_tensor(p) and self.is_tensor(q):
+            u, v = self.value(p, a), self.value(q, b)
+            return u is not None and v is not None and self.same_value(u, v)
+        if isinstance(p, (tuple, list)) and isinstance(q, (tuple, list)):
+            return len(p) == len(q) and all(self._same_argument(s, t, a, b) for s, t in zip(p, q))
+        return self.same_value(p, q)
+
+    # Readers
+
+    def _liveness(self) -> set[fx.Node]:
+        live: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            if node.op == "output" or node in self.effects.writers or _impure(node) or any(u in live for u in node.users):
+                live.add(node)
+        return live
+
+    def readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Users that need the node's elements: dead users and readers of shape or dtype do not."""
+        for user in node.users:
+            if user not in self._live:
+                continue
+            call = self.call(user)
+            if call is not None and call.name in _METADATA_READERS:
+                continue
+            if call is not None and call.name in _LIKE and call.args.get("input") is not node:
+                continue
+            yield user
+
+
+def _impure(node: fx.Node) -> bool:
+    """Calls that must stay although nobody uses their result: anything that is not plain PyTorch arithmetic."""
+    if node.op in ("call_module", "placeholder"):
+        return False
+    if node.op != "call_function" or node.users:
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    module = getattr(node.target, "__module__", "") or ""
+    return module.split(".")[0] not in _PURE_MODULES or "grad_enabled" in node.name or "autocast" in node.name

@@ -1,0 +1,286 @@
+"""One name and bound arguments for every call, however it is spelled.
+
+`torch.relu(x)`, `F.relu(x, True)`, `x.relu_()` and `torch.ops.aten.relu.default(x)` are all
+`Call("relu", {"input": x})`; `x.max(1)`, `torch.max(x, dim=1)` are `max_dim`; `x += y` is `add`, in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Call", "canonical"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A canonical call: `name`, its `args` by parameter name, and whether it writes its first argument."""
+
+    name: str
+    args: dict[str, Any]
+    inplace: bool = False
+
+    def __getitem__(self, key: str) -> Any:
+        return self.args[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.args.get(key, default)
+
+
+# name: parameters in positional order. "*x" takes the remaining positional arguments as one tuple.
+_UNARY = (
+    "relu relu6 log log1p log2 log10 exp expm1 exp2 sqrt rsqrt square tanh sigmoid reciprocal neg abs "
+    "atan asinh erf sin cos sign invert logical_not contiguous clone detach alias softsign tanhshrink isnan "
+    "T t mT H mH conj view_as_real sinh cosh tan positive hardsigmoid hardswish silu mish logsigmoid selu erfc "
+    "floor ceil round trunc zero isinf isfinite lift_fresh"
+).split()
+_BINARY = "mul div pow maximum minimum gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder".split()
+_SIGNATURES: dict[str, str] = {
+    **{n: "input" for n in _UNARY},
+    **{n: "input other" for n in _BINARY},
+    "div": "input other rounding_mode=None",
+    "add": "input other alpha=1",
+    "sub": "input other alpha=1",
+    "rsub": "input other alpha=1",
+    "dot": "input other",
+    "leaky_relu": "input negative_slope=0.01",
+    "elu": "input alpha=1.0 scale=1.0 input_scale=1.0",
+    "celu": "input alpha=1.0",
+    "gelu": "input approximate='none'",
+    "softplus": "input beta=1 threshold=20",
+    "softmax": "input dim=None",
+    "log_softmax": "input dim=None",
+    "threshold": "input threshold value",
+    "hardtanh": "input min_val=-1.0 max_val=1.0",
+    "clamp": "input min=None max=None",
+    "clamp_min": "input min",
+    "clamp_max": "input max",
+    "nan_to_num": "input nan=None posinf=None neginf=None",
+    "addcmul": "input tensor1 tensor2 value=1",
+    "lerp": "input end weight",
+    "dropout": "input p=0.5 training=True",
+    "where": "condition input other",
+    "masked_fill": "input mask value",
+    "index_fill": "input dim index value",
+    "setitem": "input index value",
+    "getitem": "input index",
+    "index_put": "input indices values accumulate=False",
+    "getattr": "input name default=None",
+    "fill": "input value",
+    "copy": "input other",
+    "linear": "input weight bias=None",
+    "addmm": "bias input weight beta=1 alpha=1",
+    "baddbmm": "bias input weight beta=1 alpha=1",
+    "einsum": "equation *operands",
+    "tensordot": "input other dims=2",
+    "conv1d": "input weight bias=None stride=1 padding=0 dilation=1 groups=1",
+    "permute": "input *dims",
+    "transpose": "input dim0 dim1",
+    "movedim": "input source destination",
+    "view": "input *shape",
+    "flatten": "input start_dim=0 end_dim=-1",
+    "unflatten": "input dim sizes",
+    "expand": "input *sizes",
+    "expand_as": "input other",
+    "repeat": "input *sizes",
+    "tile": "input *sizes",
+    "repeat_interleave": "input repeats dim=None",
+    "unsqueeze": "input dim",
+    "squeeze": "input dim=None",
+    "narrow": "input dim start length",
+    "select": "input dim index",
+    "slice": "input dim=0 start=None end=None step=1",
+    "index_select": "input dim index",
+    "index": "input indices",
+    "gather": "input dim index",
+    "split": "input split_size dim=0",
+    "chunk": "input chunks dim=0",
+    "tensor_split": "input indices_or_sections dim=0",
+    "unbind": "input dim=0",
+    "cat": "tensors dim=0",
+    "stack": "tensors dim=0",
+    "cast": "input *rest",
+    "sum": "input dim=None keepdim=False",
+    "mean": "input dim=None keepdim=False",
+    "logsumexp": "input dim keepdim=False",
+    "amax": "input dim=() keepdim=False",
+    "amin": "input dim=() keepdim=False",
+    "aminmax": "input dim=None keepdim=False",
+    "max_dim": "input dim keepdim=False",
+    "min_dim": "input dim keepdim=False",
+    "argmax": "input dim=None keepdim=False",
+    "max_all": "input",
+    "min_all": "input",
+    "median": "input dim=-1 keepdim=False",
+    "topk": "input k dim=-1 largest=True sorted=True",
+    "sort": "input dim=-1 descending=False stable=False",
+    "kthvalue": "input k dim=-1 keepdim=False",
+    "cummax": "input dim",
+    "full": "size fill_value",
+    "full_like": "input fill_value",
+    "zeros": "*size",
+    "ones": "*size",
+    "zeros_like": "input",
+    "ones_like": "input",
+    "new_full": "input size fill_value",
+    "new_zeros": "input *size",
+    "new_ones": "input *size",
+    "new_tensor": "input data",
+    "tensor": "data",
+    "scalar_tensor": "data",
+    "max_pool1d": "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False",
+    "adaptive_max_pool1d": "input output_size return_indices=False",
+    "layer_norm": "input *rest",
+    "normalize": "input p=2.0 dim=1",
+}
+_PARSED = {
+    name: [(p.partition("=")[0], "=" in p) for p in spec.split()] for name, spec in _SIGNATURES.items()
+}
+
+_ALIASES = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
+    "negative": "neg", "bitwise_not": "invert", "bitwise_and": "and_", "bitwise_or": "or_",
+    "logical_and": "and_", "logical_or": "or_", "bitwise_xor": "xor", "logical_xor": "xor",
+    "__and__": "and_", "__or__": "or_", "__invert__": "invert", "__getitem__": "getitem", "__setitem__": "setitem",
+    "__add__": "add", "__radd__": "add", "__mul__": "mul", "__rmul__": "mul", "__sub__": "sub",
+    "__rsub__": "rsub", "__truediv__": "div", "__matmul__": "matmul", "__neg__": "neg",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+    "clip": "clamp", "absolute": "abs", "arctan": "atan", "arcsinh": "asinh", "expit": "sigmoid",
+    "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1", "special_erf": "erf",
+    "special_exp2": "exp2", "log_sigmoid": "logsigmoid", "fmax": "maximum", "fmin": "minimum",
+    "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "mT", "moveaxis": "movedim",
+    "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view",
+    "view_as": "view_as", "reshape_as": "view_as", "broadcast_to": "expand", "concat": "cat", "concatenate": "cat",
+    "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast", "bfloat16": "cast",
+    "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
+    "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
+    "split_with_sizes": "split", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
+    "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "take_along_dim": "gather",
+}  # fmt: skip
+_KEYWORDS = {
+    "self": "input", "x": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
+    "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec2": "other",
+    "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
+}  # fmt: skip
+_KEYWORDS_OF = {
+    "addmm": {"input": "bias", "mat1": "input", "mat2": "weight", "self": "bias"},
+    "baddbmm": {"input": "bias", "batch1": "input", "batch2": "weight", "self": "bias"},
+    "view": {"size": "shape"},
+    "where": {"self": "input", "input": "input"},
+    "expand": {"size": "sizes"},
+    "repeat": {"repeats": "sizes"},
+    "tile": {"dims": "sizes"},
+    "tensordot": {"a": "input", "b": "other"},
+}
+_INPLACE_OPERATORS = {
+    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ipow": "pow", "iand": "and_", "ior": "or_",
+    "imatmul": "matmul", "ifloordiv": "floordiv", "imod": "remainder", "ixor": "xor",
+}  # fmt: skip
+_MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
+_METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
+
+
+def _spelled(node: fx.Node) -> tuple[str, bool] | None:
+    """(name as written, whether a method) of a call to PyTorch; None for anything else."""
+    if node.op == "call_method":
+        return node.target, True
+    if node.op != "call_function":
+        return None
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, name = target._schema.name.split("::")
+        return (name, False) if namespace in ("aten", "prims") else None
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return (target.__name__, False) if str(target).startswith("aten.") else None
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return None
+    module = getattr(target, "__module__", "") or ""
+    name = getattr(target, "__name__", None)
+    if name is None or module.split(".")[0] not in _MODULES or module.startswith("torch.ops"):
+        return None
+    return name, False
+
+
+def _bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
+    params = _PARSED.get(name)
+    if params is None:
+        return None
+    bound: dict[str, Any] = {}
+    rest = list(args)
+    for param, _ in params:
+        if param.startswith("*"):
+            if rest:
+                bound[param[1:]] = tuple(rest[0]) if _is_list(rest) else tuple(rest)
+                rest = []
+        elif rest:
+            bound[param] = rest.pop(0)
+    renames = _KEYWORDS_OF.get(name, {})
+    known = {p.lstrip("*") for p, _ in params}
+    for key, value in kwargs.items():
+        key = renames.get(key) or (key if key in known else _KEYWORDS.get(key, key))
+        bound[key] = tuple(value) if "*" + key in {p for p, _ in params} else value
+    if any(p not in bound and not optional and not p.startswith("*") for p, optional in params):
+        return None
+    return bound
+
+
+def _is_list(rest: list) -> bool:
+    return len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size))
+
+
+def canonical(node: fx.Node) -> Call | None:
+    """The canonical call of a node, or None for placeholders, foreign functions and unknown names."""
+    spelled = _spelled(node)
+    if spelled is None:
+        return None
+    raw, method = spelled
+    args, kwargs = node.args, dict(node.kwargs)
+    inplace = bool(kwargs.pop("inplace", False)) or "out" in kwargs
+    kwargs.pop("out", None)
+    name = raw
+    if raw in _INPLACE_OPERATORS and node.target is getattr(operator, raw, None):
+        name, inplace = _INPLACE_OPERATORS[raw], True
+    elif raw.endswith("_") and not raw.endswith("__") and raw not in _SIGNATURES:
+        name, inplace = raw[:-1], True
+    name = _ALIASES.get(name, name)
+    if name == "setitem":
+        inplace = True
+    if name == "getattr" and len(args) > 1:
+        attribute = args[1]
+        if attribute in ("T", "mT", "H", "mH"):
+            return Call(attribute, {"input": args[0]})
+        return Call("metadata", {"input": args[0], "name": attribute}) if attribute in _METADATA else None
+    if name in ("size", "dim", "numel", "sym_size", "stride", "is_floating_point", "ndimension", "get_device"):
+        return Call("metadata", {"input": args[0], "name": name}) if args else None
+    if name in ("max", "min"):
+        name, args, kwargs = _extremum(name, args, kwargs)
+    if name == "where" and method:
+        args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
+        if "condition" in kwargs and args:
+            kwargs["input"], args = args[0], ()
+    if name in ("relu", "relu6", "elu", "leaky_relu", "threshold", "hardtanh", "celu", "selu", "dropout") and args:
+        limit = len(_PARSED[name])
+        if len(args) > limit:  # F.relu(x, True): the extra positional argument is `inplace`
+            inplace, args = inplace or bool(args[limit]), args[:limit]
+    bound = _bind(name, args, kwargs)
+    if bound is None:
+        return None
+    return Call(name, bound, inplace)
+
+
+def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:
+    """torch.max and torch.min are three functions each."""
+    second = args[1] if len(args) > 1 else None
+    if "other" in kwargs or (isinstance(second, fx.Node) and _is_tensor(second)):
+        return name + "imum", args, kwargs
+    if second is not None or "dim" in kwargs or "axis" in kwargs:
+        return name + "_dim", args, kwargs
+    return name + "_all", args, kwargs
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value", node.meta.get("val")), torch.Tensor)

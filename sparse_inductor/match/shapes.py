@@ -1,0 +1,295 @@
+"""Following one axis through views: the same view, taken of a tensor that has another size on that axis.
+
+A `Move` carries the stand-in of a linear's output (D in the place of V) and per-row operands (1 in the place of V)
+through a view, slice or permutation that the user applied to the output itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .emit import Emitter
+from .graph import GraphView, fake, same_size
+from .names import Call
+
+__all__ = ["Decline", "Move", "move", "SHAPE_OPS"]
+
+
+class Decline(Exception):
+    """The walk cannot go on: `reason` in the user's terms, `node` the line to blame."""
+
+    def __init__(self, reason: str, node: fx.Node | None = None):
+        super().__init__(reason)
+        self.reason, self.node = reason, node
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A view op on a tensor whose axis `v_dim` is V.
+
+    v_dim, origin: the axis after the move, and for every axis after it the axis before it it came from, or None.
+    apply(e, t, row): take the move of `t`; `row` says that t is a per-row operand, 1 on the V axis and perhaps
+    on others. columns: the slice of V that is kept, if the move drops some.
+    """
+
+    v_dim: int
+    origin: tuple[int | None, ...]
+    apply: Callable[[Emitter, fx.Node, bool], fx.Node]
+    columns: slice | None = None
+
+
+def _permutation(perm: Sequence[int], v: int) -> Move:
+    perm = tuple(perm)
+    return Move(perm.index(v), perm, lambda e, t, row: e.method("permute", t, perm))
+
+
+def _index(view: GraphView, node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
+    """Basic indexing, one item an axis of `shape` with None for new axes; tensors only where alone and before V."""
+    axis, origin, new_v, kept, columns = 0, [], None, [], None
+    for item in items:
+        if item is None:
+            origin.append(None)
+            kept.append(None)
+            continue
+        if axis == v:
+            if not isinstance(item, slice):
+                raise Decline("picks single vocabulary entries before the reduction", node)
+            if item != slice(None):
+                if item.step not in (None, 1):
+                    raise Decline("takes a strided slice of the vocabulary", node)
+                columns = item
+            new_v = len(origin)
+            origin.append(axis)
+            kept.append(slice(None))
+        else:
+            if isinstance(item, slice):
+                origin.append(axis)
+            elif isinstance(item, fx.Node) and isinstance(fake(item), torch.Tensor):
+                raise Decline("gathers rows by a tensor index before the reduction", node)
+            elif isinstance(item, (list, tuple, bool)):
+                raise Decline("gathers rows by a list before the reduction", node)
+            kept.append(item)
+        axis += 1
+    assert new_v is not None
+
+    def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+        index, a = [], 0
+        for item in kept:
+            if item is None:
+                index.append(None)
+                continue
+            single = row and same_size(fake(t).shape[a], 1) and not same_size(shape[a], 1)
+            index.append(item if not single else slice(None) if isinstance(item, slice) else 0)
+            a += 1
+        if all(i == slice(None) for i in index):
+            return t
+        return e.call(operator.getitem, t, tuple(index))
+
+    return Move(new_v, tuple(origin), apply, columns)
+
+
+def _expand_index(index: Any, ndim: int, node: fx.Node) -> list[Any]:
+    items = list(index) if isinstance(index, tuple) else [index]
+    taken = sum(i is not None and i is not Ellipsis for i in items)
+    if taken > ndim:
+        raise Decline("has an index that the walk does not understand", node)
+    fill = [slice(None)] * (ndim - taken)
+    if any(i is Ellipsis for i in items):
+        at = next(k for k, i in enumerate(items) if i is Ellipsis)
+        return items[:at] + fill + items[at + 1 :]
+    return items + fill
+
+
+def _view(view: GraphView, node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int) -> Move:
+    """reshape: V must survive as an axis of its own."""
+    n = len(after)
+    if v == len(before) - 1 and n and same_size(after[-1], before[v]):
+        new_v = n - 1
+    else:
+        new_v = next((p for p in range(n) if same_size(after[p], before[v]) and _same_split(before, v, after, p)), -1)
+        if new_v < 0:
+            raise Decline("reshapes the vocabulary axis away", node)
+    if len(args) != n or not all(isinstance(a, (int, fx.Node)) for a in args):
+        raise Decline("has a shape that the walk does not understand", node)
+    # Axes on either side that did not change keep their identity.
+    head = 0
+    while head < min(v, new_v) and same_size(before[head], after[head]):
+        head += 1
+    tail = 1
+    while tail <= min(len(before) - 1 - v, n - 1 - new_v) and same_size(before[-tail], after[-tail]):
+        tail += 1
+    origin = tuple(
+        v if p == new_v else p if p < head else len(before) - (n - p) if n - p < tail else None for p in range(n)
+    )
+
+    def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+        shape = fake(t).shape
+        if not all(same_size(s, b) for a, (s, b) in enumerate(zip(shape, before)) if a != v):
+            raise Decline("broadcasts a per-token operand through a reshape", node)
+        sizes = [shape[v] if p == new_v else a for p, a in enumerate(args)]
+        return e.method("reshape", t, tuple(sizes))
+
+    return Move(new_v, origin, apply)
+
+
+def _same_split(before: tuple, v: int, after: tuple, p: int) -> bool:
+    """Whether the axes left of V hold as many elements in both shapes (static sizes only)."""
+    left, right = before[:v], after[:p]
+    if not all(isinstance(s, int) for s in (*left, *right)):
+        return len(left) == len(right) and all(map(same_size, left, right))
+    a = b = 1
+    for s in left:
+        a *= s
+    for s in right:
+        b *= s
+    return a == b
+
+
+def _squeeze(view: GraphView, node: fx.Node, before: tuple, dims: Sequence[int], v: int) -> Move:
+    if v in dims:
+        raise Decline("squeezes the vocabulary axis", node)
+    gone = sorted((d for d in dims if same_size(before[d], 1)), reverse=True)
+
+    def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+        for d in gone:
+            t = e.method("squeeze", t, d)
+        return t
+
+    origin = tuple(a for a in range(len(before)) if a not in gone)
+    return Move(origin.index(v), origin, apply)
+
+
+def _pieces(view: GraphView, call: Call, which: int, node: fx.Node, ndim: int) -> list[Any]:
+    """The basic index of one output of split, chunk, tensor_split or unbind."""
+    dim = call.get("dim", 0) % ndim
+    items: list[Any] = [slice(None)] * ndim
+    if call.name == "unbind":
+        items[dim] = which
+        return items
+    sizes = [piece.shape[dim] for piece in fake(node.args[0])]
+    if not all(isinstance(s, int) for s in sizes):
+        raise Decline(f"{call.name} has pieces of unknown size", node)
+    start = sum(sizes[:which])
+    items[dim] = slice(start, start + sizes[which])
+    return items
+
+
+SHAPE_OPS = frozenset(
+    "permute transpose movedim T t mT view view_as flatten unflatten expand expand_as unsqueeze squeeze narrow select "
+    "slice index_select getitem".split()
+)
+
+
+def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
+    """The move of a shape op whose input has V on axis `v`. Raises Decline where V does not survive."""
+    before = view.shape(call["input"]) if view.is_tensor(call["input"]) else ()
+    after, n = view.shape(node), len(before)
+    match call.name:
+        case "permute":
+            return _permutation([d % n for d in call["dims"]], v)
+        case "transpose" | "t" | "T" | "mT":
+            if n < 2:
+                return _permutation(range(n), v)
+            i, j = (call["dim0"] % n, call["dim1"] % n) if call.name == "transpose" else (n - 2, n - 1)
+            perm = list(range(n))[::-1] if call.name == "T" else list(range(n))
+            if call.name != "T":
+                perm[i], perm[j] = perm[j], perm[i]
+            return _permutation(perm, v)
+        case "movedim":
+            source, target = call["source"], call["destination"]
+            source = [s % n for s in (source if isinstance(source, (tuple, list)) else [source])]
+            target = [s % n for s in (target if isinstance(target, (tuple, list)) else [target])]
+            rest = iter(d for d in range(n) if d not in source)
+            placed = dict(zip(target, source))
+            return _permutation([placed[p] if p in placed else next(rest) for p in range(n)], v)
+        case "unsqueeze":
+            return _index(view, node, before, _insert_none(call["dim"] % (n + 1), n), v)
+        case "squeeze":
+            dims = call.get("dim")
+            if dims is None:
+                return _squeeze(view, node, before, [d for d in range(n) if same_size(before[d], 1)], v)
+            return _squeeze(view, node, before, [d % n for d in (dims if isinstance(dims, (tuple, list)) else [dims])], v)
+        case "view":
+            return _view(view, node, call.get("shape", ()), before, after, v)
+        case "view_as":
+            return _view(view, node, after, before, after, v)
+        case "flatten":
+            return _view(view, node, _flatten_args(call, before, v, node), before, after, v)
+        case "unflatten":
+            d, sizes = call["dim"] % n, list(call["sizes"])
+            if d == v:
+                raise Decline("splits the vocabulary axis", node)
+            origin = (*range(d), *[None] * len(sizes), *range(d + 1, n))
+            apply = lambda e, t, row: e.method("unflatten", t, d, tuple(sizes))  # noqa: E731
+            return Move(origin.index(v), origin, apply)
+        case "expand" | "expand_as":
+            return _expand(view, node, call, before, after, v)
+        case "narrow":
+            start, length = call["start"], call["length"]
+            stop = start + length if isinstance(start, int) and isinstance(length, int) else None
+            if stop is None:
+                raise Decline("narrows by sizes that are not known", node)
+            return _index(view, node, before, _only(call["dim"] % n, slice(start, stop), n), v)
+        case "slice":
+            part = slice(call.get("start"), call.get("end"), call.get("step", 1))
+            return _index(view, node, before, _only(call.get("dim", 0) % n, part, n), v)
+        case "select":
+            return _index(view, node, before, _only(call["dim"] % n, call["index"], n), v)
+        case "index_select":
+            d, index = call["dim"] % n, call["index"]
+            if d == v:
+                raise Decline("selects vocabulary entries before the reduction", node)
+
+            def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+                single = row and same_size(fake(t).shape[d], 1) and not same_size(before[d], 1)
+                return t if single else e.method("index_select", t, d, index)
+
+            return Move(v, tuple(range(n)), apply)
+        case "getitem":
+            producer = view.call(call["input"])
+            if not view.is_tensor(call["input"]):
+                if producer is None or producer.name not in ("split", "chunk", "tensor_split", "unbind"):
+                    raise Decline("takes one of several results", node)
+                before = view.shape(producer["input"])
+                items = _pieces(view, producer, call["index"], node, len(before))
+                return _index(view, node, before, items, v)
+            return _index(view, node, before, _expand_index(call["index"], n, node), v)
+    raise Decline(f"{call.name} before the reduction is not followed", node)
+
+
+def _only(dim: int, item: Any, n: int) -> list[Any]:
+    return [item if d == dim else slice(None) for d in range(n)]
+
+
+def _insert_none(dim: int, n: int) -> list[Any]:
+    items: list[Any] = [slice(None)] * n
+    items.insert(dim, None)
+    return items
+
+
+def _flatten_args(call: Call, before: tuple, v: int, node: fx.Node) -> list[Any]:
+    n = len(before)
+    a, b = call.get("start_dim", 0) % n, call.get("end_dim", -1) % n
+    if a <= v <= b and a != b:
+        raise Decline("flattens the vocabulary axis", node)
+    sizes = [*before[:a], -1, *before[b + 1 :]] if a != b else list(before)
+    if not all(isinstance(s, int) for d, s in enumerate(sizes) if d != v - (b - a) * (b < v)):
+        raise Decline("flattens sizes that are not known", node)
+    return sizes
+
+
+def _expand(view: GraphView, node: fx.Node, call: Call, before: tuple, after: tuple, v: int) -> Move:
+    new = len(after) - len(before)
+    origin = (*[None] * new, *range(len(before)))
+    if all(same_size(a, b) for a, b in zip(after[new:], before)) and new == 0:
+        return Move(v, origin, lambda e, t, row: t)
+    if call.name == "expand_as":
+        raise Decline("expands the logits", node)
+    sizes = [-1 if p == v + new else s for p, s in enumerate(call["sizes"])]
+    return Move(v + new, origin, lambda e, t, row: e.method("expand", t, tuple(sizes)))
