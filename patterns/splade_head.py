@@ -12,6 +12,7 @@ Sources: Sparton, Eq. 1 and Algorithms 2-3; SPLADE v2 max pooling.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,18 @@ from sparse_inductor.pattern import Example, Miss
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
 
-_RISES = {"relu", "clamp", "clamp_min", "maximum", "softplus", "leaky_relu", "elu", "where", "threshold", "hardtanh"}
+_RISES = {
+    "relu",
+    "clamp",
+    "clamp_min",
+    "maximum",
+    "softplus",
+    "leaky_relu",
+    "elu",
+    "where",
+    "threshold",
+    "hardtanh",
+}
 _LOGS = {"log", "log1p", "log2", "log10", "sqrt"}
 _OTHER_POOLS = {
     "sum": "sum pooling: every position counts, so the logits of all of them are needed",
@@ -66,11 +78,17 @@ def _reduction(view: GraphView, node: fx.Node) -> Reduction | None:
         dim = dim[0] if len(dim) == 1 else None
     match call.name:
         case "amax" | "amin" if isinstance(dim, int):
-            return Reduction(source, dim % ndim, bool(call.get("keepdim", False)), False, call.name == "amin")
+            return Reduction(
+                source, dim % ndim, bool(call.get("keepdim", False)), False, call.name == "amin"
+            )
         case "max_dim" | "min_dim" if isinstance(dim, int):
-            return Reduction(source, dim % ndim, bool(call.get("keepdim", False)), True, call.name == "min_dim")
+            return Reduction(
+                source, dim % ndim, bool(call.get("keepdim", False)), True, call.name == "min_dim"
+            )
         case "topk" if call["k"] == 1:
-            return Reduction(source, call.get("dim", -1) % ndim, True, True, not call.get("largest", True))
+            return Reduction(
+                source, call.get("dim", -1) % ndim, True, True, not call.get("largest", True)
+            )
     return None
 
 
@@ -111,7 +129,9 @@ class HeadMatch:
             row = _permuted(e, row, [*others, red.dim, v])
             rows.append(e.method("squeeze", row, -1))
         weight, bias = chain.weight_and_bias(e)
-        dtype = fake(chain.linear.node).dtype  # under autocast the linear computes in another dtype than its inputs
+        dtype = fake(
+            chain.linear.node
+        ).dtype  # under autocast the linear computes in another dtype than its inputs
         hidden, weight = _cast(e, hidden, dtype), _cast(e, weight, dtype)
         bias = None if bias is None else _cast(e, bias, dtype)
         want, pair = self.wants_argmax, red.pair
@@ -126,7 +146,9 @@ class HeadMatch:
             return
         positions = self._shaped(e, e.call(operator.getitem, op, 1), others) if want else None
         for user in list(anchor.users):
-            user.replace_all_uses_with(values if user.args[1] == 0 or positions is None else positions)
+            user.replace_all_uses_with(
+                values if user.args[1] == 0 or positions is None else positions
+            )
 
     def _shaped(self, e: Emitter, t: fx.Node, others: list[int]) -> fx.Node:
         """[*others, V] in the axis order of the user's result."""
@@ -188,8 +210,12 @@ class SpladeHead:
         assert first is not None
         raise first
 
-    def _reading(self, node: fx.Node, view: GraphView, red: Reduction, chain: Chain, linear: Linear) -> HeadMatch:
-        if chain.v_dim == red.dim or (is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)):
+    def _reading(
+        self, node: fx.Node, view: GraphView, red: Reduction, chain: Chain, linear: Linear
+    ) -> HeadMatch:
+        if chain.v_dim == red.dim or (
+            is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
+        ):
             raise Decline("it reduces over the vocabulary, not over the sequence", node)
         if _over_batch(view, chain, red, linear):
             raise Decline("it reduces over the batch, not over the sequence", node)
@@ -203,27 +229,42 @@ class SpladeHead:
             pool = "minimum" if red.minimum else "maximum"
             raise Decline(f"the {pool} cannot move past the activation: {proof.why()}", node)
         if not (is_parameter(view, linear.weight_source) or _resembles(view, node, red)):
-            raise Decline("neither operand of the matmul is a parameter and no activation follows", node)
+            raise Decline(
+                "neither operand of the matmul is a parameter and no activation follows", node
+            )
         nodes = swallowed(view, [*chain.nodes, node])
         self._check_memory(view, chain, nodes, node, linear)
-        return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, chain))
+        return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))
 
-    def _check_memory(self, view: GraphView, chain: Chain, nodes: Sequence[fx.Node], anchor: fx.Node, linear: Linear) -> None:
+    def _check_memory(
+        self,
+        view: GraphView,
+        chain: Chain,
+        nodes: Sequence[fx.Node],
+        anchor: fx.Node,
+        linear: Linear,
+    ) -> None:
         """The operator reads its inputs at the anchor, so nothing may have changed them since the user read them."""
         for source, reader in chain.reads:
             if not view.effects.unchanged(source, reader, anchor):
-                raise Decline(f"{source.name} is changed in place between the linear and the maximum", reader)
+                raise Decline(
+                    f"{source.name} is changed in place between the linear and the maximum", reader
+                )
         inside = set(nodes)
         for n in nodes:
             for target in view.effects.writers.get(n, ()):
                 if view.effects.creator(target) not in inside:
-                    raise Decline(f"{target.name} is written in place and lives on outside the head", n)
+                    raise Decline(
+                        f"{target.name} is written in place and lives on outside the head", n
+                    )
         start, end = view.order[linear.node], view.order[anchor]
         for n in view.graph.nodes:
             if start < view.order[n] < end and "set_grad_enabled" in n.name:
                 raise Decline("grad mode changes between the linear and the maximum", n)
 
-    def resolve(self, matches: Sequence[HeadMatch], view: GraphView) -> tuple[list[HeadMatch], list[Miss]]:
+    def resolve(
+        self, matches: Sequence[HeadMatch], view: GraphView
+    ) -> tuple[list[HeadMatch], list[Miss]]:
         """Heads may share a linear (slices of one sequence, two poolings); nobody else may read what they swallow."""
         accepted, misses = list(matches), []
         while True:
@@ -234,7 +275,12 @@ class SpladeHead:
                 if reader is None:
                     kept.append(m)
                 else:
-                    misses.append(Miss(_reads(view, m, *reader), reader[1] if reader[1].op != "output" else reader[0]))
+                    misses.append(
+                        Miss(
+                            _reads(view, m, *reader),
+                            reader[1] if reader[1].op != "output" else reader[0],
+                        )
+                    )
             if len(kept) == len(accepted):
                 return kept, misses
             accepted = kept
@@ -243,7 +289,9 @@ class SpladeHead:
     near_misses: Sequence[Example] = ()
 
 
-def _outside_reader(view: GraphView, m: HeadMatch, inside: set[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+def _outside_reader(
+    view: GraphView, m: HeadMatch, inside: set[fx.Node]
+) -> tuple[fx.Node, fx.Node] | None:
     for n in m.swallowed:
         if n is m.anchor:
             continue
@@ -254,7 +302,11 @@ def _outside_reader(view: GraphView, m: HeadMatch, inside: set[fx.Node]) -> tupl
 
 
 def _reads(view: GraphView, m: HeadMatch, node: fx.Node, reader: fx.Node) -> str:
-    what = "the logits are" if node is m.chain.linear.node else f"the result of {view.name_of(node) or node.name} is"
+    what = (
+        "the logits are"
+        if node is m.chain.linear.node
+        else f"the result of {view.name_of(node) or node.name} is"
+    )
     if reader.op == "output":
         return f"{what} also returned"
     return f"{what} also read by {view.name_of(reader) or reader.name}"
@@ -267,10 +319,12 @@ def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -
     call = view.call(linear.source)
     if call is not None and call.name == "transpose":
         return {call["dim0"] % 3, call["dim1"] % 3} != {0, 1}
-    return not (call is not None and call.name == "permute" and [d % 3 for d in call["dims"]][:2] == [1, 0])
+    return not (
+        call is not None and call.name == "permute" and [d % 3 for d in call["dims"]][:2] == [1, 0]
+    )
 
 
-def _bytes_saved(view: GraphView, linear: Linear, chain: Chain) -> int | None:
+def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     """What a training step keeps of the logits, less the winning positions and peaks that replace them."""
     tensors = (linear.source, linear.weight_source)
     if not torch.is_grad_enabled() or not any(view.requires_grad(t) for t in tensors):
@@ -278,12 +332,11 @@ def _bytes_saved(view: GraphView, linear: Linear, chain: Chain) -> int | None:
     sizes = view.shape(linear.node)
     if not all(isinstance(s, int) for s in sizes):
         return None
-    numel = 1
-    for s in sizes:
-        numel *= s
-    rows = numel // sizes[linear.v_dim]
-    del rows
-    return numel * fake(linear.node).dtype.itemsize
+    logits = math.prod(sizes) * fake(linear.node).dtype.itemsize
+    entries = math.prod(fake(red.source).shape) // fake(red.source).shape[red.dim]
+    return max(
+        0, logits - 6 * entries
+    )  # a peak (fp32) and a winning position (int16) for each entry
 
 
 def _family(view: GraphView, source: fx.Node, reader: fx.Node) -> set[str]:
@@ -296,13 +349,18 @@ def _family(view: GraphView, source: fx.Node, reader: fx.Node) -> set[str]:
         if node in seen or not view.is_tensor(node):
             continue
         seen.add(node)
-        if linears(view, node) is not None:
-            found.add("matmul")
+        readings = linears(view, node)
+        if readings is not None:
+            found |= (
+                {"matmul"} if readings else set()
+            )  # batched on both sides: attention, not a vocabulary
             continue
         call = view.call(node)
         if call is None:
             continue
-        found |= ({"rise"} if call.name in _RISES else set()) | ({"log"} if call.name in _LOGS else set())
+        found |= ({"rise"} if call.name in _RISES else set()) | (
+            {"log"} if call.name in _LOGS else set()
+        )
         queue += node.all_input_nodes
     return found
 
@@ -337,7 +395,9 @@ class _Head(nn.Module):
         return self.pool(self.decoder(hidden), mask)
 
 
-def _example(name: str, pool: Callable[..., Any], training: bool = False, reason: str = "") -> Example:
+def _example(
+    name: str, pool: Callable[..., Any], training: bool = False, reason: str = ""
+) -> Example:
     def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
         torch.manual_seed(0)
         mask = torch.ones(2, 6, dtype=torch.int64)
@@ -349,17 +409,45 @@ def _example(name: str, pool: Callable[..., Any], training: bool = False, reason
 
 SpladeHead.examples = (
     _example("splade", lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).amax(1)),
-    _example("splade_train", lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).max(1).values, True),
-    _example("tevatron", lambda z, m: torch.log1p(torch.relu((z + (1 - m.unsqueeze(-1)) * -1e4).max(1)[0]))),
-    _example("masked_fill", lambda z, m: z.relu().log1p().masked_fill(m[..., None] == 0, float("-inf")).amax(1)),
-    _example("soft_cap", lambda z, m: ((torch.tanh(z / 30) * 30).relu().log1p() * m[..., None]).amax(1)),
-    _example("term_positions", lambda z, m: torch.max(torch.log1p(torch.relu(z)) * m[..., None], dim=1)),
+    _example(
+        "splade_train",
+        lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).max(1).values,
+        True,
+    ),
+    _example(
+        "tevatron",
+        lambda z, m: torch.log1p(torch.relu((z + (1 - m.unsqueeze(-1)) * -1e4).max(1)[0])),
+    ),
+    _example(
+        "masked_fill",
+        lambda z, m: z.relu().log1p().masked_fill(m[..., None] == 0, float("-inf")).amax(1),
+    ),
+    _example(
+        "soft_cap", lambda z, m: ((torch.tanh(z / 30) * 30).relu().log1p() * m[..., None]).amax(1)
+    ),
+    _example(
+        "term_positions", lambda z, m: torch.max(torch.log1p(torch.relu(z)) * m[..., None], dim=1)
+    ),
 )
 SpladeHead.near_misses = (
-    _example("logits_returned", lambda z, m: ((z.relu().log1p() * m[..., None]).amax(1), z), reason="also returned"),
-    _example("sum_pooling", lambda z, m: (z.relu().log1p() * m[..., None]).sum(1), reason="sum pooling"),
-    _example("not_monotone", lambda z, m: (torch.sin(z).relu().log1p() * m[..., None]).amax(1), reason="sin is not monotone"),
-    _example("over_the_batch", lambda z, m: (z.relu().log1p() * m[..., None]).amax(0), reason="over the batch"),
+    _example(
+        "logits_returned",
+        lambda z, m: ((z.relu().log1p() * m[..., None]).amax(1), z),
+        reason="also returned",
+    ),
+    _example(
+        "sum_pooling", lambda z, m: (z.relu().log1p() * m[..., None]).sum(1), reason="sum pooling"
+    ),
+    _example(
+        "not_monotone",
+        lambda z, m: (torch.sin(z).relu().log1p() * m[..., None]).amax(1),
+        reason="sin is not monotone",
+    ),
+    _example(
+        "over_the_batch",
+        lambda z, m: (z.relu().log1p() * m[..., None]).amax(0),
+        reason="over the batch",
+    ),
 )
 
 PATTERN = SpladeHead()

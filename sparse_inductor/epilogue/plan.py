@@ -23,7 +23,7 @@ import torch
 from .ranges import hoistable_suffix, prove
 from .steps import ROW, Program, apply, parse
 
-__all__ = ["Plan", "Lowered", "plan", "lower"]
+__all__ = ["Lowered", "Plan", "lower", "plan"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,5 +115,3 @@ def lower(p: Plan, rows: Sequence[torch.Tensor], dtype: torch.dtype = torch.floa
         per_element = (other & ~dropped).any(-1)
         shift = torch.where(per_element[:, None], 0.0, shift)
     return Lowered(p, torch.where(dropped, float("-inf"), shift), fill, per_element)
-
-

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from .steps import ROW, Program, Step
 
-__all__ = ["Interval", "REALS", "Proof", "prove"]
+__all__ = ["REALS", "Interval", "Proof", "prove"]
 
 _INF = math.inf
 
@@ -111,12 +111,20 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
         positive = Interval(0.0, _INF)
         if p > 0:
             return 1, positive, _guard(lambda v: v**p)
-        return -1, Interval(math.ulp(0.0), _INF), _guard(lambda v: v**p)  # 1 / -0.0 is -inf: 0 is out
+        return (
+            -1,
+            Interval(math.ulp(0.0), _INF),
+            _guard(lambda v: v**p),
+        )  # 1 / -0.0 is -inf: 0 is out
     if fn == "threshold":  # jumps from v up to t at t, so v may not exceed t
         t, v = c
         return (1, REALS, lambda s: s if s > t else v) if v <= t else None
     if fn == "leaky_relu":
-        return (1, REALS, lambda v: v if v > 0 else (0.0 if c[0] == 0 else v * c[0])) if c[0] >= 0 else None
+        return (
+            (1, REALS, lambda v: v if v > 0 else (0.0 if c[0] == 0 else v * c[0]))
+            if c[0] >= 0
+            else None
+        )
     if fn == "elu":
         a, s = c
         rises = a >= 0 and s >= 0

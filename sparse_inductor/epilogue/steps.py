@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-__all__ = ["SCALAR", "ROW", "Step", "Program", "parse", "render", "apply", "run", "dual"]
+__all__ = ["ROW", "SCALAR", "Program", "Step", "apply", "dual", "parse", "render", "run"]
 
 # name -> (number of constants, value, derivative). `x` is the step's input, `y` its output. A derivative of
 # None marks a step that is flat there; `dual` treats flat as final, as PyTorch's select-based backwards do.
@@ -53,9 +53,7 @@ SCALAR: dict[str, Scalar] = {
     "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x > c),
     "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0),
     # y = x where x > t, else v
-    "threshold": Scalar(
-        2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: x <= t
-    ),
+    "threshold": Scalar(2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: x <= t),
     "leaky_relu": Scalar(
         1,
         lambda x, a: torch.where(x > 0, x, x * a),

@@ -103,7 +103,9 @@ def climb(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> Sp
     found = linears(view, node)
     if found is not None:
         if not found:
-            raise Decline("both operands of the matmul are batched: there is no vocabulary matrix", node)
+            raise Decline(
+                "both operands of the matmul are batched: there is no vocabulary matrix", node
+            )
         return Spine(tuple(found), ())
     call = view.call(node)
     if call is None:
@@ -156,7 +158,9 @@ class _Climber:
         if name in _NOT_MONOTONE:
             self.up(call["input"])
             raise self.decline(f"{name} is not monotone, so the maximum cannot move past it")
-        raise self.decline(f"{name} between the linear and the reduction is not an elementwise step")
+        raise self.decline(
+            f"{name} between the linear and the reduction is not an elementwise step"
+        )
 
     # Shape and dtype
 
@@ -176,7 +180,9 @@ class _Climber:
             return self.up(x).then(Element(self.node, shape_op=self.call))
         parent = self.view.call(x)
         if parent is None or parent.name not in ("split", "chunk", "tensor_split", "unbind"):
-            raise self.decline(f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}")
+            raise self.decline(
+                f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}"
+            )
         spine = climb(self.view, parent["input"], x, self.depth + 1)
         return spine.then(Element(self.node, shape_op=self.call, extra=(x,)))
 
@@ -206,7 +212,9 @@ class _Climber:
         return self._scalar(Step("mul", (1 / a,)), Step("elu", (1.0, a)))
 
     def _softplus(self) -> Spine:
-        return self._scalar(Step("softplus", (self._number("beta", 1), self._number("threshold", 20))))
+        return self._scalar(
+            Step("softplus", (self._number("beta", 1), self._number("threshold", 20)))
+        )
 
     def _threshold(self) -> Spine:
         return self._scalar(Step("threshold", (self._number("threshold"), self._number("value"))))
@@ -282,7 +290,11 @@ class _Climber:
         """a + k * b"""
 
         def forward(operand: Any, c: float | None) -> tuple:
-            return (Step("add", (k * c,)),) if c is not None else (RowTerm("row_add", operand, prepare=k),)
+            return (
+                (Step("add", (k * c,)),)
+                if c is not None
+                else (RowTerm("row_add", operand, prepare=k),)
+            )
 
         def backward(operand: Any, c: float | None) -> tuple:
             scale = () if k == 1 else (Step("mul", (k,)),)
@@ -295,7 +307,9 @@ class _Climber:
         for x, gate in ((a, b), (b, a)):
             edge = self._edge(gate, x)
             if edge is not None and edge[0] == "gt":  # x * (x > t)
-                return self.up(x).then(Element(self.node, (Step("threshold", (edge[1], 0.0)),), extra=edge[2]))
+                return self.up(x).then(
+                    Element(self.node, (Step("threshold", (edge[1], 0.0)),), extra=edge[2])
+                )
 
         def terms(operand: Any, c: float | None) -> tuple:
             return (Step("mul", (c,)),) if c is not None else (RowTerm("row_mul", operand),)
@@ -309,7 +323,11 @@ class _Climber:
         def forward(operand: Any, c: float | None) -> tuple:
             if c == 0:
                 raise self.decline("division by zero")
-            return (Step("mul", (1 / c,)),) if c is not None else (RowTerm("row_mul", operand, prepare="reciprocal"),)
+            return (
+                (Step("mul", (1 / c,)),)
+                if c is not None
+                else (RowTerm("row_mul", operand, prepare="reciprocal"),)
+            )
 
         def backward(operand: Any, c: float | None) -> tuple:
             tail = Step("mul", (c,)) if c is not None else RowTerm("row_mul", operand)
@@ -321,10 +339,14 @@ class _Climber:
         a, b = self.call["input"], self.call["other"]
         p, base = self.const(b), self.const(a)
         if p is not None:
-            step = {2.0: Step("square"), 0.5: Step("sqrt"), 1.0: Step("mul", (1.0,))}.get(p, Step("pow", (p,)))
+            step = {2.0: Step("square"), 0.5: Step("sqrt"), 1.0: Step("mul", (1.0,))}.get(
+                p, Step("pow", (p,))
+            )
             return self.up(a).then(Element(self.node, (step,)))
         if base is not None and base > 0:
-            return self.up(b).then(Element(self.node, (Step("mul", (math.log(base),)), Step("exp"))))
+            return self.up(b).then(
+                Element(self.node, (Step("mul", (math.log(base),)), Step("exp")))
+            )
         raise self.decline("a power whose exponent is not a constant")
 
     def _maximum(self) -> Spine:
@@ -388,9 +410,13 @@ class _Climber:
             above = (edge[0] == "gt") ^ negate
             if not above:
                 if edge[1] == c:  # min(x, t)
-                    return self.up(x).then(Element(self.node, (Step("clamp_max", (c,)),), extra=edge[2]))
+                    return self.up(x).then(
+                        Element(self.node, (Step("clamp_max", (c,)),), extra=edge[2])
+                    )
                 raise self.decline("keeps the small values and replaces the large ones")
-            return self.up(x).then(Element(self.node, (Step("threshold", (edge[1], c)),), extra=edge[2]))
+            return self.up(x).then(
+                Element(self.node, (Step("threshold", (edge[1], c)),), extra=edge[2])
+            )
         term = RowTerm("row_where", keep, (c,), "not" if negate else None)
         return self.up(x).then(Element(self.node, (term,)))
 
@@ -412,7 +438,10 @@ class _Climber:
     def _index_put(self) -> Spine:
         if self.call.get("accumulate", False):
             raise self.decline("accumulates into the logits")
-        return self._assign(tuple(self.call["indices"]), self.call["value"] if "value" in self.call.args else self.call["values"])
+        return self._assign(
+            tuple(self.call["indices"]),
+            self.call["value"] if "value" in self.call.args else self.call["values"],
+        )
 
     def _index_fill(self) -> Spine:
         dim = self.call["dim"] % len(self.view.shape(self.node))
@@ -434,7 +463,9 @@ class _Climber:
             e.call(operator.setitem, ones, index, False)
             return ones
 
-        return self.up(x).then(Element(self.node, (RowTerm("row_where", _Assigned(keep, index), (c,)),)))
+        return self.up(x).then(
+            Element(self.node, (RowTerm("row_where", _Assigned(keep, index), (c,)),))
+        )
 
 
 _HANDLERS: dict[str, Callable[[_Climber], Spine]] = {
@@ -490,12 +521,17 @@ class Chain:
     def __init__(self, view: GraphView, spine: Spine, linear: Linear):
         self.view, self.linear = view, linear
         self.steps: list[Step] = []
-        self.rows: list[tuple[int, RowTerm, fx.Node]] = []  # (moves applied before it, term, reading node)
+        self.rows: list[
+            tuple[int, RowTerm, fx.Node]
+        ] = []  # (moves applied before it, term, reading node)
         self.moves: list[Move] = []
         self.biases: list[tuple[float, fx.Node, str | float | None, fx.Node]] = []
         self.v_dim = linear.v_dim
         self.nodes: list[fx.Node] = [linear.node]
-        self.reads: list[tuple[fx.Node, fx.Node]] = [(linear.source, linear.node), (linear.weight_source, linear.node)]
+        self.reads: list[tuple[fx.Node, fx.Node]] = [
+            (linear.source, linear.node),
+            (linear.weight_source, linear.node),
+        ]
         ndim = len(view.shape(linear.node))
         self.origin: list[int | None] = list(range(ndim))
         self.frame = linear.node
@@ -522,7 +558,9 @@ class Chain:
                 self.steps.append(term)
             else:
                 self._row(term, element.node)
-        if not isinstance(fake(element.node), torch.Tensor):  # a setitem statement has no value of its own
+        if not isinstance(
+            fake(element.node), torch.Tensor
+        ):  # a setitem statement has no value of its own
             return
         self.frame = element.node
 
@@ -562,7 +600,9 @@ class Chain:
         raise Decline("an operand differs by token and by vocabulary entry", node)
 
     def _is_bias(self, term: RowTerm, operand: fx.Node) -> bool:
-        return term.fn == "row_add" and self._kind(operand, len(self.origin), self.frame) == "column"
+        return (
+            term.fn == "row_add" and self._kind(operand, len(self.origin), self.frame) == "column"
+        )
 
     def _bias(self, term: RowTerm, operand: fx.Node, node: fx.Node) -> None:
         """A [V] vector added while the chain is still a multiple of the linear is part of the bias."""
@@ -651,11 +691,20 @@ def _uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
         return True
     if call.name in ("expand", "expand_as", "repeat", "tile"):
         inner = view.shape(call["input"])
-        return len(inner) < from_end or same_size(inner[-from_end], 1) or (
-            same_size(inner[-from_end], shape[-from_end]) and _uniform(view, call["input"], from_end, x)
+        return (
+            len(inner) < from_end
+            or same_size(inner[-from_end], 1)
+            or (
+                same_size(inner[-from_end], shape[-from_end])
+                and _uniform(view, call["input"], from_end, x)
+            )
         )
     if call.name in _ELEMENTWISE:
-        tensors = [a for k, a in call.args.items() if isinstance(a, fx.Node) and not (call.name == "cast" and k != "input")]
+        tensors = [
+            a
+            for k, a in call.args.items()
+            if isinstance(a, fx.Node) and not (call.name == "cast" and k != "input")
+        ]
         return bool(tensors) and all(_uniform(view, a, from_end, x) for a in tensors)
     return False
 
@@ -668,12 +717,23 @@ def swallowed(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         grown = False
         for node in list(taken):
             for user in node.users:
-                if user not in taken and user.users and view.name_of(user) in _CONSTANT_LIKE and all(
-                    u in taken for u in user.users
+                if (
+                    user not in taken
+                    and user.users
+                    and view.name_of(user) in _CONSTANT_LIKE
+                    and all(u in taken for u in user.users)
                 ):
                     taken.add(user)
                     grown = True
     return tuple(sorted(taken, key=view.order.__getitem__))
 
 
-_CONSTANT_LIKE = {"full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones", "new_tensor"}
+_CONSTANT_LIKE = {
+    "full_like",
+    "zeros_like",
+    "ones_like",
+    "new_full",
+    "new_zeros",
+    "new_ones",
+    "new_tensor",
+}

@@ -41,7 +41,11 @@ def _same(a: Any, b: Any) -> bool:
 
 def _same_geometry(a: fx.Node, b: fx.Node) -> bool:
     x, y = fake(a), fake(b)
-    if x.dim() != y.dim() or x.dtype != y.dtype or not _same(x.storage_offset(), y.storage_offset()):
+    if (
+        x.dim() != y.dim()
+        or x.dtype != y.dtype
+        or not _same(x.storage_offset(), y.storage_offset())
+    ):
         return False
     return all(map(_same, x.shape, y.shape)) and all(map(_same, x.stride(), y.stride()))
 
@@ -68,14 +72,28 @@ def written(node: fx.Node) -> list[fx.Node]:
             out.append(node.args[0])
         elif not operator and name.endswith("_") and not name.endswith("__") and node.args:
             out.append(node.args[0])
-        elif node.kwargs.get("inplace") is True or (len(node.args) > 1 and node.args[-1] is True and name in _LAST):
+        elif node.kwargs.get("inplace") is True or (
+            len(node.args) > 1 and node.args[-1] is True and name in _LAST
+        ):
             out.append(node.args[0] if node.args else node.kwargs.get("input"))
         if "out" in node.kwargs:
             out.append(node.kwargs["out"])
     return [a for a in out if isinstance(a, fx.Node)]
 
 
-_INPLACE = {"iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "iand", "ior", "ixor", "imatmul", "imod"}
+_INPLACE = {
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "imatmul",
+    "imod",
+}
 # functions whose last positional parameter is `inplace`
 _LAST = {"relu", "relu6", "elu", "leaky_relu", "threshold", "hardtanh", "celu", "selu", "dropout", "silu", "mish",
          "hardswish", "hardsigmoid", "alpha_dropout", "feature_alpha_dropout", "rrelu"}  # fmt: skip

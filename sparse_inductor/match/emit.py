@@ -35,7 +35,9 @@ class Emitter:
             if key in self._anchor.meta:
                 node.meta[key] = self._anchor.meta[key]
         args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
-        mode = next((v.fake_mode for v in _tensors((args, kwargs)) if hasattr(v, "fake_mode")), None)
+        mode = next(
+            (v.fake_mode for v in _tensors((args, kwargs)) if hasattr(v, "fake_mode")), None
+        )
         with mode or contextlib.nullcontext(), torch.no_grad():
             if node.op == "call_method":
                 value = getattr(args[0], node.target)(*args[1:], **kwargs)

@@ -9,7 +9,6 @@ how a pattern carries a reduction from the output back to the input.
 from __future__ import annotations
 
 import dataclasses
-
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +72,9 @@ def _addmm(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     return [
         dataclasses.replace(f, bias=bias)
         for f in found
-        if f.v_dim == len(view.shape(node)) - 1 and len(size) == 1 and same_size(size[0], view.shape(node)[f.v_dim])
+        if f.v_dim == len(view.shape(node)) - 1
+        and len(size) == 1
+        and same_size(size[0], view.shape(node)[f.v_dim])
     ]
 
 
@@ -148,7 +149,9 @@ def _einsum(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
         return []
     if not arrow:
         letters = "".join(terms).replace(".", "")
-        out = ("..." if "..." in inputs else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+        out = ("..." if "..." in inputs else "") + "".join(
+            sorted(c for c in set(letters) if letters.count(c) == 1)
+        )
     if "..." in equation:
         spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
         extra = [len(view.shape(o)) - len(t.replace("...", "")) for o, t in zip(operands, terms)]
@@ -157,7 +160,11 @@ def _einsum(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
         fill = ["".join(spare[max(extra) - k : max(extra)]) for k in extra]
         terms = [t.replace("...", f) for t, f in zip(terms, fill)]
         out = out.replace("...", "".join(spare[: max(extra)]))
-    return [f for i in (1, 0) if (f := _contract(view, node, operands[1 - i], terms[1 - i], operands[i], terms[i], out))]
+    return [
+        f
+        for i in (1, 0)
+        if (f := _contract(view, node, operands[1 - i], terms[1 - i], operands[i], terms[i], out))
+    ]
 
 
 def _contract(view: GraphView, node, x, xs: str, w, ws: str, out: str) -> Linear | None:
@@ -172,7 +179,11 @@ def _contract(view: GraphView, node, x, xs: str, w, ws: str, out: str) -> Linear
     if len(view.shape(x)) != len(xs) or len(view.shape(w)) != 2:
         return None
     order = [xs.index(d if c == v else c) for c in out]
-    stand_in = (lambda e: x) if order == sorted(order) else (lambda e: e.method("permute", x, tuple(order)))
+    stand_in = (
+        (lambda e: x)
+        if order == sorted(order)
+        else (lambda e: e.method("permute", x, tuple(order)))
+    )
     return Linear(node, x, w, out.index(v), stand_in, _oriented(w, ws == d + v))
 
 
@@ -201,7 +212,10 @@ def _inner(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     letters = "abcdefghijklmnopqrstuvwxyz"
     n, m = len(view.shape(a)), len(view.shape(b))
     xs, ws = letters[: n - 1] + "Z", letters[n : n + m - 1] + "Z"
-    found = [_contract(view, node, a, xs, b, ws, xs[:-1] + ws[:-1]), _contract(view, node, b, ws, a, xs, xs[:-1] + ws[:-1])]
+    found = [
+        _contract(view, node, a, xs, b, ws, xs[:-1] + ws[:-1]),
+        _contract(view, node, b, ws, a, xs, xs[:-1] + ws[:-1]),
+    ]
     return [f for f in found if f is not None]
 
 
@@ -216,7 +230,11 @@ def _conv1d(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     if not plain or call.get("groups", 1) != 1 or view.shape(w)[-1] != 1:
         return []
     v_dim = len(view.shape(node)) - 2
-    return [Linear(node, x, w, v_dim, lambda e: x, lambda e: e.method("select", w, -1, 0), call.get("bias"))]
+    return [
+        Linear(
+            node, x, w, v_dim, lambda e: x, lambda e: e.method("select", w, -1, 0), call.get("bias")
+        )
+    ]
 
 
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear]]] = {
@@ -233,8 +251,6 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear]]] = {
 }
 
 
-
-
 def is_parameter(view: GraphView, node: fx.Node) -> bool:
     """Whether a tensor is a module's parameter (or a view or cast of one) rather than an activation."""
     while node.op != "placeholder":
@@ -246,4 +262,17 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
     return getattr(value, "_is_param", False) or "parameters" in node.name
 
 
-_VIEWS = {"t", "T", "mT", "transpose", "permute", "cast", "detach", "contiguous", "unsqueeze", "expand", "getitem", "mul"}
+_VIEWS = {
+    "t",
+    "T",
+    "mT",
+    "transpose",
+    "permute",
+    "cast",
+    "detach",
+    "contiguous",
+    "unsqueeze",
+    "expand",
+    "getitem",
+    "mul",
+}

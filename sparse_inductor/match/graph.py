@@ -15,7 +15,16 @@ from .names import Call, canonical
 
 __all__ = ["GraphView", "Unknown", "fake", "same_size"]
 
-_METADATA_READERS = {"metadata", "full_like", "zeros_like", "ones_like", "new_full", "new_zeros", "new_ones", "new_tensor"}
+_METADATA_READERS = {
+    "metadata",
+    "full_like",
+    "zeros_like",
+    "ones_like",
+    "new_full",
+    "new_zeros",
+    "new_ones",
+    "new_tensor",
+}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
 _PURE_MODULES = ("torch", "_operator", "math", "builtins")
 
@@ -104,14 +113,29 @@ class GraphView:
             case "tensor" | "scalar_tensor" | "new_tensor":
                 data = call["data"]
                 return self.const(data) if isinstance(data, (int, float, fx.Node)) else None
-            case "cast" | "detach" | "clone" | "contiguous" | "expand" | "expand_as" | "view" | "unsqueeze" | "alias":
+            case (
+                "cast"
+                | "detach"
+                | "clone"
+                | "contiguous"
+                | "expand"
+                | "expand_as"
+                | "view"
+                | "unsqueeze"
+                | "alias"
+            ):
                 return self.const(call["input"], x)
             case "neg":
                 c = self.const(call["input"], x)
                 return None if c is None else -c
             case "mul" | "add" | "sub" | "div":
                 a, b = self.const(call["input"], x), self.const(call["other"], x)
-                if a is None or b is None or call.get("alpha", 1) != 1 or call.get("rounding_mode") is not None:
+                if (
+                    a is None
+                    or b is None
+                    or call.get("alpha", 1) != 1
+                    or call.get("rounding_mode") is not None
+                ):
                     return None
                 if call.name == "div":
                     return a / b if b else math.copysign(math.inf, a) if a else math.nan
@@ -125,14 +149,26 @@ class GraphView:
         if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
             return type(a) is type(b) and a == b
         x, y = self.call(a), self.call(b)
-        if x is None or y is None or x.inplace or y.inplace or x.name != y.name or x.args.keys() != y.args.keys():
+        if (
+            x is None
+            or y is None
+            or x.inplace
+            or y.inplace
+            or x.name != y.name
+            or x.args.keys() != y.args.keys()
+        ):
             return False
         if self.value(a, b) is not a and self.order[a] < self.order[b]:
             return False
         return all(self._same_argument(x.args[k], y.args[k], a, b) for k in x.args)
 
     def _same_argument(self, p: Any, q: Any, a: fx.Node, b: fx.Node) -> bool:
-        if isinstance(p, fx.Node) and isinstance(q, fx.Node) and self.is_tensor(p) and self.is_tensor(q):
+        if (
+            isinstance(p, fx.Node)
+            and isinstance(q, fx.Node)
+            and self.is_tensor(p)
+            and self.is_tensor(q)
+        ):
             u, v = self.value(p, a), self.value(q, b)
             return u is not None and v is not None and self.same_value(u, v)
         if isinstance(p, (tuple, list)) and isinstance(q, (tuple, list)):
@@ -144,7 +180,12 @@ class GraphView:
     def _liveness(self) -> set[fx.Node]:
         live: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
-            if node.op == "output" or node in self.effects.writers or _impure(node) or any(u in live for u in node.users):
+            if (
+                node.op == "output"
+                or node in self.effects.writers
+                or _impure(node)
+                or any(u in live for u in node.users)
+            ):
                 live.add(node)
         return live
 
@@ -170,4 +211,8 @@ def _impure(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.is_mutable
     module = getattr(node.target, "__module__", "") or ""
-    return module.split(".")[0] not in _PURE_MODULES or "grad_enabled" in node.name or "autocast" in node.name
+    return (
+        module.split(".")[0] not in _PURE_MODULES
+        or "grad_enabled" in node.name
+        or "autocast" in node.name
+    )

@@ -40,8 +40,8 @@ _UNARY = (
 ).split()
 _BINARY = "mul div pow maximum minimum gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder".split()
 _SIGNATURES: dict[str, str] = {
-    **{n: "input" for n in _UNARY},
-    **{n: "input other" for n in _BINARY},
+    **dict.fromkeys(_UNARY, "input"),
+    **dict.fromkeys(_BINARY, "input other"),
     "div": "input other rounding_mode=None",
     "add": "input other alpha=1",
     "sub": "input other alpha=1",
@@ -138,7 +138,8 @@ _SIGNATURES: dict[str, str] = {
     "normalize": "input p=2.0 dim=1",
 }
 _PARSED = {
-    name: [(p.partition("=")[0], "=" in p) for p in spec.split()] for name, spec in _SIGNATURES.items()
+    name: [(p.partition("=")[0], "=" in p) for p in spec.split()]
+    for name, spec in _SIGNATURES.items()
 }
 
 _ALIASES = {
@@ -253,8 +254,21 @@ def canonical(node: fx.Node) -> Call | None:
         attribute = args[1]
         if attribute in ("T", "mT", "H", "mH"):
             return Call(attribute, {"input": args[0]})
-        return Call("metadata", {"input": args[0], "name": attribute}) if attribute in _METADATA else None
-    if name in ("size", "dim", "numel", "sym_size", "stride", "is_floating_point", "ndimension", "get_device"):
+        return (
+            Call("metadata", {"input": args[0], "name": attribute})
+            if attribute in _METADATA
+            else None
+        )
+    if name in (
+        "size",
+        "dim",
+        "numel",
+        "sym_size",
+        "stride",
+        "is_floating_point",
+        "ndimension",
+        "get_device",
+    ):
         return Call("metadata", {"input": args[0], "name": name}) if args else None
     if name in ("max", "min"):
         name, args, kwargs = _extremum(name, args, kwargs)
@@ -262,7 +276,21 @@ def canonical(node: fx.Node) -> Call | None:
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
         if "condition" in kwargs and args:
             kwargs["input"], args = args[0], ()
-    if name in ("relu", "relu6", "elu", "leaky_relu", "threshold", "hardtanh", "celu", "selu", "dropout") and args:
+    if (
+        name
+        in (
+            "relu",
+            "relu6",
+            "elu",
+            "leaky_relu",
+            "threshold",
+            "hardtanh",
+            "celu",
+            "selu",
+            "dropout",
+        )
+        and args
+    ):
         limit = len(_PARSED[name])
         if len(args) > limit:  # F.relu(x, True): the extra positional argument is `inplace`
             inplace, args = inplace or bool(args[limit]), args[:limit]

@@ -18,7 +18,7 @@ from .emit import Emitter
 from .graph import GraphView, fake, same_size
 from .names import Call
 
-__all__ = ["Decline", "Move", "move", "SHAPE_OPS"]
+__all__ = ["SHAPE_OPS", "Decline", "Move", "move"]
 
 
 class Decline(Exception):
@@ -106,13 +106,22 @@ def _expand_index(index: Any, ndim: int, node: fx.Node) -> list[Any]:
     return items + fill
 
 
-def _view(view: GraphView, node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int) -> Move:
+def _view(
+    view: GraphView, node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int
+) -> Move:
     """reshape: V must survive as an axis of its own."""
     n = len(after)
     if v == len(before) - 1 and n and same_size(after[-1], before[v]):
         new_v = n - 1
     else:
-        new_v = next((p for p in range(n) if same_size(after[p], before[v]) and _same_split(before, v, after, p)), -1)
+        new_v = next(
+            (
+                p
+                for p in range(n)
+                if same_size(after[p], before[v]) and _same_split(before, v, after, p)
+            ),
+            -1,
+        )
         if new_v < 0:
             raise Decline("reshapes the vocabulary axis away", node)
     if len(args) != n or not all(isinstance(a, (int, fx.Node)) for a in args):
@@ -122,10 +131,13 @@ def _view(view: GraphView, node: fx.Node, args: Sequence[Any], before: tuple, af
     while head < min(v, new_v) and same_size(before[head], after[head]):
         head += 1
     tail = 1
-    while tail <= min(len(before) - 1 - v, n - 1 - new_v) and same_size(before[-tail], after[-tail]):
+    while tail <= min(len(before) - 1 - v, n - 1 - new_v) and same_size(
+        before[-tail], after[-tail]
+    ):
         tail += 1
     origin = tuple(
-        v if p == new_v else p if p < head else len(before) - (n - p) if n - p < tail else None for p in range(n)
+        v if p == new_v else p if p < head else len(before) - (n - p) if n - p < tail else None
+        for p in range(n)
     )
 
     def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
@@ -196,7 +208,9 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "transpose" | "t" | "T" | "mT":
             if n < 2:
                 return _permutation(range(n), v)
-            i, j = (call["dim0"] % n, call["dim1"] % n) if call.name == "transpose" else (n - 2, n - 1)
+            i, j = (
+                (call["dim0"] % n, call["dim1"] % n) if call.name == "transpose" else (n - 2, n - 1)
+            )
             perm = list(range(n))[::-1] if call.name == "T" else list(range(n))
             if call.name != "T":
                 perm[i], perm[j] = perm[j], perm[i]
@@ -213,8 +227,16 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "squeeze":
             dims = call.get("dim")
             if dims is None:
-                return _squeeze(view, node, before, [d for d in range(n) if same_size(before[d], 1)], v)
-            return _squeeze(view, node, before, [d % n for d in (dims if isinstance(dims, (tuple, list)) else [dims])], v)
+                return _squeeze(
+                    view, node, before, [d for d in range(n) if same_size(before[d], 1)], v
+                )
+            return _squeeze(
+                view,
+                node,
+                before,
+                [d % n for d in (dims if isinstance(dims, (tuple, list)) else [dims])],
+                v,
+            )
         case "view":
             return _view(view, node, call.get("shape", ()), before, after, v)
         case "view_as":
@@ -226,7 +248,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             if d == v:
                 raise Decline("splits the vocabulary axis", node)
             origin = (*range(d), *[None] * len(sizes), *range(d + 1, n))
-            apply = lambda e, t, row: e.method("unflatten", t, d, tuple(sizes))  # noqa: E731
+            apply = lambda e, t, row: e.method("unflatten", t, d, tuple(sizes))
             return Move(origin.index(v), origin, apply)
         case "expand" | "expand_as":
             return _expand(view, node, call, before, after, v)
@@ -254,7 +276,12 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "getitem":
             producer = view.call(call["input"])
             if not view.is_tensor(call["input"]):
-                if producer is None or producer.name not in ("split", "chunk", "tensor_split", "unbind"):
+                if producer is None or producer.name not in (
+                    "split",
+                    "chunk",
+                    "tensor_split",
+                    "unbind",
+                ):
                     raise Decline("takes one of several results", node)
                 before = view.shape(producer["input"])
                 items = _pieces(view, producer, call["index"], node, len(before))
@@ -284,7 +311,9 @@ def _flatten_args(call: Call, before: tuple, v: int, node: fx.Node) -> list[Any]
     return sizes
 
 
-def _expand(view: GraphView, node: fx.Node, call: Call, before: tuple, after: tuple, v: int) -> Move:
+def _expand(
+    view: GraphView, node: fx.Node, call: Call, before: tuple, after: tuple, v: int
+) -> Move:
     new = len(after) - len(before)
     origin = (*[None] * new, *range(len(before)))
     if all(same_size(a, b) for a, b in zip(after[new:], before)) and new == 0:

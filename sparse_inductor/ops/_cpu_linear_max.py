@@ -15,7 +15,9 @@ from ..epilogue.plan import Lowered
 from ..epilogue.steps import Program, dual, run
 
 # CSR products are what PyTorch has for this; its once-a-process notice is of no use to our users.
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+warnings.filterwarnings(
+    "ignore", message="Sparse CSR tensor support is in beta", category=UserWarning
+)
 
 # One tile of logits is this many tokens by columns: 4 MiB in fp32, about a core's share of the outer caches.
 # Smaller tiles make the GEMM itself slower, larger ones send the reduction to memory.
@@ -25,7 +27,11 @@ _COLUMNS = 512
 
 def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
     """fp64 if any input is, else fp32: half precisions are widened before the product."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+    return (
+        torch.float64
+        if any(t is not None and t.dtype == torch.float64 for t in tensors)
+        else torch.float32
+    )
 
 
 def forward(
@@ -131,7 +137,9 @@ def slopes(
     if general is not None:
         slow = general[:, None] & active
         b, v = slow.nonzero(as_tuple=True)
-        slope[b, v] = _general_slopes(p.inner, p.outer, hidden, weight, bias, rows, b, v, winner, peak)
+        slope[b, v] = _general_slopes(
+            p.inner, p.outer, hidden, weight, bias, rows, b, v, winner, peak
+        )
     g = torch.where(active & (slope != 0), g * slope, 0.0)
     b, v = (g != 0).nonzero(as_tuple=True)
     return b, v, winner[b, v].long(), g[b, v]

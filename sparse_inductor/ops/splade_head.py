@@ -22,7 +22,7 @@ from ..epilogue.steps import ROW
 from . import _cpu_linear_max as cpu
 from ._dispatch import autocast_off, below_autograd
 
-__all__ = ["splade_head", "DEFAULT_STEPS"]
+__all__ = ["DEFAULT_STEPS", "splade_head"]
 
 DEFAULT_STEPS = "relu | log1p | row_mul(0)"
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -96,7 +96,9 @@ def splade_head(
     return (values, argmax) if return_argmax else values
 
 
-def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Tensor], steps: str) -> Plan:
+def _check(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Tensor], steps: str
+) -> Plan:
     if hidden.dim() < 2:
         raise ValueError(f"hidden must be [..., S, D], got shape {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -151,7 +153,9 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
     want = winner_dtype is not None
     with autocast_off(hidden.device.type):
         if x.shape[0] == 0 or V == 0 or x.shape[2] == 0 or not x.is_cuda:
-            values, winner, peak = cpu.forward(x, weight, bias, flat_rows, low, out_dtype, winner_dtype)
+            values, winner, peak = cpu.forward(
+                x, weight, bias, flat_rows, low, out_dtype, winner_dtype
+            )
         else:
             values, winner, peak = _cuda_forward(x, weight, bias, flat_rows, low, out_dtype, want)
             winner = winner.to(winner_dtype) if want else None
@@ -167,7 +171,16 @@ def _cuda_forward(x, weight, bias, rows, low: Lowered, out_dtype, want_winner):
 
     p = low.plan
     if p.hoists and p.exhaustive:
-        return kernel.forward(x, weight, bias, low.add, low.fill, p.scalar, out_dtype=out_dtype, want_winner=want_winner)
+        return kernel.forward(
+            x,
+            weight,
+            bias,
+            low.add,
+            low.fill,
+            p.scalar,
+            out_dtype=out_dtype,
+            want_winner=want_winner,
+        )
     return kernel.forward(
         x, weight, bias, low.add, low.fill, p.outer,
         inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar,
@@ -198,7 +211,10 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, argmax, nee
     low = lower(p, flat_rows, cpu.compute_dtype(hidden))
     with autocast_off(hidden.device.type):
         if grad.numel() == 0 or x.shape[2] == 0:
-            grads = [torch.zeros_like(t) if n and t is not None else None for t, n in zip((x, weight, bias), needs)]
+            grads = [
+                torch.zeros_like(t) if n and t is not None else None
+                for t, n in zip((x, weight, bias), needs)
+            ]
         elif x.is_cuda:
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
@@ -224,7 +240,14 @@ class _SpladeHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, steps, out_dtype, argmax, *rows):
         values, winner, peak = torch.ops.sparse_inductor.splade_head_train(
-            hidden, weight, bias, list(rows), steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2])
+            hidden,
+            weight,
+            bias,
+            list(rows),
+            steps,
+            out_dtype,
+            argmax,
+            _winner_dtype(hidden.shape[-2]),
         )
         ctx.save_for_backward(hidden, weight, bias, winner, peak, *rows)
         ctx.steps, ctx.argmax = steps, argmax
@@ -239,7 +262,13 @@ class _SpladeHead(torch.autograd.Function):
         grads = torch.ops.sparse_inductor.splade_head_backward(
             grad, hidden, weight, bias, rows, ctx.steps, winner, peak, ctx.argmax, needs
         )
-        return *(g if n else None for g, n in zip(grads, needs)), None, None, None, *(None for _ in rows)
+        return (
+            *(g if n else None for g, n in zip(grads, needs)),
+            None,
+            None,
+            None,
+            *(None for _ in rows),
+        )
 
 
 def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
@@ -247,13 +276,19 @@ def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return _SpladeHead.apply(hidden, weight, bias, steps, out_dtype, argmax, *rows)
     with below_autograd():
-        return torch.ops.sparse_inductor.splade_head(hidden, weight, bias, rows, steps, out_dtype, argmax)
+        return torch.ops.sparse_inductor.splade_head(
+            hidden, weight, bias, rows, steps, out_dtype, argmax
+        )
 
 
 def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
     _check(hidden, weight, bias, rows, steps)
     values = hidden.new_empty(*hidden.shape[:-2], weight.shape[0], dtype=out_dtype or hidden.dtype)
-    positions = torch.empty_like(values, dtype=torch.int64) if argmax else values.new_empty(0, dtype=torch.int64)
+    positions = (
+        torch.empty_like(values, dtype=torch.int64)
+        if argmax
+        else values.new_empty(0, dtype=torch.int64)
+    )
     return values, positions
 
 
