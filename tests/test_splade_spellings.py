@@ -1,0 +1,67 @@
+"""Spellings the recogniser was not written against: exact ones are rewritten, numbers hold."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+from splade_spellings import CASES, B, S, V
+from support import (
+    assert_recognised,
+    assert_same_result,
+    compile_without_codegen,
+    only_splade_head,
+    rewrites,
+    run_three_ways,
+)
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def share(request):
+    """Counts what was rewritten by expectation, and says so when the module is done."""
+    total, rewritten = collections.Counter(), collections.Counter()
+    yield total, rewritten
+    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        parts = [f"{rewritten[k]} of {total[k]} {k!r}" for k in ("rewrite", "maybe", "no_rewrite")]
+        terminal.write_line("\nSPLADE spellings rewritten: " + ", ".join(parts))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_spelling(name, share):
+    case = BY_NAME[name]
+    total, rewritten = share
+    with only_splade_head() as report:
+        total[case.expect] += 1
+        outcome = run_three_ways(case)
+        rewritten[case.expect] += bool(rewrites(report))
+        assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
+        assert_recognised(case, outcome, report, logits_numel=B * S * V)
+
+
+def test_under_inference_mode():
+    """encode() of a server: the compiled module is called under torch.inference_mode()."""
+    module, inputs = BY_NAME["bool_mask_multiplied__infer"].build()
+    with only_splade_head() as report, torch.inference_mode():
+        compiled = compile_without_codegen(module.eval())
+        torch.testing.assert_close(compiled(*inputs), module(*inputs))
+        assert len(rewrites(report)) == 1
+
+
+def test_new_sizes_are_rewritten_too():
+    """A second batch size and length makes Dynamo compile anew with symbolic sizes."""
+    module, (h, mask) = BY_NAME["eq_zero_fill_zero__infer"].build()
+    with only_splade_head() as report, torch.no_grad():
+        compiled = compile_without_codegen(module.eval())
+        for batch, length in ((3, 7), (2, 5), (3, 4)):
+            args = h[:batch, :length], mask[:batch, :length]
+            torch.testing.assert_close(compiled(*args), module(*args))
+        assert len(rewrites(report)) == compiled.dynamo_graphs >= 2
+
+
+def test_names_are_unique():
+    assert len(BY_NAME) == len(CASES)
