@@ -1,0 +1,140 @@
+"""Inductor's caches stay on and stay right: a second process hits, a change of anything that matters misses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import json, sys, torch, sparse_inductor, toy
+from torch._dynamo.utils import counters
+sparse_inductor.register(toy.Toy())
+arguments = json.loads(sys.argv[1])
+
+def fn(x):
+    return torch.relu(x + 1) * 2
+
+def hits():
+    return [counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"],
+            counters["inductor"]["fxgraph_cache_bypass"], counters["aot_autograd"]["autograd_cache_bypass"]]
+
+exec(arguments.get("before", ""))
+if arguments.get("way", "enable") == "enable":
+    sparse_inductor.enable(**arguments.get("enable", {}))
+    compiled = torch.compile(fn)
+else:
+    compiled = torch.compile(fn, options=sparse_inductor.options(**arguments.get("enable", {})))
+x = torch.arange(-3.0, 3.0, requires_grad=arguments.get("train", False))
+y = compiled(x)
+assert torch.equal(y, fn(x)), y
+if x.requires_grad:
+    y.sum().backward()
+    assert torch.equal(x.grad, 2.0 * (x + 1 > 0)), x.grad
+result = {"cache": hits(), "rewrites": [r.location for r in sparse_inductor.report().rewrites]}
+if "then" in arguments:
+    torch._dynamo.reset()
+    counters.clear()
+    exec(arguments["then"])
+    torch.compile(fn)(x)
+    result["then"] = hits()
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run PROGRAM in a process of its own, on copies of the package and the toy pattern, with one cache folder."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "sparse_inductor", tree / "sparse_inductor", ignore=shutil.ignore_patterns("__pycache__"))
+    if (ROOT / "patterns").is_dir():
+        shutil.copytree(ROOT / "patterns", tree / "patterns", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tree)  # makes it a checkout
+    shutil.copy(TESTS / "toy.py", tree)
+    (tree / "program.py").write_text(PROGRAM)
+
+    def run(**arguments):
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+        env.update(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tree), **arguments.pop("env", {}))
+        done = subprocess.run(
+            [sys.executable, "program.py", json.dumps(arguments)],
+            cwd=tree, env=env, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    run.tree = tree
+    return run
+
+
+HIT, MISS, BYPASSED = [1, 0, 0, 0], [0, 1, 0, 0], "bypassed"
+
+
+def state(result) -> list[int] | str:
+    return BYPASSED if any(result["cache"][2:]) else result["cache"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("way", ["enable", "options"])
+def test_a_second_process_hits_and_its_report_is_complete(run, way, train):
+    first = run(way=way, train=train)
+    second = run(way=way, train=train)
+    assert state(first) == MISS and state(second) == HIT
+    assert first["rewrites"] == second["rewrites"] == ["program.py:8"]
+
+
+def test_a_changed_option_misses(run):
+    assert state(run()) == MISS
+    unrewritten = run(enable={"skip": "toy"})
+    assert state(unrewritten) == MISS and unrewritten["rewrites"] == []
+    others = run(enable={"only": "toy"})
+    assert state(others) == HIT if not other_patterns() else state(others) == MISS
+    assert state(run(env={"SPARSE_INDUCTOR_SKIP": "toy"})) == MISS
+
+
+def other_patterns() -> bool:
+    return any((ROOT / "patterns").glob("[a-z]*.py"))
+
+
+def test_a_changed_option_misses_in_the_same_process(run):
+    result = run(then="sparse_inductor.enable(skip='toy')")
+    assert result["cache"] == MISS and result["then"] == MISS
+
+
+def test_an_edited_source_misses(run):
+    assert state(run()) == MISS
+    for edited in ("toy.py", "sparse_inductor/kernels/__init__.py", "patterns/splade_head.py"):
+        file = run.tree / edited
+        if file.exists():
+            file.write_text(file.read_text() + "\n# edited\n")
+            assert state(run()) == MISS, edited
+    (run.tree / "patterns").mkdir(exist_ok=True)
+    (run.tree / "patterns" / "_helper.py").write_text("")
+    assert state(run()) == MISS, "a new file"
+    assert state(run()) == HIT
+
+
+def test_a_pattern_without_source_turns_caching_off(run):
+    before = (
+        "scope = {'__name__': '__main__', 'Toy': toy.Toy}\n"
+        "exec('class Nowhere(Toy): pass', scope)\n"
+        "scope['Nowhere'].__module__ = 'nowhere'\n"
+        "sparse_inductor.register(scope['Nowhere']('nowhere'))"
+    )
+    assert state(run(before=before)) == BYPASSED
+
+
+def test_the_users_uncacheable_pass_stays_uncacheable(run):
+    before = "from torch._inductor import config\nconfig.joint_custom_pre_pass = lambda graph: None"
+    first = run(before=before)
+    assert state(first) == BYPASSED and first["rewrites"]

@@ -1,0 +1,387 @@
+"""What a user reads: report, log lines, structured trace, explain, command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from toy import Toy, captured, relu_alone, relu_of_sum
+
+import sparse_inductor
+from sparse_inductor import pattern
+from sparse_inductor.records import NearMiss, Report, Rewrite
+from sparse_inductor.source import source_of
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+X = torch.randn(4)
+
+
+@pytest.fixture(autouse=True)
+def toy():
+    pattern.register(Toy())
+    yield
+    pattern.unregister("toy")
+
+
+def python(code: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def line_of(fn) -> str:
+    return f"toy.py:{fn.__code__.co_firstlineno + 1}"
+
+
+# Records
+
+
+def test_a_rewrite_says_what_where_and_of_what():
+    sparse_inductor.enable(only="toy")
+    captured(relu_of_sum, X)
+    assert sparse_inductor.report().rewrites == [
+        Rewrite(
+            pattern="toy",
+            stage="pre_grad",
+            location=line_of(relu_of_sum),
+            op="hardtanh",
+            replaced=("add", "relu"),
+            inputs=(((4,), torch.float32),),
+            bytes_saved=3 << 20,
+            note="",
+            source="return torch.relu(x + 1)",
+        )
+    ]
+
+
+def test_a_near_miss_says_where_and_why():
+    sparse_inductor.enable(only="toy")
+    captured(relu_alone, X)
+    expected = NearMiss("toy", "pre_grad", line_of(relu_alone), "its input is not a sum", "return torch.relu(x)")
+    assert sparse_inductor.report().near_misses == [expected]
+
+
+def test_symbolic_sizes_are_text():
+    sparse_inductor.enable(only="toy")
+    torch._dynamo.mark_dynamic(x := torch.randn(5, 2), 0)
+    captured(relu_of_sum, x)
+    (shape, _dtype), = sparse_inductor.report().rewrites[0].inputs
+    assert isinstance(shape[0], str) and shape[1] == 2
+
+
+def test_the_same_near_miss_is_listed_once_a_compile():
+    def twice(x):
+        return [torch.relu(y) for y in (x, x * 2)]
+
+    sparse_inductor.enable(only="toy")
+    captured(twice, X)
+    assert len(sparse_inductor.report().near_misses) == 1
+    torch._dynamo.reset()
+    captured(twice, X)
+    assert len(sparse_inductor.report().near_misses) == 2
+
+
+def test_the_report_lasts_until_it_is_cleared():
+    with sparse_inductor.enabled(only="toy"):
+        captured(relu_of_sum, X)
+    report = sparse_inductor.report()
+    assert report is sparse_inductor.report() and report.rewrites and report.pass_ms > 0 and report.graphs == 1
+    report.clear()
+    assert not report and report.pass_ms == 0 and report.graphs == 0
+
+
+def test_threads_may_add_and_read():
+    report = Report()
+    miss = [NearMiss("toy", "pre_grad", "a.py:1", "reason")]
+
+    def add():
+        for _ in range(200):
+            report.add([], miss, 1.0, {"toy": 1.0})
+            str(report)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(report.near_misses) == report.graphs == 800
+    assert report.pattern_ms == {"toy": 800.0}
+
+
+def test_source_prefers_the_innermost_frame_outside_torch():
+    node = next(iter(torch.fx.symbolic_trace(relu_alone).graph.nodes))
+    inside_torch = f'  File "{torch.__path__[0]}/nn/functional.py", line 10, in relu\n    return torch.relu(input)\n'
+    node.meta["stack_trace"] = (
+        '  File "/home/me/train.py", line 7, in main\n    model(x)\n'
+        '  File "/home/me/model.py", line 41, in forward\n    h = F.relu(h)\n' + inside_torch
+    )
+    assert source_of(node).location == "model.py:41"
+    assert source_of(node).text == "h = F.relu(h)"
+
+
+# Text and JSON
+
+
+def sample() -> Report:
+    report = Report()
+    rewrite = Rewrite(
+        "splade_head",
+        "pre_grad",
+        "model.py:41",
+        "sparse_inductor::splade_head",
+        ("linear", "mul", "relu", "log1p", "amax"),
+        (((8, 128, 768), torch.bfloat16), (("s0", 768), torch.bfloat16)),
+        62_500_000,
+        "mask is boolean",
+        "return torch.log1p(torch.relu(logits * mask)).amax(1)",
+    )
+    miss = NearMiss("relu_ffn", "pre_grad", "ffn.py:12", "the activations are also returned (ffn.py:14)", "h = act(x)")
+    report.add([rewrite, rewrite], [miss], 4.25, {"splade_head": 3.5, "relu_ffn": 0.5})
+    return report
+
+
+def test_the_text_of_a_report():
+    expected = """\
+sparse_inductor: 2 rewrites, 1 near miss in 1 graph; the pass took 4.2 ms
+
+splade_head
+  model.py:41  (2 times)
+      return torch.log1p(torch.relu(logits * mask)).amax(1)
+      replaced linear, mul, relu, log1p, amax -> sparse_inductor::splade_head
+      inputs   bfloat16[8, 128, 768], bfloat16[s0, 768]
+      saved    59.6 MiB no longer kept for backward
+      note     mask is boolean
+
+not rewritten, but nearly
+  ffn.py:12  relu_ffn
+      h = act(x)
+      because the activations are also returned (ffn.py:14)"""
+    assert str(sample()) == expected
+
+
+def test_the_text_of_an_empty_report_says_what_to_do():
+    assert "enable() before torch.compile" in str(Report())
+
+
+def test_json_holds_everything():
+    data = json.loads(sample().to_json())
+    assert data["version"] == 1
+    assert data["pass_ms"] == 4.25 and data["graphs"] == 1
+    assert data["pattern_ms"] == {"relu_ffn": 0.5, "splade_head": 3.5}
+    assert data["rewrites"][0] == {
+        "pattern": "splade_head",
+        "stage": "pre_grad",
+        "location": "model.py:41",
+        "op": "sparse_inductor::splade_head",
+        "replaced": ["linear", "mul", "relu", "log1p", "amax"],
+        "inputs": [{"shape": [8, 128, 768], "dtype": "bfloat16"}, {"shape": ["s0", 768], "dtype": "bfloat16"}],
+        "bytes_saved": 62_500_000,
+        "note": "mask is boolean",
+        "source": "return torch.log1p(torch.relu(logits * mask)).amax(1)",
+    }
+    assert data["near_misses"][0]["reason"] == "the activations are also returned (ffn.py:14)"
+
+
+# Logs
+
+
+def test_one_info_line_a_pattern(caplog):
+    def both(x):
+        return torch.relu(x + 1), torch.relu(x)
+
+    sparse_inductor.enable(only="toy")
+    with caplog.at_level(logging.INFO, "sparse_inductor"):
+        captured(both, X)
+    (line,) = [r.message for r in caplog.records]
+    assert re.fullmatch(
+        r"toy: 1 rewrite \(test_report.py:\d+\), 3.0 MiB no longer kept for backward, "
+        r"1 near miss \(test_report.py:\d+: its input is not a sum\), [\d.]+ ms",
+        line,
+    )
+
+
+SCRIPT = """
+import sys, torch, sparse_inductor, toy
+sparse_inductor.register(toy.Toy())
+sparse_inductor.enable(only="toy")
+print(toy.captured(toy.relu_of_sum, torch.randn(4)))
+"""
+
+
+def test_torch_logs_turns_the_log_on(tmp_path):
+    done = python(SCRIPT, tmp_path, TORCH_LOGS="+sparse_inductor")
+    assert done.returncode == 0, done.stderr
+    assert "hardtanh" in done.stdout
+    assert "toy: 1 rewrite (toy.py:" in done.stderr
+    assert "graph before:" in done.stderr and "graph after:" in done.stderr
+
+
+def test_the_log_is_silent_without_it(tmp_path):
+    done = python(SCRIPT, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rewrite" not in done.stderr
+
+
+def test_torch_logs_leaves_the_operators_importable(tmp_path):
+    # torch imports the package and its subpackages to find their loggers while it is itself half imported.
+    done = python("import torch, sparse_inductor\nsparse_inductor.ops\n", tmp_path, TORCH_LOGS="+sparse_inductor")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_structured_trace_holds_an_artifact(tmp_path):
+    done = python(SCRIPT, tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
+    assert done.returncode == 0, done.stderr
+    text = "".join(f.read_text() for f in (tmp_path / "trace").iterdir())
+    assert '"name": "sparse_inductor"' in text
+    assert "return torch.relu(x + 1)" in text
+
+
+# Import
+
+
+def test_importing_the_package_imports_neither_inductor_nor_dynamo(tmp_path):
+    code = (
+        "import sys, torch\nbefore = set(sys.modules)\nimport sparse_inductor\n"
+        "print(sorted(set(sys.modules) - before))\nassert not any('_inductor.' in m for m in set(sys.modules) - before)\n"
+    )
+    done = python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'sparse_inductor'" in done.stdout and "torch" not in done.stdout
+
+
+def test_the_public_names_are_there():
+    for name in ("enable", "disable", "enabled", "options", "report", "explain", "register"):
+        assert callable(getattr(sparse_inductor, name))
+        assert name in dir(sparse_inductor)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        sparse_inductor.nonsense
+
+
+# explain
+
+
+def test_explain_shows_report_graphs_and_diff():
+    explanation = sparse_inductor.explain(relu_of_sum, X)
+    assert [r.pattern for r in explanation.report.rewrites] == ["toy"]
+    assert "torch.relu" in explanation.graphs[0].before and "hardtanh" in explanation.graphs[0].after
+    assert "-        relu" in explanation.diff and "+        hardtanh" in explanation.diff
+    assert str(explanation).startswith("sparse_inductor: 1 rewrite") and "hardtanh" in str(explanation)
+    assert not sparse_inductor.report()
+
+
+def test_explain_names_graph_breaks():
+    def broken(x):
+        x = x * 2
+        torch._dynamo.graph_break()
+        return torch.relu(x + 1)
+
+    explanation = sparse_inductor.explain(broken, X)
+    (one,) = explanation.graph_breaks
+    assert one.location == f"test_report.py:{broken.__code__.co_firstlineno + 2}"
+    assert "graph_break" in one.reason
+    assert len(explanation.graphs) == 2 and "graph breaks" in str(explanation)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return torch.relu(self.norm(torch.dropout(self.linear(x), 0.5, True)) + 1)
+
+
+@pytest.mark.parametrize("kind", ["module", "method", "closure", "compiled"])
+def test_explain_changes_nothing_of_the_callers(kind):
+    net = Net()
+    x = torch.randn(3, 4)
+    fn = {"module": net, "method": net.forward, "closure": lambda x: net(x), "compiled": torch.compile(net)}[kind]
+    state, rng = {k: v.clone() for k, v in net.state_dict().items()}, torch.get_rng_state()
+    explanation = sparse_inductor.explain(fn, x)
+    assert len(explanation.report.rewrites) == 1
+    torch.testing.assert_close(dict(net.state_dict()), state, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_explain_does_not_change_the_arguments():
+    def in_place(x):
+        return torch.relu(x.mul_(2) + 1)
+
+    x = torch.ones(4)
+    assert sparse_inductor.explain(in_place, x).report.rewrites
+    assert torch.equal(x, torch.ones(4))
+
+
+def test_explain_uses_the_enabled_selection():
+    sparse_inductor.enable(only=[])
+    assert not sparse_inductor.explain(relu_of_sum, X).report.rewrites
+
+
+def test_explain_keeps_what_was_compiled():
+    frames = []
+
+    def backend(gm, inputs):
+        frames.append(gm)
+        return gm.forward
+
+    compiled = torch.compile(relu_of_sum, backend=backend)
+    compiled(X)
+    assert sparse_inductor.explain(relu_of_sum, X).report.rewrites
+    assert sparse_inductor.explain(compiled, torch.randn(9)).report.rewrites
+    compiled(X)
+    assert len(frames) == 1
+
+
+# Command line
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "sparse_inductor", *arguments],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_command_line_lists_patterns(tmp_path):
+    done = command("patterns", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[:3] == ["pattern", "operator", "rewrites"]
+
+
+def test_the_command_line_explains(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch, toy, sparse_inductor\nsparse_inductor.register(toy.Toy())\n"
+        "def factory():\n    return toy.relu_of_sum, (torch.randn(4),)\n"
+    )
+    done = command("explain", "mine:factory", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 rewrite" in done.stdout and "hardtanh" in done.stdout
+
+
+def test_the_command_line_says_what_it_cannot_load(tmp_path):
+    done = command("explain", "nowhere:nothing", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "cannot load nowhere:nothing" in done.stderr

@@ -1,0 +1,230 @@
+"""The pass: valid graphs whatever a pattern does, nobody else's nodes touched, sensible choices between matches."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from toy import Toy, ToyMatch
+from torch import fx
+from torch._dynamo.utils import counters
+
+from sparse_inductor import rewrite
+from sparse_inductor.pattern import Miss
+from sparse_inductor.records import Report
+
+
+def trace(fn: Callable) -> fx.GraphModule:
+    return fx.symbolic_trace(fn)
+
+
+def run(gm: fx.GraphModule, *patterns) -> Report:
+    report = Report()
+    rewrite.RewritePass(patterns, report)(gm.graph)
+    gm.recompile()
+    return report
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    return [n.target.__name__ for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def nodes(gm: fx.GraphModule) -> list[tuple]:
+    return [(n, n.op, n.target, n.args, n.kwargs, tuple(n.users)) for n in gm.graph.nodes]
+
+
+def two(x):
+    return torch.relu(torch.relu(x + 1) + 1)
+
+
+def test_a_match_is_replaced_and_recorded():
+    gm = trace(two)
+    report = run(gm, Toy())
+    assert targets(gm) == ["add", "hardtanh", "add", "hardtanh"]
+    assert [r.replaced for r in report.rewrites] == [("add", "relu")] * 2
+    torch.testing.assert_close(gm(torch.arange(-3.0, 3.0)), two(torch.arange(-3.0, 3.0)))
+
+
+def test_a_second_run_finds_nothing():
+    gm = trace(two)
+    run(gm, Toy())
+    report = run(gm, Toy())
+    assert not report.rewrites and not report.near_misses
+
+
+def test_matches_are_counted_where_inductor_counts_its_own():
+    before = counters["inductor"]["sparse_inductor_toy"]
+    run(trace(two), Toy())
+    assert counters["inductor"]["sparse_inductor_toy"] == before + 2
+
+
+def test_dead_code_of_others_stays():
+    def fn(x):
+        x.add_(1)
+        torch.sin(x)
+        return torch.relu(x + 1)
+
+    gm = trace(fn)
+    run(gm, Toy())
+    assert "sin" in targets(gm)
+    assert [n.target for n in gm.graph.nodes if n.op == "call_method"] == ["add_"]
+
+
+def test_a_swallowed_node_that_others_read_stays():
+    def fn(x):
+        y = x + 1
+        return torch.relu(y), y
+
+    gm = trace(fn)
+    run(gm, Toy())
+    assert targets(gm) == ["add", "add", "hardtanh"]
+
+
+def test_getitems_of_swallowed_nodes_go_with_them():
+    def fn(x):
+        values, _ = torch.max(x, 0)
+        return torch.relu(values + 1)
+
+    class Larger(Toy):
+        def match(self, node, view):
+            found = super().match(node, view)
+            values = found.inputs[0]
+            found.swallowed = (values.args[0], *found.swallowed)
+            found.inputs = (values.args[0].args[0],)
+            return found
+
+    gm = trace(fn)
+    run(gm, Larger())
+    assert targets(gm) == ["add", "hardtanh"]
+
+
+def test_of_two_patterns_the_larger_match_wins():
+    class Larger(Toy):
+        def match(self, node, view):
+            found = super().match(node, view)
+            if isinstance(found, ToyMatch) and found.inputs[0].target is torch.relu:
+                inner = found.inputs[0]
+                found.swallowed = (inner.args[0], inner, *found.swallowed)
+                return found
+            return None
+
+    report = run(trace(two), Toy("small"), Larger("large"))
+    assert [r.pattern for r in report.rewrites] == ["large"]
+
+
+def test_a_near_miss_inside_a_match_is_not_reported():
+    class Inner(Toy):
+        def match(self, node, view):
+            return Miss("not mine", node)
+
+    report = run(trace(two), Toy(), Inner("inner"))
+    assert len(report.rewrites) == 2 and not report.near_misses
+
+
+def test_resolve_chooses_among_matches():
+    class Choosy(Toy):
+        def resolve(self, matches, view):
+            kept, *rest = sorted(matches, key=lambda m: m.anchor.name)
+            return [kept], [Miss("one is enough", m.anchor) for m in rest]
+
+    report = run(trace(two), Choosy())
+    assert len(report.rewrites) == 1
+    assert [m.reason for m in report.near_misses] == ["one is enough"]
+
+
+# Patterns that fail
+
+
+@pytest.mark.breaks_pattern
+@pytest.mark.parametrize("where", ["match", "resolve"])
+def test_a_pattern_that_raises_is_reported_and_switched_off(where):
+    def fail(*_):
+        raise KeyError("a bug")
+
+    bad = Toy("bad")
+    setattr(bad, where, fail)
+    gm = trace(two)
+    report = run(gm, bad, Toy())
+    assert targets(gm) == ["add", "hardtanh", "add", "hardtanh"]
+    assert {r.pattern for r in report.rewrites} == {"toy"}
+    assert "bad" in rewrite.broken
+    assert any("KeyError: 'a bug'" in m.reason for m in report.near_misses) or where == "match"
+    assert not run(trace(two), bad).rewrites
+
+
+@pytest.mark.breaks_pattern
+@pytest.mark.parametrize("harm", ["raise midway", "erase a node", "move a node", "invalid order"])
+def test_a_failed_replace_leaves_the_graph_as_it_was(harm):
+    class BadMatch(ToyMatch):
+        def replace(self):
+            graph = self.anchor.graph
+            super().replace()
+            if harm == "invalid order":
+                first = next(iter(graph.nodes))
+                with graph.inserting_before(first):
+                    new = graph.call_function(operator.neg, (self.anchor.args[0],))
+                new.prepend(new.next)
+                self.anchor.args = (new,)
+                list(graph.nodes)[-1].prepend(new)
+                return
+            if harm == "erase a node":
+                graph.erase_node(self.anchor)
+            if harm == "move a node":
+                list(graph.nodes)[-1].prepend(next(iter(graph.nodes)))
+            raise RuntimeError("half way")
+
+    class Bad(Toy):
+        def match(self, node, view):
+            found = super().match(node, view)
+            return BadMatch(found.anchor, found.swallowed, found.inputs, pattern=self.name)
+
+    gm = trace(two)
+    before, text = nodes(gm), gm.code
+    report = run(gm, Bad("bad"))
+    gm.graph.lint()
+    assert not report.rewrites
+    assert "switched off" in report.near_misses[0].reason or "is off" in report.near_misses[0].reason
+    if harm == "erase a node":
+        assert [n[2] for n in nodes(gm)] == [n[2] for n in before]
+    else:
+        assert nodes(gm) == before
+        assert gm.code == text
+    x = torch.arange(-3.0, 3.0)
+    torch.testing.assert_close(gm(x), two(x))
+
+
+@pytest.mark.breaks_pattern
+@pytest.mark.parametrize("valid", [True, False])
+def test_one_bad_replace_does_not_cost_the_others_theirs(valid):
+    class BadMatch(ToyMatch):
+        def replace(self):
+            if valid:
+                raise RuntimeError("half way")
+            last = list(self.anchor.graph.nodes)[-1]
+            last.prepend(self.anchor.args[0])
+            self.anchor.args[0].prepend(self.anchor)
+
+    class Bad(Toy):
+        anchors = frozenset({"sigmoid"})
+
+        def match(self, node, view):
+            return BadMatch(node, (node,), tuple(node.all_input_nodes), pattern=self.name)
+
+    gm = trace(lambda x: torch.sin(torch.sigmoid(torch.relu(x + 1))))
+    report = run(gm, Bad("bad"), Toy())
+    assert targets(gm) == ["add", "hardtanh", "sigmoid", "sin"]
+    assert [r.pattern for r in report.rewrites] == ["toy"]
+    assert list(rewrite.broken) == ["bad"]
+
+
+def test_a_walker_that_fails_does_not_break_the_compile(monkeypatch):
+    def fail(graph):
+        raise ValueError("what is this node")
+
+    monkeypatch.setattr(rewrite, "make_view", fail)
+    gm = trace(two)
+    report = run(gm, Toy())
+    assert targets(gm) == ["add", "relu", "add", "relu"]
+    assert "the pass failed" in report.near_misses[0].reason
