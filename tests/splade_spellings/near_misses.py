@@ -302,6 +302,21 @@ def sliding_window_pool(logits, mask):
 
 
 @program("no_rewrite", "a second matmul follows the activation")
+def projected_and_normalised():
+    """Activations are projected and normalised before the max."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(V, 5)
+
+        def forward(self, h, mask):
+            return F.normalize(self.out(tokens(self.decoder(h))), dim=-1).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "the second matmul and its max are a head of their own, the first is not")
 def projected_after_activation():
     """Activations are projected before the max."""
 
