@@ -23,6 +23,7 @@ gpu-test: $(READY)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
 bench: $(READY)

@@ -6,8 +6,8 @@
     ...
     print(sparse_inductor.report())
 
-Everything is imported on first use: `TORCH_LOGS=+sparse_inductor` imports this package in the middle of
-`import torch`, when neither Inductor nor torch.library can be imported yet.
+Everything is imported on first use: `TORCH_LOGS=+sparse_inductor` imports this package in the
+middle of `import torch`, when neither Inductor nor torch.library can be imported yet.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public name -> the module that defines it. No module may be called like a function of the package: importing a
-# submodule binds its name on the package, and `sparse_inductor.report` would become that module.
+# Public name -> the module that defines it. No module may be called like a function of the package:
+# importing a submodule binds its name on the package, and `sparse_inductor.report` would become
+# that module.
 _HOME = {
     "enable": "session",
     "disable": "session",

@@ -1,4 +1,4 @@
-"""Command line: `python -m sparse_inductor patterns | explain package.module:function_or_factory`."""
+"""The command line: `python -m sparse_inductor patterns`, `python -m sparse_inductor explain mod:fn`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from .pattern import registered
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m sparse_inductor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m sparse_inductor", description="What sparse_inductor knows and does."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("patterns", help="list the patterns")
-    explained = commands.add_parser("explain", help="show what would be rewritten in a function, and why not more")
+    explained = commands.add_parser(
+        "explain", help="show what would be rewritten in a function, and why not more"
+    )
     explained.add_argument(
         "target",
         metavar="package.module:name",
-        help="a function of no arguments; or a factory that returns (function, arguments) or a function",
+        help="a function without arguments, or a factory of a function or (function, arguments)",
     )
     options = parser.parse_args(argv)
     if options.command == "patterns":
@@ -41,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def patterns_table() -> str:
     """Name, operator and summary of each pattern."""
-    rows = [("pattern", "operator", "rewrites"), *((p.name, p.op, p.summary) for p in registered().values())]
+    rows = [
+        ("pattern", "operator", "rewrites"),
+        *((p.name, p.op, p.summary) for p in registered().values()),
+    ]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
     return "\n".join(f"{name:<{first}}  {op:<{second}}  {summary}" for name, op, summary in rows)
 
@@ -49,9 +56,9 @@ def patterns_table() -> str:
 def load(target: str) -> tuple[Any, tuple[Any, ...]]:
     """The function and arguments that `package.module:name` names.
 
-    A factory is called; it returns the function or module to compile, alone or with its arguments as
-    `(function, arguments)`. Anything else that it returns means that it is the function itself. Raises ValueError,
-    ImportError or AttributeError when there is no such thing.
+    A factory is called; it returns the function or module to compile, alone or with its arguments
+    as `(function, arguments)`. Anything else that it returns means that it is the function itself.
+    Raises ValueError, ImportError or AttributeError when there is no such thing.
     """
     module_name, separator, name = target.partition(":")
     if not separator or not name:

@@ -1,7 +1,8 @@
 """The only file that touches torch's private API or asks for its version.
 
-Each function hides one thing that torch may move or that differs between 2.11 and 2.13. torch's private modules are
-imported inside the functions: `TORCH_LOGS=+sparse_inductor` imports this package during `import torch`.
+Each function hides one thing that torch may move or that differs between 2.11 and 2.13. torch's
+private modules are imported inside the functions: `TORCH_LOGS=+sparse_inductor` imports this
+package during `import torch`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-# --- Inductor's configuration ---------------------------------------------------------------------------------------
+# --- Inductor's configuration ---------------------------------------------------------------------
 
 
 def _inductor_config() -> Any:
@@ -39,7 +40,7 @@ def setting(name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class SavedSetting:
-    """What `restore_setting` needs to put a setting back exactly: unset stays unset, the same object comes back."""
+    """What `restore_setting` needs to put a setting back exactly, unset or the same object."""
 
     name: str
     override: Any
@@ -53,10 +54,11 @@ def save_setting(name: str) -> SavedSetting:
 
 
 def set_setting(name: str, value: Any, default: Any = None) -> None:
-    """Set a setting to `value` in this thread and to `default` (if given) in all that have not set it themselves.
+    """Set a setting: here to `value`, in threads that have not set it to `default` (if given).
 
-    In 2.13 a setting (a ContextVar) is a matter of one thread or asyncio task, so "process-wide" takes both: a server
-    compiles on worker threads, and autograd compiles backward graphs on its own.
+    In 2.13 a setting (a ContextVar) is a matter of one thread or asyncio task, so "process-wide"
+    takes both: a server compiles on worker threads, and autograd compiles backward graphs on its
+    own.
     """
     config = _inductor_config()
     entry = config._config[name]
@@ -72,7 +74,8 @@ def restore_setting(saved: SavedSetting, override: bool = True) -> None:
     entry = config._config[saved.name]
     entry.default = saved.default
     if override:
-        # Through the front door first: it marks the config's cached hash and dictionary as outdated.
+        # Through the front door first: it marks the config's cached hash and dictionary as
+        # outdated.
         setattr(config, saved.name, saved.default)
         if isinstance(entry.user_override, ContextVar):
             entry.user_override.set(saved.override)
@@ -91,7 +94,7 @@ def _forget_config_cache(config: Any) -> None:
         dirty.set(None)
 
 
-# --- Inductor's pass slots ------------------------------------------------------------------------------------------
+# --- Inductor's pass slots ------------------------------------------------------------------------
 
 
 def custom_graph_pass_class() -> Any:
@@ -122,7 +125,7 @@ def runs_pre_grad_passes() -> bool:
 
 
 def pre_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-    """Run what Inductor runs on a Dynamo graph before autograd: its own passes and those in the slot."""
+    """Run Inductor's passes before autograd on a Dynamo graph: its own and those in the slot."""
     from torch._inductor.compile_fx import _recursive_pre_grad_passes
 
     return _recursive_pre_grad_passes(gm, example_inputs)
@@ -130,12 +133,14 @@ def pre_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Gra
 
 @contextlib.contextmanager
 def patched_settings(**settings: Any) -> Iterator[None]:
-    """Inductor settings for the time of a block, in this thread; those this torch does not know are left out."""
-    with _inductor_config().patch({name: value for name, value in settings.items() if has_setting(name)}):
+    """Inductor settings for a block, in this thread; what this torch does not know is left out."""
+    with _inductor_config().patch(
+        {name: value for name, value in settings.items() if has_setting(name)}
+    ):
         yield
 
 
-# --- Dynamo ---------------------------------------------------------------------------------------------------------
+# --- Dynamo ---------------------------------------------------------------------------------------
 
 
 def anything_compiled() -> bool:
@@ -148,7 +153,7 @@ def anything_compiled() -> bool:
 
 
 def current_compile() -> object | None:
-    """An object that stands for the compile under way in this thread (the same for all its graphs); None outside."""
+    """The compile under way in this thread, the same object for all its graphs; None outside."""
     from torch._guards import CompileContext
 
     return CompileContext.try_get()
@@ -161,7 +166,7 @@ def reset_dynamo() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class GraphEnd:
-    """Why Dynamo ended a graph: `broke` at a graph break, with `reason` and the user's `stack` ("file:line")."""
+    """Why Dynamo ended a graph; `stack` is the user's, as (file, line, text), innermost last."""
 
     broke: bool
     reason: str
@@ -169,7 +174,7 @@ class GraphEnd:
 
 
 def graph_end(gm: Any) -> GraphEnd | None:
-    """Why Dynamo ended the graph; None for a graph that is not a frame's own (a checkpoint body, an export)."""
+    """Why Dynamo ended the graph; None for one that is not a frame's (a checkpoint body)."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None:
         return None
@@ -187,8 +192,9 @@ def uncompiled(fn: Any) -> Any:
 
 
 def fresh_capture() -> contextlib.AbstractContextManager[None]:
-    """Settings under which a function is captured anew although the process compiled it before, and that keep what
-    is captured from influencing later compiles (automatic dynamic shapes, the recompile limit)."""
+    """Settings under which a function is captured anew although the process compiled it before, and
+    that keep what is captured from influencing later compiles (automatic dynamic shapes, the
+    recompile limit)."""
     from torch._dynamo import config
 
     wanted = {
@@ -200,7 +206,7 @@ def fresh_capture() -> contextlib.AbstractContextManager[None]:
     return config.patch({name: value for name, value in wanted.items() if name in config._config})
 
 
-# --- Counters and logs ----------------------------------------------------------------------------------------------
+# --- Counters and logs ----------------------------------------------------------------------------
 
 
 def count(name: str, by: int = 1) -> None:
@@ -222,7 +228,7 @@ def trace_artifact(name: str, payload: dict[str, Any]) -> None:
     )
 
 
-# --- Graphs ---------------------------------------------------------------------------------------------------------
+# --- Graphs ---------------------------------------------------------------------------------------
 
 
 def graph_text(graph: fx.Graph) -> str:
@@ -234,7 +240,7 @@ def graph_text(graph: fx.Graph) -> str:
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose graphs, also of nested bodies, can be edited; parameters and buffers are shared."""
+    """A copy whose graphs can be edited, nested bodies included; parameters are shared."""
     copied = fx.GraphModule(gm, copy_graph(gm.graph), gm.__class__.__name__)
     copied.meta = dict(gm.meta)
     for name, child in gm.named_children():
@@ -252,5 +258,3 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
         values[node].meta = copy.copy(node.meta)
     new._codegen = copy.copy(graph._codegen)
     return new
-
-

@@ -17,6 +17,7 @@ from torch import fx, nn
 from . import compat, session
 from .records import Report
 from .rewrite import RewritePass
+from .slots import slot_value
 from .source import source_at
 
 __all__ = ["ExplainedGraph", "Explanation", "GraphBreak", "explain"]
@@ -24,7 +25,7 @@ __all__ = ["ExplainedGraph", "Explanation", "GraphBreak", "explain"]
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedGraph:
-    """One graph (or nested body) that torch.compile captured, as text before and after the rewriting."""
+    """A graph (or nested body) that torch.compile captured, as text before and after."""
 
     before: str
     after: str
@@ -70,7 +71,9 @@ class Explanation:
             lines = ["graph breaks: no rewrite reaches across them"]
             for one in self.graph_breaks:
                 lines.append(f"  {one.location}")
-                lines += [f"      {text}" for text in (one.source, one.reason.splitlines()[0]) if text]
+                lines += [
+                    f"      {text}" for text in (one.source, one.reason.splitlines()[0]) if text
+                ]
             parts.append("\n".join(lines))
         if self.diff:
             parts.append(self.diff)
@@ -78,12 +81,12 @@ class Explanation:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite the graphs, and show what happened.
+    """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite it, and show what happened.
 
-    The patterns are those of the enabled session, or all. Nothing is generated, cached or kept: the graphs run
-    unrewritten, on copies of the arguments and of the module (a module that cannot be copied, or that the function
-    refers to, has its buffers put back), under your grad mode, and the random state is restored. Code that
-    torch.compile holds already stays compiled.
+    The patterns are those of the enabled session, or all. Nothing is generated, cached or kept: the
+    graphs run unrewritten, on copies of the arguments and of the module (a module that cannot be
+    copied, or that the function refers to, has its buffers put back), under your grad mode, and the
+    random state is restored. Code that torch.compile holds already stays compiled.
 
     Raises what `fn` raises.
     """
@@ -98,11 +101,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         if end is not None and end.broke:
             where = source_at(*end.stack[-1]) if end.stack else None
             breaks.append(
-                GraphBreak(where.location if where else "?", end.reason, where.text if where else "")
+                GraphBreak(
+                    where.location if where else "?", end.reason, where.text if where else ""
+                )
             )
         capture = _Capture(patterns, report, graphs)
         users = session.users_passes()
-        with compat.patched_settings(pre_grad_custom_pass=session.slot_value([*users, capture])):
+        with compat.patched_settings(pre_grad_custom_pass=slot_value([*users, capture])):
             compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
         return gm.forward
 
@@ -114,7 +119,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         fn, args, kwargs = _isolated(fn, args, kwargs, stack)
         torch.compile(fn, backend=backend)(*args, **kwargs)
     if fresh:
-        compat.reset_dynamo()  # as if nothing had been compiled; otherwise that is what others compiled
+        compat.reset_dynamo()  # only this call was compiled: forget it
     return Explanation(report, tuple(graphs), tuple(breaks))
 
 
@@ -146,12 +151,12 @@ def _isolated(
         except Exception:  # non-leaf tensors, handles, locks: whatever a module may hold
             stack.enter_context(_buffers_kept(owner))
         else:
-            fn = copied if fn is owner else getattr(fn, "__func__").__get__(copied)
+            fn = copied if fn is owner else fn.__func__.__get__(copied)
     for module in _modules_of(fn):
         stack.enter_context(_buffers_kept(module))
     if isinstance(fn, types.FunctionType):
-        # A code object of its own: what Dynamo remembers of the original (skip it, too many recompiles) is not
-        # asked, and nothing is remembered of this call.
+        # A code object of its own: what Dynamo remembers of the original (skip it, too many
+        # recompiles) is not asked, and nothing is remembered of this call.
         fresh = types.FunctionType(
             fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
         )
@@ -169,7 +174,7 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _modules_of(fn: Any) -> list[nn.Module]:
-    """The modules that a function refers to by closure or global name, or that a method's object holds."""
+    """The modules a function names in its closure or globals, or that a method's object holds."""
     function = getattr(fn, "__func__", fn)
     if not isinstance(function, types.FunctionType):
         return []
@@ -177,7 +182,11 @@ def _modules_of(fn: Any) -> list[nn.Module]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
-    found += list(vars(fn.__self__).values()) if hasattr(getattr(fn, "__self__", None), "__dict__") else []
+    found += (
+        list(vars(fn.__self__).values())
+        if hasattr(getattr(fn, "__self__", None), "__dict__")
+        else []
+    )
     return [value for value in found if isinstance(value, nn.Module)]
 
 

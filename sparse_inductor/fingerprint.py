@@ -1,4 +1,4 @@
-"""What Inductor's caches must know about this package: a hash of everything that shapes a rewritten graph."""
+"""What Inductor's caches must know of this package: a hash of all that shapes a rewritten graph."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def package_hash() -> str:
 def fingerprint(patterns: Iterable[Pattern]) -> str | None:
     """Hash of the package, the enabled patterns and the environment's switches.
 
-    None when the source of a pattern cannot be found: then nothing would tell an old cache entry from a new one,
-    and Inductor must not cache.
+    None when the source of a pattern cannot be found: then nothing would tell an old cache entry
+    from a new one, and Inductor must not cache.
     """
     parts = [__version__, package_hash()]
     for pattern in sorted(patterns, key=lambda p: p.name):
@@ -72,7 +72,8 @@ def _sources(folder: Path) -> list[Path]:
 def _hash_files(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        # The name counts, not the folder: the same package installed elsewhere shares its cache entries.
+        # The name counts, not the folder: the same package installed elsewhere shares its cache
+        # entries.
         digest.update(file.name.encode() + b"\0")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()

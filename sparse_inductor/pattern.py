@@ -1,12 +1,13 @@
 """What a pattern is, and where patterns come from.
 
-A pattern recognises one family of subgraphs and puts an operator in its place. It is any object with the
-attributes of `Pattern`; built-in ones are the files of the `patterns/` folder, each ending in
+A pattern recognises one family of subgraphs and puts an operator in its place. It is any object
+with the attributes of `Pattern`; built-in ones are the files of the `patterns/` folder, each ending
+in
 
     PATTERN = MyPattern()
 
-Others come from installed packages (entry-point group `sparse_inductor.patterns`, each entry a pattern object) or
-from `sparse_inductor.register(pattern)`.
+Others come from installed packages (entry-point group `sparse_inductor.patterns`, each entry a
+pattern object) or from `sparse_inductor.register(pattern)`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pkgutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from torch import fx
 
@@ -29,7 +30,8 @@ ENTRY_POINTS = "sparse_inductor.patterns"
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """Nearly a match. `reason` is in the user's terms; `node` is where it failed (default: the anchor)."""
+    """Nearly a match. `reason` is in the user's terms; `node` is where it failed (default: the
+    anchor)."""
 
     reason: str
     node: fx.Node | None = None
@@ -58,10 +60,13 @@ class Pattern(Protocol):
 
     Optional methods:
 
-    - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern in one graph that share
+    - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern in one
+      graph that share
       nodes, or merges them. Without it all are accepted.
-    - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one compile only)
-      for process-wide switches that the pattern needs; the result puts everything back and is called by `disable()`.
+    - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one
+      compile only)
+      for process-wide switches that the pattern needs; the result puts everything back and is
+      called by `disable()`.
     """
 
     name: str
@@ -74,7 +79,8 @@ class Pattern(Protocol):
     near_misses: Sequence[Example]
 
     def match(self, node: fx.Node, view: Any) -> Match | Miss | None:
-        """Recognise the subgraph that ends in `node`; None when it is not of this family, not even nearly.
+        """Recognise the subgraph that ends in `node`; None when it is not of this family, not even
+        nearly.
 
         Must not change the graph. `view` is a `sparse_inductor.match.graph.GraphView`.
         """
@@ -84,7 +90,8 @@ class Pattern(Protocol):
 class Example:
     """A program that a pattern rewrites, or (with `reason`) one that it declines.
 
-    `build()` returns the function to compile and its arguments; `reason` is a part of the reported reason.
+    `build()` returns the function to compile and its arguments; `reason` is a part of the reported
+    reason.
     """
 
     name: str
@@ -104,14 +111,19 @@ _discovered = False
 def register(pattern: P, *, replace: bool = False) -> P:
     """Add a pattern for this process; it takes part from the next `enable()` or `options()` on.
 
-    Returns the pattern. Registering the same object twice does nothing; `replace=True` lets a new object take the
-    place of an older one of the same name (a notebook cell that is run again).
+    Returns the pattern. Registering the same object twice does nothing; `replace=True` lets a new
+    object take the place of an older one of the same name (a notebook cell that is run again).
 
-    Raises TypeError when `pattern` lacks something that `Pattern` asks for, ValueError when its name is taken.
+    Raises TypeError when `pattern` lacks something that `Pattern` asks for, ValueError when its
+    name is taken.
     """
     registered()
     with _lock:
-        _add(pattern, f"register() of {type(pattern).__module__}.{type(pattern).__qualname__}", replace)
+        _add(
+            pattern,
+            f"register() of {type(pattern).__module__}.{type(pattern).__qualname__}",
+            replace,
+        )
     return pattern
 
 
@@ -125,8 +137,9 @@ def unregister(name: str) -> None:
 def registered() -> dict[str, Pattern]:
     """All known patterns by name: built-in, from entry points, from `register`.
 
-    The first call imports them. Raises TypeError or ValueError for a bad or a duplicate pattern. An entry point
-    that cannot be imported is left out with a warning: somebody else's package must not take this one down.
+    The first call imports them. Raises TypeError or ValueError for a bad or a duplicate pattern. An
+    entry point that cannot be imported is left out with a warning: somebody else's package must not
+    take this one down.
     """
     global _discovered
     with _lock:
@@ -157,8 +170,8 @@ def _discover() -> None:
             found = entry.load()
         except Exception as error:
             warnings.warn(
-                f"sparse_inductor: pattern {entry.name!r} of entry point {entry.value!r} is left out, it cannot be "
-                f"imported: {type(error).__name__}: {error}",
+                f"sparse_inductor: pattern {entry.name!r} of entry point {entry.value!r} is left "
+                f"out, it cannot be imported: {type(error).__name__}: {error}",
                 stacklevel=4,
             )
             continue
@@ -172,14 +185,15 @@ def _add(pattern: Any, origin: str, replace: bool = False) -> None:
         return
     if old is not None and not replace:
         raise ValueError(
-            f"pattern name {pattern.name!r} is taken: it was defined by {_origin[pattern.name]} and again by {origin}"
+            f"pattern name {pattern.name!r} is taken: it was defined by {_origin[pattern.name]} "
+            f"and again by {origin}"
         )
     _patterns[pattern.name] = pattern
     _origin[pattern.name] = origin
 
 
 def _validate(pattern: Any, origin: str) -> None:
-    def fail(what: str) -> None:
+    def fail(what: str) -> NoReturn:
         raise TypeError(f"not a pattern ({origin}): {what}")
 
     if isinstance(pattern, type):
@@ -193,12 +207,16 @@ def _validate(pattern: Any, origin: str) -> None:
     if "\n" in pattern.summary:
         fail(f"`summary` must be one line, got {pattern.summary!r}")
     anchors = getattr(pattern, "anchors", None)
-    if not isinstance(anchors, (set, frozenset)) or not anchors or not all(isinstance(a, str) for a in anchors):
+    if (
+        not isinstance(anchors, (set, frozenset))
+        or not anchors
+        or not all(isinstance(a, str) for a in anchors)
+    ):
         fail(f"`anchors` must be a non-empty frozenset of canonical op names, got {anchors!r}")
     if not callable(getattr(pattern, "match", None)):
         fail("`match(node, view)` is missing")
     for attribute in ("examples", "near_misses"):
-        value = getattr(pattern, attribute, None)
+        value = getattr(pattern, attribute, ())
         if isinstance(value, str) or not isinstance(value, Iterable):
             fail(f"`{attribute}` must be a sequence of Example, got {value!r}")
         for example in value:

@@ -58,7 +58,8 @@ class NearMiss:
 
 
 class Report:
-    """Everything since the last `clear()`, of the whole process; safe to read while other threads compile."""
+    """Everything since the last `clear()`, of the whole process; safe to read while other threads
+    compile."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -116,9 +117,11 @@ class Report:
         pattern_ms: Mapping[str, float],
         compile: object | None = None,
     ) -> list[NearMiss]:
-        """Record one graph; returns the near misses that this compile (any object) had not shown before."""
+        """Record one graph; returns the near misses that this compile (any object) had not shown
+        before."""
         with self._lock:
-            # One line can reach the pass several times within a compile: a body called twice is two graphs.
+            # One line can reach the pass several times within a compile: a body called twice is two
+            # graphs.
             if compile is None or self._compile is None or self._compile() is not compile:
                 self._compile = None if compile is None else weakref.ref(compile)
                 self._seen = set()
@@ -149,9 +152,10 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text.
 
-        `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...]}`; the entries have
-        the fields of `Rewrite` and `NearMiss`, an input is `{"shape": [...], "dtype": "bfloat16"}`. Fields may be
-        added within a version; none is removed or changes its meaning.
+        `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses":
+        [...]}`; the entries have the fields of `Rewrite` and `NearMiss`, an input is `{"shape":
+        [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is removed or
+        changes its meaning.
         """
         return json.dumps(self.as_dict(), indent=2)
 
@@ -179,15 +183,21 @@ def report() -> Report:
 def rewrite_dict(rewrite: Rewrite) -> dict[str, Any]:
     """A rewrite as JSON-able data."""
     fields = dataclasses.asdict(rewrite)
-    fields["inputs"] = [{"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in rewrite.inputs]
+    fields["inputs"] = [
+        {"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in rewrite.inputs
+    ]
     fields["replaced"] = list(rewrite.replaced)
     return fields
 
 
 def log_graph(
-    rewrites: Iterable[Rewrite], near_misses: Iterable[NearMiss], pass_ms: float, pattern_ms: Mapping[str, float]
+    rewrites: Iterable[Rewrite],
+    near_misses: Iterable[NearMiss],
+    pass_ms: float,
+    pattern_ms: Mapping[str, float],
 ) -> None:
-    """One INFO line a pattern that found something in a graph, and an artifact in the structured trace."""
+    """One INFO line a pattern that found something in a graph, and an artifact in the structured
+    trace."""
     rewrites, near_misses = list(rewrites), list(near_misses)
     if not rewrites and not near_misses:
         log.debug("nothing to rewrite in this graph (%.1f ms)", pass_ms)
@@ -220,7 +230,10 @@ def log_graph(
 def _render(report: Report) -> list[str]:
     rewrites, near_misses = report.rewrites, report.near_misses
     if not report.graphs:
-        return ["sparse_inductor: no graph seen yet (enable() before torch.compile, then call the compiled function)"]
+        return [
+            "sparse_inductor: no graph seen yet "
+            "(enable() before torch.compile, then call the compiled function)"
+        ]
     lines = [
         f"sparse_inductor: {_count(rewrites, 'rewrite')}, {_count(near_misses, 'near miss')} in "
         f"{_count(report.graphs, 'graph')}; the pass took {report.pass_ms:.1f} ms"
@@ -246,7 +259,9 @@ def _render_rewrite(rewrite: Rewrite, times: int) -> list[str]:
         lines.append(f"      {rewrite.source}")
     facts = [("replaced", f"{', '.join(_runs(rewrite.replaced))} -> {rewrite.op}")]
     if rewrite.inputs:
-        facts.append(("inputs", ", ".join(_tensor(shape, dtype) for shape, dtype in rewrite.inputs)))
+        facts.append(
+            ("inputs", ", ".join(_tensor(shape, dtype) for shape, dtype in rewrite.inputs))
+        )
     if rewrite.bytes_saved:
         facts.append(("saved", f"{_bytes(rewrite.bytes_saved)} no longer kept for backward"))
     if rewrite.note:
@@ -285,6 +300,8 @@ def _bytes(number: int) -> str:
     value = float(number)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"
+            return (
+                f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"
+            )
         value /= 1024
     return f"{value:.1f} TiB"

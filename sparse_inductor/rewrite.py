@@ -1,7 +1,9 @@
-"""The pass: ask every enabled pattern about its anchors, replace what matched, record what happened.
+"""The pass: ask every enabled pattern about its anchors, replace what matched, record what
+happened.
 
-Matching never changes the graph. All matches are collected first, then replaced; whatever goes wrong, the graph ends
-up either rewritten and valid or exactly as it was, and the pattern at fault is switched off for the process.
+Matching never changes the graph. All matches are collected first, then replaced; whatever goes
+wrong, the graph ends up either rewritten and valid or exactly as it was, and the pattern at fault
+is switched off for the process.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class _Candidate:
 
 
 class RewritePass:
-    """A pass over one `fx.Graph`, for Inductor's `pre_grad_custom_pass` slot or for calling directly.
+    """A pass over one `fx.Graph`, for Inductor's `pre_grad_custom_pass` slot or for calling
+    directly.
 
     `report` is where the records go; the process-wide one by default.
     """
@@ -79,7 +82,9 @@ class RewritePass:
             log.debug("graph before:\n%s\ngraph after:\n%s", before, compat.graph_text(graph))
         for name, times in Counter(r.pattern for r in run.rewrites).items():
             compat.count(f"sparse_inductor_{name}", times)
-        new = self._report.add(run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compat.current_compile())
+        new = self._report.add(
+            run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compat.current_compile()
+        )
         records.log_graph(run.rewrites, new, pass_ms, run.pattern_ms)
         return Outcome(tuple(run.rewrites), tuple(run.near_misses))
 
@@ -102,8 +107,9 @@ class _Run:
         matches, misses = self._match(by_anchor, view)
         order = {node: at for at, node in enumerate(self.graph.nodes)}
         accepted = _disjoint(self._resolve(matches, misses, view))
-        # From the end of the graph to its start: a match whose input is another's anchor must have been put in
-        # before that anchor's readers are redirected, else it would go on reading the old one.
+        # From the end of the graph to its start: a match whose input is another's anchor must have
+        # been put in before that anchor's readers are redirected, else it would go on reading the
+        # old one.
         accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
         # Records are made while the nodes are still there to be read.
         records_of = {id(c): _record(c, view) for c in accepted}
@@ -111,7 +117,9 @@ class _Run:
         self.rewrites = [records_of[id(c)] for c in reversed(done)]
         swallowed = {node for c in done for node in c.nodes}
         self.near_misses += [
-            _near_miss(name, miss, anchor) for name, miss, anchor in misses if anchor not in swallowed
+            _near_miss(name, miss, anchor)
+            for name, miss, anchor in misses
+            if anchor not in swallowed
         ]
 
     def _match(
@@ -134,7 +142,10 @@ class _Run:
         return [c for c in candidates if c.pattern.name not in broken], misses
 
     def _resolve(
-        self, candidates: list[_Candidate], misses: list[tuple[str, Miss, fx.Node | None]], view: Any
+        self,
+        candidates: list[_Candidate],
+        misses: list[tuple[str, Miss, fx.Node | None]],
+        view: Any,
     ) -> list[_Candidate]:
         accepted: list[_Candidate] = []
         for pattern in {c.pattern.name: c.pattern for c in candidates}.values():
@@ -206,14 +217,16 @@ class _Run:
 
 
 class _Snapshot:
-    """The nodes of a graph, their order and their arguments: cheap to take, and restoring keeps the nodes' identity."""
+    """The nodes of a graph, their order and their arguments: cheap to take, and restoring keeps the
+    nodes' identity."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
         self._nodes = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.type) for n in graph.nodes]
 
     def restore(self) -> bool:
-        """Put the graph back; False if some nodes had been erased and are now copies of what they were."""
+        """Put the graph back; False if some nodes had been erased and are now copies of what they
+        were."""
         graph, alive = self._graph, set(self._graph.nodes)
         now: dict[fx.Node, fx.Node] = {}
         place: fx.Node | None = None
@@ -243,7 +256,8 @@ def make_view(graph: fx.Graph) -> Any:
 
 
 def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
-    """Where matches of different patterns share nodes, the larger wins: an attention block over the entmax in it."""
+    """Where matches of different patterns share nodes, the larger wins: an attention block over the
+    entmax in it."""
     owner: dict[fx.Node, str] = {}
     kept = []
     for candidate in sorted(candidates, key=lambda c: len(c.nodes), reverse=True):
@@ -252,12 +266,18 @@ def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
             owner.update(dict.fromkeys(candidate.nodes, name))
             kept.append(candidate)
         else:
-            log.debug("%s at %s is part of a larger match", candidate.match.pattern, candidate.match.anchor)
+            log.debug(
+                "%s at %s is part of a larger match",
+                candidate.match.pattern,
+                candidate.match.anchor,
+            )
     return kept
 
 
 def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem and node.args[0] in swallowed
+    return (
+        node.op == "call_function" and node.target is operator.getitem and node.args[0] in swallowed
+    )
 
 
 def _record(candidate: _Candidate, view: Any) -> Rewrite:
@@ -291,7 +311,11 @@ def _shape_and_dtype(node: fx.Node) -> tuple[records.Shape, Any]:
 
 
 def _target_name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
 
 
 def _describe(error: Exception) -> str:

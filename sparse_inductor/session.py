@@ -1,12 +1,13 @@
 """Turning the rewriting on and off: for the process, for a block, or for one `torch.compile` call.
 
-Two passes go into Inductor's slots. `_RewriteSlot` (pre_grad_custom_pass) does the work. It runs before the look-up
-in Inductor's caches, so the report is complete on a warm cache and the key is computed on the rewritten graph; torch
-then leaves the pass's own uuid out of the key. `_CacheKey` (post_grad_custom_pre_pass) does nothing but put it back:
-its uuid holds the package's sources, the enabled patterns and the options.
+Two passes go into Inductor's slots. `_RewriteSlot` (pre_grad_custom_pass) does the work. It runs
+before the look-up in Inductor's caches, so the report is complete on a warm cache and the key is
+computed on the rewritten graph; torch then leaves the pass's own uuid out of the key. `_CacheKey`
+(post_grad_custom_pre_pass) does nothing but put it back: its uuid holds the package's sources, the
+enabled patterns and the options.
 
-Both stand beside the passes the user has in these slots and read the current session when they are called, so a
-reference that outlives `disable()` is inert.
+Both stand beside the passes the user has in these slots and read the current session when they are
+called, so a reference that outlives `disable()` is inert.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import fx
 
@@ -27,11 +28,7 @@ from . import compat
 from .fingerprint import fingerprint, package_hash
 from .pattern import Pattern, registered
 from .rewrite import Outcome, RewritePass, broken
-
-if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-else:
-    CustomGraphPass = compat.custom_graph_pass_class()
+from .slots import CustomGraphPass, Slot, passes_of, slot_value
 
 __all__ = ["StrictError", "disable", "enable", "enabled", "options"]
 
@@ -49,22 +46,25 @@ class StrictError(RuntimeError):
     """`strict=True`, and a pattern that had to match did not."""
 
 
-# --- The public functions -------------------------------------------------------------------------------------------
+# --- The public functions -------------------------------------------------------------------------
 
 
 def enable(only: Names = None, skip: Names = None, strict: bool = False) -> None:
     """Rewrite what `torch.compile` compiles from now on, in the whole process.
 
-    `only` and `skip` are pattern names (one, or several); so is the environment variable `SPARSE_INDUCTOR_SKIP`
-    ("name,name"). Calling it again with the same arguments does nothing, with others it changes the selection.
-    Your own passes in Inductor's slots keep running, in their order, before this one.
+    `only` and `skip` are pattern names (one, or several); so is the environment variable
+    `SPARSE_INDUCTOR_SKIP` ("name,name"). Calling it again with the same arguments does nothing,
+    with others it changes the selection. Your own passes in Inductor's slots keep running, in their
+    order, before this one.
 
-    `strict=True` raises `StrictError` when a pattern named in `only` never matched (without `only`: when none
-    matched at all): from `disable()` or the end of `enabled()`, and earlier, out of the compile, as soon as a whole
-    graph was compiled in which such a pattern nearly matched and nothing did.
+    `strict=True` raises `StrictError` when a pattern named in `only` never matched (without `only`:
+    when none matched at all): from `disable()` or the end of `enabled()`, and earlier, out of the
+    compile, as soon as a whole graph was compiled in which such a pattern nearly matched and
+    nothing did.
 
-    Raises ValueError for a name that is not a pattern, TypeError for something that is not a name. Warns when
-    something was compiled before: that code stays as it is until `torch._dynamo.reset()`.
+    Raises ValueError for a name that is not a pattern, TypeError for something that is not a name.
+    Warns when something was compiled before: that code stays as it is until
+    `torch._dynamo.reset()`.
     """
     _switch(_Session.of(only, skip, strict))
 
@@ -72,8 +72,8 @@ def enable(only: Names = None, skip: Names = None, strict: bool = False) -> None
 def disable() -> None:
     """Stop rewriting and put Inductor's configuration back exactly as `enable()` found it.
 
-    Passes that you added to the slots in between stay there. What has been compiled stays as it is. Without a
-    preceding `enable()` this does nothing.
+    Passes that you added to the slots in between stay there. What has been compiled stays as it is.
+    Without a preceding `enable()` this does nothing.
 
     Raises `StrictError` if the session was strict and a pattern that had to match did not.
     """
@@ -85,10 +85,11 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(only: Names = None, skip: Names = None, strict: bool = False) -> Iterator[None]:
-    """`enable()` for a block; afterwards whatever was on before is on again, nested blocks included.
+    """`enable()` for a block; afterwards whatever was on before is on again, nested blocks
+    included.
 
-    Takes what `enable` takes and raises what it raises. Only what is *compiled* within the block is rewritten:
-    `torch.compile` compiles at the first call.
+    Takes what `enable` takes and raises what it raises. Only what is *compiled* within the block is
+    rewritten: `torch.compile` compiles at the first call.
     """
     session = _Session.of(only, skip, strict)
     outer = _state.session
@@ -107,12 +108,14 @@ def options(only: Names = None, skip: Names = None, strict: bool = False) -> dic
 
         torch.compile(model, options=sparse_inductor.options())
 
-    For that call they decide alone, whether or not a session is enabled. Takes what `enable` takes and raises what
-    it raises; `strict=True` raises out of the compile, at the end of the first graph that does not end in a graph
-    break, if the required patterns have not matched by then. Your own passes that are in Inductor's slots when this
-    is called keep running. Combine with further options by `{**sparse_inductor.options(), "max_autotune": True}`.
+    For that call they decide alone, whether or not a session is enabled. Takes what `enable` takes
+    and raises what it raises; `strict=True` raises out of the compile, at the end of the first
+    graph that does not end in a graph break, if the required patterns have not matched by then.
+    Your own passes that are in Inductor's slots when this is called keep running. Combine with
+    further options by `{**sparse_inductor.options(), "max_autotune": True}`.
 
-    A pattern's process-wide switches (`setup`) are not thrown: use `enable()` where a pattern needs them.
+    A pattern's process-wide switches (`setup`) are not thrown: use `enable()` where a pattern needs
+    them.
     """
     session = _Session.of(only, skip, strict)
     chosen = {
@@ -132,7 +135,8 @@ def current_patterns() -> list[Pattern]:
 
 @contextlib.contextmanager
 def prepared(patterns: Iterable[Pattern]) -> Iterator[None]:
-    """The process-wide switches of `patterns` thrown for a block, unless a session has thrown them already."""
+    """The process-wide switches of `patterns` thrown for a block, unless a session has thrown them
+    already."""
     done = _state.session.patterns if _state.session else {}
     with contextlib.ExitStack() as stack:
         for pattern in patterns:
@@ -141,7 +145,7 @@ def prepared(patterns: Iterable[Pattern]) -> Iterator[None]:
         yield
 
 
-# --- A session ------------------------------------------------------------------------------------------------------
+# --- A session ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,9 +163,13 @@ class _Session:
         known = registered()
         package_hash()  # now, as near to the import of the sources as it gets
         named = _names(only, "only", known)
-        skipped = _names(skip, "skip", known) | _names(os.environ.get(SKIP_VARIABLE), SKIP_VARIABLE, known)
+        skipped = _names(skip, "skip", known) | _names(
+            os.environ.get(SKIP_VARIABLE), SKIP_VARIABLE, known
+        )
         wanted = set(known) if only is None else named
-        return cls({n: p for n, p in known.items() if n in wanted - skipped}, named - skipped, bool(strict))
+        return cls(
+            {n: p for n, p in known.items() if n in wanted - skipped}, named - skipped, bool(strict)
+        )
 
     def same_as(self, other: _Session | None) -> bool:
         return (
@@ -173,8 +181,8 @@ class _Session:
         )
 
     def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> None:
-        """Rewrite a graph. A strict session raises here what it cannot raise later (`fail_at_end_of_graph`), or
-        what is already certain."""
+        """Rewrite a graph. A strict session raises here what it cannot raise later
+        (`fail_at_end_of_graph`), or what is already certain."""
         outcome = RewritePass(self.patterns.values()).run(graph)
         self._note(outcome)
         if not self.strict:
@@ -182,13 +190,17 @@ class _Session:
         end = compat.graph_end(graph.owning_module)
         if end is None or end.broke:
             return  # the rest of the program is still to come
-        if fail_at_end_of_graph or self._missing().keys() & {m.pattern for m in outcome.near_misses}:
+        if fail_at_end_of_graph or self._missing().keys() & {
+            m.pattern for m in outcome.near_misses
+        }:
             self.check_strict()
 
     def _note(self, outcome: Outcome) -> None:
         self.matched |= {r.pattern for r in outcome.rewrites}
         for miss in outcome.near_misses:
-            self.nearly.setdefault(miss.pattern, f"nearly matched at {miss.location}, but {miss.reason}")
+            self.nearly.setdefault(
+                miss.pattern, f"nearly matched at {miss.location}, but {miss.reason}"
+            )
 
     def _missing(self) -> dict[str, str]:
         """The patterns that had to match and did not, each with what is known about it."""
@@ -196,7 +208,10 @@ class _Session:
             names = self.only - self.matched
         else:
             names = frozenset() if self.matched else frozenset(self.patterns)
-        return {name: self.nearly.get(name, "nothing in the compiled graphs resembles it") for name in sorted(names)}
+        return {
+            name: self.nearly.get(name, "nothing in the compiled graphs resembles it")
+            for name in sorted(names)
+        }
 
     def check_strict(self) -> None:
         missing = self._missing() if self.strict else {}
@@ -222,16 +237,18 @@ def _names(value: Names, argument: str, known: dict[str, Pattern]) -> frozenset[
         close = difflib.get_close_matches(name, known, n=1)
         hint = f", did you mean {close[0]!r}?" if close else ";"
         raise ValueError(
-            f"{argument}: there is no pattern {name!r}{hint} known patterns: {', '.join(sorted(known)) or 'none'}"
+            f"{argument}: there is no pattern {name!r}{hint} known patterns: "
+            f"{', '.join(sorted(known)) or 'none'}"
         )
     return names
 
 
-# --- The passes in the slots ----------------------------------------------------------------------------------------
+# --- The passes in the slots ----------------------------------------------------------------------
 
 
 class _OurPass(CustomGraphPass):
-    """A pass of ours; `session` is its own for `options()`, and None for whatever session is enabled."""
+    """A pass of ours; `session` is its own for `options()`, and None for whatever session is
+    enabled."""
 
     def __init__(self, session: _Session | None = None) -> None:
         self._session = session
@@ -241,14 +258,16 @@ class _OurPass(CustomGraphPass):
         session = self._session or _state.session
         return "sparse_inductor: off" if session is None else session.key()
 
-    # Inductor deep-copies and prints its configuration; a copy would be a second pass beside this one.
+    # Inductor deep-copies and prints its configuration; a copy would be a second pass beside this
+    # one.
     def __deepcopy__(self, memo: dict[int, Any]) -> _OurPass:
         return self
 
     def __repr__(self) -> str:
         return f"<sparse_inductor {type(self).__name__.strip('_')}>"
 
-    # Dynamo recompiles for a backend that is not equal to the one before; equal options must not cause that.
+    # Dynamo recompiles for a backend that is not equal to the one before; equal options must not
+    # cause that.
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
@@ -279,93 +298,21 @@ class _CacheKey(_OurPass):
         key = super().uuid()
         # Passes that ran early are in no key either; those that say what they are can be added.
         for other in users_passes(REWRITE_SLOT):
-            if key is not None and isinstance(other, CustomGraphPass) and (uuid := other.uuid()) is not None:
+            if (
+                key is not None
+                and isinstance(other, CustomGraphPass)
+                and (uuid := other.uuid()) is not None
+            ):
                 key += f"|{uuid!r}"
         return key
 
 
-class _Chain(CustomGraphPass):
-    """Several passes in a slot that takes one (torch 2.11)."""
-
-    def __init__(self, passes: Sequence[Any]) -> None:
-        self.passes = tuple(passes)
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for one in self.passes:
-            one(graph)
-
-    def uuid(self) -> tuple[Any, ...] | None:
-        """The uuids of all; None, which turns caching off, where one of them has none."""
-        uuids = tuple(one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes)
-        return None if None in uuids else uuids
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Chain:
-        return self
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Chain) and self.passes == other.passes
-
-    def __hash__(self) -> int:
-        return hash(self.passes)
-
-
-def _passes(value: Any) -> list[Any]:
-    """The passes that a slot's value stands for."""
-    if value is None:
-        return []
-    if isinstance(value, _Chain):
-        return list(value.passes)
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def slot_value(passes: list[Any]) -> Any:
-    """A slot's value for these passes: a list where torch takes one."""
-    if compat.slots_take_lists():
-        return passes
-    return passes[0] if len(passes) == 1 else _Chain(passes)
-
-
 def users_passes(slot: str = REWRITE_SLOT) -> list[Any]:
     """The passes in a slot that are not ours."""
-    return [p for p in _passes(compat.setting(slot)) if not isinstance(p, _OurPass)]
+    return [p for p in passes_of(compat.setting(slot)) if not isinstance(p, _OurPass)]
 
 
-# --- What is installed ----------------------------------------------------------------------------------------------
-
-
-class _Slot:
-    """One pass of ours in one of Inductor's slots, and the way back."""
-
-    def __init__(self, name: str, ours: _OurPass) -> None:
-        self._name = name
-        self._ours = ours
-        self._saved: compat.SavedSetting | None = None
-        self._found: list[Any] = []
-
-    def install(self) -> None:
-        """Put the pass in; again, if somebody has overwritten the slot since."""
-        present = _passes(compat.setting(self._name))
-        others = [p for p in present if p is not self._ours]
-        if self._saved is None:
-            if len(others) < len(present):  # left behind in this thread by a disable() in another one
-                compat.set_setting(self._name, slot_value(others) if others else None)
-            self._saved, self._found = compat.save_setting(self._name), others
-        elif len(others) < len(present):
-            return
-        alone = (self._ours,) if compat.slots_take_lists() else self._ours
-        compat.set_setting(self._name, slot_value([*others, self._ours]), default=alone)
-
-    def remove(self) -> None:
-        if self._saved is None:
-            return
-        present = _passes(compat.setting(self._name))
-        left = [p for p in present if p is not self._ours]
-        untouched = len(left) == len(self._found) and all(a is b for a, b in zip(left, self._found, strict=True))
-        compat.restore_setting(self._saved, override=untouched)
-        if not untouched and len(left) < len(present):
-            compat.set_setting(self._name, slot_value(left))
-            compat.restore_setting(self._saved, override=False)
-        self._saved = None
+# --- What is installed ----------------------------------------------------------------------------
 
 
 class _State:
@@ -374,7 +321,7 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.session: _Session | None = None
-        self.slots = (_Slot(REWRITE_SLOT, _RewriteSlot()), _Slot(KEY_SLOT, _CacheKey()))
+        self.slots = (Slot(REWRITE_SLOT, _RewriteSlot()), Slot(KEY_SLOT, _CacheKey()))
         self.timing: compat.SavedSetting | None = None
         self.teardowns = contextlib.ExitStack()
 
@@ -383,7 +330,8 @@ _state = _State()
 
 
 def _switch(session: _Session | None, warn: bool = True, keep_equal: bool = True) -> None:
-    """Make `session` the one that is on (None: off); `keep_equal` leaves one that is equal in its place."""
+    """Make `session` the one that is on (None: off); `keep_equal` leaves one that is equal in its
+    place."""
     with _state.lock:
         if session is not None and keep_equal and session.same_as(_state.session):
             _install()  # again: the user may have overwritten a slot
@@ -410,8 +358,8 @@ def _switch(session: _Session | None, warn: bool = True, keep_equal: bool = True
 def _install() -> None:
     for slot in _state.slots:
         slot.install()
-    # "late" is a choice that the user made: the key then holds the pass's own uuid, and the report of a graph that
-    # comes from a warm cache stays empty.
+    # "late" is a choice that the user made: the key then holds the pass's own uuid, and the report
+    # of a graph that comes from a warm cache stays empty.
     if compat.has_setting(TIMING) and compat.setting(TIMING) == "default":
         _state.timing = _state.timing or compat.save_setting(TIMING)
         compat.set_setting(TIMING, "early", default="early")
@@ -434,11 +382,13 @@ def _set_up(pattern: Pattern, teardowns: contextlib.ExitStack) -> None:
 def _warn_of_the_past() -> None:
     if not compat.runs_pre_grad_passes():
         warnings.warn(
-            "torch._inductor.config.use_pre_grad_passes is False: sparse_inductor can rewrite nothing", stacklevel=4
+            "torch._inductor.config.use_pre_grad_passes is False: "
+            "sparse_inductor can rewrite nothing",
+            stacklevel=4,
         )
     if compat.anything_compiled():
         warnings.warn(
-            "sparse_inductor was enabled after something had been compiled: that code stays as it is. Call "
-            "torch._dynamo.reset() to have it compiled again, or enable before the first call.",
+            "sparse_inductor was enabled after something had been compiled: that code stays as it "
+            "is. Call torch._dynamo.reset() to have it compiled again, or enable before the first call.",
             stacklevel=4,
         )

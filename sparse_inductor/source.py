@@ -18,7 +18,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A line of a program: `location` is "file.py:41", `text` the line itself, `path` the whole file name."""
+    """A line of a program: `location` is "file.py:41", `text` the line itself, `path` the whole
+    file name."""
 
     location: str
     text: str = ""
@@ -28,8 +29,8 @@ class Source:
 def source_of(*nodes: fx.Node | None) -> Source:
     """Where the first of `nodes` that knows it was written.
 
-    That is the innermost frame outside torch: for a model from a library, the library's line, which says which op
-    is meant; the user's own line that calls the model would be the same for every op.
+    That is the innermost frame outside torch: for a model from a library, the library's line, which
+    says which op is meant; the user's own line that calls the model would be the same for every op.
     """
     for node in nodes:
         if node is not None and (trace := node.meta.get("stack_trace")):

@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_state(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No session, an empty report and no compiled code before and after; no pattern raised unnoticed."""
+    """No session, an empty report and no compiled code before and after; no pattern raised
+    unnoticed."""
     _reset()
     yield
     broken = dict(getattr(sys.modules.get("sparse_inductor.rewrite"), "broken", {}))

@@ -1,4 +1,5 @@
-"""Inductor's caches stay on and stay right: a second process hits, a change of anything that matters misses."""
+"""Inductor's caches stay on and stay right: a second process hits, a change of anything that
+matters misses."""
 
 from __future__ import annotations
 
@@ -54,18 +55,29 @@ print(json.dumps(result))
 
 @pytest.fixture
 def run(tmp_path):
-    """Run PROGRAM in a process of its own, on copies of the package and the toy pattern, with one cache folder."""
+    """Run PROGRAM in a process of its own, on copies of the package and the toy pattern, with one
+    cache folder."""
     tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "sparse_inductor", tree / "sparse_inductor", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "sparse_inductor",
+        tree / "sparse_inductor",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     if (ROOT / "patterns").is_dir():
-        shutil.copytree(ROOT / "patterns", tree / "patterns", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / "patterns", tree / "patterns", ignore=shutil.ignore_patterns("__pycache__")
+        )
     shutil.copy(ROOT / "pyproject.toml", tree)  # makes it a checkout
     shutil.copy(TESTS / "toy.py", tree)
     (tree / "program.py").write_text(PROGRAM)
 
     def run(**arguments):
         env = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
-        env.update(TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), PYTHONPATH=str(tree), **arguments.pop("env", {}))
+        env.update(
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
+            PYTHONPATH=str(tree),
+            **arguments.pop("env", {}),
+        )
         done = subprocess.run(
             [sys.executable, "program.py", json.dumps(arguments)],
             cwd=tree, env=env, capture_output=True, text=True, timeout=300, check=False,

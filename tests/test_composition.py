@@ -1,4 +1,5 @@
-"""One torch.compile call with options, a session for the process, and the user's own passes, in every combination."""
+"""One torch.compile call with options, a session for the process, and the user's own passes, in
+every combination."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ import pytest
 import torch
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from toy import Toy, captured, relu_of_sum
 
 import sparse_inductor
-from sparse_inductor import compat, pattern, session
+from sparse_inductor import compat, pattern, session, slots
+from toy import Toy, captured, relu_of_sum
 
 X = torch.arange(-3.0, 3.0)
 
@@ -156,11 +157,11 @@ def test_a_chain_of_passes_runs_all_and_is_cacheable_only_if_all_are():
         def uuid(self):
             return "mine"
 
-    chain = session._Chain([Mine(), calls.append])
+    chain = slots.Chain([Mine(), calls.append])
     chain("graph")
     assert calls == ["mine", "graph"]
     assert chain.uuid() is None
-    assert session._Chain([Mine(), Mine()]).uuid() == ("mine", "mine")
+    assert slots.Chain([Mine(), Mine()]).uuid() == ("mine", "mine")
 
 
 def test_the_cache_key_holds_the_uuids_of_passes_that_ran_early():
@@ -172,7 +173,7 @@ def test_the_cache_key_holds_the_uuids_of_passes_that_ran_early():
             return "version 7"
 
     sparse_inductor.enable(only="toy")
-    (key,) = [p for p in session._passes(compat.setting(session.KEY_SLOT))]
+    (key,) = slots.passes_of(compat.setting(session.KEY_SLOT))
     without = key.uuid()
-    with config.patch(pre_grad_custom_pass=session.slot_value([Mine()])):
+    with config.patch(pre_grad_custom_pass=slots.slot_value([Mine()])):
         assert key.uuid() == f"{without}|'version 7'"

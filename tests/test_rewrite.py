@@ -1,4 +1,5 @@
-"""The pass: valid graphs whatever a pattern does, nobody else's nodes touched, sensible choices between matches."""
+"""The pass: valid graphs whatever a pattern does, nobody else's nodes touched, sensible choices
+between matches."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from toy import Toy, ToyMatch
 from torch import fx
 from torch._dynamo.utils import counters
 
 from sparse_inductor import rewrite
 from sparse_inductor.pattern import Miss
 from sparse_inductor.records import Report
+from toy import Toy, ToyMatch
 
 
 def trace(fn: Callable) -> fx.GraphModule:
@@ -185,7 +186,9 @@ def test_a_failed_replace_leaves_the_graph_as_it_was(harm):
     report = run(gm, Bad("bad"))
     gm.graph.lint()
     assert not report.rewrites
-    assert "switched off" in report.near_misses[0].reason or "is off" in report.near_misses[0].reason
+    assert (
+        "switched off" in report.near_misses[0].reason or "is off" in report.near_misses[0].reason
+    )
     if harm == "erase a node":
         assert [n[2] for n in nodes(gm)] == [n[2] for n in before]
     else:

@@ -9,16 +9,20 @@ import warnings
 import pytest
 import torch
 from torch._inductor import config
-from toy import Toy, captured, relu_alone, relu_of_sum
 
 import sparse_inductor
-from sparse_inductor import compat, pattern, session
+from sparse_inductor import compat, pattern, session, slots
+from toy import Toy, captured, relu_alone, relu_of_sum
 
 X = torch.randn(4)
 SLOTS = ("pre_grad_custom_pass", "post_grad_custom_pre_pass")
 SETTINGS = [name for name in (*SLOTS, "pre_grad_pass_timing") if compat.has_setting(name)]
-needs_timing = pytest.mark.skipif(len(SETTINGS) < 3, reason="this torch has no pre_grad_pass_timing")
-needs_lists = pytest.mark.skipif(not compat.slots_take_lists(), reason="this torch has no lists of passes")
+needs_timing = pytest.mark.skipif(
+    len(SETTINGS) < 3, reason="this torch has no pre_grad_pass_timing"
+)
+needs_lists = pytest.mark.skipif(
+    not compat.slots_take_lists(), reason="this torch has no lists of passes"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +56,9 @@ def test_nothing_is_rewritten_without_enable():
     assert not sparse_inductor.report()
 
 
-@pytest.mark.parametrize("names", ["other", ["other"], ("other",), {"other"}, "other, ", iter(["other"])])
+@pytest.mark.parametrize(
+    "names", ["other", ["other"], ("other",), {"other"}, "other, ", iter(["other"])]
+)
 def test_only_takes_one_name_or_several(names):
     sparse_inductor.enable(only=names)
     captured(relu_of_sum, X)
@@ -146,7 +152,7 @@ def test_the_users_passes_run_in_their_order_and_before_ours():
         calls.append("second")
         calls.append("relu" if any(n.target is torch.relu for n in graph.nodes) else "rewritten")
 
-    mine = [first, second] if compat.slots_take_lists() else session._Chain([first, second])
+    mine = [first, second] if compat.slots_take_lists() else slots.Chain([first, second])
     with config.patch(pre_grad_custom_pass=mine):
         sparse_inductor.enable(only="toy")
         assert "hardtanh" in captured(relu_of_sum, X)
@@ -287,7 +293,10 @@ def test_strict_raises_from_disable_after_everything_was_put_back():
 
 def test_strict_raises_from_the_compile_when_it_was_a_near_miss():
     sparse_inductor.enable(only="toy", strict=True)
-    with pytest.raises(Exception, match=r"strict=True(.|\n)*toy: nearly matched at toy.py:\d+, but its input is not"):
+    with pytest.raises(
+        Exception,
+        match=r"strict=True(.|\n)*toy: nearly matched at toy.py:\d+, but its input is not",
+    ):
         captured(relu_alone, X)
 
 

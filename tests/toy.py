@@ -1,7 +1,7 @@
 """A pattern of the tests' own, so that the machinery is tested without any of the real families.
 
-`relu(x + 1)` becomes `hardtanh(x + 1, 0, inf)`, which has the same value and is easy to find; a relu of anything else
-is a near miss.
+`relu(x + 1)` becomes `hardtanh(x + 1, 0, inf)`, which has the same value and is easy to find; a
+relu of anything else is a near miss.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class Toy:
 
     def match(self, node: fx.Node, view: Any) -> ToyMatch | Miss | None:
         argument = node.args[0] if node.args else None
-        if not isinstance(argument, fx.Node) or argument.target is not operator.add or argument.args[1:] != (1,):
+        if (
+            not isinstance(argument, fx.Node)
+            or argument.target is not operator.add
+            or argument.args[1:] != (1,)
+        ):
             return Miss("its input is not a sum", node)
         return ToyMatch(node, (argument, node), tuple(argument.all_input_nodes), pattern=self.name)
 
@@ -65,7 +69,8 @@ def relu_alone(x: torch.Tensor) -> torch.Tensor:
 
 
 def captured(fn: Callable[..., Any], *args: Any, fullgraph: bool = False) -> list[str]:
-    """Compile by Dynamo and Inductor's pre-grad passes alone; the names of the functions in the graphs."""
+    """Compile by Dynamo and Inductor's pre-grad passes alone; the names of the functions in the
+    graphs."""
     names: list[str] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

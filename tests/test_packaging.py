@@ -1,0 +1,118 @@
+"""However it is installed, the pattern files are modules of the package and nothing else lands
+beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PATTERN = "splade_head"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (ROOT / "patterns" / f"{PATTERN}.py").exists()
+        or not (ROOT / "pyproject.toml").exists(),
+        reason="needs a checkout",
+    ),
+]
+
+IMPORTS = f"""
+import sparse_inductor
+from sparse_inductor.pattern import registered
+import sparse_inductor.patterns.{PATTERN} as module
+assert registered()["{PATTERN}"] is module.PATTERN
+print(sparse_inductor.__file__, module.__file__, sep="\\n")
+"""
+
+
+def python(*arguments: str | Path, cwd: Path, path: Path | None = None) -> str:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the source tree, so that nothing else on the path can be meant."""
+    tree = tmp_path_factory.mktemp("checkout") / "tree"
+    skipped = shutil.ignore_patterns("__pycache__", ".*", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, tree, ignore=skipped)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def dist(checkout, tmp_path_factory) -> Path:
+    """A folder with the sdist and the wheel that is built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    python("-m", "build", "--no-isolation", "--outdir", out, checkout, cwd=out)
+    return out
+
+
+def installed(wheel: Path, target: Path) -> Path:
+    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target")
+    python(*pip, target, wheel, cwd=target.parent)
+    return target
+
+
+def test_the_wheel_imports_in_a_clean_folder(dist, tmp_path):
+    (wheel,) = dist.glob("*.whl")
+    target = installed(wheel, tmp_path / "site")
+    package, module = python("-c", IMPORTS, cwd=tmp_path, path=target).split()
+    assert package == str(target / "sparse_inductor" / "__init__.py")
+    assert module == str(target / "sparse_inductor" / "patterns" / f"{PATTERN}.py")
+
+
+def test_the_wheel_holds_one_top_level_package(dist):
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    top = {name.split("/")[0] for name in names}
+    assert top == {"sparse_inductor", next(t for t in top if t.endswith(".dist-info"))}
+    assert all(names.count(name) == 1 for name in names)
+    in_patterns = {n.split("/")[-1] for n in names if n.startswith("sparse_inductor/patterns/")}
+    assert in_patterns == {"__init__.py", *(f.name for f in (ROOT / "patterns").glob("*.py"))}
+
+
+def test_a_bare_checkout_imports(checkout, tmp_path):
+    _, module = python("-c", IMPORTS, cwd=tmp_path, path=checkout).split()
+    assert module == str(checkout / "patterns" / f"{PATTERN}.py")
+
+
+def test_an_editable_install_imports(checkout, tmp_path):
+    # An editable install of this build backend is a .pth line with the checkout's path.
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "_sparse_inductor.pth").write_text(f"{checkout}\n")
+    code = f"import site; site.addsitedir({str(site)!r})\n{IMPORTS}"
+    _, module = python("-c", code, cwd=tmp_path).split()
+    assert module == str(checkout / "patterns" / f"{PATTERN}.py")
+
+
+def test_somebody_elses_patterns_package_beside_the_wheel_is_left_alone(dist, tmp_path):
+    (wheel,) = dist.glob("*.whl")
+    target = installed(wheel, tmp_path / "site")
+    (target / "patterns").mkdir()
+    (target / "patterns" / "theirs.py").write_text("raise RuntimeError('imported')\n")
+    python("-c", IMPORTS, cwd=tmp_path, path=target)
+
+
+def test_a_checkout_shadows_an_installed_wheel(checkout, dist, tmp_path):
+    (wheel,) = dist.glob("*.whl")
+    target = installed(wheel, tmp_path / "site")
+    path = Path(f"{checkout}{os.pathsep}{target}")
+    package, module = python("-c", IMPORTS, cwd=tmp_path, path=path).split()
+    assert Path(package).is_relative_to(checkout) and Path(module).is_relative_to(checkout)
