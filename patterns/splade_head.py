@@ -45,7 +45,7 @@ _RISES = {
     "threshold",
     "hardtanh",
 }
-_LOGS = {"log", "log1p", "log2", "log10", "sqrt"}
+_LOGS = {"log", "log1p", "log2", "log10"}
 _OTHER_POOLS = {
     "sum": "sum pooling: every position counts, so the logits of all of them are needed",
     "mean": "mean pooling: every position counts, so the logits of all of them are needed",
@@ -351,9 +351,7 @@ def _family(view: GraphView, source: fx.Node, reader: fx.Node) -> set[str]:
         seen.add(node)
         readings = linears(view, node)
         if readings is not None:
-            found |= (
-                {"matmul"} if readings else set()
-            )  # batched on both sides: attention, not a vocabulary
+            found.add("matmul" if readings else "batched matmul")
             continue
         call = view.call(node)
         if call is None:
@@ -369,7 +367,8 @@ def _resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
     """Whether the looser signature of the family is there: a matmul, and an activation before or after the maximum."""
     above = _family(view, red.source, node)
     if "matmul" not in above:
-        return False
+        # Attention scores are batched on both sides too, but do not go through a logarithm.
+        return {"batched matmul", "rise", "log"} <= above
     if {"rise", "log"} & above:
         return True
     queue, depth = list(node.users), 0

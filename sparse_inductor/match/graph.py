@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .effects import Effects, fake
 from .names import Call, canonical
 
-__all__ = ["GraphView", "Unknown", "fake", "same_size"]
+__all__ = ["GraphView", "Unknown", "fake", "same_size", "static_size"]
 
 _METADATA_READERS = {
     "metadata",
@@ -34,6 +34,11 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a is b or bool(statically_known_true(a == b))
+
+
+def static_size(size: Any) -> int | None:
+    """The number a size is on every run, or None; never adds a guard."""
+    return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 class Unknown(Exception):

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from .emit import Emitter
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, fake, same_size, static_size
 from .names import Call
 
 __all__ = ["SHAPE_OPS", "Decline", "Move", "move"]
@@ -144,8 +144,10 @@ def _view(
         shape = fake(t).shape
         if not all(same_size(s, b) for a, (s, b) in enumerate(zip(shape, before)) if a != v):
             raise Decline("broadcasts a per-token operand through a reshape", node)
-        sizes = [shape[v] if p == new_v else a for p, a in enumerate(args)]
-        return e.method("reshape", t, tuple(sizes))
+        width = static_size(shape[v])
+        if width is None:
+            width = e.method("size", t, v)
+        return e.method("reshape", t, (*args[:new_v], width, *args[new_v + 1 :]))
 
     return Move(new_v, origin, apply)
 
@@ -240,7 +242,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "view":
             return _view(view, node, call.get("shape", ()), before, after, v)
         case "view_as":
-            return _view(view, node, after, before, after, v)
+            return _view(view, node, [static_size(s) for s in after], before, after, v)
         case "flatten":
             return _view(view, node, _flatten_args(call, before, v, node), before, after, v)
         case "unflatten":
