@@ -47,7 +47,7 @@ def encode(program: Sequence[Step]) -> tuple[str | int | float, ...]:
 @triton.jit
 def _exp(x):
     """e**x. tl.exp multiplies by log2(e) first, which costs |x| ulps; here x = n ln 2 + r is exact to fp32."""
-    c = tl.where(x < -104.0, -104.0, tl.where(x > 89.0, 89.0, x))  # 0 and inf beyond; NaN stays
+    c = tl.where(x < -104.0, -104.0, tl.where(x > 104.0, 104.0, x))  # 0 and inf there; NaN stays
     n = tl.floor(c * 1.4426950408889634 + 0.5)
     r = (c - n * 0.693359375) + n * 2.12194440e-4  # ln 2 in two parts; n times the first is exact
     half = tl.floor(n * 0.5)  # 2**n in two factors, as 2**128 would overflow before r pulls it back
@@ -126,11 +126,11 @@ def _pow(x, P: tl.constexpr):
 
 
 @triton.jit
-def _value(x, STEPS: tl.constexpr, I: tl.constexpr):
+def _value(x, STEPS: tl.constexpr, AT: tl.constexpr):
     """One scalar step. Comparisons are written so that NaN falls to the branch that PyTorch gives it."""
-    FN: tl.constexpr = STEPS[I]
-    C0: tl.constexpr = STEPS[I + 2]
-    C1: tl.constexpr = STEPS[I + 3]
+    FN: tl.constexpr = STEPS[AT]
+    C0: tl.constexpr = STEPS[AT + 2]
+    C1: tl.constexpr = STEPS[AT + 3]
     if FN == "add":
         return x + C0
     elif FN == "mul":
@@ -186,11 +186,11 @@ def _value(x, STEPS: tl.constexpr, I: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, y, STEPS: tl.constexpr, I: tl.constexpr):
+def _slope(x, y, STEPS: tl.constexpr, AT: tl.constexpr):
     """d y / d x of one scalar step that is not `add`, `mul` or one of the select steps."""
-    FN: tl.constexpr = STEPS[I]
-    C0: tl.constexpr = STEPS[I + 2]
-    C1: tl.constexpr = STEPS[I + 3]
+    FN: tl.constexpr = STEPS[AT]
+    C0: tl.constexpr = STEPS[AT + 2]
+    C1: tl.constexpr = STEPS[AT + 3]
     if FN == "leaky_relu":
         return tl.where(x > 0.0, 1.0, C0)
     elif FN == "elu":
@@ -235,8 +235,9 @@ def _slope(x, y, STEPS: tl.constexpr, I: tl.constexpr):
 
 
 @triton.jit
-def _row_operand(rows, row_stride, offset, mask, STEPS: tl.constexpr, I: tl.constexpr):
-    operand = tl.full([], STEPS[I + 1], tl.int64)  # operands times B * S may pass 2**31
+def _row_operand(rows, row_stride, offset, mask, STEPS: tl.constexpr, AT: tl.constexpr):
+    """The row operand of the step at index AT of STEPS."""
+    operand = tl.full([], STEPS[AT + 1], tl.int64)  # operands times B * S may pass 2**31
     return tl.load(rows + operand * row_stride + offset, mask=mask, other=0.0)
 
 

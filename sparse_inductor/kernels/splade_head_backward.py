@@ -33,12 +33,19 @@ from sparse_inductor.kernels.epilogue import dual, dual_rows, encode
 
 __all__ = ["backward"]
 
-# Scratch for lists, beside 2 bytes an entry of [B, V]: the two lists of one slab, at 8 and 12 bytes an entry.
-_SCRATCH_BYTES = 32 << 20
+# Scratch for lists, beside 2 bytes an entry of [B, V]: one slab's list, 8 bytes an entry, and its sort keys, 4.
+_SCRATCH_BYTES = 40 << 20
 # Vocabulary entries a tile: 16 keys a thread of 4 warps sort in registers.
 _TILE = 2048
-# Scratch for partial sums of positions that win so much that one program would be the last to finish.
-_PARTIAL_BYTES = 8 << 20
+_SORT_WARPS = 4
+# Sequences and vocabulary entries a step of `_list_by_entry`: 32 entries are whole sectors of every operand.
+_LIST = {"BB": 64, "BV": 32, "num_warps": 4}
+# One warp a row and 256 columns, a 16-byte bf16 load a thread and row: short lists need many programs more than
+# wide ones. No software pipelining: rows in flight do the same with fewer registers.
+_ROW = {"R": 8, "BD": 256, "num_warps": 1, "num_stages": 1}
+# A position that wins this many entries would keep one warp busy longer than the rest of the GPU.
+_HOT = 512
+_HOT_ROW = {"R": 128, "BD": 64, "num_warps": 4, "num_stages": 1}
 
 
 @triton.jit
@@ -161,15 +168,20 @@ def _sort_tiles(
 
 
 @triton.jit
-def _place_tiles(histogram, offsets, S, tiles, TILES: tl.constexpr, BS: tl.constexpr):
+def _place_tiles(
+    histogram, offsets, hot, hot_stride, S, tiles,
+    TILES: tl.constexpr, HOT: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
     """Turns the tiles' histograms of a sequence into destinations in its list.
 
     A program owns one sequence. histogram[t, s] becomes what added to an entry's index in the sorted tile t gives its
-    index in the list, if s won it; offsets[s] is where position s begins, offsets[S] the length. Reads and writes
-    4 bytes a (tile, position).
+    index in the list, if s won it; offsets[s] is where position s begins, offsets[S] the length; hot[0] is the number
+    of positions with at least HOT entries, hot[1:] are these. Reads and writes 4 bytes a (tile, position).
     """
     b = tl.program_id(0)
     t = tl.arange(0, TILES)[:, None]
+    hot += b.to(tl.int64) * hot_stride
+    hots = tl.zeros([1], tl.int32)
     in_list = tl.zeros([1], tl.int32)  # entries of positions before this block
     in_tile = tl.zeros([TILES, 1], tl.int32)  # the same, of each tile
     for s0 in range(0, S, BS):
@@ -183,9 +195,13 @@ def _place_tiles(histogram, offsets, S, tiles, TILES: tl.constexpr, BS: tl.const
         index_in_tile = in_tile + tl.cumsum(count, 1) - count
         tl.store(at, begin[None, :] + earlier_tiles - index_in_tile, mask=mask)
         tl.store(offsets + b.to(tl.int64) * (S + 1) + s, begin, mask=s < S)
+        is_hot = (total >= HOT).to(tl.int32)
+        tl.store(hot + hots + tl.cumsum(is_hot, 0), s, mask=is_hot != 0)
+        hots += tl.sum(is_hot, 0)
         in_list += tl.sum(total, 0)
         in_tile += tl.sum(count, 1, keep_dims=True)
     tl.store(offsets + b.to(tl.int64) * (S + 1) + S + tl.arange(0, 1), in_list)
+    tl.store(hot + tl.arange(0, 1), hots)
 
 
 @triton.jit
@@ -262,26 +278,21 @@ def _general_gains(
 
 
 @triton.jit
-def _sum_listed_rows(
-    entries, gains, n, gap_at, gap, table, D, d, R: tl.constexpr, BD: tl.constexpr
-):
-    """Sum of gains[j] * table[entries[j], d] over n slots j, in order, without the `gap` slots from `gap_at` on.
+def _listed_rows(entries, gains, j, n, table, D, d):
+    """gains[j] * table[entries[j], d], fp32 [j, d]; zeros from slot n on."""
+    row = tl.load(entries + j, mask=j < n, other=0)
+    g = tl.load(gains + j, mask=j < n, other=0.0)
+    at = row[:, None].to(tl.int64) * D + d[None, :]
+    x = tl.load(table + at, mask=(j < n)[:, None] & (d[None, :] < D), other=0.0)
+    return g[:, None] * x.to(tl.float32)
 
-    R rows are in flight at a time.
-    """
+
+@triton.jit
+def _sum_listed_rows(entries, gains, n, table, D, d, R: tl.constexpr, BD: tl.constexpr):
+    """The sum of gains[j] * table[entries[j], d] over j < n in order, R rows in flight at a time."""
     acc = tl.zeros([BD], tl.float32)
     for i in range(0, n, R):
-        j = i + tl.arange(0, R)
-        inside = j < n
-        j = tl.where(j < gap_at, j, j + gap)
-        row = tl.load(entries + j, mask=inside, other=0)
-        g = tl.load(gains + j, mask=inside, other=0.0)
-        x = tl.load(
-            table + row[:, None].to(tl.int64) * D + d[None, :],
-            mask=inside[:, None] & (d[None, :] < D),
-            other=0.0,
-        )
-        acc += tl.sum(g[:, None] * x.to(tl.float32), 0)
+        acc += tl.sum(_listed_rows(entries, gains, i + tl.arange(0, R), n, table, D, d), 0)
     return acc
 
 
@@ -303,7 +314,7 @@ def _weight_rows(
     gains += local.to(tl.int64) * B
     if NEED_WEIGHT:
         d = tl.program_id(1) * BD + tl.arange(0, BD)
-        acc = _sum_listed_rows(rows, gains, n, n, 0, hidden, D, d, R, BD)
+        acc = _sum_listed_rows(rows, gains, n, hidden, D, d, R, BD)
         tl.store(
             grad_weight + v.to(tl.int64) * D + d, acc.to(grad_weight.dtype.element_ty), mask=d < D
         )
@@ -317,60 +328,50 @@ def _weight_rows(
 
 
 @triton.jit
-def _partial_rows(
-    entries, gains, offsets, winner, weight, partial, S, D, V, b0, chunks,
-    CHUNK: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Sums each chunk of a sequence's list that one position has to itself; leaves the others alone.
-
-    A program owns BD columns of chunk program // b, CHUNK slots. It reads 8 bytes and BD elements of `weight` a slot and
-    writes BD fp32 sums.
-    """
-    local = tl.program_id(0) // chunks
-    chunk = tl.program_id(0) % chunks
-    n = tl.load(offsets + local.to(tl.int64) * (S + 1) + S)
-    if (chunk + 1) * CHUNK <= n:
-        first = local.to(tl.int64) * V + chunk * CHUNK
-        won = winner + (b0 + local).to(tl.int64) * V
-        head = tl.load(won + tl.load(entries + first))
-        tail = tl.load(won + tl.load(entries + first + CHUNK - 1))
-        if head == tail:  # the list is sorted by winner
-            d = tl.program_id(1) * BD + tl.arange(0, BD)
-            acc = _sum_listed_rows(
-                entries + first, gains + first, CHUNK, CHUNK, 0, weight, D, d, R, BD
-            )
-            tl.store(partial + tl.program_id(0).to(tl.int64) * D + d, acc, mask=d < D)
-
-
-@triton.jit
 def _hidden_rows(
-    entries, gains, offsets, weight, partial, grad_hidden, S, D, V, b0, chunks,
-    CHUNK: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+    entries, gains, offsets, weight, grad_hidden, S, D, V, b0,
+    HOT: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """grad_hidden[b, s] from the slots of position s in the list of b.
+    """grad_hidden[b, s] from the slots of position s in the list of b, unless they are HOT or more.
 
-    A program owns BD columns of one row (b, s). It reads 8 bytes and BD elements of `weight` an active entry, except
-    that a whole chunk comes as BD fp32 sums from `_partial_rows`, and writes its BD elements.
+    A program owns BD columns of one row (b, s). It reads 8 bytes and BD elements of `weight` an active entry and writes
+    its BD elements.
     """
     local = tl.program_id(0) // S
     s = tl.program_id(0) % S
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     begin = tl.load(offsets + local.to(tl.int64) * (S + 1) + s)
-    end = tl.load(offsets + local.to(tl.int64) * (S + 1) + s + 1)
-    first_chunk = (begin + CHUNK - 1) // CHUNK
-    last_chunk = tl.maximum(end // CHUNK, first_chunk)
-    whole = (last_chunk - first_chunk) * CHUNK
-    at = local.to(tl.int64) * V + begin
-    acc = _sum_listed_rows(
-        entries + at, gains + at, end - begin - whole, first_chunk * CHUNK - begin, whole,
-        weight, D, d, R, BD,
-    )  # fmt: skip
-    for chunk in range(first_chunk, last_chunk):
-        acc += tl.load(
-            partial + (local * chunks + chunk).to(tl.int64) * D + d, mask=d < D, other=0.0
-        )
-    row = (b0 + local).to(tl.int64) * S + s
-    tl.store(grad_hidden + row * D + d, acc.to(grad_hidden.dtype.element_ty), mask=d < D)
+    n = tl.load(offsets + local.to(tl.int64) * (S + 1) + s + 1) - begin
+    if n < HOT:
+        at = local.to(tl.int64) * V + begin
+        acc = _sum_listed_rows(entries + at, gains + at, n, weight, D, d, R, BD)
+        row = (b0 + local).to(tl.int64) * S + s
+        tl.store(grad_hidden + row * D + d, acc.to(grad_hidden.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _hot_hidden_rows(
+    entries, gains, offsets, hot, hot_stride, weight, grad_hidden, S, D, V, b0, programs,
+    R: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The rows that `_hidden_rows` leaves out: a program adds R rows side by side and then their sums.
+
+    A program owns BD columns of every `programs`-th hot row of one sequence; bytes as in `_hidden_rows`.
+    """
+    local = tl.program_id(0) // programs
+    hot += local.to(tl.int64) * hot_stride
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    for rank in range(tl.program_id(0) % programs, tl.load(hot), programs):
+        s = tl.load(hot + 1 + rank)
+        begin = tl.load(offsets + local.to(tl.int64) * (S + 1) + s)
+        n = tl.load(offsets + local.to(tl.int64) * (S + 1) + s + 1) - begin
+        at = local.to(tl.int64) * V + begin
+        acc = tl.zeros([R, BD], tl.float32)
+        for i in range(0, n, R):
+            acc += _listed_rows(entries + at, gains + at, i + tl.arange(0, R), n, weight, D, d)
+        row = (b0 + local).to(tl.int64) * S + s
+        total = tl.sum(acc, 0).to(grad_hidden.dtype.element_ty)
+        tl.store(grad_hidden + row * D + d, total, mask=d < D)
 
 
 class _Shape:
@@ -378,11 +379,6 @@ class _Shape:
 
     def __init__(self, B: int, S: int, D: int, V: int):
         self.B, self.S, self.D, self.V = B, S, D, V
-        # 1 024 columns of a row are 8 to a thread of 4 warps, a 16-byte bf16 load each; wider rows take
-        # several programs.
-        self.BD = min(max(triton.next_power_of_2(D), 32), 1024)
-        self.row_warps = max(1, self.BD // 256)
-        self.R = 8  # rows in flight: enough to hide L2 latency, few enough not to lose occupancy
         self.T = min(max(triton.next_power_of_2(V), 128), _TILE)
         self.tiles = triton.cdiv(V, self.T)
         budget = _SCRATCH_BYTES + 2 * B * V
@@ -392,11 +388,6 @@ class _Shape:
             12 * self.T * self.tiles + 4 * self.tiles * S
         )  # key, entry, gain; histogram
         self.slab_b = min(B, max(1, budget // sequence_bytes))
-
-        # One program adds 512 rows in the time the rest of a small problem takes; longer chunks only where
-        # their sums, D fp32 numbers each, would not fit.
-        self.chunk = max(512, triton.next_power_of_2(4 * D * self.slab_b * V // _PARTIAL_BYTES))
-        self.chunks = V // self.chunk  # only whole chunks can have a sum
 
 
 def _slabs(n: int, size: int) -> Sequence[range]:
@@ -446,10 +437,9 @@ def backward(
     if B * S >= 1 << 31:
         raise ValueError(f"{B} x {S} rows of hidden: list entries hold at most {(1 << 31) - 1}")
 
-    need_hidden, need_weight, need_bias = needs[0], needs[1], needs[2] and bias is not None
-    grad_hidden = hidden.new_empty(B, S, D) if need_hidden else None
-    grad_weight = weight.new_empty(V, D) if need_weight else None
-    grad_bias = bias.new_empty(V) if need_bias else None
+    grad_hidden = hidden.new_empty(B, S, D) if needs[0] else None
+    grad_weight = weight.new_empty(V, D) if needs[1] else None
+    grad_bias = bias.new_empty(V) if needs[2] and bias is not None else None
     if B == 0:
         for g in (grad_weight, grad_bias):
             if g is not None:
@@ -482,10 +472,10 @@ def backward(
 
     device = torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext()
     with device:
-        if need_weight or need_bias:
+        if grad_weight is not None or grad_bias is not None:
             _grad_weight(shape, source, programs, finish_gains, hidden, grad_weight, grad_bias)
-        if need_hidden:
-            _grad_hidden(shape, source, programs, finish_gains, weight, winner, grad_hidden)
+        if grad_hidden is not None:
+            _grad_hidden(shape, source, programs, finish_gains, weight, grad_hidden)
     return grad_hidden, grad_weight, grad_bias
 
 
@@ -495,21 +485,21 @@ def _grad_weight(shape, source, programs, finish_gains, hidden, grad_weight, gra
     rows = torch.empty(slots, dtype=torch.int32, device=hidden.device)
     gains = torch.empty(slots, dtype=torch.float32, device=hidden.device)
     counts = torch.empty(shape.slab_v, dtype=torch.int32, device=hidden.device)
-    BV = 32  # columns: 64 bytes of winner, the least that reads whole sectors of every operand
     for slab in _slabs(V, shape.slab_v):
-        _list_by_entry[(triton.cdiv(len(slab), BV),)](
-            *source, B, S, V, slab.start, slab.stop, rows, gains, counts, **programs,
-            BB=64, BV=BV, num_warps=4,
+        _list_by_entry[(triton.cdiv(len(slab), _LIST["BV"]),)](
+            *source, B, S, V, slab.start, slab.stop, rows, gains, counts,
+            **programs, **_LIST,
         )  # fmt: skip
         finish_gains(slab.start, len(slab), rows, gains, counts, 1, B, True)
-        _weight_rows[(len(slab), triton.cdiv(D, shape.BD) if grad_weight is not None else 1)](
+        column_blocks = 1 if grad_weight is None else triton.cdiv(D, _ROW["BD"])
+        _weight_rows[(len(slab), column_blocks)](
             rows, gains, counts, hidden, grad_weight, grad_bias, B, D, slab.start,
             NEED_WEIGHT=grad_weight is not None, NEED_BIAS=grad_bias is not None,
-            R=shape.R, BD=shape.BD, BN=128, num_warps=shape.row_warps, num_stages=1,
+            BN=128, **_ROW,
         )  # fmt: skip
 
 
-def _grad_hidden(shape, source, programs, finish_gains, weight, winner, grad_hidden):
+def _grad_hidden(shape, source, programs, finish_gains, weight, grad_hidden):
     S, D, V, T, tiles = shape.S, shape.D, shape.V, shape.T, shape.tiles
     log_t = T.bit_length() - 1
 
@@ -519,19 +509,18 @@ def _grad_hidden(shape, source, programs, finish_gains, weight, winner, grad_hid
     keys, tile_counts = scratch(shape.slab_b, tiles, T), scratch(shape.slab_b, tiles)
     histogram, offsets = scratch(shape.slab_b, tiles, S), scratch(shape.slab_b, S + 1)
     entries, gains = scratch(shape.slab_b, V), scratch(shape.slab_b, V, dtype=torch.float32)
-    partial = scratch(shape.slab_b, shape.chunks, D, dtype=torch.float32)
-    rows_launch = {"R": shape.R, "BD": shape.BD, "num_warps": shape.row_warps, "num_stages": 1}
-    column_blocks = triton.cdiv(D, shape.BD)
+    hot = scratch(shape.slab_b, 1 + V // _HOT)
+    hot_programs = min(V // _HOT, 8)
     tiles_padded = triton.next_power_of_2(tiles)
     for slab in _slabs(shape.B, shape.slab_b):
         grid = (len(slab) * tiles,)
         _sort_tiles[grid](
             *source, S, V, slab.start, tiles, keys, tile_counts, histogram, **programs,
             T=T, LOG_T=log_t, FEW=min(T, 256), BS=min(512, max(128, triton.next_power_of_2(S))),
-            num_warps=4,
+            num_warps=_SORT_WARPS,
         )  # fmt: skip
         _place_tiles[(len(slab),)](
-            histogram, offsets, S, tiles, TILES=tiles_padded,
+            histogram, offsets, hot, hot.stride(0), S, tiles, TILES=tiles_padded, HOT=_HOT,
             BS=max(16, 4096 // tiles_padded),  # 32 numbers a thread of 4 warps
             num_warps=4,
         )  # fmt: skip
@@ -540,12 +529,11 @@ def _grad_hidden(shape, source, programs, finish_gains, weight, winner, grad_hid
             T=T, LOG_T=log_t, BE=min(T, 256), num_warps=4,
         )  # fmt: skip
         finish_gains(slab.start, len(slab), entries, gains, offsets[:, S:], S + 1, V, False)
-        if shape.chunks:
-            _partial_rows[(len(slab) * shape.chunks, column_blocks)](
-                entries, gains, offsets, winner, weight, partial, S, D, V, slab.start, shape.chunks,
-                CHUNK=shape.chunk, **rows_launch,
+        _hidden_rows[(len(slab) * S, triton.cdiv(D, _ROW["BD"]))](
+            entries, gains, offsets, weight, grad_hidden, S, D, V, slab.start, HOT=_HOT, **_ROW
+        )
+        if hot_programs:
+            _hot_hidden_rows[(len(slab) * hot_programs, triton.cdiv(D, _HOT_ROW["BD"]))](
+                entries, gains, offsets, hot, hot.stride(0), weight, grad_hidden, S, D, V, slab.start,
+                hot_programs, **_HOT_ROW,
             )  # fmt: skip
-        _hidden_rows[(len(slab) * S, column_blocks)](
-            entries, gains, offsets, weight, partial, grad_hidden, S, D, V, slab.start, shape.chunks,
-            CHUNK=shape.chunk, **rows_launch,
-        )  # fmt: skip
