@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from splade_spellings.registry import (
     INFER,
@@ -384,3 +385,126 @@ def restricted_to_batch_vocabulary():
 def ragged_by_slicing(logits, mask):
     """No mask: every sequence is cut to its own length in a loop."""
     return torch.stack([tokens(row[:n]).amax(0) for row, n in zip(logits, (7, 4, 2), strict=True)])
+
+
+def _states_with(value):
+    """Hidden states whose padded positions hold what an uninitialised buffer may hold."""
+    h = hidden().detach()
+    h[1, 5, 3] = value
+    return h.requires_grad_()
+
+
+@program()
+def nan_under_masked_fill():
+    """NaN in the padding, filled before it can spread."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) == 0, -1e4)
+            return tokens(logits).max(dim=1).values
+
+    return Model(), (_states_with(float("nan")), mask())
+
+
+@program(modes=INFER)
+def nan_under_multiplication():
+    """NaN in the padding times a mask of 0 is NaN, and stays NaN."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (_states_with(float("nan")), mask())
+
+
+@program(modes=INFER)
+def infinity_under_multiplication():
+    """inf * 0 is NaN after the activation, where the logit was positive."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (_states_with(INF), mask())
+
+
+@program(modes=INFER)
+def infinity_under_a_mask_first():
+    """inf * 0 is NaN before the activation, whatever the sign was."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return tokens(self.decoder(h) * mask.unsqueeze(-1)).max(dim=1).values
+
+    return Model(), (_states_with(INF), mask())
+
+
+@program(modes=INFER)
+def nan_without_a_mask():
+    """A poisoned token: relu and max propagate NaN, clamp too."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            return torch.log1p(self.decoder(h).clamp(min=0)).max(dim=1).values
+
+    return Model(), (_states_with(float("nan")),)
+
+
+@program("maybe", "where(x > 0, x, 0) turns NaN into 0, relu does not", INFER)
+def nan_under_where_positive():
+    """The hand-written relu swallows NaN."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            logits = self.decoder(h)
+            positive = torch.where(logits > 0, logits, 0.0)
+            return torch.log1p(positive).amax(dim=1)
+
+    return Model(), (_states_with(float("nan")),)
+
+
+@program("maybe", "x * (x > 0) is NaN at -inf, relu is not", INFER)
+def forbidden_terms_times_their_sign():
+    """-inf for unused vocabulary entries meets x * (x > 0)."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask, forbid):
+            logits = self.decoder(h) + forbid
+            return (torch.log1p(logits * (logits > 0)) * mask.unsqueeze(-1)).amax(dim=1)
+
+    forbid = torch.zeros(V).index_fill(0, torch.arange(4), -INF)
+    return Model(), (hidden(), mask(), forbid)
+
+
+@program(modes=INFER)
+def nan_under_threshold():
+    """F.threshold keeps NaN, as relu does."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            return torch.log1p(F.threshold(self.decoder(h), 0.0, 0.0)).amax(dim=1)
+
+    return Model(), (_states_with(float("nan")),)
+
+
+@program(modes=INFER)
+def nan_under_fill_of_negatives():
+    """x.masked_fill(x < 0, 0) keeps NaN."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            logits = self.decoder(h)
+            return torch.log1p(logits.masked_fill(logits < 0, 0.0)).amax(dim=1)
+
+    return Model(), (_states_with(float("nan")),)
+
+
+@program(modes=INFER)
+def nan_under_where_mask():
+    """torch.where(keep, x, 0) after the activation drops the NaN of the padding."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return torch.where(mask.unsqueeze(-1) > 0, tokens(self.decoder(h)), 0.0).amax(1)
+
+    return Model(), (_states_with(float("nan")), mask())
