@@ -157,6 +157,7 @@ class _Session:
     strict: bool
     matched: set[str] = dataclasses.field(default_factory=set)
     nearly: dict[str, str] = dataclasses.field(default_factory=dict)
+    graphs: int = 0
 
     @classmethod
     def of(cls, only: Names, skip: Names, strict: bool) -> _Session:
@@ -196,6 +197,7 @@ class _Session:
             self.check_strict()
 
     def _note(self, outcome: Outcome) -> None:
+        self.graphs += 1
         self.matched |= {r.pattern for r in outcome.rewrites}
         for miss in outcome.near_misses:
             self.nearly.setdefault(
@@ -208,10 +210,11 @@ class _Session:
             names = self.only - self.matched
         else:
             names = frozenset() if self.matched else frozenset(self.patterns)
-        return {
-            name: self.nearly.get(name, "nothing in the compiled graphs resembles it")
-            for name in sorted(names)
-        }
+        if self.graphs:
+            otherwise = f"nothing resembles it in what was compiled ({self.graphs} graphs)"
+        else:
+            otherwise = "nothing was compiled"
+        return {name: self.nearly.get(name, otherwise) for name in sorted(names)}
 
     def check_strict(self) -> None:
         missing = self._missing() if self.strict else {}
@@ -282,10 +285,9 @@ class _RewriteSlot(_OurPass):
     """Rewrites a graph."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        if self._session is not None:
-            self._session.run(graph, fail_at_end_of_graph=True)
-        elif _state.session is not None:
-            _state.session.run(graph, fail_at_end_of_graph=False)
+        session = self._session or _state.session
+        if session is not None:
+            session.run(graph, fail_at_end_of_graph=session is self._session)
 
 
 class _CacheKey(_OurPass):

@@ -278,7 +278,7 @@ def test_strict_is_content_when_the_pattern_matched():
 
 
 def test_strict_raises_at_the_end_of_the_block():
-    with pytest.raises(session.StrictError, match="other: nothing in the compiled graphs"):
+    with pytest.raises(session.StrictError, match="other: nothing resembles it"):
         with sparse_inductor.enabled(only=["other"], strict=True):
             captured(torch.sin, X)
 
@@ -286,7 +286,7 @@ def test_strict_raises_at_the_end_of_the_block():
 def test_strict_raises_from_disable_after_everything_was_put_back():
     before = saved()
     sparse_inductor.enable(only="toy", strict=True)
-    with pytest.raises(session.StrictError, match="toy"):
+    with pytest.raises(session.StrictError, match="toy: nothing was compiled"):
         sparse_inductor.disable()
     assert saved() == before
 
@@ -369,42 +369,3 @@ def test_a_setup_that_raises_leaves_nothing_on():
         assert saved() == before
     finally:
         pattern.unregister("raises")
-
-
-# The registry
-
-
-def test_registering_the_same_name_twice_raises():
-    with pytest.raises(ValueError, match="'toy' is taken.*register"):
-        pattern.register(Toy("toy"))
-
-
-def test_a_newer_object_may_take_the_place():
-    newer = pattern.register(Toy("toy"), replace=True)
-    assert pattern.registered()["toy"] is newer
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value", "message"),
-    [
-        ("name", "", "`name`"),
-        ("name", "two words", "identifier"),
-        ("summary", "two\nlines", "one line"),
-        ("anchors", "relu", "`anchors`"),
-        ("anchors", frozenset(), "`anchors`"),
-        ("match", None, "`match"),
-        ("examples", ["text"], "Example"),
-        ("near_misses", None, "`near_misses`"),
-        ("resolve", 3, "`resolve`"),
-    ],
-)
-def test_a_bad_pattern_is_refused(attribute, value, message):
-    bad = Toy("bad")
-    setattr(bad, attribute, value)
-    with pytest.raises(TypeError, match=message):
-        pattern.register(bad)
-
-
-def test_a_class_is_not_a_pattern():
-    with pytest.raises(TypeError, match="is a class"):
-        pattern.register(Toy)
