@@ -111,14 +111,6 @@ def slots_take_lists() -> bool:
     return hasattr(custom_graph_pass, "get_custom_graph_passes")
 
 
-def wants_is_inference(graph_pass: Any) -> bool:
-    """Whether the pass is of the kind that is also told if the graph is for inference."""
-    from torch._inductor import custom_graph_pass
-
-    kind = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
-    return kind is not None and isinstance(graph_pass, kind)
-
-
 def runs_pre_grad_passes() -> bool:
     """Whether the user has left Inductor's pre-grad passes on."""
     return bool(setting("use_pre_grad_passes"))

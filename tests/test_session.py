@@ -186,6 +186,17 @@ def test_a_slot_overwritten_in_between_is_left_alone_and_enable_repairs_it():
         assert config.pre_grad_custom_pass is mine
 
 
+def test_a_slot_that_takes_one_callable_holds_a_chain(monkeypatch):
+    monkeypatch.setattr(compat, "slots_take_lists", lambda: False)
+    calls = []
+    with config.patch(pre_grad_custom_pass=calls.append):
+        sparse_inductor.enable(only="toy")
+        assert "hardtanh" in captured(relu_of_sum, X)
+        assert isinstance(config.pre_grad_custom_pass, slots.Chain) and len(calls) == 1
+        sparse_inductor.disable()
+        assert config.pre_grad_custom_pass == calls.append
+
+
 @needs_timing
 def test_a_timing_that_the_user_chose_is_respected():
     with config.patch(pre_grad_pass_timing="late"):
