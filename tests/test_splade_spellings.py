@@ -20,25 +20,31 @@ from support import (
 BY_NAME = {case.name: case for case in CASES}
 
 
+class Share:
+    """Counts what was rewritten by expectation, and says so at the end of the run."""
+
+    def __init__(self):
+        self.total, self.rewritten = collections.Counter(), collections.Counter()
+
+    def pytest_terminal_summary(self, terminalreporter):
+        parts = [f"{self.rewritten[k]} of {n} '{k}'" for k, n in self.total.items()]
+        terminalreporter.write_line("SPLADE spellings rewritten: " + ", ".join(parts))
+
+
 @pytest.fixture(scope="module")
 def share(request):
-    """Counts what was rewritten by expectation, and says so when the module is done."""
-    total, rewritten = collections.Counter(), collections.Counter()
-    yield total, rewritten
-    terminal = request.config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None:
-        parts = [f"{rewritten[k]} of {total[k]} {k!r}" for k in ("rewrite", "maybe", "no_rewrite")]
-        terminal.write_line("\nSPLADE spellings rewritten: " + ", ".join(parts))
+    counts = Share()
+    request.config.pluginmanager.register(counts)
+    return counts
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_spelling(name, share):
     case = BY_NAME[name]
-    total, rewritten = share
     with only_splade_head() as report:
-        total[case.expect] += 1
+        share.total[case.expect] += 1
         outcome = run_three_ways(case)
-        rewritten[case.expect] += bool(rewrites(report))
+        share.rewritten[case.expect] += bool(rewrites(report))
         assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
         assert_recognised(case, outcome, report, logits_numel=B * S * V)
 
