@@ -21,31 +21,24 @@ import torch
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.epilogue.ranges import prove
+from sparse_inductor.epilogue.ranges import Interval, prove
 from sparse_inductor.epilogue.steps import Program, Step, render
-from sparse_inductor.match.chain import Chain, climb, swallowed
+from sparse_inductor.match.chain import Chain, swallowed
+from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.gemm import Linear, is_parameter, linears
-from sparse_inductor.match.graph import GraphView, Unknown, fake
+from sparse_inductor.match.family import above, below
+from sparse_inductor.match.gemm import Linear, is_parameter
+from sparse_inductor.match.graph import GraphView, Unknown, fake, same_size
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.pattern import Example, Miss
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
 
-_RISES = {
-    "relu",
-    "clamp",
-    "clamp_min",
-    "maximum",
-    "softplus",
-    "leaky_relu",
-    "elu",
-    "where",
-    "threshold",
-    "hardtanh",
-}
-_LOGS = {"log", "log1p", "log2", "log10"}
+_RISES = frozenset(
+    "relu clamp clamp_min maximum softplus leaky_relu elu where threshold hardtanh".split()
+)
+_LOGS = frozenset("log log1p log2 log10".split())
 _OTHER_POOLS = {
     "sum": "sum pooling: every position counts, so the logits of all of them are needed",
     "mean": "mean pooling: every position counts, so the logits of all of them are needed",
@@ -58,12 +51,16 @@ _OTHER_POOLS = {
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A maximum over one axis: which axis, what the results look like, and whether it is a minimum."""
+    """A maximum (or minimum) over one axis.
+
+    values, positions: which of the node's results they are; None where the node is the values, or has no positions.
+    """
 
     source: fx.Node
     dim: int
-    keepdim: bool
-    pair: bool  # results are (values, indices)
+    keepdim: bool = False
+    values: int | None = None
+    positions: int | None = None
     minimum: bool = False
 
 
@@ -72,24 +69,39 @@ def _reduction(view: GraphView, node: fx.Node) -> Reduction | None:
     if call is None or not view.is_tensor(call.get("input")):
         return None
     source = call["input"]
-    ndim = len(view.shape(source))
-    dim = call.get("dim")
+    shape = view.shape(source)
+    ndim, dim, keepdim = len(shape), call.get("dim"), bool(call.get("keepdim", False))
     if isinstance(dim, (tuple, list)):
         dim = dim[0] if len(dim) == 1 else None
     match call.name:
         case "amax" | "amin" if isinstance(dim, int):
-            return Reduction(
-                source, dim % ndim, bool(call.get("keepdim", False)), False, call.name == "amin"
-            )
+            return Reduction(source, dim % ndim, keepdim, minimum=call.name == "amin")
         case "max_dim" | "min_dim" if isinstance(dim, int):
-            return Reduction(
-                source, dim % ndim, bool(call.get("keepdim", False)), True, call.name == "min_dim"
-            )
+            return Reduction(source, dim % ndim, keepdim, 0, 1, call.name == "min_dim")
+        case "aminmax" if isinstance(dim, int) and not any(
+            u.args[1] == 0 and u.users for u in node.users
+        ):
+            return Reduction(source, dim % ndim, keepdim, 1)
         case "topk" if call["k"] == 1:
             return Reduction(
-                source, call.get("dim", -1) % ndim, True, True, not call.get("largest", True)
+                source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
             )
+        case "adaptive_max_pool1d" if _one(call["output_size"]) and not call.get("return_indices"):
+            return Reduction(source, ndim - 1, True)
+        case "max_pool1d" if same_size(_only(call["kernel_size"]), shape[-1]) and not call.get(
+            "return_indices"
+        ):
+            padded = _only(call.get("padding", 0)) != 0 or _only(call.get("dilation", 1)) != 1
+            return None if padded else Reduction(source, ndim - 1, True)
     return None
+
+
+def _only(x: Any) -> Any:
+    return x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
+
+
+def _one(x: Any) -> bool:
+    return _only(x) == 1
 
 
 @dataclasses.dataclass
@@ -111,7 +123,8 @@ class HeadMatch:
 
     @property
     def wants_argmax(self) -> bool:
-        return self.reduction.pair and any(u.args[1] == 1 and u.users for u in self.anchor.users)
+        at = self.reduction.positions
+        return at is not None and any(u.args[1] == at and u.users for u in self.anchor.users)
 
     @property
     def note(self) -> str:
@@ -121,34 +134,43 @@ class HeadMatch:
     def replace(self) -> None:
         chain, anchor, red = self.chain, self.anchor, self.reduction
         e = Emitter(anchor)
-        v, ndim = chain.v_dim, len(chain.origin)
-        others = [d for d in range(ndim) if d not in (red.dim, v)]
-        hidden = _permuted(e, chain.stand_in(e), [*others, red.dim, v])
-        rows = []
-        for row in chain.row_operands(e):
-            row = _permuted(e, row, [*others, red.dim, v])
-            rows.append(e.method("squeeze", row, -1))
+        order = [
+            *(d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)),
+            red.dim,
+            chain.v_dim,
+        ]
+        hidden = _permuted(e, chain.stand_in(e), order)
+        rows = [e.method("squeeze", _permuted(e, r, order), -1) for r in chain.row_operands(e)]
         weight, bias = chain.weight_and_bias(e)
-        dtype = fake(
-            chain.linear.node
-        ).dtype  # under autocast the linear computes in another dtype than its inputs
+        # Under autocast the linear computes in another dtype than its inputs have.
+        dtype = fake(chain.linear.node).dtype
         hidden, weight = _cast(e, hidden, dtype), _cast(e, weight, dtype)
         bias = None if bias is None else _cast(e, bias, dtype)
-        want, pair = self.wants_argmax, red.pair
-        target = torch.ops.sparse_inductor.splade_head.default
-        out = fake(anchor)[0].dtype if pair else fake(anchor).dtype
-        op = e.call(target, hidden, weight, bias, rows, render(self.program), out, want)
-        values = self._shaped(e, e.call(operator.getitem, op, 0), others)
+        result = fake(anchor) if red.values is None else fake(anchor)[red.values]
+        wide = torch.promote_types(result.dtype, torch.float32) if chain.tail else result.dtype
+        op = e.call(
+            torch.ops.sparse_inductor.splade_head.default,
+            hidden, weight, bias, rows, render(self.program), wide, self.wants_argmax,
+        )  # fmt: skip
+        values = e.call(operator.getitem, op, 0)
+        if chain.tail:
+            values = _cast(e, chain.replay_tail(e, values), result.dtype)
+        values = self._shaped(e, values, order[:-2])
         if red.minimum:
             values = e.call(operator.neg, values)
-        if not pair:
+        if red.values is None:
             anchor.replace_all_uses_with(values)
             return
-        positions = self._shaped(e, e.call(operator.getitem, op, 1), others) if want else None
+        positions = (
+            self._shaped(e, e.call(operator.getitem, op, 1), order[:-2])
+            if self.wants_argmax
+            else None
+        )
         for user in list(anchor.users):
-            user.replace_all_uses_with(
-                values if user.args[1] == 0 or positions is None else positions
-            )
+            if user.args[1] == red.values:
+                user.replace_all_uses_with(values)
+            elif positions is not None and user.args[1] == red.positions:
+                user.replace_all_uses_with(positions)
 
     def _shaped(self, e: Emitter, t: fx.Node, others: list[int]) -> fx.Node:
         """[*others, V] in the axis order of the user's result."""
@@ -171,7 +193,10 @@ class SpladeHead:
     name = NAME
     op = OP
     summary = "max_s program(linear(hidden), mask) -> splade_head(hidden, weight, bias, mask)"
-    anchors = frozenset({"max_dim", "amax", "min_dim", "amin", "topk", *_OTHER_POOLS})
+    anchors = frozenset(
+        "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split()
+        + [*_OTHER_POOLS]
+    )
 
     def match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
         try:
@@ -196,8 +221,9 @@ class SpladeHead:
         call = view.call(node)
         if call is None or call.name not in _OTHER_POOLS or not view.is_tensor(call.get("input")):
             return None
-        family = _family(view, call["input"], node)
-        return Miss(_OTHER_POOLS[call.name], node) if {"matmul", "rise", "log"} <= family else None
+        found = above(view, call["input"])
+        family = "linear" in found and found & _RISES and found & _LOGS
+        return Miss(_OTHER_POOLS[call.name], node) if family else None
 
     def _head(self, node: fx.Node, view: GraphView, red: Reduction) -> HeadMatch:
         spine = climb(view, red.source, node)
@@ -221,13 +247,15 @@ class SpladeHead:
             raise Decline("it reduces over the batch, not over the sequence", node)
         if not fake(linear.node).dtype.is_floating_point:
             raise Decline(f"the logits are {fake(linear.node).dtype}", linear.node)
-        if red.pair and any(u.target is not operator.getitem for u in node.users):
+        if red.values is not None and any(u.target is not operator.getitem for u in node.users):
             raise Decline("the pair of values and indices is used as a whole", node)
         program = chain.program + ((Step("mul", (-1.0,)),) if red.minimum else ())
         proof = prove(program)
         if proof.direction != 1:
             pool = "minimum" if red.minimum else "maximum"
             raise Decline(f"the {pool} cannot move past the activation: {proof.why()}", node)
+        if chain.tail:
+            self._check_tail(chain, red, proof.range, node)
         if not (is_parameter(view, linear.weight_source) or _resembles(view, node, red)):
             raise Decline(
                 "neither operand of the matmul is a parameter and no activation follows", node
@@ -235,6 +263,17 @@ class SpladeHead:
         nodes = swallowed(view, [*chain.nodes, node])
         self._check_memory(view, chain, nodes, node, linear)
         return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))
+
+    def _check_tail(self, chain: Chain, red: Reduction, reaching: Interval, node: fx.Node) -> None:
+        """What varies over the vocabulary is replayed on the values alone."""
+        if red.minimum or (
+            red.positions is not None and any(u.args[1] == red.positions for u in node.users)
+        ):
+            raise Decline(
+                "a vocabulary mask after the activation, and more than the maximum is used", node
+            )
+        if not chain.tail_rises(reaching):
+            raise Decline("the maximum cannot move past what follows the vocabulary mask", node)
 
     def _check_memory(
         self,
@@ -339,46 +378,13 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     )  # a peak (fp32) and a winning position (int16) for each entry
 
 
-def _family(view: GraphView, source: fx.Node, reader: fx.Node) -> set[str]:
-    """What a looser walk finds above a node: "matmul", "rise" (relu and the like), "log"."""
-    found: set[str] = set()
-    seen: set[fx.Node] = set()
-    queue = [source]
-    while queue and len(seen) < 40:
-        node = queue.pop(0)
-        if node in seen or not view.is_tensor(node):
-            continue
-        seen.add(node)
-        readings = linears(view, node)
-        if readings is not None:
-            found.add("matmul" if readings else "batched matmul")
-            continue
-        call = view.call(node)
-        if call is None:
-            continue
-        found |= ({"rise"} if call.name in _RISES else set()) | (
-            {"log"} if call.name in _LOGS else set()
-        )
-        queue += node.all_input_nodes
-    return found
-
-
 def _resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the looser signature of the family is there: a matmul, and an activation before or after the maximum."""
-    above = _family(view, red.source, node)
-    if "matmul" not in above:
-        # Attention scores are batched on both sides too, but do not go through a logarithm.
-        return {"batched matmul", "rise", "log"} <= above
-    if {"rise", "log"} & above:
-        return True
-    queue, depth = list(node.users), 0
-    while queue and depth < 8:
-        user = queue.pop(0)
-        depth += 1
-        if view.name_of(user) in _RISES | _LOGS:
-            return True
-        queue += user.users
-    return False
+    """Whether the looser signature of the family is there: a linear, and an activation before or after the maximum."""
+    found = above(view, red.source)
+    if "linear" in found:
+        return bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
+    # Attention scores are batched on both sides too, but do not go through a logarithm.
+    return "batched matmul" in found and bool(found & _RISES) and bool(found & _LOGS)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

@@ -63,7 +63,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         for i, arg in enumerate(target._schema.arguments):
             if arg.alias_info is not None and arg.alias_info.is_write:
                 value = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
-                out += [a for a in (value if isinstance(value, (list, tuple)) else [value])]
+                out += value if isinstance(value, (list, tuple)) else [value]
     else:
         name = getattr(target, "__name__", "")
         module = getattr(target, "__module__", "") or ""

@@ -1,0 +1,48 @@
+"""The looser signature of a family: is it worth telling the user why a subgraph did not match?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from .gemm import linears
+from .graph import GraphView
+
+__all__ = ["above", "below"]
+
+_REACH = 40  # nodes looked at; a head has about ten
+
+
+def above(view: GraphView, node: fx.Node) -> set[str]:
+    """Canonical names found among the producers of a tensor, matmuls not crossed: a linear map counts as "linear", a
+    matmul of two batched tensors as "batched matmul"."""
+    found: set[str] = set()
+    seen: set[fx.Node] = set()
+    queue = [node]
+    while queue and len(seen) < _REACH:
+        node = queue.pop(0)
+        if node in seen or not view.is_tensor(node):
+            continue
+        seen.add(node)
+        readings = linears(view, node)
+        if readings is not None:
+            found.add("linear" if readings else "batched matmul")
+            continue
+        call = view.call(node)
+        if call is not None:
+            found.add(call.name)
+            queue += node.all_input_nodes
+    return found
+
+
+def below(view: GraphView, node: fx.Node, names: Collection[str], reach: int = 8) -> bool:
+    """Whether one of the next few readers of a node is one of `names`."""
+    queue = list(node.users)
+    while queue and reach:
+        user = queue.pop(0)
+        reach -= 1
+        if view.name_of(user) in names:
+            return True
+        queue += user.users
+    return False
