@@ -35,16 +35,20 @@ __all__ = ["backward"]
 
 # Scratch for lists, beside 2 bytes an entry of [B, V]: one slab's list, 8 bytes an entry, and its sort keys, 4.
 _SCRATCH_BYTES = 40 << 20
-# Vocabulary entries a tile: 16 keys a thread of 4 warps sort in registers.
-_TILE = 2048
-_SORT_WARPS = 4
-# Sequences and vocabulary entries a step of `_list_by_entry`: 32 entries are whole sectors of every operand.
-_LIST = {"BB": 64, "BV": 32, "num_warps": 4}
-# One warp a row and 256 columns, a 16-byte bf16 load a thread and row: short lists need many programs more than
-# wide ones. No software pipelining: rows in flight do the same with fewer registers.
-_ROW = {"R": 8, "BD": 256, "num_warps": 1, "num_stages": 1}
+# Vocabulary entries a tile: half of it sorts in two thirds of the time where all are active, twice as much wastes
+# less where few are. 8 warps hold 4 keys a thread.
+_TILE = 1024
+_SORT_WARPS = 8
+# Sequences and vocabulary entries a step of `_list_by_entry`: 32 entries are whole sectors of every operand; more
+# sequences cost registers, and with them the programs that hide each other's latency.
+_LIST = {"BB": 32, "BV": 32, "num_warps": 4}
+# 256 columns are a 16-byte bf16 load a thread of one warp; then all programs of a column block share a third of the
+# weight at D = 768, which stays in L2. 8 rows in flight hide its latency. Rows of few entries are over before a
+# program has started, so each does 4. No software pipelining: rows in flight do the same with fewer registers.
+_ROW = {"ROWS": 4, "R": 8, "BD": 256, "num_warps": 1, "num_stages": 1}
 # A position that wins this many entries would keep one warp busy longer than the rest of the GPU.
 _HOT = 512
+# 128 rows in flight in one program, and 12 programs a row at D = 768.
 _HOT_ROW = {"R": 128, "BD": 64, "num_warps": 4, "num_stages": 1}
 
 
@@ -127,15 +131,15 @@ def _first_not_below(keys, n, target, STEPS: tl.constexpr):
 @triton.jit
 def _sort_tiles(
     grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
-    keys, tile_counts, histogram,
+    keys, starts,
     OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
     T: tl.constexpr, LOG_T: tl.constexpr, FEW: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Sorts the active entries of a tile by (winner, v) and counts them by winner.
 
     A program owns tile t, T consecutive v, of sequence b0 + program // tiles. It reads winner, peak and grad (2 + 4 + 4
-    bytes an entry) and writes keys winner << LOG_T | (v - t T) (4 bytes an active entry), their number, and
-    histogram[., t, 0..S) (4 bytes a position).
+    bytes an entry) and writes keys winner << LOG_T | (v - t T) (4 bytes an active entry) and, 4 bytes a position,
+    starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys.
     """
     tile = tl.program_id(0)
     b = b0 + tile // tiles
@@ -158,56 +162,53 @@ def _sort_tiles(
         tl.store(mine + i, tl.sort(packed), mask=i < n)
     else:
         tl.store(mine + j, tl.sort(key), mask=j < n)
-    tl.store(tile_counts + tile, n)
     tl.debug_barrier()
-    for s0 in range(0, S, BS):
+    for s0 in range(0, S + 1, BS):
         position = s0 + tl.arange(0, BS)
         first = _first_not_below(mine, n, position << LOG_T, LOG_T + 1)
-        after = _first_not_below(mine, n, (position + 1) << LOG_T, LOG_T + 1)
-        tl.store(histogram + tile.to(tl.int64) * S + position, after - first, mask=position < S)
+        tl.store(starts + tile.to(tl.int64) * (S + 1) + position, first, mask=position <= S)
 
 
 @triton.jit
 def _place_tiles(
-    histogram, offsets, hot, hot_stride, S, tiles,
+    starts, offsets, hot, hot_stride, S, tiles,
     TILES: tl.constexpr, HOT: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Turns the tiles' histograms of a sequence into destinations in its list.
+    """Turns the tiles' starts of a sequence into destinations in its list.
 
-    A program owns one sequence. histogram[t, s] becomes what added to an entry's index in the sorted tile t gives its
+    A program owns one sequence. starts[t, s] becomes what added to an entry's index in the sorted tile t gives its
     index in the list, if s won it; offsets[s] is where position s begins, offsets[S] the length; hot[0] is the number
     of positions with at least HOT entries, hot[1:] are these. Reads and writes 4 bytes a (tile, position).
     """
     b = tl.program_id(0)
-    t = tl.arange(0, TILES)[:, None]
+    offsets += b.to(tl.int64) * (S + 1)
     hot += b.to(tl.int64) * hot_stride
+    t = tl.arange(0, TILES)[:, None]
+    length = tl.zeros([1], tl.int32)  # of the positions before this block
     hots = tl.zeros([1], tl.int32)
-    in_list = tl.zeros([1], tl.int32)  # entries of positions before this block
-    in_tile = tl.zeros([TILES, 1], tl.int32)  # the same, of each tile
     for s0 in range(0, S, BS):
         s = s0 + tl.arange(0, BS)
-        at = histogram + (b.to(tl.int64) * tiles + t) * S + s[None, :]
+        at = starts + (b.to(tl.int64) * tiles + t) * (S + 1) + s[None, :]
         mask = (t < tiles) & (s[None, :] < S)
-        count = tl.load(at, mask=mask, other=0)
+        first = tl.load(at, mask=mask, other=0)
+        count = tl.load(at + 1, mask=mask, other=0) - first
+        tl.debug_barrier()  # a neighbour reads as `at + 1` what is overwritten below
         total = tl.sum(count, 0)
-        begin = in_list + tl.cumsum(total, 0) - total
-        earlier_tiles = tl.cumsum(count, 0) - count
-        index_in_tile = in_tile + tl.cumsum(count, 1) - count
-        tl.store(at, begin[None, :] + earlier_tiles - index_in_tile, mask=mask)
-        tl.store(offsets + b.to(tl.int64) * (S + 1) + s, begin, mask=s < S)
+        begin = length + tl.cumsum(total, 0) - total
+        tl.store(at, begin[None, :] + (tl.cumsum(count, 0) - count) - first, mask=mask)
+        tl.store(offsets + s, begin, mask=s < S)
         is_hot = (total >= HOT).to(tl.int32)
         tl.store(hot + hots + tl.cumsum(is_hot, 0), s, mask=is_hot != 0)
         hots += tl.sum(is_hot, 0)
-        in_list += tl.sum(total, 0)
-        in_tile += tl.sum(count, 1, keep_dims=True)
-    tl.store(offsets + b.to(tl.int64) * (S + 1) + S + tl.arange(0, 1), in_list)
+        length += tl.sum(total, 0)
+    tl.store(offsets + S + tl.arange(0, 1), length)
     tl.store(hot + tl.arange(0, 1), hots)
 
 
 @triton.jit
 def _merge_tiles(
     grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
-    keys, tile_counts, destination, entries, gains,
+    keys, destination, entries, gains,
     OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
     T: tl.constexpr, LOG_T: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -218,12 +219,13 @@ def _merge_tiles(
     """
     tile = tl.program_id(0)
     local = tile // tiles
-    n = tl.load(tile_counts + tile)
+    destination += tile.to(tl.int64) * (S + 1)
+    n = tl.load(destination + S)
     for j0 in range(0, n, BE):
         j = j0 + tl.arange(0, BE)
         key = tl.load(keys + tile.to(tl.int64) * T + j, mask=j < n, other=0)
         v = (tile % tiles) * T + (key & (T - 1))
-        shift = tl.load(destination + tile.to(tl.int64) * S + (key >> LOG_T), mask=j < n, other=0)
+        shift = tl.load(destination + (key >> LOG_T), mask=j < n, other=0)
         _, g = _winner_and_gain(
             b0 + local + tl.zeros_like(v), v, j < n, grad, grad_stride_b, grad_stride_v, winner, peak,
             per_element, V, OUTER, OUTER_FAST, MODE,
@@ -260,6 +262,8 @@ def _general_gains(
             b = first + group + tl.zeros_like(entry)
             v = entry
             row = b * S + tl.load(winner + b.to(tl.int64) * V + v, mask=mask, other=0).to(tl.int32)
+        if MODE == "mixed":
+            mask = mask & (tl.load(per_element + b, mask=mask, other=0) != 0)
         z = tl.zeros([BE], tl.float32)
         for d0 in range(0, D, BD):
             d = d0 + tl.arange(0, BD)[None, :]
@@ -271,8 +275,6 @@ def _general_gains(
             z += tl.load(bias + v, mask=mask, other=0.0).to(tl.float32)
         _, inner_slope = dual_rows(z, rows, row_stride, row, mask, INNER)
         _, outer_slope = dual(tl.load(peak + b.to(tl.int64) * V + v, mask=mask, other=0.0), OUTER)
-        if MODE == "mixed":
-            mask = mask & (tl.load(per_element + b, mask=mask, other=0) != 0)
         g = tl.load(gains + slot, mask=mask, other=0.0)
         tl.store(gains + slot, g * outer_slope * inner_slope, mask=mask)
 
@@ -298,55 +300,58 @@ def _sum_listed_rows(entries, gains, n, table, D, d, R: tl.constexpr, BD: tl.con
 
 @triton.jit
 def _weight_rows(
-    rows, gains, counts, hidden, grad_weight, grad_bias, B, D, v0,
-    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
-    BN: tl.constexpr,
+    rows, gains, counts, hidden, grad_weight, grad_bias, B, D, v0, v_end,
+    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """grad_weight[v] and grad_bias[v] from the list of v.
 
-    A program owns BD columns of one row v. It reads 8 bytes and BD elements of `hidden` an active entry and writes
-    its BD elements; the program of the first columns writes grad_bias[v].
+    A program owns BD columns of ROWS consecutive v, one after the other. It reads 8 bytes and BD elements of `hidden`
+    an active entry and writes BD elements a row; the programs of the first columns write grad_bias.
     """
-    local = tl.program_id(0)
-    v = v0 + local
-    n = tl.load(counts + local)
-    rows += local.to(tl.int64) * B
-    gains += local.to(tl.int64) * B
-    if NEED_WEIGHT:
-        d = tl.program_id(1) * BD + tl.arange(0, BD)
-        acc = _sum_listed_rows(rows, gains, n, hidden, D, d, R, BD)
-        tl.store(
-            grad_weight + v.to(tl.int64) * D + d, acc.to(grad_weight.dtype.element_ty), mask=d < D
-        )
-    if NEED_BIAS:  # a constexpr, so not one condition with the next  # noqa: SIM102
-        if tl.program_id(1) == 0:
-            total = tl.zeros([BN], tl.float32)
-            for i in range(0, n, BN):
-                j = i + tl.arange(0, BN)
-                total += tl.load(gains + j, mask=j < n, other=0.0)
-            tl.store(grad_bias + v, tl.sum(total, 0).to(grad_bias.dtype.element_ty))
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    for k in range(ROWS):
+        local = tl.program_id(0) * ROWS + k
+        v = v0 + local
+        if v < v_end:
+            n = tl.load(counts + local)
+            at = local.to(tl.int64) * B
+            if NEED_WEIGHT:
+                acc = _sum_listed_rows(rows + at, gains + at, n, hidden, D, d, R, BD)
+                out = grad_weight + v.to(tl.int64) * D + d
+                tl.store(out, acc.to(grad_weight.dtype.element_ty), mask=d < D)
+            if NEED_BIAS:  # a constexpr, so not one condition with the next  # noqa: SIM102
+                if tl.program_id(1) == 0:
+                    total = tl.zeros([BN], tl.float32)
+                    for i in range(0, n, BN):
+                        j = i + tl.arange(0, BN)
+                        total += tl.load(gains + at + j, mask=j < n, other=0.0)
+                    tl.store(grad_bias + v, tl.sum(total, 0).to(grad_bias.dtype.element_ty))
 
 
 @triton.jit
 def _hidden_rows(
     entries, gains, offsets, weight, grad_hidden, S, D, V, b0,
-    HOT: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
+    HOT: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """grad_hidden[b, s] from the slots of position s in the list of b, unless they are HOT or more.
 
-    A program owns BD columns of one row (b, s). It reads 8 bytes and BD elements of `weight` an active entry and writes
-    its BD elements.
+    A program owns BD columns of ROWS consecutive positions of one sequence, one after the other. It reads 8 bytes and
+    BD elements of `weight` an active entry and writes BD elements a row.
     """
-    local = tl.program_id(0) // S
-    s = tl.program_id(0) % S
+    groups = tl.cdiv(S, ROWS)
+    local = tl.program_id(0) // groups
+    offsets += local.to(tl.int64) * (S + 1)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
-    begin = tl.load(offsets + local.to(tl.int64) * (S + 1) + s)
-    n = tl.load(offsets + local.to(tl.int64) * (S + 1) + s + 1) - begin
-    if n < HOT:
-        at = local.to(tl.int64) * V + begin
-        acc = _sum_listed_rows(entries + at, gains + at, n, weight, D, d, R, BD)
-        row = (b0 + local).to(tl.int64) * S + s
-        tl.store(grad_hidden + row * D + d, acc.to(grad_hidden.dtype.element_ty), mask=d < D)
+    for k in range(ROWS):
+        s = (tl.program_id(0) % groups) * ROWS + k
+        begin = tl.load(offsets + s, mask=s < S, other=0)
+        n = tl.load(offsets + s + 1, mask=s < S, other=HOT) - begin  # beyond the last: left out too
+        if n < HOT:
+            at = local.to(tl.int64) * V + begin
+            acc = _sum_listed_rows(entries + at, gains + at, n, weight, D, d, R, BD)
+            out = grad_hidden + ((b0 + local).to(tl.int64) * S + s) * D + d
+            tl.store(out, acc.to(grad_hidden.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
@@ -384,9 +389,8 @@ class _Shape:
         budget = _SCRATCH_BYTES + 2 * B * V
         entry_bytes = 8 * B  # row and gain of every b
         self.slab_v = min(V, max(1, budget // entry_bytes))
-        sequence_bytes = (
-            12 * self.T * self.tiles + 4 * self.tiles * S
-        )  # key, entry, gain; histogram
+        # key, entry and gain of every v; starts of every tile
+        sequence_bytes = 12 * self.T * self.tiles + 4 * self.tiles * (S + 1)
         self.slab_b = min(B, max(1, budget // sequence_bytes))
 
 
@@ -492,8 +496,8 @@ def _grad_weight(shape, source, programs, finish_gains, hidden, grad_weight, gra
         )  # fmt: skip
         finish_gains(slab.start, len(slab), rows, gains, counts, 1, B, True)
         column_blocks = 1 if grad_weight is None else triton.cdiv(D, _ROW["BD"])
-        _weight_rows[(len(slab), column_blocks)](
-            rows, gains, counts, hidden, grad_weight, grad_bias, B, D, slab.start,
+        _weight_rows[(triton.cdiv(len(slab), _ROW["ROWS"]), column_blocks)](
+            rows, gains, counts, hidden, grad_weight, grad_bias, B, D, slab.start, slab.stop,
             NEED_WEIGHT=grad_weight is not None, NEED_BIAS=grad_bias is not None,
             BN=128, **_ROW,
         )  # fmt: skip
@@ -506,8 +510,8 @@ def _grad_hidden(shape, source, programs, finish_gains, weight, grad_hidden):
     def scratch(*size, dtype=torch.int32):
         return torch.empty(size, dtype=dtype, device=weight.device)
 
-    keys, tile_counts = scratch(shape.slab_b, tiles, T), scratch(shape.slab_b, tiles)
-    histogram, offsets = scratch(shape.slab_b, tiles, S), scratch(shape.slab_b, S + 1)
+    keys, starts = scratch(shape.slab_b, tiles, T), scratch(shape.slab_b, tiles, S + 1)
+    offsets = scratch(shape.slab_b, S + 1)
     entries, gains = scratch(shape.slab_b, V), scratch(shape.slab_b, V, dtype=torch.float32)
     hot = scratch(shape.slab_b, 1 + V // _HOT)
     hot_programs = min(V // _HOT, 8)
@@ -515,21 +519,22 @@ def _grad_hidden(shape, source, programs, finish_gains, weight, grad_hidden):
     for slab in _slabs(shape.B, shape.slab_b):
         grid = (len(slab) * tiles,)
         _sort_tiles[grid](
-            *source, S, V, slab.start, tiles, keys, tile_counts, histogram, **programs,
+            *source, S, V, slab.start, tiles, keys, starts, **programs,
             T=T, LOG_T=log_t, FEW=min(T, 256), BS=min(512, max(128, triton.next_power_of_2(S))),
             num_warps=_SORT_WARPS,
         )  # fmt: skip
         _place_tiles[(len(slab),)](
-            histogram, offsets, hot, hot.stride(0), S, tiles, TILES=tiles_padded, HOT=_HOT,
+            starts, offsets, hot, hot.stride(0), S, tiles, TILES=tiles_padded, HOT=_HOT,
             BS=max(16, 4096 // tiles_padded),  # 32 numbers a thread of 4 warps
             num_warps=4,
         )  # fmt: skip
         _merge_tiles[grid](
-            *source, S, V, slab.start, tiles, keys, tile_counts, histogram, entries, gains, **programs,
+            *source, S, V, slab.start, tiles, keys, starts, entries, gains, **programs,
             T=T, LOG_T=log_t, BE=min(T, 256), num_warps=4,
         )  # fmt: skip
         finish_gains(slab.start, len(slab), entries, gains, offsets[:, S:], S + 1, V, False)
-        _hidden_rows[(len(slab) * S, triton.cdiv(D, _ROW["BD"]))](
+        groups = triton.cdiv(S, _ROW["ROWS"])
+        _hidden_rows[(len(slab) * groups, triton.cdiv(D, _ROW["BD"]))](
             entries, gains, offsets, weight, grad_hidden, S, D, V, slab.start, HOT=_HOT, **_ROW
         )
         if hot_programs:
