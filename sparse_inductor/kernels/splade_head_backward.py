@@ -12,8 +12,8 @@ list of active entries in list order: no float atomics, so results are bitwise r
 
     by vocabulary entry   a list for each v, in order of b: a running count a column (`_list_by_entry`)
     by position           a list for each b, in order of (winner, v): a stable counting sort in three kernels.
-                          `_sort_tiles` sorts tiles of 2 048 entries, `_place_tiles` turns the tiles' histograms
-                          into destinations, `_merge_tiles` moves the entries there
+                          `_sort_tiles` sorts tiles of the vocabulary, `_place_tiles` finds where each tile's run
+                          of a position goes, `_merge_tiles` moves the entries there
 
 A list has room for every entry, so sizes never depend on data: no host synchronisation, CUDA graphs work. The
 room is bounded instead by working through v, or b, in slabs (`_SCRATCH_BYTES`).
@@ -163,10 +163,12 @@ def _sort_tiles(
     else:
         tl.store(mine + j, tl.sort(key), mask=j < n)
     tl.debug_barrier()
-    for s0 in range(0, S + 1, BS):
+    starts += tile.to(tl.int64) * (S + 1)
+    for s0 in range(0, S, BS):
         position = s0 + tl.arange(0, BS)
         first = _first_not_below(mine, n, position << LOG_T, LOG_T + 1)
-        tl.store(starts + tile.to(tl.int64) * (S + 1) + position, first, mask=position <= S)
+        tl.store(starts + position, first, mask=position < S)
+    tl.store(starts + S, n)
 
 
 @triton.jit
@@ -281,11 +283,11 @@ def _general_gains(
 
 @triton.jit
 def _listed_rows(entries, gains, j, n, table, D, d):
-    """gains[j] * table[entries[j], d], fp32 [j, d]; zeros from slot n on."""
+    """gains[j] * table[entries[j], d], fp32 [j, d]; zeros from slot n on and where the gain is 0."""
     row = tl.load(entries + j, mask=j < n, other=0)
     g = tl.load(gains + j, mask=j < n, other=0.0)
     at = row[:, None].to(tl.int64) * D + d[None, :]
-    x = tl.load(table + at, mask=(j < n)[:, None] & (d[None, :] < D), other=0.0)
+    x = tl.load(table + at, mask=(g != 0.0)[:, None] & (d[None, :] < D), other=0.0)
     return g[:, None] * x.to(tl.float32)
 
 

@@ -226,6 +226,15 @@ def test_general_path_recomputes_the_winning_logit(device, mixed):
     run_and_check(p, outer=parse("log1p"), **general)
 
 
+def test_general_path_does_not_read_rows_where_inner_is_flat(device):
+    p = problem(device, 3, 5, 6, 20, active=1.0)
+    p["hidden"].abs_()
+    p["weight"][::2] = -math.inf  # z is -inf, where relu is flat
+    grad_hidden, grad_weight, _ = backward(**p, outer=parse("log1p"), inner=parse("relu"))
+    assert grad_hidden.isfinite().all()
+    assert (grad_weight[::2] == 0).all() and (grad_weight[1::2] != 0).any()
+
+
 def test_general_path_without_rows_or_bias(device):
     p = problem(device, 3, 5, 150, 20)
     p["bias"].zero_()
