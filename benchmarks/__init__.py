@@ -1,0 +1,1 @@
+"""Benchmarks (`python -m benchmarks FAMILY`) and the demo (`python -m benchmarks.demo`)."""

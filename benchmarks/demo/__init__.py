@@ -1,0 +1,1 @@
+"""The demo: a masked-LM encoder with SPLADE pooling, unrewritten and rewritten, on English text."""

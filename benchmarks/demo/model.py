@@ -1,0 +1,146 @@
+"""What a SPLADE user writes: the encoder, its tokenizer, the loss. Nothing here knows about sparse_inductor."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TEXTS = Path(__file__).resolve().parent.parent / "text"
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+class Splade(nn.Module):
+    """Max pooling over an unchanged masked-LM model, as in naver/splade."""
+
+    def __init__(self, mlm: nn.Module) -> None:
+        super().__init__()
+        self.mlm = mlm
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        logits = self.mlm(input_ids=input_ids, attention_mask=attention_mask).logits
+        values, _ = torch.max(torch.log(1 + torch.relu(logits)) * attention_mask.unsqueeze(-1), dim=1)
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What the demo runs on; `model` is a checkpoint's name or path, or None for random weights."""
+
+    model: str | None
+    layers: int
+    hidden: int
+    vocab: int
+    batch: int
+    seq: int
+    steps: int
+
+
+def load(sizes: Sizes) -> tuple[Splade, Any]:
+    """(encoder, tokenizer): a checkpoint and its own, or random weights and a WordPiece built from the texts."""
+    if sizes.model is not None:
+        from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+        mlm = AutoModelForMaskedLM.from_pretrained(sizes.model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(sizes.model)
+    else:
+        from transformers import BertConfig, BertForMaskedLM
+
+        torch.manual_seed(0)
+        heads = max(1, sizes.hidden // 64)
+        config = BertConfig(
+            vocab_size=sizes.vocab, hidden_size=sizes.hidden, num_hidden_layers=sizes.layers,
+            num_attention_heads=heads, intermediate_size=4 * sizes.hidden,
+            max_position_embeddings=max(512, sizes.seq),
+        )  # fmt: skip
+        mlm, tokenizer = BertForMaskedLM(config), train_tokenizer(sentences(), sizes.vocab)
+    _without_dropout(mlm)
+    return Splade(mlm), tokenizer
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Two runs are to be comparable number by number."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("dropout", "attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def sentences() -> list[str]:
+    """The shipped texts, a sentence each."""
+    lines = [line.strip() for path in sorted(TEXTS.glob("*.txt")) for line in path.read_text().splitlines()]
+    return [line for line in lines if line]
+
+
+def train_tokenizer(texts: Sequence[str], vocab: int) -> Any:
+    """A BERT-like lower-casing WordPiece tokenizer, built from `texts`."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    piece = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    piece.normalizer = normalizers.BertNormalizer(lowercase=True)
+    piece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    piece.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab, special_tokens=list(SPECIAL), show_progress=False)
+    piece.train_from_iterator(texts, trainer)
+    ends = [(name, piece.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    piece.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=piece, **names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Queries, then as many documents, in one padded batch: [2 * pairs, S]."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.input_ids.to(device), self.attention_mask.to(device))
+
+
+def batches(tokenizer: Any, sizes: Sizes) -> list[Batch]:
+    """One a training step: a sentence is the query, the three that follow are its document."""
+    lines = sentences()
+    made = []
+    for step in range(sizes.steps):
+        first = range(step * sizes.batch, (step + 1) * sizes.batch)
+        queries = [lines[at % len(lines)] for at in first]
+        documents = [" ".join(lines[(at + k) % len(lines)] for k in (1, 2, 3)) for at in first]
+        made.append(encode(tokenizer, queries + documents, sizes.seq))
+    return made
+
+
+def encode(tokenizer: Any, texts: Sequence[str], seq: int) -> Batch:
+    """Texts as ids, cut and padded to `seq`."""
+    out = tokenizer(list(texts), padding="max_length", truncation=True, max_length=seq, return_tensors="pt")
+    return Batch(out["input_ids"], out["attention_mask"])
+
+
+def loss_of(representations: Tensor) -> Tensor:
+    """In-batch contrastive loss with the FLOPS regulariser of both sides (SPLADE v2, equations 5 and 6)."""
+    if representations.dtype in (torch.bfloat16, torch.float16):
+        representations = representations.float()
+    queries, documents = representations.chunk(2)
+    # Random weights give dense representations; without the scale the softmax would be saturated.
+    scores = queries @ documents.T / queries.shape[1] ** 0.5
+    target = torch.arange(len(queries), device=scores.device)
+    flops = [(side.mean(0) ** 2).sum() for side in (queries, documents)]
+    return nn.functional.cross_entropy(scores, target) + 3e-4 * flops[0] + 1e-4 * flops[1]
+
+
+def top_terms(values: Tensor, tokenizer: Any, count: int) -> list[tuple[str, float]]:
+    """The largest entries of one representation [V] that the tokenizer has a word for."""
+    known = values[: len(tokenizer)].float()
+    best = known.topk(min(count, len(known)))
+    words = [tokenizer.decode([at]).strip() for at in best.indices.tolist()]
+    return list(zip(words, best.values.tolist(), strict=True))

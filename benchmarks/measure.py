@@ -1,0 +1,286 @@
+"""Measuring: time, peak memory and the machine's own limits. Every family uses this and nothing else.
+
+What is compared is measured in one call of `race`: the contenders take turns, so that a card that grows hot or a
+neighbour that wakes up is everybody's. Before each timed call the caches are overwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import datetime
+import gc
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+MIB = 1024**2
+
+Work = Callable[[], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Median of some rounds, with the quartiles; milliseconds."""
+
+    ms: float
+    low: float
+    high: float
+    rounds: int
+
+    def per_second(self, amount: float) -> float:
+        """What `amount` (FLOPs, bytes) comes to in a second."""
+        return amount / (self.ms * 1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Peak of a call over what was allocated before it, and how much of that the call returned; bytes."""
+
+    peak: int
+    returned: int
+
+    @property
+    def scratch(self) -> int:
+        """The peak beyond what is returned: outputs and gradients are not counted."""
+        return max(0, self.peak - self.returned)
+
+
+# --- Time -------------------------------------------------------------------------------------------------------------
+
+
+def race(
+    contenders: Mapping[str, Work], device: torch.device, seconds: float = 3.0, rounds: tuple[int, int] = (5, 60)
+) -> dict[str, Timing]:
+    """Time the contenders in turn, round by round, for about `seconds` and within `rounds`; after two warm-up calls."""
+    for work in contenders.values():
+        for _ in range(2):
+            work()
+    clear = _cache_sweeper(device)
+    timed = _timed_cuda if device.type == "cuda" else _timed_cpu
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    end = time.perf_counter() + seconds
+    least, most = rounds
+    done = 0
+    while done < least or (done < most and time.perf_counter() < end):
+        for name, work in contenders.items():
+            taken[name].append(timed(work, clear))
+        done += 1
+    return {name: _timing(values) for name, values in taken.items()}
+
+
+def _timing(values: Sequence[float]) -> Timing:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return Timing(middle, low, high, len(values))
+
+
+def _cache_sweeper(device: torch.device) -> Work:
+    """Overwrites more than any last-level cache holds (H200: 50 MiB of L2)."""
+    size = 256 * MIB if device.type == "cuda" else 64 * MIB
+    buffer = torch.empty(size, dtype=torch.int8, device=device)
+    return lambda: buffer.zero_()
+
+
+def _timed_cuda(work: Work, clear: Work) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    clear()  # it also keeps the device busy while the host queues the work, as in a training loop
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _timed_cpu(work: Work, clear: Work) -> float:
+    clear()
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak_memory(work: Work, device: torch.device) -> Memory:
+    """Peak memory of one call, after two warm-up calls. On the CPU only meaningful in a process of its own: `isolated`."""
+    for _ in range(2):
+        work()
+    meter = PeakMeter(device)
+    with meter:
+        returned = work()
+    return Memory(meter.peak, _bytes_of(returned))
+
+
+class PeakMeter:
+    """`with PeakMeter(device) as m: ...`; afterwards `m.peak` bytes over what was there at the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._before = 0
+        self.peak = 0
+
+    def __enter__(self) -> PeakMeter:
+        gc.collect()
+        if self._cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            _trim_heap()
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+            self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+            self.peak = torch.cuda.max_memory_allocated() - self._before
+        else:
+            self.peak = _status("VmHWM") - self._before
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+def _trim_heap() -> None:
+    """Give freed memory back, so that it does not hide what is allocated next (glibc only)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _bytes_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.untyped_storage().nbytes()
+    return sum(map(_bytes_of, value)) if isinstance(value, (tuple, list)) else 0
+
+
+# --- The machine's own limits -----------------------------------------------------------------------------------------
+
+
+def gemm(device: torch.device, quick: bool = False) -> tuple[Work, float]:
+    """A square product of random matrices (bf16 8192 cubed on a GPU, fp32 2048 cubed on a CPU), and its FLOPs."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (2048, torch.float32)
+    size = 256 if quick else size
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return (lambda: torch.mm(a, b, out=out)), 2.0 * size**3
+
+
+def copy(device: torch.device, quick: bool = False) -> tuple[Work, float]:
+    """A copy within the device's memory, and the bytes it reads plus writes."""
+    size = 1024 * MIB if device.type == "cuda" else 256 * MIB
+    size = MIB if quick else size
+    source = torch.randint(0, 100, (size,), device=device, dtype=torch.int8)
+    target = torch.empty_like(source)
+    return (lambda: target.copy_(source)), 2.0 * size
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """Measured rates: FLOPs and bytes a second."""
+
+    flops: float
+    bytes: float
+
+    def ms(self, flops: float, moved: float) -> float:
+        """The least time for so much arithmetic and so many bytes."""
+        return max(flops / self.flops, moved / self.bytes) * 1e3
+
+
+def ceilings(device: torch.device, quick: bool = False) -> Ceilings:
+    """Measure both rates, each on its own."""
+    product, flops = gemm(device, quick)
+    transfer, moved = copy(device, quick)
+    seconds = 0.2 if quick else 1.0
+    return Ceilings(
+        race({"gemm": product}, device, seconds)["gemm"].per_second(flops),
+        race({"copy": transfer}, device, seconds)["copy"].per_second(moved),
+    )
+
+
+# --- Processes of their own -------------------------------------------------------------------------------------------
+
+_MARK = "@result "
+
+
+def isolated(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a top-level function in a fresh Python process; arguments and result are JSON-able.
+
+    Raises RuntimeError with the end of what the process said when it fails.
+    """
+    # Freed blocks go back to the system at once, so that the resident size is what is in use.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
+    command = [sys.executable, "-m", __spec__.name, f"{function.__module__}:{function.__qualname__}"]
+    done = subprocess.run(
+        [*command, json.dumps(arguments)], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    results = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode or not results:
+        raise RuntimeError(f"{function.__qualname__}({arguments}) failed:\n{(done.stdout + done.stderr)[-3000:]}")
+    return json.loads(results[-1].removeprefix(_MARK))
+
+
+def _serve(target: str, arguments: str) -> None:
+    """The other end of `isolated`."""
+    import importlib
+
+    module, _, name = target.partition(":")
+    result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
+    print(_MARK + json.dumps(result), flush=True)
+
+
+# --- What it ran on ---------------------------------------------------------------------------------------------------
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a reader needs to know about where the numbers come from; nothing that names the machine itself."""
+    import triton
+
+    facts = {"device": device_name(device)}
+    if device.type == "cuda":
+        facts["driver"] = _driver()
+        facts["CUDA"] = torch.version.cuda or "?"
+        facts["memory"] = f"{torch.cuda.get_device_properties(device).total_memory / 1024**3:.0f} GiB"
+    else:
+        facts["threads"] = str(torch.get_num_threads())
+    return {
+        **facts,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "Python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """ "NVIDIA H200", "AMD EPYC"."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+    return found.group(1).strip() if found else platform.machine()
+
+
+def _driver() -> str:
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "?"
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -1,0 +1,261 @@
+"""What a family measured, and its files: Markdown, CSV, JSON and a plot."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table of floors and goals. `value` is None where it could not be measured: `note` says why."""
+
+    name: str
+    value: float | None
+    unit: str = ""
+    floor: float | None = None
+    goal: float | None = None
+    higher_is_better: bool = False
+    note: str = ""
+
+    def verdict(self, limit: float | None) -> str:
+        """ "pass", "FAIL", or "" where there is nothing to judge."""
+        if limit is None:
+            return ""
+        if self.value is None:
+            return "?"
+        met = self.value >= limit if self.higher_is_better else self.value <= limit
+        return "pass" if met else "FAIL"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One contender at one shape; times in ms, memory in bytes."""
+
+    case: str
+    contender: str
+    ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    rounds: int | None = None
+    peak_bytes: int | None = None
+    scratch_bytes: int | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One contender at one place of a sweep: training step of the head."""
+
+    axis: str
+    at: int
+    contender: str
+    ms: float | None
+    peak_bytes: int | None
+    note: str = ""
+
+
+@dataclasses.dataclass
+class Results:
+    """Everything one run of a family found out."""
+
+    family: str
+    command: str
+    machine: dict[str, str]
+    text: list[str] = dataclasses.field(default_factory=list)
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    points: list[Point] = dataclasses.field(default_factory=list)
+    fixed: dict[str, int] = dataclasses.field(default_factory=dict)
+    """The sizes that a sweep holds while it moves another."""
+
+    @property
+    def slug(self) -> str:
+        """Name of the files: "splade_head-nvidia-h200"."""
+        return f"{self.family}-{re.sub(r'[^a-z0-9]+', '-', self.machine['device'].lower()).strip('-')}"
+
+    @property
+    def losses(self) -> list[Row]:
+        """Rows that miss their floor."""
+        return [r for r in self.rows if r.verdict(r.floor) == "FAIL"]
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Write all files; returns their paths. The plot is left out, with a word about it, without matplotlib."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plot = folder / f"{results.slug}.png"
+    plotted = bool(results.points) and draw(results, plot)
+    texts = {
+        "md": markdown(results, plot.name if plotted else None),
+        "csv": as_csv(results),
+        "json": json.dumps(dataclasses.asdict(results), indent=1) + "\n",
+    }
+    paths = []
+    for ending, text in texts.items():
+        path = folder / f"{results.slug}.{ending}"
+        path.write_text(text)
+        paths.append(path)
+    return [*paths, plot] if plotted else paths
+
+
+# --- Text -------------------------------------------------------------------------------------------------------------
+
+
+def rows_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Heading and lines of the table of floors and goals."""
+    lines = [["", "value", "floor", "", "goal", "", "remarks"]]
+    for r in rows:
+        lines.append(
+            [r.name, _value(r.value, r.unit), _value(r.floor, r.unit, ""), r.verdict(r.floor),
+             _value(r.goal, r.unit, ""), r.verdict(r.goal), r.note]
+        )  # fmt: skip
+    return lines
+
+
+def samples_table(samples: Sequence[Sample]) -> list[list[str]]:
+    """Heading and lines of the side-by-side table."""
+    lines = [["case", "contender", "ms (quartiles)", "peak over the inputs", "beyond outputs and gradients", "remarks"]]
+    for s in samples:
+        spread = f" ({s.low_ms:.4g} - {s.high_ms:.4g})" if s.low_ms is not None else ""
+        time = "" if s.ms is None else f"{s.ms:.4g}{spread}"
+        lines.append([s.case, s.contender, time, _mib(s.peak_bytes), _mib(s.scratch_bytes), s.note])
+    return lines
+
+
+def points_table(points: Sequence[Point]) -> list[list[str]]:
+    """Heading and lines of the sweeps."""
+    lines = [["axis", "at", "contender", "ms", "peak over the inputs", "remarks"]]
+    for p in points:
+        lines.append(
+            [p.axis, str(p.at), p.contender, "" if p.ms is None else f"{p.ms:.4g}", _mib(p.peak_bytes), p.note]
+        )
+    return lines
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
+
+
+def markdown(results: Results, plot: str | None) -> str:
+    """The page that is published."""
+    facts = ", ".join(f"{name} {value}" for name, value in results.machine.items() if name != "device")
+    parts = [f"# {results.family} on {results.machine['device']}", facts + ".", f"`{results.command}`"]
+    parts += results.text
+    if results.rows:
+        parts += ["## Floors and goals", _markdown_table(rows_table(results.rows)), _losses(results)]
+    if results.samples:
+        parts += ["## Side by side", _markdown_table(samples_table(results.samples))]
+    if results.points:
+        fixed = ", ".join(f"{name} {size}" for name, size in results.fixed.items())
+        parts += [f"## Over B, S and V\n\nForward and backward; what does not move stays at {fixed}."]
+        parts += [f"![time and memory]({plot})"] if plot else []
+        parts += [_markdown_table(points_table(results.points))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _losses(results: Results) -> str:
+    if not results.losses:
+        return "Every floor that applies here is met."
+    return "Below the floor: " + "; ".join(r.name for r in results.losses) + "."
+
+
+def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    head, *body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
+
+
+def _value(value: float | None, unit: str, missing: str = "not measured") -> str:
+    if value is None:
+        return missing
+    return f"{value:.3g} {unit}".rstrip() if value < 1000 else f"{value:.0f} {unit}".rstrip()
+
+
+def _mib(number: int | None) -> str:
+    return "" if number is None else f"{number / 2**20:,.0f} MiB"
+
+
+def as_csv(results: Results) -> str:
+    """Rows, samples and points as one flat file."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["kind", "case", "contender", "axis", "at", "quantity", "value", "unit", "note"])
+    for r in results.rows:
+        writer.writerow(["row", r.name, "", "", "", "", _plain(r.value), r.unit, r.note])
+    for s in results.samples:
+        for quantity, value, unit in _quantities(s):
+            writer.writerow(["sample", s.case, s.contender, "", "", quantity, _plain(value), unit, s.note])
+    for p in results.points:
+        for quantity, value, unit in _quantities(p):
+            writer.writerow(["sweep", "", p.contender, p.axis, p.at, quantity, _plain(value), unit, p.note])
+    return out.getvalue()
+
+
+def _quantities(found: Sample | Point) -> list[tuple[str, Any, str]]:
+    scratch = getattr(found, "scratch_bytes", None)
+    listed = [("time", found.ms, "ms"), ("peak", found.peak_bytes, "bytes"), ("scratch", scratch, "bytes")]
+    return [q for q in listed if q[1] is not None] or [("time", None, "ms")]
+
+
+def _plain(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# --- Plot -------------------------------------------------------------------------------------------------------------
+
+_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # told apart by colour-blind readers too
+_MARKS = ["o", "s", "^", "D"]
+
+
+def draw(results: Results, path: Path) -> bool:
+    """Time above, memory below, one column an axis; False, with a word about it, without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install matplotlib); the CSV file holds its numbers")
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    axes = list(dict.fromkeys(p.axis for p in results.points))
+    names = list(dict.fromkeys(p.contender for p in results.points))
+    figure, grid = pyplot.subplots(2, len(axes), figsize=(3.6 * len(axes), 6), squeeze=False, layout="constrained")
+    for column, axis in enumerate(axes):
+        for at, name in enumerate(names):
+            mine = [p for p in results.points if p.axis == axis and p.contender == name]
+            style = {"label": name, "color": _COLOURS[at % 4], "marker": _MARKS[at % 4], "linewidth": 1.5}
+            _line(grid[0][column], [(p.at, p.ms) for p in mine], style)
+            _line(grid[1][column], [(p.at, p.peak_bytes and p.peak_bytes / 2**20) for p in mine], style)
+        for line in grid:
+            _scales(line[column], sorted({p.at for p in results.points if p.axis == axis}))
+        others = ", ".join(f"{n} {size}" for n, size in results.fixed.items() if n != axis)
+        grid[0][column].set_title(others, fontsize=9)
+        grid[1][column].set_xlabel(axis)
+    grid[0][0].set_ylabel("forward + backward, ms")
+    grid[1][0].set_ylabel("peak memory over the inputs, MiB")
+    grid[0][0].legend(fontsize=8, frameon=False)
+    figure.suptitle(f"{results.family}, {results.machine['device']}", fontsize=11)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def _line(plot: Any, points: Sequence[tuple[int, float | None]], style: dict[str, Any]) -> None:
+    known = [(x, y) for x, y in points if y]
+    if known:
+        plot.plot(*zip(*known), **style)
+
+
+def _scales(plot: Any, sizes: Sequence[int]) -> None:
+    plot.set_xscale("log", base=2)
+    plot.set_yscale("log")
+    plot.set_xticks(sizes, [f"{x}" for x in sizes], rotation=30, fontsize=7)
+    plot.minorticks_off()
+    plot.grid(True, linewidth=0.4, alpha=0.6)
