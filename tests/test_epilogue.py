@@ -1,0 +1,479 @@
+"""The epilogue's language: text form, derivatives, proofs, and the split that `plan` and `lower` make."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparse_inductor.epilogue.plan import lower, plan
+from sparse_inductor.epilogue.ranges import REALS, Interval, hoistable_suffix, prove
+from sparse_inductor.epilogue.steps import ROW, SCALAR, Step, dual, parse, render, run
+
+INF = math.inf
+QUICK = settings(
+    derandomize=True, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck)
+)
+
+# --- Text form ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, steps",
+    [
+        ("", ()),
+        ("relu", (Step("relu"),)),
+        ("relu | log1p | row_mul(0)", (Step("relu"), Step("log1p"), Step("row_mul", (), 0))),
+        ("row_where(1, -inf)", (Step("row_where", (-INF,), 1),)),
+        ("mul(0.125) | clamp_max(6)", (Step("mul", (0.125,)), Step("clamp_max", (6.0,)))),
+        ("  relu|  threshold( 0.5 ,0 ) ", (Step("relu"), Step("threshold", (0.5, 0.0)))),
+        ("mul(1e-3)", (Step("mul", (0.001,)),)),
+    ],
+)
+def test_parse(text, steps):
+    assert parse(text) == steps
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("gelu", "'gelu'"),
+        ("relu | frelu(1)", "'frelu'"),
+        ("mul", r"'mul' takes 1 constants, got \(\)"),
+        ("relu(1)", r"'relu' takes 0 constants, got \(1.0,\)"),
+        ("threshold(1)", "'threshold' takes 2"),
+        ("mul(two)", r"'mul\(two\)'.*'two'"),
+        ("row_mul", "'row_mul'.*None"),
+        ("row_mul(0.5)", r"'row_mul\(0.5\)'.*'0.5'"),
+        ("row_where(0)", "'row_where' takes 1"),
+        ("row_mul(0, 1)", "'row_mul' takes 0"),
+        ("mul(1", r"'mul\(1' has no closing parenthesis"),
+    ],
+)
+def test_errors_name_the_step(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse(text)
+
+
+def test_an_unknown_step_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"known steps: .*log1p.*row_where"):
+        Step("swish")
+
+
+def test_only_row_steps_have_an_operand():
+    with pytest.raises(ValueError, match="relu.*3"):
+        Step("relu", (), 3)
+
+
+numbers = st.floats(allow_nan=False, width=64)
+
+
+@st.composite
+def any_step(draw):
+    name = draw(st.sampled_from([*SCALAR, *ROW]))
+    arity = SCALAR[name].arity if name in SCALAR else ROW[name]
+    row = draw(st.integers(0, 12)) if name in ROW else None
+    return Step(name, tuple(draw(numbers) for _ in range(arity)), row)
+
+
+@QUICK
+@given(st.lists(any_step(), max_size=6).map(tuple))
+def test_parse_is_the_inverse_of_render(program):
+    assert parse(render(program)) == program
+
+
+# --- Values and derivatives -----------------------------------------------------------------------
+
+# name: (constants, PyTorch's own function, interval it is defined on)
+POSITIVE = (0.05, 5.0)
+OURS_AND_TORCHS = {
+    "add": ((1.5,), lambda x: x + 1.5, REALS),
+    "mul": ((-2.5,), lambda x: x * -2.5, REALS),
+    "clamp_min": ((0.5,), lambda x: torch.clamp(x, min=0.5), REALS),
+    "clamp_max": ((0.5,), lambda x: torch.clamp(x, max=0.5), REALS),
+    "relu": ((), torch.relu, REALS),
+    "threshold": ((0.5, 0.1), lambda x: F.threshold(x, 0.5, 0.1), REALS),
+    "leaky_relu": ((0.2,), lambda x: F.leaky_relu(x, 0.2), REALS),
+    "elu": ((0.7, 1.3), lambda x: torch.ops.aten.elu(x, 0.7, 1.3), REALS),
+    "softplus": ((2.0, 4.0), lambda x: F.softplus(x, 2.0, 4.0), REALS),
+    "log": ((), torch.log, POSITIVE),
+    "log1p": ((), torch.log1p, (-0.9, 5.0)),
+    "log2": ((), torch.log2, POSITIVE),
+    "log10": ((), torch.log10, POSITIVE),
+    "exp": ((), torch.exp, REALS),
+    "expm1": ((), torch.expm1, REALS),
+    "sqrt": ((), torch.sqrt, POSITIVE),
+    "square": ((), torch.square, REALS),
+    "pow": ((3.0,), lambda x: x.pow(3.0), REALS),
+    "tanh": ((), torch.tanh, REALS),
+    "sigmoid": ((), torch.sigmoid, REALS),
+    "logsigmoid": ((), F.logsigmoid, REALS),
+    "softsign": ((), F.softsign, REALS),
+    "atan": ((), torch.atan, REALS),
+    "asinh": ((), torch.asinh, REALS),
+    "erf": ((), torch.erf, REALS),
+}
+
+
+def points(domain) -> torch.Tensor:
+    low, high = (-6.0, 6.0) if domain is REALS else domain
+    x = torch.linspace(low, high, 49, dtype=torch.float64)  # hits 0 and 0.5, the kinks above
+    return x.requires_grad_()
+
+
+def test_every_scalar_step_is_tested():
+    assert OURS_AND_TORCHS.keys() == SCALAR.keys()
+
+
+@pytest.mark.parametrize("name", SCALAR)
+def test_a_step_and_its_derivative_are_torchs(name):
+    consts, function, domain = OURS_AND_TORCHS[name]
+    x = points(domain)
+    y = function(x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    ours, our_slope = dual((Step(name, consts),), x.detach())
+    torch.testing.assert_close(ours, y.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(our_slope, slope, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(run((Step(name, consts),), x.detach()), ours, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("power", [-1.0, -0.5, 0.5, 1.0, 2.0, 2.5, 0.0])
+def test_powers(power):
+    x = points(POSITIVE)
+    (slope,) = torch.autograd.grad(x.pow(power).sum(), x)
+    torch.testing.assert_close(dual((Step("pow", (power,)),), x.detach())[1], slope)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "relu | log1p",
+        "relu | log1p | log1p",
+        "mul(0.0333) | tanh | mul(30) | relu | log1p",
+        "relu | sqrt",
+        "clamp_min(0) | sqrt | add(1) | log",
+        "threshold(0, 0) | pow(0.5)",
+        "clamp_max(1) | clamp_min(-1) | exp",
+        "row_add(0) | relu | log1p | row_mul(1)",
+        "row_mul(1) | relu | log1p | row_where(2, -3)",
+    ],
+)
+def test_dual_of_a_program_is_autograds(text):
+    """Infinite slopes behind a flat step too: sqrt(relu(x)) has gradient 0 at x <= 0."""
+    program = parse(text)
+    x = points(REALS)
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        torch.randn(49, generator=generator, dtype=torch.float64),
+        torch.randn(49, generator=generator, dtype=torch.float64),
+        torch.arange(49) % 3,
+    ]
+    y = run(program, x, rows)
+    (slope,) = torch.autograd.grad(y.sum(), x)
+    value, ours = dual(program, x.detach(), rows)
+    torch.testing.assert_close(value, y.detach())
+    torch.testing.assert_close(ours, slope)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])
+def test_row_steps_take_any_dtype(dtype):
+    r = torch.tensor([0, 1, 1, 0]).to(dtype)
+    x = torch.tensor([5.0, 6.0, 7.0, 8.0])
+    for text, expected in (
+        ("row_mul(0)", [0.0, 6.0, 7.0, 0.0]),
+        ("row_add(0)", [5.0, 7.0, 8.0, 8.0]),
+        ("row_where(0, -2)", [-2.0, 6.0, 7.0, -2.0]),
+    ):
+        torch.testing.assert_close(dual(parse(text), x, [r])[0], torch.tensor(expected))
+
+
+# --- Proofs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, direction",
+    [
+        ("", 1),
+        ("relu | log1p", 1),
+        ("relu | add(1) | log", 1),
+        ("mul(-1)", -1),
+        ("mul(-1) | exp | mul(-1)", 1),
+        ("mul(0.1) | tanh | mul(10) | relu | log1p", 1),
+        ("relu | sqrt", 1),
+        ("relu | square", 1),
+        ("mul(-1) | clamp_max(0) | square", 1),
+        ("exp | log", 1),
+        ("sigmoid | log", 1),
+        ("pow(3)", 1),
+        ("relu | add(1) | pow(-1)", -1),
+        ("threshold(0.5, 0)", 1),
+        ("row_mul(0) | relu | row_add(1)", 1),  # row steps are somebody else's business
+        ("square", 0),
+        ("log", 0),
+        ("sqrt", 0),
+        ("log1p", 0),
+        ("tanh | log1p", 1),
+        ("tanh | add(-0.5) | log1p", 0),
+        ("pow(-1)", 0),
+        ("pow(2)", 0),
+        ("pow(0.5)", 0),
+        ("threshold(0, 1)", 0),  # falls from 1 to 0+ at 0
+        ("leaky_relu(-0.1)", 0),
+        ("elu(-1, 1)", 0),
+        ("elu(1, 1)", 1),
+        ("softplus(1, 20)", 1),
+        ("softplus(1, 2)", 0),  # falls by 0.13 where it turns linear
+        ("add(nan)", 0),
+        ("add(inf)", 0),
+    ],
+)
+def test_what_is_proved(text, direction):
+    assert prove(parse(text)).direction == direction
+
+
+def test_a_failed_proof_says_where():
+    assert prove(parse("tanh | square | relu")).why() == "square is not monotone on [-1, 1]"
+    assert prove(parse("mul(-1)")).why() == "it decreases"
+
+
+def test_the_range_of_a_proof():
+    assert prove(parse("sigmoid | mul(4) | add(-1)")).range == Interval(-1.0, 3.0)
+    assert prove(parse("relu | log1p")).range == Interval(0.0, INF)
+    assert prove(parse("square"), Interval(-3.0, -1.0)).range == Interval(1.0, 9.0)
+
+
+@pytest.mark.parametrize(
+    "text, start",
+    [
+        ("relu | log1p", 0),
+        ("relu | row_mul(0)", 2),
+        ("row_where(0, -inf) | relu | log1p", 1),
+        ("square | relu", 1),
+        ("row_mul(0) | square | add(1) | sqrt", 4),
+        ("relu | log1p | row_mul(0) | tanh", 3),
+    ],
+)
+def test_the_longest_suffix_that_rises(text, start):
+    assert hoistable_suffix(parse(text)) == start
+
+
+CONSTANTS = st.sampled_from([-2.0, -1.0, -0.5, 0.1, 0.5, 1.0, 2.0, 3.0]) | st.floats(
+    -20, 20, width=32
+)
+
+
+@st.composite
+def scalar_step(draw):
+    name = draw(st.sampled_from(list(SCALAR)))
+    if name == "softplus":
+        return Step(
+            name, (draw(st.sampled_from([0.5, 1.0, 2.0])), draw(st.sampled_from([3.0, 20.0])))
+        )
+    consts = tuple(draw(CONSTANTS) for _ in range(SCALAR[name].arity))
+    if name in ("mul", "leaky_relu", "elu") and consts[-1] == 0:
+        consts = (*consts[:-1], 1.0)  # see test_a_product_with_zero
+    return Step(name, consts)
+
+
+SAMPLE = torch.cat(
+    [
+        torch.linspace(-8, 8, 129, dtype=torch.float64),
+        torch.tensor([-1e4, -40.0, -1e-3, 1e-3, 40.0, 1e4], dtype=torch.float64),
+    ]
+).sort().values  # fmt: skip
+
+
+@settings(QUICK, max_examples=1500)
+@given(st.lists(scalar_step(), min_size=1, max_size=5).map(tuple))
+def test_no_proof_is_contradicted_by_points(program):
+    """max_s f(x_s) = f(max_s x_s), NaN included, on every prefix of the sample."""
+    direction = prove(program).direction
+    if direction == 0:
+        return
+    y = run(program, SAMPLE)
+    assert not y.isnan().any(), "proved on all reals, and not defined there"
+    running = direction * torch.cummax(direction * y, 0).values
+    torch.testing.assert_close(y, running, rtol=1e-7, atol=1e-7)
+
+
+@settings(QUICK, max_examples=500)
+@given(
+    st.lists(scalar_step(), min_size=1, max_size=3).map(tuple),
+    st.floats(-8, 8),
+    st.floats(0, 8),
+)
+def test_a_range_holds_every_value(program, low, width):
+    proof = prove(program, Interval(low, low + width))
+    if proof.direction == 0:
+        return
+    y = run(program, torch.linspace(low, low + width, 50, dtype=torch.float64))
+    slack = 1e-9 * y.abs().clamp(min=1.0, max=1e300)
+    assert bool((y >= proof.range.lo - slack).all() and (y <= proof.range.hi + slack).all())
+
+
+def test_overflow_keeps_its_sign():
+    """(-1e200)^3 is -inf, so sqrt of it is not defined."""
+    assert prove(parse("clamp_min(-1e200) | pow(3) | sqrt")).direction == 0
+
+
+def test_a_product_with_zero():
+    """inf * 0 is NaN: log(relu(x)) * 0 is NaN as soon as one position is inactive, not only when
+    the largest is."""
+    assert prove(parse("relu | log | mul(0)")).direction == 0
+    assert prove(parse("relu | log | leaky_relu(0)")).direction == 0
+    assert prove(parse("relu | mul(0)")).direction == 1
+
+
+# --- plan and lower -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, hoists, exhaustive",
+    [
+        ("relu | log1p", True, True),
+        ("row_where(0, -inf) | relu | log1p", True, True),
+        ("relu | row_where(0, 0)", True, True),
+        ("row_add(0) | relu", True, True),
+        ("relu | row_add(0)", True, False),
+        ("relu | row_mul(0)", True, False),
+        ("row_mul(0) | relu", True, False),
+        ("square | row_mul(0)", False, False),
+    ],
+)
+def test_what_a_plan_promises(text, hoists, exhaustive):
+    p = plan(text)
+    assert (p.hoists, p.exhaustive) == (hoists, exhaustive)
+    assert p.inner + p.outer == p.program
+    assert all(s.fn not in ROW for s in (*p.scalar, *p.outer))
+
+
+def test_every_position_hoists_nothing():
+    p = plan("row_where(0, -inf) | relu | log1p", every_position=True)
+    assert not p.hoists and p.outer == () and p.inner == p.program
+
+
+def test_a_plan_rejects_what_does_not_parse():
+    with pytest.raises(ValueError, match="'nope'"):
+        plan("relu | nope")
+
+
+def test_positions_are_classified_by_their_values():
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.5, 0.0], [0.0, 0.0, 0.0]])
+    low = lower(plan("relu | log1p | row_mul(0)"), [mask])
+    assert low.per_element.tolist() == [False, True, False]
+    assert low.add.tolist() == [[0.0, 0.0, -INF], [0.0, 0.0, -INF], [-INF] * 3]
+    assert low.fill.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_an_additive_mask_is_a_shift():
+    add = torch.tensor([[0.0, -1e4], [0.0, -INF]])
+    low = lower(plan("row_add(0) | relu"), [add])
+    assert low.per_element is None
+    assert torch.equal(low.add, add)
+    assert low.fill.tolist() == [-INF, 0.0]  # relu(-inf) of the one dropped position
+
+
+def evaluate(steps: str, z: torch.Tensor, rows: list[torch.Tensor], every: bool = False):
+    """The values that a plan means, from the logits [B, S, V]."""
+    p = plan(steps, every)
+    low = lower(p, rows, torch.float64)
+    per_element = torch.full(z.shape[:1], not p.hoists)
+    if low.per_element is not None:
+        per_element = per_element | low.per_element
+    add = torch.zeros(z.shape[:2], dtype=z.dtype) if low.add is None else low.add
+    dropped = (add == -INF)[..., None]
+
+    def finish(y, program):
+        top = y.amax(1)
+        values = run(program, top)
+        if low.fill is not None:
+            fill = low.fill[:, None]
+            values = torch.where(top == -INF, fill, torch.maximum(values, fill))
+        return values
+
+    fast = finish(z + add[..., None], p.scalar)
+    slow = finish(torch.where(dropped, -INF, run(p.inner, z, rows)), p.outer)
+    return torch.where(per_element[:, None], slow, fast)
+
+
+B, S, V = 4, 5, 6
+MASKS = {  # what a row operand holds
+    "binary": lambda g: torch.randint(0, 2, (B, S), generator=g).double(),
+    "zeros": lambda g: torch.zeros(B, S, dtype=torch.float64),
+    "ones": lambda g: torch.ones(B, S, dtype=torch.float64),
+    "one sequence real": lambda g: torch.cat(
+        [torch.randint(0, 2, (B - 1, S), generator=g), torch.rand(1, S, generator=g)]
+    ).double(),
+    "real": lambda g: torch.randn(B, S, generator=g, dtype=torch.float64),
+    "additive": lambda g: torch.randint(0, 2, (B, S), generator=g).double() * -1e4,
+    "bool": lambda g: torch.rand(B, S, generator=g) < 0.5,
+    "int": lambda g: torch.randint(-2, 3, (B, S), generator=g),
+}
+ADDED = {
+    **MASKS,
+    "minus infinity": lambda g: torch.where(torch.rand(B, S, generator=g) < 0.5, -INF, 0.0),
+}
+
+
+@st.composite
+def program_and_rows(draw):
+    """A program of scalar and row steps whose values stay finite until a mask says otherwise."""
+    tame = "relu log1p tanh sigmoid atan softsign".split()
+    steps, rows = [], []
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(["tame", "const", "row_mul", "row_add", "row_where"]))
+        if kind == "tame":
+            name = draw(st.sampled_from(tame))
+            steps += [Step("relu"), Step(name)] if name == "log1p" else [Step(name)]
+        elif kind == "const":
+            name = draw(st.sampled_from(["mul", "add", "clamp_min", "clamp_max"]))
+            steps.append(Step(name, (draw(st.sampled_from([-1.5, -0.5, 0.5, 2.0])),)))
+        else:
+            table = ADDED if kind == "row_add" else MASKS
+            rows.append(draw(st.sampled_from(sorted(table))))
+            consts = ()
+            if kind == "row_where":
+                consts = (draw(st.sampled_from([0.0, -1e4, -INF, 0.7])),)
+            steps.append(Step(kind, consts, len(rows) - 1))
+    tables = [ADDED[r] for r in rows]
+    g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return render(steps), [t(g) for t in tables], g
+
+
+@settings(QUICK, max_examples=600)
+@given(program_and_rows(), st.booleans())
+def test_the_split_equals_the_maximum_over_elements(case, every):
+    steps, rows, g = case
+    z = torch.randn(B, S, V, generator=g, dtype=torch.float64)
+    direct = run(parse(steps), z, rows).amax(1)
+    if direct.isnan().any():  # -inf * 0 in the user's own formula
+        return
+    torch.testing.assert_close(evaluate(steps, z, rows, every), direct, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "relu | log1p | row_mul(0)",
+        "row_mul(0) | relu | log1p",
+        "row_where(0, -inf) | relu | log1p",
+        "relu | log1p | row_where(0, -inf)",
+        "relu | log1p | row_where(0, 0)",
+        "row_add(0) | relu | log1p",
+        "relu | log1p | row_add(0)",
+        "tanh | row_mul(0) | add(1)",
+        "square | row_mul(0)",
+        "mul(-1) | row_mul(0) | mul(-1)",
+    ],
+)
+def test_masks_as_people_write_them(steps, mask):
+    g = torch.Generator().manual_seed(1)
+    rows = [MASKS[mask](g)]
+    z = torch.randn(B, S, V, generator=g, dtype=torch.float64)
+    direct = run(parse(steps), z, rows).amax(1)
+    torch.testing.assert_close(evaluate(steps, z, rows), direct, rtol=1e-12, atol=1e-12)
