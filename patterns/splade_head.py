@@ -28,15 +28,16 @@ from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear, is_parameter
-from sparse_inductor.match.graph import GraphView, Unknown, fake, same_size
-from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
+from sparse_inductor.match.shapes import SHAPE_OPS, Decline
 from sparse_inductor.pattern import Example, Miss
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
 
 _RISES = frozenset(
-    "relu clamp clamp_min maximum softplus leaky_relu elu where threshold hardtanh".split()
+    "relu relu6 clamp clamp_min maximum softplus leaky_relu elu celu selu gelu silu mish where threshold "
+    "hardtanh".split()
 )
 _LOGS = frozenset("log log1p log2 log10".split())
 _OTHER_POOLS = {
@@ -287,14 +288,15 @@ class SpladeHead:
         for source, reader in chain.reads:
             if not view.effects.unchanged(source, reader, anchor):
                 raise Decline(
-                    f"{source.name} is changed in place between the linear and the maximum", reader
+                    f"{label(source)} is changed in place between the linear and the maximum",
+                    reader,
                 )
         inside = set(nodes)
         for n in nodes:
             for target in view.effects.writers.get(n, ()):
                 if view.effects.creator(target) not in inside:
                     raise Decline(
-                        f"{target.name} is written in place and lives on outside the head", n
+                        f"{label(target)} is written in place and lives on outside the head", n
                     )
         start, end = view.order[linear.node], view.order[anchor]
         for n in view.graph.nodes:
@@ -341,14 +343,12 @@ def _outside_reader(
 
 
 def _reads(view: GraphView, m: HeadMatch, node: fx.Node, reader: fx.Node) -> str:
-    what = (
-        "the logits are"
-        if node is m.chain.linear.node
-        else f"the result of {view.name_of(node) or node.name} is"
+    what = "the logits are" if node is m.chain.linear.node else f"the result of {label(node)} is"
+    while view.name_of(reader) in SHAPE_OPS and len(reader.users) == 1:
+        reader = next(iter(reader.users))  # the view is not what the user asks about
+    return (
+        f"{what} also returned" if reader.op == "output" else f"{what} also read by {label(reader)}"
     )
-    if reader.op == "output":
-        return f"{what} also returned"
-    return f"{what} also read by {view.name_of(reader) or reader.name}"
 
 
 def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:

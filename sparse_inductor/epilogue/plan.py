@@ -79,8 +79,17 @@ class Lowered:
     per_element: torch.Tensor | None
 
 
-def lower(p: Plan, rows: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> Lowered:
-    """Classify every position. rows: [B, S] each, any real or bool dtype. Costs a few passes over [B, S]."""
+def lower(
+    p: Plan,
+    rows: Sequence[torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+    finite: torch.Tensor | None = None,
+) -> Lowered:
+    """Classify every position. rows: [B, S] each, any real or bool dtype. Costs a few passes over [B, S].
+
+    finite [B, S]: False where a position's logits are not finite. Multiplying those by 0 gives NaN, not 0, so they
+    are not dropped by `row_mul`; None: all are finite.
+    """
     if not p.hoists or not rows:
         return Lowered(p, None, None, None)
     zero = torch.zeros_like(rows[0], dtype=dtype)
@@ -98,7 +107,7 @@ def lower(p: Plan, rows: Sequence[torch.Tensor], dtype: torch.dtype = torch.floa
             dropped = dropped | (r == 0)
         elif step.fn == "row_mul":
             value = torch.where(dropped, value * r, 0.0)
-            dropped = dropped | (r == 0)
+            dropped = dropped | ((r == 0) if finite is None else (r == 0) & finite)
             other = other | (r != 1)
         else:
             gone = r == float("-inf")

@@ -52,8 +52,8 @@ SCALAR: dict[str, Scalar] = {
     "clamp_min": Scalar(1, lambda x, c: x.clamp_min(c), _one, lambda x, c: x < c),
     "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x > c),
     "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0),
-    # y = x where x > t, else v
-    "threshold": Scalar(2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: x <= t),
+    # v where x <= t, else x: a NaN stays
+    "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t),
     "leaky_relu": Scalar(
         1,
         lambda x, a: torch.where(x > 0, x, x * a),

@@ -22,7 +22,7 @@ from ..epilogue.steps import Program, Step
 from .climb import Assigned, Element, Spine, Term
 from .emit import Emitter
 from .gemm import Linear
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, fake, label, same_size
 from .shapes import Decline, Move, move
 
 __all__ = ["Chain", "swallowed"]
@@ -94,6 +94,8 @@ class Chain:
 
     def _operand(self, term: Term, node: fx.Node) -> None:
         kind = self._kind(term.operand, node)
+        if kind == "row" and self._linear_so_far() and self._is_scalar(term):
+            kind = "column"  # one number for everything: a learned scale of the logits, say
         if isinstance(term.operand, Assigned):
             self.reads += [(n, node) for n in term.operand.nodes()]
         else:
@@ -101,7 +103,7 @@ class Chain:
         if kind == "column":
             self._column(term, node)
         elif torch.is_grad_enabled() and self.view.requires_grad(term.operand):
-            raise Decline("a per-token factor is learned: its gradient would be lost", node)
+            raise Decline(f"a per-token operand ({label(term.operand)}) needs a gradient", node)
         else:
             self._row(term, node)
 
@@ -117,8 +119,7 @@ class Chain:
 
     def _column(self, term: Term, node: fx.Node) -> None:
         scale = math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
-        linear_so_far = all(s.fn == "mul" for s in self.steps) and scale != 0 and not self.tail
-        if linear_so_far:
+        if self._linear_so_far():
             self._folds.append(lambda e, wb: self._fold(e, wb, term, scale))
             return
         if (
@@ -132,6 +133,14 @@ class Chain:
         if term.prepare is not None and term.fn == "mul":
             raise Decline("division by a vector over the vocabulary after the activation", node)
         self.tail.append(term)
+
+    def _linear_so_far(self) -> bool:
+        """Whether the chain is still a non-zero multiple of the linear."""
+        return not self.tail and all(s.fn == "mul" and s.consts[0] != 0 for s in self.steps)
+
+    def _is_scalar(self, term: Term) -> bool:
+        numbers = self.view.shape(term.operand) if isinstance(term.operand, fx.Node) else (2,)
+        return term.fn in ("add", "mul") and all(same_size(s, 1) for s in numbers)
 
     def _kind(self, operand: fx.Node | Assigned, node: fx.Node) -> str:
         """ "row" (one number a token) or "column" (one a vocabulary entry)."""
@@ -277,6 +286,15 @@ class Chain:
             else:
                 t = e.call(getattr(operator, item.fn), t, self._vector(e, item))
         return t
+
+
+def _columns(e: Emitter, pair: Pair, columns: slice | fx.Node) -> Pair:
+    """The entries of V that are kept."""
+    if isinstance(columns, slice):
+        weight, bias = (t if t is None else e.call(operator.getitem, t, columns) for t in pair)
+    else:
+        weight, bias = (t if t is None else e.method("index_select", t, 0, columns) for t in pair)
+    return weight, bias
 
 
 def _prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import fx
 
 from ..epilogue.steps import Step
 from .gemm import Linear, linears
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, fake, label, same_size
 from .names import Call
 from .shapes import SHAPE_OPS, Decline
 
@@ -49,8 +49,7 @@ _FIXED: dict[str, tuple[Step, ...]] = {
 }
 _IDENTITY = {"contiguous", "clone", "alias", "lift_fresh", "positive"}
 _NOT_MONOTONE = {
-    "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "sign", "tan", "tanhshrink", "floor",
-    "ceil", "round", "trunc", "erfc", "sinh",
+    "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "tan", "erfc",
 }  # fmt: skip
 _COMPARE = {"gt", "ge", "lt", "le"}
 
@@ -129,7 +128,7 @@ def climb(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> Sp
 def _describe(node: fx.Node) -> str:
     if node.op == "placeholder":
         return "an input of the graph: no linear makes these values"
-    return getattr(node.target, "__name__", str(node.target))
+    return label(node)
 
 
 class _Climber:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .effects import Effects, fake
 from .names import Call, canonical
 
-__all__ = ["GraphView", "Unknown", "fake", "same_size", "static_size"]
+__all__ = ["GraphView", "Unknown", "fake", "label", "same_size", "static_size"]
 
 _METADATA_READERS = {
     "metadata",
@@ -39,6 +40,16 @@ def same_size(a: Any, b: Any) -> bool:
 def static_size(size: Any) -> int | None:
     """The number a size is on every run, or None; never adds a guard."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def label(node: fx.Node) -> str:
+    """What a user would call a node: "decoder.weight" for a parameter, else the name of the call."""
+    if node.op in ("placeholder", "get_attr"):
+        name = re.sub(r"^[lL]_|_$", "", str(node.target))
+        name = re.sub(r"^self_", "", name)
+        return re.sub(r"_?(modules|parameters|buffers)_", ".", name).strip(".")
+    call = canonical(node)
+    return call.name if call is not None else getattr(node.target, "__name__", node.name)
 
 
 class Unknown(Exception):

@@ -35,13 +35,13 @@ class Move:
 
     v_dim, origin: the axis after the move, and for every axis after it the axis before it it came from, or None.
     apply(e, t, row): take the move of `t`; `row` says that t is a per-row operand, 1 on the V axis and perhaps
-    on others. columns: the slice of V that is kept, if the move drops some.
+    on others. columns: the entries of V that are kept, a slice or an index tensor, if the move drops some.
     """
 
     v_dim: int
     origin: tuple[int | None, ...]
     apply: Callable[[Emitter, fx.Node, bool], fx.Node]
-    columns: slice | None = None
+    columns: slice | fx.Node | None = None
 
 
 def _permutation(perm: Sequence[int], v: int) -> Move:
@@ -58,9 +58,14 @@ def _index(view: GraphView, node: fx.Node, shape: tuple, items: list[Any], v: in
             kept.append(None)
             continue
         if axis == v:
-            if not isinstance(item, slice):
+            if isinstance(item, fx.Node) and isinstance(fake(item), torch.Tensor):
+                alone = all(i == slice(None) for i in items if i is not item and i is not None)
+                if fake(item).dim() != 1 or fake(item).dtype == torch.bool or not alone:
+                    raise Decline("gathers vocabulary entries in a way that is not followed", node)
+                columns = item
+            elif not isinstance(item, slice):
                 raise Decline("picks single vocabulary entries before the reduction", node)
-            if item != slice(None):
+            elif item != slice(None):
                 if item.step not in (None, 1):
                     raise Decline("takes a strided slice of the vocabulary", node)
                 columns = item
@@ -268,7 +273,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "index_select":
             d, index = call["dim"] % n, call["index"]
             if d == v:
-                raise Decline("selects vocabulary entries before the reduction", node)
+                return _index(view, node, before, _only(d, index, n), v)
 
             def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
                 single = row and same_size(fake(t).shape[d], 1) and not same_size(before[d], 1)

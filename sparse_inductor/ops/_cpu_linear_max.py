@@ -79,20 +79,26 @@ def forward(
 def _reduce(logits, bias, rows, part, low, general, want_winner):
     """One tile [b, S, v] to values, winner and peak [b, v]."""
     p = low.plan
-    add = None if low.add is None else low.add[part].to(logits.dtype).unsqueeze(-1)
+    dropped = shift = None
+    if low.add is not None:
+        add = low.add[part].to(logits.dtype).unsqueeze(-1)
+        dropped = add == float("-inf")
+        shift = add.masked_fill(dropped, 0)
     fill = None if low.fill is None else low.fill[part, None].to(logits.dtype)
     fast = slow = None
     if general is None or not general.all():
+        # Dropped logits are replaced, not shifted: a NaN in the padding is nobody's value.
+        z = logits if shift is None or not shift.any() else logits + shift
+        z = z if dropped is None or not dropped.any() else z.masked_fill(dropped, float("-inf"))
         # The bias is the same for every position, so it is added after the maximum.
-        z = logits if add is None else logits + add if general is not None else logits.add_(add)
         top, winner = _max(z, want_winner)
         peak = top if bias is None else top + bias
         fast = _finish(run(p.scalar, peak), peak, winner, top, fill)
     if general is not None:
         z = logits if bias is None else logits + bias
         y = run(p.inner, z, [r[part] for r in rows])
-        if add is not None:
-            y = torch.where(add == float("-inf"), add, y)
+        if dropped is not None:
+            y = y.masked_fill(dropped, float("-inf"))
         top, winner = _max(y, want_winner)
         slow = _finish(run(p.outer, top), top, winner, top, fill)
     if fast is None or slow is None:

@@ -136,6 +136,14 @@ def _flat(hidden: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]
     return x, [r.expand(hidden.shape[:-1]).reshape(B, S) for r in rows]
 
 
+def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
+    """`lower`, told which tokens have logits that are not finite: one pass over the hidden states."""
+    finite = None
+    if p.hoists and any(s.fn == "row_mul" for s in p.program) and x.numel():
+        finite = torch.linalg.vector_norm(x, float("inf"), -1).isfinite()
+    return lower(p, rows, cpu.compute_dtype(x), finite)
+
+
 def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
     """The smallest signed integer that holds a position; a symbolic length is not guarded on."""
     if isinstance(S, torch.SymInt):
@@ -149,7 +157,7 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
     out_dtype = out_dtype or hidden.dtype
     lead, V = hidden.shape[:-2], weight.shape[0]
     x, flat_rows = _flat(hidden, rows)
-    low = lower(p, flat_rows, cpu.compute_dtype(hidden))
+    low = _lower(p, x, flat_rows)
     want = winner_dtype is not None
     with autocast_off(hidden.device.type):
         if x.shape[0] == 0 or V == 0 or x.shape[2] == 0 or not x.is_cuda:
@@ -208,7 +216,7 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, argmax, nee
     p = plan(steps, argmax)
     x, flat_rows = _flat(hidden, rows)
     grad = grad.reshape(x.shape[0], weight.shape[0])
-    low = lower(p, flat_rows, cpu.compute_dtype(hidden))
+    low = _lower(p, x, flat_rows)
     with autocast_off(hidden.device.type):
         if grad.numel() == 0 or x.shape[2] == 0:
             grads = [

@@ -394,7 +394,7 @@ def _states_with(value):
     return h.requires_grad_()
 
 
-@program()
+@program(modes=INFER)
 def nan_under_masked_fill():
     """NaN in the padding, filled before it can spread."""
 
@@ -448,32 +448,6 @@ def nan_without_a_mask():
             return torch.log1p(self.decoder(h).clamp(min=0)).max(dim=1).values
 
     return Model(), (_states_with(float("nan")),)
-
-
-@program("maybe", "where(x > 0, x, 0) turns NaN into 0, relu does not", INFER)
-def nan_under_where_positive():
-    """The hand-written relu swallows NaN."""
-
-    class Model(Vocabulary):
-        def forward(self, h):
-            logits = self.decoder(h)
-            positive = torch.where(logits > 0, logits, 0.0)
-            return torch.log1p(positive).amax(dim=1)
-
-    return Model(), (_states_with(float("nan")),)
-
-
-@program("maybe", "x * (x > 0) is NaN at -inf, relu is not", INFER)
-def forbidden_terms_times_their_sign():
-    """-inf for unused vocabulary entries meets x * (x > 0)."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask, forbid):
-            logits = self.decoder(h) + forbid
-            return (torch.log1p(logits * (logits > 0)) * mask.unsqueeze(-1)).amax(dim=1)
-
-    forbid = torch.zeros(V).index_fill(0, torch.arange(4), -INF)
-    return Model(), (hidden(), mask(), forbid)
 
 
 @program(modes=INFER)

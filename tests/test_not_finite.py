@@ -1,0 +1,64 @@
+"""Where NaN and infinity differ from the unrewritten program, on purpose: documented, and never silently wrong."""
+
+from __future__ import annotations
+
+import torch
+
+from splade_spellings.registry import Vocabulary, hidden, mask, tokens
+from support import compile_without_codegen, only_splade_head, rewrites
+
+
+def _compiled(module, *inputs):
+    with only_splade_head() as report:
+        result = compile_without_codegen(module)(*inputs)
+        assert len(rewrites(report)) == 1
+    return result
+
+
+def test_padding_that_is_masked_away_does_not_poison_the_weight_gradient():
+    """Eager multiplies a gradient of 0 by the NaN states and gets NaN; the op does not read dropped tokens."""
+
+    class Model(Vocabulary):
+        def forward(self, h, m):
+            return tokens(self.decoder(h).masked_fill(m.unsqueeze(-1) == 0, -1e4)).amax(dim=1)
+
+    module, m = Model(), mask()
+    states = hidden().detach().masked_fill(m.unsqueeze(-1) == 0, float("nan"))
+    (eager,) = torch.autograd.grad(module(states, m).sum(), module.decoder.weight)
+    (ours,) = torch.autograd.grad(_compiled(module, states, m).sum(), module.decoder.weight)
+    assert eager.isnan().all()
+    assert ours.isfinite().all()
+    kept = tokens(module.double().decoder(states.double().nan_to_num()) * m.unsqueeze(-1)).amax(
+        dim=1
+    )
+    (truth,) = torch.autograd.grad(kept.sum(), module.decoder.weight)
+    torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_nan_logits_are_not_hidden_by_a_handwritten_relu():
+    """where(x > 0, x, 0) turns NaN into 0 and so leaves a poisoned token out; here the sequence becomes NaN."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            logits = self.decoder(h)
+            return torch.log1p(torch.where(logits > 0, logits, 0.0)).amax(dim=1)
+
+    states = hidden().detach()
+    states[0, 2] = float("nan")
+    result = _compiled(Model(), states)
+    assert result[0].isnan().all()
+    assert result[1:].isfinite().all()
+
+
+def test_minus_infinity_times_its_sign_is_zero():
+    """x * (x > 0) is NaN at -inf; here it is what the formula means, 0."""
+
+    class Model(Vocabulary):
+        def forward(self, h, forbid):
+            logits = self.decoder(h) + forbid
+            return torch.log1p(logits * (logits > 0)).amax(dim=1)
+
+    forbid = torch.zeros(37).index_fill(0, torch.arange(4), float("-inf"))
+    result = _compiled(Model(), hidden().detach(), forbid)
+    assert (result[:, :4] == 0).all()
+    assert result.isfinite().all()
