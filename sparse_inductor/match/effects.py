@@ -6,6 +6,7 @@ node `x` get. Storage identity of the fake tensors says what aliases what.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -100,26 +101,34 @@ _LAST = {"relu", "relu6", "elu", "leaky_relu", "threshold", "hardtanh", "celu", 
 
 
 class Effects:
-    """Writes of a graph, by storage."""
+    """Writes of a graph, by storage. Storages are looked up only in graphs that write at all."""
 
     def __init__(self, graph: fx.Graph, order: dict[fx.Node, int]):
-        self._order = order
-        self._writes: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
-        self._creator: dict[int, fx.Node] = {}
-        self.writers: dict[fx.Node, list[fx.Node]] = {}
-        for node in graph.nodes:
-            root = _storage(node)
-            if root is not None:
-                self._creator.setdefault(root, node)
-            targets = written(node)
-            if targets:
-                self.writers[node] = targets
+        self._graph, self._order = graph, order
+        self.writers = {n: targets for n in graph.nodes if (targets := written(n))}
+
+    @functools.cached_property
+    def _writes(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
+        writes: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
+        for node, targets in self.writers.items():
             for target in targets:
                 key = _storage(target)
                 if key is not None:
-                    self._writes.setdefault(key, []).append((node, target))
+                    writes.setdefault(key, []).append((node, target))
+        return writes
+
+    @functools.cached_property
+    def _creator(self) -> dict[int, fx.Node]:
+        creator: dict[int, fx.Node] = {}
+        for node in self._graph.nodes:
+            key = _storage(node)
+            if key is not None:
+                creator.setdefault(key, node)
+        return creator
 
     def _between(self, node: fx.Node, after: int, before: int) -> list[tuple[fx.Node, fx.Node]]:
+        if not self.writers:
+            return []
         key = _storage(node)
         events = self._writes.get(key, ()) if key is not None else ()
         return [e for e in events if after < self._order[e[0]] < before]
