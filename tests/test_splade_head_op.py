@@ -1,0 +1,756 @@
+"""The operator called directly on the CPU, against the same formula written out in PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sparse_inductor.ops import splade_head
+from support import TOLERANCE, error
+
+INF = math.inf
+ops = torch.ops.sparse_inductor
+
+
+def make(B=3, S=7, D=5, V=11, dtype=torch.float32, bias=True, lead=None, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    lead = (B,) if lead is None else lead
+    hidden = torch.randn(*lead, S, D, generator=g, dtype=torch.float64).to(dtype)
+    weight = torch.randn(V, D, generator=g, dtype=torch.float64).to(dtype)
+    b = torch.randn(V, generator=g, dtype=torch.float64).to(dtype) if bias else None
+    return hidden, weight, b
+
+
+def lengths(B=3, S=7, dtype=torch.int64):
+    """Right padding, the last sequence of a batch entirely masked."""
+    keep = torch.tensor([S - (i * S) // max(1, B - 1) for i in range(B)])
+    return (torch.arange(S) < keep[:, None]).to(dtype)
+
+
+def logits(hidden, weight, bias):
+    z = hidden @ weight.mT
+    return z if bias is None else z + bias
+
+
+def log1p_relu(z):
+    return torch.log1p(torch.relu(z))
+
+
+def m_(r):
+    return r.unsqueeze(-1)
+
+
+# name: (steps, the user's formula of logits and mask, the mask's dtype)
+FORMULAS = {
+    "mul": ("relu | log1p | row_mul(0)", lambda z, m: log1p_relu(z) * m_(m)),
+    "mul_first": ("row_mul(0) | relu | log1p", lambda z, m: log1p_relu(z * m_(m))),
+    "where_zero": (
+        "relu | log1p | row_where(0, 0)",
+        lambda z, m: log1p_relu(z).masked_fill(m_(m) == 0, 0.0),
+    ),
+    "where_minus_inf": (
+        "relu | log1p | row_where(0, -inf)",
+        lambda z, m: log1p_relu(z).masked_fill(m_(m) == 0, -INF),
+    ),
+    "where_minus_inf_first": (
+        "row_where(0, -inf) | relu | log1p",
+        lambda z, m: log1p_relu(z.masked_fill(m_(m) == 0, -INF)),
+    ),
+    "add_first": (
+        "row_add(0) | relu | log1p",
+        lambda z, m: log1p_relu(z + m_((1 - m.to(z.dtype)) * -1e4)),
+    ),
+    "add_minus_inf_first": (
+        "row_add(0) | relu | log1p",
+        lambda z, m: log1p_relu(z + m_(torch.where(m != 0, 0.0, -INF).to(z.dtype))),
+    ),
+    "add": (
+        "relu | log1p | row_add(0)",
+        lambda z, m: log1p_relu(z) + m_((1 - m.to(z.dtype)) * -1e4),
+    ),
+    "add_minus_inf": (
+        "relu | log1p | row_add(0)",
+        lambda z, m: log1p_relu(z) + m_(torch.where(m != 0, 0.0, -INF).to(z.dtype)),
+    ),
+}
+
+
+def row_of(name, mask, dtype):
+    """The row operand of a formula: the mask, or what is added."""
+    if "add_minus_inf" in name:
+        return torch.where(mask != 0, 0.0, -INF).to(dtype)
+    return (1 - mask.to(dtype)) * -1e4 if "add" in name else mask
+
+
+def gradients(values, leaves, seed=3):
+    g = torch.Generator().manual_seed(seed)
+    cotangent = torch.randn(values.shape, generator=g, dtype=torch.float64).to(values.dtype)
+    # No loss is finite where a value is not: what a gradient of -inf would be is nobody's concern.
+    cotangent = torch.where(values.isinf(), 0.0, cotangent)
+    return torch.autograd.grad(values, leaves, cotangent)
+
+
+def leaves_of(*tensors):
+    return [t.detach().clone().requires_grad_() for t in tensors if t is not None]
+
+
+def check(hidden, weight, bias, formula, *, rows=(), steps=None, tolerance=None, **kwargs):
+    """Values and gradients no further from the fp64 formula than the same formula in the inputs' dtype."""
+    dtype = hidden.dtype
+    results = []
+    for how in ("ours", "plain", "truth"):
+        cast = torch.float64 if how == "truth" else dtype
+        leaves = [t.detach().to(cast).requires_grad_() for t in (hidden, weight)]
+        b = None if bias is None else bias.detach().to(cast).requires_grad_()
+        if how == "ours":
+            values = splade_head(*leaves, b, rows=rows, steps=steps, **kwargs)
+        else:
+            values = formula(logits(*leaves, b)).amax(-2)
+        results.append((values, *gradients(values, [*leaves, *([] if b is None else [b])])))
+    limit = TOLERANCE[dtype] if tolerance is None else tolerance
+    for what, ours, plain, truth in zip(
+        ("values", "hidden", "weight", "bias"), *results, strict=False
+    ):
+        assert ours.shape == plain.shape and ours.dtype == plain.dtype, what
+        assert torch.equal(ours.isinf(), truth.isinf()), what
+        assert not ours.isnan().any(), what
+        ours_off, plain_off = error(ours, truth, dtype), error(plain, truth, dtype)
+        assert ours_off <= plain_off + limit, f"{what}: {ours_off:.2e}, plain {plain_off:.2e}"
+    return results[0][0]
+
+
+# --- Gradients ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "steps, row",
+    [
+        ("relu | log1p | row_mul(0)", lengths(2, 4)),
+        ("row_where(0, -inf) | relu | log1p", lengths(2, 4)),
+        ("relu | log1p | row_mul(0)", torch.linspace(-1, 1, 8).view(2, 4)),
+        ("row_add(0) | tanh | row_mul(0)", torch.linspace(-1, 1, 8).view(2, 4)),
+        ("square | row_mul(0)", lengths(2, 4)),
+        ("mul(0.1) | tanh | mul(10) | elu(1, 1)", None),
+        ("softplus(1, 20) | sqrt | add(1) | log", None),
+        ("mul(-1) | leaky_relu(0.25) | mul(-1)", None),
+    ],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_gradcheck(steps, row, bias):
+    rows = [] if row is None else [row]
+    leaves = leaves_of(*make(B=2, S=4, D=3, V=5, dtype=torch.float64, bias=bias))
+    torch.autograd.gradcheck(
+        lambda h, w, b=None: splade_head(h, w, b, rows=rows, steps=steps), leaves
+    )
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:])
+def test_only_wanted_gradients(needs):
+    tensors = make()
+    for t, n in zip(tensors, needs):
+        t.requires_grad_(n)
+    splade_head(*tensors, lengths()).sum().backward()
+    assert [t.grad is not None for t in tensors] == list(needs)
+
+
+def test_backward_twice_over_one_graph_is_bitwise_equal():
+    leaves = leaves_of(*make(B=4, S=33, D=16, V=200))
+    values = splade_head(*leaves, lengths(4, 33))
+    cotangent = torch.randn_like(values)
+    first = torch.autograd.grad(values, leaves, cotangent, retain_graph=True)
+    second = torch.autograd.grad(values, leaves, cotangent)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("mask", [lengths(4, 33), torch.rand(4, 33)], ids=["binary", "real"])
+def test_two_runs_are_bitwise_equal(mask):
+    def once():
+        leaves = leaves_of(*make(B=4, S=33, D=16, V=200))
+        values = splade_head(*leaves, mask)
+        return values, *gradients(values, leaves)
+
+    assert all(map(torch.equal, once(), once()))
+
+
+def test_a_weight_used_by_two_heads_gets_both_gradients():
+    hidden, weight, bias = make()
+    results = []
+    for head in (splade_head, lambda h, w, b: log1p_relu(logits(h, w, b)).amax(-2)):
+        h, w, b = leaves_of(hidden, weight, bias)
+        both = head(h, w, b) + head(2 * h, w, b)
+        results.append(gradients(both, [h, w, b]))
+    for ours, plain in zip(*results):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_a_gradient_is_not_silently_wrong_the_second_time():
+    """Double backward is either exact or refused."""
+    leaves = leaves_of(*make(dtype=torch.float64))
+    exact = torch.autograd.grad(
+        torch.autograd.grad(
+            log1p_relu(logits(*leaves)).amax(-2).square().sum(), leaves, create_graph=True
+        )[0].square().sum(),
+        leaves,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a warning is not enough
+        try:
+            (first, *_) = torch.autograd.grad(
+                splade_head(*leaves).square().sum(), leaves, create_graph=True
+            )
+            second = torch.autograd.grad(first.square().sum(), leaves)
+        except RuntimeError:
+            return
+    for ours, truth in zip(second, exact):
+        torch.testing.assert_close(ours, truth)
+
+
+# --- Precision ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_no_less_accurate_than_the_formula(name, dtype):
+    steps, formula = FORMULAS[name]
+    mask = lengths(4, 24)
+    hidden, weight, bias = make(B=4, S=24, D=32, V=60, dtype=dtype)
+    check(
+        hidden,
+        weight,
+        bias,
+        lambda z: formula(z, mask),
+        rows=[row_of(name, mask, dtype)],
+        steps=steps,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32, torch.bfloat16])
+def test_out_dtype(dtype, out_dtype):
+    hidden, weight, bias = leaves_of(*make(dtype=dtype))
+    values = splade_head(hidden, weight, bias, lengths(), out_dtype=out_dtype)
+    assert values.dtype == (out_dtype or dtype)
+    truth = (
+        log1p_relu(logits(*(t.double() for t in (hidden, weight, bias)))) * m_(lengths())
+    ).amax(1)
+    limit = 1e-2 if torch.bfloat16 in (out_dtype, dtype) else 2e-3
+    torch.testing.assert_close(values.double(), truth, rtol=limit, atol=limit)
+    values.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == bias.grad.dtype == dtype
+
+
+def test_half_inputs_accumulate_in_fp32():
+    """1024 products of 1 and 1 and one of 2048 and 1: fp16 accumulation would lose the ones."""
+    hidden = torch.ones(1, 1, 1025, dtype=torch.float16)
+    hidden[..., 0] = 2048
+    weight = torch.ones(1, 1025, dtype=torch.float16)
+    values = splade_head(hidden, weight, steps="", out_dtype=torch.float32)
+    assert values.item() == 3072
+
+
+# --- Shapes and layouts ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "B, S, D, V",
+    [
+        (1, 1, 1, 1),
+        (1, 1, 5, 7),
+        (2, 1, 3, 1),
+        (1, 9, 1, 3),
+        (3, 7, 5, 1),
+        (2, 129, 3, 5),
+        (1, 300, 17, 9),
+        (5, 3, 31, 513),
+        (2, 2049, 3, 2),
+    ],
+)
+@pytest.mark.parametrize("steps", ["relu | log1p | row_mul(0)", "square | row_mul(0)"])
+def test_any_size(B, S, D, V, steps):
+    mask = lengths(B, S) if B > 1 else torch.ones(1, S)
+    hidden, weight, bias = make(B, S, D, V)
+    activation = log1p_relu if "relu" in steps else torch.square
+    check(hidden, weight, bias, lambda z: activation(z) * m_(mask), rows=[mask], steps=steps)
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("real", [False, True])
+def test_leading_dimensions(lead, real):
+    hidden, weight, bias = make(lead=lead)
+    g = torch.Generator().manual_seed(5)
+    mask = torch.rand(*lead, 7, generator=g)
+    mask = mask if real else (mask > 0.4).long()
+    values = check(
+        hidden,
+        weight,
+        bias,
+        lambda z: log1p_relu(z) * m_(mask),
+        rows=[mask],
+        steps="relu | log1p | row_mul(0)",
+    )
+    assert values.shape == (*lead, 11)
+
+
+@pytest.mark.parametrize("argmax", [False, True])
+def test_an_empty_batch(argmax):
+    hidden, weight, bias = leaves_of(torch.empty(0, 7, 5), *make()[1:])
+    got = splade_head(hidden, weight, bias, torch.empty(0, 7), return_argmax=argmax)
+    values = got[0] if argmax else got
+    assert values.shape == (0, 11)
+    if argmax:
+        assert got[1].shape == (0, 11) and got[1].dtype == torch.int64
+    values.sum().backward()
+    assert hidden.grad.shape == (0, 7, 5)
+    assert not weight.grad.any() and not bias.grad.any()
+
+
+def test_an_empty_vocabulary():
+    hidden, weight, bias = leaves_of(torch.randn(2, 7, 5), torch.empty(0, 5), torch.empty(0))
+    values = splade_head(hidden, weight, bias)
+    assert values.shape == (2, 0)
+    values.sum().backward()
+    assert not hidden.grad.any()
+
+
+HIDDEN_LAYOUTS = {
+    "strided": lambda h: h.repeat_interleave(2, -1)[..., ::2],
+    "every_other_token": lambda h: h.repeat_interleave(2, 1)[:, ::2],
+    "sequence_first": lambda h: h.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels_first": lambda h: h.mT.contiguous().mT,
+    "expanded_batch": lambda h: h[:1].expand(3, -1, -1),
+    "expanded_tokens": lambda h: h[:, :1].expand(-1, 7, -1),
+    "flipped_storage": lambda h: torch.cat([h, h])[3:],
+}
+WEIGHT_LAYOUTS = {
+    "transposed": lambda w: w.t().contiguous().t(),
+    "strided": lambda w: w.repeat_interleave(3, 1)[:, ::3],
+    "expanded": lambda w: w[:1].expand(11, -1),
+    "sliced": lambda w: torch.cat([w, w])[5:16],
+}
+
+
+@pytest.mark.parametrize("steps", ["relu | log1p | row_mul(0)", "square | row_mul(0)"])
+@pytest.mark.parametrize("layout", HIDDEN_LAYOUTS)
+def test_hidden_of_any_layout(layout, steps):
+    _same_whatever_the_layout(HIDDEN_LAYOUTS[layout], lambda w: w, steps)
+
+
+@pytest.mark.parametrize("steps", ["relu | log1p | row_mul(0)", "square | row_mul(0)"])
+@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
+def test_weight_of_any_layout(layout, steps):
+    _same_whatever_the_layout(lambda h: h, WEIGHT_LAYOUTS[layout], steps)
+
+
+def _same_whatever_the_layout(of_hidden, of_weight, steps):
+    """The same numbers from views and from contiguous copies of them, gradients of the base included."""
+    results = []
+    for view in (True, False):
+        hidden, weight, bias = leaves_of(*make())
+        h, w = of_hidden(hidden), of_weight(weight)
+        if not view:
+            h, w = h.contiguous(), w.contiguous()
+        values = splade_head(h, w, bias, rows=[lengths()], steps=steps)
+        results.append((values, *gradients(values, [hidden, weight, bias])))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+# --- Masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64, torch.bfloat16]
+)
+@pytest.mark.parametrize("shape", ["[B, S]", "[1, S]", "[S]", "[B, 1]"])
+@pytest.mark.parametrize("hidden_dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_any_dtype_and_shape(dtype, shape, hidden_dtype):
+    mask = {
+        "[B, S]": lengths(),
+        "[1, S]": lengths()[1:2],
+        "[S]": lengths()[1],
+        "[B, 1]": torch.tensor([[1], [0], [1]]),
+    }[shape].to(dtype)
+    hidden, weight, bias = make(dtype=hidden_dtype)
+    full = mask.expand(3, 7)
+    values = splade_head(hidden, weight, bias, mask)
+    expected = splade_head(hidden, weight, bias, full.bool())
+    assert torch.equal(values, expected)
+    assert torch.equal(
+        values,
+        splade_head(hidden, weight, bias, rows=[mask], steps="relu | log1p | row_where(0, 0)"),
+    )
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("argmax", [False, True])
+def test_a_fully_masked_sequence_is_what_the_formula_says(name, bias, argmax):
+    """0, -inf or about -1e4, and no gradient that the formula does not have."""
+    steps, formula = FORMULAS[name]
+    mask = torch.ones(3, 7, dtype=torch.int64)
+    mask[1] = 0
+    results = []
+    for ours in (True, False):
+        hidden, weight, *b = leaves_of(*make(bias=bias))
+        b = b[0] if bias else None
+        if ours:
+            rows = [row_of(name, mask, torch.float32)]
+            values = splade_head(hidden, weight, b, rows=rows, steps=steps, return_argmax=argmax)
+            values = values[0] if argmax else values
+        else:
+            values = formula(logits(hidden, weight, b), mask).max(1).values
+        results.append((values, *gradients(values, [hidden, weight, *([b] if bias else [])])))
+    ours, plain = results
+    assert torch.equal(ours[0][1].isinf(), plain[0][1].isinf())
+    if name != "add":  # the formula rounds log1p(x) - 1e4, from a product summed in another order
+        assert torch.equal(ours[0][1], plain[0][1])
+    torch.testing.assert_close(ours[0], plain[0])
+    for a, b in zip(ours[1:], plain[1:]):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        lambda g: torch.rand(3, 7, generator=g),
+        lambda g: torch.randn(3, 7, generator=g),
+        lambda g: -torch.rand(3, 7, generator=g),
+        lambda g: torch.randint(-2, 4, (3, 7), generator=g),
+        lambda g: torch.rand(3, 7, generator=g) * lengths(),
+        lambda g: torch.full((3, 7), 2.0),
+    ],
+    ids=["positive", "signed", "negative", "integers", "padded", "twos"],
+)
+@pytest.mark.parametrize(
+    "steps, formula",
+    [
+        ("relu | log1p | row_mul(0)", lambda z, m: log1p_relu(z) * m_(m)),
+        ("row_mul(0) | relu | log1p", lambda z, m: log1p_relu(z * m_(m))),
+        ("row_mul(0)", lambda z, m: z * m_(m)),
+        ("tanh | row_add(0)", lambda z, m: torch.tanh(z) + m_(m)),
+        ("tanh | row_mul(0) | add(0.5) | relu", lambda z, m: (torch.tanh(z) * m_(m) + 0.5).relu()),
+    ],
+)
+def test_real_valued_weights_are_exact(steps, formula, weights, everything):
+    m = weights(torch.Generator().manual_seed(2))
+    if not everything:  # one sequence of the batch keeps the fast path
+        m = torch.cat([torch.ones_like(m[:1]), m[1:]])
+    hidden, weight, bias = make()
+    check(hidden, weight, bias, lambda z: formula(z, m), rows=[m], steps=steps)
+
+
+def test_a_neighbour_on_the_general_path_changes_nothing():
+    hidden, weight, bias = make(B=4, S=9, D=6, V=700)
+    mask = lengths(4, 9, torch.float32)
+    mixed = mask.clone()
+    mixed[2] = torch.rand(9)
+    for argmax in (False, True):
+        alone = splade_head(hidden, weight, bias, mask, return_argmax=argmax)
+        both = splade_head(hidden, weight, bias, mixed, return_argmax=argmax)
+        keep = [0, 1, 3]
+        a, b = (alone[0], both[0]) if argmax else (alone, both)
+        torch.testing.assert_close(a[keep], b[keep], rtol=1e-6, atol=1e-6)
+
+
+def test_two_rows():
+    hidden, weight, bias = make()
+    add, keep = torch.linspace(-1, 1, 7), lengths()
+    check(
+        hidden,
+        weight,
+        bias,
+        lambda z: log1p_relu(z + m_(add)).masked_fill(m_(keep) == 0, -INF),
+        rows=[add, keep],
+        steps="row_add(0) | relu | log1p | row_where(1, -inf)",
+    )
+
+
+def test_one_row_used_twice():
+    hidden, weight, bias = make()
+    mask = torch.rand(3, 7)
+    check(
+        hidden,
+        weight,
+        bias,
+        lambda z: log1p_relu(z * m_(mask)) * m_(mask),
+        rows=[mask],
+        steps="row_mul(0) | relu | log1p | row_mul(0)",
+    )
+
+
+def test_rows_get_no_gradient():
+    hidden, weight, bias = leaves_of(*make())
+    mask = torch.rand(3, 7, requires_grad=True)
+    splade_head(hidden, weight, bias, mask).sum().backward()
+    assert mask.grad is None and hidden.grad is not None
+
+
+def test_non_finite_hidden_states_behind_a_selecting_mask_do_not_leak():
+    hidden, weight, bias = make()
+    mask = lengths()
+    hidden[mask == 0] = torch.nan
+    values = splade_head(hidden, weight, bias, rows=[mask], steps="relu | log1p | row_where(0, 0)")
+    hidden[mask == 0] = 0
+    torch.testing.assert_close(
+        values,
+        splade_head(hidden, weight, bias, rows=[mask], steps="relu | log1p | row_where(0, 0)"),
+    )
+
+
+# --- Positions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("S", [7, 129, 200])
+def test_positions_are_those_of_torch_max(name, grad, S):
+    """On plateaus (inactive or masked tokens) too, where the first maximum counts."""
+    steps, formula = FORMULAS[name]
+    mask = lengths(3, S)
+    mask[0, 0] = 0
+    hidden, weight, bias = make(S=S, dtype=torch.float64)
+    expected = formula(logits(hidden, weight, bias), mask).max(1)
+    hidden.requires_grad_(grad)
+    values, positions = splade_head(
+        hidden,
+        weight,
+        bias,
+        rows=[row_of(name, mask, torch.float64)],
+        steps=steps,
+        return_argmax=True,
+    )
+    assert positions.dtype == torch.int64 and not positions.requires_grad
+    torch.testing.assert_close(values, expected.values)
+    assert torch.equal(positions, expected.indices)
+
+
+def test_positions_of_equal_tokens_are_the_first():
+    hidden, weight, bias = make(S=1, B=2)
+    _, positions = splade_head(hidden.expand(2, 7, 5), weight, bias, return_argmax=True)
+    assert not positions.any()
+
+
+def test_asking_for_positions_changes_no_value_and_no_gradient():
+    results = []
+    for argmax in (False, True):
+        leaves = leaves_of(*make())
+        values = splade_head(*leaves, lengths(), return_argmax=argmax)
+        values = values[0] if argmax else values
+        results.append((values, *gradients(values, leaves)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+
+
+# --- Autocast -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_what_explicit_casts_do(dtype):
+    leaves = leaves_of(*make())
+    with torch.autocast("cpu", dtype=dtype):
+        values = splade_head(*leaves, lengths())
+    assert values.dtype == dtype
+    assert torch.equal(values, splade_head(*(t.to(dtype) for t in leaves), lengths()))
+    values.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in leaves)
+
+
+def test_autocast_leaves_double_alone():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert splade_head(*make(dtype=torch.float64)).dtype == torch.float64
+
+
+def test_a_backward_inside_autocast_is_the_same():
+    results = []
+    for region in (True, False):
+        leaves = leaves_of(*make())
+        values = splade_head(*leaves, lengths())
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=region):
+            results.append(gradients(values, leaves))
+    assert all(map(torch.equal, *results))
+
+
+# --- What raises ----------------------------------------------------------------------------------
+
+H, W, BIAS = torch.randn(2, 7, 5), torch.randn(11, 5), torch.randn(11)
+
+
+@pytest.mark.parametrize(
+    "kwargs, exception, says",
+    [
+        ({"hidden": torch.randn(5)}, ValueError, r"hidden must be.*\(5,\)"),
+        ({"hidden": torch.randn(2, 0, 5)}, ValueError, "S = 0"),
+        ({"weight": torch.randn(11, 6)}, ValueError, r"weight must be.*D = 5.*\(11, 6\)"),
+        ({"weight": torch.randn(11)}, ValueError, r"weight must be.*\(11,\)"),
+        ({"bias": torch.randn(10)}, ValueError, r"bias must be \[V\] = \[11\].*\(10,\)"),
+        ({"bias": torch.randn(11, 1)}, ValueError, r"bias must be.*\(11, 1\)"),
+        ({"hidden": H.long()}, TypeError, "hidden must be one of.*torch.int64"),
+        ({"weight": W.int()}, TypeError, "weight must be one of.*torch.int32"),
+        ({"bias": BIAS.bool()}, TypeError, "bias must be one of.*torch.bool"),
+        ({"weight": W.bfloat16()}, TypeError, "dtype of hidden, torch.float32, got torch.bfloat16"),
+        ({"weight": W.to("meta")}, ValueError, "weight is on meta, hidden on cpu"),
+        ({"mask": torch.ones(2, 8)}, ValueError, r"rows\[0\].*\(2, 8\)"),
+        ({"mask": torch.ones(3, 7)}, ValueError, r"rows\[0\].*\(3, 7\)"),
+        ({"mask": torch.ones(2, 7, 1)}, ValueError, r"rows\[0\].*\(2, 7, 1\)"),
+        ({"mask": torch.ones(2, 7) * 1j}, TypeError, r"rows\[0\].*complex64"),
+        ({"mask": H[..., 0], "rows": [H[..., 0]]}, ValueError, "mask or rows"),
+        ({"steps": "relu | row_mul(0)"}, ValueError, r"rows \[0\], but 0 are given"),
+        ({"mask": H[..., 0], "steps": "relu"}, ValueError, r"rows \[\], but 1 are given"),
+        ({"mask": H[..., 0], "steps": "row_mul(1)"}, ValueError, r"rows \[1\], but 1 are given"),
+        ({"mask": H[..., 0], "steps": "row_mul(-1)"}, ValueError, r"rows \[-1\]"),
+        ({"steps": "relu | swish"}, ValueError, "'swish'"),
+        ({"steps": "mul"}, ValueError, "'mul' takes 1"),
+        ({"out_dtype": torch.int32}, TypeError, "out_dtype.*torch.int32"),
+    ],
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_errors_name_the_value(kwargs, exception, says, grad):
+    inputs = {"hidden": H, "weight": W, "bias": BIAS, **kwargs}
+    if grad:
+        inputs = {
+            k: v.clone().requires_grad_()
+            if isinstance(v, torch.Tensor) and v.is_floating_point()
+            else v
+            for k, v in inputs.items()
+        }
+    with pytest.raises(exception, match=says):
+        splade_head(**inputs)
+
+
+# --- As an operator of PyTorch --------------------------------------------------------------------
+
+
+def sample_inputs():
+    hidden, weight, bias = make()
+    yield "plain", (hidden, weight, bias, [], "relu | log1p")
+    yield "mask", (hidden, weight, None, [lengths()], "relu | log1p | row_mul(0)")
+    yield "weights", (hidden, weight, bias, [torch.rand(3, 7)], "relu | log1p | row_mul(0)")
+    yield "general", (hidden, weight, bias, [lengths().bool()], "square | row_where(0, -1)")
+    yield "no_batch", (hidden[0], weight, bias, [lengths()[0]], "row_add(0) | relu")
+    yield "half", (hidden.bfloat16(), weight.bfloat16(), None, [], "tanh")
+    yield "strided", (hidden.mT.contiguous().mT, weight.t().contiguous().t(), bias, [], "relu")
+    yield "four_d", (make(lead=(2, 3))[0], weight, bias, [torch.rand(7)], "relu | row_mul(0)")
+
+
+SAMPLES = dict(sample_inputs())
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck(sample, argmax, grad):
+    hidden, weight, bias, rows, steps = SAMPLES[sample]
+    tensors = [hidden, weight, bias]
+    if grad:
+        tensors = [t if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    dtype = torch.float32 if sample == "half" else None
+    torch.library.opcheck(ops.splade_head.default, (*tensors, rows, steps, dtype, argmax))
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("winner_dtype", [torch.int8, torch.int32])
+def test_opcheck_of_the_parts(sample, winner_dtype):
+    hidden, weight, bias, rows, steps = SAMPLES[sample]
+    inputs = hidden, weight, bias, rows, steps
+    forward = (*inputs, None, False, winner_dtype)
+    torch.library.opcheck(ops.splade_head_train.default, forward)
+    values, winner, peak = ops.splade_head_train(*forward)
+    assert winner.dtype == winner_dtype and winner.shape == peak.shape
+    for needs in ([True, True, bias is not None], [True, False, False], [False, True, False]):
+        torch.library.opcheck(
+            ops.splade_head_backward.default,
+            (torch.randn_like(values), *inputs, winner, peak, False, needs),
+        )
+
+
+def compile_bare(dynamic, **kwargs):
+    def fn(hidden, weight, bias, mask):
+        return splade_head(hidden, weight, bias, mask, **kwargs)
+
+    return torch.compile(fn, fullgraph=True, dynamic=dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_by_inductor(dynamic):
+    """Called in user code: one graph, the same numbers, other sizes without a new trace if dynamic."""
+    compiled = compile_bare(dynamic)
+    for B, S in [(3, 7), (4, 9)] if dynamic else [(3, 7)]:
+        leaves = leaves_of(*make(B=B, S=S))
+        mask = lengths(B, S)
+        values = compiled(*leaves, mask)
+        expected = splade_head(*leaves, mask)
+        torch.testing.assert_close(values, expected)
+        for a, b in zip(gradients(values, leaves), gradients(expected, leaves)):
+            torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves, mask), expected)
+
+
+def test_compiled_under_autocast():
+    leaves = leaves_of(*make())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values = compile_bare(False)(*leaves, lengths())
+        expected = splade_head(*leaves, lengths())
+    assert values.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(values, expected)
+
+
+def test_inside_a_module_that_is_deep_copied_and_moved():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder = nn.Linear(5, 11)
+
+        def forward(self, h, mask):
+            return splade_head(h, self.decoder.weight, self.decoder.bias, mask)
+
+    hidden = make()[0]
+    head = Head().double()
+    assert head(hidden.double(), lengths()).dtype == torch.float64
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of one storage that any operator made, those inside our operators included."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sparse_inductor":
+            with self:  # the kernel's own calls, rather than the operator as one
+                out = func._op_dk(torch._C.DispatchKey.CPU, *args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.layout == torch.strided:
+                self.elements = max(self.elements, t.untyped_storage().nbytes() // t.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("argmax", [False, True])
+@pytest.mark.parametrize("mask", ["none", "binary", "real"])
+@pytest.mark.parametrize("training", [False, True])
+def test_nothing_as_large_as_the_logits_is_made(mask, argmax, training):
+    B, S, V = 4, 64, 5000
+    hidden, weight, bias = make(B, S, 16, V)
+    mask = {"none": None, "binary": lengths(B, S), "real": torch.rand(B, S)}[mask]
+    with Largest() as seen:
+        (hidden @ weight.mT).sum()
+    assert seen.elements == B * S * V
+    leaves = leaves_of(hidden, weight, bias)
+    with Largest() as seen, torch.set_grad_enabled(training):
+        values = splade_head(*leaves, mask, return_argmax=argmax)
+        values = values[0] if argmax else values
+        if training:
+            values.square().sum().backward()
+    assert B * V <= seen.elements < B * S * V / 3
