@@ -61,7 +61,10 @@ class Memory:
 
 
 def race(
-    contenders: Mapping[str, Work], device: torch.device, seconds: float = 3.0, rounds: tuple[int, int] = (5, 60)
+    contenders: Mapping[str, Work],
+    device: torch.device,
+    seconds: float = 3.0,
+    rounds: tuple[int, int] = (5, 60),
 ) -> dict[str, Timing]:
     """Time the contenders in turn, round by round, for about `seconds` and within `rounds`; after two warm-up calls."""
     for work in contenders.values():
@@ -81,7 +84,8 @@ def race(
 
 
 def _timing(values: Sequence[float]) -> Timing:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    parts = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    low, middle, high = parts
     return Timing(middle, low, high, len(values))
 
 
@@ -113,7 +117,7 @@ def _timed_cpu(work: Work, clear: Work) -> float:
 
 
 def peak_memory(work: Work, device: torch.device) -> Memory:
-    """Peak memory of one call, after two warm-up calls. On the CPU only meaningful in a process of its own: `isolated`."""
+    """Peak memory of one call, after two warm-up calls. On the CPU this needs a process of its own: `isolated`."""
     for _ in range(2):
         work()
     meter = PeakMeter(device)
@@ -216,21 +220,36 @@ def ceilings(device: torch.device, quick: bool = False) -> Ceilings:
 
 _MARK = "@result "
 
+# For a child's environment: freed blocks go back to the system at once (glibc), so that the resident size is what is
+# in use. The threshold is below any tensor that matters.
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
+
 
 def isolated(function: Callable[..., Any], **arguments: Any) -> Any:
     """Call a top-level function in a fresh Python process; arguments and result are JSON-able.
 
     Raises RuntimeError with the end of what the process said when it fails.
     """
-    # Freed blocks go back to the system at once, so that the resident size is what is in use.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
-    command = [sys.executable, "-m", __spec__.name, f"{function.__module__}:{function.__qualname__}"]
+    env = {**os.environ, **RETURN_MEMORY}
+    command = [
+        sys.executable,
+        "-m",
+        __spec__.name,
+        f"{function.__module__}:{function.__qualname__}",
+    ]
     done = subprocess.run(
-        [*command, json.dumps(arguments)], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+        [*command, json.dumps(arguments)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     results = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not results:
-        raise RuntimeError(f"{function.__qualname__}({arguments}) failed:\n{(done.stdout + done.stderr)[-3000:]}")
+        raise RuntimeError(
+            f"{function.__qualname__}({arguments}) failed:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
     return json.loads(results[-1].removeprefix(_MARK))
 
 
@@ -254,7 +273,9 @@ def machine(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         facts["driver"] = _driver()
         facts["CUDA"] = torch.version.cuda or "?"
-        facts["memory"] = f"{torch.cuda.get_device_properties(device).total_memory / 1024**3:.0f} GiB"
+        facts["memory"] = (
+            f"{torch.cuda.get_device_properties(device).total_memory / 1024**3:.0f} GiB"
+        )
     else:
         facts["threads"] = str(torch.get_num_threads())
     return {
@@ -277,7 +298,9 @@ def device_name(device: torch.device) -> str:
 def _driver() -> str:
     try:
         asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+        return subprocess.run(
+            asked, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
         return "?"
 

@@ -78,7 +78,9 @@ class Results:
     @property
     def slug(self) -> str:
         """Name of the files: "splade_head-nvidia-h200"."""
-        return f"{self.family}-{re.sub(r'[^a-z0-9]+', '-', self.machine['device'].lower()).strip('-')}"
+        return (
+            f"{self.family}-{re.sub(r'[^a-z0-9]+', '-', self.machine['device'].lower()).strip('-')}"
+        )
 
     @property
     def losses(self) -> list[Row]:
@@ -120,7 +122,16 @@ def rows_table(rows: Sequence[Row]) -> list[list[str]]:
 
 def samples_table(samples: Sequence[Sample]) -> list[list[str]]:
     """Heading and lines of the side-by-side table."""
-    lines = [["case", "contender", "ms (quartiles)", "peak over the inputs", "beyond outputs and gradients", "remarks"]]
+    lines = [
+        [
+            "case",
+            "contender",
+            "ms (quartiles)",
+            "peak over the inputs",
+            "beyond outputs and gradients",
+            "remarks",
+        ]
+    ]
     for s in samples:
         spread = f" ({s.low_ms:.4g} - {s.high_ms:.4g})" if s.low_ms is not None else ""
         time = "" if s.ms is None else f"{s.ms:.4g}{spread}"
@@ -133,7 +144,14 @@ def points_table(points: Sequence[Point]) -> list[list[str]]:
     lines = [["axis", "at", "contender", "ms", "peak over the inputs", "remarks"]]
     for p in points:
         lines.append(
-            [p.axis, str(p.at), p.contender, "" if p.ms is None else f"{p.ms:.4g}", _mib(p.peak_bytes), p.note]
+            [
+                p.axis,
+                str(p.at),
+                p.contender,
+                "" if p.ms is None else f"{p.ms:.4g}",
+                _mib(p.peak_bytes),
+                p.note,
+            ]
         )
     return lines
 
@@ -141,21 +159,35 @@ def points_table(points: Sequence[Point]) -> list[list[str]]:
 def aligned(lines: Sequence[Sequence[str]]) -> str:
     """A table for a terminal."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines
+    )
 
 
 def markdown(results: Results, plot: str | None) -> str:
     """The page that is published."""
-    facts = ", ".join(f"{name} {value}" for name, value in results.machine.items() if name != "device")
-    parts = [f"# {results.family} on {results.machine['device']}", facts + ".", f"`{results.command}`"]
+    facts = ", ".join(
+        f"{name} {value}" for name, value in results.machine.items() if name != "device"
+    )
+    parts = [
+        f"# {results.family} on {results.machine['device']}",
+        facts + ".",
+        f"`{results.command}`",
+    ]
     parts += results.text
     if results.rows:
-        parts += ["## Floors and goals", _markdown_table(rows_table(results.rows)), _losses(results)]
+        parts += [
+            "## Floors and goals",
+            _markdown_table(rows_table(results.rows)),
+            _losses(results),
+        ]
     if results.samples:
         parts += ["## Side by side", _markdown_table(samples_table(results.samples))]
     if results.points:
         fixed = ", ".join(f"{name} {size}" for name, size in results.fixed.items())
-        parts += [f"## Over B, S and V\n\nForward and backward; what does not move stays at {fixed}."]
+        parts += [
+            f"## Over B, S and V\n\nForward and backward; what does not move stays at {fixed}."
+        ]
         parts += [f"![time and memory]({plot})"] if plot else []
         parts += [_markdown_table(points_table(results.points))]
     return "\n\n".join(parts) + "\n"
@@ -168,7 +200,9 @@ def _losses(results: Results) -> str:
 
 
 def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    head, *body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    head, *body = [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    ]
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
@@ -186,21 +220,31 @@ def as_csv(results: Results) -> str:
     """Rows, samples and points as one flat file."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["kind", "case", "contender", "axis", "at", "quantity", "value", "unit", "note"])
+    writer.writerow(
+        ["kind", "case", "contender", "axis", "at", "quantity", "value", "unit", "note"]
+    )
     for r in results.rows:
         writer.writerow(["row", r.name, "", "", "", "", _plain(r.value), r.unit, r.note])
     for s in results.samples:
         for quantity, value, unit in _quantities(s):
-            writer.writerow(["sample", s.case, s.contender, "", "", quantity, _plain(value), unit, s.note])
+            writer.writerow(
+                ["sample", s.case, s.contender, "", "", quantity, _plain(value), unit, s.note]
+            )
     for p in results.points:
         for quantity, value, unit in _quantities(p):
-            writer.writerow(["sweep", "", p.contender, p.axis, p.at, quantity, _plain(value), unit, p.note])
+            writer.writerow(
+                ["sweep", "", p.contender, p.axis, p.at, quantity, _plain(value), unit, p.note]
+            )
     return out.getvalue()
 
 
 def _quantities(found: Sample | Point) -> list[tuple[str, Any, str]]:
     scratch = getattr(found, "scratch_bytes", None)
-    listed = [("time", found.ms, "ms"), ("peak", found.peak_bytes, "bytes"), ("scratch", scratch, "bytes")]
+    listed = [
+        ("time", found.ms, "ms"),
+        ("peak", found.peak_bytes, "bytes"),
+        ("scratch", scratch, "bytes"),
+    ]
     return [q for q in listed if q[1] is not None] or [("time", None, "ms")]
 
 
@@ -219,20 +263,33 @@ def draw(results: Results, path: Path) -> bool:
     try:
         import matplotlib
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install matplotlib); the CSV file holds its numbers")
+        print(
+            "no plot: matplotlib is not installed (pip install matplotlib); the CSV file holds its numbers"
+        )
         return False
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     axes = list(dict.fromkeys(p.axis for p in results.points))
     names = list(dict.fromkeys(p.contender for p in results.points))
-    figure, grid = pyplot.subplots(2, len(axes), figsize=(3.6 * len(axes), 6), squeeze=False, layout="constrained")
+    figure, grid = pyplot.subplots(
+        2, len(axes), figsize=(3.6 * len(axes), 6), squeeze=False, layout="constrained"
+    )
     for column, axis in enumerate(axes):
         for at, name in enumerate(names):
             mine = [p for p in results.points if p.axis == axis and p.contender == name]
-            style = {"label": name, "color": _COLOURS[at % 4], "marker": _MARKS[at % 4], "linewidth": 1.5}
+            style = {
+                "label": name,
+                "color": _COLOURS[at % 4],
+                "marker": _MARKS[at % 4],
+                "linewidth": 1.5,
+            }
             _line(grid[0][column], [(p.at, p.ms) for p in mine], style)
-            _line(grid[1][column], [(p.at, p.peak_bytes and p.peak_bytes / 2**20) for p in mine], style)
+            _line(
+                grid[1][column],
+                [(p.at, p.peak_bytes and p.peak_bytes / 2**20) for p in mine],
+                style,
+            )
         for line in grid:
             _scales(line[column], sorted({p.at for p in results.points if p.axis == axis}))
         others = ", ".join(f"{n} {size}" for n, size in results.fixed.items() if n != axis)

@@ -26,20 +26,40 @@ if TYPE_CHECKING:
 # The rewritten program may be this much further from the reference than the unrewritten one: a factor, and what
 # rounding may do besides. Where two positions nearly tie, the winner, and with it a gradient, hangs on a rounding.
 _FACTOR = 1.5
-_ROUNDING = {"cpu": {"value_error": 1e-5, "gradient_error": 2e-3}, "cuda": {"value_error": 1e-2, "gradient_error": 5e-2}}
+_ROUNDING = {
+    "cpu": {"value_error": 1e-5, "gradient_error": 2e-3},
+    "cuda": {"value_error": 1e-2, "gradient_error": 5e-2},
+}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; ends the process with a message where it makes no sense."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("--model", metavar="NAME_OR_PATH", help="a masked-LM checkpoint (default: random weights)")
-    parser.add_argument("--layers", type=int, help="encoder layers (default: 12 on a GPU, 4 on a CPU)")
-    parser.add_argument("--batch", type=int, help="pairs of query and document (default: 64 on a large GPU, 8)")
-    parser.add_argument("--seq", type=int, help="tokens a text (default: 256 on a GPU, 64 on a CPU)")
+    parser.add_argument(
+        "--model", metavar="NAME_OR_PATH", help="a masked-LM checkpoint (default: random weights)"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="encoder layers (default: 12 on a GPU, 4 on a CPU)"
+    )
+    parser.add_argument(
+        "--batch", type=int, help="pairs of query and document (default: 64 on a large GPU, 8)"
+    )
+    parser.add_argument(
+        "--seq", type=int, help="tokens a text (default: 256 on a GPU, 64 on a CPU)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="training steps (default: 3)")
-    parser.add_argument("--hidden", type=int, default=768, help="hidden size (default: 768, as BERT)")
-    parser.add_argument("--vocab", type=int, default=30522, help="vocabulary entries (default: 30522, as BERT)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: a GPU if there is one")
+    parser.add_argument(
+        "--hidden", type=int, default=768, help="hidden size (default: 768, as BERT)"
+    )
+    parser.add_argument(
+        "--vocab", type=int, default=30522, help="vocabulary entries (default: 30522, as BERT)"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="default: a GPU if there is one",
+    )
     asked = parser.parse_args(argv)
     if asked.model is not None and asked.layers is not None:
         parser.error("--layers: the checkpoint given by --model has its own number of layers")
@@ -69,29 +89,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     on_gpu = asked.device == "cuda" or (asked.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if on_gpu else "cpu")
-    sizes = _sizes(asked, device)
-    print(_introduction(sizes, device), flush=True)
-    sides: dict[str, dict[str, Any]] = {}
-    for rewritten in (False, True):
-        found = _side(sizes, device, rewritten)
-        if found is None:
-            return 1
-        sides["rewritten" if rewritten else "unrewritten"] = found
-    wrong = _conclude(sides["unrewritten"], sides["rewritten"], device)
-    print(f"\n{'FAILED: ' + '; '.join(wrong) if wrong else 'All right'} ({time.monotonic() - started:.0f} s)")
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = _sizes(asked, device, folder)
+        print(_introduction(sizes, device), flush=True)
+        if asked.model is None:
+            _make_tokenizer(sizes)
+        plain = _side(sizes, device, False, Path(folder))
+        ours = _side(sizes, device, True, Path(folder)) if plain else None
+    if plain is None or ours is None:
+        return 1
+    wrong = _conclude(plain, ours, device)
+    verdict = f"FAILED: {'; '.join(wrong)}" if wrong else "All right"
+    print(f"\n{verdict} ({time.monotonic() - started:.0f} s)")
     return 1 if wrong else 0
 
 
-def _sizes(asked: argparse.Namespace, device: torch.device) -> Sizes:
-    """The defaults are for what the machine can do in a few minutes."""
+def _sizes(asked: argparse.Namespace, device: torch.device, folder: str) -> Sizes:
+    """The defaults are what the machine can do in a few minutes."""
     import torch
 
     from .model import Sizes
 
-    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 64 * 2**30
-    layers, batch, seq = (12, 64 if large else 8, 256) if device.type == "cuda" else (4, 8, 64)
+    layers, batch, seq = 6, 8, 128
+    if device.type == "cuda":
+        large = torch.cuda.get_device_properties(device).total_memory > 64 * 2**30
+        layers, batch, seq = 12, 64 if large else 8, 256
     return Sizes(
-        asked.model, asked.layers or layers, asked.hidden, asked.vocab, asked.batch or batch, asked.seq or seq, asked.steps
+        asked.model,
+        asked.model or str(Path(folder) / "tokenizer"),
+        asked.layers or layers,
+        asked.hidden,
+        asked.vocab,
+        asked.batch or batch,
+        asked.seq or seq,
+        asked.steps,
     )
 
 
@@ -109,23 +140,41 @@ def _introduction(sizes: Sizes, device: torch.device) -> str:
     )
 
 
-def _side(sizes: Sizes, device: torch.device, rewritten: bool) -> dict[str, Any] | None:
-    """Run one side in its own process; None, with a word about it, when it fails."""
-    from benchmarks.measure import MIB, ROOT
+def _make_tokenizer(sizes: Sizes) -> None:
+    """Built once, for both sides."""
+    from .model import sentences, train_tokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "found.json"
-        asked = {"sizes": dataclasses.asdict(sizes), "device": str(device), "rewritten": rewritten, "result": str(result)}
-        # Freed blocks go back to the system at once, so that the resident size is what is in use.
-        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB), "MALLOC_TRIM_THRESHOLD_": str(MIB)}
-        # -c keeps the caller's folder on the path: a relative --model is found from there.
-        command = [sys.executable, "-m", "benchmarks.demo.side", json.dumps(asked)]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH", "")]))
-        status = subprocess.run(command, env=env, check=False).returncode
-        if status or not result.exists():
-            print(f"FAILED: the {'rewritten' if rewritten else 'unrewritten'} side ended with status {status}")
-            return None
-        return json.loads(result.read_text())
+    tokenizer = train_tokenizer(sentences(), sizes.vocab)
+    tokenizer.save_pretrained(sizes.tokenizer)
+    print(
+        f"tokenizer: {len(tokenizer)} word pieces, built from {len(sentences())} sentences",
+        flush=True,
+    )
+
+
+def _side(
+    sizes: Sizes, device: torch.device, rewritten: bool, folder: Path
+) -> dict[str, Any] | None:
+    """Run one side in its own process; None, with a word about it, when it fails."""
+    from benchmarks.measure import RETURN_MEMORY, ROOT
+
+    name = "rewritten" if rewritten else "unrewritten"
+    result = folder / f"{name}.json"
+    asked = {
+        "sizes": dataclasses.asdict(sizes),
+        "device": str(device),
+        "rewritten": rewritten,
+        "result": str(result),
+    }
+    # In the caller's folder, from where a relative --model is found.
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    env = {**os.environ, **RETURN_MEMORY, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "benchmarks.demo.side", json.dumps(asked)]
+    status = subprocess.run(command, env=env, check=False).returncode
+    if status or not result.exists():
+        print(f"FAILED: the {name} side ended with status {status}", flush=True)
+        return None
+    return json.loads(result.read_text())
 
 
 def _conclude(plain: dict[str, Any], ours: dict[str, Any], device: torch.device) -> list[str]:
@@ -139,7 +188,9 @@ def _conclude(plain: dict[str, Any], ours: dict[str, Any], device: torch.device)
     wrong = [] if ours["rewrites"] else ["the head was not rewritten"]
     for what, rounding in _ROUNDING[device.type].items():
         if not ours[what] <= _FACTOR * plain[what] + rounding:
-            wrong.append(f"{what.replace('_', ' ')} {ours[what]:.2g} against {plain[what]:.2g} unrewritten")
+            wrong.append(
+                f"{what.replace('_', ' ')} {ours[what]:.2g} against {plain[what]:.2g} unrewritten"
+            )
     return wrong
 
 

@@ -23,15 +23,20 @@ class Splade(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         logits = self.mlm(input_ids=input_ids, attention_mask=attention_mask).logits
-        values, _ = torch.max(torch.log(1 + torch.relu(logits)) * attention_mask.unsqueeze(-1), dim=1)
+        weights = torch.log(1 + torch.relu(logits)) * attention_mask.unsqueeze(-1)
+        values, _ = torch.max(weights, dim=1)
         return values
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the demo runs on; `model` is a checkpoint's name or path, or None for random weights."""
+    """What the demo runs on; `model` is a checkpoint's name or path, or None for random weights.
+
+    `tokenizer` is where the tokenizer is: the checkpoint, or a folder.
+    """
 
     model: str | None
+    tokenizer: str
     layers: int
     hidden: int
     vocab: int
@@ -40,26 +45,30 @@ class Sizes:
     steps: int
 
 
-def load(sizes: Sizes) -> tuple[Splade, Any]:
-    """(encoder, tokenizer): a checkpoint and its own, or random weights and a WordPiece built from the texts."""
+def load(sizes: Sizes) -> Splade:
+    """The encoder: of a checkpoint, or with random weights, the same ones every time."""
     if sizes.model is not None:
-        from transformers import AutoModelForMaskedLM, AutoTokenizer
+        from transformers import AutoModelForMaskedLM
 
         mlm = AutoModelForMaskedLM.from_pretrained(sizes.model, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(sizes.model)
     else:
         from transformers import BertConfig, BertForMaskedLM
 
         torch.manual_seed(0)
-        heads = max(1, sizes.hidden // 64)
         config = BertConfig(
-            vocab_size=sizes.vocab, hidden_size=sizes.hidden, num_hidden_layers=sizes.layers,
-            num_attention_heads=heads, intermediate_size=4 * sizes.hidden,
+            vocab_size=sizes.vocab,
+            hidden_size=sizes.hidden,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=max(1, sizes.hidden // 64),
+            intermediate_size=4 * sizes.hidden,
             max_position_embeddings=max(512, sizes.seq),
-        )  # fmt: skip
-        mlm, tokenizer = BertForMaskedLM(config), train_tokenizer(sentences(), sizes.vocab)
+        )
+        mlm = BertForMaskedLM(config)
+    most = getattr(mlm.config, "max_position_embeddings", sizes.seq)
+    if sizes.seq > most:
+        raise ValueError(f"--seq: {sizes.model} takes at most {most} tokens, got {sizes.seq}")
     _without_dropout(mlm)
-    return Splade(mlm), tokenizer
+    return Splade(mlm)
 
 
 def _without_dropout(model: nn.Module) -> None:
@@ -74,26 +83,52 @@ def _without_dropout(model: nn.Module) -> None:
 
 def sentences() -> list[str]:
     """The shipped texts, a sentence each."""
-    lines = [line.strip() for path in sorted(TEXTS.glob("*.txt")) for line in path.read_text().splitlines()]
+    lines = [
+        line.strip()
+        for path in sorted(TEXTS.glob("*.txt"))
+        for line in path.read_text().splitlines()
+    ]
     return [line for line in lines if line]
 
 
+def load_tokenizer(sizes: Sizes) -> Any:
+    """The checkpoint's own, or the one that `train_tokenizer` made."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    kind = AutoTokenizer if sizes.model is not None else PreTrainedTokenizerFast
+    return kind.from_pretrained(sizes.tokenizer)
+
+
 def train_tokenizer(texts: Sequence[str], vocab: int) -> Any:
-    """A BERT-like lower-casing WordPiece tokenizer, built from `texts`."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    """A BERT-like lower-casing WordPiece tokenizer, built from `texts`; ties fall differently in every process."""
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
     from transformers import PreTrainedTokenizerFast
 
     piece = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     piece.normalizer = normalizers.BertNormalizer(lowercase=True)
     piece.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     piece.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=vocab, special_tokens=list(SPECIAL), show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab, special_tokens=list(SPECIAL), show_progress=False
+    )
     piece.train_from_iterator(texts, trainer)
     ends = [(name, piece.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     piece.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
     )
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    names = dict(
+        zip(
+            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True
+        )
+    )
     return PreTrainedTokenizerFast(tokenizer_object=piece, **names)
 
 
@@ -122,7 +157,9 @@ def batches(tokenizer: Any, sizes: Sizes) -> list[Batch]:
 
 def encode(tokenizer: Any, texts: Sequence[str], seq: int) -> Batch:
     """Texts as ids, cut and padded to `seq`."""
-    out = tokenizer(list(texts), padding="max_length", truncation=True, max_length=seq, return_tensors="pt")
+    out = tokenizer(
+        list(texts), padding="max_length", truncation=True, max_length=seq, return_tensors="pt"
+    )
     return Batch(out["input_ids"], out["attention_mask"])
 
 

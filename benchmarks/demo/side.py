@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import sparse_inductor
 from benchmarks.measure import PeakMeter
 
-from .model import Batch, Sizes, Splade, batches, load, loss_of, top_terms
+from .model import Batch, Sizes, Splade, batches, load, load_tokenizer, loss_of, top_terms
 
 # Gradients below this share of the largest tensor's are rounding noise: that of a key's bias is zero in exact
 # arithmetic.
@@ -67,7 +67,7 @@ class Side:
     def run(self) -> Found:
         """Everything, in the order in which memory is least disturbed."""
         self.say("building the encoder")
-        model, tokenizer = load(self.sizes)
+        model, tokenizer = load(self.sizes), load_tokenizer(self.sizes)
         data = [batch.to(self.device) for batch in batches(tokenizer, self.sizes)]
         model = model.to(self.device).train()
         with sparse_inductor.enabled() if self.rewritten else contextlib.nullcontext():
@@ -86,15 +86,23 @@ class Side:
 
     # Under CUDA the encoder runs as people train it, in bf16 autocast.
     def _autocast(self) -> Any:
-        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else contextlib.nullcontext()
+        return (
+            torch.autocast("cuda", torch.bfloat16)
+            if self.device.type == "cuda"
+            else contextlib.nullcontext()
+        )
 
-    def _train(self, compiled: Callable[..., Tensor], model: Splade, data: list[Batch]) -> tuple[Tensor, list[Tensor]]:
+    def _train(
+        self, compiled: Callable[..., Tensor], model: Splade, data: list[Batch]
+    ) -> tuple[Tensor, list[Tensor]]:
         """All steps; representations and gradients of the first, when both sides still have the same weights."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
         values, gradients, times = torch.empty(0), [], []
         for at, batch in enumerate(data):
             if at == 0:
-                self.say(f"training step 1 of {len(data)} (it compiles; a minute or two on a small CPU)")
+                self.say(
+                    f"training step 1 of {len(data)} (it compiles; a minute or two on a small CPU)"
+                )
             meter = PeakMeter(self.device)
             with meter, self._clock(times):
                 with self._autocast():
@@ -107,7 +115,9 @@ class Side:
                 optimizer.zero_grad(set_to_none=True)
             self.found.losses.append(loss.item())
             self.found.step_peak = meter.peak
-            self.say(f"training step {at + 1} of {len(data)}: {times[-1]:.2f} s, loss {self.found.losses[-1]:.4f}")
+            self.say(
+                f"training step {at + 1} of {len(data)}: {times[-1]:.2f} s, loss {self.found.losses[-1]:.4f}"
+            )
             del out, loss
         self.found.first_step_s = times[0]
         self.found.step_ms = statistics.median(times[1:]) * 1e3
@@ -143,7 +153,7 @@ class Side:
         precise = torch.float32 if self.device.type == "cuda" else torch.float64
         self.say(f"comparing with the eager program in {str(precise).removeprefix('torch.')}")
         gc.collect()
-        reference = load(self.sizes)[0].to(self.device, precise).train()
+        reference = load(self.sizes).to(self.device, precise).train()
         out = reference(batch.input_ids, batch.attention_mask)
         loss_of(out).backward()
         self.found.value_error = _error(values, out.detach())

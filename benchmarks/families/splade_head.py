@@ -6,22 +6,34 @@ same module compiled after `sparse_inductor.enable()` ("ours"); the operator cal
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import gc
 import statistics
-import types
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import sparse_inductor
-from benchmarks.measure import MIB, Ceilings, Memory, Timing, ceilings, gemm, isolated, peak_memory, race
-from benchmarks.publish import Point, Row, Sample
+from benchmarks.bench import Bench, Label, NotRewritten, compiled, ratio, rewritten
+from benchmarks.measure import MIB, Timing, Work, gemm, isolated, peak_memory, race
+from benchmarks.publish import Point, Sample
 
-if TYPE_CHECKING:
-    from benchmarks.__main__ import Run
+FORWARD, TRAINING, INFERENCE = "forward", "forward + backward", "inference"
+ACTIVE = 0.02
+
+
+def run(bench: Bench) -> None:
+    """Measure everything for this device."""
+    bench.section(bench.measure_limits)
+    for section in _gpu_sections(bench) if bench.cuda else _cpu_sections(bench):
+        bench.section(section, bench)
+    bench.section(_pass_time, bench)
+    bench.save()  # whatever happens in the sweeps, the tables are there
+    if bench.sweep:
+        bench.section(_sweeps, bench)
+
 
 # --- The work ---------------------------------------------------------------------------------------------------------
 
@@ -43,9 +55,10 @@ class Shape:
         """Of the one product that cannot be avoided."""
         return 2.0 * self.B * self.S * self.D * self.V
 
-    def bytes(self, itemsize: int) -> float:
+    @property
+    def numbers(self) -> float:
         """Every input read once, every value written once."""
-        return float(itemsize) * (self.B * self.S * self.D + self.V * self.D + self.V + self.B * self.V)
+        return float(self.B * self.S * self.D + self.V * self.D + self.V + self.B * self.V)
 
     @property
     def entries(self) -> int:
@@ -67,52 +80,82 @@ class Head(nn.Module):
         return values
 
 
-Forward = Callable[[Tensor, Tensor], Tensor]
-
-
-@dataclasses.dataclass
 class Case:
-    """Random data for one shape. `active` is the share of [B, V] that comes out positive."""
+    """Random data for one shape; logits are about N(0, 1).
 
-    shape: Shape
-    hidden: Tensor
-    mask: Tensor
-    grad: Tensor
-    head: Head
-    active: float
-    contenders: dict[str, Forward] = dataclasses.field(default_factory=dict)
+    `active` is the share of [B, V] that is to come out positive, by way of the bias; None: all of it. `padding` is
+    "none", "half" (every length is half of S) or "random" (lengths with a mean of half).
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        active: float | None = ACTIVE,
+        padding: str = "none",
+    ) -> None:
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.shape = shape
+        self.hidden = torch.randn(shape.B, shape.S, shape.D, **like)
+        weight = torch.randn(shape.V, shape.D, **like).mul_(shape.D**-0.5)
+        bias = torch.randn(shape.V, **like).mul_(0.1)
+        self.mask = _mask(shape, device, padding)
+        shift = 1.0 if active is None else -_quantile(self.hidden, weight, bias, 1 - active)
+        self.head = Head(weight, bias + shift)
+        self.grad = torch.randn(shape.B, shape.V, **like)
+        with torch.no_grad():
+            values = self.contender("operator")(self.hidden, self.mask)
+        self.active = (values > 0).float().mean().item()
+        self.hidden.requires_grad_()
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self.hidden, self.head.decoder.weight, self.head.decoder.bias
+    def label(self) -> str:
+        """For the tables: the shape and how much of the result is active."""
+        return f"{self.shape}, {self.active:.1%} active"
 
-    def contender(self, name: str) -> Forward:
-        """One way of computing the head, made once; nothing is compiled before its first call."""
-        if name not in self.contenders:
-            self.contenders[name] = _contender(name, self.head)
-        return self.contenders[name]
+    def contender(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        """One way of computing the head; nothing is compiled before its first call."""
+        if name == "eager":
+            return self.head
+        if name == "compile":
+            return compiled(self.head)
+        if name == "ours":
+            return rewritten(self.head, "splade_head")
+        weight, bias = self.head.decoder.weight, self.head.decoder.bias
+        return lambda hidden, mask: sparse_inductor.ops.splade_head(hidden, weight, bias, mask)
 
+    def works(
+        self, kinds: Sequence[str], names: Sequence[str], remark: str = ""
+    ) -> dict[Label, Work]:
+        """What `Bench.race` takes: each kind of work by each contender."""
+        runs = {name: self.contender(name) for name in names}
+        pairs = [(kind, name) for kind in kinds for name in names]
+        return {
+            (f"{self.label}{remark}, {kind}", name): self._work(kind, runs[name])
+            for kind, name in pairs
+        }
 
-def make_case(shape: Shape, device: torch.device, active: float | None = None, padding: str = "none") -> Case:
-    """Logits are about N(0, 1); a bias moves them so that `active` of the pooled values are positive (None: all)."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    like = {"device": device, "dtype": dtype}
-    hidden = torch.randn(shape.B, shape.S, shape.D, **like)
-    weight = torch.randn(shape.V, shape.D, **like).mul_(shape.D**-0.5)
-    bias = torch.randn(shape.V, **like).mul_(0.1)
-    mask = _mask(shape, device, padding)
-    shift = 1.0 if active is None else -_pooled_quantile(hidden, weight, bias, mask, 1 - active)
-    bias = bias + shift
-    with torch.no_grad():
-        values = sparse_inductor.ops.splade_head(hidden, weight, bias, mask)
-    grad = torch.randn(shape.B, shape.V, **like)
-    share = (values > 0).float().mean().item()
-    return Case(shape, hidden.requires_grad_(), mask, grad, Head(weight, bias), share)
+    def _work(self, kind: str, run: Callable[[Tensor, Tensor], Tensor]) -> Work:
+        inputs = (self.hidden, self.head.decoder.weight, self.head.decoder.bias)
+
+        def forward() -> Tensor:  # of a training step: what the backward needs is kept
+            return run(self.hidden, self.mask)
+
+        def training() -> tuple[Tensor, ...]:
+            out = run(self.hidden, self.mask)
+            return (out, *torch.autograd.grad(out, inputs, self.grad))
+
+        def inference() -> Tensor:
+            with torch.no_grad():
+                return run(self.hidden, self.mask)
+
+        return {FORWARD: forward, TRAINING: training, INFERENCE: inference}[kind]
 
 
 def _mask(shape: Shape, device: torch.device, padding: str) -> Tensor:
-    """int64 as tokenizers make it: "none", "half" (every sequence), or "random" lengths with a mean of half."""
+    """int64, as tokenizers make it."""
     full = torch.full((shape.B,), shape.S, device=device)
     half = torch.full_like(full, max(1, shape.S // 2))
     drawn = torch.randint(1, shape.S + 1, (shape.B,), device=device)
@@ -120,399 +163,275 @@ def _mask(shape: Shape, device: torch.device, padding: str) -> Tensor:
     return (torch.arange(shape.S, device=device) < lengths[:, None]).long()
 
 
-def _pooled_quantile(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, share: float) -> float:
-    """Quantile of the pooled logits over a part of the batch and vocabulary."""
-    rows, entries = slice(0, 8), slice(0, 30522)
-    raised = bias[entries].float() + 20.0  # everything positive: the activation can be undone
-    values = sparse_inductor.ops.splade_head(
-        hidden[rows].float(), weight[entries].float(), raised, mask[rows], steps="relu | row_mul(0)"
-    )
-    return torch.sort(values.flatten()).values[int(share * (values.numel() - 1))].item() - 20.0
+def _quantile(hidden: Tensor, weight: Tensor, bias: Tensor, share: float) -> float:
+    """Quantile of the pooled logits, from a part of the batch and vocabulary; without the operator under test."""
+    entries = slice(0, 30522)
+    rows = [(x @ weight[entries].T).amax(0) + bias[entries] for x in hidden[:8]]
+    pooled = torch.stack(rows).float().flatten().sort().values
+    return pooled[int(share * (len(pooled) - 1))].item()
 
 
-# --- The contenders ---------------------------------------------------------------------------------------------------
+# How many times the logits the unrewritten program holds at its peak (measured): to leave out what cannot fit.
+_COPIES = {
+    ("eager", FORWARD): 3.2,
+    ("eager", INFERENCE): 3.2,
+    ("eager", TRAINING): 4.4,
+    ("compile", FORWARD): 1.2,
+    ("compile", INFERENCE): 1.2,
+    ("compile", TRAINING): 2.4,
+}
 
 
-class NotRewritten(RuntimeError):
-    """The benchmark would have compared the unrewritten program with itself."""
-
-
-def _contender(name: str, head: Head) -> Forward:
-    if name == "eager":
-        return head
-    if name == "compile":
-        return torch.compile(_twin(head), dynamic=False)
-    if name == "ours":
-        return _rewritten(torch.compile(_twin(head), dynamic=False))
-    weight, bias = head.decoder.weight, head.decoder.bias
-    return lambda hidden, mask: sparse_inductor.ops.splade_head(hidden, weight, bias, mask)
-
-
-def _twin(head: Head) -> Head:
-    """The same parameters in a class with code of its own: Dynamo shares what it compiled for a code object."""
-    code = Head.forward.__code__.replace()
-    forward = types.FunctionType(code, Head.forward.__globals__, "forward")
-    twin = type("Head", (Head,), {"forward": forward})(torch.empty(1, 1), torch.empty(1))
-    twin.decoder = head.decoder
-    return twin
-
-
-def _rewritten(compiled: Forward) -> Forward:
-    """Compile (at the first call of each mode) with the rewriting on, and insist that it happened."""
-    seen: set[bool] = set()
-
-    def call(hidden: Tensor, mask: Tensor) -> Tensor:
-        mode = torch.is_grad_enabled()
-        if mode in seen:
-            return compiled(hidden, mask)
-        before = len(sparse_inductor.report().rewrites)
-        with _quiet(), sparse_inductor.enabled(only="splade_head"):
-            out = compiled(hidden, mask)
-        if len(sparse_inductor.report().rewrites) == before:
-            raise NotRewritten(f"the head was not rewritten:\n{sparse_inductor.report()}")
-        seen.add(mode)
-        return out
-
-    return call
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the advice that something else was compiled before: here that is meant."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="sparse_inductor was enabled after")
-        yield
-
-
-def forward(case: Case, name: str) -> Callable[[], Tensor]:
-    """Forward of a training step: the winning positions are kept."""
-    run = case.contender(name)
-    return lambda: run(case.hidden, case.mask)
-
-
-def inference(case: Case, name: str) -> Callable[[], Tensor]:
-    """Forward without gradients."""
-    run = case.contender(name)
-
-    def work() -> Tensor:
-        with torch.no_grad():
-            return run(case.hidden, case.mask)
-
-    return work
-
-
-def training(case: Case, name: str) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward, and gradients of hidden states, weight and bias."""
-    run = case.contender(name)
-
-    def work() -> tuple[Tensor, ...]:
-        out = run(case.hidden, case.mask)
-        return (out, *torch.autograd.grad(out, case.inputs, case.grad))
-
-    return work
-
-
-KINDS = {"forward": forward, "forward + backward": training, "inference": inference}
-
-# Copies of the logits that the unrewritten program holds at its peak, to leave out what cannot fit (measured).
-_COPIES = {("eager", "forward"): 3.2, ("eager", "inference"): 3.2, ("eager", "forward + backward"): 4.4,
-           ("compile", "forward"): 1.2, ("compile", "inference"): 1.2, ("compile", "forward + backward"): 2.4}  # fmt: skip
-
-
-def too_large(case: Case, name: str, kind: str) -> str:
-    """Why this contender cannot run here; "" when it can."""
-    if not case.hidden.is_cuda:
-        return ""
-    logits = case.shape.S * case.shape.entries * case.hidden.element_size()
-    need = _COPIES.get((name, kind), 0) * logits
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return f"not measured: needs about {need / 2**30:.0f} GiB" if need > 0.95 * free else ""
-
-
-# --- Comparing --------------------------------------------------------------------------------------------------------
-
-
-class Bench:
-    """One run on one device: measures, and writes down what it found."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.device = run.device
-        self.cuda = run.device.type == "cuda"
-        self.results = run.results
-        self.limits: Ceilings
-        self.seconds = 0.2 if run.quick else 2.5 if self.cuda else 10.0
-
-    def compare(
-        self, case: Case, label: str, kinds: dict[str, list[str]], extra: dict[str, Callable[[], Any]] | None = None
-    ) -> dict[tuple[str, str], Timing]:
-        """Race contenders (by kind of work) over one case, all in turn; (contender, kind) -> timing."""
-        works: dict[str, Callable[[], Any]] = dict(extra or {})
-        keys: dict[str, tuple[str, str]] = {}
-        for kind, names in kinds.items():
-            for name in names:
-                why = too_large(case, name, kind)
-                if why:
-                    self.results.samples.append(Sample(f"{label}, {kind}", name, note=why))
-                    continue
-                keys[f"{kind}/{name}"] = (name, kind)
-                works[f"{kind}/{name}"] = KINDS[kind](case, name)
-        rounds = (2, 3) if self.run.quick else (5, 40)
-        taken = race(works, self.device, self.seconds, rounds)
-        found = {}
-        for at, timing in taken.items():
-            name, kind = keys.get(at, (at, ""))
-            found[name, kind] = timing
-            if kind:
-                memory = peak_memory(works[at], self.device) if self.cuda else None
-                self.sample(f"{label}, {kind}", name, timing, memory)
-        return found
-
-    def sample(self, case: str, name: str, timing: Timing, memory: Memory | None) -> None:
-        """Write one line of the side-by-side table down, and show it."""
-        peak, scratch = (memory.peak, memory.scratch) if memory else (None, None)
-        self.results.samples.append(
-            Sample(case, name, timing.ms, timing.low, timing.high, timing.rounds, peak, scratch)
-        )
-        note = f", peak {peak / MIB:,.0f} MiB" if peak is not None else ""
-        self.run.say(f"{case}: {name} {timing.ms:.4g} ms{note}")
-
-    def memory(self, case: str, name: str) -> Sample | None:
-        """A sample measured before."""
-        return next((s for s in self.results.samples if (s.case, s.contender) == (case, name)), None)
-
-    def row(self, name: str, value: float | None, unit: str = "", floor: float | None = None,
-            goal: float | None = None, higher: bool = False, note: str = "") -> None:  # fmt: skip
-        """Write one line of the table of floors and goals down."""
-        self.results.rows.append(Row(name, value, unit, floor, goal, higher, note))
-
-    def measure_limits(self) -> None:
-        """The machine's own rates, each alone."""
-        self.limits = ceilings(self.device, self.run.quick)
-        what = "bf16 8192 cubed" if self.cuda else "fp32 2048 cubed"
-        self.results.text.append(
-            f"Limits measured in this run: matrix product ({what}) {self.limits.flops / 1e12:.4g} TFLOP/s, "
-            f"copy (read + write) {self.limits.bytes / 1e12:.3g} TB/s."
-        )
-        self.run.say(self.results.text[-1])
-
-
-def ratio(a: Timing | None, b: Timing | None) -> float | None:
-    """How many times as long `a` takes as `b`."""
-    return a.ms / b.ms if a and b else None
-
-
-def run(run: Run) -> None:
-    """Measure everything for this device."""
-    bench = Bench(run)
-    bench.measure_limits()
-    if bench.cuda:
-        _gpu(bench)
-    else:
-        _cpu(bench)
-    _pass_time(bench)
-    run.save()  # whatever happens in the sweeps, the table is there
-    if run.sweep:
-        _sweeps(bench)
+def _fitting(bench: Bench, shape: Shape, works: Mapping[Label, Work]) -> dict[Label, Work]:
+    """Those that the GPU's memory can hold; the others are written down as left out."""
+    if not bench.cuda:
+        return dict(works)
+    reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+    free = torch.cuda.mem_get_info()[0] + reserved - allocated
+    kept = {}
+    for (case, name), work in works.items():
+        need = _COPIES.get((name, case.rpartition(", ")[2]), 0) * 2.0 * shape.S * shape.entries
+        if need > 0.95 * free:
+            bench.left_out(case, name, f"not measured: needs about {need / 2**30:.0f} GiB")
+        else:
+            kept[case, name] = work
+    return kept
 
 
 # --- The GPU's table --------------------------------------------------------------------------------------------------
 
 
-def _gpu(bench: Bench) -> None:
-    quick = bench.run.quick
-    main = Shape(4, 64, 64, 1000) if quick else Shape(320, 512, 768, 30522)
-    large = Shape(2, 64, 64, 3000) if quick else Shape(64, 512, 768, 250002)
-    case = make_case(main, bench.device, active=0.02)
-    _against_limits(bench, case)
-    _against_compile(bench, case)
-    _density(bench, case)
-    _padding(bench, main)
-    del case
-    _scratch(bench, main, "any S")
-    case = make_case(large, bench.device, active=0.02)
-    bench.run.say(f"{large}")
-    _against_limits(bench, case, others=["compile"], floor=0.72, goal=0.90)
-    del case
-    _scratch(bench, large, "large vocabulary")
-    _long(bench)
+Section = Callable[[Bench], None]
 
 
-def _product(bench: Bench) -> tuple[Callable[[], Any], float]:
-    return gemm(bench.device, bench.run.quick)
+def _gpu_sections(bench: Bench) -> list[Section]:
+    main, large = Shape(320, 512, 768, 30522), Shape(64, 512, 768, 250002)
+    others = [Shape(64, 128, 768, 30522), Shape(64, 4096, 768, 30522)]
+    if bench.quick:
+        main, large, others = Shape(4, 64, 64, 1000), Shape(2, 64, 64, 3000), []
+
+    def first(bench: Bench) -> None:
+        case = Case(main, bench.device)
+        _against_limits(bench, case, ["eager", "compile"], 0.75, 0.92)
+        _against_compile(bench, case)
+
+    def second(bench: Bench) -> None:
+        _against_limits(bench, Case(large, bench.device), ["compile"], 0.72, 0.90)
+
+    def scratch(bench: Bench) -> None:
+        for shape in (*others, main, large):
+            _scratch(bench, shape)
+
+    def all_active(bench: Bench) -> None:
+        _all_active(bench, main)
+
+    def padding(bench: Bench) -> None:
+        _padding(bench, main)
+
+    return [first, all_active, padding, second, scratch, _long]
 
 
 def _against_limits(
-    bench: Bench, case: Case, others: list[str] | None = None, floor: float = 0.75, goal: float = 0.92
+    bench: Bench, case: Case, others: Sequence[str], floor: float, goal: float
 ) -> None:
     """The forward's share of what a plain matrix product reaches, both in one race."""
-    others = ["eager", "compile"] if others is None else others
-    product, flops = _product(bench)
-    label = str(case.shape)
-    found = bench.compare(case, label, {"forward": [*others, "ours", "operator"]}, {"gemm": product})
-    reached = found["gemm", ""].per_second(flops)
-    best = max(reached, bench.limits.flops)  # the stricter of: beside the head, and alone
-    for name in ("ours", "operator"):
-        mine = found[name, "forward"].per_second(case.shape.flops)
-        judged = {"floor": floor, "goal": goal} if name == "ours" else {}
+    remark, names = ", beside a matrix product", [*others, "ours", "operator"]
+    works = _fitting(bench, case.shape, case.works([FORWARD], names, remark))
+    product, flops = gemm(bench.device, bench.quick)
+    product_label = ("matrix product for the limit", "torch.mm")
+    taken = bench.race({product_label: product, **works})
+    beside = taken[product_label].per_second(flops)
+    best = max(beside, bench.limits.flops)  # the stricter of: beside the head, and alone
+    limit = bench.limits.ms(case.shape.flops, 2 * case.shape.numbers)
+    for name, what, limits in (
+        ("ours", "", (floor, goal)),
+        ("operator", " (operator)", (None,) * 2),
+    ):
+        mine = taken[f"{case.label}{remark}, {FORWARD}", name]
+        rate = mine.per_second(case.shape.flops)
         bench.row(
-            f"{label} forward with argmax, share of the GEMM rate" + (" (operator)" if name == "operator" else ""),
-            mine / best, higher=True, **judged,
-            note=f"{mine / 1e12:.0f} of {best / 1e12:.0f} TFLOP/s ({reached / 1e12:.0f} beside the head); "
-            f"at the limits {bench.limits.ms(case.shape.flops, case.shape.bytes(2)):.3g} ms",
-        )  # fmt: skip
+            f"{case.shape} forward with argmax, share of the GEMM rate{what}",
+            rate / best,
+            "",
+            *limits,
+            higher=True,
+            note=f"{mine.ms:.4g} ms, at the limits {limit:.3g} ms; {rate / 1e12:.0f} of {best / 1e12:.0f} TFLOP/s "
+            f"({beside / 1e12:.0f} when the product takes turns with the head)",
+        )
 
 
 def _against_compile(bench: Bench, case: Case) -> None:
-    """Ratios to the unrewritten program on the first shape."""
-    label = str(case.shape)
-    train, infer = "forward + backward", "inference"
-    names = ["compile", "ours", "operator"]
-    found = bench.compare(case, f"{label}, {case.active:.1%} active", {"forward": ["compile", "ours"], train: ["eager", *names]})
-    bench.compare(case, label, {infer: ["compile", "ours"]})
-    _speed_rows(bench, found, label, "forward", 1.5, 1.8)
-    _speed_rows(bench, found, label, train, 4.0, 5.0)
-    samples = [bench.memory(f"{label}, {case.active:.1%} active, {train}", n) for n in ("compile", "ours")]
-    theirs, mine = samples
-    for what, field in (("beyond inputs", "peak_bytes"), ("beyond inputs, outputs and gradients", "scratch_bytes")):
-        a, b = (getattr(s, field, None) if s else None for s in (theirs, mine))
-        value = a / max(b, 1) if a is not None and b is not None else None
-        note = f"{a / MIB:,.0f} MiB / {b / MIB:,.0f} MiB" if value is not None else ""
-        bench.row(f"{label} {train}: peak memory {what}, compile over ours", value, "x", 10, 60, True, note)
-    step, front = found.get(("ours", train)), found.get(("ours", "forward"))
-    bench.row(
-        f"{label} {train}, {case.active:.1%} of [B, V] active, over our forward", ratio(step, front), "x", 1.35, 1.15
-    )
+    """Ratios to the unrewritten program, and of our training step to our forward: one race."""
+    names = ["eager", "compile", "ours", "operator"]
+    works = {**case.works([TRAINING], names), **case.works([FORWARD, INFERENCE], names[1:3])}
+    taken = bench.race(_fitting(bench, case.shape, works), None if bench.quick else 4.0)
+    for kind, floor, goal in ((FORWARD, 1.5, 1.8), (TRAINING, 4.0, 5.0), (INFERENCE, None, None)):
+        theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("compile", "ours"))
+        name = f"{case.label}, {kind}: time, compile over ours"
+        bench.row(name, ratio(theirs, mine), "x", floor, goal, True, _times(theirs, mine))
+    _memory_rows(bench, f"{case.label}, {TRAINING}")
+    step, front = (taken[f"{case.label}, {kind}", "ours"] for kind in (TRAINING, FORWARD))
+    name = f"{case.label}, {TRAINING}, over our forward"
+    bench.row(name, ratio(step, front), "x", 1.35, 1.15, note=_times(step, front))
 
 
-def _speed_rows(bench: Bench, found: dict[tuple[str, str], Timing], label: str, kind: str, floor: float, goal: float) -> None:
-    theirs, mine = found.get(("compile", kind)), found.get(("ours", kind))
-    note = f"{theirs.ms:.4g} ms / {mine.ms:.4g} ms" if theirs and mine else ""
-    bench.row(f"{label} {kind}: compile over ours", ratio(theirs, mine), "x", floor, goal, True, note)
+def _times(a: Timing | None, b: Timing | None) -> str:
+    return f"{a.ms:.4g} ms / {b.ms:.4g} ms" if a and b else ""
 
 
-def _density(bench: Bench, case: Case) -> None:
+def _memory_rows(bench: Bench, case: str) -> None:
+    """The ratio of peak memory to the unrewritten program's, counted in both ways."""
+    theirs, mine = bench.found(case, "compile"), bench.found(case, "ours")
+    for what, field in (
+        ("beyond inputs", "peak_bytes"),
+        ("beyond inputs, outputs and gradients", "scratch_bytes"),
+    ):
+        a, b = (getattr(sample, field, None) for sample in (theirs, mine))
+        value, note = None, ""
+        if a is not None and b is not None:
+            value, note = a / max(b, 1), f"{a / MIB:,.0f} MiB / {b / MIB:,.0f} MiB"
+        bench.row(f"{case}: peak memory {what}, compile over ours", value, "x", 10, 60, True, note)
+
+
+def _all_active(bench: Bench, shape: Shape) -> None:
     """Forward and backward when every entry is active."""
-    dense = make_case(case.shape, bench.device)
-    train = "forward + backward"
-    found = bench.compare(
-        dense, f"{case.shape}, {dense.active:.0%} active", {"forward": ["ours"], train: ["compile", "ours"]}
+    case = Case(shape, bench.device, active=None)
+    works = {**case.works([FORWARD], ["ours"]), **case.works([TRAINING], ["compile", "ours"])}
+    taken = bench.race(_fitting(bench, shape, works))
+    front = taken[f"{case.label}, {FORWARD}", "ours"]
+    theirs, mine = (taken.get((f"{case.label}, {TRAINING}", n)) for n in ("compile", "ours"))
+    name = f"{case.label}, {TRAINING}"
+    bench.row(
+        f"{name}, over our forward", ratio(mine, front), "x", 2.0, 1.6, note=_times(mine, front)
     )
-    label = f"{case.shape} {train}, {dense.active:.0%} of [B, V] active"
-    bench.row(f"{label}, over our forward", ratio(found["ours", train], found["ours", "forward"]), "x", 2.0, 1.6)
-    theirs = found.get(("compile", train))
-    bench.row(f"{label}: compile over ours", ratio(theirs, found["ours", train]), "x", None, None, True)
+    value = ratio(theirs, mine)
+    bench.row(
+        f"{name}: time, compile over ours", value, "x", higher=True, note=_times(theirs, mine)
+    )
 
 
 def _padding(bench: Bench, shape: Shape) -> None:
     """Forward of half-padded batches over that of the same batch unpadded."""
-    works = {}
-    cases = {padding: make_case(shape, bench.device, padding=padding) for padding in ("none", "half", "random")}
-    for padding, case in cases.items():
-        works[padding] = forward(case, "ours")
-    taken = race(works, bench.device, bench.seconds, (2, 3) if bench.run.quick else (5, 40))
-    for padding, what in (("half", "all lengths half of S"), ("random", "random lengths")):
-        share = cases[padding].mask.float().mean().item()
-        bench.row(
-            f"{shape} forward, {what}, over the same batch unpadded", ratio(taken[padding], taken["none"]), "x",
-            0.60, 0.52, note=f"{1 - share:.1%} padding, {taken[padding].ms:.4g} ms / {taken['none'].ms:.4g} ms",
-        )  # fmt: skip
-    for padding, timing in taken.items():
-        bench.sample(f"{shape}, padding {padding}, forward", "ours", timing, None)
+    cases = {name: Case(shape, bench.device, padding=name) for name in ("none", "half", "random")}
+    works: dict[Label, Work] = {}
+    labels: dict[str, Label] = {}
+    for name, case in cases.items():
+        labels[name] = (f"{shape}, padding {name}, forward", "ours")
+        works[labels[name]] = next(iter(case.works([FORWARD], ["ours"]).values()))
+    taken = bench.race(works, weigh=False)
+    whole = taken[labels["none"]]
+    for name, what in (("half", "every length half of S"), ("random", "random lengths")):
+        share = 1 - cases[name].mask.float().mean().item()
+        mine = taken[labels[name]]
+        note = f"{share:.1%} padding, {_times(mine, whole)}"
+        label = f"{shape} forward, {what}, over the same batch unpadded"
+        bench.row(label, ratio(mine, whole), "x", 0.60, 0.52, note=note)
 
 
-def _scratch(bench: Bench, shape: Shape, what: str) -> None:
-    """Memory that is neither input, output nor gradient; for the first shape at several S."""
-    shapes = [shape]
-    if what == "any S" and not bench.run.quick:
-        shapes = [dataclasses.replace(shape, B=64, S=s) for s in (128, 4096)] + shapes
-    for at in shapes:
-        case = make_case(at, bench.device, active=0.02)
-        found = peak_memory(training(case, "ours"), bench.device)
-        del case
-        floor, goal = 12 * at.entries / MIB + 256, 8 * at.entries / MIB + 64
-        each = found.scratch / at.entries
-        bench.row(
-            f"{at} forward + backward: peak memory beyond inputs, outputs and gradients", found.scratch / MIB, "MiB",
-            floor, goal, note=f"{each:.1f} bytes a [B, V] entry",
-        )  # fmt: skip
-        bench.run.say(f"{at}: {found.scratch / MIB:,.0f} MiB beyond inputs, outputs and gradients")
+def _scratch(bench: Bench, shape: Shape) -> None:
+    """Memory that is neither input, output nor gradient."""
+    works = Case(shape, bench.device).works([TRAINING], ["ours"])
+    found = peak_memory(next(iter(works.values())), bench.device)
+    allowed = [(each * shape.entries / MIB) + more for each, more in ((12, 256), (8, 64))]
+    bench.row(
+        f"{shape}, {TRAINING}: peak memory beyond inputs, outputs and gradients",
+        found.scratch / MIB,
+        "MiB",
+        *allowed,
+        note=f"{found.scratch / shape.entries:.1f} bytes a [B, V] entry",
+    )
+    bench.say(f"{shape}: {found.scratch / MIB:,.0f} MiB beyond inputs, outputs and gradients")
 
 
 def _long(bench: Bench) -> None:
     """A training step on long sequences against one on as many tokens in short ones."""
-    quick = bench.run.quick
-    long, short = (
-        (Shape(1, 256, 64, 1000), Shape(4, 64, 64, 1000))
-        if quick
-        else (Shape(16, 8192, 768, 30522), Shape(256, 512, 768, 30522))
-    )
-    works = {str(shape): training(make_case(shape, bench.device, active=0.02), "ours") for shape in (long, short)}
-    taken = race(works, bench.device, bench.seconds, (2, 3) if quick else (5, 40))
-    for name, timing in taken.items():
-        bench.sample(f"{name}, forward + backward", "ours", timing, None)
-    value = ratio(taken[str(long)], taken[str(short)])
-    bench.row(
-        f"{long} training step of the head, a token, over {short}", value, "x", None, 1.1,
-        note="the floor is that it runs: it does",
-    )  # fmt: skip
+    long, short = Shape(16, 8192, 768, 30522), Shape(256, 512, 768, 30522)
+    if bench.quick:
+        long, short = Shape(1, 256, 64, 1000), Shape(4, 64, 64, 1000)
+    works: dict[Label, Work] = {}
+    for shape in (long, short):
+        works |= Case(shape, bench.device).works([TRAINING], ["ours"])
+    mine, other = bench.race(works).values()
+    note = f"the floor is that it runs: it does; {_times(mine, other)} for as many tokens"
+    name = f"{long}, {TRAINING}: time a token, over {short}"
+    bench.row(name, ratio(mine, other), "x", None, 1.1, note=note)
 
 
 # --- The CPU's table --------------------------------------------------------------------------------------------------
 
 
-def _cpu(bench: Bench) -> None:
-    shape = Shape(2, 16, 32, 500) if bench.run.quick else Shape(8, 256, 384, 30522)
-    case = make_case(shape, bench.device, active=0.02)
-    train, label = "forward + backward", f"{shape}, 2.0% active"
-    product, flops = _product(bench)
-    names = ["compile", "ours", "operator"]
-    found = bench.compare(case, label, {"forward": ["eager", *names], train: ["eager", *names]}, {"gemm": product})
-    best = max(found["gemm", ""].per_second(flops), bench.limits.flops)
-    for kind, floor, goal in (("forward", 1.05, 0.9), (train, 0.7, 0.5)):
-        theirs, mine = found["compile", kind], found["ours", kind]
-        note = f"{mine.ms:.4g} ms / {theirs.ms:.4g} ms"
-        bench.row(f"{shape} {kind}: time, ours over compile", ratio(mine, theirs), "x", floor, goal, note=note)
-    _cpu_memory(bench, shape)
-    dense = make_case(shape, bench.device)
-    kinds = {train: ["compile", "ours"], "inference": ["compile", "ours"]}
-    full = bench.compare(dense, f"{shape}, {dense.active:.0%} active", kinds)
-    for kind in kinds:
-        value = ratio(full["ours", kind], full["compile", kind])
-        bench.row(f"{shape} {kind}, {dense.active:.0%} of [B, V] active: time, ours over compile", value, "x")
-    reached = found["ours", "forward"].per_second(shape.flops)
-    note = f"{reached / 1e9:.0f} of {best / 1e9:.0f} GFLOP/s"
-    bench.row(f"{shape} forward, share of the GEMM rate", reached / best, higher=True, note=note)
+def _cpu_sections(bench: Bench) -> list[Section]:
+    shape = Shape(2, 16, 32, 500) if bench.quick else Shape(8, 256, 384, 30522)
+
+    def few_active(bench: Bench) -> None:
+        _cpu_times(bench, shape)
+
+    def all_active(bench: Bench) -> None:
+        full = Case(shape, bench.device, active=None)
+        works = full.works([TRAINING, INFERENCE], ["compile", "ours"])
+        taken = bench.race(works, None if bench.quick else 30.0)
+        for kind in (TRAINING, INFERENCE):
+            _cpu_row(bench, taken, f"{full.label}, {kind}")
+
+    def memory(bench: Bench) -> None:
+        _cpu_memory(bench, shape)
+
+    return [few_active, memory, all_active]
+
+
+def _cpu_times(bench: Bench, shape: Shape) -> None:
+    product, flops = gemm(bench.device, bench.quick)
+    product_label = ("matrix product for the limit", "torch.mm")
+    case = Case(shape, bench.device)
+    works = case.works([FORWARD, TRAINING], ["eager", "compile", "ours", "operator"])
+    taken = bench.race({product_label: product, **works}, None if bench.quick else 60.0)
+    for kind, floor, goal in ((FORWARD, 1.05, 0.9), (TRAINING, 0.7, 0.5)):
+        _cpu_row(bench, taken, f"{case.label}, {kind}", floor, goal)
+    best = max(taken[product_label].per_second(flops), bench.limits.flops)
+    rate = taken[f"{case.label}, {FORWARD}", "ours"].per_second(shape.flops)
+    note = f"{rate / 1e9:.0f} of {best / 1e9:.0f} GFLOP/s"
+    bench.row(f"{shape} forward, share of the GEMM rate", rate / best, higher=True, note=note)
+
+
+def _cpu_row(
+    bench: Bench,
+    taken: Mapping[Label, Timing],
+    case: str,
+    floor: float | None = None,
+    goal: float | None = None,
+) -> None:
+    mine, theirs = taken[case, "ours"], taken[case, "compile"]
+    name = f"{case}: time, ours over compile"
+    bench.row(name, ratio(mine, theirs), "x", floor, goal, note=_times(mine, theirs))
 
 
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
     """Peak resident memory over the inputs, each contender in a process of its own."""
-    train = "forward + backward"
-    for kind in ("forward", train):
+    for kind, limits in ((FORWARD, (None, None)), (TRAINING, (0.25, 0.1))):
         taken = {}
         for name in ("eager", "compile", "ours"):
-            taken[name] = step_memory(shape, name, kind)
-            sample = Sample(f"{shape}, {kind}, in a process of its own", name, peak_bytes=taken[name])
-            bench.results.samples.append(sample)
-            bench.run.say(f"{sample.case}: {name} peak {taken[name] / MIB:,.0f} MiB")
-        floor, goal = (0.25, 0.1) if kind == train else (None, None)
-        note = f"{taken['ours'] / MIB:,.0f} MiB / {taken['compile'] / MIB:,.0f} MiB, outputs and gradients included"
-        bench.row(f"{shape} {kind}: peak memory over the inputs, ours over compile",
-                  taken["ours"] / max(1, taken["compile"]), "x", floor, goal, note=note)  # fmt: skip
+            sizes = dataclasses.astuple(shape)
+            taken[name] = isolated(measure_step, sizes=sizes, name=name, kind=kind)["peak"]
+            case = f"{shape}, {kind}, in a process of its own"
+            bench.results.samples.append(Sample(case, name, peak_bytes=taken[name]))
+            bench.say(f"{case}: {name} peak {taken[name] / MIB:,.0f} MiB")
+        mine, theirs = taken["ours"], max(1, taken["compile"])
+        bench.row(
+            f"{shape}, {kind}: peak memory over the inputs, ours over compile",
+            mine / theirs,
+            "x",
+            *limits,
+            note=f"{mine / MIB:,.0f} MiB / {theirs / MIB:,.0f} MiB, outputs and gradients included",
+        )
 
 
-def step_memory(shape: Shape, name: str, kind: str) -> int:
-    """Peak bytes over the inputs, measured in a fresh process (CPU)."""
-    return isolated(measure_step, sizes=dataclasses.astuple(shape), name=name, kind=kind, seconds=0.0)["peak"]
-
-
-def measure_step(sizes: list[int], name: str, kind: str, seconds: float) -> dict[str, Any]:
+def measure_step(
+    sizes: Sequence[int], name: str, kind: str, seconds: float = 0.0
+) -> dict[str, Any]:
     """In a process of its own: median time (if `seconds`) and peak memory of one contender on the CPU."""
     device = torch.device("cpu")
-    case = make_case(Shape(*sizes), device, active=0.02)
-    work = KINDS[kind](case, name)
+    works = Case(Shape(*sizes), device).works([kind], [name])
+    work = next(iter(works.values()))
     peak = peak_memory(work, device).peak
     ms = race({name: work}, device, seconds, (3, 20))[name].ms if seconds else None
     return {"peak": peak, "ms": ms}
@@ -523,12 +442,16 @@ def measure_step(sizes: list[int], name: str, kind: str, seconds: float) -> dict
 
 def _pass_time(bench: Bench) -> None:
     """How long the pass takes on a BERT-base with this head."""
-    bench.run.say("the pass on a BERT-base graph")
-    taken = isolated(capture_bert, layers=2 if bench.run.quick else 12, times=3 if bench.run.quick else 6)
+    layers, times = (2, 3) if bench.quick else (12, 6)
+    taken = isolated(capture_bert, layers=layers, times=times)
     first, rest = taken["ms"][0], statistics.median(taken["ms"][1:])
-    what = f"{taken['nodes']} lines of graph"
-    bench.row("the pass on BERT-base with the head, first graph of a process", first, "ms", 20, 5, note=what)
-    bench.row("the pass on BERT-base with the head, later graphs", rest, "ms", 20, 5, note=what)
+    name, note = (
+        f"the pass on BERT ({layers} layers) with the head",
+        f"graph of {taken['lines']} lines",
+    )
+    bench.row(f"{name}, first graph of a process", first, "ms", 20, 5, note=note)
+    bench.row(f"{name}, later graphs (median)", rest, "ms", 20, 5, note=note)
+    bench.say(f"{name}: first {first:.1f} ms, later {rest:.1f} ms")
 
 
 def capture_bert(layers: int, times: int) -> dict[str, Any]:
@@ -539,14 +462,14 @@ def capture_bert(layers: int, times: int) -> dict[str, Any]:
 
     model = Splade(BertForMaskedLM(BertConfig(num_hidden_layers=layers)))
     ids = torch.randint(0, 30000, (2, 16))
-    ms, nodes = [], 0
+    ms, lines = [], 0
     for _ in range(times):
         found = sparse_inductor.explain(model, ids, torch.ones_like(ids))
         if len(found.report.rewrites) != 1:
             raise NotRewritten(f"the head was not rewritten:\n{found.report}")
         ms.append(found.report.pass_ms)
-        nodes = sum(len(g.before.splitlines()) for g in found.graphs)
-    return {"ms": ms, "nodes": nodes}
+        lines = sum(len(g.before.splitlines()) for g in found.graphs)
+    return {"ms": ms, "lines": lines}
 
 
 # --- Sweeps -----------------------------------------------------------------------------------------------------------
@@ -554,49 +477,47 @@ def capture_bert(layers: int, times: int) -> dict[str, Any]:
 
 def _sweeps(bench: Bench) -> None:
     """Training step of the head over B, S and V, one size moving at a time."""
-    if bench.run.quick:
-        base, moves = Shape(2, 16, 32, 500), {"B": [1, 2], "S": [16, 32], "V": [300, 500]}
-    elif bench.cuda:
-        base = Shape(64, 512, 768, 30522)
-        moves = {"B": [8, 32, 64, 128, 256], "S": [128, 256, 512, 1024, 2048], "V": [8192, 30522, 65536, 128256, 250002]}
-    else:
-        base, moves = Shape(4, 256, 384, 30522), {"B": [1, 4, 16], "S": [64, 256, 1024], "V": [8192, 30522, 100000]}
+    base, moves = _sweep_sizes(bench)
     bench.results.fixed = dataclasses.asdict(base)
-    known: dict[Shape, dict[str, tuple[float | None, int | None, str]]] = {}
+    known: dict[Shape, dict[str, Point]] = {}
     for axis, sizes in moves.items():
         for size in sizes:
             shape = dataclasses.replace(base, **{axis: size})
             if shape not in known:
                 known[shape] = {name: _point(bench, shape, name) for name in ("compile", "ours")}
-                bench.run.say(f"sweep {shape}: " + _told(known[shape]))
-            for name, (ms, peak, note) in known[shape].items():
-                bench.results.points.append(Point(axis, size, name, ms, peak, note))
-        bench.run.save()
+            for point in known[shape].values():
+                bench.results.points.append(dataclasses.replace(point, axis=axis, at=size))
+        bench.save()
 
 
-def _told(found: dict[str, tuple[float | None, int | None, str]]) -> str:
-    parts = []
-    for name, (ms, peak, note) in found.items():
-        parts.append(f"{name} {ms:.4g} ms {(peak or 0) / MIB:,.0f} MiB" if ms is not None else f"{name} {note}")
-    return ", ".join(parts)
+def _sweep_sizes(bench: Bench) -> tuple[Shape, dict[str, list[int]]]:
+    if bench.quick:
+        return Shape(2, 16, 32, 500), {"B": [1, 2], "S": [16], "V": [500]}
+    if bench.cuda:
+        vocabularies = [8192, 30522, 65536, 128256, 250002]
+        moves = {"B": [8, 32, 64, 128, 256], "S": [128, 256, 512, 1024, 2048], "V": vocabularies}
+        return Shape(64, 512, 768, 30522), moves
+    moves = {"B": [1, 4, 16], "S": [64, 256, 1024], "V": [8192, 30522, 100000]}
+    return Shape(4, 256, 384, 30522), moves
 
 
-def _point(bench: Bench, shape: Shape, name: str) -> tuple[float | None, int | None, str]:
-    """(ms, peak bytes over the inputs, remark) of a training step."""
-    if bench.run.late():
-        return None, None, "not measured: out of time"
-    seconds = 0.1 if bench.run.quick else 0.4 if bench.cuda else 2.0
-    if not bench.cuda:
-        kind = "forward + backward"
-        found = isolated(measure_step, sizes=dataclasses.astuple(shape), name=name, kind=kind, seconds=seconds)
-        return found["ms"], found["peak"], ""
-    torch._dynamo.reset()
-    case = make_case(shape, bench.device, active=0.02)
-    why = too_large(case, name, "forward + backward")
-    if why:
-        return None, None, why
-    work = training(case, name)
-    ms = race({name: work}, bench.device, seconds, (3, 20))[name].ms
-    peak = peak_memory(work, bench.device).peak
-    torch.cuda.empty_cache()
-    return ms, peak, ""
+def _point(bench: Bench, shape: Shape, name: str) -> Point:
+    """A training step at one place of the sweeps."""
+    if bench.late():
+        return Point("", 0, name, None, None, "not measured: out of time")
+    seconds = 0.1 if bench.quick else 0.4 if bench.cuda else 3.0
+    if bench.cuda:
+        torch._dynamo.reset()
+        gc.collect()
+        works = _fitting(bench, shape, Case(shape, bench.device).works([TRAINING], [name]))
+        if not works:
+            return Point("", 0, name, None, None, "not measured: does not fit")
+        work = next(iter(works.values()))
+        ms = race({name: work}, bench.device, seconds, (3, 20))[name].ms
+        peak = peak_memory(work, bench.device).peak
+    else:
+        sizes = dataclasses.astuple(shape)
+        found = isolated(measure_step, sizes=sizes, name=name, kind=TRAINING, seconds=seconds)
+        ms, peak = found["ms"], found["peak"]
+    bench.say(f"sweep {shape}: {name} {ms:.4g} ms, peak {peak / MIB:,.0f} MiB")
+    return Point("", 0, name, ms, peak)

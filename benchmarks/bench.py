@@ -1,0 +1,194 @@
+"""What every family's benchmark does with its work: race it, weigh it, judge it, write it down."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import time
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import sparse_inductor
+
+from .measure import MIB, Ceilings, Memory, Timing, Work, ceilings, peak_memory, race
+from .publish import Results, Row, Sample, write
+
+Label = tuple[str, str]
+"""(case, contender): "B8 S256, forward", "ours"."""
+
+
+class NotRewritten(RuntimeError):
+    """The benchmark would have compared the unrewritten program with itself."""
+
+
+@dataclasses.dataclass
+class Bench:
+    """One run on one device."""
+
+    device: torch.device
+    results: Results
+    out: Path
+    quick: bool = False
+    sweep: bool = True
+    budget: float = float("inf")
+    """Seconds after which comparisons of the sweeps are left out, and said to be."""
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    failed: list[str] = dataclasses.field(default_factory=list)
+    limits: Ceilings = dataclasses.field(default_factory=lambda: Ceilings(1.0, 1.0))
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def say(self, text: str) -> None:
+        """Progress, with the seconds since the start."""
+        print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
+
+    def section(self, measure: Callable[..., None], *args: Any) -> None:
+        """Run one part; where it fails the others still count, and the page and the exit status say so."""
+        name = measure.__name__.strip("_").replace("_", " ")
+        try:
+            measure(*args)
+        except Exception as error:
+            traceback.print_exc()
+            self.failed.append(name)
+            self.note(f"FAILED: the part `{name}`: {type(error).__name__}: {str(error)[:300]}")
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def late(self) -> bool:
+        """Whether the time is used up."""
+        return time.monotonic() - self.started > self.budget
+
+    def save(self) -> list[Path]:
+        """Write what is known so far."""
+        return write(self.results, self.out)
+
+    def measure_limits(self) -> None:
+        """The machine's own rates, each alone."""
+        self.limits = ceilings(self.device, self.quick)
+        what = "bf16 8192 cubed" if self.cuda else "fp32 2048 cubed"
+        self.note(
+            f"Limits measured in this run: matrix product ({what}) {self.limits.flops / 1e12:.4g} TFLOP/s, "
+            f"copy (read + write) {self.limits.bytes / 1e12:.3g} TB/s."
+        )
+        if not self.cuda:
+            load, cores = os.getloadavg()[0], torch.get_num_threads()
+            self.note(f"Load of the machine at the start: {load:.1f} on {cores} cores.")
+
+    def note(self, text: str) -> None:
+        """A sentence for the page, and for whoever watches."""
+        self.results.text.append(text)
+        self.say(text)
+
+    def race(
+        self, works: Mapping[Label, Work], seconds: float | None = None, weigh: bool = True
+    ) -> dict[Label, Timing]:
+        """Time all of these in turn and write each down; on a GPU its peak memory too (`weigh`)."""
+        if seconds is None:
+            seconds = 0.2 if self.quick else 2.5 if self.cuda else 10.0
+        rounds = (2, 3) if self.quick else (5, 40)
+        found = race(works, self.device, seconds, rounds)
+        for (case, name), timing in found.items():
+            memory = peak_memory(works[case, name], self.device) if self.cuda and weigh else None
+            self.sample(case, name, timing, memory)
+        return found
+
+    def sample(self, case: str, name: str, timing: Timing, memory: Memory | None = None) -> None:
+        """Write one line of the side-by-side table down."""
+        peak, scratch = (memory.peak, memory.scratch) if memory else (None, None)
+        self.results.samples.append(
+            Sample(case, name, timing.ms, timing.low, timing.high, timing.rounds, peak, scratch)
+        )
+        note = f", peak {peak / MIB:,.0f} MiB" if peak is not None else ""
+        self.say(f"{case}: {name} {timing.ms:.4g} ms{note}")
+
+    def left_out(self, case: str, name: str, why: str) -> None:
+        """Write down that a contender was not measured."""
+        self.results.samples.append(Sample(case, name, note=why))
+        self.say(f"{case}: {name} {why}")
+
+    def found(self, case: str, name: str) -> Sample | None:
+        """What was measured before."""
+        samples = self.results.samples
+        return next((s for s in samples if (s.case, s.contender) == (case, name)), None)
+
+    def row(
+        self,
+        name: str,
+        value: float | None,
+        unit: str = "",
+        floor: float | None = None,
+        goal: float | None = None,
+        higher: bool = False,
+        note: str = "",
+    ) -> None:
+        """Write one line of the table of floors and goals down; tiny sizes are not judged."""
+        if self.quick:
+            floor = goal = None
+        self.results.rows.append(Row(name, value, unit, floor, goal, higher, note))
+
+
+def ratio(a: Timing | None, b: Timing | None) -> float | None:
+    """How many times as long `a` takes as `b`."""
+    return a.ms / b.ms if a and b else None
+
+
+# --- An unchanged module, unrewritten and rewritten, in one process ---------------------------------------------------
+
+
+def compiled(module: nn.Module) -> Callable[..., Any]:
+    """The module under torch.compile, unrewritten."""
+    return torch.compile(_twin(module), dynamic=False)
+
+
+def rewritten(module: nn.Module, pattern: str) -> Callable[..., Any]:
+    """The module under torch.compile with `pattern` enabled; raises NotRewritten where nothing was.
+
+    The rewriting is on during the first call in each grad mode, which is when it is compiled.
+    """
+    program = torch.compile(_twin(module), dynamic=False)
+    seen: set[bool] = set()
+
+    def call(*args: Any) -> Any:
+        mode = torch.is_grad_enabled()
+        if mode in seen:
+            return program(*args)
+        before = len(sparse_inductor.report().rewrites)
+        with _without_advice(), sparse_inductor.enabled(only=pattern):
+            out = program(*args)
+        if len(sparse_inductor.report().rewrites) == before:
+            raise NotRewritten(f"{pattern} was not rewritten:\n{sparse_inductor.report()}")
+        seen.add(mode)
+        return out
+
+    return call
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """The same parameters in a class with code of its own: Dynamo shares what it compiled for a code object."""
+    kind = type(module)
+    code = kind.forward.__code__.replace()
+    forward = types.FunctionType(code, kind.forward.__globals__, "forward")
+    own = type(kind.__name__, (kind,), {"forward": forward})
+    twin = own.__new__(own)
+    twin.__dict__.update(module.__dict__)
+    return twin
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Without the warning that something was compiled before: here that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="sparse_inductor was enabled after")
+        yield
