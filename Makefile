@@ -37,6 +37,6 @@ clean:
 .venv/.ready: pyproject.toml
 	test -x .venv/bin/python || python3 -m venv .venv
 	.venv/bin/python -m pip install --quiet torch==2.13.0
-	.venv/bin/python -m pip install --quiet hatchling editables
+	.venv/bin/python -m pip install --quiet hatchling
 	.venv/bin/python -m pip install --quiet --no-build-isolation -e ".[test,demo,bench]" torch==2.13.0
 	touch $@
