@@ -1,13 +1,14 @@
-"""Forward of the SPLADE head: logits = hidden @ weight.T + bias, reduced by a maximum over positions.
+"""Forward of the SPLADE head: logits = hidden @ weight.T + bias and their maximum over positions.
 
     values[b, v] = max(outer(peak[b, v]), fill[b])
     peak[b, v]   = max_s (hidden[b, s] . weight[v] + add[b, s]) + bias[v]
 
-The logits [B, S, V] never reach memory. The vocabulary is on the M side of the matrix product and the positions are on
-the N side, so that the maximum runs along the rows of an accumulator, which a warp holds whole.
+The logits [B, S, V] never reach memory. The vocabulary is on the M side of the matrix product and
+the positions are on the N side, so that the maximum runs along the rows of an accumulator, which a
+warp holds whole.
 
-`forward` is the launcher. The kernel here is portable Triton and also runs in the interpreter; `splade_head_hopper` is
-the same reduction for Hopper GPUs, where it applies.
+`forward` is the launcher. The kernel here is portable Triton and also runs in the interpreter;
+`splade_head_hopper` is the same reduction for Hopper GPUs, where it applies.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate, evaluate_rows
+
+try:
+    from . import splade_head_hopper as hopper
+except ImportError:  # a Triton without Gluon, or with another Gluon
+    hopper = None
 
 __all__ = ["forward"]
 
@@ -55,8 +61,8 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
         inner
     ):  # steps on every element need registers beside the accumulator: 64 of it a thread, not 128
         return Tile(128, 128, 64, 8, 3)
-    # 128 x 256: at 16 bits the widest tile whose fp32 accumulator (128 registers a thread) still fits 8 warps;
-    # the fewest operand bytes a flop.
+    # 128 x 256: at 16 bits the widest tile whose fp32 accumulator (128 registers a thread) still
+    # fits 8 warps; the fewest operand bytes a flop.
     return Tile(128, 256, 64, 8, 3)
 
 
@@ -76,7 +82,7 @@ def _select_kernel(per_element, order, count, B, WANT: tl.constexpr, BLOCK: tl.c
     tl.store(count, n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])  # B == 1 would be a constexpr, which has no .to
 def _peak_kernel(
     hidden, weight, bias, add, fill, rows, order, count,
     values, winner, peak,
@@ -88,12 +94,13 @@ def _peak_kernel(
     SELECTED: tl.constexpr, WANT_WINNER: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """A program owns [BV] columns of one sequence at a time: outputs values[b, v0:v0+BV] and, if wanted, winner and peak.
+    """A program owns [BV] columns of one sequence at a time: values, winner, peak [b, v0:v0 + BV].
 
-    Per owned tile it reads the weight rows (BV * D elements) once for each tile of BS positions that holds a kept
-    one, the hidden rows of those tiles once, and 4 bytes of `add` a position; it writes BV values and, if wanted,
-    BV winners and 4 * BV bytes of peak. Programs stride over the tiles, sequences fastest, so that programs running
-    together share weight rows; `order[:count]` names the sequences (all of them unless SELECTED).
+    For each tile of BS positions that holds a kept one it reads BV * D elements of weight and
+    BS * D of hidden, and for every tile 4 bytes of `add` a position; it writes BV values and, if
+    wanted, BV winners and 4 * BV bytes of peak. Programs stride over the owned tiles, sequences
+    fastest, so that programs running together share weight rows; `order[:count]` names the
+    sequences (all of them unless SELECTED).
     """
     sequences = tl.load(count) if SELECTED else B
     blocks = tl.cdiv(V, BV)
@@ -150,10 +157,10 @@ def _peak_kernel(
                     acc = tl.where(plus[None, :] == NEG_INF, NEG_INF, acc + plus[None, :])
                 top = tl.max(acc, 1)
                 # tl.max skips NaN on a GPU; a NaN logit has to reach the value.
-                nan = tl.max((acc != acc).to(tl.int32), 1) != 0  # noqa: PLR0124
+                nan = tl.max((acc != acc).to(tl.int32), 1) != 0
                 top = tl.where(nan, float("nan"), top)
                 if WANT_WINNER:
-                    # ~(acc < top): the columns that equal the top, and any column where that is NaN.
+                    # ~(acc < top): the columns that equal the top; all of them where it is NaN.
                     first = tl.min(tl.where(acc < top[:, None], S, s[None, :]), 1)
                     where = tl.where(top > best, first, where)
                 best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
@@ -178,7 +185,7 @@ def _winner_dtype(S: int) -> torch.dtype:
 
 
 def _select(per_element: torch.Tensor, want: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences whose `per_element` equals `want`, and how many they are, both left on the device."""
+    """The sequences whose `per_element` equals `want`, and their number, left on the device."""
     B = per_element.shape[0]
     order = torch.empty(B, device=per_element.device, dtype=torch.int32)
     count = torch.empty(1, device=per_element.device, dtype=torch.int32)
@@ -186,8 +193,10 @@ def _select(per_element: torch.Tensor, want: bool) -> tuple[torch.Tensor, torch.
     return order, count
 
 
-def _launch(hidden, weight, bias, add, fill, rows, selected, outer, inner, values, winner, peak):
-    """`_peak_kernel` over all sequences, or over `selected`."""
+def _launch(operands, outputs, outer, inner=(), rows=None, selected=None):
+    """The portable kernel over all sequences, or over `selected`."""
+    hidden, weight, bias, add, fill = operands
+    values, winner, peak = outputs
     B, S, D = hidden.shape
     V = weight.shape[0]
     tile = _tile(hidden, inner)
@@ -210,6 +219,14 @@ def _launch(hidden, weight, bias, add, fill, rows, selected, outer, inner, value
     )  # fmt: skip
 
 
+def _reduce(operands, outputs, outer, skip=None):
+    """The path without `inner`, for all sequences or for those with skip[b] False."""
+    if hopper is not None and hopper.applies(*operands[:2], outer):
+        hopper.launch(operands, outputs, outer, skip)
+    else:
+        _launch(operands, outputs, outer, selected=None if skip is None else _select(skip, False))
+
+
 def forward(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -227,22 +244,28 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Values [B, V] of the SPLADE head and, if wanted, winner and peak [B, V].
 
-    hidden [B, S, D] and weight [V, D], fp32, fp16 or bf16, any strides; bias [V] of any float dtype or None. Products
-    accumulate in fp32; fp32 operands follow `torch.get_float32_matmul_precision`.
+    hidden [B, S, D] and weight [V, D], fp32, fp16 or bf16, any strides; bias [V] of any float dtype
+    or None. Products accumulate in fp32; fp32 operands follow `torch.get_float32_matmul_precision`.
 
-    add fp32 [B, S] or None: added to every logit of its position; -inf drops the position, and a tile of dropped
-    positions is not computed. fill fp32 [B] or None: what the dropped positions contribute to the maximum.
+    add fp32 [B, S] or None: added to every logit of its position; -inf drops the position, and a
+    tile of dropped positions is not computed. fill fp32 [B] or None: what the dropped positions
+    contribute to the maximum.
 
-    Without `inner`, peak[b, v] = max_s (acc + add[b, s]) + bias[v] and values = max(outer(peak), fill[b]), in
-    `out_dtype` (hidden's by default). `outer` holds scalar steps only. A NaN logit gives a NaN value.
+    Without `inner`, peak[b, v] = max_s (acc + add[b, s]) + bias[v] and
+    values = max(outer(peak), fill[b]), in `out_dtype` (hidden's by default). `outer` holds scalar
+    steps only. A NaN logit gives a NaN value.
 
-    With `inner`, the maximum is over y = inner(acc + bias[v]) + add[b, s], element by element; row step i reads
-    rows[i] of fp32 [R, B, S]. Where a bool tensor per_element [B] is given, only its True sequences are computed so,
-    and the others take the path without `inner`, with `outer_fast` for their outer program; both are launched and
-    each skips the other's sequences, without a host synchronisation.
+    With `inner`, the maximum is over y = inner(acc + bias[v]) + add[b, s], element by element; row
+    step i reads rows[i] of fp32 [R, B, S]. Where a bool tensor per_element [B] is given, only its
+    True sequences are computed so, and the others take the path without `inner`, with `outer_fast`
+    for their outer program; both are launched and each skips the other's sequences, without a host
+    synchronisation.
 
-    winner: position of the first maximum, in the smallest signed integer that holds S; -1 where fill[b] exceeds
-    outer(peak) or no position is kept. peak fp32. Both are None unless `want_winner`.
+    winner: position of the first maximum, in the smallest signed integer that holds S; -1 where
+    fill[b] exceeds outer(peak) or no position is kept. peak fp32. Both are None unless
+    `want_winner`.
+
+    Raises ValueError if per_element is given without outer_fast.
     """
     B, S, _ = hidden.shape
     V = weight.shape[0]
@@ -257,15 +280,15 @@ def forward(
         peak = torch.empty(B, V, device=hidden.device, dtype=torch.float32)
     if values.numel() == 0:
         return values, winner, peak
-    rows = None if rows is None else rows.contiguous()
+    bias, fill, rows = (t if t is None else t.contiguous() for t in (bias, fill, rows))
+    operands = hidden, weight, bias, add, fill
     outputs = values, winner, peak
     with torch.cuda.device_of(hidden):
         if not inner:
-            _launch(hidden, weight, bias, add, fill, None, None, outer, (), *outputs)
+            _reduce(operands, outputs, outer)
         elif per_element is None:
-            _launch(hidden, weight, bias, add, fill, rows, None, outer, inner, *outputs)
+            _launch(operands, outputs, outer, inner, rows)
         else:
-            slow, fast = _select(per_element, True), _select(per_element, False)
-            _launch(hidden, weight, bias, add, fill, rows, slow, outer, inner, *outputs)
-            _launch(hidden, weight, bias, add, fill, None, fast, outer_fast, (), *outputs)
+            _launch(operands, outputs, outer, inner, rows, _select(per_element, True))
+            _reduce(operands, outputs, outer_fast, per_element)
     return outputs
