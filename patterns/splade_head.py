@@ -63,6 +63,7 @@ class Reduction:
     values: int | None = None
     positions: int | None = None
     minimum: bool = False
+    span: int = 1  # neighbouring axes reduced together, `dim` being the first
 
 
 def _reduction(view: GraphView, node: fx.Node) -> Reduction | None:
@@ -72,11 +73,18 @@ def _reduction(view: GraphView, node: fx.Node) -> Reduction | None:
     source = call["input"]
     shape = view.shape(source)
     ndim, dim, keepdim = len(shape), call.get("dim"), bool(call.get("keepdim", False))
+    span = 1
     if isinstance(dim, (tuple, list)):
-        dim = dim[0] if len(dim) == 1 else None
+        dims = sorted(d % ndim for d in dim)
+        together = (
+            dims
+            and dims == list(range(dims[0], dims[0] + len(dims)))
+            and (len(dims) == 1 or not keepdim)
+        )
+        dim, span = (dims[0], len(dims)) if together else (None, 1)
     match call.name:
         case "amax" | "amin" if isinstance(dim, int):
-            return Reduction(source, dim % ndim, keepdim, minimum=call.name == "amin")
+            return Reduction(source, dim % ndim, keepdim, minimum=call.name == "amin", span=span)
         case "max_dim" | "min_dim" if isinstance(dim, int):
             return Reduction(source, dim % ndim, keepdim, 0, 1, call.name == "min_dim")
         case "aminmax" if isinstance(dim, int) and not any(
@@ -155,7 +163,7 @@ class HeadMatch:
         )  # fmt: skip
         values = e.call(operator.getitem, op, 0)
         if chain.tail:
-            values = _cast(e, chain.replay_tail(e, values), result.dtype)
+            values = _cast(e, chain.replay_tail(e, values, [*order[:-2], order[-1]]), result.dtype)
         values = self._shaped(e, values, order[:-2])
         if red.minimum:
             values = e.call(operator.neg, values)
@@ -240,6 +248,8 @@ class SpladeHead:
     def _reading(
         self, node: fx.Node, view: GraphView, red: Reduction, chain: Chain, linear: Linear
     ) -> HeadMatch:
+        if red.span > 1:
+            chain.merge(red.dim, red.span, red.source)
         if chain.v_dim == red.dim or (
             is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
         ):
@@ -273,6 +283,8 @@ class SpladeHead:
             raise Decline(
                 "a vocabulary mask after the activation, and more than the maximum is used", node
             )
+        if not chain.tail_fits(red.dim):
+            raise Decline("an operand differs by token and by vocabulary entry", node)
         if not chain.tail_rises(reaching):
             raise Decline("the maximum cannot move past what follows the vocabulary mask", node)
 
@@ -372,7 +384,8 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     if not all(isinstance(s, int) for s in sizes):
         return None
     logits = math.prod(sizes) * fake(linear.node).dtype.itemsize
-    entries = math.prod(fake(red.source).shape) // fake(red.source).shape[red.dim]
+    shape = view.shape(red.source)
+    entries = math.prod(s for d, s in enumerate(shape) if not red.dim <= d < red.dim + red.span)
     return max(
         0, logits - 6 * entries
     )  # a peak (fp32) and a winning position (int16) for each entry

@@ -19,10 +19,10 @@ from torch import fx
 
 from ..epilogue.ranges import REALS, Interval, prove
 from ..epilogue.steps import Program, Step
-from .climb import Assigned, Element, Spine, Term
+from .climb import Assigned, Element, Fill, Spine, Term
 from .emit import Emitter
 from .gemm import Linear
-from .graph import GraphView, fake, label, same_size
+from .graph import GraphView, fake, label, same_size, static_size
 from .shapes import Decline, Move, move
 
 __all__ = ["Chain", "swallowed"]
@@ -77,6 +77,9 @@ class Chain:
                 self._operand(term, element.node)
             elif self.tail:
                 self.tail.append(term)
+            elif term.fn == "mul" and term.consts[0] < 0 and self._linear_so_far():
+                factor = term.consts[0]  # in the weight it does not turn the maximum around
+                self._folds.append(lambda e, pair, k=factor: _scaled(e, pair, k))
             else:
                 self.steps.append(term)
 
@@ -88,22 +91,21 @@ class Chain:
         self.origin = [None if o is None else self.origin[o] for o in step.origin]
         if step.columns is not None:
             columns = step.columns
-            self._folds.append(
-                lambda e, wb: tuple(e.call(operator.getitem, t, columns) if t else None for t in wb)
-            )
+            if isinstance(columns, fx.Node):
+                self.reads.append((columns, node))
+            self._folds.append(lambda e, pair: _columns(e, pair, columns))
 
     def _operand(self, term: Term, node: fx.Node) -> None:
         kind = self._kind(term.operand, node)
         if kind == "row" and self._linear_so_far() and self._is_scalar(term):
             kind = "column"  # one number for everything: a learned scale of the logits, say
-        if isinstance(term.operand, Assigned):
-            self.reads += [(n, node) for n in term.operand.nodes()]
-        else:
-            self.reads.append((term.operand, node))
-        if kind == "column":
-            self._column(term, node)
-        elif torch.is_grad_enabled() and self.view.requires_grad(term.operand):
-            raise Decline(f"a per-token operand ({label(term.operand)}) needs a gradient", node)
+        nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
+        self.reads += [(n, node) for n in nodes]
+        learned = [n for n in nodes if torch.is_grad_enabled() and self.view.requires_grad(n)]
+        if kind != "row":
+            self._column(term, node, kind)
+        elif learned:
+            raise Decline(f"a per-token operand ({label(learned[0])}) needs a gradient", node)
         else:
             self._row(term, node)
 
@@ -117,10 +119,10 @@ class Chain:
         self.rows.append(_Row(len(self.moves), term))
         self.steps.append(Step("row_" + term.fn, term.const, len(self.rows) - 1))
 
-    def _column(self, term: Term, node: fx.Node) -> None:
+    def _column(self, term: Term, node: fx.Node, kind: str) -> None:
         scale = math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
-        if self._linear_so_far():
-            self._folds.append(lambda e, wb: self._fold(e, wb, term, scale))
+        if kind == "column" and self._linear_so_far():
+            self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
             return
         if (
             isinstance(term.operand, fx.Node)
@@ -142,10 +144,15 @@ class Chain:
         numbers = self.view.shape(term.operand) if isinstance(term.operand, fx.Node) else (2,)
         return term.fn in ("add", "mul") and all(same_size(s, 1) for s in numbers)
 
-    def _kind(self, operand: fx.Node | Assigned, node: fx.Node) -> str:
-        """ "row" (one number a token) or "column" (one a vocabulary entry)."""
+    def _kind(self, operand: fx.Node | Assigned | Fill, node: fx.Node) -> str:
+        """What an operand has one number for: "row" (token), "column" (vocabulary entry), "entry" (both a
+        sequence and a vocabulary entry, if it is the reduced axis that has one element: see `tail_fits`)."""
         if isinstance(operand, Assigned):
             return self._assigned_kind(operand, node)
+        if isinstance(operand, Fill):
+            if any(self._kind(n, node) != "row" for n in operand.nodes()):
+                raise Decline("the masked value differs by vocabulary entry", node)
+            return "row"
         if not self.view.is_tensor(operand):
             raise Decline("an operand is a number known only at run time", node)
         shape, ndim = self.view.shape(operand), len(self.origin)
@@ -156,6 +163,8 @@ class Chain:
             return "row"
         if all(same_size(s, 1) for a, s in enumerate(shape) if a != at):
             return "column"
+        if any(same_size(s, 1) for a, s in enumerate(shape) if a != at):
+            return "entry"
         raise Decline("an operand differs by token and by vocabulary entry", node)
 
     def _assigned_kind(self, operand: Assigned, node: fx.Node) -> str:
@@ -187,7 +196,41 @@ class Chain:
             return len(self.view.shape(item))
         return 0 if item is None else 1
 
+    def merge(self, dim: int, span: int, node: fx.Node) -> None:
+        """Make one axis of `span` neighbouring ones: a maximum over several axes is one over their product."""
+        shape = self.view.shape(node)
+        if dim <= self.v_dim < dim + span:
+            raise Decline("it reduces over the vocabulary too", node)
+
+        def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+            sizes = list(fake(t).shape)
+            wanted = [
+                static_size(shape[a]) if dim <= a < dim + span else -1 for a in range(len(sizes))
+            ]
+            if any(
+                w is not None and w > 0 and not same_size(w, s)
+                for w, s in zip(wanted, sizes, strict=True)
+            ):
+                t = e.method("expand", t, tuple(wanted))
+            return e.method("flatten", t, dim, dim + span - 1)
+
+        if any(static_size(s) is None for s in shape[dim : dim + span]):
+            raise Decline("a maximum over several axes of unknown size", node)
+        origin = (*range(dim), None, *range(dim + span, len(shape)))
+        v_dim = self.v_dim - (span - 1 if self.v_dim > dim else 0)
+        self._move(Move(v_dim, origin, apply), node)
+
     # Proofs
+
+    def tail_fits(self, dim: int) -> bool:
+        """Whether no operand of the tail varies along the reduced axis."""
+        for item in self.tail:
+            if isinstance(item, Term) and isinstance(item.operand, fx.Node):
+                shape = self.view.shape(item.operand)
+                at = dim - (len(self.origin) - len(shape))
+                if at >= 0 and not same_size(shape[at], 1):
+                    return False
+        return True
 
     def tail_rises(self, x: Interval) -> bool:
         """Whether the tail is non-decreasing in the logits for every vocabulary entry, on values in `x`."""
@@ -222,10 +265,13 @@ class Chain:
     def _fold(self, e: Emitter, pair: Pair, term: Term, scale: float) -> Pair:
         """s (w x + b) with a column operand, as s (w' x + b')."""
         weight, bias = pair
-        r = self._vector(e, term)
+        r = self._vector(e, term, fake(weight).shape[0])
         if term.fn == "add":
             r = r if scale == 1 else e.call(operator.mul, r, 1 / scale)
-            return weight, r if bias is None else e.call(operator.add, bias, r)
+            columns = fake(weight).shape[0]
+            return weight, e.method("expand", r, (columns,)) if bias is None else e.call(
+                operator.add, bias, r
+            )
         if term.fn == "mul":
             r = e.method("to", r, fake(weight).dtype)
             weight = e.call(operator.mul, weight, e.method("unsqueeze", r, 1))
@@ -236,16 +282,11 @@ class Chain:
         masked = e.call(torch.where, r, kept, term.const[0] / scale)
         return weight, e.method("to", masked, fake(weight).dtype)
 
-    def _vector(self, e: Emitter, term: Term) -> fx.Node:
+    def _vector(self, e: Emitter, term: Term, columns: int) -> fx.Node:
         """A column operand as [V], prepared."""
         if isinstance(term.operand, Assigned):
             index = next(i for i in term.operand.items() if i is not None and not _is_full(i))
-            ones = e.method(
-                "new_ones",
-                self.linear.weight_source,
-                (fake(self.linear.node).shape[self.linear.v_dim],),
-                dtype=torch.bool,
-            )
+            ones = e.method("new_ones", self.linear.weight_source, (columns,), dtype=torch.bool)
             e.call(operator.setitem, ones, index, False)
             return ones
         t = term.operand
@@ -262,30 +303,54 @@ class Chain:
             one = e.call(torch.narrow, self.stand_in(e, row.at), v_dim, 0, 1)
             t = e.call(torch.ones_like, one, dtype=torch.bool)
             e.call(operator.setitem, t, row.term.operand.index, False)
+        elif isinstance(row.term.operand, Fill):
+            mask, value = (self._aligned(e, n, row.at) for n in row.term.operand.nodes())
+            t = e.call(torch.where, mask, *((value, 0) if row.term.operand.negate else (0, value)))
         else:
-            t = row.term.operand
-            ndim = (
-                len(self.moves[row.at - 1].origin) if row.at else len(fake(self.linear.node).shape)
-            )
-            while len(fake(t).shape) < ndim:
-                t = e.method("unsqueeze", t, 0)
-            if not same_size(fake(t).shape[v_dim], 1):
-                t = e.call(torch.narrow, t, v_dim, 0, 1)
+            t = self._aligned(e, row.term.operand, row.at)
         t = _prepared(e, t, row.term.prepare)
         for m in self.moves[row.at :]:
             t = m.apply(e, t, True)
         return t
 
-    def replay_tail(self, e: Emitter, t: fx.Node) -> fx.Node:
-        """The tail on reduced values [..., V]."""
+    def _aligned(self, e: Emitter, t: fx.Node, at: int) -> fx.Node:
+        """A per-token tensor with the axes of the frame after `at` moves, 1 in the place of V."""
+        ndim = len(self.moves[at - 1].origin) if at else len(fake(self.linear.node).shape)
+        v_dim = self.moves[at - 1].v_dim if at else self.linear.v_dim
+        while len(fake(t).shape) < ndim:
+            t = e.method("unsqueeze", t, 0)
+        return t if same_size(fake(t).shape[v_dim], 1) else e.call(torch.narrow, t, v_dim, 0, 1)
+
+    def replay_tail(self, e: Emitter, t: fx.Node, order: list[int]) -> fx.Node:
+        """The tail on reduced values, whose axes are the frame's in this `order`, the reduced one left out."""
         for item in self.tail:
             if isinstance(item, Step):
                 t = _emit(e, t, item)
             elif item.fn == "where":
-                t = e.call(torch.where, e.method("bool", self._vector(e, item)), t, item.const[0])
+                keep = e.method("bool", self._entries(e, item, order, fake(t).shape[-1]))
+                t = e.call(torch.where, keep, t, item.const[0])
             else:
-                t = e.call(getattr(operator, item.fn), t, self._vector(e, item))
+                t = e.call(
+                    getattr(operator, item.fn), t, self._entries(e, item, order, fake(t).shape[-1])
+                )
         return t
+
+    def _entries(self, e: Emitter, term: Term, order: list[int], columns: int) -> fx.Node:
+        """An operand of the tail, to go with values in `order`."""
+        t = term.operand
+        if not isinstance(t, fx.Node) or sum(not same_size(s, 1) for s in fake(t).shape) <= 1:
+            return self._vector(e, term, columns)
+        while len(fake(t).shape) < len(self.origin):
+            t = e.method("unsqueeze", t, 0)
+        reduced = next(d for d in range(len(self.origin)) if d not in order)
+        t = e.method("squeeze", e.method("permute", t, (reduced, *order)), 0)
+        return _prepared(e, t, term.prepare)
+
+
+def _scaled(e: Emitter, pair: Pair, factor: float) -> Pair:
+    """Weight and bias times a constant."""
+    weight, bias = (t if t is None else e.call(operator.mul, t, factor) for t in pair)
+    return weight, bias
 
 
 def _columns(e: Emitter, pair: Pair, columns: slice | fx.Node) -> Pair:

@@ -20,7 +20,7 @@ from .graph import GraphView, fake, label, same_size
 from .names import Call
 from .shapes import SHAPE_OPS, Decline
 
-__all__ = ["Assigned", "Element", "Spine", "Term", "climb"]
+__all__ = ["Assigned", "Element", "Fill", "Spine", "Term", "climb"]
 
 _MAX_DEPTH = 64
 
@@ -71,6 +71,18 @@ class Assigned:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fill:
+    """The operand that puts `value`, known only at run time, where `mask` is false (true, if `negate`): 0 elsewhere."""
+
+    mask: fx.Node
+    value: fx.Node
+    negate: bool
+
+    def nodes(self) -> list[fx.Node]:
+        return [self.mask, self.value]
+
+
+@dataclasses.dataclass(frozen=True)
 class Term:
     """A step with an operand that is a node of the user's graph: y + r, y * r, or y where r, else a constant.
 
@@ -78,7 +90,7 @@ class Term:
     """
 
     fn: str
-    operand: fx.Node | Assigned
+    operand: fx.Node | Assigned | Fill
     const: tuple[float, ...] = ()
     prepare: str | float | None = None
 
@@ -409,10 +421,14 @@ class _Climber:
         return self.view.same_value(a, b)
 
     def _select(self, x: Any, keep: Any, other: Any, negate: bool) -> Spine:
-        """x where `keep` (or where not, if `negate`), else the constant `other`."""
+        """x where `keep` (or where not, if `negate`), else `other`: a constant, or one number a token."""
         c = self.const(other)
         if c is None:
-            raise self.decline("the masked value is a tensor, not a constant")
+            # x where kept, else 0; then the other value on top of that 0.
+            kept = Term("where", keep, (0.0,), "not" if negate else None)
+            return self.up(x).then(
+                Element(self.node, (kept, Term("add", Fill(keep, other, negate))))
+            )
         edge = self._edge(keep, x)
         if edge is not None:
             above = (edge[0] == "gt") ^ negate
@@ -434,7 +450,12 @@ class _Climber:
             return self._select(a, condition, b, negate=False)
         if self.const(a) is not None:
             return self._select(b, condition, a, negate=True)
-        raise self.decline("where() chooses between two tensors, neither of them a constant")
+        if not (self.view.is_tensor(a) and self.view.is_tensor(b)):
+            raise self.decline(
+                "where() chooses between a tensor and a number known only at run time"
+            )
+        _, at = self._pick(a, b)
+        return self._select((a, b)[at], condition, (b, a)[at], negate=at == 1)
 
     def _masked_fill(self) -> Spine:
         return self._select(self.call["input"], self.call["mask"], self.call["value"], negate=True)

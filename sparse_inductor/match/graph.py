@@ -27,6 +27,17 @@ _METADATA_READERS = {
     "new_tensor",
 }
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
+_VIEWS = {
+    "getitem",
+    "select",
+    "narrow",
+    "slice",
+    "view",
+    "transpose",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+}
 _PURE_MODULES = ("torch", "_operator", "math", "builtins")
 
 
@@ -215,6 +226,13 @@ class GraphView:
                 continue
             if call is not None and call.name in _LIKE and call.args.get("input") is not node:
                 continue
+            if (
+                call is not None
+                and call.name in _VIEWS
+                and not call.inplace
+                and not any(self.readers(user))
+            ):
+                continue  # a view whose shape alone is of interest: zeros_like(logits[:, 0])
             yield user
 
 
