@@ -142,7 +142,7 @@ def _value(x, STEPS: tl.constexpr, AT: tl.constexpr):
     elif FN == "relu":
         return tl.where(x <= 0.0, 0.0, x)
     elif FN == "threshold":
-        return tl.where(x > C0, x, C1)
+        return tl.where(x <= C0, C1, x)
     elif FN == "leaky_relu":
         return tl.where(x > 0.0, x, x * C0)
     elif FN == "elu":

@@ -267,19 +267,22 @@ def _general_gains(
             row = b * S + tl.load(winner + b.to(tl.int64) * V + v, mask=mask, other=0).to(tl.int32)
         if MODE == "mixed":
             mask = mask & (tl.load(per_element + b, mask=mask, other=0) != 0)
-        z = tl.zeros([BE], tl.float32)
-        for d0 in range(0, D, BD):
-            d = d0 + tl.arange(0, BD)[None, :]
-            here = mask[:, None] & (d < D)
-            x = tl.load(hidden + row[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
-            w = tl.load(weight + v[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
-            z += tl.sum(x.to(tl.float32) * w.to(tl.float32), 1)
-        if HAS_BIAS:
-            z += tl.load(bias + v, mask=mask, other=0.0).to(tl.float32)
-        _, inner_slope = dual_rows(z, rows, row_stride, row, mask, INNER)
-        _, outer_slope = dual(tl.load(peak + b.to(tl.int64) * V + v, mask=mask, other=0.0), OUTER)
-        g = tl.load(gains + slot, mask=mask, other=0.0)
-        tl.store(gains + slot, g * outer_slope * inner_slope, mask=mask)
+        if tl.max(mask.to(tl.int32), 0) != 0:  # else all took the fast path
+            z = tl.zeros([BE], tl.float32)
+            for d0 in range(0, D, BD):
+                d = d0 + tl.arange(0, BD)[None, :]
+                here = mask[:, None] & (d < D)
+                x = tl.load(hidden + row[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
+                w = tl.load(weight + v[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
+                z += tl.sum(x.to(tl.float32) * w.to(tl.float32), 1)
+            if HAS_BIAS:
+                z += tl.load(bias + v, mask=mask, other=0.0).to(tl.float32)
+            _, inner_slope = dual_rows(z, rows, row_stride, row, mask, INNER)
+            _, outer_slope = dual(
+                tl.load(peak + b.to(tl.int64) * V + v, mask=mask, other=0.0), OUTER
+            )
+            g = tl.load(gains + slot, mask=mask, other=0.0)
+            tl.store(gains + slot, g * outer_slope * inner_slope, mask=mask)
 
 
 @triton.jit
@@ -470,8 +473,9 @@ def backward(
         if mode == "fast":
             return
         BE = 16  # with 128 columns of two operands: 32 registers a thread of 4 warps
-        # 32 programs a list, each of which may be full: most are not, and a program costs as much as 16 slots.
-        _general_gains[(groups, min(triton.cdiv(capacity, BE), 32))](
+        # A list may be full, but most are nearly empty: 65 536 programs fill the GPU often enough.
+        sharers = min(triton.cdiv(capacity, BE), triton.cdiv(1 << 16, groups))
+        _general_gains[(groups, sharers)](
             hidden, weight, bias, winner, peak, rows, B * S, per_element, S, D, V, first,
             entries, gains, lengths, stride, capacity,
             INNER=encode(inner), OUTER=programs["OUTER"], MODE=mode, BY_ENTRY=by_entry,
