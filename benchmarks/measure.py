@@ -230,7 +230,7 @@ def isolated(function: Callable[..., Any], **arguments: Any) -> Any:
 
     Raises RuntimeError with the end of what the process said when it fails.
     """
-    env = {**os.environ, **RETURN_MEMORY}
+    env = {**os.environ, **RETURN_MEMORY, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [
         sys.executable,
         "-m",

@@ -178,18 +178,18 @@ def markdown(results: Results, plot: str | None) -> str:
     if results.rows:
         parts += [
             "## Floors and goals",
-            _markdown_table(rows_table(results.rows)),
+            markdown_table(rows_table(results.rows)),
             _losses(results),
         ]
     if results.samples:
-        parts += ["## Side by side", _markdown_table(samples_table(results.samples))]
+        parts += ["## Side by side", markdown_table(samples_table(results.samples))]
     if results.points:
         fixed = ", ".join(f"{name} {size}" for name, size in results.fixed.items())
         parts += [
             f"## Over B, S and V\n\nForward and backward; what does not move stays at {fixed}."
         ]
         parts += [f"![time and memory]({plot})"] if plot else []
-        parts += [_markdown_table(points_table(results.points))]
+        parts += [markdown_table(points_table(results.points))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -199,7 +199,8 @@ def _losses(results: Results) -> str:
     return "Below the floor: " + "; ".join(r.name for r in results.losses) + "."
 
 
-def _markdown_table(lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """A table for a page."""
     head, *body = [
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
     ]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = parser.parse_args(argv)
     if asked.model is not None and asked.layers is not None:
         parser.error("--layers: the checkpoint given by --model has its own number of layers")
-    heads = max(1, asked.hidden // 64)
     for option, least, why in (
         ("layers", 1, ""), ("batch", 2, ": the loss contrasts the pairs of a batch"), ("seq", 8, ""),
         ("steps", 2, ": the first step compiles, so a second one is needed for the time"),
@@ -72,7 +71,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(asked, option)
         if value is not None and value < least:
             parser.error(f"--{option} must be at least {least}{why}; got {value}")
-    if asked.hidden % heads:
+    if asked.hidden > 64 and asked.hidden % 64:
         parser.error(f"--hidden must be a multiple of 64 from 64 on; got {asked.hidden}")
     return asked
 
@@ -185,12 +184,16 @@ def _conclude(plain: dict[str, Any], ours: dict[str, Any], device: torch.device)
     print(aligned(_table(plain, ours)) + "\n")
     print(f'largest terms of "{ours["sentence"][:70]}"')
     print("  " + ", ".join(f"{word} {value:.2f}" for word, value in ours["terms"]))
+    return verdict(plain, ours, device.type)
+
+
+def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any], device: str) -> list[str]:
+    """What is wrong with the rewritten side, if anything."""
     wrong = [] if ours["rewrites"] else ["the head was not rewritten"]
-    for what, rounding in _ROUNDING[device.type].items():
-        if not ours[what] <= _FACTOR * plain[what] + rounding:
-            wrong.append(
-                f"{what.replace('_', ' ')} {ours[what]:.2g} against {plain[what]:.2g} unrewritten"
-            )
+    for what, rounding in _ROUNDING[device].items():
+        if not ours[what] <= _FACTOR * plain[what] + rounding:  # not a number is wrong, too
+            name = what.replace("_", " ")
+            wrong.append(f"{name} {ours[what]:.2g} against {plain[what]:.2g} unrewritten")
     return wrong
 
 

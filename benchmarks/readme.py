@@ -1,0 +1,141 @@
+"""The generated parts of README.md: what is matched and declined, and the measured numbers.
+
+    python -m benchmarks.readme            put them in
+    python -m benchmarks.readme --check    exit status 1 when they are not what they should be
+
+Each part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparse_inductor
+from sparse_inductor.pattern import Example, Pattern, registered
+
+from .publish import Results, Row, markdown_table, rows_table
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parts() -> dict[str, Callable[[], str]]:
+    """Name of each part -> what makes it."""
+    return {
+        "patterns": patterns,
+        "numbers-cpu": lambda: numbers("cpu"),
+        "numbers-gpu": lambda: numbers("gpu"),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    check = parser.parse_args(argv).check
+    text = README.read_text()
+    new = text
+    for name, make in parts().items():
+        new = put(new, name, make())
+    if not check:
+        README.write_text(new)
+    elif new != text:
+        print("README.md is out of date: run python -m benchmarks.readme", file=sys.stderr)
+        return 1
+    return 0
+
+
+def find(text: str, name: str) -> str:
+    """What stands between the marks of a part. Raises ValueError when they are not there."""
+    begin, end = _marks(name)
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"{begin} and {end} must each stand in the text once")
+    return text.split(begin)[1].split(end)[0].strip()
+
+
+def put(text: str, name: str, part: str) -> str:
+    """The text with one part replaced."""
+    find(text, name)
+    begin, end = _marks(name)
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{part}\n{end}{rest.split(end)[1]}"
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+# --- What is matched and what is declined -----------------------------------------------------------------------------
+
+
+def patterns() -> str:
+    """For each pattern its examples and near misses, as written and as the pass judges them now."""
+    return "\n\n".join(_pattern(p) for p in registered().values())
+
+
+def _pattern(pattern: Pattern) -> str:
+    done = [["rewritten", "steps that the operator runs"]]
+    for example in pattern.examples:
+        rewrite = next(r for r in explained(example).rewrites if r.pattern == pattern.name)
+        done.append([f"`{code_of(example)}`", f"`{rewrite.note}`"])
+    left = [["left as it is", "because"]]
+    for example in pattern.near_misses:
+        miss = next(m for m in explained(example).near_misses if m.pattern == pattern.name)
+        left.append([f"`{code_of(example)}`", miss.reason])
+    title = f"**{pattern.name}**: `{pattern.summary}`"
+    return "\n\n".join([title, markdown_table(done), markdown_table(left)])
+
+
+def explained(example: Example) -> Any:
+    """The report of one example, captured afresh."""
+    fn, args = example.build()
+    with torch.set_grad_enabled(example.training):
+        return sparse_inductor.explain(fn, *args).report
+
+
+def code_of(example: Example) -> str:
+    """The expression that an example compiles, from its source; its name where there is none."""
+    fn, _ = example.build()
+    function = getattr(fn, "pool", fn)
+    if not isinstance(function, types.LambdaType):
+        return example.name
+    path, line = function.__code__.co_filename, function.__code__.co_firstlineno
+    text = Path(path).read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Lambda) and node.lineno == line:
+            return " ".join((ast.get_source_segment(text, node.body) or "").split())
+    return example.name
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def numbers(kind: str) -> str:
+    """The tables of floors and goals of all published runs on a "cpu" or a "gpu"."""
+    found = [Results(**json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
+    chosen = [r for r in found if ("driver" in r.machine) == (kind == "gpu")]
+    return "\n\n".join(_numbers(r) for r in chosen) or "Not measured yet."
+
+
+def _numbers(results: Results) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in results.machine.items())
+    rows = [Row(**row) for row in results.rows]  # type: ignore[arg-type]
+    page = f"benchmarks/results/{results.slug}.md"
+    return (
+        f"`{results.command}`; {facts}. All figures: [{results.slug}.md]({page}).\n\n"
+        + markdown_table(rows_table(rows))
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

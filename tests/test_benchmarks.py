@@ -1,0 +1,205 @@
+"""The benchmarks: how they measure, what they write, and that every part of them runs."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import measure
+from benchmarks.__main__ import families, main, parse
+from benchmarks.bench import Bench
+from benchmarks.families import splade_head
+from benchmarks.publish import Point, Results, Row, Sample, aligned, rows_table, write
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = torch.device("cpu")
+
+
+def results() -> Results:
+    machine = {"device": "Some CPU (R)", "torch": "2.13"}
+    return Results(
+        "splade_head",
+        "python -m benchmarks splade_head",
+        machine,
+        rows=[
+            Row("fast", 0.5, "x", 0.7, 0.4),
+            Row("share", 0.8, "", 0.75, 0.92, higher_is_better=True),
+            Row("gone", None, "ms", 1.0, note="out of memory"),
+        ],
+        samples=[Sample("case", "ours", 1.0, 0.9, 1.2, 7, 2**20, 2**10)],
+        points=[Point("B", b, name, float(b), b * 2**20) for b in (1, 2) for name in ("a", "b")],
+        fixed={"B": 1, "S": 2},
+    )
+
+
+# --- What is written --------------------------------------------------------------------------------------------------
+
+
+def test_verdicts_follow_the_direction_of_the_row():
+    fast, share, gone = results().rows
+    assert (fast.verdict(fast.floor), fast.verdict(fast.goal)) == ("pass", "FAIL")
+    assert (share.verdict(share.floor), share.verdict(share.goal)) == ("pass", "FAIL")
+    assert gone.verdict(gone.floor) == "?"
+    assert gone.verdict(None) == ""
+
+
+def test_a_row_that_misses_its_floor_is_named_on_the_page(tmp_path):
+    found = results()
+    found.rows.append(Row("slow one", 2.0, "x", 1.0))
+    page = next(p for p in write(found, tmp_path) if p.suffix == ".md").read_text()
+    assert "Below the floor: slow one." in page
+
+
+def test_all_files_are_written_and_hold_the_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = {p.suffix: p for p in write(results(), tmp_path)}
+    assert {p.stem for p in paths.values()} == {"splade_head-some-cpu-r"}
+    assert set(paths) == {".md", ".csv", ".json", ".png"}
+    assert Results(**json.loads(paths[".json"].read_text())).machine["device"] == "Some CPU (R)"
+    lines = list(csv.DictReader(paths[".csv"].open()))
+    assert {line["kind"] for line in lines} == {"row", "sample", "sweep"}
+    assert sum(line["kind"] == "sweep" for line in lines) == 8  # time and peak of four points
+
+
+def test_without_matplotlib_the_plot_is_left_out_and_that_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert {p.suffix for p in write(results(), tmp_path)} == {".md", ".csv", ".json"}
+    assert "matplotlib is not installed" in capsys.readouterr().out
+
+
+def test_tables_line_up():
+    lines = aligned(rows_table(results().rows)).splitlines()
+    assert len(lines) == 4
+    assert lines[0].index("floor") == lines[1].index("0.7 x")
+
+
+# --- How it measures --------------------------------------------------------------------------------------------------
+
+
+def test_contenders_take_turns():
+    order = []
+    measure.race({n: lambda n=n: order.append(n) for n in "ab"}, CPU, seconds=0.0, rounds=(3, 3))
+    assert "".join(order) == "aabb" + "ababab"  # two warm-up calls each, then turns
+
+
+def test_timings_are_medians_within_their_quartiles():
+    taken = measure.race({"a": lambda: None}, CPU, seconds=0.0, rounds=(5, 5))["a"]
+    assert taken.rounds == 5
+    assert 0 <= taken.low <= taken.ms <= taken.high
+
+
+def grow(mib: int) -> dict[str, int]:
+    def work() -> torch.Tensor:
+        scratch = torch.ones(mib * 2**20, dtype=torch.int8)
+        return torch.ones(2**20, dtype=torch.int8) + scratch[0]
+
+    found = measure.peak_memory(work, CPU)
+    return {"peak": found.peak, "scratch": found.scratch}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_of_a_process_of_its_own():
+    found = measure.isolated(grow, mib=96)
+    assert 96 * 2**20 <= found["peak"] <= 104 * 2**20
+    assert found["peak"] - found["scratch"] == 2**20
+
+
+def fail() -> None:
+    raise ValueError("no luck")
+
+
+def test_a_process_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="no luck"):
+        measure.isolated(fail)
+
+
+def test_a_part_that_fails_leaves_the_others_and_is_told(tmp_path, capsys):
+    bench = Bench(CPU, results(), tmp_path)
+    bench.section(fail)
+    assert bench.failed == ["fail"]
+    assert "no luck" in bench.results.text[-1]
+
+
+# --- The families -----------------------------------------------------------------------------------------------------
+
+
+def test_families_are_the_files():
+    assert "splade_head" in families()
+    assert parse(["splade_head"]).family == "splade_head"
+
+
+def test_an_unknown_family_is_refused():
+    with pytest.raises(SystemExit):
+        parse(["no_such_family"])
+
+
+@pytest.mark.parametrize("active", [0.02, 0.5])
+def test_the_data_is_as_active_as_asked(active):
+    case = splade_head.Case(splade_head.Shape(4, 16, 32, 5000), CPU, active=active)
+    assert case.active == pytest.approx(active, rel=0.2)
+    assert case.hidden.std() > 0.9
+
+
+def test_the_data_has_the_padding_asked_for():
+    shape = splade_head.Shape(4, 16, 32, 50)
+    assert splade_head.Case(shape, CPU, padding="half").mask.sum(1).tolist() == [8] * 4
+    assert splade_head.Case(shape, CPU, padding="none").mask.all()
+
+
+@pytest.mark.slow
+def test_contenders_agree_and_only_ours_is_rewritten():
+    import sparse_inductor
+
+    case = splade_head.Case(splade_head.Shape(2, 16, 32, 300), CPU, active=None)
+    works = case.works([splade_head.TRAINING], ["eager", "compile", "ours", "operator"])
+    found = {}
+    for (_, name), work in works.items():
+        before = len(sparse_inductor.report().rewrites)
+        found[name] = work()
+        assert (len(sparse_inductor.report().rewrites) > before) == (name == "ours")
+    for name in ("compile", "ours", "operator"):
+        torch.testing.assert_close(found[name], found["eager"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_the_quick_run_writes_its_files(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "splade_head", "--quick", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {p.suffix for p in tmp_path.iterdir()} >= {".md", ".csv", ".json"}
+    page = next(tmp_path.glob("*.md")).read_text()
+    assert "FAILED" not in page
+    assert str(tmp_path) not in page  # nobody's folders are published
+
+
+@pytest.mark.slow
+def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch):
+    """On the CPU at tiny sizes: the figures are void, the code is the same."""
+    monkeypatch.setattr(Bench, "cuda", property(lambda self: True))
+    for name, value in (("memory_reserved", 0), ("memory_allocated", 0), ("empty_cache", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**11, 10**11))
+    bench = Bench(CPU, dataclasses.replace(results(), rows=[], points=[]), tmp_path, quick=True)
+    for section in splade_head._gpu_sections(bench):
+        bench.section(section, bench)
+    assert bench.failed == []
+    assert len(bench.results.rows) >= 15
+    assert all(row.value is not None for row in bench.results.rows)
+    point = splade_head._point(bench, splade_head.Shape(2, 16, 32, 300), "ours")
+    assert point.ms
+
+
+def test_no_gpu_is_said_clearly(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["splade_head", "--device", "cuda"]) == 2
+    assert "no CUDA GPU" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""README.md: its generated parts are what they should be, its code runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import readme
+
+TEXT = readme.README.read_text()
+
+
+@pytest.mark.parametrize("part", ["patterns", "numbers-cpu", "numbers-gpu"])
+def test_generated_parts_are_up_to_date(part):
+    wanted = readme.parts()[part]()
+    assert readme.find(TEXT, part) == wanted, "run python -m benchmarks.readme"
+
+
+def test_every_example_and_near_miss_has_its_line():
+    from sparse_inductor.pattern import registered
+
+    part = readme.find(TEXT, "patterns")
+    for pattern in registered().values():
+        for example in (*pattern.examples, *pattern.near_misses):
+            assert f"| `{readme.code_of(example)}` |" in part
+        for example in pattern.near_misses:
+            assert example.reason in part
+
+
+def blocks(section: str) -> list[str]:
+    body = TEXT.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", body, re.S)
+
+
+def test_the_operators_example_runs():
+    (code,) = blocks("The operator")
+    space: dict[str, object] = {}
+    exec(code, space)
+    assert space["values"].shape == (2, 100)
+
+
+def test_the_pattern_in_the_readme_is_a_pattern():
+    from sparse_inductor.pattern import register, unregister
+
+    (code,) = blocks("Adding a pattern")
+    space: dict[str, object] = {}
+    exec(code, space)
+    register(space["PATTERN"])
+    unregister("my_head")
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#:]+)\)", TEXT):
+        assert (Path(readme.ROOT) / target).exists(), target
