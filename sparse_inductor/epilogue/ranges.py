@@ -95,8 +95,8 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
         return None
     if fn == "mul":
         k = c[0]
-        if math.isinf(k):
-            return None
+        if math.isinf(k) or (k == 0 and x.lo == -_INF):
+            return None  # -inf, which a logarithm does yield, times 0 is NaN
         return (1 if k >= 0 else -1), REALS, lambda v: 0.0 if k == 0 else v * k
     if fn == "add" and math.isinf(c[0]):
         return None
@@ -107,24 +107,19 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
         if p == 0:
             return 1, REALS, lambda v: 1.0
         if p > 0 and p == int(p) and int(p) % 2 == 1:
-            return 1, REALS, _guard(lambda v: v**p)
+            return 1, REALS, lambda v: math.copysign(_guard(lambda u: u**p)(abs(v)), v)
         positive = Interval(0.0, _INF)
         if p > 0:
             return 1, positive, _guard(lambda v: v**p)
-        return (
-            -1,
-            Interval(math.ulp(0.0), _INF),
-            _guard(lambda v: v**p),
-        )  # 1 / -0.0 is -inf: 0 is out
+        # 1 / -0.0 is -inf, so 0 is out of the domain.
+        return -1, Interval(math.ulp(0.0), _INF), _guard(lambda v: v**p)
     if fn == "threshold":  # jumps from v up to t at t, so v may not exceed t
         t, v = c
         return (1, REALS, lambda s: s if s > t else v) if v <= t else None
     if fn == "leaky_relu":
-        return (
-            (1, REALS, lambda v: v if v > 0 else (0.0 if c[0] == 0 else v * c[0]))
-            if c[0] >= 0
-            else None
-        )
+        if c[0] < 0 or (c[0] == 0 and x.lo == -_INF):
+            return None
+        return 1, REALS, lambda v: v if v > 0 else v * c[0]
     if fn == "elu":
         a, s = c
         rises = a >= 0 and s >= 0

@@ -57,7 +57,7 @@ SCALAR: dict[str, Scalar] = {
     "leaky_relu": Scalar(
         1,
         lambda x, a: torch.where(x > 0, x, x * a),
-        lambda x, y, a: torch.where(x > 0, 1.0, a),
+        lambda x, y, a: torch.where(x > 0, torch.ones_like(x), a),
     ),
     "elu": Scalar(  # alpha, scale
         2,

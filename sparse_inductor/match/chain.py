@@ -8,6 +8,7 @@ of the weight and bias; one that comes later has to stand at the end, where it i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -78,8 +79,8 @@ class Chain:
             elif self.tail:
                 self.tail.append(term)
             elif term.fn == "mul" and term.consts[0] < 0 and self._linear_so_far():
-                factor = term.consts[0]  # in the weight it does not turn the maximum around
-                self._folds.append(lambda e, pair, k=factor: _scaled(e, pair, k))
+                # In the weight it does not turn the maximum around.
+                self._folds.append(functools.partial(_scaled, factor=term.consts[0]))
             else:
                 self.steps.append(term)
 

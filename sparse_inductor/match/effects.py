@@ -59,7 +59,8 @@ def written(node: fx.Node) -> list[fx.Node]:
         return [a for a in node.args[:1] if hit and isinstance(a, fx.Node)]
     if node.op != "call_function":
         return []
-    target, out = node.target, []
+    target = node.target
+    out: list[Any] = []
     if isinstance(target, torch._ops.OpOverload):
         for i, arg in enumerate(target._schema.arguments):
             if arg.alias_info is not None and arg.alias_info.is_write:

@@ -128,8 +128,8 @@ def _matrix(view: GraphView, node: fx.Node, flipped: bool = False) -> tuple[fx.N
             dims = {call["dim0"] % n, call["dim1"] % n}
             return _matrix(view, x, not flipped) if dims == {n - 1, n - 2} else None
         case "permute":
-            dims = [d % n for d in call["dims"]]
-            return _matrix(view, x, not flipped) if dims == [*range(n - 2), n - 1, n - 2] else None
+            order = [d % n for d in call["dims"]]
+            return _matrix(view, x, not flipped) if order == [*range(n - 2), n - 1, n - 2] else None
     return None
 
 

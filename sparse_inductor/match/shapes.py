@@ -51,7 +51,9 @@ def _permutation(perm: Sequence[int], v: int) -> Move:
 
 def _index(view: GraphView, node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
     """Basic indexing, one item an axis of `shape` with None for new axes; tensors only where alone and before V."""
-    axis, origin, new_v, kept, columns = 0, [], None, [], None
+    axis, new_v, columns = 0, None, None
+    origin: list[int | None] = []
+    kept: list[Any] = []
     for item in items:
         if item is None:
             origin.append(None)
@@ -84,7 +86,8 @@ def _index(view: GraphView, node: fx.Node, shape: tuple, items: list[Any], v: in
     assert new_v is not None
 
     def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
-        index, a = [], 0
+        index: list[Any] = []
+        a = 0
         for item in kept:
             if item is None:
                 index.append(None)

@@ -48,17 +48,17 @@ def forward(
     V = weight.shape[0]
     dt = compute_dtype(hidden, weight, bias)
     rows = [r.to(dt) for r in rows]
-    values = torch.empty(B, V, dtype=out_dtype)
+    values = hidden.new_empty(B, V, dtype=out_dtype)
     want_winner = winner_dtype is not None
-    winner = torch.empty(B, V, dtype=winner_dtype) if want_winner else None
-    peak = torch.empty(B, V, dtype=dt) if want_winner else None
+    winner = hidden.new_empty(B, V, dtype=winner_dtype) if want_winner else None
+    peak = hidden.new_empty(B, V, dtype=dt) if want_winner else None
     per_element = low.per_element
     if not low.plan.hoists:
-        per_element = torch.ones(B, dtype=torch.bool)
+        per_element = hidden.new_ones(B, dtype=torch.bool)
     elif per_element is not None and not per_element.any():
         per_element = None
     step = max(1, _TOKENS // S)
-    buffer = torch.empty(min(B, step) * S * min(V, _COLUMNS), dtype=dt)
+    buffer = hidden.new_empty(min(B, step) * S * min(V, _COLUMNS), dtype=dt)
     for v in range(0, V, _COLUMNS):
         cols = slice(v, min(v + _COLUMNS, V))
         w = weight[cols].to(dt).t()

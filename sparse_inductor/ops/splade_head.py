@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..epilogue.plan import Lowered, Plan, lower, plan
-from ..epilogue.steps import ROW
 from . import _cpu_linear_max as cpu
 from ._dispatch import autocast_off, below_autograd
 
@@ -35,11 +34,12 @@ _lib.define(
 )
 _lib.define(
     f"splade_head_train({_INPUTS}, ScalarType? out_dtype, bool argmax, ScalarType winner_dtype)"
-    " -> (Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _lib.define(
-    f"splade_head_backward(Tensor grad, {_INPUTS}, Tensor winner, Tensor peak, bool argmax, bool[3] needs)"
+    f"splade_head_backward(Tensor grad, {_INPUTS}, Tensor winner, Tensor peak, Tensor per_element, bool argmax,"
+    " bool[3] needs)"
     " -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -117,7 +117,7 @@ def _check(
     if hidden.shape[-2] == 0:
         raise ValueError("hidden has S = 0 positions: the maximum over none is undefined")
     p = plan(steps)
-    used = {s.row for s in p.program if s.fn in ROW}
+    used = {s.row for s in p.program if s.row is not None}
     if used != set(range(len(rows))):
         raise ValueError(f"steps {steps!r} refer to rows {sorted(used)}, but {len(rows)} are given")
     for i, r in enumerate(rows):
@@ -167,7 +167,7 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
         else:
             values, winner, peak = _cuda_forward(x, weight, bias, flat_rows, low, out_dtype, want)
             winner = winner.to(winner_dtype) if want else None
-    return values.view(*lead, V), winner, peak
+    return values.view(*lead, V), winner, peak, low.per_element
 
 
 def _stack(rows: Sequence[Tensor]) -> Tensor | None:
@@ -180,15 +180,8 @@ def _cuda_forward(x, weight, bias, rows, low: Lowered, out_dtype, want_winner):
     p = low.plan
     if p.hoists and p.exhaustive:
         return kernel.forward(
-            x,
-            weight,
-            bias,
-            low.add,
-            low.fill,
-            p.scalar,
-            out_dtype=out_dtype,
-            want_winner=want_winner,
-        )
+            x, weight, bias, low.add, low.fill, p.scalar, out_dtype=out_dtype, want_winner=want_winner
+        )  # fmt: skip
     return kernel.forward(
         x, weight, bias, low.add, low.fill, p.outer,
         inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar,
@@ -198,7 +191,7 @@ def _cuda_forward(x, weight, bias, rows, low: Lowered, out_dtype, want_winner):
 
 def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
     dtype = _winner_dtype(hidden.shape[-2]) if argmax else None
-    values, winner, _ = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, dtype)
+    values, winner, _, _ = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, dtype)
     return values, _positions(winner, values, argmax)
 
 
@@ -209,20 +202,21 @@ def _positions(winner: Tensor, values: Tensor, argmax: bool) -> Tensor:
 
 
 def _train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
-    return _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype)
+    *saved, per_element = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype)
+    return *saved, hidden.new_empty(0, dtype=torch.bool) if per_element is None else per_element
 
 
-def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, argmax, needs):
-    p = plan(steps, argmax)
+def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element, argmax, needs):
     x, flat_rows = _flat(hidden, rows)
     grad = grad.reshape(x.shape[0], weight.shape[0])
-    low = _lower(p, x, flat_rows)
+    # What the row operands hold was settled in the forward; only which sequences it concerns is needed here.
+    low = Lowered(plan(steps, argmax), None, None, per_element if len(per_element) else None)
     with autocast_off(hidden.device.type):
         if grad.numel() == 0 or x.shape[2] == 0:
-            grads = [
+            grads = tuple(
                 torch.zeros_like(t) if n and t is not None else None
                 for t, n in zip((x, weight, bias), needs)
-            ]
+            )
         elif x.is_cuda:
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
@@ -237,27 +231,21 @@ def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, need
 
     p = low.plan
     if p.hoists and p.exhaustive:
-        return kernel.backward(grad, x, weight, bias, winner, peak, p.scalar, needs=needs)
+        return kernel.backward(grad, x, weight, bias, winner, peak, p.scalar, needs=tuple(needs))
     return kernel.backward(
         grad, x, weight, bias, winner, peak, p.outer,
-        inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar, needs=needs,
+        inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar,
+        needs=tuple(needs),
     )  # fmt: skip
 
 
 class _SpladeHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, steps, out_dtype, argmax, *rows):
-        values, winner, peak = torch.ops.sparse_inductor.splade_head_train(
-            hidden,
-            weight,
-            bias,
-            list(rows),
-            steps,
-            out_dtype,
-            argmax,
-            _winner_dtype(hidden.shape[-2]),
-        )
-        ctx.save_for_backward(hidden, weight, bias, winner, peak, *rows)
+        values, winner, peak, per_element = torch.ops.sparse_inductor.splade_head_train(
+            hidden, weight, bias, list(rows), steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2])
+        )  # fmt: skip
+        ctx.save_for_backward(hidden, weight, bias, winner, peak, per_element, *rows)
         ctx.steps, ctx.argmax = steps, argmax
         positions = _positions(winner, values, argmax)
         ctx.mark_non_differentiable(positions)
@@ -265,18 +253,23 @@ class _SpladeHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
-        hidden, weight, bias, winner, peak, *rows = ctx.saved_tensors
+        hidden, weight, bias, winner, peak, per_element, *rows = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
         grads = torch.ops.sparse_inductor.splade_head_backward(
-            grad, hidden, weight, bias, rows, ctx.steps, winner, peak, ctx.argmax, needs
+            grad,
+            hidden,
+            weight,
+            bias,
+            rows,
+            ctx.steps,
+            winner,
+            peak,
+            per_element,
+            ctx.argmax,
+            needs,
         )
-        return (
-            *(g if n else None for g, n in zip(grads, needs)),
-            None,
-            None,
-            None,
-            *(None for _ in rows),
-        )
+        wanted = (g if n else None for g, n in zip(grads, needs))
+        return *wanted, None, None, None, *(None for _ in rows)
 
 
 def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
@@ -304,10 +297,15 @@ def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dty
     values, _ = _fake(hidden, weight, bias, rows, steps, out_dtype, argmax)
     B, V = math.prod(hidden.shape[:-2]), weight.shape[0]
     winner = hidden.new_empty(B, V, dtype=winner_dtype)
-    return values, winner, hidden.new_empty(B, V, dtype=cpu.compute_dtype(hidden))
+    peak = hidden.new_empty(B, V, dtype=cpu.compute_dtype(hidden))
+    p = plan(steps, argmax)
+    asked = p.hoists and not p.exhaustive and len(rows) > 0
+    return values, winner, peak, hidden.new_empty(B if asked else 0, dtype=torch.bool)
 
 
-def _fake_backward(grad, hidden, weight, bias, rows, steps, winner, peak, argmax, needs):
+def _fake_backward(
+    grad, hidden, weight, bias, rows, steps, winner, peak, per_element, argmax, needs
+):
     out = []
     for t, n in zip((hidden, weight, bias), needs):
         out.append(hidden.new_empty(0) if t is None or not n else t.new_empty(t.shape))
