@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import os
 import time
 import traceback
 import types
@@ -83,8 +82,9 @@ class Bench:
             f"copy (read + write) {self.limits.bytes / 1e12:.3g} TB/s."
         )
         if not self.cuda:
-            load, cores = os.getloadavg()[0], torch.get_num_threads()
-            self.note(f"Load of the machine at the start: {load:.1f} on {cores} cores.")
+            self.note(
+                "Calls during which other programs took more than a tenth of the machine are not counted."
+            )
 
     def note(self, text: str) -> None:
         """A sentence for the page, and for whoever watches."""
@@ -107,11 +107,12 @@ class Bench:
     def sample(self, case: str, name: str, timing: Timing, memory: Memory | None = None) -> None:
         """Write one line of the side-by-side table down."""
         peak, scratch = (memory.peak, memory.scratch) if memory else (None, None)
-        self.results.samples.append(
-            Sample(case, name, timing.ms, timing.low, timing.high, timing.rounds, peak, scratch)
-        )
-        note = f", peak {peak / MIB:,.0f} MiB" if peak is not None else ""
-        self.say(f"{case}: {name} {timing.ms:.4g} ms{note}")
+        note = "other programs were running" if timing.disturbed else ""
+        span = (timing.ms, timing.low, timing.high, timing.rounds)
+        self.results.samples.append(Sample(case, name, *span, peak, scratch, note))
+        weight = f", peak {peak / MIB:,.0f} MiB" if peak is not None else ""
+        said = f" ({note})" if note else ""
+        self.say(f"{case}: {name} {timing.ms:.4g} ms{weight}{said}")
 
     def left_out(self, case: str, name: str, why: str) -> None:
         """Write down that a contender was not measured."""

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -38,6 +39,8 @@ class Timing:
     low: float
     high: float
     rounds: int
+    disturbed: bool = False
+    """Other programs were running all the time (CPU)."""
 
     def per_second(self, amount: float) -> float:
         """What `amount` (FLOPs, bytes) comes to in a second."""
@@ -66,13 +69,17 @@ def race(
     seconds: float = 3.0,
     rounds: tuple[int, int] = (5, 60),
 ) -> dict[str, Timing]:
-    """Time the contenders in turn, round by round, for about `seconds` and within `rounds`; after two warm-up calls."""
+    """Time the contenders in turn, round by round, for about `seconds` and within `rounds`; after two warm-up calls.
+
+    On a CPU a call during which other programs took more than `_OTHERS` of the machine does not count, unless a
+    contender is left with fewer than three; then all count and its timing is marked as disturbed.
+    """
     for work in contenders.values():
         for _ in range(2):
             work()
     clear = _cache_sweeper(device)
     timed = _timed_cuda if device.type == "cuda" else _timed_cpu
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    taken: dict[str, list[tuple[float, bool]]] = {name: [] for name in contenders}
     end = time.perf_counter() + seconds
     least, most = rounds
     done = 0
@@ -83,10 +90,13 @@ def race(
     return {name: _timing(values) for name, values in taken.items()}
 
 
-def _timing(values: Sequence[float]) -> Timing:
+def _timing(taken: Sequence[tuple[float, bool]]) -> Timing:
+    quiet = [ms for ms, undisturbed in taken if undisturbed]
+    disturbed = len(quiet) < min(3, len(taken))
+    values = [ms for ms, _ in taken] if disturbed else quiet
     parts = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     low, middle, high = parts
-    return Timing(middle, low, high, len(values))
+    return Timing(middle, low, high, len(values), disturbed)
 
 
 def _cache_sweeper(device: torch.device) -> Work:
@@ -96,21 +106,37 @@ def _cache_sweeper(device: torch.device) -> Work:
     return lambda: buffer.zero_()
 
 
-def _timed_cuda(work: Work, clear: Work) -> float:
+def _timed_cuda(work: Work, clear: Work) -> tuple[float, bool]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     clear()  # it also keeps the device busy while the host queues the work, as in a training loop
     start.record()
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end), True
 
 
-def _timed_cpu(work: Work, clear: Work) -> float:
+_OTHERS = 0.1
+
+
+def _timed_cpu(work: Work, clear: Work) -> tuple[float, bool]:
     clear()
+    others = _others()
     start = time.perf_counter()
     work()
-    return (time.perf_counter() - start) * 1e3
+    taken = time.perf_counter() - start
+    # The kernel counts in steps of 10 ms a core.
+    allowed = _OTHERS * taken * (os.cpu_count() or 1) + 0.02
+    return taken * 1e3, _others() - others <= allowed
+
+
+def _others() -> float:
+    """Seconds that the machine's cores have spent on anything but this process."""
+    first = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, first[:8])
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return busy - mine.ru_utime - mine.ru_stime
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

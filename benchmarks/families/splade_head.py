@@ -369,7 +369,7 @@ def _cpu_sections(bench: Bench) -> list[Section]:
     def all_active(bench: Bench) -> None:
         full = Case(shape, bench.device, active=None)
         works = full.works([TRAINING, INFERENCE], ["compile", "ours"])
-        taken = bench.race(works, None if bench.quick else 30.0)
+        taken = bench.race(works, None if bench.quick else 60.0)
         for kind in (TRAINING, INFERENCE):
             _cpu_row(bench, taken, f"{full.label}, {kind}")
 
@@ -384,7 +384,7 @@ def _cpu_times(bench: Bench, shape: Shape) -> None:
     product_label = ("matrix product for the limit", "torch.mm")
     case = Case(shape, bench.device)
     works = case.works([FORWARD, TRAINING], ["eager", "compile", "ours", "operator"])
-    taken = bench.race({product_label: product, **works}, None if bench.quick else 60.0)
+    taken = bench.race({product_label: product, **works}, None if bench.quick else 120.0)
     for kind, floor, goal in ((FORWARD, 1.05, 0.9), (TRAINING, 0.7, 0.5)):
         _cpu_row(bench, taken, f"{case.label}, {kind}", floor, goal)
     best = max(taken[product_label].per_second(flops), bench.limits.flops)
