@@ -662,12 +662,12 @@ def test_opcheck_of_the_parts(sample, winner_dtype):
     inputs = hidden, weight, bias, rows, steps
     forward = (*inputs, None, False, winner_dtype)
     torch.library.opcheck(ops.splade_head_train.default, forward)
-    values, winner, peak = ops.splade_head_train(*forward)
+    values, winner, peak, per_element = ops.splade_head_train(*forward)
     assert winner.dtype == winner_dtype and winner.shape == peak.shape
     for needs in ([True, True, bias is not None], [True, False, False], [False, True, False]):
         torch.library.opcheck(
             ops.splade_head_backward.default,
-            (torch.randn_like(values), *inputs, winner, peak, False, needs),
+            (torch.randn_like(values), *inputs, winner, peak, per_element, False, needs),
         )
 
 
