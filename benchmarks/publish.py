@@ -82,10 +82,13 @@ class Results:
             f"{self.family}-{re.sub(r'[^a-z0-9]+', '-', self.machine['device'].lower()).strip('-')}"
         )
 
-    @property
-    def losses(self) -> list[Row]:
-        """Rows that miss their floor."""
-        return [r for r in self.rows if r.verdict(r.floor) == "FAIL"]
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        """What `write` wrote as JSON."""
+        found = json.loads(path.read_text())
+        for name, kind in (("rows", Row), ("samples", Sample), ("points", Point)):
+            found[name] = [kind(**one) for one in found[name]]
+        return cls(**found)
 
 
 def write(results: Results, folder: Path) -> list[Path]:
@@ -194,9 +197,28 @@ def markdown(results: Results, plot: str | None) -> str:
 
 
 def _losses(results: Results) -> str:
-    if not results.losses:
-        return "Every floor that applies here is met."
-    return "Below the floor: " + "; ".join(r.name for r in results.losses) + "."
+    """Where it is slower or larger than it should be, in words."""
+    floors = [r.name for r in results.rows if r.verdict(r.floor) == "FAIL"]
+    goals = [r.name for r in results.rows if r.verdict(r.goal) == "FAIL" and r.name not in floors]
+    worse = [*_worse(results.points, "ms", "time"), *_worse(results.points, "peak_bytes", "memory")]
+    lines = []
+    for what, names in (
+        ("Below the floor", floors),
+        ("Below the goal", goals),
+        ("Behind compile in the curves", worse),
+    ):
+        lines.append(f"{what}: {'; '.join(names) or 'nothing'}.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _worse(points: Sequence[Point], field: str, what: str) -> list[str]:
+    found = {(p.axis, p.at, p.contender): getattr(p, field) for p in points}
+    names = []
+    for (axis, at, contender), mine in found.items():
+        theirs = found.get((axis, at, "compile"))
+        if contender == "ours" and mine and theirs and mine > theirs:
+            names.append(f"{what} at {axis} {at} ({mine / theirs:.2f} x)")
+    return names
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:

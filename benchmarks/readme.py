@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ import torch
 import sparse_inductor
 from sparse_inductor.pattern import Example, Pattern, registered
 
-from .publish import Results, Row, markdown_table, rows_table
+from .publish import Results, markdown_table, rows_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -122,18 +121,17 @@ def code_of(example: Example) -> str:
 
 def numbers(kind: str) -> str:
     """The tables of floors and goals of all published runs on a "cpu" or a "gpu"."""
-    found = [Results(**json.loads(path.read_text())) for path in sorted(RESULTS.glob("*.json"))]
+    found = [Results.read(path) for path in sorted(RESULTS.glob("*.json"))]
     chosen = [r for r in found if ("driver" in r.machine) == (kind == "gpu")]
     return "\n\n".join(_numbers(r) for r in chosen) or "Not measured yet."
 
 
 def _numbers(results: Results) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in results.machine.items())
-    rows = [Row(**row) for row in results.rows]  # type: ignore[arg-type]
     page = f"benchmarks/results/{results.slug}.md"
     return (
         f"`{results.command}`; {facts}. All figures: [{results.slug}.md]({page}).\n\n"
-        + markdown_table(rows_table(rows))
+        + markdown_table(rows_table(results.rows))
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +54,14 @@ def test_a_row_that_misses_its_floor_is_named_on_the_page(tmp_path):
     found.rows.append(Row("slow one", 2.0, "x", 1.0))
     page = next(p for p in write(found, tmp_path) if p.suffix == ".md").read_text()
     assert "Below the floor: slow one." in page
+    assert "Below the goal: fast; share." in page
+
+
+def test_a_size_at_which_compile_wins_is_named_on_the_page(tmp_path):
+    found = results()
+    found.points = [Point("B", 1, "compile", 2.0, 100), Point("B", 1, "ours", 1.0, 150)]
+    page = next(p for p in write(found, tmp_path) if p.suffix == ".md").read_text()
+    assert "Behind compile in the curves: memory at B 1 (1.50 x)." in page
 
 
 def test_all_files_are_written_and_hold_the_figures(tmp_path):
@@ -62,7 +69,7 @@ def test_all_files_are_written_and_hold_the_figures(tmp_path):
     paths = {p.suffix: p for p in write(results(), tmp_path)}
     assert {p.stem for p in paths.values()} == {"splade_head-some-cpu-r"}
     assert set(paths) == {".md", ".csv", ".json", ".png"}
-    assert Results(**json.loads(paths[".json"].read_text())).machine["device"] == "Some CPU (R)"
+    assert Results.read(paths[".json"]) == results()
     lines = list(csv.DictReader(paths[".csv"].open()))
     assert {line["kind"] for line in lines} == {"row", "sample", "sweep"}
     assert sum(line["kind"] == "sweep" for line in lines) == 8  # time and peak of four points

@@ -42,7 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--layers", type=int, help="encoder layers (default: 12 on a GPU, 4 on a CPU)"
     )
     parser.add_argument(
-        "--batch", type=int, help="pairs of query and document (default: 64 on a large GPU, 8)"
+        "--batch", type=int, help="pairs of query and document (default: 32 on a large GPU, else 8)"
     )
     parser.add_argument(
         "--seq", type=int, help="tokens a text (default: 256 on a GPU, 64 on a CPU)"
@@ -112,7 +112,7 @@ def _sizes(asked: argparse.Namespace, device: torch.device, folder: str) -> Size
     layers, batch, seq = 6, 8, 128
     if device.type == "cuda":
         large = torch.cuda.get_device_properties(device).total_memory > 64 * 2**30
-        layers, batch, seq = 12, 64 if large else 8, 256
+        layers, batch, seq = 12, 32 if large else 8, 256
     return Sizes(
         asked.model,
         asked.model or str(Path(folder) / "tokenizer"),
