@@ -187,7 +187,8 @@ def main() -> int:
     try:
         found = side.run()
     except (OSError, ValueError) as error:  # a model that is not there, or is no masked LM
-        print(f"error: {' '.join(str(error).split())[:600]}", file=sys.stderr)
+        where = f"--model {side.sizes.model}: " if side.sizes.model is not None else ""
+        print(f"error: {where}{' '.join(str(error).split())[:600]}", file=sys.stderr)
         return 2
     Path(asked["result"]).write_text(json.dumps(dataclasses.asdict(found)))
     return 0
