@@ -164,14 +164,17 @@ def _peak_kernel(
                     first = tl.min(tl.where(acc < top[:, None], S, s[None, :]), 1)
                     where = tl.where(top > best, first, where)
                 best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
+        none = (
+            best == NEG_INF
+        )  # nothing kept; the bias, which may be -inf itself, has no say in that
         if HAS_BIAS and len(INNER) == 0:
             best += shift
         y = evaluate(best, OUTER)
-        lost = best == NEG_INF
+        lost = none | (best == NEG_INF)
         if HAS_FILL:
             floor = tl.load(fill + b)
             lost = lost | (floor > y)
-            y = tl.maximum(y, floor, propagate_nan=tl.PropagateNan.ALL)
+            y = tl.where(none, floor, tl.maximum(y, floor, propagate_nan=tl.PropagateNan.ALL))
         out = b * V + v
         tl.store(values + out, y.to(values.dtype.element_ty), mask=in_v)
         if WANT_WINNER:

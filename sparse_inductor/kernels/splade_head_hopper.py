@@ -11,6 +11,9 @@ padding costs at most 31 positions a sequence.
 
 from __future__ import annotations
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -41,11 +44,13 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # 48 KiB each; four fit the 227 KiB of a multiprocessor.
 STAGES = gl.constexpr(4)
-# Stages by which consumer 1 trails consumer 0, so that one reduces while the other multiplies.
-LEAD = 2
-# Flags of a granule.
-MIXED = gl.constexpr(1)  # a position has add != 0 or lies outside the sequence
+# Flags of a granule, a byte. Bits 3-7: only the first 1-31 positions are kept, with add == 0 (right
+# padding, or the sequence's end); 0: all 32 are.
+MIXED = gl.constexpr(1)  # neither: look at `add`
 LAST = gl.constexpr(2)  # the sequence ends here
+PREFIX = gl.constexpr(3)
+# Instead of a sequence's shift from slots to positions: it has holes, look at the list.
+HOLES = gl.constexpr(-(2**31))
 # Positions a group of sequences. Its hidden states (12 MiB at D = 768) stay in L2 while all of the
 # weight passes by; a longer group reads the weight fewer times and ends in fewer partial tiles.
 GROUP_POSITIONS = 8192
@@ -55,26 +60,27 @@ NAN_SPREADS = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _kept(add_rows, stride_as, s, S, mine, HAS_ADD: tl.constexpr):
-    """(holds a kept position, is mixed) for each granule of positions s [1, BLOCK, GRANULE]."""
+def _classify(add_rows, stride_as, g, S, mine, HAS_ADD: tl.constexpr):
+    """(kept, flags but LAST) of granules g [BLOCK] of each sequence, int32 [GROUP, BLOCK]."""
+    i = tl.arange(0, GRANULE)[None, None, :]
+    s = g[None, :, None] * GRANULE + i
+    inside = mine[:, None, None] & (s < S)
     if HAS_ADD:
-        plus = tl.load(
-            add_rows + s.to(tl.int64) * stride_as,
-            mask=mine[:, None, None] & (s < S),
-            other=float("-inf"),
-        )
-        keep = tl.max((plus != float("-inf")).to(tl.int32), 2)
-        mixed = tl.max((plus != 0.0).to(tl.int32), 2)
+        at = s.to(tl.int64) * stride_as
+        plus = tl.load(add_rows + at, mask=inside, other=float("-inf"))
     else:
-        inside = tl.where(mine[:, None, None] & (s < S), 1, 0)
-        keep = tl.max(inside, 2)
-        mixed = 1 - tl.min(inside, 2)
-    return keep, mixed
+        plus = tl.where(inside, 0.0, float("-inf"))
+    dropped = (plus == float("-inf")).to(tl.int32)
+    zero = (plus == 0.0).to(tl.int32)
+    length = tl.sum(zero, 2)
+    prefix = tl.min(tl.where(i < length[:, :, None], zero, dropped), 2)
+    flag = tl.where((prefix != 0) & (length > 0), (length % GRANULE) << PREFIX, MIXED)
+    return 1 - tl.min(dropped, 2), flag
 
 
 @triton.jit
 def _granule_list_kernel(
-    add, skip, rows, flags, order, tiles,
+    add, skip, rows, flags, order, shifts, tiles,
     B, S, stride_ab, stride_as, capacity,
     HAS_ADD: tl.constexpr, HAS_SKIP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK: tl.constexpr,
@@ -82,10 +88,11 @@ def _granule_list_kernel(
     """A program lists the granules of GROUP sequences that hold a kept position, in order.
 
     From slot p * capacity on, rows[slot] = b * S + s of a granule's first position and
-    flags[slot] = MIXED | LAST; order[p * GROUP:] = the listed sequences; tiles[p] = tiles of
-    GRANULES slots. A sequence with skip[b] set is not listed; any other one without a kept position
-    lists its first granule, so that its columns are written. Reads 4 * GROUP * S bytes of `add`,
-    twice, and writes 5 bytes a granule.
+    flags[slot] its flags; tiles[p] = tiles of GRANULES slots. order[p * GROUP:] = the listed
+    sequences, and shifts[p * GROUP:] = position minus slot * GRANULE in each, or HOLES. A sequence
+    with skip[b] set is not listed; any other one without a kept position lists its first granule,
+    so that its columns are written. Reads 4 * GROUP * S bytes of `add`, twice, and writes 5 bytes
+    a granule.
     """
     base = tl.program_id(0) * capacity
     b = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
@@ -95,24 +102,32 @@ def _granule_list_kernel(
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(order + tl.program_id(0) * GROUP + place, b, mask=mine)
     add_rows = add + b.to(tl.int64)[:, None, None] * stride_ab if HAS_ADD else add
-    i = tl.arange(0, GRANULE)[None, None, :]
     total = tl.zeros([GROUP], tl.int32)
+    first = tl.full([GROUP], 2**30, tl.int32)
+    final = tl.zeros([GROUP], tl.int32)
     for g0 in range(0, tl.cdiv(S, GRANULE), BLOCK):
-        s = (g0 + tl.arange(0, BLOCK))[None, :, None] * GRANULE + i
-        keep, mixed = _kept(add_rows, stride_as, s, S, mine, HAS_ADD)
+        g = g0 + tl.arange(0, BLOCK)
+        keep, flag = _classify(add_rows, stride_as, g, S, mine, HAS_ADD)
         total += tl.sum(keep, 1)
+        first = tl.minimum(first, tl.min(tl.where(keep != 0, g[None, :], 2**30), 1))
+        final = tl.maximum(final, tl.max(tl.where(keep != 0, g[None, :], 0), 1))
     nothing = (total == 0) & mine
+    first = tl.where(nothing, 0, first)
+    slots = tl.where(nothing, 1, total)
+    shift = (first - (tl.cumsum(slots, 0) - slots)) * GRANULE
+    shift = tl.where(final - first + 1 > slots, HOLES, shift)
+    tl.store(shifts + tl.program_id(0) * GROUP + place, shift, mask=mine)
     n = 0
     seen = tl.zeros([GROUP], tl.int32)
     for g0 in range(0, tl.cdiv(S, GRANULE), BLOCK):
         g = g0 + tl.arange(0, BLOCK)
-        keep, mixed = _kept(add_rows, stride_as, g[None, :, None] * GRANULE + i, S, mine, HAS_ADD)
+        keep, flag = _classify(add_rows, stride_as, g, S, mine, HAS_ADD)
         keep = tl.where(nothing[:, None] & (g == 0)[None, :], 1, keep)
         last = (seen[:, None] + tl.cumsum(keep, 1) == total[:, None]) | nothing[:, None]
         flat = tl.reshape(keep, [GROUP * BLOCK])
         slot = tl.reshape(base + n + tl.cumsum(flat, 0) - flat, [GROUP, BLOCK])
         tl.store(rows + slot, b[:, None] * S + g[None, :] * GRANULE, mask=keep != 0)
-        flag = MIXED * mixed + LAST * last.to(tl.int32)
+        flag = flag | (LAST * last.to(tl.int32))
         tl.store(flags + slot, flag.to(tl.uint8), mask=keep != 0)
         seen += tl.sum(keep, 1)
         n += tl.sum(flat, 0)
@@ -176,12 +191,13 @@ def _first_max(v, i, w, j):
 
 
 @gluon.jit
-def _keep(best, where, saved, piece, slot, WANT_WINNER: gl.constexpr):
+def _keep(best, where, saved, piece, slot, PIECE: gl.constexpr, WANT_WINNER: gl.constexpr):
     """Fold a granule into each thread's running maximum; ties keep the first, NaN spreads.
 
     Keeping the whole granule that raised the maximum, and looking for the column once a sequence,
     takes two instructions an element where carrying the column takes three.
     """
+    piece = gl.convert_layout(piece, PIECE)
     top = gl.reduce(piece, 2, _max)
     if WANT_WINNER:
         better = top > best
@@ -192,19 +208,20 @@ def _keep(best, where, saved, piece, slot, WANT_WINNER: gl.constexpr):
 
 @gluon.jit
 def _write_columns(
-    best, where, saved, column, b, list_rows, v0, bias, fill, values, winner, peak, S, V,
+    best, where, saved, column, b, shift, list_rows, v, in_v, bias, fill, values, winner, peak, S, V,
     OUTER: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FILL: gl.constexpr, WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """64 columns of sequence b, from each lane's maximum [64, 4], its slot and its granule."""
+    """Columns v [64] of sequence b, from each lane's maximum [64, 4], its slot and its granule.
+
+    Nothing is loaded here but for rare cases: a wait for memory is a wait of the whole warpgroup.
+    """
     if WANT_WINNER:
         at = gl.min(gl.where(saved == best[:, :, None], column[None, :, :], GRANULE - 1), 2)
         top, at = gl.reduce((best, where * GRANULE + at), 1, _first_max)
     else:
         top = gl.reduce(best, 1, _max)
-    v = v0 + gl.arange(0, ROWS, layout=top.type.layout)
-    inside = v < V
     if HAS_BIAS:
-        top += gl.load(bias + v, mask=inside, other=0.0).to(gl.float32)
+        top += bias
     y = evaluate(top, OUTER)
     lost = top == NEG_INF
     if HAS_FILL:
@@ -212,19 +229,22 @@ def _write_columns(
         lost = lost | (floor > y)
         y = _max(y, floor)
     out = b.to(gl.int64) * V + v
-    gl.store(values + out, y.to(values.dtype.element_ty), mask=inside)
+    gl.store(values + out, y.to(values.dtype.element_ty), mask=in_v)
     if WANT_WINNER:
+        gl.store(peak + out, top, mask=in_v)
+        if shift == HOLES:
+            s = gl.load(list_rows + at // GRANULE, mask=in_v, other=0) - b * S + at % GRANULE
+        else:
+            s = at + shift
         # NaN equals no column and takes its granule's last one: keep it inside the sequence.
-        s = gl.load(list_rows + at // GRANULE, mask=inside, other=0) - b * S + at % GRANULE
         s = gl.where(lost, -1, gl.minimum(s, S - 1))
-        gl.store(winner + out, s.to(winner.dtype.element_ty), mask=inside)
-        gl.store(peak + out, top, mask=inside)
+        gl.store(winner + out, s.to(winner.dtype.element_ty), mask=in_v)
 
 
 @gluon.jit
 def _reduce_tiles(
     operands,
-    ME: gl.constexpr, LEAD: gl.constexpr, KBLOCKS: gl.constexpr, OUTER: gl.constexpr,
+    ME: gl.constexpr, KBLOCKS: gl.constexpr, OUTER: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
@@ -235,11 +255,11 @@ def _reduce_tiles(
     sequence ends.
     """
     (
-        h_ring, w_ring, full, empty, turn, bias, add, fill, rows, flags, order, tiles,
+        h_ring, w_ring, full, empty, bias, add, fill, rows, flags, order, shifts, tiles,
         values, winner, peak, groups, group_size, blocks, capacity, S, V, stride_ab, stride_as,
     ) = operands  # fmt: skip
-    # Flags that leave the short path: a mixed granule, or a sequence that ends inside the tile.
-    SLOW: gl.constexpr = 0x0103030303030303
+    # Flags that leave the short path: all but the last granule's LAST.
+    SLOW: gl.constexpr = -1 - (LAST << (8 * (GRANULES - 1)))
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, GRANULE * GRANULES, 16]
     )
@@ -257,23 +277,24 @@ def _reduce_tiles(
     e = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, PIECE)))
     column = (2 * lane)[:, None] + (8 * (e // 2) + e % 2)[None, :]
     n = 0  # stages consumed
-    t = 0  # tiles consumed
     for unit in range(gl.program_id(0), groups * blocks, gl.num_programs(0)):
         group = unit // blocks
-        v0 = ((unit % blocks) * CONSUMERS + ME) * ROWS
+        v = ((unit % blocks) * CONSUMERS + ME) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, QUAD))
+        in_v = v < V
+        offset = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, QUAD))
+        if HAS_BIAS:
+            offset = gl.load(bias + v, mask=in_v, other=0.0).to(gl.float32)
         list_rows = rows + group * capacity
         list_flags = flags + group * (capacity // GRANULES)
-        sequence = order + group * group_size
-        b = gl.load(sequence)
+        sequence = group * group_size
+        b = gl.load(order + sequence)
+        shift = gl.load(shifts + sequence)
         best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
         where = gl.full([ROWS, 4], 0, gl.int32, QUAD)
         saved = gl.full([ROWS, 4, 8], 0.0, gl.float32, PIECE)
         for tile in range(gl.load(tiles + group)):
             flag = gl.load(list_flags + tile)
             acc = gl.zeros([ROWS, GRANULE * GRANULES], gl.float32, MMA)
-            if ME > 0 and LEAD > 0:
-                mbarrier.wait(turn, t & 1)
-            t += 1
             # Unrolled: an accumulator carried over a loop edge would be waited for at every step.
             for k in gl.static_range(KBLOCKS):
                 stage = n % STAGES
@@ -281,8 +302,6 @@ def _reduce_tiles(
                 w = w_ring.index(stage * CONSUMERS + ME)
                 h = h_ring.index(stage).permute((1, 0))
                 acc = warpgroup_mma(w, h, acc, use_acc=k > 0, is_async=True)
-                if ME == 0 and k + 1 == LEAD:
-                    mbarrier.arrive(turn)
                 if k > 0:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
@@ -299,41 +318,54 @@ def _reduce_tiles(
             slot = tile * GRANULES
             if (flag & SLOW) == 0:
                 for g in gl.static_range(GRANULES):
-                    piece = gl.convert_layout(pieces[g], PIECE)
-                    best, where, saved = _keep(best, where, saved, piece, slot + g, WANT_WINNER)
+                    best, where, saved = _keep(
+                        best, where, saved, pieces[g], slot + g, PIECE, WANT_WINNER
+                    )
             else:
-                for g in gl.static_range(GRANULES):
-                    piece = gl.convert_layout(pieces[g], PIECE)
-                    if (flag & (MIXED << (8 * g))) != 0:
-                        s = gl.load(list_rows + slot + g) - b * S + column
-                        plus = gl.where(s < S, 0.0, NEG_INF)
-                        if HAS_ADD:
-                            at = b.to(gl.int64) * stride_ab + s.to(gl.int64) * stride_as
-                            plus = gl.load(add + at, mask=s < S, other=NEG_INF)
-                        plus = plus[None, :, :]
-                        # A dropped position is dropped whatever it holds: NaN + -inf would be NaN.
-                        piece = gl.where(plus == NEG_INF, NEG_INF, piece + plus)
-                    best, where, saved = _keep(best, where, saved, piece, slot + g, WANT_WINNER)
-                    if g + 1 < GRANULES and (flag & (LAST << (8 * g))) != 0:
-                        _write_columns(
-                            best, where, saved, column, b, list_rows, v0,
-                            bias, fill, values, winner, peak, S, V,
-                            OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
-                        )  # fmt: skip
-                        best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
-                        where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + slot + g + 1
-                        sequence += 1
-                        b = gl.load(sequence)
+                for pair in gl.static_range(0, GRANULES, 2):
+                    if ((flag >> (8 * pair)) & 0xFFFF) == 0:
+                        for g in gl.static_range(pair, pair + 2):
+                            best, where, saved = _keep(
+                                best, where, saved, pieces[g], slot + g, PIECE, WANT_WINNER
+                            )
+                    else:
+                        for g in gl.static_range(pair, pair + 2):
+                            piece = gl.convert_layout(pieces[g], PIECE)
+                            bits = (flag >> (8 * g)).to(gl.int32) & 0xFF
+                            length = bits >> PREFIX
+                            if length != 0:
+                                piece = gl.where((column < length)[None, :, :], piece, NEG_INF)
+                            if HAS_ADD and (bits & MIXED) != 0:
+                                s = gl.load(list_rows + slot + g) - b * S + column
+                                at = b.to(gl.int64) * stride_ab + s.to(gl.int64) * stride_as
+                                plus = gl.load(add + at, mask=s < S, other=NEG_INF)[None, :, :]
+                                # Not just the sum: a dropped NaN + -inf would be NaN.
+                                piece = gl.where(plus == NEG_INF, NEG_INF, piece + plus)
+                            best, where, saved = _keep(
+                                best, where, saved, piece, slot + g, PIECE, WANT_WINNER
+                            )
+                            if g + 1 < GRANULES and (bits & LAST) != 0:
+                                _write_columns(
+                                    best, where, saved, column, b, shift, list_rows, v, in_v,
+                                    offset, fill, values, winner, peak, S, V,
+                                    OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                                )  # fmt: skip
+                                best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
+                                where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + slot + g + 1
+                                sequence += 1
+                                b = gl.load(order + sequence)
+                                shift = gl.load(shifts + sequence)
             if (flag & (LAST << (8 * (GRANULES - 1)))) != 0:
                 _write_columns(
-                    best, where, saved, column, b, list_rows, v0,
-                    bias, fill, values, winner, peak, S, V,
+                    best, where, saved, column, b, shift, list_rows, v, in_v,
+                    offset, fill, values, winner, peak, S, V,
                     OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
                 )  # fmt: skip
                 best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
                 where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + slot + GRANULES
                 sequence += 1
-                b = gl.load(sequence)
+                b = gl.load(order + sequence)
+                shift = gl.load(shifts + sequence)
 
 
 # Sizes that change from batch to batch: a kernel for each of their divisibilities would take
@@ -343,9 +375,9 @@ SIZES = ["groups", "group_size", "blocks", "capacity", "S", "V", "stride_ab", "s
 
 @gluon.jit(do_not_specialize=SIZES)
 def _peak_kernel(
-    hidden, weight, bias, add, fill, rows, flags, order, tiles, values, winner, peak,
+    hidden, weight, bias, add, fill, rows, flags, order, shifts, tiles, values, winner, peak,
     groups, group_size, blocks, capacity, S, V, stride_ab, stride_as,
-    LEAD: gl.constexpr, KBLOCKS: gl.constexpr, OUTER: gl.constexpr,
+    KBLOCKS: gl.constexpr, OUTER: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
@@ -363,25 +395,23 @@ def _peak_kernel(
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(turn, count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     source = (hidden, weight, h_ring, w_ring, full, empty, rows, tiles, groups, blocks, capacity)
     operands = (
-        h_ring, w_ring, full, empty, turn, bias, add, fill, rows, flags, order, tiles,
+        h_ring, w_ring, full, empty, bias, add, fill, rows, flags, order, shifts, tiles,
         values, winner, peak, groups, group_size, blocks, capacity, S, V, stride_ab, stride_as,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (
                 _reduce_tiles,
-                (operands, 0, LEAD, KBLOCKS, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
+                (operands, 0, KBLOCKS, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
             ),
             (
                 _reduce_tiles,
-                (operands, 1, LEAD, KBLOCKS, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
+                (operands, 1, KBLOCKS, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
             ),
             (_copy_tiles, (source, KBLOCKS)),
         ],
@@ -389,6 +419,17 @@ def _peak_kernel(
         # 2 x 240 for accumulators and running maxima, 24 for the producer: 504 of 512 a lane.
         [240, 24],
     )
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)  # triton.cdiv wraps its arguments in constexpr: 4 us a call
+
+
+@functools.cache
+def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    box = [ROWS.value, DEPTH.value]
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for(box, element)
 
 
 def _addressable(rows: torch.Tensor) -> bool:
@@ -431,6 +472,18 @@ def _rows(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.clone(memory_format=torch.contiguous_format).view(B * S, D)
 
 
+def _balanced_group(largest: int, B: int, blocks: int, programs: int) -> int:
+    """Sequences a group: the largest power of two that leaves few programs idle in the last wave."""
+
+    def busy(group: int) -> float:
+        waves = _cdiv(B, group) * blocks / programs
+        return waves / math.ceil(waves)
+
+    sizes = [largest >> i for i in range(largest.bit_length())]
+    # 0.95: below, what the idle programs cost exceeds the partial tiles of smaller groups.
+    return next((g for g in sizes if busy(g) >= 0.95), max(sizes, key=busy))
+
+
 def launch(operands, outputs, outer: Program, skip: torch.Tensor | None = None) -> None:
     """Fill outputs (values, winner, peak) from operands (hidden, weight, bias, add, fill).
 
@@ -442,13 +495,15 @@ def launch(operands, outputs, outer: Program, skip: torch.Tensor | None = None) 
     V = weight.shape[0]
     if not _addressable(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
-    granules = triton.cdiv(S, GRANULE.value)
-    # One pass of the list kernel holds 8192 positions: a block of one sequence, or whole sequences.
-    block = min(triton.next_power_of_2(granules), GROUP_POSITIONS // GRANULE.value)
+    granules = _cdiv(S, GRANULE.value)
+    blocks = _cdiv(V, ROWS.value * CONSUMERS.value)
+    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    # One pass of the list kernel holds a block of one sequence, or whole sequences.
+    block = min(1 << (granules - 1).bit_length(), GROUP_POSITIONS // GRANULE.value)
     group = GROUP_POSITIONS // GRANULE.value // block if granules <= block else 1
-    group = min(group, triton.next_power_of_2(B))
-    groups = triton.cdiv(B, group)
-    capacity = triton.cdiv(group * granules, GRANULES.value) * GRANULES.value
+    group = _balanced_group(min(group, 1 << (B - 1).bit_length()), B, blocks, programs)
+    groups = _cdiv(B, group)
+    capacity = _cdiv(group * granules, GRANULES.value) * GRANULES.value
 
     def empty(n, dtype):
         return torch.empty(n, device=hidden.device, dtype=dtype)
@@ -456,19 +511,15 @@ def launch(operands, outputs, outer: Program, skip: torch.Tensor | None = None) 
     rows = empty(groups * capacity, torch.int32)
     flags = empty(groups * capacity // GRANULES.value, torch.int64)
     order = empty(groups * group + 1, torch.int32)  # one more: the next sequence is loaded ahead
+    shifts = empty(groups * group + 1, torch.int32)
     tiles = empty(groups, torch.int32)
     strides = (0, 0) if add is None else add.stride()
     _granule_list_kernel[(groups,)](
-        add, skip, rows, flags.view(torch.uint8), order, tiles, B, S, *strides, capacity,
+        add, skip, rows, flags.view(torch.uint8), order, shifts, tiles, B, S, *strides, capacity,
         HAS_ADD=add is not None, HAS_SKIP=skip is not None, GROUP=group, BLOCK=block,
         num_warps=8,
     )  # fmt: skip
-    layout = gl.NVMMASharedLayout.get_default_for(
-        [ROWS.value, DEPTH.value], gl.bfloat16 if hidden.dtype == torch.bfloat16 else gl.float16
-    )
-    blocks = triton.cdiv(V, ROWS.value * CONSUMERS.value)
-    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    kblocks = triton.cdiv(D, DEPTH.value)
+    layout = _layout(hidden.dtype)
     unused = tiles
     _peak_kernel[(min(programs, groups * blocks),)](
         TensorDescriptor.from_tensor(_rows(hidden), [GRANULE.value, DEPTH.value], layout),
@@ -476,11 +527,11 @@ def launch(operands, outputs, outer: Program, skip: torch.Tensor | None = None) 
         unused if bias is None else bias,
         unused if add is None else add,
         unused if fill is None else fill,
-        rows, flags, order, tiles, values,
+        rows, flags, order, shifts, tiles, values,
         unused if winner is None else winner,
         unused if peak is None else peak,
         groups, group, blocks, capacity, S, V, *strides,
-        LEAD=LEAD if kblocks + LEAD > STAGES.value else 0, KBLOCKS=kblocks, OUTER=encode(outer),
+        KBLOCKS=_cdiv(D, DEPTH.value), OUTER=encode(outer),
         HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_FILL=fill is not None,
         WANT_WINNER=winner is not None, num_warps=4,
     )  # fmt: skip
