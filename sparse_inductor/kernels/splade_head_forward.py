@@ -164,9 +164,8 @@ def _peak_kernel(
                     first = tl.min(tl.where(acc < top[:, None], S, s[None, :]), 1)
                     where = tl.where(top > best, first, where)
                 best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
-        none = (
-            best == NEG_INF
-        )  # nothing kept; the bias, which may be -inf itself, has no say in that
+        # Nothing kept: before the bias, which may be -inf itself and has no say in that.
+        none = best == NEG_INF
         if HAS_BIAS and len(INNER) == 0:
             best += shift
         y = evaluate(best, OUTER)

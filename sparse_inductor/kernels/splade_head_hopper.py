@@ -220,14 +220,15 @@ def _write_columns(
         top, at = gl.reduce((best, where * GRANULE + at), 1, _first_max)
     else:
         top = gl.reduce(best, 1, _max)
+    none = top == NEG_INF  # nothing kept: the bias has no say in that
     if HAS_BIAS:
         top += bias
     y = evaluate(top, OUTER)
-    lost = top == NEG_INF
+    lost = none | (top == NEG_INF)
     if HAS_FILL:
         floor = gl.load(fill + b)
         lost = lost | (floor > y)
-        y = _max(y, floor)
+        y = gl.where(none, floor, _max(y, floor))
     out = b.to(gl.int64) * V + v
     gl.store(values + out, y.to(values.dtype.element_ty), mask=in_v)
     if WANT_WINNER:
