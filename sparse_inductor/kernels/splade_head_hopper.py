@@ -44,10 +44,13 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # 48 KiB each; four fit the 227 KiB of a multiprocessor.
 STAGES = gl.constexpr(4)
-# Flags of a granule, a byte. Bits 3-7: only the first 1-31 positions are kept, with add == 0 (right
-# padding, or the sequence's end); 0: all 32 are.
-MIXED = gl.constexpr(1)  # neither: look at `add`
+# Flags of a granule, a byte.
+MIXED = gl.constexpr(
+    1
+)  # some position has another add than 0 or, behind those, -inf: look at `add`
 LAST = gl.constexpr(2)  # the sequence ends here
+# From this bit on, how many of the first positions are kept, with add == 0 (right padding, or the
+# end of the sequence); 0 stands for all 32.
 PREFIX = gl.constexpr(3)
 # Instead of a sequence's shift from slots to positions: it has holes, look at the list.
 HOLES = gl.constexpr(-(2**31))
@@ -323,6 +326,7 @@ def _reduce_tiles(
                         best, where, saved, pieces[g], slot + g, PIECE, WANT_WINNER
                     )
             else:
+                # Two at a time where neither has a flag: each hides the other's latency.
                 for pair in gl.static_range(0, GRANULES, 2):
                     if ((flag >> (8 * pair)) & 0xFFFF) == 0:
                         for g in gl.static_range(pair, pair + 2):

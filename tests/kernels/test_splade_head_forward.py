@@ -203,6 +203,12 @@ def test_steps_before_the_maximum(device, dtype):
     check(hidden, weight, bias, add, inner=steps.parse(PER_ELEMENT), rows=rows)
 
 
+def test_steps_before_the_maximum_of_one_sequence(device):
+    hidden, weight, bias = make(device, B=1, S=33)
+    rows = torch.randn(1, 1, 33, generator=torch.Generator().manual_seed(2)).to(device)
+    check(hidden, weight, bias, inner=steps.parse("row_mul(0)"), rows=rows)
+
+
 @pytest.mark.parametrize("flags", [(True, False, True), (False,) * 3, (True,) * 3])
 def test_each_sequence_takes_its_own_path(device, flags):
     hidden, weight, bias = make(device, S=70, dtype=torch.bfloat16)
