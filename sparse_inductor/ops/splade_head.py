@@ -198,7 +198,8 @@ def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
 def _positions(winner: Tensor, values: Tensor, argmax: bool) -> Tensor:
     if not argmax:
         return values.new_empty(0, dtype=torch.int64)
-    return winner.long().view(values.shape)
+    # Where every position holds -inf the kernels name none; torch.max names the first.
+    return winner.long().clamp_min_(0).view(values.shape)
 
 
 def _train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
