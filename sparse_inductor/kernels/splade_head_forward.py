@@ -26,7 +26,7 @@ from .epilogue import encode, evaluate, evaluate_rows
 try:
     from . import splade_head_hopper as hopper
 except ImportError:  # a Triton without Gluon, or with another Gluon
-    hopper = None
+    hopper = None  # type: ignore[assignment]
 
 __all__ = ["forward"]
 
@@ -223,7 +223,8 @@ def _launch(operands, outputs, outer, inner=(), rows=None, selected=None):
 
 def _reduce(operands, outputs, outer, skip=None):
     """The path without `inner`, for all sequences or for those with skip[b] False."""
-    if hopper is not None and hopper.applies(*operands[:2], outer):
+    hidden, weight = operands[:2]
+    if hopper is not None and hopper.applies(hidden, weight, outer):
         hopper.launch(operands, outputs, outer, skip)
     else:
         _launch(operands, outputs, outer, selected=None if skip is None else _select(skip, False))

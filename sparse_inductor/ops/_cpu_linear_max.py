@@ -180,21 +180,45 @@ def backward(
     token = b * S + s
     d_hidden = d_weight = d_bias = None
     if needs[0]:
-        d_hidden = _scatter_rows(token, v, g, B * S, weight).view(B, S, D).to(hidden.dtype)
+        d_hidden = _scatter_rows(token, v, g, B * S, weight, hidden.dtype).view(B, S, D)
     if needs[1]:
-        d_weight = _scatter_rows(v, token, g, V, hidden.reshape(B * S, D)).to(weight.dtype)
+        d_weight = _scatter_rows(v, token, g, V, hidden.reshape(B * S, D), weight.dtype)
     if needs[2] and bias is not None:
         d_bias = torch.zeros(V, dtype=g.dtype).index_add_(0, v, g).to(bias.dtype)
     return d_hidden, d_weight, d_bias
 
 
-def _scatter_rows(row, col, value, n: int, table: torch.Tensor) -> torch.Tensor:
-    """out[row[i]] += value[i] * table[col[i]] as a product with a CSR matrix; [n, D], deterministic."""
+# Rows of a gradient made at a time: the product allocates its result twice, so it is kept to a few MiB.
+_GRADIENT_ROWS = 2048
+
+
+def _scatter_rows(
+    row: torch.Tensor,
+    col: torch.Tensor,
+    value: torch.Tensor,
+    n: int,
+    table: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """out[row[i]] += value[i] * table[col[i]] as products with a CSR matrix; [n, D], deterministic."""
     order = torch.argsort(row, stable=True)
-    counts = torch.bincount(row, minlength=n)
+    col, value = col[order], value[order]
     start = torch.zeros(n + 1, dtype=torch.int64)
-    torch.cumsum(counts, 0, out=start[1:])
-    matrix = torch.sparse_csr_tensor(
-        start, col[order], value[order], size=(n, table.shape[0]), check_invariants=False
-    )
-    return matrix @ table.to(value.dtype)
+    torch.cumsum(torch.bincount(row, minlength=n), 0, out=start[1:])
+    table = table.to(value.dtype)
+    out = torch.empty(n, table.shape[1], dtype=dtype)
+    for first in range(0, n, _GRADIENT_ROWS):
+        last = min(first + _GRADIENT_ROWS, n)
+        a, b = int(start[first]), int(start[last])
+        if a == b:
+            out[first:last] = 0
+            continue
+        matrix = torch.sparse_csr_tensor(
+            start[first : last + 1] - a,
+            col[a:b],
+            value[a:b],
+            size=(last - first, table.shape[0]),
+            check_invariants=False,
+        )
+        out[first:last] = matrix @ table
+    return out
