@@ -51,35 +51,32 @@ def _same_geometry(a: fx.Node, b: fx.Node) -> bool:
     return all(map(_same, x.shape, y.shape)) and all(map(_same, x.stride(), y.stride()))
 
 
+@functools.lru_cache(maxsize=4096)
+def _writes_first(op: str, target: Any) -> bool:
+    """Whether the name alone says that the first argument is written: `x.relu_()`, `x += y`, `x[i] = v`."""
+    name = target if op == "call_method" else getattr(target, "__name__", "")
+    if getattr(target, "__module__", "") == "_operator":
+        return name == "setitem" or name in _INPLACE
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this call writes."""
-    if node.op == "call_method":
-        name = node.target
-        hit = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-        return [a for a in node.args[:1] if hit and isinstance(a, fx.Node)]
-    if node.op != "call_function":
+    if node.op not in ("call_function", "call_method"):
         return []
-    target = node.target
+    target, args, kwargs = node.target, node.args, node.kwargs
     out: list[Any] = []
     if isinstance(target, torch._ops.OpOverload):
         for i, arg in enumerate(target._schema.arguments):
             if arg.alias_info is not None and arg.alias_info.is_write:
-                value = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+                value = args[i] if i < len(args) else kwargs.get(arg.name)
                 out += value if isinstance(value, (list, tuple)) else [value]
     else:
-        name = getattr(target, "__name__", "")
-        module = getattr(target, "__module__", "") or ""
-        operator = module == "_operator"
-        if operator and (name == "setitem" or (name.startswith("i") and name in _INPLACE)):
-            out.append(node.args[0])
-        elif not operator and name.endswith("_") and not name.endswith("__") and node.args:
-            out.append(node.args[0])
-        elif node.kwargs.get("inplace") is True or (
-            len(node.args) > 1 and node.args[-1] is True and name in _LAST
-        ):
-            out.append(node.args[0] if node.args else node.kwargs.get("input"))
-        if "out" in node.kwargs:
-            out.append(node.kwargs["out"])
+        last = len(args) > 1 and args[-1] is True and getattr(target, "__name__", "") in _LAST
+        if last or _writes_first(node.op, target) or kwargs.get("inplace") is True:
+            out.append(args[0] if args else kwargs.get("input"))
+        if "out" in kwargs:
+            out.append(kwargs["out"])
     return [a for a in out if isinstance(a, fx.Node)]
 
 

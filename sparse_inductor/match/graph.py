@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .effects import Effects, fake
-from .names import Call, canonical
+from .names import Call, canonical, name_of
 
 __all__ = ["GraphView", "Unknown", "fake", "label", "same_size", "static_size"]
 
@@ -78,7 +79,6 @@ class GraphView:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call | None] = {}
-        self._live = self._liveness()
         self.batched = any("_add_batch_dim" in n.name or "vmap" in n.name for n in graph.nodes)
 
     def call(self, node: Any) -> Call | None:
@@ -90,8 +90,8 @@ class GraphView:
         return self._calls[node]
 
     def name_of(self, node: fx.Node) -> str | None:
-        call = self.call(node)
-        return None if call is None else call.name
+        """The canonical name of a node, or None."""
+        return name_of(node)
 
     # Values
 
@@ -204,7 +204,8 @@ class GraphView:
 
     # Readers
 
-    def _liveness(self) -> set[fx.Node]:
+    @functools.cached_property
+    def _live(self) -> set[fx.Node]:
         live: set[fx.Node] = set()
         for node in reversed(self.graph.nodes):
             if (

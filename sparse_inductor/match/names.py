@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["Call", "canonical"]
+__all__ = ["Call", "canonical", "name_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,28 +183,56 @@ _INPLACE_OPERATORS = {
     "imatmul": "matmul", "ifloordiv": "floordiv", "imod": "remainder", "ixor": "xor",
 }  # fmt: skip
 _MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
+# functions whose last positional parameter is `inplace`
+_TRAILING_INPLACE = frozenset(
+    "relu relu6 elu leaky_relu threshold hardtanh celu selu dropout".split()
+)
+_METADATA_CALLS = frozenset(
+    "size dim numel sym_size stride is_floating_point ndimension get_device".split()
+)
+_BY_ARGUMENT = (
+    frozenset({"max", "min", "getattr"}) | _METADATA_CALLS
+)  # names that depend on the arguments
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 
 
-def _spelled(node: fx.Node) -> tuple[str, bool] | None:
-    """(name as written, whether a method) of a call to PyTorch; None for anything else."""
-    if node.op == "call_method":
-        return node.target, True
-    if node.op != "call_function":
+@dataclasses.dataclass(frozen=True)
+class _Spelling:
+    """What a target's own name says, before any argument is looked at."""
+
+    name: str
+    inplace: bool
+    method: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _spelling(op: str, target: Any) -> _Spelling | None:
+    """The canonical name of a call to PyTorch, overloads by argument not told apart; None for anything else."""
+    raw = (
+        target if op == "call_method" else _function_name(target) if op == "call_function" else None
+    )
+    if raw is None:
         return None
-    target = node.target
+    if raw in _INPLACE_OPERATORS and target is getattr(operator, raw, None):
+        return _Spelling(_INPLACE_OPERATORS[raw], True, False)
+    inplace = raw.endswith("_") and not raw.endswith("__") and raw not in _SIGNATURES
+    name = raw[:-1] if inplace else raw
+    name = _ALIASES.get(name, name)
+    return _Spelling(name, inplace or name == "setitem", op == "call_method")
+
+
+def _function_name(target: Any) -> str | None:
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
-        return (name, False) if namespace in ("aten", "prims") else None
+        return name if namespace in ("aten", "prims") else None
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return (target.__name__, False) if str(target).startswith("aten.") else None
+        return target.__name__ if str(target).startswith("aten.") else None
     if isinstance(target, torch._ops.HigherOrderOperator):
         return None
     module = getattr(target, "__module__", "") or ""
-    name = getattr(target, "__name__", None)
-    if name is None or module.split(".")[0] not in _MODULES or module.startswith("torch.ops"):
+    if module.split(".")[0] not in _MODULES or module.startswith("torch.ops"):
         return None
-    return name, False
+    return getattr(target, "__name__", None)
 
 
 def _bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
@@ -233,71 +262,42 @@ def _is_list(rest: list) -> bool:
     return len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size))
 
 
+def name_of(node: fx.Node) -> str | None:
+    """The canonical name alone, for a fraction of what `canonical` costs; its arguments may yet not bind."""
+    spelling = _spelling(node.op, node.target)
+    if spelling is None or spelling.name in _BY_ARGUMENT:
+        call = canonical(node)
+        return None if call is None else call.name
+    return spelling.name
+
+
 def canonical(node: fx.Node) -> Call | None:
     """The canonical call of a node, or None for placeholders, foreign functions and unknown names."""
-    spelled = _spelled(node)
-    if spelled is None:
+    spelling = _spelling(node.op, node.target)
+    if spelling is None:
         return None
-    raw, method = spelled
+    name, inplace = spelling.name, spelling.inplace
     args, kwargs = node.args, dict(node.kwargs)
-    inplace = bool(kwargs.pop("inplace", False)) or "out" in kwargs
+    inplace |= bool(kwargs.pop("inplace", False)) or "out" in kwargs
     kwargs.pop("out", None)
-    name = raw
-    if raw in _INPLACE_OPERATORS and node.target is getattr(operator, raw, None):
-        name, inplace = _INPLACE_OPERATORS[raw], True
-    elif raw.endswith("_") and not raw.endswith("__") and raw not in _SIGNATURES:
-        name, inplace = raw[:-1], True
-    name = _ALIASES.get(name, name)
-    if name == "setitem":
-        inplace = True
     if name == "getattr" and len(args) > 1:
-        attribute = args[1]
-        if attribute in ("T", "mT", "H", "mH"):
-            return Call(attribute, {"input": args[0]})
-        return (
-            Call("metadata", {"input": args[0], "name": attribute})
-            if attribute in _METADATA
-            else None
-        )
-    if name in (
-        "size",
-        "dim",
-        "numel",
-        "sym_size",
-        "stride",
-        "is_floating_point",
-        "ndimension",
-        "get_device",
-    ):
+        if args[1] in ("T", "mT", "H", "mH"):
+            return Call(args[1], {"input": args[0]})
+        known = args[1] in _METADATA
+        return Call("metadata", {"input": args[0], "name": args[1]}) if known else None
+    if name in _METADATA_CALLS:
         return Call("metadata", {"input": args[0], "name": name}) if args else None
     if name in ("max", "min"):
         name, args, kwargs = _extremum(name, args, kwargs)
-    if name == "where" and method:
+    if name == "where" and spelling.method:
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
         if "condition" in kwargs and args:
             kwargs["input"], args = args[0], ()
-    if (
-        name
-        in (
-            "relu",
-            "relu6",
-            "elu",
-            "leaky_relu",
-            "threshold",
-            "hardtanh",
-            "celu",
-            "selu",
-            "dropout",
-        )
-        and args
-    ):
+    if name in _TRAILING_INPLACE and len(args) > len(_PARSED[name]):  # F.relu(x, True)
         limit = len(_PARSED[name])
-        if len(args) > limit:  # F.relu(x, True): the extra positional argument is `inplace`
-            inplace, args = inplace or bool(args[limit]), args[:limit]
+        inplace, args = inplace or bool(args[limit]), args[:limit]
     bound = _bind(name, args, kwargs)
-    if bound is None:
-        return None
-    return Call(name, bound, inplace)
+    return None if bound is None else Call(name, bound, inplace)
 
 
 def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:
