@@ -34,6 +34,7 @@ from sparse_inductor.pattern import Example, Miss
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
+DEVICES = ("cpu", "cuda")
 
 _RISES = frozenset(
     "relu relu6 clamp clamp_min maximum softplus leaky_relu elu celu selu gelu silu mish where threshold "
@@ -256,6 +257,8 @@ class SpladeHead:
             raise Decline("it reduces over the vocabulary, not over the sequence", node)
         if _over_batch(view, chain, red, linear):
             raise Decline("it reduces over the batch, not over the sequence", node)
+        if fake(linear.node).device.type not in DEVICES:
+            raise Decline(f"there is no operator for {fake(linear.node).device}", linear.node)
         if not fake(linear.node).dtype.is_floating_point:
             raise Decline(f"the logits are {fake(linear.node).dtype}", linear.node)
         if red.values is not None and any(u.target is not operator.getitem for u in node.users):

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..epilogue.plan import Lowered, Plan, lower, plan
-from . import _cpu_linear_max as cpu
+from . import _linear_max_aten as aten
 from ._dispatch import autocast_off, below_autograd
 
 __all__ = ["DEFAULT_STEPS", "splade_head"]
@@ -59,7 +60,7 @@ def splade_head(
     """Sparse lexical representations from hidden states (Sparton, Eq. 1), in O(B*V) memory.
 
     Args:
-        hidden: hidden states [..., S, D]; fp32, fp16, bf16 (fp64 on the CPU); any strides.
+        hidden: hidden states [..., S, D]; fp32, fp16, bf16 or fp64 (which has no kernel of its own); any strides.
         weight: vocabulary embeddings [V, D], the dtype of `hidden`; any strides.
         bias: [V] or None.
         mask: [..., S], non-zero or True where a token counts; shorthand for `rows=(mask,)` with the default
@@ -97,8 +98,14 @@ def splade_head(
 
 
 def _check(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[Tensor], steps: str
-) -> Plan:
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Sequence[Tensor],
+    steps: str,
+    out_dtype: torch.dtype | None,
+) -> None:
+    """Raises the errors that `splade_head` documents."""
     if hidden.dim() < 2:
         raise ValueError(f"hidden must be [..., S, D], got shape {tuple(hidden.shape)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -123,9 +130,18 @@ def _check(
     for i, r in enumerate(rows):
         if r.is_complex():
             raise TypeError(f"rows[{i}] must be real or bool, got {r.dtype}")
-        if r.dim() > hidden.dim() - 1:
-            raise ValueError(f"rows[{i}] must broadcast to [..., S], got shape {tuple(r.shape)}")
-    return p
+        if r.device != hidden.device:
+            raise ValueError(f"rows[{i}] is on {r.device}, hidden on {hidden.device}")
+        wanted = hidden.shape[:-1]
+        tail = wanted[len(wanted) - r.dim() :]
+        # Symbolic sizes are compared when the operator runs: a check must not become a guard.
+        known = [(a, b) for a, b in zip(r.shape, tail) if type(a) is int and type(b) is int]
+        if r.dim() > len(wanted) or any(a not in (1, b) for a, b in known):
+            raise ValueError(
+                f"rows[{i}] must broadcast to [..., S] = {tuple(wanted)}, got shape {tuple(r.shape)}"
+            )
+    if out_dtype is not None and out_dtype not in _FLOATS:
+        raise TypeError(f"out_dtype must be one of {_FLOATS}, got {out_dtype}")
 
 
 def _flat(hidden: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -141,7 +157,7 @@ def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
     finite = None
     if p.hoists and any(s.fn == "row_mul" for s in p.program) and x.numel():
         finite = torch.linalg.vector_norm(x, float("inf"), -1).isfinite()
-    return lower(p, rows, cpu.compute_dtype(x), finite)
+    return lower(p, rows, aten.compute_dtype(x), finite)
 
 
 def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
@@ -152,7 +168,7 @@ def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
 
 
 def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
-    _check(hidden, weight, bias, rows, steps)
+    _check(hidden, weight, bias, rows, steps, out_dtype)
     p = plan(steps, argmax)
     out_dtype = out_dtype or hidden.dtype
     lead, V = hidden.shape[:-2], weight.shape[0]
@@ -160,14 +176,19 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
     low = _lower(p, x, flat_rows)
     want = winner_dtype is not None
     with autocast_off(hidden.device.type):
-        if x.shape[0] == 0 or V == 0 or x.shape[2] == 0 or not x.is_cuda:
-            values, winner, peak = cpu.forward(
+        if not _has_kernels(x, V):
+            values, winner, peak = aten.forward(
                 x, weight, bias, flat_rows, low, out_dtype, winner_dtype
             )
         else:
             values, winner, peak = _cuda_forward(x, weight, bias, flat_rows, low, out_dtype, want)
             winner = winner.to(winner_dtype) if want else None
     return values.view(*lead, V), winner, peak, low.per_element
+
+
+def _has_kernels(x: Tensor, V: int) -> bool:
+    """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
+    return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and V > 0
 
 
 def _stack(rows: Sequence[Tensor]) -> Tensor | None:
@@ -218,11 +239,11 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element
                 torch.zeros_like(t) if n and t is not None else None
                 for t, n in zip((x, weight, bias), needs)
             )
-        elif x.is_cuda:
+        elif _has_kernels(x, weight.shape[0]):
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
-            active = cpu.slopes(grad, x, weight, bias, flat_rows, low, winner, peak)
-            grads = cpu.backward(active, x, weight, bias, needs)
+            active = aten.slopes(grad, x, weight, bias, flat_rows, low, winner, peak)
+            grads = aten.backward(active, x, weight, bias, needs)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in grads)
     return d_hidden.view(hidden.shape) if needs[0] else d_hidden, d_weight, d_bias
 
@@ -253,6 +274,7 @@ class _SpladeHead(torch.autograd.Function):
         return values, positions
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad, _):
         hidden, weight, bias, winner, peak, per_element, *rows = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
@@ -276,6 +298,7 @@ class _SpladeHead(torch.autograd.Function):
 def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
     tensors = (hidden, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        _check(hidden, weight, bias, rows, steps, out_dtype)
         return _SpladeHead.apply(hidden, weight, bias, steps, out_dtype, argmax, *rows)
     with below_autograd():
         return torch.ops.sparse_inductor.splade_head(
@@ -284,7 +307,7 @@ def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
 
 
 def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
-    _check(hidden, weight, bias, rows, steps)
+    _check(hidden, weight, bias, rows, steps, out_dtype)
     values = hidden.new_empty(*hidden.shape[:-2], weight.shape[0], dtype=out_dtype or hidden.dtype)
     positions = (
         torch.empty_like(values, dtype=torch.int64)
@@ -298,7 +321,7 @@ def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dty
     values, _ = _fake(hidden, weight, bias, rows, steps, out_dtype, argmax)
     B, V = math.prod(hidden.shape[:-2]), weight.shape[0]
     winner = hidden.new_empty(B, V, dtype=winner_dtype)
-    peak = hidden.new_empty(B, V, dtype=cpu.compute_dtype(hidden))
+    peak = hidden.new_empty(B, V, dtype=aten.compute_dtype(hidden))
     p = plan(steps, argmax)
     asked = p.hoists and not p.exhaustive and len(rows) > 0
     return values, winner, peak, hidden.new_empty(B if asked else 0, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""CPU path of the SPLADE head: chunked ATen, no [B, S, V] tensor.
+"""The SPLADE head in chunked ATen, without a [B, S, V] tensor: the CPU path, and what fp64 takes on a GPU.
 
 Forward is the GEMM in tiles that stay in the cache, each reduced over its positions while it is there. Backward
 is two products with a sparse [B*S, V] matrix that has one entry for each active (sequence, vocabulary entry).
@@ -139,7 +139,7 @@ def slopes(
     else:
         slope = torch.ones_like(peak)
     active = (winner >= 0) & (g != 0)
-    general = low.per_element if p.hoists else torch.ones(len(g), dtype=torch.bool)
+    general = low.per_element if p.hoists else g.new_ones(len(g), dtype=torch.bool)
     if general is not None:
         slow = general[:, None] & active
         b, v = slow.nonzero(as_tuple=True)
@@ -153,7 +153,7 @@ def slopes(
 
 def _general_slopes(inner: Program, outer: Program, hidden, weight, bias, rows, b, v, winner, peak):
     """d value / d logit at the winner: the logit is recomputed, the steps differentiated in one forward sweep."""
-    out = torch.empty(len(b), dtype=peak.dtype)
+    out = peak.new_empty(len(b))
     for i in range(0, len(b), 65536):
         bi, vi = b[i : i + 65536], v[i : i + 65536]
         si = winner[bi, vi].long()
@@ -184,7 +184,7 @@ def backward(
     if needs[1]:
         d_weight = _scatter_rows(v, token, g, V, hidden.reshape(B * S, D), weight.dtype)
     if needs[2] and bias is not None:
-        d_bias = torch.zeros(V, dtype=g.dtype).index_add_(0, v, g).to(bias.dtype)
+        d_bias = g.new_zeros(V).index_put_((v,), g, accumulate=True).to(bias.dtype)
     return d_hidden, d_weight, d_bias
 
 
@@ -203,10 +203,10 @@ def _scatter_rows(
     """out[row[i]] += value[i] * table[col[i]] as products with a CSR matrix; [n, D], deterministic."""
     order = torch.argsort(row, stable=True)
     col, value = col[order], value[order]
-    start = torch.zeros(n + 1, dtype=torch.int64)
+    start = torch.zeros(n + 1, dtype=torch.int64, device=row.device)
     torch.cumsum(torch.bincount(row, minlength=n), 0, out=start[1:])
     table = table.to(value.dtype)
-    out = torch.empty(n, table.shape[1], dtype=dtype)
+    out = table.new_empty(n, table.shape[1], dtype=dtype)
     for first in range(0, n, _GRADIENT_ROWS):
         last = min(first + _GRADIENT_ROWS, n)
         a, b = int(start[first]), int(start[last])
