@@ -23,13 +23,14 @@ from torch import fx, nn
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.epilogue.ranges import Interval, prove
 from sparse_inductor.epilogue.steps import Program, Step, render
-from sparse_inductor.match.chain import Chain, swallowed
+from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear, is_parameter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
 from sparse_inductor.match.shapes import SHAPE_OPS, Decline
+from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss
 
 NAME = "splade_head"

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ from torch import fx
 
 from ..epilogue.ranges import REALS, Interval, prove
 from ..epilogue.steps import Program, Step
-from .climb import Assigned, Element, Fill, Spine, Term
 from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, label, same_size, static_size
 from .shapes import Decline, Move, move
+from .spine import Assigned, Element, Fill, Spine, Term
+from .values import not_negative, uniform
 
-__all__ = ["Chain", "swallowed"]
+__all__ = ["Chain"]
 
 Pair = tuple[fx.Node, fx.Node | None]
 
@@ -128,7 +129,7 @@ class Chain:
         if (
             isinstance(term.operand, fx.Node)
             and term.fn == "mul"
-            and not _not_negative(self.view, term.operand)
+            and not not_negative(self.view, term.operand)
         ):
             raise Decline(
                 "a factor over the vocabulary may be negative, which turns the maximum around", node
@@ -160,7 +161,7 @@ class Chain:
         if len(shape) > ndim:
             raise Decline("an operand has more axes than the logits", node)
         at = self.v_dim - (ndim - len(shape))
-        if at < 0 or same_size(shape[at], 1) or _uniform(self.view, operand, len(shape) - at, node):
+        if at < 0 or same_size(shape[at], 1) or uniform(self.view, operand, len(shape) - at, node):
             return "row"
         if all(same_size(s, 1) for a, s in enumerate(shape) if a != at):
             return "column"
@@ -388,90 +389,3 @@ def _emit(e: Emitter, t: fx.Node, step: Step) -> fx.Node:
 
 def _is_full(item: Any) -> bool:
     return item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None))
-
-
-def _not_negative(view: GraphView, x: fx.Node) -> bool:
-    """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
-    if view.dtype(x) == torch.bool:
-        return True
-    call = view.call(x)
-    if call is None:
-        return False
-    if call.name in ("relu", "sigmoid", "exp", "softplus", "softmax", "square", "abs"):
-        return True
-    inner = call.get("input")
-    return (
-        call.name in ("cast", "unsqueeze", "view", "expand", "contiguous")
-        and view.is_tensor(inner)
-        and _not_negative(view, inner)
-    )
-
-
-_ELEMENTWISE = {
-    "cast", "add", "sub", "rsub", "mul", "div", "neg", "eq", "ne", "gt", "ge", "lt", "le", "and_", "or_", "xor",
-    "invert", "logical_not", "where", "clone", "contiguous", "detach", "relu", "clamp", "maximum", "minimum", "log",
-    "exp", "abs", "sigmoid", "masked_fill",
-}  # fmt: skip
-
-
-def _uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
-    """Whether a tensor is provably the same all along an axis (counted from the end), expanded or computed so."""
-    if not view.is_tensor(x):
-        return True
-    shape = view.shape(x)
-    if len(shape) < from_end or same_size(shape[-from_end], 1):
-        return True
-    x = view.value(x, reader)
-    call = view.call(x)
-    if call is None or call.inplace:
-        return False
-    if view.const(x, reader) is not None:
-        return True
-    if call.name in ("expand", "expand_as", "repeat", "tile"):
-        inner = view.shape(call["input"])
-        return (
-            len(inner) < from_end
-            or same_size(inner[-from_end], 1)
-            or (
-                same_size(inner[-from_end], shape[-from_end])
-                and _uniform(view, call["input"], from_end, x)
-            )
-        )
-    if call.name in _ELEMENTWISE:
-        tensors = [
-            a
-            for k, a in call.args.items()
-            if isinstance(a, fx.Node) and not (call.name == "cast" and k != "input")
-        ]
-        return bool(tensors) and all(_uniform(view, a, from_end, x) for a in tensors)
-    return False
-
-
-def swallowed(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
-    """The nodes in graph order, with those that only read the shape or dtype of one of them and serve no one else."""
-    taken = set(nodes)
-    grown = True
-    while grown:
-        grown = False
-        for node in list(taken):
-            for user in node.users:
-                if (
-                    user not in taken
-                    and user.users
-                    and view.name_of(user) in _CONSTANT_LIKE
-                    and all(u in taken for u in user.users)
-                ):
-                    taken.add(user)
-                    grown = True
-    return tuple(sorted(taken, key=view.order.__getitem__))
-
-
-_CONSTANT_LIKE = {
-    "full_like",
-    "zeros_like",
-    "ones_like",
-    "new_full",
-    "new_zeros",
-    "new_ones",
-    "new_tensor",
-}

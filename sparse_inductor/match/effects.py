@@ -80,22 +80,12 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [a for a in out if isinstance(a, fx.Node)]
 
 
-_INPLACE = {
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-    "imatmul",
-    "imod",
-}
+_INPLACE = frozenset("iadd isub imul itruediv ifloordiv ipow iand ior ixor imatmul imod".split())
 # functions whose last positional parameter is `inplace`
-_LAST = {"relu", "relu6", "elu", "leaky_relu", "threshold", "hardtanh", "celu", "selu", "dropout", "silu", "mish",
-         "hardswish", "hardsigmoid", "alpha_dropout", "feature_alpha_dropout", "rrelu"}  # fmt: skip
+_LAST = frozenset(
+    "relu relu6 elu leaky_relu threshold hardtanh celu selu dropout silu mish hardswish hardsigmoid alpha_dropout "
+    "feature_alpha_dropout rrelu".split()
+)
 
 
 class Effects:

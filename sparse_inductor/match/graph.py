@@ -15,30 +15,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from .effects import Effects, fake
 from .names import Call, canonical, name_of
 
-__all__ = ["GraphView", "Unknown", "fake", "label", "same_size", "static_size"]
+__all__ = ["CONSTANT_LIKE", "GraphView", "Unknown", "fake", "label", "same_size", "static_size"]
 
-_METADATA_READERS = {
-    "metadata",
-    "full_like",
-    "zeros_like",
-    "ones_like",
-    "new_full",
-    "new_zeros",
-    "new_ones",
-    "new_tensor",
-}
+CONSTANT_LIKE = frozenset(
+    "full_like zeros_like ones_like new_full new_zeros new_ones new_tensor".split()
+)
+_METADATA_READERS = CONSTANT_LIKE | {"metadata"}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
-_VIEWS = {
-    "getitem",
-    "select",
-    "narrow",
-    "slice",
-    "view",
-    "transpose",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-}
+_VIEWS = frozenset("getitem select narrow slice view transpose permute unsqueeze squeeze".split())
 _PURE_MODULES = ("torch", "_operator", "math", "builtins")
 
 

@@ -1,0 +1,88 @@
+"""What is provable about an operand, and which nodes belong to a match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import CONSTANT_LIKE, GraphView, same_size
+
+__all__ = ["not_negative", "swallowed", "uniform"]
+
+
+def not_negative(view: GraphView, x: fx.Node) -> bool:
+    """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
+    if view.dtype(x) == torch.bool:
+        return True
+    call = view.call(x)
+    if call is None:
+        return False
+    if call.name in ("relu", "sigmoid", "exp", "softplus", "softmax", "square", "abs"):
+        return True
+    inner = call.get("input")
+    return (
+        call.name in ("cast", "unsqueeze", "view", "expand", "contiguous")
+        and view.is_tensor(inner)
+        and not_negative(view, inner)
+    )
+
+
+_ELEMENTWISE = frozenset(
+    "cast add sub rsub mul div neg eq ne gt ge lt le and_ or_ xor invert logical_not where clone contiguous detach "
+    "relu clamp maximum minimum log exp abs sigmoid masked_fill".split()
+)
+
+
+def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
+    """Whether a tensor is provably the same all along an axis (counted from the end), expanded or computed so."""
+    if not view.is_tensor(x):
+        return True
+    shape = view.shape(x)
+    if len(shape) < from_end or same_size(shape[-from_end], 1):
+        return True
+    x = view.value(x, reader)
+    call = view.call(x)
+    if call is None or call.inplace:
+        return False
+    if view.const(x, reader) is not None:
+        return True
+    if call.name in ("expand", "expand_as", "repeat", "tile"):
+        inner = view.shape(call["input"])
+        return (
+            len(inner) < from_end
+            or same_size(inner[-from_end], 1)
+            or (
+                same_size(inner[-from_end], shape[-from_end])
+                and uniform(view, call["input"], from_end, x)
+            )
+        )
+    if call.name in _ELEMENTWISE:
+        tensors = [
+            a
+            for k, a in call.args.items()
+            if isinstance(a, fx.Node) and not (call.name == "cast" and k != "input")
+        ]
+        return bool(tensors) and all(uniform(view, a, from_end, x) for a in tensors)
+    return False
+
+
+def swallowed(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+    """The nodes in graph order, with those that only read the shape or dtype of one of them and serve no one else."""
+    taken = set(nodes)
+    grown = True
+    while grown:
+        grown = False
+        for node in list(taken):
+            for user in node.users:
+                if (
+                    user not in taken
+                    and user.users
+                    and view.name_of(user) in CONSTANT_LIKE
+                    and all(u in taken for u in user.users)
+                ):
+                    taken.add(user)
+                    grown = True
+    return tuple(sorted(taken, key=view.order.__getitem__))
