@@ -275,6 +275,7 @@ class SpladeHead:
             raise Decline(
                 "neither operand of the matmul is a parameter and no activation follows", node
             )
+        chain.rehearse(node)
         nodes = swallowed(view, [*chain.nodes, node])
         self._check_memory(view, chain, nodes, node, linear)
         return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))

@@ -299,6 +299,20 @@ class Chain:
         """Every row operand in the shape of the frame, 1 in the place of V."""
         return [self._row_operand(e, row) for row in self.rows]
 
+    def rehearse(self, anchor: fx.Node) -> None:
+        """Raises Decline where an operand cannot follow the moves that come after it. Leaves the graph as it is."""
+        if all(row.at == len(self.moves) for row in self.rows):
+            return
+        e = Emitter(anchor)
+        try:
+            self.row_operands(e)
+        except RuntimeError as error:  # what a fake tensor says of a view that does not fit
+            raise Decline(
+                "a per-token operand does not follow the views after it", anchor
+            ) from error
+        finally:
+            e.undo()
+
     def _row_operand(self, e: Emitter, row: _Row) -> fx.Node:
         v_dim = self.moves[row.at - 1].v_dim if row.at else self.linear.v_dim
         if isinstance(row.term.operand, Assigned):

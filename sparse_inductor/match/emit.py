@@ -30,7 +30,14 @@ class Emitter:
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
 
+    def undo(self) -> None:
+        """Take out everything that was inserted; nothing may use it yet."""
+        for node in reversed(self.inserted):
+            self._graph.erase_node(node)
+        self.inserted.clear()
+
     def _annotate(self, node: fx.Node) -> fx.Node:
+        self.inserted.append(node)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self._anchor.meta:
                 node.meta[key] = self._anchor.meta[key]
@@ -44,7 +51,6 @@ class Emitter:
             else:
                 value = node.target(*args, **kwargs)
         node.meta["example_value"] = value
-        self.inserted.append(node)
         return node
 
 

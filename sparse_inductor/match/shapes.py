@@ -254,11 +254,11 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "flatten":
             return _view(view, node, _flatten_args(call, before, v, node), before, after, v)
         case "unflatten":
-            d, sizes = call["dim"] % n, list(call["sizes"])
+            d, sizes = call["dim"] % n, call["sizes"]  # a tuple, or a node that is one
             if d == v:
                 raise Decline("splits the vocabulary axis", node)
-            origin = (*range(d), *[None] * len(sizes), *range(d + 1, n))
-            apply = lambda e, t, row: e.method("unflatten", t, d, tuple(sizes))
+            origin = (*range(d), *[None] * (len(after) - n + 1), *range(d + 1, n))
+            apply = lambda e, t, row: e.method("unflatten", t, d, sizes)
             return Move(origin.index(v), origin, apply)
         case "expand" | "expand_as":
             return _expand(view, node, call, before, after, v)

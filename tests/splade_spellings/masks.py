@@ -482,3 +482,17 @@ def nan_under_where_mask():
             return torch.where(mask.unsqueeze(-1) > 0, tokens(self.decoder(h)), 0.0).amax(1)
 
     return Model(), (_states_with(float("nan")), mask())
+
+
+@head("maybe", "the mask is broadcast, then the batch and the sequence are flattened")
+def broadcast_mask_through_a_flatten(logits, mask):
+    """One mask for the batch, applied before [B, S] is flattened and split again."""
+    weights = (tokens(logits) * mask[:1].unsqueeze(-1)).flatten(0, 1)
+    return weights.unflatten(0, mask.shape).amax(dim=1)
+
+
+@head()
+def mask_through_a_flatten(logits, mask):
+    """A mask of every token, applied before [B, S] is flattened and split again."""
+    weights = (tokens(logits) * mask.unsqueeze(-1)).flatten(0, 1)
+    return weights.unflatten(0, mask.shape).amax(dim=1)
