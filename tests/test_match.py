@@ -1,0 +1,674 @@
+"""The matching vocabulary on graphs as Dynamo captures them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from sparse_inductor.patterns.splade_head import PATTERN
+from torch import fx, nn
+
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.gemm import linears
+from sparse_inductor.match.graph import GraphView, fake
+from sparse_inductor.match.names import canonical
+from sparse_inductor.match.shapes import Decline, move
+from sparse_inductor.records import Report
+from sparse_inductor.rewrite import RewritePass
+
+B, S, D, V = 2, 6, 4, 10
+
+
+def capture(fn: Callable, *args: Any, dynamic: bool = False) -> fx.GraphModule:
+    """The graph Dynamo makes of a call."""
+    seen: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable:
+        seen.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    return seen[-1]
+
+
+def returned(gm: fx.GraphModule) -> fx.Node:
+    (out,) = gm.graph.find_nodes(op="output")
+    return out.args[0][0]
+
+
+def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- Names ----------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+ONE, TWO = tensor(B, S), tensor(B, S, seed=1)
+
+
+SAME = {
+    "relu": (torch.relu, F.relu, lambda x, _: x.relu(), lambda x, _: F.relu(x, False),
+             lambda x, _: aten.relu.default(x), lambda x, _: aten.relu(x), lambda x, _: F.relu(input=x)),
+    "log1p": (torch.log1p, lambda x, _: x.log1p(), torch.special.log1p),
+    "exp": (torch.exp, lambda x, _: x.exp()),
+    "sigmoid": (torch.sigmoid, F.sigmoid, torch.special.expit, lambda x, _: x.sigmoid()),
+    "logsigmoid": (F.logsigmoid, lambda x, _: F.logsigmoid(x)),
+    "mul": (torch.mul, torch.multiply, operator.mul, lambda x, y: x.mul(y),
+            lambda x, y: torch.mul(input=x, other=y), lambda x, y: x.multiply(y),
+            lambda x, y: aten.mul.Tensor(x, y)),
+    "add": (torch.add, operator.add, lambda x, y: x.add(y), lambda x, y: aten.add.Tensor(x, y)),
+    "sub": (torch.sub, torch.subtract, operator.sub, lambda x, y: x.sub(other=y)),
+    "div": (torch.div, torch.true_divide, operator.truediv, lambda x, y: x.divide(y)),
+    "neg": (torch.neg, torch.negative, operator.neg, lambda x, _: -x),
+    "pow": (torch.pow, operator.pow, lambda x, y: x.pow(exponent=y), lambda x, y: torch.pow(x, y)),
+    "clamp": (lambda x, _: torch.clamp(x, 0.0, 1.0), lambda x, _: x.clamp(min=0.0, max=1.0),
+              lambda x, _: torch.clip(x, min=0.0, max=1.0), lambda x, _: x.clip(0.0, 1.0)),
+    "maximum": (torch.maximum, torch.max, lambda x, y: x.maximum(y), lambda x, y: x.max(other=y)),
+    "max_dim": (lambda x, _: x.max(1)[0], lambda x, _: torch.max(x, dim=1)[0],
+                lambda x, _: x.max(dim=1).values, lambda x, _: torch.max(x, 1)[0]),
+    "amax": (lambda x, _: x.amax(1), lambda x, _: torch.amax(x, dim=1), lambda x, _: x.amax(dim=1)),
+    "max_all": (torch.max, lambda x, _: x.max()),
+    "gt": (torch.gt, operator.gt, lambda x, y: x.greater(y), lambda x, y: x > y),
+    "eq": (torch.eq, operator.eq, lambda x, y: x == y),
+    "logical_not": (torch.logical_not, lambda x, _: x.logical_not()),
+    "where": (lambda x, y: torch.where(x > 0, x, y), lambda x, y: x.where(x > 0, y),
+              lambda x, y: torch.where(condition=x > 0, input=x, other=y)),
+    "masked_fill": (lambda x, y: x.masked_fill(y > 0, 0.0),
+                    lambda x, y: torch.masked_fill(x, y > 0, 0.0),
+                    lambda x, y: x.masked_fill(mask=y > 0, value=0.0)),
+    "transpose": (lambda x, _: x.transpose(0, 1), lambda x, _: torch.swapaxes(x, 0, 1),
+                  lambda x, _: x.transpose(dim0=0, dim1=1), lambda x, _: x.swapdims(0, 1)),
+    "permute": (lambda x, _: x.permute(1, 0), lambda x, _: x.permute((1, 0)),
+                lambda x, _: torch.permute(x, (1, 0))),
+    "view": (lambda x, _: x.view(-1, 3), lambda x, _: x.reshape(-1, 3),
+             lambda x, _: torch.reshape(x, (-1, 3)), lambda x, _: x.reshape((-1, 3))),
+    "unsqueeze": (lambda x, _: x.unsqueeze(-1), lambda x, _: torch.unsqueeze(x, dim=-1)),
+    "expand": (lambda x, _: x.expand(3, -1, -1), lambda x, _: x.expand((3, -1, -1)),
+               lambda x, _: torch.broadcast_to(x, (3, -1, -1))),
+    "matmul": (lambda x, y: x @ y.t(), lambda x, y: torch.matmul(x, y.t()), lambda x, y: x.matmul(y.t())),
+    "linear": (F.linear, lambda x, y: F.linear(x, weight=y), lambda x, y: F.linear(input=x, weight=y)),
+    "leaky_relu": (lambda x, _: F.leaky_relu(x, 0.2), lambda x, _: F.leaky_relu(x, negative_slope=0.2)),
+    "topk": (lambda x, _: x.topk(1, 1)[0], lambda x, _: torch.topk(x, k=1, dim=1)[0]),
+}  # fmt: skip
+
+
+UNARY = {"relu", "log1p", "exp", "sigmoid", "logsigmoid", "neg", "max_all", "logical_not"}
+
+
+def of_two(fn: Callable, name: str) -> Callable:
+    """A spelling as a function of `x` and `y`; the table has PyTorch's unary functions as they are."""
+    if name in UNARY and getattr(fn, "__name__", "") != "<lambda>":
+        return lambda x, y: fn(x)
+    return lambda x, y: fn(x, y)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_spellings_of_one_call(name):
+    found = []
+    for fn in SAME[name]:
+        node = returned(capture(of_two(fn, name), ONE.clone(), TWO.clone()))
+        if node.target is operator.getitem:  # .values and [0] of a pair
+            node = node.args[0]
+        call = canonical(node)
+        assert call is not None, f"{node.format_node()} has no canonical name"
+        given = {k: v for k, v in call.args.items() if v is not None}
+        found.append((call.name, call.inplace, fx.map_arg(given, _of_the_arguments)))
+    assert found[0][0] == name
+    assert all(f == found[0] for f in found), found
+
+
+def _of_the_arguments(node: fx.Node) -> str:
+    """A name that does not depend on the spelling: arguments by position, the rest by what they do."""
+    if node.op == "placeholder":
+        return node.name
+    call = canonical(node)
+    return f"{call.name}({', '.join(_of_the_arguments(n) for n in node.all_input_nodes)})"
+
+
+@pytest.mark.parametrize(
+    "plain, in_place",
+    [
+        (lambda x, y: x.relu(), lambda x, y: x.relu_()),
+        (lambda x, y: F.relu(x), lambda x, y: F.relu(x, inplace=True)),
+        (lambda x, y: F.relu(x), lambda x, y: F.relu(x, True)),
+        (lambda x, y: F.leaky_relu(x, 0.1), lambda x, y: F.leaky_relu(x, 0.1, True)),
+        (lambda x, y: torch.relu(x), lambda x, y: torch.relu_(x)),
+        (lambda x, y: x + y, lambda x, y: operator.iadd(x, y)),
+        (lambda x, y: x * y, lambda x, y: x.mul_(y)),
+        (lambda x, y: x / y, lambda x, y: operator.itruediv(x, y)),
+        (lambda x, y: x.clamp(min=0), lambda x, y: x.clamp_(min=0)),
+        (lambda x, y: x.masked_fill(y > 0, 0.0), lambda x, y: x.masked_fill_(y > 0, 0.0)),
+        (lambda x, y: x.log1p(), lambda x, y: torch.log1p(x, out=x)),
+    ],
+)
+def test_in_place_is_the_same_call_and_says_so(plain, in_place):
+    calls = []
+    for fn in (plain, in_place):
+        gm = capture(lambda x, y, fn=fn: fn(x * 1, y), ONE.clone(), TWO.clone())
+        nodes = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+        calls.append(canonical(nodes[-1]))
+    a, b = calls
+    assert (a.name, list(a.args)) == (b.name, list(b.args))
+    assert (a.inplace, b.inplace) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "fn, name, args",
+    [
+        (lambda x, y: 1 - x, "rsub|sub", {"other", "input"}),
+        (lambda x, y: torch.sub(x, y, alpha=2), "sub", {"alpha"}),
+        (lambda x, y: x.to(torch.float64), "cast", {"rest"}),
+        (lambda x, y: x.double(), "cast", set()),
+        (lambda x, y: x[..., None], "getitem", {"index"}),
+        (lambda x, y: torch.einsum("bs,bs->b", x, y), "einsum", {"equation", "operands"}),
+        (lambda x, y: torch.einsum("bs,bs->b", [x, y]), "einsum", {"equation", "operands"}),
+        (lambda x, y: F.dropout(x, 0.0), "dropout", {"p"}),
+    ],
+)
+def test_calls_with_a_form_of_their_own(fn, name, args):
+    call = canonical(returned(capture(fn, ONE, TWO)))
+    assert call.name in name.split("|")
+    assert args <= call.args.keys()
+
+
+@pytest.mark.parametrize("name", ["T", "mT", "H"])
+def test_attributes_that_are_views(name):
+    gm = capture(lambda x: getattr(x, name).exp(), ONE)
+    assert canonical(returned(gm).args[0]).name == name
+
+
+def test_placeholders_and_foreign_functions_have_no_name():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    assert canonical(x) is None
+    assert canonical(graph.call_function(test_spellings_of_one_call, (x,))) is None
+    assert (
+        canonical(graph.call_function(torch.ops.sparse_inductor.splade_head.default, (x,))) is None
+    )
+
+
+# --- In-place operations: the value that a reader sees --------------------------------------------
+
+
+def last(gm: fx.GraphModule, name: str) -> fx.Node:
+    return next(n for n in reversed(gm.graph.nodes) if (c := canonical(n)) and c.name == name)
+
+
+def test_a_reader_sees_the_last_write():
+    def fn(x):
+        y = x + 1
+        before = y.exp()
+        y.relu_()
+        y.log1p_()
+        return before, y.amax(1)
+
+    gm = capture(fn, ONE)
+    view = GraphView(gm.graph)
+    y = last(gm, "add")
+    assert view.value(y, last(gm, "exp")) is y
+    assert view.value(y, last(gm, "amax")) is last(gm, "log1p")
+
+
+def test_a_reader_sees_an_assignment():
+    def fn(x, m):
+        y = x + 1
+        y[m] = 0.0
+        return y.amax(1)
+
+    gm = capture(fn, ONE, TWO > 0)
+    view = GraphView(gm.graph)
+    assert view.value(last(gm, "add"), last(gm, "amax")) is last(gm, "setitem")
+
+
+def test_a_write_through_a_view_of_the_same_shape_counts():
+    def fn(x):
+        y = x + 1
+        y.view(B, S).relu_()
+        return y.amax(1)
+
+    gm = capture(fn, ONE)
+    assert GraphView(gm.graph).value(last(gm, "add"), last(gm, "amax")) is last(gm, "relu")
+
+
+def test_a_write_through_another_view_has_no_single_value():
+    def fn(x):
+        y = x + 1
+        y[:, :2].relu_()
+        return y.amax(1)
+
+    gm = capture(fn, ONE)
+    assert GraphView(gm.graph).value(last(gm, "add"), last(gm, "amax")) is None
+
+
+def test_writes_to_other_tensors_do_not_count():
+    def fn(x):
+        y = x + 1
+        z = y.clone()
+        z.relu_()
+        return y.amax(1), z
+
+    gm = capture(fn, ONE)
+    y = last(gm, "add")
+    assert GraphView(gm.graph).value(y, last(gm, "amax")) is y
+
+
+@pytest.mark.parametrize(
+    "make, number",
+    [
+        (lambda x: torch.full_like(x, -2.5), -2.5),
+        (lambda x: torch.zeros_like(x), 0.0),
+        (lambda x: x.new_ones(B, S), 1.0),
+        (lambda x: torch.full((B, S), float("-inf")), float("-inf")),
+        (lambda x: -torch.ones_like(x) * 3, -3.0),
+        (lambda x: torch.tensor(0.5).expand(B, S), 0.5),
+        (lambda x: x * 0, None),
+        (lambda x: torch.zeros_like(x).fill_(2.0) + x, None),
+    ],
+)
+def test_numbers_that_a_graph_spells_out(make, number):
+    gm = capture(lambda x: torch.maximum(x, make(x)), ONE)
+    node = returned(gm)
+    assert GraphView(gm.graph).const(node.args[1], node) == number
+
+
+def test_a_constant_that_is_written_is_none():
+    def fn(x, m):
+        c = torch.zeros_like(x)
+        c[m] = -1e4
+        return x + c
+
+    gm = capture(fn, ONE, TWO > 0)
+    node = returned(gm)
+    assert GraphView(gm.graph).const(node.args[1], node) is None
+
+
+# --- Matrix products ------------------------------------------------------------------------------
+
+H, W, BIAS = tensor(B, S, D), tensor(V, D, seed=1), tensor(V, seed=2)
+BATCHED = lambda w: w.t().unsqueeze(0).expand(B, D, V)
+
+GEMMS = {
+    "linear": lambda h, w, b: F.linear(h, w),
+    "linear_bias": lambda h, w, b: F.linear(h, w, b),
+    "matmul_t": lambda h, w, b: h @ w.t(),
+    "matmul_T": lambda h, w, b: torch.matmul(h, w.T),
+    "matmul_mT": lambda h, w, b: h.matmul(w.mT),
+    "matmul_transpose": lambda h, w, b: h @ w.transpose(0, 1),
+    "matmul_permute": lambda h, w, b: h @ w.permute(1, 0),
+    "mm": lambda h, w, b: torch.mm(h.reshape(-1, D), w.t()),
+    "addmm": lambda h, w, b: torch.addmm(b, h.reshape(-1, D), w.t()),
+    "bmm": lambda h, w, b: torch.bmm(h, BATCHED(w)),
+    "baddbmm": lambda h, w, b: torch.baddbmm(b, h, BATCHED(w)),
+    "batched_matmul": lambda h, w, b: h @ w.t()[None].expand(B, -1, -1),
+    "repeated": lambda h, w, b: h @ w.t().unsqueeze(0).repeat(B, 1, 1),
+    "weight_first": lambda h, w, b: w @ h.transpose(1, 2),
+    "weight_first_bmm": lambda h, w, b: torch.bmm(w[None].expand(B, V, D), h.mT),
+    "einsum": lambda h, w, b: torch.einsum("bsd,vd->bsv", h, w),
+    "einsum_dv": lambda h, w, b: torch.einsum("bsd,dv->bsv", h, w.t()),
+    "einsum_weight_first": lambda h, w, b: torch.einsum("vd,bsd->bsv", w, h),
+    "einsum_bvs": lambda h, w, b: torch.einsum("bsd,vd->bvs", h, w),
+    "einsum_vbs": lambda h, w, b: torch.einsum("bsd,vd->vbs", h, w),
+    "einsum_implicit": lambda h, w, b: torch.einsum("abz,cz", h, w),
+    "einsum_ellipsis": lambda h, w, b: torch.einsum("...d,vd->...v", h, w),
+    "tensordot": lambda h, w, b: torch.tensordot(h, w, dims=([2], [1])),
+    "tensordot_one": lambda h, w, b: torch.tensordot(h, w.t(), 1),
+    "inner": lambda h, w, b: torch.inner(h, w),
+    "conv1d": lambda h, w, b: F.conv1d(h.transpose(1, 2), w.unsqueeze(-1)),
+    "conv1d_bias": lambda h, w, b: F.conv1d(h.transpose(1, 2), w.unsqueeze(-1), b),
+    "aten_linear": lambda h, w, b: aten.linear.default(h, w, b),
+}  # fmt: skip
+
+
+BIASED = {"linear_bias", "addmm", "baddbmm", "conv1d_bias", "aten_linear"}
+
+
+def splice(gm: fx.GraphModule, node: fx.Node, build: Callable[[Emitter], Any], args: tuple) -> Any:
+    """Run the graph up to `node` and return what `build` inserts there, next to the node's result."""
+    (out,) = gm.graph.find_nodes(op="output")
+    extra = build(Emitter(out))
+    out.args = ((node, *extra),)
+    gm.graph.lint()
+    gm.recompile()
+    order = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    by_shape = {tuple(a.shape): a for a in args}
+    return gm(*(by_shape[tuple(fake(p).shape)] for p in order))
+
+
+def product(gm: fx.GraphModule) -> fx.Node:
+    view = GraphView(gm.graph)
+    return next(n for n in reversed(gm.graph.nodes) if linears(view, n) is not None)
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_every_product_is_the_same_linear(name):
+    """stand-in with V in the place of D, times the [V, D] weight, is the product."""
+    gm = capture(GEMMS[name], H, W, BIAS)
+    node = product(gm)
+    # Of two matrices either may be the weight.
+    readings = linears(GraphView(gm.graph), node)
+    (linear,) = (r for r in readings if fake(node).shape[r.v_dim] == V)
+    result, stand_in, weight = splice(
+        gm, node, lambda e: (linear.stand_in(e), linear.weight(e)), (H, W, BIAS)
+    )
+    assert torch.equal(weight, W)
+    rebuilt = stand_in.movedim(linear.v_dim, -1) @ weight.t()
+    if linear.bias is not None:
+        rebuilt = rebuilt + BIAS
+    assert (linear.bias is not None) == (name in BIASED)
+    torch.testing.assert_close(rebuilt.movedim(-1, linear.v_dim), result)
+
+
+@pytest.mark.parametrize(
+    "fn, readings",
+    [
+        (lambda h, w, b: h @ h.mT, 0),  # attention scores: no matrix that all sequences share
+        (lambda h, w, b: torch.einsum("bsd,btd->bst", h, h), 0),
+        (lambda h, w, b: torch.bmm(h, h.mT), 0),
+        (lambda h, w, b: torch.addmm(b, h[0], w.t(), alpha=2), 0),
+        (lambda h, w, b: F.conv1d(h.mT, w.unsqueeze(-1), stride=2), 0),
+        (lambda h, w, b: torch.einsum("bsd,vd->bs", h, w), 0),
+        (lambda h, w, b: h[0] @ w.t(), 2),
+    ],
+)
+def test_how_many_readings(fn, readings):
+    gm = capture(fn, H, W, BIAS)
+    assert len(linears(GraphView(gm.graph), product(gm))) == readings
+
+
+def test_what_is_no_product_has_no_reading():
+    gm = capture(torch.relu, H)
+    assert linears(GraphView(gm.graph), returned(gm)) is None
+
+
+# --- Shapes: the vocabulary axis through views ----------------------------------------------------
+
+MOVES = {  # op on logits [B, S, V]: where V is afterwards, and which axis each axis came from
+    "transpose": (lambda z: z.transpose(1, 2), 1, (0, 2, 1)),
+    "mT": (lambda z: z.mT, 1, (0, 2, 1)),
+    "permute": (lambda z: z.permute(2, 0, 1), 0, (2, 0, 1)),
+    "permute_negative": (lambda z: z.permute(-1, 0, 1), 0, (2, 0, 1)),
+    "movedim": (lambda z: z.movedim(2, 0), 0, (2, 0, 1)),
+    "movedim_pairs": (lambda z: z.movedim((0, 1), (1, 2)), 0, (2, 0, 1)),
+    "unsqueeze": (lambda z: z.unsqueeze(1), 3, (0, None, 1, 2)),
+    "unsqueeze_last": (lambda z: z.unsqueeze(-1), 2, (0, 1, 2, None)),
+    "index_none": (lambda z: z[:, None], 3, (0, None, 1, 2)),
+    "slice": (lambda z: z[:, 1:4], 2, (0, 1, 2)),
+    "slice_step": (lambda z: z[:, ::2], 2, (0, 1, 2)),
+    "select": (lambda z: z.select(0, 1), 1, (1, 2)),
+    "index": (lambda z: z[1], 1, (1, 2)),
+    "index_negative": (lambda z: z[:, -1], 1, (0, 2)),
+    "ellipsis": (lambda z: z[..., :3, :], 2, (0, 1, 2)),
+    "narrow": (lambda z: z.narrow(1, 2, 3), 2, (0, 1, 2)),
+    "flatten": (lambda z: z.flatten(0, 1), 1, (None, 2)),
+    "view_flat": (lambda z: z.view(-1, V), 1, (None, 2)),
+    "view_split": (lambda z: z.view(B, 2, 3, V), 3, (0, None, None, 2)),
+    "reshape_split": (lambda z: z.reshape(B, 3, -1, V), 3, (0, None, None, 2)),
+    "unflatten": (lambda z: z.unflatten(1, (2, 3)), 3, (0, None, None, 2)),
+    "chunk": (lambda z: z.chunk(2, 1)[1], 2, (0, 1, 2)),
+    "split": (lambda z: z.split(4, 1)[0], 2, (0, 1, 2)),
+    "split_sizes": (lambda z: z.split([1, 5], dim=1)[1], 2, (0, 1, 2)),
+    "unbind": (lambda z: z.unbind(0)[1], 1, (1, 2)),
+    "expand_new_axis": (lambda z: z.expand(3, B, S, V), 3, (None, 0, 1, 2)),
+    "index_select": (lambda z: z.index_select(1, torch.tensor([0, 3])), 2, (0, 1, 2)),
+    "squeeze_nothing": (lambda z: z.squeeze(1), 2, (0, 1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_view_of_the_logits_is_the_same_view_of_the_input(name):
+    op, v_dim, origin = MOVES[name]
+    gm = capture(lambda h, w: op(F.linear(h, w)), H, W)
+    view, node = GraphView(gm.graph), returned(gm)
+    step = move(view, node, view.call(node), 2)
+    assert (step.v_dim, step.origin) == (v_dim, origin)
+    hidden = product(gm).args[0]
+    result, stand_in = splice(gm, node, lambda e: (step.apply(e, hidden, False),), (H, W))
+    torch.testing.assert_close((stand_in.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim), result)
+
+
+@pytest.mark.parametrize("name", [n for n in MOVES if n not in ("expand_new_axis",)])
+def test_a_mask_takes_the_view_too(name):
+    """A per-token operand has 1 in the place of V: masking before the view is masking after it."""
+    op, v_dim, _ = MOVES[name]
+    mask = torch.arange(B * S).view(B, S, 1).float()
+    gm = capture(lambda h, w, m: op(F.linear(h, w) * m), H, W, mask)
+    view, node = GraphView(gm.graph), returned(gm)
+    step = move(view, node, view.call(node), 2)
+    operand = last(gm, "mul").args[1]
+    hidden = product(gm).args[0]
+    result, stand_in, row = splice(
+        gm,
+        node,
+        lambda e: (step.apply(e, hidden, False), step.apply(e, operand, True)),
+        (H, W, mask),
+    )
+    assert row.shape[v_dim] == 1
+    logits = (stand_in.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim)
+    torch.testing.assert_close(logits * row, result)
+
+
+def test_a_slice_of_the_vocabulary_is_kept_for_the_weight():
+    gm = capture(lambda h, w: F.linear(h, w)[..., 2:7], H, W)
+    view, node = GraphView(gm.graph), returned(gm)
+    step = move(view, node, view.call(node), 2)
+    assert step.columns == slice(2, 7)
+
+
+@pytest.mark.parametrize(
+    "op, reason",
+    [
+        (lambda z: z.flatten(1, 2), "vocabulary axis"),
+        (lambda z: z.view(B, -1), "vocabulary axis"),
+        (lambda z: z.unflatten(2, (5, 2)), "splits the vocabulary axis"),
+        (lambda z: z[..., 3], "vocabulary"),
+        (lambda z: z.select(2, 0), "vocabulary"),
+    ],
+)
+def test_views_that_lose_the_vocabulary(op, reason):
+    gm = capture(lambda h, w: op(F.linear(h, w)), H, W)
+    view, node = GraphView(gm.graph), returned(gm)
+    with pytest.raises(Decline, match=reason):
+        move(view, node, view.call(node), 2)
+
+
+# --- Whole heads: writes, and what is put in ------------------------------------------------------
+
+
+class Head(nn.Module):
+    def __init__(self, pool: Callable):
+        super().__init__()
+        torch.manual_seed(0)
+        self.decoder = nn.Linear(D, V)
+        self.pool = pool
+
+    def forward(self, hidden, mask):
+        return self.pool(self.decoder, hidden, mask)
+
+
+MASK = (torch.arange(S) < torch.tensor([[S], [3]])).long()
+
+
+def rewritten(pool: Callable, mask: torch.Tensor = MASK) -> tuple[fx.GraphModule, Report]:
+    """The graph after the pass; its results are checked against the unchanged program."""
+    head = Head(pool)
+    expected = head(H.clone(), mask.clone())
+    gm = capture(head, H.clone(), mask.clone())
+    report = Report()
+    RewritePass([PATTERN], report)(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    inputs = {"weight": head.decoder.weight, "bias": head.decoder.bias}
+    args = []
+    for p in (n for n in gm.graph.nodes if n.op == "placeholder"):
+        found = next((t for k, t in inputs.items() if p.name.endswith(f"_{k}_")), None)
+        is_mask = fake(p).dtype == mask.dtype and tuple(fake(p).shape) == tuple(mask.shape)
+        args.append(found if found is not None else mask.clone() if is_mask else H.clone())
+    torch.testing.assert_close(gm(*args), expected if type(expected) is tuple else (expected,))
+    return gm, report
+
+
+def tokens(z: torch.Tensor) -> torch.Tensor:
+    return torch.log1p(torch.relu(z))
+
+
+def _hidden_changes(decoder, h, m):
+    z = decoder(h)
+    h.mul_(0)
+    return (tokens(z) * m.unsqueeze(-1)).amax(1)
+
+
+def _mask_changes(decoder, h, m):
+    y = tokens(decoder(h)) * m.unsqueeze(-1)
+    m.zero_()
+    return y.amax(1)
+
+
+def _hidden_changes_through_a_view(decoder, h, m):
+    z = decoder(h)
+    h[:, 0].zero_()
+    return (tokens(z) * m.unsqueeze(-1)).amax(1)
+
+
+def _weight_changes(decoder, h, m):
+    z = decoder(h)
+    with torch.no_grad():
+        decoder.weight.mul_(1.0)
+    return (tokens(z) * m.unsqueeze(-1)).amax(1)
+
+
+def _logits_change_afterwards(decoder, h, m):
+    z = decoder(h)
+    y = (tokens(z) * m.unsqueeze(-1)).amax(1)
+    z.zero_()
+    return y, z
+
+
+@pytest.mark.parametrize(
+    "pool, reason",
+    [
+        (_hidden_changes, "changed in place between the linear and the maximum"),
+        (_hidden_changes_through_a_view, "changed in place between the linear and the maximum"),
+        (_mask_changes, "changed in place between the linear and the maximum"),
+        (_weight_changes, "changed in place between the linear and the maximum|grad mode changes"),
+        (_logits_change_afterwards, "the logits are also"),
+    ],
+)
+def test_writes_that_forbid_the_rewrite(pool, reason):
+    _, report = rewritten(pool)
+    assert not report.rewrites
+    (miss,) = report.near_misses
+    assert any(part in miss.reason for part in reason.split("|")), miss.reason
+
+
+def _in_place_chain(decoder, h, m):
+    z = decoder(h)
+    z.relu_().log1p_()
+    z *= m.unsqueeze(-1)
+    return z.amax(1)
+
+
+def _assigned(decoder, h, m):
+    z = decoder(h)
+    z[m == 0] = float("-inf")
+    return tokens(z.amax(1))
+
+
+def _hidden_changes_before(decoder, h, m):
+    h.mul_(2)
+    return (tokens(decoder(h)) * m.unsqueeze(-1)).amax(1)
+
+
+def _hidden_changes_after(decoder, h, m):
+    y = (tokens(decoder(h)) * m.unsqueeze(-1)).amax(1)
+    h.mul_(2)
+    return y
+
+
+@pytest.mark.parametrize(
+    "pool, note",
+    [
+        (_in_place_chain, "relu | log1p | row_mul(0)"),
+        (_assigned, "row_where(0, -inf)"),
+        (_hidden_changes_before, "relu | log1p | row_mul(0)"),
+        (_hidden_changes_after, "relu | log1p | row_mul(0)"),
+    ],
+)
+def test_writes_that_are_followed(pool, note):
+    gm, report = rewritten(pool)
+    assert [r.note for r in report.rewrites] == [note], report.near_misses
+    assert "linear" not in text(gm)
+
+
+def text(gm: fx.GraphModule) -> str:
+    """A graph, one call a line, without what does not compute."""
+    lines = []
+    for n in gm.graph.nodes:
+        if n.op == "placeholder":
+            continue
+        args = ", ".join(
+            [*(_argument(a) for a in n.args), *(f"{k}={_argument(v)}" for k, v in n.kwargs.items())]
+        )
+        if n.op == "output":
+            lines.append(f"return {args}")
+            continue
+        target = n.target
+        name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        if isinstance(target, torch._ops.OpOverload):
+            name = str(target)
+        shape = list(fake(n).shape) if isinstance(fake(n), torch.Tensor) else ""
+        line = f"{n.name} = {name}({args})  {shape}".rstrip()
+        lines.append(line if len(line) < 100 else line.replace("(", "(\n    ", 1))
+    return "\n".join(lines)
+
+
+def _argument(a: Any) -> str:
+    if isinstance(a, fx.Node):
+        return a.name.replace("l_self_modules_decoder_parameters", "").strip("_").removeprefix("l_")
+    if isinstance(a, (tuple, list)):
+        return f"[{', '.join(map(_argument, a))}]"
+    return repr(a)
+
+
+def test_what_a_rewritten_graph_looks_like():
+    gm, _ = rewritten(lambda decoder, h, m: (tokens(decoder(h)) * m.unsqueeze(-1)).amax(1))
+    assert_expected_inline(
+        text(gm),
+        """\
+unsqueeze = unsqueeze(mask, -1)  [2, 6, 1]
+squeeze = squeeze(unsqueeze, -1)  [2, 6]
+splade_head_default = sparse_inductor.splade_head.default(
+    hidden, weight, bias, [squeeze], 'relu | log1p | row_mul(0)', torch.float32, False)
+getitem = getitem(splade_head_default, 0)  [2, 10]
+return [getitem]""",
+    )
+
+
+def test_a_mask_of_another_kind_and_positions():
+    def pool(decoder, h, m):
+        z = decoder(h).masked_fill(m[..., None] == 0, -1e4)
+        return tuple(torch.max(tokens(z).transpose(1, 2), dim=2))
+
+    gm, _ = rewritten(pool)
+    assert_expected_inline(
+        text(gm),
+        """\
+getitem = getitem(mask, [Ellipsis, None])  [2, 6, 1]
+eq = eq(getitem, 0)  [2, 6, 1]
+permute_1 = permute(hidden, [0, 2, 1])  [2, 4, 6]
+permute_2 = permute(permute_1, [0, 2, 1])  [2, 6, 4]
+logical_not_1 = logical_not(eq)  [2, 6, 1]
+permute_3 = permute(logical_not_1, [0, 2, 1])  [2, 1, 6]
+permute_4 = permute(permute_3, [0, 2, 1])  [2, 6, 1]
+squeeze = squeeze(permute_4, -1)  [2, 6]
+splade_head_default = sparse_inductor.splade_head.default(
+    permute_2, weight, bias, [squeeze], 'row_where(0, -10000.0) | relu | log1p', torch.float32, True)
+getitem_3 = getitem(splade_head_default, 0)  [2, 10]
+getitem_4 = getitem(splade_head_default, 1)  [2, 10]
+return [getitem_3, getitem_4]""",
+    )
