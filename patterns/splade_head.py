@@ -264,8 +264,12 @@ class SpladeHead:
             raise Decline(f"the logits are {fake(linear.node).dtype}", linear.node)
         if red.values is not None and any(u.target is not operator.getitem for u in node.users):
             raise Decline("the pair of values and indices is used as a whole", node)
-        program = chain.program + ((Step("mul", (-1.0,)),) if red.minimum else ())
+        turned = (Step("mul", (-1.0,)),) if red.minimum else ()
+        program = chain.program + turned
         proof = prove(program)
+        if proof.direction != 1 and chain.flip():
+            program = chain.program + turned
+            proof = prove(program)
         if proof.direction != 1:
             pool = "minimum" if red.minimum else "maximum"
             raise Decline(f"the {pool} cannot move past the activation: {proof.why()}", node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -79,9 +80,6 @@ class Chain:
                 self._operand(term, element.node)
             elif self.tail:
                 self.tail.append(term)
-            elif term.fn == "mul" and term.consts[0] < 0 and self._linear_so_far():
-                # In the weight it does not turn the maximum around.
-                self._folds.append(functools.partial(_scaled, factor=term.consts[0]))
             else:
                 self.steps.append(term)
 
@@ -223,6 +221,17 @@ class Chain:
         self._move(Move(v_dim, origin, apply), node)
 
     # Proofs
+
+    def flip(self) -> bool:
+        """Move a negative factor at the start of the program into the weight, where it does not turn the maximum
+        around. Whether there was one."""
+        factors = list(itertools.takewhile(lambda s: s.fn == "mul", self.steps))
+        factor = math.prod(s.consts[0] for s in factors)
+        if factor >= 0:
+            return False
+        del self.steps[: len(factors)]
+        self._folds.append(functools.partial(_scaled, factor=factor))
+        return True
 
     def tail_fits(self, dim: int) -> bool:
         """Whether no operand of the tail varies along the reduced axis."""
