@@ -97,7 +97,9 @@ def _reduction(view: GraphView, node: fx.Node) -> Reduction | None:
             return Reduction(
                 source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
             )
-        case "adaptive_max_pool1d" if _one(call["output_size"]) and not call.get("return_indices"):
+        case "adaptive_max_pool1d" if _only(call["output_size"]) == 1 and not call.get(
+            "return_indices"
+        ):
             return Reduction(source, ndim - 1, True)
         case "max_pool1d" if same_size(_only(call["kernel_size"]), shape[-1]) and not call.get(
             "return_indices"
@@ -109,10 +111,6 @@ def _reduction(view: GraphView, node: fx.Node) -> Reduction | None:
 
 def _only(x: Any) -> Any:
     return x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
-
-
-def _one(x: Any) -> bool:
-    return _only(x) == 1
 
 
 @dataclasses.dataclass

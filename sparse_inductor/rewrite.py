@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from . import compat, records
+from .match.fakes import fake
 from .pattern import Match, Miss, Pattern
 from .records import NearMiss, Report, Rewrite
 from .source import source_of
@@ -304,7 +305,7 @@ def _near_miss(pattern: str, miss: Miss, anchor: fx.Node | None) -> NearMiss:
 
 
 def _shape_and_dtype(node: fx.Node) -> tuple[records.Shape, Any]:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = fake(node)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return (), None
     return tuple(size if type(size) is int else str(size) for size in value.shape), value.dtype

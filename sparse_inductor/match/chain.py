@@ -203,15 +203,10 @@ class Chain:
             raise Decline("it reduces over the vocabulary too", node)
 
         def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
-            sizes = list(fake(t).shape)
-            wanted = [
-                static_size(shape[a]) if dim <= a < dim + span else -1 for a in range(len(sizes))
-            ]
-            if any(
-                w is not None and w > 0 and not same_size(w, s)
-                for w, s in zip(wanted, sizes, strict=True)
-            ):
-                t = e.method("expand", t, tuple(wanted))
+            axes = range(dim, dim + span)
+            if not all(same_size(fake(t).shape[a], shape[a]) for a in axes):
+                sizes = [static_size(shape[a]) if a in axes else -1 for a in range(len(shape))]
+                t = e.method("expand", t, tuple(sizes))
             return e.method("flatten", t, dim, dim + span - 1)
 
         if any(static_size(s) is None for s in shape[dim : dim + span]):
@@ -279,10 +274,9 @@ class Chain:
         r = self._vector(e, term, fake(weight).shape[0])
         if term.fn == "add":
             r = r if scale == 1 else e.call(operator.mul, r, 1 / scale)
-            columns = fake(weight).shape[0]
-            return weight, e.method("expand", r, (columns,)) if bias is None else e.call(
-                operator.add, bias, r
-            )
+            if bias is not None:
+                return weight, e.call(operator.add, bias, r)
+            return weight, e.method("expand", r, (fake(weight).shape[0],))
         if term.fn == "mul":
             r = e.method("to", r, fake(weight).dtype)
             weight = e.call(operator.mul, weight, e.method("unsqueeze", r, 1))
@@ -323,8 +317,8 @@ class Chain:
             e.undo()
 
     def _row_operand(self, e: Emitter, row: _Row) -> fx.Node:
-        v_dim = self.moves[row.at - 1].v_dim if row.at else self.linear.v_dim
         if isinstance(row.term.operand, Assigned):
+            _, v_dim = self._frame(row.at)
             one = e.call(torch.narrow, self.stand_in(e, row.at), v_dim, 0, 1)
             t = e.call(torch.ones_like, one, dtype=torch.bool)
             e.call(operator.setitem, t, row.term.operand.index, False)
@@ -338,12 +332,16 @@ class Chain:
             t = m.apply(e, t, True)
         return t
 
+    def _frame(self, at: int) -> tuple[int, int]:
+        """Number of axes after `at` moves, and which of them is V."""
+        if at == 0:
+            return len(fake(self.linear.node).shape), self.linear.v_dim
+        return len(self.moves[at - 1].origin), self.moves[at - 1].v_dim
+
     def _aligned(self, e: Emitter, t: fx.Node, at: int) -> fx.Node:
         """A per-token tensor with the axes of the frame after `at` moves, 1 in the place of V."""
-        ndim = len(self.moves[at - 1].origin) if at else len(fake(self.linear.node).shape)
-        v_dim = self.moves[at - 1].v_dim if at else self.linear.v_dim
-        while len(fake(t).shape) < ndim:
-            t = e.method("unsqueeze", t, 0)
+        ndim, v_dim = self._frame(at)
+        t = _raised(e, t, ndim)
         return t if same_size(fake(t).shape[v_dim], 1) else e.call(torch.narrow, t, v_dim, 0, 1)
 
     def replay_tail(self, e: Emitter, t: fx.Node, order: list[int]) -> fx.Node:
@@ -351,13 +349,12 @@ class Chain:
         for item in self.tail:
             if isinstance(item, Step):
                 t = _emit(e, t, item)
-            elif item.fn == "where":
-                keep = e.method("bool", self._entries(e, item, order, fake(t).shape[-1]))
-                t = e.call(torch.where, keep, t, item.const[0])
+                continue
+            operand = self._entries(e, item, order, fake(t).shape[-1])
+            if item.fn == "where":
+                t = e.call(torch.where, e.method("bool", operand), t, item.const[0])
             else:
-                t = e.call(
-                    getattr(operator, item.fn), t, self._entries(e, item, order, fake(t).shape[-1])
-                )
+                t = e.call(getattr(operator, item.fn), t, operand)
         return t
 
     def _entries(self, e: Emitter, term: Term, order: list[int], columns: int) -> fx.Node:
@@ -365,11 +362,17 @@ class Chain:
         t = term.operand
         if not isinstance(t, fx.Node) or sum(not same_size(s, 1) for s in fake(t).shape) <= 1:
             return self._vector(e, term, columns)
-        while len(fake(t).shape) < len(self.origin):
-            t = e.method("unsqueeze", t, 0)
         reduced = next(d for d in range(len(self.origin)) if d not in order)
-        t = e.method("squeeze", e.method("permute", t, (reduced, *order)), 0)
+        t = e.method("permute", _raised(e, t, len(self.origin)), (reduced, *order))
+        t = e.method("squeeze", t, 0)
         return _prepared(e, t, term.prepare)
+
+
+def _raised(e: Emitter, t: fx.Node, ndim: int) -> fx.Node:
+    """A tensor with axes put in front, as broadcasting does."""
+    while len(fake(t).shape) < ndim:
+        t = e.method("unsqueeze", t, 0)
+    return t
 
 
 def _scaled(e: Emitter, pair: Pair, factor: float) -> Pair:

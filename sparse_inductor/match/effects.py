@@ -11,17 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["Effects", "fake"]
+from .fakes import fake, same_size
+from .names import INPLACE_OPERATORS, TRAILING_INPLACE
 
-
-def fake(node: Any) -> Any:
-    """The fake value of a node (tensor, tuple, SymInt ...), or None."""
-    if not isinstance(node, fx.Node):
-        return None
-    meta = node.meta
-    return meta["example_value"] if "example_value" in meta else meta.get("val")
+__all__ = ["Effects"]
 
 
 def _storage(node: fx.Node) -> int | None:
@@ -34,21 +28,15 @@ def _storage(node: fx.Node) -> int | None:
         return None
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return a is b or bool(statically_known_true(a == b))
-
-
 def _same_geometry(a: fx.Node, b: fx.Node) -> bool:
     x, y = fake(a), fake(b)
     if (
         x.dim() != y.dim()
         or x.dtype != y.dtype
-        or not _same(x.storage_offset(), y.storage_offset())
+        or not same_size(x.storage_offset(), y.storage_offset())
     ):
         return False
-    return all(map(_same, x.shape, y.shape)) and all(map(_same, x.stride(), y.stride()))
+    return all(map(same_size, x.shape, y.shape)) and all(map(same_size, x.stride(), y.stride()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,7 +44,7 @@ def _writes_first(op: str, target: Any) -> bool:
     """Whether the name alone says that the first argument is written: `x.relu_()`, `x += y`, `x[i] = v`."""
     name = target if op == "call_method" else getattr(target, "__name__", "")
     if getattr(target, "__module__", "") == "_operator":
-        return name == "setitem" or name in _INPLACE
+        return name == "setitem" or name in INPLACE_OPERATORS
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
 
@@ -72,20 +60,16 @@ def written(node: fx.Node) -> list[fx.Node]:
                 value = args[i] if i < len(args) else kwargs.get(arg.name)
                 out += value if isinstance(value, (list, tuple)) else [value]
     else:
-        last = len(args) > 1 and args[-1] is True and getattr(target, "__name__", "") in _LAST
+        last = (
+            len(args) > 1
+            and args[-1] is True
+            and getattr(target, "__name__", "") in TRAILING_INPLACE
+        )
         if last or _writes_first(node.op, target) or kwargs.get("inplace") is True:
             out.append(args[0] if args else kwargs.get("input"))
         if "out" in kwargs:
             out.append(kwargs["out"])
     return [a for a in out if isinstance(a, fx.Node)]
-
-
-_INPLACE = frozenset("iadd isub imul itruediv ifloordiv ipow iand ior ixor imatmul imod".split())
-# functions whose last positional parameter is `inplace`
-_LAST = frozenset(
-    "relu relu6 elu leaky_relu threshold hardtanh celu selu dropout silu mish hardswish hardsigmoid alpha_dropout "
-    "feature_alpha_dropout rrelu".split()
-)
 
 
 class Effects:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .effects import fake
+from .fakes import fake
 
 __all__ = ["Emitter"]
 

@@ -60,14 +60,14 @@ def _linear(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
 
 def _matmul(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     a, b = call["input"], call["other"]
-    return _product(view, node, a, b, None)
+    return _product(view, node, a, b)
 
 
 def _addmm(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     if call.get("beta", 1) != 1 or call.get("alpha", 1) != 1:
         return []
     bias = call["bias"]
-    found = _product(view, node, call["input"], call["weight"], None)
+    found = _product(view, node, call["input"], call["weight"])
     size = view.shape(bias)
     return [
         dataclasses.replace(f, bias=bias)
@@ -78,7 +78,7 @@ def _addmm(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     ]
 
 
-def _product(view: GraphView, node: fx.Node, a: Any, b: Any, bias: fx.Node | None) -> list[Linear]:
+def _product(view: GraphView, node: fx.Node, a: Any, b: Any) -> list[Linear]:
     if not (view.is_tensor(a) and view.is_tensor(b)):
         return []
     n = len(view.shape(node))
@@ -87,10 +87,10 @@ def _product(view: GraphView, node: fx.Node, a: Any, b: Any, bias: fx.Node | Non
     found = []
     if (right := _matrix(view, b)) is not None and len(view.shape(a)) == n:
         base, flipped = right  # b is [D, V]: the weight is its transpose
-        found.append(Linear(node, a, base, n - 1, lambda e: a, _oriented(base, not flipped), bias))
+        found.append(Linear(node, a, base, n - 1, lambda e: a, _oriented(base, not flipped)))
     if (left := _matrix(view, a)) is not None and len(view.shape(b)) == n:
         base, flipped = left  # a is [V, D]
-        found.append(Linear(node, b, base, n - 2, lambda e: b, _oriented(base, flipped), bias))
+        found.append(Linear(node, b, base, n - 2, lambda e: b, _oriented(base, flipped)))
     return found
 
 

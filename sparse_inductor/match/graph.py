@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .effects import Effects, fake
+from .effects import Effects
+from .fakes import fake, same_size, static_size
 from .names import Call, canonical, name_of
 
 __all__ = ["CONSTANT_LIKE", "GraphView", "Unknown", "fake", "label", "same_size", "static_size"]
@@ -24,18 +24,6 @@ _METADATA_READERS = CONSTANT_LIKE | {"metadata"}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
 _VIEWS = frozenset("getitem select narrow slice view transpose permute unsqueeze squeeze".split())
 _PURE_MODULES = ("torch", "_operator", "math", "builtins")
-
-
-def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal on every run; never adds a guard."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return a is b or bool(statically_known_true(a == b))
-
-
-def static_size(size: Any) -> int | None:
-    """The number a size is on every run, or None; never adds a guard."""
-    return size if isinstance(size, int) else size.node.maybe_as_int()
 
 
 def label(node: fx.Node) -> str:

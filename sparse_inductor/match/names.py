@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Call", "canonical", "name_of"]
+from .fakes import fake
+
+__all__ = ["INPLACE_OPERATORS", "TRAILING_INPLACE", "Call", "canonical", "name_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +180,15 @@ _KEYWORDS_OF = {
     "tile": {"dims": "sizes"},
     "tensordot": {"a": "input", "b": "other"},
 }
-_INPLACE_OPERATORS = {
+INPLACE_OPERATORS = {
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ipow": "pow", "iand": "and_", "ior": "or_",
     "imatmul": "matmul", "ifloordiv": "floordiv", "imod": "remainder", "ixor": "xor",
 }  # fmt: skip
 _MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
 # functions whose last positional parameter is `inplace`
-_TRAILING_INPLACE = frozenset(
-    "relu relu6 elu leaky_relu threshold hardtanh celu selu dropout".split()
+TRAILING_INPLACE = frozenset(
+    "relu relu6 elu leaky_relu threshold hardtanh celu selu dropout silu mish hardswish hardsigmoid alpha_dropout "
+    "feature_alpha_dropout rrelu".split()
 )
 _METADATA_CALLS = frozenset(
     "size dim numel sym_size stride is_floating_point ndimension get_device".split()
@@ -213,8 +216,8 @@ def _spelling(op: str, target: Any) -> _Spelling | None:
     )
     if raw is None:
         return None
-    if raw in _INPLACE_OPERATORS and target is getattr(operator, raw, None):
-        return _Spelling(_INPLACE_OPERATORS[raw], True, False)
+    if raw in INPLACE_OPERATORS and target is getattr(operator, raw, None):
+        return _Spelling(INPLACE_OPERATORS[raw], True, False)
     inplace = raw.endswith("_") and not raw.endswith("__") and raw not in _SIGNATURES
     name = raw[:-1] if inplace else raw
     name = _ALIASES.get(name, name)
@@ -293,8 +296,8 @@ def canonical(node: fx.Node) -> Call | None:
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
         if "condition" in kwargs and args:
             kwargs["input"], args = args[0], ()
-    if name in _TRAILING_INPLACE and len(args) > len(_PARSED[name]):  # F.relu(x, True)
-        limit = len(_PARSED[name])
+    limit = len(_PARSED.get(name, args))
+    if name in TRAILING_INPLACE and len(args) > limit:  # F.relu(x, True)
         inplace, args = inplace or bool(args[limit]), args[:limit]
     bound = _bind(name, args, kwargs)
     return None if bound is None else Call(name, bound, inplace)
@@ -303,12 +306,8 @@ def canonical(node: fx.Node) -> Call | None:
 def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:
     """torch.max and torch.min are three functions each."""
     second = args[1] if len(args) > 1 else None
-    if "other" in kwargs or (isinstance(second, fx.Node) and _is_tensor(second)):
+    if "other" in kwargs or (isinstance(fake(second), torch.Tensor)):
         return name + "imum", args, kwargs
     if second is not None or "dim" in kwargs or "axis" in kwargs:
         return name + "_dim", args, kwargs
     return name + "_all", args, kwargs
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value", node.meta.get("val")), torch.Tensor)

@@ -7,6 +7,7 @@ through a view, slice or permutation that the user applied to the output itself.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ def _permutation(perm: Sequence[int], v: int) -> Move:
     return Move(perm.index(v), perm, lambda e, t, row: e.method("permute", t, perm))
 
 
-def _index(view: GraphView, node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
+def _index(node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
     """Basic indexing, one item an axis of `shape` with None for new axes; tensors only where alone and before V."""
     axis, new_v, columns = 0, None, None
     origin: list[int | None] = []
@@ -114,9 +115,7 @@ def _expand_index(index: Any, ndim: int, node: fx.Node) -> list[Any]:
     return items + fill
 
 
-def _view(
-    view: GraphView, node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int
-) -> Move:
+def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int) -> Move:
     """reshape: V must survive as an axis of its own."""
     n = len(after)
     if v == len(before) - 1 and n and same_size(after[-1], before[v]):
@@ -165,15 +164,10 @@ def _same_split(before: tuple, v: int, after: tuple, p: int) -> bool:
     left, right = before[:v], after[:p]
     if not all(isinstance(s, int) for s in (*left, *right)):
         return len(left) == len(right) and all(map(same_size, left, right))
-    a = b = 1
-    for s in left:
-        a *= s
-    for s in right:
-        b *= s
-    return a == b
+    return math.prod(left) == math.prod(right)
 
 
-def _squeeze(view: GraphView, node: fx.Node, before: tuple, dims: Sequence[int], v: int) -> Move:
+def _squeeze(node: fx.Node, before: tuple, dims: Sequence[int], v: int) -> Move:
     if v in dims:
         raise Decline("squeezes the vocabulary axis", node)
     gone = sorted((d for d in dims if same_size(before[d], 1)), reverse=True)
@@ -187,7 +181,7 @@ def _squeeze(view: GraphView, node: fx.Node, before: tuple, dims: Sequence[int],
     return Move(origin.index(v), origin, apply)
 
 
-def _pieces(view: GraphView, call: Call, which: int, node: fx.Node, ndim: int) -> list[Any]:
+def _pieces(call: Call, which: int, node: fx.Node, ndim: int) -> list[Any]:
     """The basic index of one output of split, chunk, tensor_split or unbind."""
     dim = call.get("dim", 0) % ndim
     items: list[Any] = [slice(None)] * ndim
@@ -233,26 +227,23 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             placed = dict(zip(target, source))
             return _permutation([placed[p] if p in placed else next(rest) for p in range(n)], v)
         case "unsqueeze":
-            return _index(view, node, before, _insert_none(call["dim"] % (n + 1), n), v)
+            return _index(node, before, _insert_none(call["dim"] % (n + 1), n), v)
         case "squeeze":
             dims = call.get("dim")
             if dims is None:
-                return _squeeze(
-                    view, node, before, [d for d in range(n) if same_size(before[d], 1)], v
-                )
+                return _squeeze(node, before, [d for d in range(n) if same_size(before[d], 1)], v)
             return _squeeze(
-                view,
                 node,
                 before,
                 [d % n for d in (dims if isinstance(dims, (tuple, list)) else [dims])],
                 v,
             )
         case "view":
-            return _view(view, node, call.get("shape", ()), before, after, v)
+            return _view(node, call.get("shape", ()), before, after, v)
         case "view_as":
-            return _view(view, node, [static_size(s) for s in after], before, after, v)
+            return _view(node, [static_size(s) for s in after], before, after, v)
         case "flatten":
-            return _view(view, node, _flatten_args(call, before, v, node), before, after, v)
+            return _view(node, _flatten_args(call, before, v, node), before, after, v)
         case "unflatten":
             d, sizes = call["dim"] % n, call["sizes"]  # a tuple, or a node that is one
             if d == v:
@@ -261,22 +252,22 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
             apply = lambda e, t, row: e.method("unflatten", t, d, sizes)
             return Move(origin.index(v), origin, apply)
         case "expand" | "expand_as":
-            return _expand(view, node, call, before, after, v)
+            return _expand(node, call, before, after, v)
         case "narrow":
             start, length = call["start"], call["length"]
             stop = start + length if isinstance(start, int) and isinstance(length, int) else None
             if stop is None:
                 raise Decline("narrows by sizes that are not known", node)
-            return _index(view, node, before, _only(call["dim"] % n, slice(start, stop), n), v)
+            return _index(node, before, _only(call["dim"] % n, slice(start, stop), n), v)
         case "slice":
             part = slice(call.get("start"), call.get("end"), call.get("step", 1))
-            return _index(view, node, before, _only(call.get("dim", 0) % n, part, n), v)
+            return _index(node, before, _only(call.get("dim", 0) % n, part, n), v)
         case "select":
-            return _index(view, node, before, _only(call["dim"] % n, call["index"], n), v)
+            return _index(node, before, _only(call["dim"] % n, call["index"], n), v)
         case "index_select":
             d, index = call["dim"] % n, call["index"]
             if d == v:
-                return _index(view, node, before, _only(d, index, n), v)
+                return _index(node, before, _only(d, index, n), v)
 
             def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
                 single = row and same_size(fake(t).shape[d], 1) and not same_size(before[d], 1)
@@ -294,9 +285,9 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
                 ):
                     raise Decline("takes one of several results", node)
                 before = view.shape(producer["input"])
-                items = _pieces(view, producer, call["index"], node, len(before))
-                return _index(view, node, before, items, v)
-            return _index(view, node, before, _expand_index(call["index"], n, node), v)
+                items = _pieces(producer, call["index"], node, len(before))
+                return _index(node, before, items, v)
+            return _index(node, before, _expand_index(call["index"], n, node), v)
     raise Decline(f"{call.name} before the reduction is not followed", node)
 
 
@@ -321,9 +312,7 @@ def _flatten_args(call: Call, before: tuple, v: int, node: fx.Node) -> list[Any]
     return sizes
 
 
-def _expand(
-    view: GraphView, node: fx.Node, call: Call, before: tuple, after: tuple, v: int
-) -> Move:
+def _expand(node: fx.Node, call: Call, before: tuple, after: tuple, v: int) -> Move:
     new = len(after) - len(before)
     origin = (*[None] * new, *range(len(before)))
     if all(same_size(a, b) for a, b in zip(after[new:], before)) and new == 0:

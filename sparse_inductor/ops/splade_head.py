@@ -211,7 +211,7 @@ def _cuda_forward(x, weight, bias, rows, low: Lowered, out_dtype, want_winner):
 
 
 def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
-    dtype = _winner_dtype(hidden.shape[-2]) if argmax else None
+    dtype = torch.int64 if argmax else None
     values, winner, _, _ = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, dtype)
     return values, _positions(winner, values, argmax)
 
