@@ -19,7 +19,7 @@ test: $(READY)
 	$(PYTEST) -n $(JOBS) -m "not gpu" $(ARGS)
 
 gpu-test: $(READY)
-	$(PYTEST) -m gpu $(ARGS)
+	$(PYTEST) -m gpu tests/kernels $(wildcard tests/test_*_gpu.py) $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
