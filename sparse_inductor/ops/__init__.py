@@ -1,5 +1,7 @@
 """Operators the rewrites put in; each is callable directly as `sparse_inductor.ops.<name>`."""
 
+from .entmax import entmax
+from .entmax_attention import entmax_attention
 from .splade_head import splade_head
 
-__all__ = ["splade_head"]
+__all__ = ["entmax", "entmax_attention", "splade_head"]

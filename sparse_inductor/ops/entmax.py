@@ -1,0 +1,162 @@
+"""Entmax over one dimension: p = argmax_{p in simplex} p.x + H_alpha(p) (Peters et al. 2019, Eq. 10).
+
+    p_i = [(alpha - 1) x_i - tau]_+^(1 / (alpha - 1)),    tau such that sum_i p_i = 1
+
+with tau solved to the precision of the arithmetic for every row. Two dispatcher operators make it up: `entmax`,
+which a rewrite puts in, and `entmax_backward`, which needs the probabilities and nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _entmax_aten as aten
+from ._dispatch import autocast_off, below_autograd
+
+__all__ = ["entmax"]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+_lib.define(
+    "entmax(Tensor x, Tensor? alpha, float alpha_value, int dim) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    "entmax_backward(Tensor grad, Tensor y, Tensor? alpha, float alpha_value, int dim, bool[2] needs)"
+    " -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def entmax(x: Tensor, alpha: float | Tensor = 1.5, dim: int = -1) -> Tensor:
+    """Sparse probabilities along `dim`: softmax as alpha goes to 1, entmax-1.5, sparsemax at 2.
+
+    Args:
+        x: scores of any shape and strides; fp32, fp16, bf16 or fp64. Arithmetic is fp32 (fp64 for fp64).
+        alpha: above 1; a number, or a tensor that broadcasts to x and has size 1 at `dim` (one alpha a head,
+            say), which may require a gradient. Entries of a tensor are not checked: at or below 1 the row is
+            undefined.
+        dim: the dimension whose sums are 1.
+
+    Returns:
+        Probabilities of the shape and dtype of x. A row of -inf gives zeros, a row with NaN or +inf gives NaN.
+
+    Raises:
+        ValueError: alpha not above 1, an alpha that does not broadcast, a `dim` that x does not have.
+        TypeError: a dtype that is not accepted.
+    """
+    if isinstance(alpha, Tensor):
+        return torch.ops.sparse_inductor.entmax(x, alpha, 0.0, dim)
+    return torch.ops.sparse_inductor.entmax(x, None, float(alpha), dim)
+
+
+def check_alpha(alpha: Tensor | None, alpha_value: float, like: Tensor) -> None:
+    """Raises the errors of `alpha` that both operators share."""
+    if alpha is None:
+        if not alpha_value > 1:
+            raise ValueError(f"alpha must be above 1, got {alpha_value}")
+        if alpha_value == float("inf"):
+            raise ValueError("alpha must be finite, got inf")
+    elif alpha.dtype not in FLOATS:
+        raise TypeError(f"alpha must be one of {FLOATS}, got {alpha.dtype}")
+    elif alpha.device != like.device:
+        raise ValueError(f"alpha is on {alpha.device}, the scores on {like.device}")
+
+
+def fits(shape: torch.Size, wanted: tuple) -> bool:
+    """Whether `shape` broadcasts to `wanted`. Symbolic sizes are compared when the operator runs: no guards."""
+    if len(shape) > len(wanted):
+        return False
+    pairs = zip(shape, wanted[len(wanted) - len(shape) :])
+    return all(a in (1, b) for a, b in pairs if type(a) is int and type(b) is int)
+
+
+def _check(x: Tensor, alpha: Tensor | None, alpha_value: float, dim: int) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be one of {FLOATS}, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError("x must have a dimension, got a scalar")
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"dim must be from {-x.dim()} to {x.dim() - 1} for x of shape {tuple(x.shape)}, got {dim}"
+        )
+    check_alpha(alpha, alpha_value, x)
+    if alpha is not None:
+        wanted = list(x.shape)
+        wanted[dim] = 1
+        if not fits(alpha.shape, tuple(wanted)):
+            raise ValueError(
+                f"alpha must broadcast to {tuple(wanted)} (x with size 1 at dim {dim}), got shape {tuple(alpha.shape)}"
+            )
+
+
+def _full(alpha: Tensor | None, alpha_value: float, x: Tensor) -> Tensor | float:
+    """alpha with as many dimensions as x, or the number."""
+    if alpha is None:
+        return alpha_value
+    return alpha.reshape((1,) * (x.dim() - alpha.dim()) + alpha.shape)
+
+
+def _forward(x, alpha, alpha_value, dim):
+    _check(x, alpha, alpha_value, dim)
+    with autocast_off(x.device.type):
+        return aten.forward(x, _full(alpha, alpha_value, x), dim)
+
+
+def _backward(grad, y, alpha, alpha_value, dim, needs):
+    with autocast_off(y.device.type):
+        dx, d_alpha = aten.backward(grad, y, _full(alpha, alpha_value, y), dim, needs)
+    d_alpha = y.new_empty(0) if d_alpha is None else d_alpha.view(alpha.shape)
+    return y.new_empty(0) if dx is None else dx, d_alpha
+
+
+class _Entmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, alpha, alpha_value, dim):
+        with below_autograd():
+            y = torch.ops.sparse_inductor.entmax(x, alpha, alpha_value, dim)
+        ctx.save_for_backward(y, alpha)
+        ctx.alpha_value, ctx.dim = alpha_value, dim
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        y, alpha = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:2])
+        grads = torch.ops.sparse_inductor.entmax_backward(
+            grad, y, alpha, ctx.alpha_value, ctx.dim, needs
+        )
+        return *(g if n else None for g, n in zip(grads, needs)), None, None
+
+
+def _autograd(x, alpha, alpha_value, dim):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, alpha)):
+        _check(x, alpha, alpha_value, dim)
+        return _Entmax.apply(x, alpha, alpha_value, dim)
+    with below_autograd():
+        return torch.ops.sparse_inductor.entmax(x, alpha, alpha_value, dim)
+
+
+def _fake(x, alpha, alpha_value, dim):
+    _check(x, alpha, alpha_value, dim)
+    return torch.empty_like(x)
+
+
+def _fake_backward(grad, y, alpha, alpha_value, dim, needs):
+    dx = torch.empty_like(y) if needs[0] else y.new_empty(0)
+    d_alpha = alpha.new_empty(alpha.shape) if needs[1] and alpha is not None else y.new_empty(0)
+    return dx, d_alpha
+
+
+for _name, _impl, _meta in (
+    ("entmax", _forward, _fake),
+    ("entmax_backward", _backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _impl, _key)
+    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+_lib.impl("entmax", _autograd, "Autograd")

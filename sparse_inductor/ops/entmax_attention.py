@@ -1,0 +1,281 @@
+"""Entmax attention: out = entmax_alpha(scores) v, without the [B, H, Lq, Lk] probabilities (AdaSplash, Sec. 3).
+
+    scores = scale * q k^T + bias, then `fill` where the mask or causality drops a key
+    p = [(alpha - 1) scores - tau]_+^(1 / (alpha - 1)),    out = p v
+
+Three dispatcher operators make it up:
+
+    entmax_attention            what a rewrite puts in; keeps nothing for a backward
+    entmax_attention_train      also returns what the backward needs: a few numbers a query
+    entmax_attention_backward   gradients of q, k, v, bias and alpha
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _entmax_attention_aten as aten
+from ._dispatch import autocast_off, below_autograd
+from .entmax import FLOATS, check_alpha, fits
+
+__all__ = ["entmax_attention"]
+
+_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alpha, Tensor? query_lengths,"
+    " Tensor? key_lengths"
+)
+_NUMBERS = "float alpha_value, float scale, float fill, bool causal"
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_lib.define(f"entmax_attention({_INPUTS}, {_NUMBERS}) -> Tensor", tags=_TAGS)
+_lib.define(f"entmax_attention_train({_INPUTS}, {_NUMBERS}) -> (Tensor, Tensor[])", tags=_TAGS)
+_lib.define(
+    f"entmax_attention_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor[] saved, {_NUMBERS}, bool[5] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+def entmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    alpha: float | Tensor = 1.5,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+    *,
+    fill: float = -math.inf,
+    query_lengths: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+) -> Tensor:
+    """Attention whose probabilities are entmax of the scores, in memory linear in the lengths.
+
+    Args:
+        q: queries [B, H, Lq, D], or [B, Lq, D] (one head); fp32, fp16, bf16 or fp64; any strides.
+        k: keys [B, Hkv, Lk, D], H a multiple of Hkv: query head h reads key head h // (H / Hkv).
+        v: values [B, Hkv, Lk, Dv].
+        alpha: above 1; a number, or a tensor that broadcasts to [B, H, Lq, 1] and may require a gradient.
+            Entries of a tensor are not checked: at or below 1 a row is undefined.
+        scale: what the products q k^T are multiplied by; default D ** -0.5.
+        mask: bool, broadcasts to [B, H, Lq, Lk], True where a key is kept.
+        bias: floating, broadcasts to [B, H, Lq, Lk], added to the scores; may require a gradient.
+        causal: query i keeps the keys j <= i + Lk - Lq: both sequences end together.
+        fill: the score of keys that `mask` or `causal` drop. A finite one takes part like any score: a query
+            that keeps no key averages all values.
+        query_lengths: [B] integers; queries from there on are padding and give zeros.
+        key_lengths: [B] integers; keys from there on are padding and are never seen.
+
+    With 3-D inputs mask, bias and alpha have no head dimension either.
+
+    Returns:
+        [B, H, Lq, Dv] (or [B, Lq, Dv]) in the dtype of q. Scores and probabilities are fp32 (fp64 for fp64). A
+        query whose scores are all -inf gives zeros and no gradient; NaN in a query's scores gives NaN.
+
+    Raises:
+        ValueError: shapes or numbers that do not fit, naming the offending value.
+        TypeError: a dtype that is not accepted.
+    """
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    flat = q.dim() == 3
+    if flat:
+        if k.dim() != 3 or v.dim() != 3:
+            raise ValueError(
+                f"q is [B, Lq, D], so k and v must have 3 dimensions, got {tuple(k.shape)} and {tuple(v.shape)}"
+            )
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+    number, alpha = (0.0, alpha) if isinstance(alpha, Tensor) else (float(alpha), None)
+    out = torch.ops.sparse_inductor.entmax_attention(
+        q,
+        k,
+        v,
+        _four("bias", bias, flat),
+        _four("mask", mask, flat),
+        _four("alpha", alpha, flat),
+        query_lengths,
+        key_lengths,
+        number,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        fill,
+        causal,
+    )
+    return out.squeeze(1) if flat else out
+
+
+def _four(name: str, t: Tensor | None, flat: bool) -> Tensor | None:
+    """What broadcasts to [B, H, .., ..] with all four dimensions; `flat`: it has no head dimension."""
+    if t is None:
+        return None
+    most = 3 if flat else 4
+    if t.dim() > most:
+        raise ValueError(f"{name} must have at most {most} dimensions, got shape {tuple(t.shape)}")
+    t = t.reshape((1,) * (most - t.dim()) + t.shape)
+    return t.unsqueeze(1) if flat else t
+
+
+def _check(
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal
+) -> None:
+    """Raises the errors that `entmax_attention` documents."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4:
+            raise ValueError(f"{name} must be [B, H, L, D], got shape {tuple(t.shape)}")
+        if t.dtype not in FLOATS:
+            raise TypeError(f"{name} must be one of {FLOATS}, got {t.dtype}")
+        if t.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {t.dtype}")
+    (B, H, Lq, D), (_, Hkv, Lk, _) = q.shape, k.shape
+    if not _same(k.shape, (B, Hkv, Lk, D)):
+        raise ValueError(
+            f"k must be [B, Hkv, Lk, D] with B = {B} and D = {D} of q, got shape {tuple(k.shape)}"
+        )
+    if not _same(v.shape[:3], (B, Hkv, Lk)):
+        raise ValueError(
+            f"v must be [B, Hkv, Lk, Dv] = [{B}, {Hkv}, {Lk}, Dv] as k is, got shape {tuple(v.shape)}"
+        )
+    if type(H) is int and type(Hkv) is int and (H % Hkv if Hkv else H):
+        raise ValueError(f"q has {H} heads, which is no multiple of the {Hkv} heads of k")
+    for name, t in (
+        ("bias", bias),
+        ("mask", mask),
+        ("alpha", alpha),
+        ("query_lengths", query_lengths),
+        ("key_lengths", key_lengths),
+        ("k", k),
+        ("v", v),
+    ):
+        if t is not None and t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}, q on {q.device}")
+    for name, t, shape in (
+        ("bias", bias, (B, H, Lq, Lk)),
+        ("mask", mask, (B, H, Lq, Lk)),
+        ("alpha", alpha, (B, H, Lq, 1)),
+    ):
+        if t is not None and (t.dim() != 4 or not fits(t.shape, shape)):
+            raise ValueError(f"{name} must broadcast to {tuple(shape)}, got shape {tuple(t.shape)}")
+    if bias is not None and bias.dtype not in FLOATS:
+        raise TypeError(f"bias must be one of {FLOATS}, got {bias.dtype}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool (True keeps a key), got {mask.dtype}")
+    for name, t in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
+        if t is not None and not _same(t.shape, (B,)):
+            raise ValueError(f"{name} must be [B] = [{B}], got shape {tuple(t.shape)}")
+        if t is not None and (t.dtype.is_floating_point or t.dtype == torch.bool or t.is_complex()):
+            raise TypeError(f"{name} must be integers, got {t.dtype}")
+    check_alpha(alpha, alpha_value, q)
+    if math.isnan(fill) or fill == math.inf:
+        raise ValueError(f"fill must be finite or -inf, got {fill}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
+
+
+def _same(shape: tuple, wanted: tuple) -> bool:
+    """Equal as far as both are known: a symbolic size is compared when the operator runs."""
+    return len(shape) == len(wanted) and all(
+        a == b for a, b in zip(shape, wanted) if type(a) is int and type(b) is int
+    )
+
+
+def _terms(bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal):
+    return aten.Terms(
+        bias,
+        mask,
+        alpha_value if alpha is None else alpha,
+        query_lengths,
+        key_lengths,
+        scale,
+        fill,
+        causal,
+    )
+
+
+def _infer(q, k, v, *terms):
+    _check(q, k, v, *terms)
+    with autocast_off(q.device.type):
+        return aten.forward(q, k, v, _terms(*terms))[0]
+
+
+def _train(q, k, v, *terms):
+    _check(q, k, v, *terms)
+    with autocast_off(q.device.type):
+        out, y = aten.forward(q, k, v, _terms(*terms))
+    return out, [y]
+
+
+def _backward(
+    grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
+    alpha_value, scale, fill, causal, needs,
+):  # fmt: skip
+    terms = _terms(bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal)
+    with autocast_off(q.device.type):
+        grads = aten.backward(grad, q, k, v, saved[0], terms, needs)
+    return tuple(q.new_empty(0) if g is None else g for g in grads)
+
+
+class _EntmaxAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        out, saved = torch.ops.sparse_inductor.entmax_attention_train(*args)
+        ctx.save_for_backward(*args[:8], out, *saved)
+        ctx.numbers = args[8:]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        *inputs, out = ctx.saved_tensors[:9]
+        needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
+        grads = torch.ops.sparse_inductor.entmax_attention_backward(
+            grad, *inputs, out, list(ctx.saved_tensors[9:]), *ctx.numbers, needs
+        )
+        q, k, v, bias, alpha = (g if n else None for g, n in zip(grads, needs))
+        return q, k, v, bias, None, alpha, *(None,) * 6
+
+
+def _autograd(*args):
+    q, k, v, bias, _, alpha = args[:6]
+    wanted = any(t is not None and t.requires_grad for t in (q, k, v, bias, alpha))
+    if torch.is_grad_enabled() and wanted:
+        _check(*args)
+        return _EntmaxAttention.apply(*args)
+    with below_autograd():
+        return torch.ops.sparse_inductor.entmax_attention(*args)
+
+
+def _fake(q, k, v, *terms):
+    _check(q, k, v, *terms)
+    return q.new_empty(*q.shape[:3], v.shape[-1])
+
+
+def _fake_train(q, k, v, *terms):
+    out = _fake(q, k, v, *terms)
+    return out, [q.new_empty(q.shape[:3], dtype=aten.saved_dtype(q, k, v, _terms(*terms)))]
+
+
+def _fake_backward(
+    grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
+    alpha_value, scale, fill, causal, needs,
+):  # fmt: skip
+    return tuple(
+        t.new_empty(t.shape) if n and t is not None else q.new_empty(0)
+        for t, n in zip((q, k, v, bias, alpha), needs)
+    )
+
+
+for _name, _impl, _meta in (
+    ("entmax_attention", _infer, _fake),
+    ("entmax_attention_train", _train, _fake_train),
+    ("entmax_attention_backward", _backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _impl, _key)
+    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+_lib.impl("entmax_attention", _autograd, "Autograd")
