@@ -198,6 +198,31 @@ def fresh_capture() -> contextlib.AbstractContextManager[None]:
     return config.patch({name: value for name, value in wanted.items() if name in config._config})
 
 
+def substitute_in_graph(fn: Any, traced: Any) -> Any:
+    """Have Dynamo trace `traced` where `fn` is called; the result undoes exactly that.
+
+    A function that somebody else has substituted already keeps his substitute. torch can only add
+    a substitute, so undoing takes the entries out of the tables that it goes into.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import PolyfilledFunctionVariable
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    try:
+        wrapped = torch.compiler.substitute_in_graph(fn)(traced)
+    except (TypeError, ValueError):  # substituted already, or an other version's signature
+        return lambda: None
+
+    def undo() -> None:
+        for function in (fn, wrapped):
+            VariableBuilder._id_dispatch().pop(id(function), None)
+            trace_rules._polyfilled_function_ids.remove(id(function))
+            trace_rules.get_torch_obj_rule_map().pop(function, None)
+            PolyfilledFunctionVariable._get_polyfill_handlers().pop(function, None)
+
+    return undo
+
+
 # --- Counters and logs ----------------------------------------------------------------------------
 
 

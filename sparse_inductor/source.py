@@ -14,6 +14,15 @@ __all__ = ["Source", "source_at", "source_of"]
 
 _FRAME = re.compile(r'^\s*File "(?P<file>.+)", line (?P<line>\d+)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+# Code that only passes a call on: the line that called it says more.
+_PASSING_ON = tuple(
+    os.path.join(*parts)
+    for parts in (
+        ("sparse_inductor", "match", "leaves.py"),
+        ("entmax", "activations.py"),
+        ("entmax", "root_finding.py"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +57,7 @@ def _innermost(trace: str) -> Source | None:
         if frame is None:
             continue
         path, number = frame["file"], int(frame["line"])
-        if path.startswith((_TORCH, "<eval_with_key>", "<frozen")):
+        if path.startswith((_TORCH, "<eval_with_key>", "<frozen")) or path.endswith(_PASSING_ON):
             continue
         following = lines[at + 1].strip() if at + 1 < len(lines) else ""
         text = "" if _FRAME.match(following) else following

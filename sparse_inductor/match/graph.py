@@ -53,6 +53,16 @@ class GraphView:
         self._calls: dict[fx.Node, Call | None] = {}
         self.batched = any("_add_batch_dim" in n.name or "vmap" in n.name for n in graph.nodes)
 
+    @functools.cached_property
+    def function_body(self) -> bool:
+        """Whether the graph is the forward of an autograd Function: its node in the graph around it is what
+        patterns look at."""
+        last = next(iter(reversed(self.graph.nodes)))
+        results = last.args[0] if last.op == "output" and last.args else ()
+        return isinstance(results, (tuple, list)) and any(
+            isinstance(r, (tuple, list)) for r in results
+        )
+
     def call(self, node: Any) -> Call | None:
         """The canonical call of a node, or None."""
         if not isinstance(node, fx.Node):

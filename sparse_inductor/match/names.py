@@ -139,6 +139,20 @@ _SIGNATURES: dict[str, str] = {
     "adaptive_max_pool1d": "input output_size return_indices=False",
     "layer_norm": "input *rest",
     "normalize": "input p=2.0 dim=1",
+    "cumsum": "input dim dtype=None",
+    "arange": "start end=None step=1",
+    "tril": "input diagonal=0",
+    "triu": "input diagonal=0",
+    "eye": "n m=None",
+    "any": "input dim=None keepdim=False",
+    "autograd_function_apply": "forward backward *operands",
+    # the entmax package
+    "entmax15": "input dim=-1 k=None",
+    "sparsemax": "input dim=-1 k=None",
+    "entmax_bisect": "input alpha=1.5 dim=-1 n_iter=50 ensure_sum_one=True",
+    "sparsemax_bisect": "input dim=-1 n_iter=50 ensure_sum_one=True",
+    "normmax_bisect": "input alpha=2 dim=-1 n_iter=50",
+    "budget_bisect": "input budget=2 dim=-1 n_iter=50",
 }
 _PARSED = {
     name: [(p.partition("=")[0], "=" in p) for p in spec.split()]
@@ -179,12 +193,20 @@ _KEYWORDS_OF = {
     "repeat": {"repeats": "sizes"},
     "tile": {"dims": "sizes"},
     "tensordot": {"a": "input", "b": "other"},
+    "entmax15": {"X": "input"},
+    "sparsemax": {"X": "input"},
+    "entmax_bisect": {"X": "input"},
+    "sparsemax_bisect": {"X": "input"},
+    "normmax_bisect": {"X": "input"},
+    "budget_bisect": {"X": "input"},
 }
 INPLACE_OPERATORS = {
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ipow": "pow", "iand": "and_", "ior": "or_",
     "imatmul": "matmul", "ifloordiv": "floordiv", "imod": "remainder", "ixor": "xor",
 }  # fmt: skip
 _MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
+# the entmax package, and what stands for its functions in a graph
+_ENTMAX = ("entmax.activations", "entmax.root_finding", "sparse_inductor.match.leaves")
 # functions whose last positional parameter is `inplace`
 TRAILING_INPLACE = frozenset(
     "relu relu6 elu leaky_relu threshold hardtanh celu selu dropout silu mish hardswish hardsigmoid alpha_dropout "
@@ -231,8 +253,11 @@ def _function_name(target: Any) -> str | None:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return target.__name__ if str(target).startswith("aten.") else None
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return None
+        name = str(target)
+        return name if name == "autograd_function_apply" else None
     module = getattr(target, "__module__", "") or ""
+    if module in _ENTMAX:
+        return getattr(target, "__name__", None)
     if module.split(".")[0] not in _MODULES or module.startswith("torch.ops"):
         return None
     return getattr(target, "__name__", None)

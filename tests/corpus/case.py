@@ -21,7 +21,8 @@ class Case:
 
     `source` names where the spelling was seen, `why` the reason for any expectation other than
     "rewrite". `precision` is the lowest dtype the program computes in; `explained` asks a case that
-    is not rewritten for a near miss in the report; `rewrites` is how many heads there are.
+    is not rewritten for a near miss in the report; `rewrites` is how many places there are to rewrite, `pattern` which
+    pattern should.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     explained: bool = False
     rewrites: int = 1
     requires: tuple[str, ...] = ()
+    pattern: str = "splade_head"
 
     def __post_init__(self) -> None:
         if self.expect != "rewrite" and not self.why:

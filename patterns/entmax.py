@@ -1,0 +1,215 @@
+"""The entmax of rows: calls of the entmax package and written-out versions -> `entmax`.
+
+    p = argmax_{p in simplex} p . z + H_alpha(p)       over one dimension of z
+        ->  entmax(z, alpha, dim)
+
+Routers, pooling, attention whose probabilities somebody else reads or drops out: whatever `entmax_attention` cannot
+take. Sources: Peters et al. 2019 (entmax); Correia et al. 2019 (the gradient of alpha); Martins & Astudillo 2016.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, ends_here, transform
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.leaves import show_entmax
+from sparse_inductor.match.readers import check_memory, without_outside_readers
+from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.values import swallowed
+from sparse_inductor.pattern import Example, Miss
+
+NAME = "entmax"
+OP = "sparse_inductor::entmax"
+DEVICES = ("cpu", "cuda")
+_ENDS = frozenset("clamp clamp_min relu maximum pow square mul div".split())
+
+
+@dataclasses.dataclass
+class RowsMatch:
+    """A recognised transformation, ready to be replaced."""
+
+    found: Transform
+    swallowed: tuple[fx.Node, ...]
+    bytes_saved: int | None
+    pattern: str = NAME
+    op: str = OP
+
+    @property
+    def anchor(self) -> fx.Node:
+        return self.found.node
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        alpha = self.found.alpha
+        return (self.found.source, *((alpha,) if isinstance(alpha, fx.Node) else ()))
+
+    @property
+    def note(self) -> str:
+        alpha = self.found.alpha
+        said = "alpha is a tensor" if isinstance(alpha, fx.Node) else f"alpha {alpha:g}"
+        return f"{said}, dim {self.found.dim}" + (f"; {self.found.note}" if self.found.note else "")
+
+    def replace(self) -> None:
+        found, e = self.found, Emitter(self.anchor)
+        tensor = found.alpha if isinstance(found.alpha, fx.Node) else None
+        number = 0.0 if isinstance(found.alpha, fx.Node) else found.alpha
+        p = e.call(
+            torch.ops.sparse_inductor.entmax.default, found.source, tensor, number, found.dim
+        )
+        wanted = fake(self.anchor).dtype
+        if fake(p).dtype != wanted:
+            p = e.method("to", p, wanted)
+        self.anchor.replace_all_uses_with(p)
+
+
+class Entmax:
+    """The pattern; see the module docstring."""
+
+    name = NAME
+    op = OP
+    summary = "entmax15(z), sparsemax(z), entmax_bisect(z, alpha), or the like by hand -> entmax(z, alpha)"
+    anchors = LEAVES | NOT_ENTMAX | {"getitem"} | _ENDS
+
+    def setup(self) -> Callable[[], None]:
+        return show_entmax()
+
+    def match(self, node: fx.Node, view: GraphView) -> RowsMatch | Miss | None:
+        try:
+            return self._match(node, view)
+        except Unknown:
+            return None
+        except Decline as decline:
+            return Miss(decline.reason, decline.node or node)
+
+    def _match(self, node: fx.Node, view: GraphView) -> RowsMatch | Miss | None:
+        name = view.name_of(node)
+        if view.batched or view.function_body:
+            return None
+        if name == "getitem":
+            source = node.args[0]
+            if not isinstance(source, fx.Node) or (
+                view.name_of(source) != "autograd_function_apply"
+            ):
+                return None
+        elif name in _ENDS and not ends_here(view, node):
+            return None
+        found = transform(view, node)
+        if found is None:
+            return None
+        if fake(node).device.type not in DEVICES:
+            raise Decline(f"there is no operator for {fake(node).device}", node)
+        nodes = swallowed(view, found.nodes)
+        reads = [(found.source, found.reader)]
+        if isinstance(found.alpha, fx.Node):
+            reads.append((found.alpha, found.reader))
+        check_memory(view, reads, nodes, node, "before its entmax is complete")
+        return RowsMatch(found, nodes, _bytes_saved(view, found))
+
+    def resolve(
+        self, matches: Sequence[RowsMatch], view: GraphView
+    ) -> tuple[list[RowsMatch], list[Miss]]:
+        return without_outside_readers(matches, view, lambda m, n: f"the result of {label(n)} is")
+
+    examples: Sequence[Example] = ()
+    near_misses: Sequence[Example] = ()
+
+
+def _bytes_saved(view: GraphView, found: Transform) -> int | None:
+    """What a training step keeps beside the probabilities: nothing for a call of the package, else the sorted
+    scores, their sums and whatever else the formula has; counted as one tensor each."""
+    if not torch.is_grad_enabled() or not view.requires_grad(found.source):
+        return 0
+    kept = 0
+    for n in found.nodes[:-1]:
+        if not view.is_tensor(n) or not fake(n).requires_grad:
+            continue
+        sizes = view.shape(n)
+        if not all(isinstance(s, int) for s in sizes):
+            return None
+        kept += math.prod(sizes) * fake(n).dtype.itemsize
+    return kept
+
+
+# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
+
+
+def sorted_sparsemax(z: torch.Tensor) -> torch.Tensor:
+    """Martins & Astudillo, algorithm 1."""
+    return sparsemax_and_support(z)[0]
+
+
+def sparsemax_and_support(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities, and how many of them are not zero."""
+    s, _ = torch.sort(z, dim=-1, descending=True)
+    n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype, device=z.device)
+    c = s.cumsum(-1) - 1
+    size = (n * s > c).sum(-1, keepdim=True)
+    return torch.clamp(z - c.gather(-1, size - 1) / size, min=0), size
+
+
+def sorted_entmax15(z: torch.Tensor) -> torch.Tensor:
+    """Peters et al., algorithm 2."""
+    z = z / 2
+    s, _ = torch.sort(z, dim=-1, descending=True)
+    n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype, device=z.device)
+    mean = s.cumsum(-1) / n
+    spread = (s**2).cumsum(-1) / n - mean**2
+    tau = mean - ((1 - n * spread) / n).clamp(min=0).sqrt()
+    size = (tau <= s).sum(-1, keepdim=True)
+    return torch.clamp(z - tau.gather(-1, size - 1), min=0) ** 2
+
+
+def bisected(z: torch.Tensor, alpha: float, steps: int) -> torch.Tensor:
+    """Bisection for any alpha."""
+    z = (alpha - 1) * z
+    low = z.amax(-1, keepdim=True) - 1
+    step = torch.ones_like(low)
+    for _ in range(steps):
+        step = step / 2
+        p = torch.relu(z - low - step) ** (1 / (alpha - 1))
+        low = torch.where(p.sum(-1, keepdim=True) >= 1, low + step, low)
+    p = torch.relu(z - low) ** (1 / (alpha - 1))
+    return p / p.sum(-1, keepdim=True)
+
+
+def _example(
+    name: str, transform: Callable[..., Any], training: bool = False, reason: str = ""
+) -> Example:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        generator = torch.Generator().manual_seed(0)
+        z = torch.randn(3, 4, 9, generator=generator) * 2
+        return transform, (z.requires_grad_(training),)
+
+    return Example(name, build, training, reason)
+
+
+Entmax.examples = (
+    _example("sorted_sparsemax", sorted_sparsemax, True),
+    _example("sorted_entmax15", sorted_entmax15),
+    _example("bisection", lambda z: bisected(z, 1.25, 30)),
+)
+Entmax.near_misses = (
+    _example(
+        "few_steps",
+        lambda z: bisected(z, 1.5, 6),
+        reason="differs from entmax",
+    ),
+    _example(
+        "gradient_of_a_bisection",
+        lambda z: bisected(z, 1.5, 30),
+        True,
+        "its gradient is not entmax's",
+    ),
+    _example("support_returned", sparsemax_and_support, reason="also returned"),
+)
+
+PATTERN = Entmax()

@@ -1,0 +1,201 @@
+"""Axes followed upwards through views, merged and split ones included.
+
+An axis is a tuple of atoms, outermost first: () has one element, (b, h) is two axes in one. Going up through a view
+that merged them, an atom turns out to be several: it is split, and whoever holds it sees its parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from .fakes import same_size
+from .graph import GraphView
+from .names import Call
+from .shapes import Decline
+
+__all__ = ["VIEWS", "Atom", "Axis", "above", "flat", "fresh", "placed"]
+
+VIEWS = frozenset(
+    "permute transpose movedim T mT t view view_as flatten unflatten unsqueeze squeeze getitem expand expand_as".split()
+)
+
+
+class Atom:
+    """One axis, or what turned out to be several."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self, size: Any):
+        self.size = size
+        self.parts: tuple[Atom, ...] | None = None
+
+
+Axis = tuple[Atom, ...]
+
+
+def fresh(shape: Sequence[Any]) -> list[Axis]:
+    """New axes for a tensor."""
+    return [() if same_size(s, 1) else (Atom(s),) for s in shape]
+
+
+def flat(axis: Axis) -> Axis:
+    """The atoms of an axis, split ones replaced by their parts."""
+    found: list[Atom] = []
+    for atom in axis:
+        found += [atom] if atom.parts is None else flat(atom.parts)
+    return tuple(found)
+
+
+def placed(view: GraphView, node: fx.Node, axes: Sequence[Axis], reader: fx.Node) -> list[Axis]:
+    """The axes of a tensor that broadcasts to one with `axes`."""
+    shape = view.shape(node)
+    if len(shape) > len(axes):
+        raise Decline("an operand has more axes than the scores", reader)
+    return [
+        () if same_size(s, 1) else axis
+        for s, axis in zip(shape, axes[len(axes) - len(shape) :] if shape else [])
+    ]
+
+
+def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
+    """The axes of a view's input, given those of its result."""
+    before, n = view.shape(call["input"]), len(axes)
+    match call.name:
+        case "permute":
+            return _permuted(axes, [d % n for d in call["dims"]])
+        case "transpose" | "t" | "mT" | "T":
+            order = list(range(n))
+            if call.name == "T":
+                order.reverse()
+            elif n >= 2:
+                i, j = (
+                    (call["dim0"] % n, call["dim1"] % n)
+                    if call.name == "transpose"
+                    else (n - 2, n - 1)
+                )
+                order[i], order[j] = j, i
+            return _permuted(axes, order)
+        case "movedim":
+            source, target = call["source"], call["destination"]
+            source = [s % n for s in (source if isinstance(source, (tuple, list)) else [source])]
+            target = [t % n for t in (target if isinstance(target, (tuple, list)) else [target])]
+            rest = iter(d for d in range(n) if d not in source)
+            where = dict(zip(target, source))
+            return _permuted(axes, [where[p] if p in where else next(rest) for p in range(n)])
+        case "getitem":
+            return _indexed(view, node, call, axes)
+        case "expand" | "expand_as":
+            after = view.shape(node)
+            if len(before) == len(after) and all(map(same_size, before, after)):
+                return list(axes)
+            raise Decline("it is broadcast", node)
+        case _:
+            return _regrouped(before, view.shape(node), axes, node)
+
+
+def _permuted(axes: Sequence[Axis], order: Sequence[int]) -> list[Axis]:
+    before: list[Axis] = [()] * len(axes)
+    for after, d in enumerate(order):
+        before[d] = axes[after]
+    return before
+
+
+def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
+    """Only indexing that adds axes of one element or takes everything."""
+    shape = view.shape(call["input"])
+    index = call["index"]
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    fill = [slice(None)] * (len(shape) - sum(i is not None and i is not Ellipsis for i in items))
+    if any(i is Ellipsis for i in items):
+        at = next(k for k, i in enumerate(items) if i is Ellipsis)
+        items[at : at + 1] = fill
+    else:
+        items += fill
+    before: list[Axis] = []
+    source = iter(range(len(shape)))
+    for item, axis in zip(items, axes):
+        if item is None:
+            continue
+        d = next(source)
+        whole = isinstance(item, slice) and (
+            item == slice(None)
+            or (
+                item.start in (None, 0)
+                and item.step in (None, 1)
+                and same_size(shape[d], view.shape(node)[len(before) + _added(items, d)])
+            )
+        )
+        if not whole:
+            raise Decline("a part of it is taken", node)
+        before.append(axis)
+    if len(before) != len(shape):
+        raise Decline("a part of it is taken", node)
+    return before
+
+
+def _added(items: Sequence[Any], d: int) -> int:
+    """New axes in front of axis d."""
+    count = axis = 0
+    for item in items:
+        if item is None:
+            count += 1
+        elif axis == d:
+            return count
+        else:
+            axis += 1
+    return count
+
+
+def _regrouped(before: tuple, after: tuple, axes: Sequence[Axis], node: fx.Node) -> list[Axis]:
+    """reshape: axes of one element do not count; the rest is matched from both ends, then by products."""
+    result: list[Axis] = [()] * len(before)
+    b = [i for i, s in enumerate(before) if not same_size(s, 1)]
+    a = [i for i, s in enumerate(after) if not same_size(s, 1)]
+    while b and a and same_size(before[b[0]], after[a[0]]):
+        result[b.pop(0)] = axes[a.pop(0)]
+    while b and a and same_size(before[b[-1]], after[a[-1]]):
+        result[b.pop()] = axes[a.pop()]
+    while b or a:
+        p, q = 1, 1
+        while not same_size(_product(before, b[:p]), _product(after, a[:q])):
+            left, right = _product(before, b[:p]), _product(after, a[:q])
+            if isinstance(left, int) and isinstance(right, int):
+                p, q = (p + 1, q) if left < right else (p, q + 1)
+            elif len(a) == 1:
+                p += 1
+            else:
+                q += 1
+            if p > len(b) or q > len(a):
+                raise Decline("a reshape that cannot be followed", node)
+        if not b or not a:
+            raise Decline("a reshape that cannot be followed", node)
+        _group(result, [before[i] for i in b[:p]], b[:p], [axes[i] for i in a[:q]], node)
+        b, a = b[p:], a[q:]
+    return result
+
+
+def _product(shape: tuple, which: Sequence[int]) -> Any:
+    return math.prod(shape[i] for i in which)
+
+
+def _group(
+    result: list[Axis], sizes: list[Any], where: list[int], axes: list[Axis], node: fx.Node
+) -> None:
+    """Give the axes `where` of the input, of `sizes`, the atoms of `axes`."""
+    atoms = [atom for axis in axes for atom in flat(axis)]
+    if len(where) > 1 and len(atoms) == 1:
+        atoms[0].parts = tuple(Atom(s) for s in sizes)
+        atoms = list(atoms[0].parts)
+    for at, size in zip(where, sizes):
+        taken: list[Atom] = []
+        while atoms and not (taken and same_size(math.prod(t.size for t in taken), size)):
+            taken.append(atoms.pop(0))
+        if not same_size(math.prod(t.size for t in taken), size):
+            raise Decline("a reshape that cannot be followed", node)
+        result[at] = tuple(taken)
+    if atoms:
+        raise Decline("a reshape that cannot be followed", node)

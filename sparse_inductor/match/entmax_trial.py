@@ -1,0 +1,208 @@
+"""Trying a written-out entmax on concrete rows: does each row sum to one, is its gradient right?
+
+The structure (see `entmax`) leaves one thing open: whether the threshold is the one that makes a row sum to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .fakes import fake, same_size, static_size
+from .graph import GraphView
+from .shapes import Decline
+from .trial import Region, Untestable, run
+
+__all__ = ["Trial"]
+
+# How far from entmax a program may be, by the precision it computes in: what its own rounding hides.
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.float16: 1e-3,
+    torch.bfloat16: 4e-3,
+}
+_tried: dict[tuple, str | None] = {}
+_MAX_TRIED = 1024
+
+
+class Trial:
+    """One written-out transformation, run on rows of many kinds."""
+
+    def __init__(self, view: GraphView, source: fx.Node, dim: int, alpha: float, node: fx.Node):
+        self.view, self.source, self.dim, self.alpha, self.node = view, source, dim, alpha, node
+        self.tolerance = _TOLERANCE.get(view.dtype(node), 1e-5)
+        self.learned = False
+
+    def check(self, piece: Region, learns: bool) -> None:
+        """Raises Decline where the result or the gradient is not entmax's."""
+        self.learned = learns
+        fills = tuple(sorted(_fills(self.view, self.source)))
+        key = (_key(self.view, piece, self.source), self.dim, self.alpha, learns, fills)
+        if key not in _tried:
+            if len(_tried) >= _MAX_TRIED:
+                _tried.clear()
+            try:
+                _tried[key] = self._forward(piece, fills) or (
+                    self._backward(piece) if learns else None
+                )
+            except Untestable as error:
+                _tried[key] = f"it could not be tried on concrete rows ({error})"
+        if _tried[key] is not None:
+            raise Decline(_tried[key] or "", self.node)
+
+    def _forward(self, piece: Region, fills: tuple[float, ...]) -> str | None:
+        for rows, fill in _rows(self._width(), fills):
+            p = self._run(piece, rows)
+            if not p.isfinite().all():
+                return self._reason("has no finite result", fill)
+            off = float((p.sum(-1) - 1).abs().max())
+            if off > self.tolerance:
+                return self._reason(f"has rows that sum to {1 - off:.4g} or {1 + off:.4g}", fill)
+            z = (self.alpha - 1) * rows
+            top, at = p.max(-1, keepdim=True)
+            tau = z.gather(-1, at) - top ** (self.alpha - 1)
+            gap = (p - (z - tau).clamp(min=0) ** (1 / (self.alpha - 1))).abs().max()
+            if float(gap) > 10 * self.tolerance:
+                return self._reason(f"differs from entmax by {float(gap):.2g}", fill)
+        return None
+
+    def _reason(self, what: str, fill: float | None) -> str:
+        where = "" if fill is None else f" where scores are masked with {fill:g}"
+        return f"this looks like entmax with alpha {self.alpha:g} but {what}{where}"
+
+    def _backward(self, piece: Region) -> str | None:
+        generator = torch.Generator().manual_seed(5)
+        rows = torch.randn(4, self._width(), generator=generator, dtype=torch.float64) * 1.5
+        rows = rows.requires_grad_()
+        with torch.enable_grad():
+            p = self._run(piece, rows)
+            if not p.requires_grad:
+                return "no gradient goes through it, and entmax has one"
+            g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            (got,) = torch.autograd.grad(p, rows, g, allow_unused=True)
+        with torch.no_grad():
+            s = torch.where(p > 0, p.clamp(min=1e-300) ** (2 - self.alpha), 0.0)
+            want = s * (g - (g * s).sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
+            if got is None or not torch.allclose(
+                got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())
+            ):
+                return (
+                    "its gradient is not entmax's: what finds the threshold is not differentiated "
+                    "through, or it has a backward of another kind"
+                )
+        return None
+
+    def _width(self) -> int:
+        size = self.view.shape(self.source)[self.dim]
+        known = static_size(size)
+        if known is None:
+            known = int(size.node.hint) if size.node.has_hint() else 8
+        if known > 1 << 16:
+            raise Untestable(f"rows of {known}")
+        return known
+
+    def _run(self, piece: Region, rows: torch.Tensor) -> torch.Tensor:
+        """p for `rows` [R, n], put into the shape that the graph was made for as far as that matters."""
+        shape = self.view.shape(self.source)
+        axis = next((i for i, s in enumerate(shape) if i != self.dim and not same_size(s, 1)), None)
+        if axis is None:
+            return torch.cat([self._one(piece, r[None], None) for r in rows])
+        return self._one(piece, rows, axis)
+
+    def _one(self, piece: Region, rows: torch.Tensor, axis: int | None) -> torch.Tensor:
+        sizes = [1] * len(self.view.shape(self.source))
+        sizes[self.dim] = rows.shape[-1]
+        if axis is not None:
+            sizes[axis] = rows.shape[0]
+            x = rows if axis < self.dim else rows.t()
+        else:
+            x = rows
+        p = run(self.view, piece, {self.source: x.reshape(sizes)}, self.source)
+        if p.dim() != len(sizes) or list(p.shape) != sizes:
+            raise Untestable(f"the result has shape {tuple(p.shape)}")
+        p = p.movedim(self.dim, -1).reshape(rows.shape)
+        return p.to(torch.float64)
+
+
+def _rows(width: int, fills: tuple[float, ...]) -> Iterator[tuple[torch.Tensor, float | None]]:
+    """Rows peaked and flat, with ties and offsets; then rows with masked scores, a few or all but one."""
+    generator = torch.Generator().manual_seed(4)
+    noise = torch.randn(4, width, generator=generator, dtype=torch.float64)
+    steps = torch.linspace(-3, 3, width, dtype=torch.float64)
+    yield (
+        torch.stack(
+            [
+                noise[0],
+                noise[1] * 4,
+                noise[2] * 0.01,
+                noise[3] * 0.5 + 8,
+                noise[0] * 30,
+                torch.zeros(width, dtype=torch.float64),
+                (noise[1] * 2).round(),
+                steps,
+            ]
+        ),
+        None,
+    )
+    for fill in fills:
+        keep = torch.rand(4, width, generator=generator) > torch.tensor(
+            [[0.1], [0.5], [0.9], [0.97]]
+        )
+        keep[:, width // 2] = True
+        yield torch.where(keep, noise * 2, fill), fill
+
+
+def _fills(view: GraphView, source: fx.Node) -> set[float]:
+    """The values that scores are masked with on their way to `source`, as far as the graph says."""
+    found: set[float] = set()
+    queue = [source]
+    seen: set[fx.Node] = set()
+    while queue and len(seen) < 24:
+        node = queue.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        call = view.call(node)
+        if call is None or call.name in ("matmul", "bmm", "einsum", "linear", "baddbmm"):
+            continue
+        for key in ("value", "other", "input", "fill_value", "values"):
+            value = view.const(call.args.get(key), node) if key in call.args else None
+            if value is not None and value < -1e3:
+                found.add(value)
+        if call.name == "add" and view.is_tensor(call["other"]) and not found:
+            mask = call["other"]
+            if not view.requires_grad(mask) and mask.op == "placeholder":
+                found.add(-1e9)
+        queue += node.all_input_nodes
+    return found
+
+
+def _key(view: GraphView, piece: Region, source: fx.Node) -> tuple:
+    """The structure of a region: two layers of a model are tried once."""
+    number = {source: -1, **{n: i for i, n in enumerate(piece.nodes)}}
+
+    def name(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return ("n", number.get(x, str(fake(x))))
+        if isinstance(x, (tuple, list)):
+            return tuple(name(v) for v in x)
+        if isinstance(x, dict):
+            return tuple((k, name(v)) for k, v in x.items())
+        if isinstance(x, slice):
+            return ("s", name(x.start), name(x.stop), name(x.step))
+        return str(x) if isinstance(x, float) else (type(x).__name__, str(x))
+
+    rows = []
+    for n in piece.nodes:
+        target: Any = str(n.target)
+        if n.op == "get_attr":
+            value = getattr(n.graph.owning_module, str(n.target), None)
+            # a tensor constant counts by identity, a body by its text
+            target = str(value.graph) if isinstance(value, fx.GraphModule) else id(value)
+        rows.append((target, name(n.args), name(n.kwargs)))
+    shape = tuple(str(s) for s in view.shape(source))
+    return (tuple(rows), shape, str(view.dtype(source)))

@@ -1,0 +1,283 @@
+"""What a mask is made of: conjunctions, causal triangles, and masks that are added."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from .axes import VIEWS, above, flat
+from .fakes import fake, same_size, static_size
+from .graph import GraphView
+from .scores import Placed
+from .shapes import Decline
+from .trial import Untestable, region, run
+
+__all__ = ["as_mask", "conjuncts", "is_triangle"]
+
+_MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
+_FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
+
+
+def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
+    """The masks that all have to keep a key: `a & b` is two, and so is the negation of `a | b`."""
+    call = view.call(mask.node)
+    if call is None or call.inplace:
+        return [mask]
+    if call.name in ("invert", "logical_not"):
+        return _through(view, mask, call["input"], negate=not mask.negate)
+    if call.name == ("or_" if mask.negate else "and_") and all(
+        view.is_tensor(call[k]) and view.dtype(call[k]) == torch.bool for k in ("input", "other")
+    ):
+        return _through(view, mask, call["input"]) + _through(view, mask, call["other"])
+    if call.name in VIEWS and view.is_tensor(call["input"]):
+        try:
+            axes = above(view, mask.node, call, mask.axes)
+        except Decline:
+            return [mask]
+        inner = view.value(call["input"], mask.node)
+        if inner is None or view.name_of(inner) not in ("and_", "or_", "invert", "logical_not"):
+            return [mask]
+        return conjuncts(
+            view,
+            dataclasses.replace(mask, node=inner, reader=mask.node, axes=tuple(axes)),
+        )
+    return [mask]
+
+
+def _through(view: GraphView, mask: Placed, x: Any, **changes: Any) -> list[Placed]:
+    inner = view.value(x, mask.node)
+    if inner is None or view.dtype(inner) != torch.bool:
+        return [mask]
+    shape = view.shape(inner)
+    axes = tuple(
+        () if same_size(s, 1) else axis
+        for s, axis in zip(shape, mask.axes[len(mask.axes) - len(shape) :] if shape else ())
+    )
+    return conjuncts(
+        view, dataclasses.replace(mask, node=inner, reader=mask.node, axes=axes, **changes)
+    )
+
+
+def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
+    """Whether a mask keeps exactly the keys j <= i + Lk - Lq."""
+    if len(mask.axes) < 2 or any(mask.axes[:-2]):
+        return False
+    if flat(mask.axes[-2]) != queries or flat(mask.axes[-1]) != keys:
+        return False
+    return _triangle(view, mask.node, mask.negate) or _computes_triangle(view, mask)
+
+
+def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
+    """The spellings whose sizes need not be numbers."""
+    call = view.call(node)
+    if call is None or call.inplace:
+        return False
+    shape = view.shape(node)
+    offset = shape[-1] - shape[-2] if len(shape) >= 2 else 0
+    x = call.get("input")
+    match call.name:
+        case "invert" | "logical_not":
+            return _triangle(view, x, not negate)
+        case "eq" | "ne" | "gt" if view.const(call["other"], node) == 0 and view.is_tensor(x):
+            return _triangle(view, x, negate ^ (call.name == "eq"))
+        case "cast" | "contiguous" | "clone":
+            return view.is_tensor(x) and _triangle(view, x, negate)
+        case "unsqueeze" | "view" | "getitem" | "expand" | "expand_as":
+            if not view.is_tensor(x):
+                return False
+            inner = view.shape(x)
+            kept = len(inner) >= 2 and all(map(same_size, inner[-2:], shape[-2:]))
+            return kept and _triangle(view, x, negate)
+        case "tril" | "triu":
+            filled = view.const(x, node)
+            diagonal = _integer(call.get("diagonal", 0))
+            if filled is None or filled == 0 or diagonal is None:
+                return False
+            wanted = offset if call.name == "tril" else offset + 1
+            return negate == (call.name == "triu") and same_size(diagonal, wanted)
+        case "le" | "lt" | "ge" | "gt":
+            return _compared(view, node, call, negate, offset)
+    return False
+
+
+def _integer(x: Any) -> Any:
+    if isinstance(x, fx.Node):
+        value = fake(x)
+        if not isinstance(value, (int, torch.SymInt)):
+            return None
+        known = static_size(value)
+        return value if known is None else known
+    return x if isinstance(x, int) else None
+
+
+def _compared(view: GraphView, node: fx.Node, call: Any, negate: bool, offset: Any) -> bool:
+    """key position <= query position"""
+    a, b = _positions(view, call["input"]), _positions(view, call["other"])
+    if a is None or b is None or {a[0], b[0]} != {1, 2}:
+        return False
+    name = call.name if a[0] == 1 else _FLIPPED[call.name]
+    keys, queries = (a, b) if a[0] == 1 else (b, a)
+    if negate:
+        name = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}[name]
+    # j + start_k <= i + start_q, or < one more
+    shift = queries[1] - keys[1] - (1 if name == "lt" else 0)
+    return name in ("le", "lt") and same_size(shift, offset)
+
+
+def _positions(view: GraphView, node: Any) -> tuple[int, Any] | None:
+    """(axis from the end, first position) of an arange that lies along one axis."""
+    if not view.is_tensor(node):
+        return None
+    shape = view.shape(node)
+    along = [i for i, s in enumerate(shape) if not same_size(s, 1)]
+    if len(along) != 1:
+        return None
+    axis = len(shape) - along[0]
+    shift: Any = 0
+    for _ in range(8):
+        call = view.call(node)
+        if call is None or call.inplace:
+            return None
+        if call.name == "arange":
+            if call.get("end") is None:
+                return axis, shift
+            start = _integer(call["start"])
+            return None if start is None or call.get("step", 1) != 1 else (axis, start + shift)
+        if call.name in ("add", "sub") and view.is_tensor(call["input"]):
+            step = _integer(call["other"])
+            if step is None or call.get("alpha", 1) != 1:
+                return None
+            shift = shift + step if call.name == "add" else shift - step
+        elif call.name not in ("unsqueeze", "view", "getitem", "cast", "transpose", "t", "T", "mT"):
+            return None
+        node = call["input"]
+        if not view.is_tensor(node):
+            return None
+    return None
+
+
+def _computes_triangle(view: GraphView, mask: Placed) -> bool:
+    """A mask made of nothing but numbers is computed and looked at."""
+    shape = view.shape(mask.node)
+    if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
+        return False
+    piece = region(view, mask.node, ())
+    if piece is None:
+        return False
+    try:
+        keep = run(view, piece, {}, None)
+    except Untestable:
+        return False
+    if keep.dtype != torch.bool:
+        return False
+    rows, columns = shape[-2:]
+    triangle = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    return bool(torch.equal(keep.reshape(rows, columns), ~triangle if mask.negate else triangle))
+
+
+def as_mask(view: GraphView, bias: Placed) -> Placed | None:
+    """A bias that is 0 where keys are kept and one large negative number elsewhere, as a mask with that `fill`."""
+    if bias.fill is not None:
+        return bias
+    node, factor = bias.node, bias.factor
+    axes = bias.axes
+    for _ in range(12):
+        call = view.call(node)
+        if call is None or call.inplace:
+            return None
+        found = _selected(view, node, call)
+        if found is not None:
+            keep, negate, fill = found
+            fill *= factor
+            if not fill <= -1e30:
+                return None
+            shape = view.shape(keep)
+            own = tuple(
+                () if same_size(s, 1) else axis
+                for s, axis in zip(shape, axes[len(axes) - len(shape) :] if shape else ())
+            )
+            return Placed(keep, node, own, negate=negate, fill=fill)
+        x = call.get("input")
+        if call.name in ("contiguous", "clone", "alias") or (
+            call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
+        ):
+            inner = x
+        elif call.name in ("mul", "div"):
+            other = view.const(call["other"], node)
+            if other is None or other == 0 or not view.is_tensor(x):
+                return None
+            factor *= other if call.name == "mul" else 1 / other
+            inner = x
+        elif call.name in VIEWS and view.is_tensor(x):
+            try:
+                axes = tuple(above(view, node, call, axes))
+            except Decline:
+                return None
+            inner = x
+        else:
+            return None
+        seen = view.value(inner, node)
+        if seen is None:
+            return None
+        node = seen
+    return None
+
+
+def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool, float] | None:
+    """(mask, whether it says what to drop, fill)"""
+
+    def number(x: Any) -> float | None:
+        return view.const(x, node)
+
+    if call.name == "where":
+        a, b = number(call["input"]), number(call["other"])
+        if a == 0 and b is not None:
+            return _boolean(view, call["condition"], False, b)
+        if b == 0 and a is not None:
+            return _boolean(view, call["condition"], True, a)
+    if call.name == "masked_fill" and number(call["input"]) == 0:
+        fill = number(call["value"])
+        return None if fill is None else _boolean(view, call["mask"], True, fill)
+    if call.name == "triu" and number(call["input"]) is not None:
+        # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
+        return node, True, float(number(call["input"]) or 0.0)
+    if call.name == "mul":
+        for x, c in ((call["input"], call["other"]), (call["other"], call["input"])):
+            fill = number(c)
+            if fill is None or not math.isfinite(fill) or not view.is_tensor(x):
+                continue  # 0 * -inf is NaN
+            mask = _zero_or_one(view, x)
+            if mask is not None:
+                return mask[0], mask[1], fill
+    return None
+
+
+def _boolean(
+    view: GraphView, mask: Any, negate: bool, fill: float
+) -> tuple[fx.Node, bool, float] | None:
+    if not view.is_tensor(mask) or view.dtype(mask) != torch.bool:
+        return None
+    return mask, negate, fill
+
+
+def _zero_or_one(view: GraphView, x: fx.Node) -> tuple[fx.Node, bool] | None:
+    """(mask, whether 1 stands where it is true) of a number that is cast from a boolean, or one minus it."""
+    call = view.call(x)
+    if call is None or call.inplace:
+        return None
+    if call.name == "cast" and view.is_tensor(call["input"]):
+        inner = call["input"]
+        if view.dtype(inner) == torch.bool:
+            return inner, True
+        return _zero_or_one(view, inner)
+    ones, other = call.get("input"), call.get("other")
+    if call.name == "rsub":
+        ones, other = other, ones
+    if call.name in ("sub", "rsub") and view.const(ones, x) == 1 and isinstance(other, fx.Node):
+        found = _zero_or_one(view, other) if view.is_tensor(other) else None
+        return None if found is None else (found[0], not found[1])
+    return None

@@ -1,0 +1,83 @@
+"""Who else reads what a match would take away, and whether its inputs are still what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import fx
+
+from ..pattern import Miss
+from .graph import GraphView, label
+from .shapes import SHAPE_OPS, Decline
+
+__all__ = ["check_memory", "without_outside_readers"]
+
+
+class _Swallows(Protocol):
+    anchor: fx.Node
+    swallowed: tuple[fx.Node, ...]
+
+
+M = TypeVar("M", bound=_Swallows)
+
+
+def check_memory(
+    view: GraphView,
+    reads: Iterable[tuple[fx.Node, fx.Node]],
+    nodes: Sequence[fx.Node],
+    anchor: fx.Node,
+    where: str,
+) -> None:
+    """Raises Decline if an operator that reads its inputs at the anchor would see other values than the user's code.
+
+    reads: (input, the node that reads it). where: what lies between, for the reason.
+    """
+    for source, reader in reads:
+        if not view.effects.unchanged(source, reader, anchor):
+            raise Decline(f"{label(source)} is changed in place {where}", reader)
+    inside = set(nodes)
+    for n in nodes:
+        for target in view.effects.writers.get(n, ()):
+            if view.effects.creator(target) not in inside:
+                raise Decline(f"{label(target)} is written in place and lives on", n)
+
+
+def without_outside_readers(
+    matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str]
+) -> tuple[list[M], list[Miss]]:
+    """Matches whose swallowed nodes nobody else reads, and misses for the rest.
+
+    Matches may share nodes. `name(match, node)` is what the user calls the result of a node ("the scores are").
+    """
+    accepted, misses = list(matches), []
+    while True:
+        inside = {n for m in accepted for n in m.swallowed}
+        kept = []
+        for m in accepted:
+            found = _outside_reader(view, m, inside)
+            if found is None:
+                kept.append(m)
+                continue
+            node, reader = found
+            while view.name_of(reader) in SHAPE_OPS and len(reader.users) == 1:
+                reader = next(iter(reader.users))  # the view is not what the user asks about
+            if reader.op == "output":
+                misses.append(Miss(f"{name(m, node)} also returned", node))
+            else:
+                misses.append(Miss(f"{name(m, node)} also read by {label(reader)}", reader))
+        if len(kept) == len(accepted):
+            return kept, misses
+        accepted = kept
+
+
+def _outside_reader(
+    view: GraphView, m: Any, inside: set[fx.Node]
+) -> tuple[fx.Node, fx.Node] | None:
+    for n in m.swallowed:
+        if n is m.anchor:
+            continue
+        for reader in view.readers(n):
+            if reader not in inside:
+                return n, reader
+    return None

@@ -1,0 +1,329 @@
+"""Attention scores read from where they are used up to the product that makes them.
+
+    z = where(mask, scale * (q @ k^T) + bias, fill)
+
+Whatever order a program scales, adds and masks in, it is brought into that order here as far as that is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .axes import VIEWS, Axis, above, placed
+from .contraction import Contraction, contraction
+from .graph import GraphView, label, same_size
+from .names import Call
+from .shapes import Decline
+
+__all__ = ["Placed", "Scores", "read_scores"]
+
+_MAX_DEPTH = 48
+_IDENTITY = frozenset("contiguous clone alias lift_fresh positive".split())
+# Adding a score to a number this large gives the number back in any precision that has it.
+_ABSORBS = 1e30
+_NOT_LINEAR = frozenset(
+    "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A tensor that is read beside the scores, and where its axes lie.
+
+    factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask among the
+    biases, what it adds where it drops.
+    """
+
+    node: fx.Node
+    reader: fx.Node
+    axes: tuple[Axis, ...]
+    factor: float = 1.0
+    negate: bool = False
+    divides: bool = False
+    fill: float | None = None
+
+
+@dataclasses.dataclass
+class Scores:
+    """The scores as far as they have been read: the product, then what was done to it.
+
+    axes: those of the product's result. factors: tensors with one number a query or a key. Masks drop to `fill`.
+    """
+
+    product: Contraction
+    axes: list[Axis]
+    scale: float
+    factors: list[Placed] = dataclasses.field(default_factory=list)
+    biases: list[Placed] = dataclasses.field(default_factory=list)
+    masks: list[Placed] = dataclasses.field(default_factory=list)
+    fill: float | None = None
+    shifted: bool = False  # a constant was added, which only a finite fill would notice
+    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
+
+
+def read_scores(
+    view: GraphView, source: fx.Node, reader: fx.Node, axes: Sequence[Axis], depth: int = 0
+) -> Scores:
+    """The scores that `reader` sees of `source`, whose axes are `axes`. Raises Decline."""
+    if depth > _MAX_DEPTH:
+        raise Decline("the chain of operations is too long", source)
+    node = view.value(source, reader)
+    if node is None:
+        raise Decline("the scores are changed in place through a view of them", source)
+    product = contraction(view, node)
+    if product is not None:
+        return _start(view, product, list(axes))
+    call = view.call(node)
+    if call is None:
+        what = "an input of the graph" if node.op == "placeholder" else label(node)
+        raise Decline(f"the scores come from {what}, not from a product of queries and keys", node)
+    return _Step(view, node, call, list(axes), depth).read()
+
+
+def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
+    found = Scores(product, axes, product.scale, nodes=list(product.nodes))
+    if product.bias is not None:
+        bias, factor = product.bias
+        seen = view.value(bias, product.node)
+        if seen is None:
+            raise Decline("the bias is changed in place through a view of it", product.node)
+        where = tuple(placed(view, seen, axes, product.node))
+        found.biases.append(Placed(seen, product.node, where, factor))
+    return found
+
+
+class _Step:
+    """One operation on the scores."""
+
+    def __init__(self, view: GraphView, node: fx.Node, call: Call, axes: list[Axis], depth: int):
+        self.view, self.node, self.call, self.axes, self.depth = view, node, call, axes, depth
+
+    def decline(self, reason: str) -> Decline:
+        return Decline(reason, self.node)
+
+    def up(self, x: Any, axes: list[Axis] | None = None) -> Scores:
+        found = read_scores(
+            self.view, x, self.node, self.axes if axes is None else axes, self.depth + 1
+        )
+        found.nodes.append(self.node)
+        return found
+
+    def const(self, x: Any) -> float | None:
+        return self.view.const(x, self.node)
+
+    def read(self) -> Scores:
+        call, name = self.call, self.call.name
+        x = call.get("input")
+        if name in _IDENTITY:
+            return self.up(x)
+        if name == "cast":
+            if not self.view.is_tensor(x) or not self.view.dtype(self.node).is_floating_point:
+                raise self.decline(f"the scores become {self.view.dtype(self.node)}")
+            return self.up(x)
+        if name == "detach":
+            if torch.is_grad_enabled() and self.view.requires_grad(x):
+                raise self.decline("detach() cuts the gradient here")
+            return self.up(x)
+        if name == "dropout":
+            if call.get("training", True) and call.get("p", 0.5) != 0:
+                raise self.decline("dropout on the scores")
+            return self.up(x)
+        if name in VIEWS and self.view.is_tensor(x):
+            return self.up(x, above(self.view, self.node, call, self.axes))
+        handler = getattr(self, f"_{name}", None) if name in _HANDLED else None
+        if handler is not None:
+            return handler()
+        if name in _NOT_LINEAR:
+            raise self.decline(f"{name} between the product and the normalisation is not linear")
+        raise self.decline(f"{name} between the product and the normalisation is not followed")
+
+    # Scale and bias
+
+    def _neg(self) -> Scores:
+        return self._scaled(self.up(self.call["input"]), -1.0)
+
+    def _scaled(self, found: Scores, c: float) -> Scores:
+        if found.masks:
+            if c <= 0:
+                raise self.decline("masked scores are multiplied by a number that is not positive")
+            assert found.fill is not None
+            found.fill *= c
+        found.scale *= c
+        found.biases = [
+            dataclasses.replace(b, factor=b.factor * c)
+            if b.fill is None
+            else dataclasses.replace(b, fill=b.fill * c)
+            for b in found.biases
+        ]
+        return found
+
+    def _mul(self) -> Scores:
+        a, b = self.call["input"], self.call["other"]
+        for x, c in ((a, b), (b, a)):
+            known = self.const(c)
+            if known is not None and self.view.is_tensor(x):
+                return self._scaled(self.up(x), known)
+        found, other = self._pick(a, b)
+        return self._factor(found, other, divides=False)
+
+    def _div(self) -> Scores:
+        if self.call.get("rounding_mode") is not None:
+            raise self.decline("division that rounds")
+        a, b = self.call["input"], self.call["other"]
+        known = self.const(b)
+        if known is not None:
+            if known == 0:
+                raise self.decline("division by zero")
+            return self._scaled(self.up(a), 1 / known)
+        if not self.view.is_tensor(b):
+            raise self.decline("the scale is a number known only at run time")
+        return self._factor(self.up(a), b, divides=True)
+
+    def _factor(self, found: Scores, other: Any, divides: bool) -> Scores:
+        if not self.view.is_tensor(other):
+            raise self.decline("the scale is a number known only at run time")
+        if found.masks or found.biases:
+            raise self.decline("masked or biased scores are multiplied by a tensor")
+        found.factors.append(self._place(other, divides=divides))
+        return found
+
+    def _add(self) -> Scores:
+        return self._sum(self.call["input"], self.call["other"], self.call.get("alpha", 1))
+
+    def _sub(self) -> Scores:
+        known = self.const(self.call.get("alpha", 1))
+        return self._sum(self.call["input"], self.call["other"], -(known or math.nan))
+
+    def _rsub(self) -> Scores:
+        flipped = self.call["other"], self.call["input"]
+        known = self.const(self.call.get("alpha", 1))
+        return self._sum(*flipped, -(known or math.nan))
+
+    def _sum(self, a: Any, b: Any, k: Any) -> Scores:
+        """a + k * b"""
+        k = self.const(k)
+        if k is None or math.isnan(k):
+            raise self.decline("alpha= is not a constant")
+        for x, c, own in ((a, b, 1.0), (b, a, k)):
+            known = self.const(c)
+            if known is not None and self.view.is_tensor(x):
+                return self._shifted(self._scaled(self.up(x), own))
+        found, other = self._pick(a, b)
+        if other is a and other is not b:
+            return self._biased(self._scaled(found, k) if k != 1 else found, a, 1.0)
+        return self._biased(found, b, k)
+
+    def _shifted(self, found: Scores) -> Scores:
+        """A constant added to a whole row changes nothing, but for a mask that fills in a number."""
+        if found.masks and found.fill != -math.inf:
+            raise self.decline("a constant is added to scores that are masked with a number")
+        found.shifted = True
+        return found
+
+    def _biased(self, found: Scores, bias: Any, factor: float) -> Scores:
+        if not self.view.is_tensor(bias):
+            raise self.decline("a number known only at run time is added to the scores")
+        if found.masks and found.fill != -math.inf:
+            self._masks_to_biases(found)
+        found.biases.append(self._place(bias, factor=factor))
+        return found
+
+    def _masks_to_biases(self, found: Scores) -> None:
+        """z where kept, else fill: the same as adding fill, where the number is so large that the score is lost."""
+        assert found.fill is not None
+        if found.fill > -_ABSORBS:
+            raise self.decline(
+                f"scores that are masked with {found.fill:g} are masked or biased once more"
+            )
+        found.biases += [dataclasses.replace(m, fill=found.fill) for m in found.masks]
+        found.masks, found.fill = [], None
+
+    def _place(self, node: Any, **fields: Any) -> Placed:
+        seen = self.view.value(node, self.node)
+        if seen is None:
+            raise self.decline(f"{label(node)} is changed in place through a view of it")
+        return Placed(
+            seen, self.node, tuple(placed(self.view, seen, self.axes, self.node)), **fields
+        )
+
+    def _pick(self, a: Any, b: Any) -> tuple[Scores, Any]:
+        """Which of two operands the scores come through, and the other one."""
+        shape = self.view.shape(self.node)
+
+        def full(x: Any) -> bool:
+            own = self.view.shape(x) if self.view.is_tensor(x) else ()
+            return len(own) == len(shape) and all(map(same_size, own, shape))
+
+        first: Decline | None = None
+        for x, other in ((a, b), (b, a)):
+            if full(x):
+                try:
+                    return self.up(x), other
+                except Decline as decline:
+                    if first is None or "comes from an input" in first.reason:
+                        first = decline
+        raise first or self.decline(f"{self.call.name} of operands that are not scores")
+
+    # Masks
+
+    def _masked_fill(self) -> Scores:
+        return self._masked(self.call["input"], self.call["mask"], self.call["value"], True)
+
+    def _where(self) -> Scores:
+        keep, a, b = self.call["condition"], self.call["input"], self.call["other"]
+        if self.const(b) is not None:
+            return self._masked(a, keep, b, False)
+        if self.const(a) is not None:
+            return self._masked(b, keep, a, True)
+        raise self.decline("where() puts numbers known only at run time into the scores")
+
+    def _setitem(self) -> Scores:
+        return self._assigned(self.call["index"], self.call["value"])
+
+    def _index_put(self) -> Scores:
+        indices = self.call["indices"]
+        if self.call.get("accumulate", False) or len(indices) != 1:
+            raise self.decline("assigns into the scores in a way that is not followed")
+        return self._assigned(indices[0], self.call["values"])
+
+    def _assigned(self, index: Any, value: Any) -> Scores:
+        """scores[dropped] = number"""
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        whole = self.view.is_tensor(index) and self.view.dtype(index) == torch.bool
+        if not whole or len(self.view.shape(index)) != len(self.axes):
+            raise self.decline("assigns into a part of the scores")
+        return self._masked(self.call["input"], index, value, True)
+
+    def _masked(self, x: Any, mask: Any, value: Any, negate: bool) -> Scores:
+        fill = self.const(value)
+        if fill is None:
+            raise self.decline("the masked scores get a number known only at run time")
+        if not self.view.is_tensor(mask) or self.view.dtype(mask) != torch.bool:
+            raise self.decline("the mask is not boolean")
+        found = self.up(x)
+        if fill > -1e3:
+            raise self.decline(f"masked scores become {fill:g}, which is no exclusion")
+        # In 16 bits a number is rounded before it is filled in.
+        dtype = self.view.dtype(self.node)
+        fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+        if found.shifted and fill != -math.inf:
+            raise self.decline("a constant is added to scores that are masked with a number")
+        if found.masks and found.fill != fill:
+            if found.fill == -math.inf:
+                found.biases += [dataclasses.replace(m, fill=-math.inf) for m in found.masks]
+                found.masks = []
+            else:
+                self._masks_to_biases(found)
+        found.masks.append(self._place(mask, negate=negate))
+        found.fill = fill
+        return found
+
+
+_HANDLED = frozenset("neg mul div add sub rsub masked_fill where setitem index_put".split())

@@ -1,0 +1,218 @@
+"""Running a piece of the user's graph on a few concrete rows on the CPU, to see what it computes.
+
+Some things are cheaper to find out than to prove, such as whether a threshold computed by one of a hundred sorting or
+bisection schemes makes the rows sum to one. A trial decides nothing alone: the pattern checks the structure first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import compat
+from .fakes import fake, same_size, static_size
+from .graph import GraphView
+
+__all__ = ["Region", "Untestable", "region", "run"]
+
+_MAX_NODES = 4000  # a bisection of 60 steps has about 600
+_RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout", "uniform", "exponential")
+_SIZED = frozenset(
+    "expand view full zeros ones new_full new_zeros new_ones empty new_empty repeat broadcast_to".split()
+)
+
+
+class Untestable(Exception):
+    """The piece cannot be run by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The nodes between `leaves` and `output`, in graph order, the output included."""
+
+    nodes: tuple[fx.Node, ...]
+    leaves: tuple[fx.Node, ...]
+    output: fx.Node
+
+
+def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Region | None:
+    """What `output` is computed by from `leaves` alone; None where it depends on other tensors, too."""
+    stop = set(leaves)
+    found: set[fx.Node] = set()
+    queue = [output]
+    while queue:
+        node = queue.pop()
+        if node in found or node in stop:
+            continue
+        if len(found) > _MAX_NODES or not _pure(view, node):
+            return None
+        found.add(node)
+        if not _is_size(view, node):
+            queue += node.all_input_nodes
+        # What writes into a value on the way belongs to it.
+        for writer, targets in view.effects.writers.items():
+            if writer not in found and view.order[writer] < view.order[output]:
+                if any(t in stop for t in targets):
+                    return None
+                if any(t in found for t in targets):
+                    queue.append(writer)
+    first = min(map(view.order.__getitem__, found))
+    last = view.order[output]
+    for node in view.graph.nodes:
+        if "set_grad_enabled" in node.name and first < view.order[node] < last:
+            found.add(node)
+    return Region(tuple(sorted(found, key=view.order.__getitem__)), tuple(leaves), output)
+
+
+def _is_size(view: GraphView, node: fx.Node) -> bool:
+    """Whether a node is a size, which does not depend on any values."""
+    return isinstance(fake(node), torch.SymInt) or view.name_of(node) == "metadata"
+
+
+def _pure(view: GraphView, node: fx.Node) -> bool:
+    if _is_size(view, node):
+        return True
+    if node.op == "get_attr":
+        return isinstance(_attribute(node), (torch.Tensor, fx.GraphModule))
+    if node.op == "placeholder" or "set_grad_enabled" in node.name:
+        return False
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if any(word in name for word in _RANDOM):
+        call = view.call(node)
+        return call is not None and call.name == "dropout" and call.get("training", True) is False
+    module = getattr(target, "__module__", "") or ""
+    return node.op == "call_method" or module.split(".")[0] in (
+        "torch", "_operator", "builtins", "math", "",
+    )  # fmt: skip
+
+
+def _attribute(node: fx.Node) -> Any:
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The sizes a graph was made for, and those it is run with instead."""
+
+    made_for: tuple[Any, ...]
+    run_with: tuple[int, ...]
+
+    def of(self, size: Any) -> int:
+        known = static_size(size)
+        for mine, theirs in zip(self.made_for, self.run_with):
+            if known is None and same_size(mine, size):
+                return theirs
+        if known is None:
+            raise Untestable(f"the size {size} is not one of the rows'")
+        return known
+
+    def literal(self, value: Any) -> Any:
+        """A list of sizes in which those of the rows stand as numbers."""
+        if len(value) != len(self.made_for):
+            return value
+        return type(value)(
+            new if isinstance(v, int) and isinstance(old, int) and v == old else v
+            for v, old, new in zip(value, self.made_for, self.run_with)
+        )
+
+
+def run(
+    view: GraphView, piece: Region, values: dict[fx.Node, torch.Tensor], leaf: fx.Node | None
+) -> torch.Tensor:
+    """The output for concrete leaves; `leaf` is the one whose shape says how sizes have changed (None: no one).
+
+    Raises Untestable where the piece fails on them.
+    """
+    sizes = _Sizes((), ()) if leaf is None else _Sizes(view.shape(leaf), tuple(values[leaf].shape))
+    env: dict[fx.Node, Any] = dict(values)
+    was_on = torch.is_grad_enabled()
+    try:
+        with _quiet():
+            for node in piece.nodes:
+                if node not in env:
+                    env[node] = _step(view, node, env, sizes)
+    except Untestable:
+        raise
+    except Exception as error:  # whatever the user's code raises on rows it was not made for
+        raise Untestable(f"{type(error).__name__} at {node.name}: {error}") from None
+    finally:
+        torch._C._set_grad_enabled(was_on)
+    result = env[piece.output]
+    if not isinstance(result, torch.Tensor):
+        raise Untestable(f"{piece.output.name} is no tensor")
+    return result
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Random numbers are not drawn, autocast does not change what is computed."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _step(view: GraphView, node: fx.Node, env: dict[fx.Node, Any], sizes: _Sizes) -> Any:
+    value = fake(node)
+    if node.op == "get_attr":
+        attribute = _attribute(node)
+        return (
+            _resized(attribute, sizes)
+            if isinstance(attribute, fx.GraphModule)
+            else attribute.to("cpu")
+        )
+    if isinstance(value, torch.SymInt) and not all(n in env for n in node.all_input_nodes):
+        return sizes.of(value)
+    if node.op == "placeholder":
+        return sizes.of(value)
+    if view.name_of(node) == "metadata" and not all(n in env for n in node.all_input_nodes):
+        if isinstance(value, (int, torch.SymInt)):
+            return sizes.of(value)
+        if isinstance(value, (tuple, list)):
+            return torch.Size(sizes.of(s) for s in value)
+        return value
+    args, kwargs = _arguments(node, sizes)
+    args, kwargs = fx.map_arg((args, kwargs), env.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    target: Callable[..., Any] = node.target
+    return target(*args, **kwargs)
+
+
+def _arguments(node: fx.Node, sizes: _Sizes) -> tuple[tuple, dict]:
+    """The arguments on the CPU, sizes written as numbers replaced."""
+
+    def local(x: Any) -> Any:
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    args = tuple(local(a) for a in node.args)
+    kwargs = {k: local(v) for k, v in node.kwargs.items()}
+    if "device" in kwargs:
+        kwargs["device"] = "cpu"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name.rstrip("_") in _SIZED or name == "reshape":
+        args = tuple(sizes.literal(a) if isinstance(a, (tuple, list)) else a for a in args)
+        at = 0 if name in ("zeros", "ones", "empty") else 1
+        if len(args) > at + 1 and all(isinstance(a, (int, fx.Node)) for a in args[at:]):
+            args = (*args[:at], *sizes.literal(args[at:]))
+        kwargs = {
+            k: sizes.literal(v) if isinstance(v, (tuple, list)) else v for k, v in kwargs.items()
+        }
+    return args, kwargs
+
+
+def _resized(gm: fx.GraphModule, sizes: _Sizes) -> fx.GraphModule:
+    """A copy of a higher-order operator's body for the sizes it is run with, on the CPU."""
+    copied = compat.copy_graph_module(gm)
+    for node in copied.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            node.args, node.kwargs = _arguments(node, sizes)
+    copied.recompile()
+    return copied

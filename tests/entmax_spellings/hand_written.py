@@ -1,0 +1,204 @@
+"""Versions that people carry along in their own files."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd import Function
+
+from entmax_spellings.registry import INFER, D, attention, program, qkv, rows
+
+SCALE = 1 / math.sqrt(D)
+
+
+def sort_entmax15(x, dim=-1):
+    """the closed form by sorting, no custom backward"""
+    x = (x - x.amax(dim, keepdim=True)) * 0.5
+    s = x.sort(dim=dim, descending=True).values
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    n = torch.arange(1, x.size(dim) + 1, dtype=x.dtype).view(shape)
+    mean = s.cumsum(dim) / n
+    variance = (s * s).cumsum(dim) / n - mean * mean
+    tau = mean - ((1 - n * variance) / n).clamp(min=0).sqrt()
+    size = (tau <= s).sum(dim, keepdim=True)
+    return torch.relu(x - tau.gather(dim, size - 1)).square()
+
+
+def sort_sparsemax(x, dim=-1):
+    """Martins & Astudillo, algorithm 1"""
+    s, _ = torch.sort(x, dim=dim, descending=True)
+    c = s.cumsum(dim)
+    n = torch.arange(1, x.shape[dim] + 1, device=x.device).to(x.dtype)
+    support = 1 + n * s > c
+    size = support.sum(dim=dim, keepdim=True)
+    tau = (c.gather(dim, size - 1) - 1) / size
+    return torch.clamp(x - tau, min=0)
+
+
+class Sparsemax(Function):
+    """A staticmethod Function as many repositories vendor it."""
+
+    @staticmethod
+    def forward(ctx, x, dim=-1):
+        x = x - x.max(dim=dim, keepdim=True).values
+        s = x.sort(dim, True)[0]
+        c = s.cumsum(dim) - 1
+        n = torch.arange(1, x.size(dim) + 1, device=x.device, dtype=x.dtype)
+        size = (n * s > c).sum(dim=dim).unsqueeze(dim)
+        tau = c.gather(dim, size - 1) / size.to(x.dtype)
+        p = torch.clamp(x - tau, min=0)
+        ctx.save_for_backward(size, p)
+        ctx.dim = dim
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        size, p = ctx.saved_tensors
+        g = grad.clone()
+        g[p == 0] = 0
+        mean = g.sum(dim=ctx.dim) / size.to(p.dtype).squeeze(ctx.dim)
+        return torch.where(p != 0, g - mean.unsqueeze(ctx.dim), g), None
+
+
+class Entmax15(Function):
+    """The same for alpha 1.5."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x - x.max(dim=-1, keepdim=True)[0]
+        x = x / 2
+        s, _ = torch.sort(x, dim=-1, descending=True)
+        n = torch.arange(1, x.size(-1) + 1, device=x.device, dtype=x.dtype)
+        mean = s.cumsum(-1) / n
+        square = (s**2).cumsum(-1) / n
+        delta = (1 - n * (square - mean**2)) / n
+        tau = mean - torch.sqrt(torch.clamp(delta, 0))
+        size = (tau <= s).sum(-1).unsqueeze(-1)
+        y = torch.clamp(x - tau.gather(-1, size - 1), min=0) ** 2
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        root = y.sqrt()
+        dx = dy * root
+        q = dx.sum(-1) / root.sum(-1)
+        return dx - q.unsqueeze(-1) * root
+
+
+class Bisect(Function):
+    """Bisection with alpha as an argument, as AdaSplash's reference does it."""
+
+    @staticmethod
+    def forward(ctx, x, alpha=1.5, steps=32):
+        ctx.alpha = alpha
+        z = x * (alpha - 1)
+        top = z.max(dim=-1, keepdim=True).values
+        low, high = top - 1, top - (1 / x.shape[-1]) ** (alpha - 1)
+        for _ in range(steps):
+            middle = (low + high) / 2
+            p = torch.clamp(z - middle, min=0) ** (1 / (alpha - 1))
+            above = p.sum(-1, keepdim=True) >= 1
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        p = torch.clamp(z - (low + high) / 2, min=0) ** (1 / (alpha - 1))
+        p = p / p.sum(-1, keepdim=True)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        g = torch.where(p > 0, p ** (2 - ctx.alpha), 0.0)
+        d = grad * g
+        return d - g * (d.sum(-1, keepdim=True) / g.sum(-1, keepdim=True)), None, None
+
+
+def halving(x, steps=40):
+    """the package's loop, written out for alpha 1.5, squares instead of powers"""
+    z = x * 0.5
+    top, _ = z.max(dim=-1, keepdim=True)
+    low = top - 1
+    step = 1 - (1 / x.size(-1)) ** 0.5
+    for _ in range(steps):
+        step = step / 2
+        tau = low + step
+        p = torch.relu(z - tau) ** 2
+        low = torch.where(p.sum(-1, keepdim=True) >= 1, tau, low)
+    return p / p.sum(-1, keepdim=True)
+
+
+@rows()
+def sort_based_entmax15(x):
+    """no Function: autograd through the sort"""
+    return sort_entmax15(x)
+
+
+@rows()
+def sort_based_entmax15_over_tokens(x):
+    """any axis"""
+    return sort_entmax15(x, 1)
+
+
+@rows()
+def sort_based_sparsemax(x):
+    """no Function"""
+    return sort_sparsemax(x)
+
+
+@rows()
+def function_sparsemax(x):
+    """a staticmethod Function"""
+    return Sparsemax.apply(x, -1)
+
+
+@rows()
+def function_entmax15(x):
+    """a staticmethod Function"""
+    return Entmax15.apply(x)
+
+
+@rows(modes=INFER)
+def bisection_halving(x):
+    """a loop, unrolled; in training its gradient is another"""
+    return halving(x)
+
+
+@rows()
+def function_bisection(x):
+    """a loop in a Function"""
+    return Bisect.apply(x, 1.3)
+
+
+@attention()
+def attention_by_sort(q, k, v, mask):
+    """softmax swapped for one's own function"""
+    return sort_entmax15(q @ k.mT * SCALE) @ v
+
+
+@attention()
+def attention_by_own_sparsemax(q, k, v, mask):
+    """with a mask before it"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return sort_sparsemax(scores) @ v
+
+
+@attention()
+def attention_by_function(q, k, v, mask):
+    """a Function with its own backward"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return Entmax15.apply(scores) @ v
+
+
+@attention()
+def attention_by_bisection(q, k, v, mask):
+    """AdaSplash's reference"""
+    return Bisect.apply(q @ k.mT * SCALE) @ v
+
+
+@program(dynamic=True)
+def attention_by_function_dynamic():
+    """with symbolic sizes"""
+    return lambda q, k, v: Sparsemax.apply(q @ k.mT * SCALE) @ v, qkv()

@@ -1,0 +1,213 @@
+"""Padding masks, causal masks, biases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from entmax_spellings.registry import (
+    INFER,
+    TRAIN,
+    B,
+    D,
+    H,
+    L,
+    attention,
+    normal,
+    program,
+    qkv,
+)
+
+entmax = pytest.importorskip("entmax")
+SCALE = 1 / math.sqrt(D)
+
+
+@attention()
+def fill_minus_infinity(q, k, v, mask):
+    """masked_fill(mask == 0, -inf)"""
+    scores = q @ k.mT * SCALE
+    scores = scores.masked_fill(mask[:, None, None] == 0, float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def fill_minus_1e9_in_place(q, k, v, mask):
+    """masked_fill_ as the annotated transformer's descendants do"""
+    scores = q @ k.mT * SCALE
+    scores.masked_fill_(~mask.unsqueeze(1).unsqueeze(2), -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def fill_finfo_min(q, k, v, mask):
+    """lucidrains: masked_fill_(~mask, -torch.finfo(sim.dtype).max)"""
+    sim = torch.einsum("bhid,bhjd->bhij", q, k) * SCALE
+    sim = sim.masked_fill(~mask[:, None, None, :], -torch.finfo(sim.dtype).max)
+    return torch.einsum("bhij,bhjd->bhid", entmax.entmax15(sim, dim=-1), v)
+
+
+@attention()
+def where_mask(q, k, v, mask):
+    """torch.where(mask, scores, minimum)"""
+    scores = q @ k.mT * SCALE
+    low = torch.finfo(scores.dtype).min
+    return entmax.sparsemax(torch.where(mask[:, None, None, :], scores, low), dim=-1) @ v
+
+
+@attention()
+def where_tensor_fill(q, k, v, mask):
+    """GPT-2: the value filled in is a tensor"""
+    scores = q @ k.mT * SCALE
+    low = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype)
+    return entmax.entmax15(torch.where(mask[:, None, None, :], scores, low), dim=-1) @ v
+
+
+@attention()
+def extended_mask(q, k, v, mask):
+    """Hugging Face: (1 - mask[:, None, None, :]) * min, added"""
+    extended = (1.0 - mask[:, None, None, :].to(q.dtype)) * torch.finfo(q.dtype).min
+    scores = q @ k.mT / math.sqrt(D) + extended
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def extended_mask_1e4(q, k, v, mask):
+    """old BERT: * -10000.0, added in place"""
+    scores = q @ k.mT / math.sqrt(D)
+    scores += (1.0 - mask[:, None, None, :].float()) * -10000.0
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def boolean_assignment(q, k, v, mask):
+    """scores[~mask] = -inf after expanding the mask"""
+    scores = q @ k.mT * SCALE
+    scores[~mask[:, None, None, :].expand_as(scores)] = float("-inf")
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def fairseq_padding(q, k, v, mask):
+    """view to [B, H, L, L], fill, view back, bmm"""
+    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+    weights = torch.bmm(q, k.transpose(1, 2)) * SCALE
+    weights = weights.view(B, H, L, L)
+    weights = weights.masked_fill(~mask.unsqueeze(1).unsqueeze(2), float("-inf"))
+    weights = weights.view(B * H, L, L)
+    return torch.bmm(entmax.entmax15(weights, dim=-1), v)
+
+
+@attention()
+def repeated_padding(q, k, v, mask):
+    """[B, L] repeated to [B*H, 1, L] by hand"""
+    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)) * SCALE
+    dropped = (~mask).repeat_interleave(H, dim=0).unsqueeze(1)
+    return torch.bmm(entmax.entmax15(scores.masked_fill(dropped, -1e9), dim=-1), v)
+
+
+@attention()
+def tril_ones(q, k, v, mask):
+    """minGPT: masked_fill(tril == 0, -inf)"""
+    scores = q @ k.mT * SCALE
+    lower = torch.tril(torch.ones(L, L)).view(1, 1, L, L)
+    return entmax.entmax15(scores.masked_fill(lower == 0, float("-inf")), dim=-1) @ v
+
+
+@attention()
+def triu_bool(q, k, v, mask):
+    """lucidrains: torch.ones(i, j, dtype=bool).triu(j - i + 1)"""
+    sim = torch.einsum("bhid,bhjd->bhij", q, k) * SCALE
+    i, j = sim.shape[-2:]
+    causal = torch.ones((i, j), dtype=torch.bool).triu(j - i + 1)
+    sim = sim.masked_fill(causal, -torch.finfo(sim.dtype).max)
+    return entmax.entmax15(sim, dim=-1) @ v
+
+
+@attention()
+def triu_minus_infinity_added(q, k, v, mask):
+    """nn.Transformer.generate_square_subsequent_mask"""
+    causal = torch.triu(torch.full((L, L), float("-inf")), diagonal=1)
+    return entmax.sparsemax(q @ k.mT * SCALE + causal, dim=-1) @ v
+
+
+@attention()
+def positions_compared(q, k, v, mask):
+    """arange(L)[None] <= arange(L)[:, None]"""
+    at = torch.arange(q.size(2))
+    scores = (q @ k.mT * SCALE).masked_fill(~(at[None, :] <= at[:, None]), float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def causal_and_padding(q, k, v, mask):
+    """one boolean mask of both"""
+    lower = torch.ones(L, L, dtype=torch.bool).tril()
+    both = lower[None, None] & mask[:, None, None, :]
+    scores = torch.where(both, q @ k.mT * SCALE, torch.tensor(float("-inf")))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+class Buffered(nn.Module):
+    """nanoGPT: the triangle is a buffer, cut to the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
+
+    def forward(self, q, k, v):
+        n = q.size(-2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :n, :n] == 0, float("-inf"))
+        return entmax.entmax15(att, dim=-1) @ v
+
+
+@program()
+def causal_buffer():
+    """nanoGPT"""
+    return Buffered(), qkv()
+
+
+@attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((1, H, L, L), 9)))
+def learned_bias(q, k, v, bias):
+    """T5 and Swin: a bias a head and pair of positions, with its gradient"""
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+@attention(inputs=lambda: (*qkv(), normal((H,), 9)))
+def alibi(q, k, v, slopes):
+    """ALiBi: slopes times distance, plus the triangle"""
+    at = torch.arange(L)
+    distance = (at[None, :] - at[:, None]).to(q.dtype)
+    scores = q @ k.mT * SCALE + slopes[:, None, None] * distance
+    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((15, H), 9)))
+def relative_position_table(q, k, v, table):
+    """Swin: gathered from a table of relative positions"""
+    at = torch.arange(L)
+    index = at[:, None] - at[None, :] + L
+    bias = table[index.view(-1)].view(L, L, H).permute(2, 0, 1).unsqueeze(0)
+    return entmax.entmax15(q * SCALE @ k.mT + bias, dim=-1) @ v
+
+
+@attention()
+def gpt2_then_padding(q, k, v, mask):
+    """the triangle filled with min, then an additive padding mask"""
+    low = torch.finfo(q.dtype).min
+    scores = torch.where(torch.ones(L, L).tril().bool(), q @ k.mT * SCALE, low)
+    scores = scores + (1.0 - mask[:, None, None].float()) * low
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention(modes=INFER)
+def row_without_keys(q, k, v, mask):
+    """a sequence that is all padding: uniform under a finite fill"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v

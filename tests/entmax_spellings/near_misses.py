@@ -1,0 +1,219 @@
+"""Programs that look like entmax attention and are not."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from entmax_spellings.hand_written import halving, sort_entmax15
+from entmax_spellings.registry import INFER, TRAIN, D, H
+from entmax_spellings.registry import attention as any_attention
+from entmax_spellings.registry import rows as any_rows
+
+entmax = pytest.importorskip("entmax")
+SCALE = 1 / math.sqrt(D)
+
+attention = functools.partial(any_attention, "no_rewrite")
+seen = functools.partial(any_attention, "no_rewrite", explained=True)
+rows = functools.partial(any_rows, "no_rewrite")
+seen_rows = functools.partial(any_rows, "no_rewrite", explained=True)
+
+
+@attention("softmax has no zeros")
+def softmax(q, k, v, mask):
+    """the original"""
+    return torch.softmax(q @ k.mT * SCALE, dim=-1) @ v
+
+
+@attention("top-k softmax is another function")
+def top_k_softmax(q, k, v, mask):
+    """everything but the 3 largest is dropped"""
+    scores = q @ k.mT * SCALE
+    least = scores.topk(3, dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < least, float("-inf")).softmax(-1) @ v
+
+
+@attention("squared relu is not normalised")
+def relu_squared(q, k, v, mask):
+    """Primer-like attention without normalisation"""
+    return torch.relu(q @ k.mT * SCALE).square() @ v
+
+
+@attention("relu divided by the sum has no threshold that depends on the row")
+def relu_normalised(q, k, v, mask):
+    """relu / sum"""
+    p = torch.relu(q @ k.mT * SCALE)
+    return p / (p.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+@seen_rows("another normalisation", modes=INFER)
+def normmax(x):
+    """normmax_bisect"""
+    return entmax.normmax_bisect(x, alpha=2)
+
+
+@rows("another constraint", modes=INFER)
+def budget(x):
+    """budget_bisect"""
+    return entmax.budget_bisect(x, budget=2)
+
+
+@seen_rows("the sum is left as the bisection leaves it")
+def not_renormalised(x):
+    """ensure_sum_one=False"""
+    return entmax.entmax_bisect(x, alpha=1.5, ensure_sum_one=False)
+
+
+@seen_rows("four steps leave an error that shows")
+def few_steps(x):
+    """n_iter=4"""
+    return entmax.entmax_bisect(x, alpha=1.5, n_iter=4)
+
+
+@seen("the mask comes after the normalisation", pattern="entmax_attention")
+def masked_afterwards(q, k, v, mask):
+    """rows no longer sum to one"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return attn.masked_fill(~mask[:, None, None], 0.0) @ v
+
+
+@seen("somebody reads the probabilities", pattern="entmax_attention")
+def attentions_returned(q, k, v, mask):
+    """output_attentions"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return attn @ v, attn
+
+
+@seen("dropout is random", modes=TRAIN, pattern="entmax_attention")
+def dropout_active(q, k, v, mask):
+    """dropout in training"""
+    return F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), 0.1) @ v
+
+
+@seen("normalised over queries, not over keys", pattern="entmax_attention")
+def over_queries(q, k, v, mask):
+    """slot attention"""
+    return entmax.entmax15(q @ k.mT * SCALE, dim=-2) @ v
+
+
+@seen("the probabilities are scaled again", pattern="entmax_attention")
+def renormalised_after_mask(q, k, v, mask):
+    """mask, then divide by what is left"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * mask[:, None, None]
+    return attn / (attn.sum(-1, keepdim=True) + 1e-9) @ v
+
+
+@seen("the heads are mixed before the values", pattern="entmax_attention")
+def talking_heads(q, k, v, mask):
+    """talking heads"""
+    mix = torch.eye(H) + 0.1
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return torch.einsum("gh,bhij->bgij", mix, attn) @ v
+
+
+@seen("a soft cap is not linear", pattern="entmax_attention")
+def soft_capped(q, k, v, mask):
+    """Gemma 2: tanh between scores and normalisation"""
+    return entmax.entmax15(torch.tanh(q @ k.mT * SCALE / 5) * 5, dim=-1) @ v
+
+
+@seen_rows("tau is computed from other numbers than it is subtracted from")
+def tau_of_other_scale(x):
+    """the half is forgotten in one of two places"""
+    s = (x / 2).sort(dim=-1, descending=True).values
+    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
+    mean = s.cumsum(-1) / n
+    delta = (1 - n * ((s * s).cumsum(-1) / n - mean**2)) / n
+    tau = mean - delta.clamp(min=0).sqrt()
+    size = (tau <= s).sum(-1, keepdim=True)
+    return torch.clamp(x - tau.gather(-1, size - 1), min=0) ** 2
+
+
+@seen_rows("only the largest entries are sorted, and the support may be larger")
+def truncated_support(x):
+    """a top-k of 2 without the package's second attempt"""
+    s, _ = x.topk(2, dim=-1)
+    n = torch.arange(1, 3, dtype=x.dtype)
+    c = s.cumsum(-1) - 1
+    size = (n * s > c).sum(-1, keepdim=True)
+    return torch.clamp(x - c.gather(-1, size - 1) / size, min=0)
+
+
+@seen_rows("autograd does not go through the bisection", modes=TRAIN)
+def bisection_without_a_backward(x):
+    """a loop in training"""
+    return halving(x)
+
+
+class StraightThrough(Function):
+    """entmax forwards, the identity backwards."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return sort_entmax15(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@seen_rows("its backward is the identity", modes=TRAIN)
+def straight_through(x):
+    """a straight-through estimator"""
+    return StraightThrough.apply(x)
+
+
+class Entmoid(Function):
+    """The two-class entmax of NODE."""
+
+    @staticmethod
+    def forward(ctx, x):
+        sign = x >= 0
+        x = x.abs()
+        tau = (x + torch.sqrt((8 - x**2).clamp(min=0))) / 2
+        tau = torch.where(tau <= x, torch.full_like(tau, 2.0), tau)
+        y = 0.25 * (tau - x).clamp(min=0) ** 2
+        ctx.save_for_backward(y)
+        return torch.where(sign, 1 - y, y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        g = y.sqrt()
+        return grad * g * (1 - y).sqrt() / (g + (1 - y).sqrt())
+
+
+@rows("an activation, nothing is normalised", modes=INFER)
+def entmoid(x):
+    """NODE's bin function"""
+    return Entmoid.apply(x)
+
+
+@rows("values are cut, nothing is normalised")
+def soft_threshold(x):
+    """relu(x - mean)"""
+    return torch.relu(x - x.mean(-1, keepdim=True)) ** 2
+
+
+@seen("the scores are also returned", pattern="entmax_attention")
+def scores_returned(q, k, v, mask):
+    """raw scores for a distillation loss"""
+    scores = q @ k.mT * SCALE
+    return entmax.entmax15(scores, dim=-1) @ v, scores
+
+
+@seen_rows("alpha 1 is softmax, and the package gives NaN", modes=INFER)
+def alpha_one(x):
+    """alpha = 1.0"""
+    return entmax.entmax_bisect(x, alpha=1.0)
+
+
+@rows("no family member", modes=INFER)
+def hard_max(x):
+    """one-hot of the maximum"""
+    return F.one_hot(x.argmax(-1), x.size(-1)).to(x.dtype)
