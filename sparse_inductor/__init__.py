@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import ops as ops
+    from . import testing as testing
     from .explanation import explain as explain
     from .pattern import register as register
     from .records import report as report
@@ -39,6 +40,7 @@ _HOME = {
     "explain": "explanation",
     "register": "pattern",
     "ops": "ops",
+    "testing": "testing",
 }
 
 __all__ = [*_HOME, "__version__"]
@@ -48,7 +50,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_HOME[name]}")
-    value = module if name == "ops" else getattr(module, name)
+    value = module if name == _HOME[name] else getattr(module, name)
     globals()[name] = value
     return value
 

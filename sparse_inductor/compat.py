@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -121,6 +121,33 @@ def pre_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Gra
     from torch._inductor.compile_fx import _recursive_pre_grad_passes
 
     return _recursive_pre_grad_passes(gm, example_inputs)
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], codegen: bool = True
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph as Inductor does, caches off; without `codegen` every pass and
+    AOTAutograd run, and the resulting graphs of ATen operations are executed as they are."""
+    from functorch.compile import make_boxed_func
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    def as_it_is(inner: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
+        return make_boxed_func(inner.forward)
+
+    # With fallback_random a seeded program draws the same numbers as eager.
+    with (
+        patched_settings(
+            force_disable_caches=True,
+            fx_graph_cache=False,
+            fallback_random=True,
+            pre_grad_pass_timing="early",
+        ),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        if codegen:
+            return compile_fx(gm, list(example_inputs))
+        return compile_fx(gm, list(example_inputs), inner_compile=as_it_is)
 
 
 @contextlib.contextmanager

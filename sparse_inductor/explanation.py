@@ -15,28 +15,44 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from . import compat, session
+from .graphs import GraphNode, describe
 from .records import Report
 from .rewrite import RewritePass
 from .slots import slot_value
 from .source import source_at
 
-__all__ = ["ExplainedGraph", "Explanation", "GraphBreak", "explain"]
+__all__ = [
+    "ExplainedGraph",
+    "Explanation",
+    "GraphBreak",
+    "explain",
+    "random_state_kept",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplainedGraph:
-    """A graph (or nested body) that torch.compile captured, as text before and after."""
+    """A graph (or nested body) that torch.compile captured, before and after."""
 
     before: str
+    """As Python code with shapes."""
     after: str
+    nodes_before: tuple[GraphNode, ...] = ()
+    nodes_after: tuple[GraphNode, ...] = ()
 
     @property
     def diff(self) -> str:
         """Unified diff from `before` to `after`; empty when nothing changed."""
-        lines = difflib.unified_diff(
-            self.before.splitlines(), self.after.splitlines(), "before", "after", lineterm="", n=3
-        )
-        return "\n".join(lines)
+        return _diff(self.before.splitlines(), self.after.splitlines())
+
+    @property
+    def short_diff(self) -> str:
+        """The same with a line a node."""
+        return _diff([*map(str, self.nodes_before)], [*map(str, self.nodes_after)])
+
+
+def _diff(before: list[str], after: list[str]) -> str:
+    return "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm="", n=3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +131,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     with contextlib.ExitStack() as stack:
         stack.enter_context(session.prepared(patterns))
         stack.enter_context(compat.fresh_capture())
-        stack.enter_context(_random_state_kept(args, kwargs))
+        stack.enter_context(random_state_kept(args, kwargs))
         fn, args, kwargs = _isolated(fn, args, kwargs, stack)
         torch.compile(fn, backend=backend)(*args, **kwargs)
     if fresh:
@@ -131,9 +147,11 @@ class _Capture:
         self._graphs = graphs
 
     def __call__(self, graph: fx.Graph) -> None:
-        before = compat.graph_text(graph)
+        before, nodes = compat.graph_text(graph), describe(graph)
         self._pass(graph)
-        self._graphs.append(ExplainedGraph(before, compat.graph_text(graph)))
+        self._graphs.append(
+            ExplainedGraph(before, compat.graph_text(graph), nodes, describe(graph))
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Capture:
         return self
@@ -192,6 +210,7 @@ def _modules_of(fn: Any) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """The module's buffers hold after the block what they held before."""
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -202,7 +221,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _random_state_kept(*trees: Any) -> Iterator[None]:
+def random_state_kept(*trees: Any) -> Iterator[None]:
+    """The random state of the CPU and of the devices of all tensors in `trees` is put back after the block."""
     tensors = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)):

@@ -260,13 +260,18 @@ def _render_rewrite(rewrite: Rewrite, times: int) -> list[str]:
     facts = [("replaced", f"{', '.join(_runs(rewrite.replaced))} -> {rewrite.op}")]
     if rewrite.inputs:
         facts.append(
-            ("inputs", ", ".join(_tensor(shape, dtype) for shape, dtype in rewrite.inputs))
+            ("inputs", ", ".join(tensor_text(shape, dtype) for shape, dtype in rewrite.inputs))
         )
     if rewrite.bytes_saved:
         facts.append(("saved", f"{_bytes(rewrite.bytes_saved)} no longer kept for backward"))
     if rewrite.note:
         facts.append(("note", rewrite.note))
     return lines + [f"      {label:<9}{text}" for label, text in facts]
+
+
+def rewrite_text(rewrite: Rewrite) -> str:
+    """One rewrite as the report words it."""
+    return "\n".join(_render_rewrite(rewrite, 1))
 
 
 def _saved(rewrites: Iterable[Rewrite]) -> int:
@@ -282,7 +287,8 @@ def _runs(names: Iterable[str]) -> list[str]:
     return [name if times == 1 else f"{times} x {name}" for name, times in counted.items()]
 
 
-def _tensor(shape: Shape, dtype: torch.dtype | None) -> str:
+def tensor_text(shape: Shape, dtype: torch.dtype | None) -> str:
+    """A tensor as reports write it: "float32[2, 40]"."""
     return f"{_dtype(dtype)}[{', '.join(map(str, shape))}]"
 
 

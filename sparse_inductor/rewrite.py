@@ -67,6 +67,10 @@ class RewritePass:
     def __call__(self, graph: fx.Graph) -> None:
         self.run(graph)
 
+    # Inductor deep-copies its configuration; a copy would write into a report of its own.
+    def __deepcopy__(self, memo: dict[int, Any]) -> RewritePass:
+        return self
+
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
         started = time.perf_counter()

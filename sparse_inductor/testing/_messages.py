@@ -1,0 +1,63 @@
+"""What a failing assertion shows: the nearest miss, the rewrites, the graph and its difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..explanation import Explanation
+from ..pattern import Pattern
+from ..records import Report, rewrite_text
+
+__all__ = ["failure", "nearest", "shown_rewrites"]
+
+# A model's graph has thousands of lines; a test's has a few dozen.
+LINES = 120
+
+
+def failure(headline: str, details: Iterable[str], explanation: Explanation) -> str:
+    """The message: what was expected, what is known about it, the graphs."""
+    parts = [headline, *details, *map(_break, explanation.graph_breaks)]
+    if not explanation.graphs:
+        parts.append("torch.compile captured no graph of this function")
+    for at, graph in enumerate(explanation.graphs):
+        title = "graph" if len(explanation.graphs) == 1 else f"graph {at}"
+        parts.append(f"{title}:\n{_cut(map(str, graph.nodes_before))}")
+        if graph.short_diff:
+            parts.append(f"changed in it:\n{_cut(graph.short_diff.splitlines())}")
+    return "\n\n".join(parts)
+
+
+def nearest(explanation: Explanation, pattern: Pattern) -> str:
+    """The near misses of a pattern; where there are none, what it looks for."""
+    misses = [m for m in explanation.report.near_misses if m.pattern == pattern.name]
+    if misses:
+        lines = [f"nearest miss of {pattern.name}:"]
+        for miss in misses:
+            lines.append(f"  {miss.location}  {miss.source}".rstrip())
+            lines.append(f"      because {miss.reason}")
+        return "\n".join(lines)
+    anchors = ", ".join(sorted(pattern.anchors))
+    return (
+        f"nothing here resembles {pattern.name}: no near miss was reported. It looks for a "
+        f"subgraph that ends in one of: {anchors}"
+    )
+
+
+def shown_rewrites(source: Explanation | Report, patterns: Iterable[str]) -> str:
+    """The rewrites of some patterns, as the report words them."""
+    report = source.report if isinstance(source, Explanation) else source
+    names = set(patterns)
+    found = [r for r in report.rewrites if r.pattern in names]
+    return "\n".join(["rewritten:", *(f"  {r.pattern}\n{rewrite_text(r)}" for r in found)])
+
+
+def _break(one: object) -> str:
+    location, reason = getattr(one, "location", "?"), getattr(one, "reason", "")
+    return f"graph break at {location}: {reason.splitlines()[0] if reason else ''}"
+
+
+def _cut(lines: Iterable[str]) -> str:
+    listed = list(lines)
+    if len(listed) > LINES:
+        listed[LINES:] = [f"... {len(listed) - LINES} more lines"]
+    return "\n".join(f"  {line}" for line in listed)

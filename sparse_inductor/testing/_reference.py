@@ -1,0 +1,279 @@
+"""Does the rewritten program compute what the unrewritten one does?"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from .. import compat, session
+from ..accuracy import (
+    Comparison,
+    InDouble,
+    compare,
+    cotangents,
+    gradients,
+    tensors_in,
+    to_double,
+)
+from ..explanation import Explanation, explain, random_state_kept
+from ..pattern import Pattern
+from ..records import Report
+from ..rewrite import RewritePass
+from ..slots import slot_value
+from ._assertions import known
+from ._copying import private_copy
+from ._messages import failure, nearest, shown_rewrites
+from ._variation import varied
+
+__all__ = ["assert_matches_reference"]
+
+SHOWN = 8  # complaints a message
+
+
+def assert_matches_reference(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    grads: bool = True,
+    dtypes: Iterable[torch.dtype] | None = None,
+    dynamic: bool | Sequence[bool | None] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    only: str | Iterable[str] | None = None,
+    vary: int = 3,
+    codegen: bool = False,
+    must_rewrite: bool = True,
+) -> None:
+    """Assert that `fn(*args)` computes the same when it is rewritten.
+
+    Runs three programs on the same inputs: rewritten, as written, and as written in fp64 throughout. Every tensor in
+    the result, and every gradient for fixed random cotangents, has to be as close to the fp64 one as the unrewritten
+    program's is, up to the rounding of its dtype, and infinite or NaN in the same places; shapes, dtypes and integers
+    have to be equal.
+
+    Args:
+        fn: a module, or a function; modules that it names in its closure or globals are found.
+        args, kwargs: what it is called with.
+        grads: run with gradients too, and compare those of everything that requires one.
+        dtypes: floating-point dtypes to convert parameters and floating-point inputs to, one run each; None: as is.
+        dynamic: what `torch.compile` is told about sizes, or several such values, one run each.
+        only: names of the patterns that are on; default those of the enabled session, without one all.
+        vary: further runs on inputs and parameters drawn around the given ones, so that a bias of zeros or a mask of
+            ones hides nothing. Shapes, signs of inputs, integers other than 0 and 1 and the values of tensors with
+            few distinct ones are kept; 0 turns it off.
+        codegen: let Inductor generate and run code; else its passes and autograd run, and ATen executes the result.
+        must_rewrite: fail where nothing was rewritten, because then nothing was compared.
+
+    Raises AssertionError; ValueError when `grads` is asked for and nothing requires a gradient, or for an unknown
+    pattern name; and whatever `fn` raises.
+    """
+    fn, args, kwargs = compat.uncompiled(fn), tuple(args), dict(kwargs or {})
+    patterns = _patterns(only)
+    if grads and not _Program(fn, None).leaves(args, kwargs):
+        raise ValueError(
+            "grads=True, but neither a parameter of fn nor an argument requires a gradient: "
+            "let one require it, or pass grads=False"
+        )
+    choices = dynamic if isinstance(dynamic, Sequence) else [dynamic]
+    for dtype in [None] if dtypes is None else list(dtypes):
+        for sizes in choices:
+            for training in (False, True) if grads else (False,):
+                run = _Run(fn, args, kwargs, dtype, sizes, training, patterns, codegen)
+                run.check(vary, must_rewrite)
+
+
+def _patterns(only: str | Iterable[str] | None) -> list[Pattern]:
+    if only is None:
+        return session.current_patterns()
+    return [known(name) for name in ([only] if isinstance(only, str) else only)]
+
+
+@dataclasses.dataclass
+class _Result:
+    """What a program computed, and the cotangents that its gradients are for."""
+
+    outputs: list[torch.Tensor]
+    grads: list[torch.Tensor | None]
+    cotangents: list[torch.Tensor | None]
+
+
+class _Program:
+    """A copy of `fn` to run; its parameters can be set without touching the caller's."""
+
+    def __init__(self, fn: Any, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.fn, self.modules = private_copy(fn)
+        for module in self.modules:
+            module.to(dtype)
+        self.call = self.fn
+        self.parameters = _parameters(self.modules)
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Sequence[torch.Tensor],
+        training: bool,
+        cotangent: list[torch.Tensor | None] | None = None,
+    ) -> _Result:
+        with torch.no_grad():
+            for mine, value in zip(self.parameters.values(), parameters, strict=True):
+                mine.copy_(value)
+        args, kwargs = pytree.tree_map(self.own, (args, kwargs))
+        with random_state_kept(args, kwargs):
+            torch.manual_seed(0)
+            with torch.set_grad_enabled(training):
+                outputs = tensors_in(self.call(*args, **kwargs))
+            if not training:
+                return _Result(outputs, [], [])
+            drawn = cotangents(outputs) if cotangent is None else cotangent
+            found = gradients(outputs, [*self.leaves(args, kwargs).values()], drawn)
+        return _Result([o.detach() for o in outputs], found, drawn)
+
+    def leaves(self, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
+        """What gradients are asked for, by name: parameters, then inputs."""
+        inputs = {f"input {i}": t for i, t in enumerate(_tensors((args, kwargs)))}
+        return {n: t for n, t in (self.parameters | inputs).items() if t.requires_grad}
+
+    def own(self, value: Any) -> Any:
+        """A copy: a program may write to what it is given."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        new = value.detach().clone()
+        if self.dtype is not None and new.is_floating_point():
+            new = new.to(self.dtype)
+        return new.requires_grad_(value.requires_grad)
+
+
+class _Run:
+    """One combination of dtype, dynamic sizes and mode."""
+
+    def __init__(
+        self,
+        fn: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dtype: torch.dtype | None,
+        dynamic: bool | None,
+        training: bool,
+        patterns: list[Pattern],
+        codegen: bool,
+    ) -> None:
+        self.fn, self.args, self.kwargs = fn, args, kwargs
+        self.training, self.patterns = training, patterns
+        self.report = Report()
+        self.plain = _Program(fn, dtype)
+        self.truth = _Program(fn, torch.float64)
+        self.rewritten = _Program(fn, dtype)
+        self.title = ", ".join(
+            [
+                str(dtype or "dtypes as given").removeprefix("torch."),
+                "training" if training else "inference",
+                *(() if dynamic is None else (f"dynamic={dynamic}",)),
+            ]
+        )
+        rewriting = RewritePass(patterns, self.report)
+
+        def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            slot = slot_value([*session.users_passes(), rewriting])
+            with compat.patched_settings(pre_grad_custom_pass=slot):
+                return compat.compile_graph(gm, inputs, codegen)
+
+        self.rewritten.call = torch.compile(self.rewritten.fn, backend=backend, dynamic=dynamic)
+
+    def check(self, vary: int, must_rewrite: bool) -> None:
+        parameters = self.plain.parameters.values()
+        values = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters]
+        given = (self.args, self.kwargs, values)
+        with session.prepared(self.patterns), compat.fresh_capture():
+            for number in range(vary + 1):
+                args, kwargs, values = varied(given, number) if number else given
+                found = self._compare(args, kwargs, values, tolerant=bool(number))
+                if must_rewrite and not self.report.rewrites:
+                    self._fail("nothing was rewritten, so there is nothing to compare", [])
+                wrong = [c for c in found if not c.ok]
+                if wrong:
+                    on = f"inputs varied, draw {number}" if number else "inputs as given"
+                    shown = [f"  {c}" for c in wrong[:SHOWN]]
+                    if len(wrong) > SHOWN:
+                        shown.append(f"  and {len(wrong) - SHOWN} more")
+                    self._fail(f"the rewritten program computes something else ({on})", shown)
+
+    def _compare(
+        self, args: Any, kwargs: Any, parameters: list[torch.Tensor], tolerant: bool
+    ) -> list[Comparison]:
+        try:
+            plain = self.plain.run(args, kwargs, parameters, self.training)
+        except Exception:
+            if tolerant:
+                return []  # a program need not take inputs that nobody gave it
+            raise
+        # From what the program is given in its own dtype: rounding that is no error of anybody's.
+        wide_args, wide_kwargs = pytree.tree_map(
+            lambda t: to_double(self.plain.own(t)), (args, kwargs)
+        )
+        with _in_double():
+            truth = self.truth.run(
+                wide_args, wide_kwargs, parameters, self.training, plain.cotangents
+            )
+        got = self.rewritten.run(args, kwargs, parameters, self.training, plain.cotangents)
+        return _comparisons(got, plain, truth, [*self.plain.leaves(args, kwargs)])
+
+    def _fail(self, headline: str, details: list[str]) -> None:
+        explanation = self._explained()
+        if self.report.rewrites:
+            after = shown_rewrites(self.report, {r.pattern for r in self.report.rewrites})
+        else:
+            after = "\n".join(nearest(explanation, p) for p in self.patterns)
+        text = "\n".join([f"{headline} [{self.title}]", *details])
+        raise AssertionError(failure(text, [after], explanation))
+
+    def _explained(self) -> Explanation:
+        with torch.set_grad_enabled(self.training):
+            return explain(self.fn, *self.args, **self.kwargs)
+
+
+def _parameters(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """The parameters of all modules by name, each once."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            found.setdefault(id(parameter), (name, parameter))
+    names: dict[str, torch.Tensor] = {}
+    for name, parameter in found.values():
+        names[name if name not in names else f"{name} ({len(names)})"] = parameter
+    return names
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def _in_double() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(InDouble())
+        yield
+
+
+def _comparisons(
+    got: _Result, plain: _Result, truth: _Result, names: Sequence[str]
+) -> list[Comparison]:
+    """All comparisons of outputs and gradients; `names` are those of the leaves."""
+    if not len(got.outputs) == len(plain.outputs) == len(truth.outputs):
+        text = f"there are {len(got.outputs)} tensors, unrewritten {len(plain.outputs)}"
+        return [Comparison("result", text)]
+    found = []
+    for i, three in enumerate(zip(got.outputs, plain.outputs, truth.outputs, strict=True)):
+        ties = not three[0].is_floating_point()
+        found.append(compare(f"output {i} {list(three[1].shape)}", *three, ties=ties))
+    for i, three in enumerate(zip(got.grads, plain.grads, truth.grads, strict=True)):
+        found.append(compare(f"gradient of {names[i]}", *three, ties=True))
+    return found

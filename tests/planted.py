@@ -1,0 +1,220 @@
+"""Twenty-odd mistakes that a rewrite of the SPLADE head could hold, each to be planted for a test.
+
+A bug is planted where such a mistake would be made: in what the pattern puts into the graph, or in the operator. Each
+names the program that shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from sparse_inductor.epilogue.plan import Lowered
+from sparse_inductor.epilogue.steps import Program, Step
+from sparse_inductor.match.chain import Chain
+from sparse_inductor.ops import _linear_max_aten as aten
+
+HeadMatch = importlib.import_module("sparse_inductor.patterns.splade_head").HeadMatch
+op = importlib.import_module("sparse_inductor.ops.splade_head")  # its name in ops is the function
+
+# As many sequences as positions, so that a wrong dimension is no wrong shape.
+B = S = 6
+D, V = 8, 40
+
+
+class Head(nn.Module):
+    def __init__(self, pool: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.decoder = nn.Linear(D, V)
+        self.pool = pool
+
+    def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> Any:
+        return self.pool(self.decoder(hidden), mask)
+
+
+def _splade(z: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).amax(1)
+
+
+def _soft_cap(z: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return (torch.log1p(torch.relu(torch.tanh(z / 2) * 2)) * m.unsqueeze(-1)).amax(1)
+
+
+def _positions(z: torch.Tensor, m: torch.Tensor) -> Any:
+    return torch.max(torch.log1p(torch.relu(z)).masked_fill(m[..., None] == 0, -1.0), dim=1)
+
+
+PROGRAMS = {"splade": _splade, "soft_cap": _soft_cap, "positions": _positions}
+
+
+def program(name: str) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """A head and its arguments: the last sequences are shorter, one is empty."""
+    model = Head(PROGRAMS[name])
+    torch.manual_seed(0)
+    hidden = torch.randn(B, S, D, requires_grad=True)
+    lengths = torch.tensor([S, S, 5, 4, 2, 0])
+    return model, (hidden, (torch.arange(S) < lengths[:, None]).long())
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    name: str
+    plant: Callable[[], contextlib.AbstractContextManager[Any]]
+    program: str = "splade"
+    backward: bool = False
+    """Only gradients are wrong."""
+
+
+def _weight_and_bias(change: Callable[..., Any]) -> Callable[[], Any]:
+    original = Chain.weight_and_bias
+
+    def wrong(self: Chain, e: Any) -> Any:
+        return change(e, *original(self, e))
+
+    return lambda: mock.patch.object(Chain, "weight_and_bias", wrong)
+
+
+def _rows(change: Callable[..., Any]) -> Callable[[], Any]:
+    original = Chain.row_operands
+
+    def wrong(self: Chain, e: Any) -> Any:
+        return [change(e, r) for r in original(self, e)]
+
+    return lambda: mock.patch.object(Chain, "row_operands", wrong)
+
+
+def _stand_in(change: Callable[..., Any]) -> Callable[[], Any]:
+    original = Chain.stand_in
+
+    def wrong(self: Chain, e: Any, upto: int | None = None) -> Any:
+        return change(e, original(self, e, upto))
+
+    return lambda: mock.patch.object(Chain, "stand_in", wrong)
+
+
+def _program(change: Callable[[Program], Program]) -> Callable[[], Any]:
+    original = HeadMatch.replace
+
+    def wrong(self: Any) -> None:
+        self.program = change(self.program)
+        original(self)
+
+    return lambda: mock.patch.object(HeadMatch, "replace", wrong)
+
+
+def _without(*names: str) -> Callable[[Program], Program]:
+    return lambda steps: tuple(s for s in steps if s.fn not in names)
+
+
+def _no_mask() -> Any:
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(Chain, "row_operands", lambda self, e: []))
+    stack.enter_context(_program(_without("row_mul", "row_where"))())
+    return stack
+
+
+def _forward(change: Callable[..., Any]) -> Callable[[], Any]:
+    original = aten.forward
+
+    def wrong(*args: Any) -> Any:
+        return change(*original(*args))
+
+    return lambda: mock.patch.object(aten, "forward", wrong)
+
+
+def _fill(value: float) -> Callable[[], Any]:
+    original = op._lower
+
+    def wrong(*args: Any) -> Lowered:
+        low = original(*args)
+        fill = None if low.fill is None else torch.full_like(low.fill, value)
+        return dataclasses.replace(low, fill=fill)
+
+    return lambda: mock.patch.object(op, "_lower", wrong)
+
+
+def _gradients(change: Callable[..., Any]) -> Callable[[], Any]:
+    original = aten.backward
+
+    def wrong(*args: Any) -> Any:
+        return change(*original(*args))
+
+    return lambda: mock.patch.object(aten, "backward", wrong)
+
+
+def _entries(change: Callable[..., Any]) -> Callable[[], Any]:
+    original = aten.slopes
+
+    def wrong(*args: Any) -> Any:
+        return change(*original(*args))
+
+    return lambda: mock.patch.object(aten, "slopes", wrong)
+
+
+@contextlib.contextmanager
+def _flat_slope() -> Iterator[None]:
+    with mock.patch.object(aten, "dual", lambda steps, y, rows=(): (y, torch.ones_like(y))):
+        yield
+
+
+def _all(t: Any) -> Any:
+    return t if t is None else torch.zeros_like(t)
+
+
+def _turned(e: Any, t: Any) -> Any:
+    return e.method("transpose", t, 0, 1)
+
+
+def _wrong_dimension() -> Any:
+    stack = contextlib.ExitStack()
+    stack.enter_context(_stand_in(_turned)())
+    stack.enter_context(_rows(_turned)())
+    return stack
+
+
+BUGS = (
+    # What the pattern puts in
+    Bug("bias dropped", _weight_and_bias(lambda e, w, b: (w, None))),
+    Bug("bias twice", _weight_and_bias(lambda e, w, b: (w, e.method("mul", b, 2)))),
+    Bug("bias of the neighbour", _weight_and_bias(lambda e, w, b: (w, e.method("roll", b, 1)))),
+    Bug("weight of the neighbour", _weight_and_bias(lambda e, w, b: (e.method("roll", w, 1, 0), b))),
+    Bug("minimum", _weight_and_bias(lambda e, w, b: (e.method("neg", w), b))),
+    Bug("wrong dimension", _wrong_dimension),
+    Bug("precision lost", _stand_in(lambda e, x: e.method("to", e.method("bfloat16", x), torch.float32))),
+    Bug("mask dropped", _no_mask),
+    Bug("mask inverted", _rows(lambda e, r: e.method("eq", r, 0))),
+    Bug("mask of the next token", _rows(lambda e, r: e.method("roll", r, 1, 1))),
+    Bug("mask of the next sequence", _rows(lambda e, r: e.method("roll", r, 1, 0))),
+    Bug("relu dropped", _program(_without("relu"))),
+    Bug("log1p dropped", _program(_without("log1p"))),
+    Bug(
+        "log instead of log1p",
+        _program(lambda steps: tuple(Step("log") if s.fn == "log1p" else s for s in steps)),
+    ),
+    Bug("steps in another order", _program(lambda steps: (steps[1], steps[0], *steps[2:]))),
+    Bug(
+        "wrong constant",
+        _program(lambda steps: tuple(Step("mul", (2.1,)) if s.consts == (2.0,) else s for s in steps)),
+        "soft_cap",
+    ),
+    Bug("tanh dropped", _program(_without("tanh")), "soft_cap"),
+    # What the operator computes
+    Bug("fill of an empty sequence", _fill(0.5)),
+    Bug("last sequence not written", _forward(lambda v, w, p: (torch.cat([v[:-1], v[:1]]), w, p))),
+    Bug("positions off by one", _forward(lambda v, w, p: (v, None if w is None else (w + 1) % S, p)), "positions"),
+    # What its backward computes
+    Bug("gradient of the bias dropped", _gradients(lambda h, w, b: (h, w, _all(b))), backward=True),
+    Bug("gradient of the weight dropped", _gradients(lambda h, w, b: (h, _all(w), b)), backward=True),
+    Bug("gradient doubled", _gradients(lambda h, w, b: (h * 2, w, b)), backward=True),
+    Bug("slope of log1p forgotten", _flat_slope, backward=True),
+    Bug("gradient at the wrong position", _entries(lambda b, v, s, g: (b, v, (s + 1) % S, g)), backward=True),
+    Bug("gradient of the wrong sequence", _entries(lambda b, v, s, g: ((b + 1) % B, v, s, g)), backward=True),
+)  # fmt: skip

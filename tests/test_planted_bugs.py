@@ -1,0 +1,26 @@
+"""A mistake in a rewrite does not pass: neither a test that compares with the reference, nor verify."""
+
+from __future__ import annotations
+
+import pytest
+
+from planted import BUGS, PROGRAMS, Bug, program
+from sparse_inductor.testing import assert_matches_reference
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_without_a_bug_nothing_is_caught(name):
+    assert_matches_reference(*program(name))
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught_by_comparing_with_the_reference(bug: Bug):
+    with bug.plant(), pytest.raises(AssertionError, match="computes something else") as caught:
+        assert_matches_reference(*program(bug.program))
+    message = str(caught.value)
+    assert ("training" if bug.backward else "inference") in message.splitlines()[0]
+    assert ("gradient of" if bug.backward else "output ") in message
+
+
+def test_there_are_enough_of_them():
+    assert len(BUGS) >= 20 and len({bug.name for bug in BUGS}) == len(BUGS)
