@@ -162,7 +162,8 @@ class _Run:
                 with self._guarded(pattern, matches[0].anchor):
                     kept, missed = resolve(matches, view)
                     mine = [_Candidate(pattern, match) for match in kept]
-                    misses += [(pattern.name, miss, miss.node) for miss in missed]
+                    # No anchor: what another pattern makes of the node is no answer to this miss.
+                    misses += [(pattern.name, miss, None) for miss in missed]
             accepted += mine
         return accepted
 

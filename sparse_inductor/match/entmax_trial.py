@@ -121,7 +121,7 @@ class Trial:
             x = rows if axis < self.dim else rows.t()
         else:
             x = rows
-        p = run(self.view, piece, {self.source: x.reshape(sizes)}, self.source)
+        p = run(self.view, piece, {self.source: x.reshape(sizes)}, self.source, self.dim)
         if p.dim() != len(sizes) or list(p.shape) != sizes:
             raise Untestable(f"the result has shape {tuple(p.shape)}")
         p = p.movedim(self.dim, -1).reshape(rows.shape)

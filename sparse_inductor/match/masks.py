@@ -172,8 +172,7 @@ def _computes_triangle(view: GraphView, mask: Placed) -> bool:
         keep = run(view, piece, {}, None)
     except Untestable:
         return False
-    if keep.dtype != torch.bool:
-        return False
+    keep = keep != 0
     rows, columns = shape[-2:]
     triangle = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
     return bool(torch.equal(keep.reshape(rows, columns), ~triangle if mask.negate else triangle))

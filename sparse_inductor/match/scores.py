@@ -17,7 +17,7 @@ from torch import fx
 
 from .axes import VIEWS, Axis, above, placed
 from .contraction import Contraction, contraction
-from .graph import GraphView, label, same_size
+from .graph import GraphView, fake, label, same_size
 from .names import Call
 from .shapes import Decline
 
@@ -30,6 +30,7 @@ _ABSORBS = 1e30
 _NOT_LINEAR = frozenset(
     "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
 )
+_PRODUCTS = frozenset("matmul linear addmm mv inner einsum".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,8 @@ class _Step:
         handler = getattr(self, f"_{name}", None) if name in _HANDLED else None
         if handler is not None:
             return handler()
+        if name in _PRODUCTS:
+            raise self.decline("the scores are a product with a single vector, or a linear map")
         if name in _NOT_LINEAR:
             raise self.decline(f"{name} between the product and the normalisation is not linear")
         raise self.decline(f"{name} between the product and the normalisation is not followed")
@@ -169,6 +172,8 @@ class _Step:
             known = self.const(c)
             if known is not None and self.view.is_tensor(x):
                 return self._scaled(self.up(x), known)
+            if self.view.is_tensor(x) and not self.view.is_tensor(c):
+                return self._factor(self.up(x), c, divides=False)
         found, other = self._pick(a, b)
         return self._factor(found, other, divides=False)
 
@@ -181,16 +186,17 @@ class _Step:
             if known == 0:
                 raise self.decline("division by zero")
             return self._scaled(self.up(a), 1 / known)
-        if not self.view.is_tensor(b):
-            raise self.decline("the scale is a number known only at run time")
         return self._factor(self.up(a), b, divides=True)
 
     def _factor(self, found: Scores, other: Any, divides: bool) -> Scores:
-        if not self.view.is_tensor(other):
-            raise self.decline("the scale is a number known only at run time")
         if found.masks or found.biases:
             raise self.decline("masked or biased scores are multiplied by a tensor")
-        found.factors.append(self._place(other, divides=divides))
+        if isinstance(fake(other), (torch.SymInt, torch.SymFloat)):  # a scale made of sizes
+            found.factors.append(Placed(other, self.node, (), divides=divides))
+        elif self.view.is_tensor(other):
+            found.factors.append(self._place(other, divides=divides))
+        else:
+            raise self.decline("the scale is a number known only at run time")
         return found
 
     def _add(self) -> Scores:
@@ -311,7 +317,7 @@ class _Step:
         if fill > -1e3:
             raise self.decline(f"masked scores become {fill:g}, which is no exclusion")
         # In 16 bits a number is rounded before it is filled in.
-        dtype = self.view.dtype(self.node)
+        dtype = self.view.dtype(x)  # an assignment has no type of its own
         fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
         if found.shifted and fill != -math.inf:
             raise self.decline("a constant is added to scores that are masked with a number")

@@ -101,38 +101,66 @@ def _attribute(node: fx.Node) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
-    """The sizes a graph was made for, and those it is run with instead."""
+    """The sizes a graph was made for, and those it is run with instead. Where two axes have one symbol, it
+    stands for the size of axis `first`."""
 
     made_for: tuple[Any, ...]
     run_with: tuple[int, ...]
+    first: int = 0
+
+    def pairs(self) -> list[tuple[Any, int]]:
+        pairs = list(zip(self.made_for, self.run_with))
+        return [*pairs[self.first :], *pairs[: self.first]]
 
     def of(self, size: Any) -> int:
         known = static_size(size)
-        for mine, theirs in zip(self.made_for, self.run_with):
+        for mine, theirs in self.pairs():
             if known is None and same_size(mine, size):
                 return theirs
-        if known is None:
-            raise Untestable(f"the size {size} is not one of the rows'")
+        if known is None:  # made of the rows' sizes, such as n + 1
+            numbers = {
+                mine.node.expr: theirs
+                for mine, theirs in reversed(self.pairs())
+                if isinstance(mine, torch.SymInt)
+            }
+            expression = size.node.expr.xreplace(numbers)
+            if not expression.is_Integer:
+                raise Untestable(f"the size {size} is not one of the rows'")
+            return int(expression)
         return known
 
     def literal(self, value: Any) -> Any:
         """A list of sizes in which those of the rows stand as numbers."""
         if len(value) != len(self.made_for):
             return value
-        return type(value)(
-            new if isinstance(v, int) and isinstance(old, int) and v == old else v
+        return tuple(
+            new if self._is(v, old) else v
             for v, old, new in zip(value, self.made_for, self.run_with)
         )
 
+    @staticmethod
+    def _is(v: Any, size: Any) -> bool:
+        if isinstance(v, fx.Node):
+            v = fake(v)
+            return isinstance(v, torch.SymInt) and same_size(v, size)
+        return isinstance(v, int) and isinstance(size, int) and v == size
+
 
 def run(
-    view: GraphView, piece: Region, values: dict[fx.Node, torch.Tensor], leaf: fx.Node | None
+    view: GraphView,
+    piece: Region,
+    values: dict[fx.Node, torch.Tensor],
+    leaf: fx.Node | None,
+    dim: int = 0,
 ) -> torch.Tensor:
-    """The output for concrete leaves; `leaf` is the one whose shape says how sizes have changed (None: no one).
+    """The output for concrete leaves; `leaf` is the one whose shape says how sizes have changed (None: no one),
+    that of axis `dim` before all.
 
     Raises Untestable where the piece fails on them.
     """
-    sizes = _Sizes((), ()) if leaf is None else _Sizes(view.shape(leaf), tuple(values[leaf].shape))
+    sizes = _Sizes((), ())
+    if leaf is not None:
+        sizes = _Sizes(view.shape(leaf), tuple(values[leaf].shape), dim)
     env: dict[fx.Node, Any] = dict(values)
     was_on = torch.is_grad_enabled()
     try:

@@ -101,7 +101,7 @@ def bmm_of_merged_heads(q, k, v, mask):
 def baddbmm_alpha(q, k, v, mask):
     """Bloom and Megatron: torch.baddbmm(empty, q, k, beta=0, alpha=scale)"""
     q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
-    room = torch.empty(B * H, L, L)
+    room = q.new_zeros(B * H, L, L)
     scores = torch.baddbmm(room, q, k.transpose(1, 2), beta=0.0, alpha=SCALE)
     attn = entmax.entmax15(scores.view(B, H, L, L), dim=-1)
     return torch.bmm(attn.view(B * H, L, L), v)
@@ -261,7 +261,7 @@ def single_head_of_other_width(q, k, v):
     return entmax.entmax15(q @ k.transpose(1, 2) / 3.0, dim=2) @ v
 
 
-@attention(inputs=lambda: (normal((D,), 1), normal((B, L, D), 2)))
+@attention(pattern="entmax", inputs=lambda: (normal((D,), 1), normal((B, L, D), 2)))
 def pooling_by_a_learned_query(query, states):
     """attention pooling: one query vector for a batch of sequences"""
     scores = torch.matmul(states, query)

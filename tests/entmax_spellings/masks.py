@@ -201,7 +201,7 @@ def gpt2_then_padding(q, k, v, mask):
     """the triangle filled with min, then an additive padding mask"""
     low = torch.finfo(q.dtype).min
     scores = torch.where(torch.ones(L, L).tril().bool(), q @ k.mT * SCALE, low)
-    scores = scores + (1.0 - mask[:, None, None].float()) * low
+    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * low
     return entmax.entmax15(scores, dim=-1) @ v
 
 

@@ -111,7 +111,7 @@ def renormalised_after_mask(q, k, v, mask):
 @seen("the heads are mixed before the values", pattern="entmax_attention")
 def talking_heads(q, k, v, mask):
     """talking heads"""
-    mix = torch.eye(H) + 0.1
+    mix = torch.eye(H, dtype=q.dtype) + 0.1
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return torch.einsum("gh,bhij->bgij", mix, attn) @ v
 

@@ -1,0 +1,195 @@
+"""Entmax attention: scores, entmax over the keys, values -> `entmax_attention`.
+
+    p = entmax_alpha(where(mask, scale * (q @ k^T) + bias, fill), dim=-1)      [B, H, Lq, Lk]
+    p @ v                                                                      [B, H, Lq, Dv]
+        ->  entmax_attention(q, k, v, alpha, scale, mask, bias, causal, fill)
+
+The probabilities never exist, so nobody else may read them: where somebody does, or dropout acts on them, the pattern
+`entmax` takes the transformation alone. Sources: AdaSplash (Goncalves et al. 2025); Peters et al. 2019.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.match.attention import Attention, read_attention
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.leaves import show_entmax
+from sparse_inductor.match.readers import check_memory, without_outside_readers
+from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.values import swallowed
+from sparse_inductor.pattern import Example, Miss
+
+NAME = "entmax_attention"
+OP = "sparse_inductor::entmax_attention"
+DEVICES = ("cpu", "cuda")
+_PRODUCTS = frozenset("matmul mm bmm einsum sum".split())
+
+
+@dataclasses.dataclass
+class AttentionMatch:
+    """A recognised attention, ready to be replaced."""
+
+    found: Attention
+    swallowed: tuple[fx.Node, ...]
+    bytes_saved: int | None
+    pattern: str = NAME
+    op: str = OP
+
+    @property
+    def anchor(self) -> fx.Node:
+        return self.found.node
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(self.found.inputs)
+
+    @property
+    def note(self) -> str:
+        found, alpha = self.found, self.found.found.alpha
+        said = ["alpha is a tensor" if isinstance(alpha, fx.Node) else f"alpha {alpha:g}"]
+        said += ["causal"] if found.causal else []
+        said += ["mask"] if found.masks else []
+        said += ["bias"] if found.biases else []
+        said += ["grouped queries"] if found.group else []
+        note = ", ".join(said)
+        return f"{note}; {found.found.note}" if found.found.note else note
+
+    def replace(self) -> None:
+        self.anchor.replace_all_uses_with(self.found.emit(Emitter(self.anchor)))
+
+
+class EntmaxAttention:
+    """The pattern; see the module docstring."""
+
+    name = NAME
+    op = OP
+    summary = "entmax(q @ k^T + bias) @ v -> entmax_attention(q, k, v, alpha, mask, bias)"
+    anchors = _PRODUCTS
+
+    def setup(self) -> Callable[[], None]:
+        return show_entmax()
+
+    def match(self, node: fx.Node, view: GraphView) -> AttentionMatch | Miss | None:
+        try:
+            return self._match(node, view)
+        except Unknown:
+            return None
+        except Decline as decline:
+            return Miss(decline.reason, decline.node or node)
+
+    def _match(self, node: fx.Node, view: GraphView) -> AttentionMatch | None:
+        if view.batched or view.function_body:
+            return None
+        found = read_attention(view, node)
+        if found is None:
+            return None
+        if fake(node).device.type not in DEVICES:
+            raise Decline(f"there is no operator for {fake(node).device}", node)
+        nodes = swallowed(view, found.nodes)
+        check_memory(view, found.reads, nodes, node, "between the scores and the values")
+        return AttentionMatch(found, nodes, _bytes_saved(view, found))
+
+    def resolve(
+        self, matches: Sequence[AttentionMatch], view: GraphView
+    ) -> tuple[list[AttentionMatch], list[Miss]]:
+        return without_outside_readers(matches, view, _name)
+
+    examples: Sequence[Example] = ()
+    near_misses: Sequence[Example] = ()
+
+
+def _name(match: AttentionMatch, node: fx.Node) -> str:
+    if node is match.found.found.node or node in match.found.path:
+        return "the probabilities are"
+    if node in match.found.scores.nodes:
+        return "the scores are"
+    return f"the result of {label(node)} is"
+
+
+def _bytes_saved(view: GraphView, found: Attention) -> int | None:
+    """What a training step keeps of the probabilities."""
+    if not torch.is_grad_enabled() or not fake(found.node).requires_grad:
+        return 0
+    sizes = view.shape(found.found.node)
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    return math.prod(sizes) * fake(found.found.node).dtype.itemsize
+
+
+# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
+
+
+def sparsemax(z: torch.Tensor) -> torch.Tensor:
+    """Martins & Astudillo, algorithm 1."""
+    s, _ = torch.sort(z, dim=-1, descending=True)
+    n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype, device=z.device)
+    c = s.cumsum(-1) - 1
+    size = (n * s > c).sum(-1, keepdim=True)
+    return torch.clamp(z - c.gather(-1, size - 1) / size, min=0)
+
+
+def _example(
+    name: str, attend: Callable[..., Any], training: bool = False, reason: str = ""
+) -> Example:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, 2, 6, 8)
+        q, k, v = (torch.randn(shape, generator=generator).requires_grad_(training) for _ in "qkv")
+        mask = torch.arange(6)[None, None, None] < torch.tensor([6, 4])[:, None, None, None]
+        return attend, (q, k, v, mask)
+
+    return Example(name, build, training, reason)
+
+
+EntmaxAttention.examples = (
+    _example("plain", lambda q, k, v, m: sparsemax(q @ k.mT / 8**0.5) @ v, True),
+    _example(
+        "padding",
+        lambda q, k, v, m: sparsemax((q @ k.mT * 0.35).masked_fill(~m, -1e9)) @ v,
+        True,
+    ),
+    _example(
+        "causal",
+        lambda q, k, v, m: sparsemax(q @ k.mT + torch.full((6, 6), -torch.inf).triu(1)) @ v,
+    ),
+    _example(
+        "einsum",
+        lambda q, k, v, m: torch.einsum(
+            "bhij,bhjd->bihd", sparsemax(torch.einsum("bhid,bhjd->bhij", q, k)), v
+        ),
+    ),
+)
+EntmaxAttention.near_misses = (
+    _example(
+        "probabilities_returned",
+        lambda q, k, v, m: ((p := sparsemax(q @ k.mT)) @ v, p),
+        reason="the probabilities are also returned",
+    ),
+    _example(
+        "dropout",
+        lambda q, k, v, m: torch.dropout(sparsemax(q @ k.mT), 0.1, True) @ v,
+        True,
+        "dropout is active",
+    ),
+    _example(
+        "mask_afterwards",
+        lambda q, k, v, m: (sparsemax(q @ k.mT) * m) @ v,
+        reason="changes the probabilities before they weigh the values",
+    ),
+    _example(
+        "over_the_queries",
+        lambda q, k, v, m: sparsemax((q @ k.mT).mT).mT @ v,
+        reason="normalised over another axis",
+    ),
+)
+
+PATTERN = EntmaxAttention()

@@ -1,0 +1,639 @@
+"""An attention read from the product with the values up, and brought into the layout of the operator.
+
+    out = entmax(where(mask, scale * (q @ k^T) + bias, fill)) @ v      q [B, H, Lq, D], k [B, Hkv, Lk, D]
+
+Every axis of every tensor is made of atoms (see `axes`). What an atom is follows from where it occurs: the keys are
+what the values are summed over, a batch is in queries, keys and values, and what only the queries have is a query
+position or one of the heads that share a key head. So grouped queries need no pattern of their own: a repeated key
+head is an atom that queries have and keys have not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .axes import VIEWS, Atom, Axis, above, flat, placed
+from .contraction import Contraction, Operand, contraction
+from .emit import Emitter
+from .entmax import Transform, transform
+from .graph import GraphView, fake, same_size, static_size
+from .masks import as_mask, conjuncts, is_triangle
+from .scores import Placed, Scores, read_scores
+from .shapes import Decline
+
+__all__ = ["Attention", "read_attention"]
+
+_IDENTITY = frozenset("contiguous clone alias lift_fresh positive cast".split())
+_SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
+
+
+@dataclasses.dataclass
+class _Tensor:
+    """An operand and its axes."""
+
+    node: fx.Node
+    axes: list[Axis]
+    reader: fx.Node
+
+    def atoms(self) -> list[Atom]:
+        return [atom for axis in self.axes for atom in flat(axis)]
+
+
+@dataclasses.dataclass
+class Attention:
+    """A whole attention; `emit` puts the operator in."""
+
+    view: GraphView
+    node: fx.Node
+    found: Transform
+    scores: Scores
+    q: _Tensor
+    k: _Tensor
+    v: _Tensor
+    out_axes: list[Axis]
+    batch: list[Atom]
+    shared: list[Atom]  # key heads
+    group: list[Atom]  # query heads of one key head
+    queries: list[Atom]
+    keys: list[Atom]
+    width: list[Atom]  # of the values
+    alpha: Placed | None
+    masks: list[Placed]
+    biases: list[Placed]
+    fill: float
+    causal: bool
+    path: list[fx.Node]  # between the transformation and the product with the values
+    nodes: list[fx.Node]
+    dtype: torch.dtype
+
+    @property
+    def heads(self) -> list[Atom]:
+        return self.shared + self.group
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        beside = [*self.scores.factors, *self.biases, *self.masks]
+        beside += [self.alpha] if self.alpha is not None else []
+        return list(
+            dict.fromkeys([self.q.node, self.k.node, self.v.node, *(p.node for p in beside)])
+        )
+
+    @property
+    def reads(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Inputs, each with the node that reads it."""
+        beside = [*self.scores.factors, *self.biases, *self.masks]
+        beside += [self.alpha] if self.alpha is not None else []
+        return [(t.node, t.reader) for t in (self.q, self.k, self.v)] + [
+            (p.node, p.reader) for p in beside
+        ]
+
+    # Emission
+
+    def emit(self, e: Emitter) -> fx.Node:
+        """Insert the operator; returns what has the shape and dtype of the user's result."""
+        rows = self.queries
+        head, last = self.heads, [_WIDTH]
+        q = self._laid_out(e, self.q, (self.batch, head, rows, last), full=(True, True, True))
+        kv = (self.batch, self.shared, self.keys, last)
+        k = self._laid_out(e, self.k, kv, full=(True, True, True))
+        v = self._laid_out(e, self.v, kv, full=(True, True, True))
+        q, k, v = (self._cast(e, t, self.dtype) for t in (q, k, v))
+        for factor in self.scores.factors:
+            q, k = self._scaled(e, q, k, factor)
+        bias, mask = self._bias(e), self._mask(e)
+        alpha = None if self.alpha is None else self._beside(e, self.alpha)
+        number = 0.0 if isinstance(self.found.alpha, fx.Node) else self.found.alpha
+        out = e.call(
+            torch.ops.sparse_inductor.entmax_attention.default,
+            q, k, v, bias, mask, alpha, None, None,
+            number, self.scores.scale, self.fill, self.causal,
+        )  # fmt: skip
+        out = self._cast(e, out, fake(self.node).dtype)
+        return self._as_user_has_it(e, out)
+
+    def _cast(self, e: Emitter, t: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return t if fake(t).dtype == dtype else e.method("to", t, dtype)
+
+    def _scaled(
+        self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed
+    ) -> tuple[fx.Node, fx.Node]:
+        number = not self.view.is_tensor(factor.node)
+        f = factor.node if number else self._beside(e, factor)
+        combine = operator.truediv if factor.divides else operator.mul
+        if any(atom in self.keys for axis in factor.axes for atom in flat(axis)):
+            f = e.method("transpose", f, -1, -2)
+            return q, self._cast(e, e.call(combine, k, f), self.dtype)
+        return self._cast(e, e.call(combine, q, f), self.dtype), k
+
+    def _beside(self, e: Emitter, p: Placed) -> fx.Node:
+        """[B, H, Lq, Lk] with 1 where the operand does not vary."""
+        groups = (self.batch, self.heads, self.queries, self.keys)
+        return self._laid_out(e, _Tensor(p.node, list(p.axes), p.reader), groups)
+
+    def _mask(self, e: Emitter) -> fx.Node | None:
+        """True where a key is kept."""
+        kept: fx.Node | None = None
+        for mask in self.masks:
+            one = self._kept(e, mask)
+            kept = one if kept is None else e.call(operator.and_, kept, one)
+        return kept
+
+    def _kept(self, e: Emitter, mask: Placed) -> fx.Node:
+        t = self._beside(e, mask)
+        if fake(t).dtype != torch.bool:
+            t = e.call(operator.ne, t, 0)
+        return e.call(operator.invert, t) if mask.negate else t
+
+    def _bias(self, e: Emitter) -> fx.Node | None:
+        total: fx.Node | None = None
+        for bias in self.biases:
+            if bias.fill is not None:
+                keep = self._kept(e, bias)
+                one = e.call(torch.where, keep, 0.0, bias.fill)
+            else:
+                one = self._beside(e, bias)
+                if not fake(one).dtype.is_floating_point:
+                    one = e.method("to", one, torch.float32)
+                if bias.factor != 1:
+                    one = e.call(operator.mul, one, bias.factor)
+            total = one if total is None else e.call(operator.add, total, one)
+        return total
+
+    def _laid_out(
+        self,
+        e: Emitter,
+        t: _Tensor,
+        groups: Sequence[Sequence[Atom]],
+        full: Sequence[bool] = (False, False, False),
+    ) -> fx.Node:
+        """The tensor with one axis a group. A group that it lacks has one element, or is expanded if `full`."""
+        node, have = self._split(e, t)
+        wanted = [atom for group in groups for atom in group if atom in have]
+        order = [have.index(atom) for atom in wanted]
+        if order != sorted(order):
+            node = e.method("permute", node, tuple(order))
+        have = wanted
+        # Atoms that a group has only some of, or has to have all of, are expanded.
+        missing: list[tuple[int, Atom]] = []
+        position = 0
+        layout: list[int] = []  # atoms in each group, after expansion
+        for i, group in enumerate(groups):
+            present = [atom for atom in group if atom in have]
+            whole = bool(present) or (i < len(full) and full[i])
+            for atom in group if whole else ():
+                if atom not in have:
+                    missing.append((position, atom))
+                position += 1
+            layout.append(len(group) if whole else 0)
+        for at, _ in missing:
+            node = e.method("unsqueeze", node, at)
+        if missing:
+            sizes: list[Any] = [-1] * position
+            for at, atom in missing:
+                sizes[at] = self._size(e, atom)
+            node = e.method("expand", node, tuple(sizes))
+        for i, count in enumerate(layout):
+            if count == 0:
+                node = e.method("unsqueeze", node, i)
+            elif count > 1:
+                node = e.method("flatten", node, i, i + count - 1)
+        return node
+
+    def _split(self, e: Emitter, t: _Tensor) -> tuple[fx.Node, list[Atom]]:
+        """One axis an atom: merged axes unflattened, axes of one element gone."""
+        node = t.node
+        have: list[Atom] = []
+        for at in reversed(range(len(t.axes))):
+            parts = flat(t.axes[at])
+            if not parts:
+                node = e.method("squeeze", node, at)
+            elif len(parts) > 1:
+                node = e.method("unflatten", node, at, self._sizes(e, parts))
+            have[:0] = parts
+        return node, have
+
+    def _sizes(self, e: Emitter, atoms: Sequence[Atom]) -> tuple[Any, ...]:
+        known = [static_size(atom.size) for atom in atoms]
+        if known.count(None) == 1:
+            return tuple(-1 if size is None else size for size in known)
+        return tuple(
+            self._size(e, atom) if size is None else size for atom, size in zip(atoms, known)
+        )
+
+    def _size(self, e: Emitter, atom: Atom) -> Any:
+        known = static_size(atom.size)
+        if known is not None:
+            return known
+        for t in (self.q, self.k, self.v):
+            for i, axis in enumerate(t.axes):
+                if flat(axis) == (atom,):
+                    return e.method("size", t.node, i)
+        raise RuntimeError(f"no tensor has an axis of size {atom.size}")
+
+    def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
+        """[B, H, Lq, Dv] in the axes of the user's result."""
+        groups = (self.batch, self.heads, self.queries, self.width)
+        for i in reversed(range(4)):
+            if not groups[i]:
+                out = e.method("squeeze", out, i)
+            elif len(groups[i]) > 1:
+                out = e.method("unflatten", out, i, self._sizes(e, groups[i]))
+        have = [atom for group in groups for atom in group]
+        order = [have.index(atom) for axis in self.out_axes for atom in flat(axis)]
+        if order != sorted(order):
+            out = e.method("permute", out, tuple(order))
+        for i, axis in enumerate(self.out_axes):
+            count = len(flat(axis))
+            if count == 0:
+                out = e.method("unsqueeze", out, i)
+            elif count > 1:
+                out = e.method("flatten", out, i, i + count - 1)
+        return out
+
+
+_WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and keys or Dv of values
+
+
+def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
+    """The attention that ends in `node`; None if nothing there is an entmax. Raises Decline."""
+    product = contraction(view, node)
+    if product is None or product.bias is not None or product.scale != 1:
+        return None
+    for p, v in ((product.a, product.b), (product.b, product.a)):
+        atoms = {
+            letter: Atom(view.shape(o.node)[i])
+            for o in (v, p)
+            for i, letter in enumerate(o.axes)
+            if letter is not None
+        }
+        path = _probabilities(view, p, _axes(p, atoms))
+        if path is not None:
+            return _Reader(view, node, product, p, v, atoms, *path).read()
+    return None
+
+
+def _axes(o: Operand, atoms: dict[str, Atom]) -> list[Axis]:
+    return [() if letter is None else (atoms[letter],) for letter in o.axes]
+
+
+def _probabilities(
+    view: GraphView, p: Operand, axes: list[Axis]
+) -> tuple[Transform, list[Axis], list[fx.Node]] | None:
+    """The entmax that an operand is, through what does not change its values."""
+    node: fx.Node | None = p.node
+    nodes: list[fx.Node] = []
+    for _ in range(12):
+        if node is None or not view.is_tensor(node):
+            return None
+        found = transform(view, node)
+        if found is not None:
+            return found, axes, nodes
+        call = view.call(node)
+        if call is None:
+            return None
+        x = call.get("input")
+        quiet = (
+            call.name in _IDENTITY
+            or call.name in VIEWS
+            or (call.name == "dropout" and not (call.get("training", True) and call.get("p", 0.5)))
+            or (call.name == "detach" and not torch.is_grad_enabled())
+            or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
+        )
+        if not quiet or not view.is_tensor(x):
+            changed = _entmax_above(view, node)
+            if changed is not None:
+                raise Decline(_changed(view, call.name), node)
+            return None
+        if call.name in VIEWS:
+            try:
+                axes = above(view, node, call, axes)
+            except Decline:
+                if _entmax_above(view, node) is None:
+                    return None
+                raise
+        nodes.append(node)
+        node = view.value(x, node)
+    return None
+
+
+def _changed(view: GraphView, name: str) -> str:
+    if name == "dropout":
+        return "dropout is active between the probabilities and the values"
+    return f"{name} changes the probabilities before they weigh the values"
+
+
+def _entmax_above(view: GraphView, node: fx.Node, reach: int = 6) -> fx.Node | None:
+    """An entmax that a few operations turn into `node`; no product is crossed, but for one with heads."""
+    queue = [node]
+    seen: set[fx.Node] = set()
+    while queue and len(seen) < reach:
+        node = queue.pop(0)
+        if node in seen or not view.is_tensor(node):
+            continue
+        seen.add(node)
+        try:
+            if transform(view, node) is not None:
+                return node
+        except Decline:
+            return None
+        call = view.call(node)
+        if call is not None and call.name not in ("linear", "matmul", "bmm", "addmm", "baddbmm"):
+            queue += node.all_input_nodes
+    return None
+
+
+class _Reader:
+    """Reads one attention."""
+
+    def __init__(
+        self,
+        view: GraphView,
+        node: fx.Node,
+        product: Contraction,
+        p: Operand,
+        v: Operand,
+        atoms: dict[str, Atom],
+        found: Transform,
+        axes: list[Axis],
+        path: list[fx.Node],
+    ):
+        self.view, self.node, self.product = view, node, product
+        self.p, self.values, self.atoms = p, v, atoms
+        self.found, self.axes, self.path = found, axes, path
+
+    def read(self) -> Attention:
+        view, found, product = self.view, self.found, self.product
+        summed = product.summed
+        if len(summed) != 1 or not summed <= {*self.p.axes} & {*self.values.axes}:
+            raise Decline("the values are not summed over one axis of the probabilities", self.node)
+        (letter,) = summed
+        # Atoms may be split while the scores are read: look at them afterwards.
+        scores = read_scores(view, found.source, found.reader, self.axes)
+        qk = scores.product
+        if len(qk.summed) != 1:
+            raise Decline("the scores are no product over one axis", qk.node)
+        operands = self._operands(scores)
+        keys = list(flat((self.atoms[letter],)))
+        if list(flat(self.axes[found.dim])) != keys:
+            raise Decline(
+                "it is normalised over another axis than the values are summed over", found.node
+            )
+        with_keys = [o for o in operands if set(keys) & set(o.atoms())]
+        if len(with_keys) != 1 or not set(keys) <= set(with_keys[0].atoms()):
+            raise Decline("the keys are in both operands of the scores, or in neither", qk.node)
+        k = with_keys[0]
+        q = operands[0] if k is operands[1] else operands[1]
+        v = _Tensor(self.values.node, _axes(self.values, self.atoms), self.node)
+        k, v = self._unrepeated(k), self._unrepeated(v)
+        return self._roles(scores, q, k, v, keys)
+
+    def _operands(self, scores: Scores) -> list[_Tensor]:
+        """The operands of the scores with the atoms of their axes; what is summed over is _WIDTH."""
+        qk = scores.product
+        at: dict[str | None, Axis] = dict(zip(qk.axes, scores.axes))
+        (summed,) = qk.summed
+        at[None], at[summed] = (), (_WIDTH,)
+        return [_Tensor(o.node, [at[letter] for letter in o.axes], o.reader) for o in (qk.a, qk.b)]
+
+    def _unrepeated(self, t: _Tensor) -> _Tensor:
+        """Keys or values before their heads were repeated for the query heads."""
+        node, axes, reader = t.node, list(t.axes), t.reader
+        best = t
+        for _ in range(10):
+            call = self.view.call(node)
+            if call is None or call.inplace or not self.view.is_tensor(call.get("input")):
+                break
+            x = call["input"]
+            seen = self.view.value(x, node)
+            if seen is None:
+                break
+            try:
+                axes = self._before(node, call, axes)
+            except Decline:
+                break
+            reader, node = node, seen
+            if call.name in _SPREADS:
+                best = _Tensor(node, list(axes), reader)
+        return best
+
+    def _before(self, node: fx.Node, call: Any, axes: list[Axis]) -> list[Axis]:
+        """Axes above a view or an op that repeats along axes of one element, or along a whole axis."""
+        view = self.view
+        before, after = view.shape(call["input"]), view.shape(node)
+        if call.name in ("contiguous", "clone"):
+            return axes
+        if call.name == "cast" and view.dtype(node).is_floating_point:
+            wider = torch.promote_types(view.dtype(node), view.dtype(call["input"]))
+            if wider == view.dtype(node):
+                return axes
+        elif call.name in ("expand", "expand_as"):
+            new = len(after) - len(before)
+            return [() if same_size(b, 1) else axis for b, axis in zip(before, axes[new:])]
+        elif call.name == "repeat_interleave":
+            dim, times = call.get("dim"), call["repeats"]
+            if isinstance(dim, int) and isinstance(times, int):
+                return self._divided(axes, dim % len(axes), before, (before[dim], times))
+        elif call.name == "repeat":
+            new = len(after) - len(before)
+            many = [i for i, s in enumerate(after) if i < new or not same_size(s, before[i - new])]
+            if len(many) == 1 and many[0] >= new:
+                dim = many[0]
+                size = before[dim - new]
+                times = call["sizes"][dim]
+                if isinstance(times, int):
+                    divided = self._divided(axes, dim, after, (times, size), keep=1)
+                    return divided[new:]
+        elif call.name in VIEWS and call.name != "expand":
+            return above(view, node, call, axes)
+        raise Decline("not a repetition of heads", node)
+
+    def _divided(
+        self, axes: list[Axis], dim: int, shape: Any, sizes: tuple[Any, Any], keep: int = 0
+    ) -> list[Axis]:
+        """The axis `dim` is two, of which the tensor before the repetition has one."""
+        parts = list(flat(axes[dim]))
+        if len(parts) == 1:
+            parts[0].parts = (Atom(sizes[0]), Atom(sizes[1]))
+            parts = list(parts[0].parts)
+        own = [atom for atom in parts if not same_size(atom.size, 1)]
+        for cut in range(len(own) + 1):
+            pieces = own[:cut], own[cut:]
+            if all(
+                same_size(math.prod(a.size for a in piece), size)
+                for piece, size in zip(pieces, sizes)
+            ):
+                return [*axes[:dim], tuple(pieces[keep]), *axes[dim + 1 :]]
+        raise Decline("not a repetition of heads")
+
+    def _roles(
+        self, scores: Scores, q: _Tensor, k: _Tensor, v: _Tensor, keys: list[Atom]
+    ) -> Attention:
+        in_q, in_k, in_v = (set(t.atoms()) for t in (q, k, v))
+        rows = [
+            atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
+        ]
+        if stray := [a for a in (in_q | in_k) - {_WIDTH} if a not in rows and a not in keys]:
+            raise Decline(
+                f"the probabilities lack an axis of size {stray[0].size} that the scores have",
+                self.node,
+            )
+        alone = [a for a in rows if a in in_q and a not in in_k and a not in in_v]
+        batch = [a for a in rows if a not in alone]
+        masks, biases, fill, alpha = self._beside(scores)
+        query = self._query(alone, keys, [*masks, *biases])
+        group = [a for a in alone if a not in query]
+        shared = batch[-1:] if len(batch) > 1 else []
+        batch = batch[: len(batch) - len(shared)]
+        width = [a for a in v.atoms() if a not in keys and a not in rows]
+        v = dataclasses.replace(v, axes=_with_width(v.axes, width))
+        if len(width) > 1:
+            raise Decline("the values have more than one axis of their own", self.node)
+        if in_q & {*keys} or _WIDTH not in in_q or _WIDTH not in in_k:
+            raise Decline("queries and keys do not share one axis to be multiplied over", self.node)
+        causal, masks = _causal(self.view, masks, tuple(query), tuple(keys))
+        attention = Attention(
+            view=self.view,
+            node=self.node,
+            found=self.found,
+            scores=scores,
+            q=q,
+            k=k,
+            v=v,
+            out_axes=[
+                () if letter is None else (self.atoms[letter],) for letter in self.product.axes
+            ],
+            batch=batch,
+            shared=shared,
+            group=group,
+            queries=query,
+            keys=keys,
+            width=width,
+            alpha=alpha,
+            masks=masks,
+            biases=biases,
+            fill=-math.inf if fill is None else fill,
+            causal=causal,
+            path=self.path,
+            nodes=[
+                *self.product.nodes, *self.path, *self.found.nodes, *scores.nodes,
+            ],
+            dtype=torch.float32,
+        )  # fmt: skip
+        attention.dtype = self._settle_dtype(attention)
+        self._check(attention)
+        return attention
+
+    def _query(self, alone: list[Atom], keys: list[Atom], beside: Iterable[Placed]) -> list[Atom]:
+        """Which of the axes that only queries have is their position: the last, unless a mask relates another
+        one to the keys."""
+        for p in beside:
+            atoms = [a for axis in p.axes for a in flat(axis)]
+            related = [a for a in alone if a in atoms]
+            if len(related) == 1 and set(keys) <= set(atoms):
+                return related
+        return alone[-1:]
+
+    def _beside(
+        self, scores: Scores
+    ) -> tuple[list[Placed], list[Placed], float | None, Placed | None]:
+        """Masks, biases, the fill, alpha; an added mask joins the others where that is exact."""
+        view, found = self.view, self.found
+        alpha = None
+        if isinstance(found.alpha, fx.Node):
+            seen = view.value(found.alpha, found.reader)
+            if seen is None:
+                raise Decline("alpha is changed in place through a view of it", found.node)
+            where = tuple(placed(view, seen, self.axes, found.node))
+            alpha = Placed(seen, found.reader, where)
+        masks, fill = list(scores.masks), scores.fill
+        biases: list[Placed] = []
+        added = [(b, as_mask(view, b)) for b in scores.biases]
+        finite = [m for _, m in added if m is not None and m.fill != -math.inf]
+        plain = [b for b, m in added if m is None and not view.requires_grad(b.node)]
+        for bias, mask in added:
+            alike = mask is not None and (fill is None or fill == mask.fill)
+            # min + min is -inf, not min: a number is a fill only where it is added once.
+            if mask is not None and alike and mask.fill != -math.inf:
+                alike = len(finite) == 1 and not plain and fill is None
+            if mask is not None and alike:
+                masks.append(dataclasses.replace(mask, fill=None, reader=bias.reader))
+                fill = mask.fill
+            else:
+                biases.append(bias)
+        masks = [one for mask in masks for one in conjuncts(view, mask)]
+        return masks, biases, fill, alpha
+
+    def _settle_dtype(self, a: Attention) -> torch.dtype:
+        """What the operator computes in: 16 bits where both products do, or their operands were only widened."""
+        view = self.view
+        first, second = view.dtype(a.scores.product.node), view.dtype(self.node)
+        if first == second:
+            return first
+        narrow, wide = sorted((first, second), key=lambda d: d.itemsize)
+        if first == wide:
+            q, k = _narrow(view, a.q, narrow), _narrow(view, a.k, narrow)
+            if q is not None and k is not None:
+                a.q, a.k = q, k
+                return narrow
+        return torch.promote_types(first, second)
+
+    def _check(self, a: Attention) -> None:
+        view = self.view
+        for t, atoms in ((a.q, a.batch + a.heads + a.queries), (a.k, a.batch + a.shared + a.keys)):
+            if any(atom not in atoms for atom in t.atoms() if atom is not _WIDTH):
+                raise Decline(
+                    "queries or keys have an axis that does not fit", a.scores.product.node
+                )
+        for factor in a.scores.factors:
+            varies = {atom for axis in factor.axes for atom in flat(axis)}
+            if varies & {*a.keys} and varies & {*a.queries, *a.group}:
+                raise Decline("the scale differs by query and by key", factor.reader)
+        if a.alpha is not None and any(
+            atom in a.keys for axis in a.alpha.axes for atom in flat(axis)
+        ):
+            raise Decline("alpha differs by key", self.found.node)
+        for p in a.biases:
+            if p.fill is None and view.dtype(p.node) == torch.bool:
+                raise Decline("a boolean is added to the scores", p.reader)
+
+
+def _with_width(axes: list[Axis], width: list[Atom]) -> list[Axis]:
+    """The axis of the values' own is called _WIDTH, as that of queries and keys."""
+    return [(_WIDTH,) if width and flat(axis) == tuple(width) else axis for axis in axes]
+
+
+def _narrow(view: GraphView, t: _Tensor, dtype: torch.dtype) -> _Tensor | None:
+    """An operand as it was before it was cast up from `dtype`."""
+    node, axes, reader = t.node, list(t.axes), t.reader
+    for _ in range(8):
+        if view.dtype(node) == dtype:
+            return _Tensor(node, axes, reader)
+        call = view.call(node)
+        if call is None or call.inplace or not view.is_tensor(call.get("input")):
+            return None
+        if call.name in VIEWS:
+            try:
+                axes = above(view, node, call, axes)
+            except Decline:
+                return None
+        elif call.name not in ("cast", "contiguous", "clone"):
+            return None
+        seen = view.value(call["input"], node)
+        if seen is None or not view.dtype(seen).is_floating_point:
+            return None
+        node, reader = seen, node
+    return None
+
+
+def _causal(
+    view: GraphView, masks: list[Placed], queries: tuple[Atom, ...], keys: tuple[Atom, ...]
+) -> tuple[bool, list[Placed]]:
+    rest = [m for m in masks if not is_triangle(view, m, queries, keys)]
+    return len(rest) < len(masks), rest
