@@ -1,0 +1,146 @@
+"""Entmax attention: what the kernels take, and their forward and backward.
+
+    p = argmax over the simplex of p . z + H_alpha(p),  out = p v,
+    z = scale * q k^T (+ bias), `fill` where a key is dropped
+
+Method: "AdaSplash: Adaptive Sparse Flash Attention" (Goncalves et al., 2025) computes p block by
+block from a bisected threshold; here the threshold is solved to fp32 accuracy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .entmax_attention_backward import backward_blocks, bias_gradient
+from .entmax_attention_blocks import forward_blocks
+from .entmax_attention_problem import Problem
+
+__all__ = ["applies", "backward", "forward", "saved_like"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Below, a product has less than the matrix units' 16 in depth; above, two operand tiles fill
+# shared memory.
+MIN_WIDTH, MAX_WIDTH = 16, 256
+
+
+def applies(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    alpha: torch.Tensor | None = None,
+    alpha_value: float = 1.5,
+    **_: Any,
+) -> bool:
+    """Whether the kernels take these operands: one 16-bit dtype or fp32, widths 16 to 256."""
+    return (
+        q.dtype in DTYPES
+        and q.dtype == k.dtype == v.dtype
+        and MIN_WIDTH <= q.shape[3] <= MAX_WIDTH
+        and MIN_WIDTH <= v.shape[3] <= MAX_WIDTH
+        and k.shape[2] > 0
+    )
+
+
+def saved_like(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, ...]:
+    """Empty tensors of the shapes and dtypes of what `forward` saves: a function of sizes only.
+
+    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift.
+    """
+    shape = q.shape[:3]
+    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    query_lengths: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    alpha_value: float,
+    scale: float,
+    fill: float,
+    causal: bool,
+    training: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """out [B, H, Lq, Dv] in q's dtype, contiguous, and what `backward` needs.
+
+    q [B, H, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv], any strides; head h reads key head
+    h // (H // Hkv). bias (float) and mask (bool, True = keep) are 4-D and broadcast over size-1
+    dimensions, alpha [B, H, Lq, 1] likewise. Rows whose scores are all -inf, and rows at and beyond
+    query_lengths, give zeros. No host synchronisation, no atomics; memory linear in length.
+    """
+    problem = Problem.of(
+        q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
+        key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
+    )  # fmt: skip
+    out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
+    saved = saved_like(q, k, v)
+    if out.numel():
+        with torch.cuda.device_of(q):
+            forward_blocks(problem, out, *saved)
+    return out, saved if training else ()
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    *,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    query_lengths: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    alpha_value: float,
+    scale: float,
+    fill: float,
+    causal: bool,
+    needs: tuple[bool, bool, bool, bool, bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of (q, k, v, bias, alpha), None where not needed; bitwise repeatable.
+
+    grad [B, H, Lq, Dv], any strides; out and saved are `forward`'s, the keywords the same.
+    """
+    problem = Problem.of(
+        q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
+        key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
+    )  # fmt: skip
+    if not out.numel():
+        inputs = (q, k, v, bias, alpha)
+        return tuple(
+            torch.zeros_like(x) if need and x is not None else None
+            for x, need in zip(inputs, needs)
+        )
+    reference, shift = saved
+    out = out.contiguous()
+    want_alpha = needs[4] and alpha is not None
+    dbias = dalpha = None
+    with torch.cuda.device_of(q):
+        dq, dk, dv, delta, by_row = backward_blocks(
+            problem, grad, out, reference, shift, want_alpha
+        )
+        if needs[3] and bias is not None:
+            dbias = bias_gradient(problem, bias, grad, reference, shift, delta)
+    if by_row is not None and alpha is not None:
+        dalpha = by_row[..., None].sum_to_size(alpha.shape).to(alpha.dtype)
+    return (
+        dq if needs[0] else None,
+        dk if needs[1] else None,
+        dv if needs[2] else None,
+        dbias,
+        dalpha,
+    )

@@ -1,0 +1,429 @@
+"""Entmax attention backward by passes over blocks, from the saved threshold; deterministic.
+
+With u = max((alpha - 1) z - tau, 0), beta = 1 / (alpha - 1), p = u^beta, g = u^(beta - 1) and
+dp = dO v^T:
+
+    dz    = g * (dp - delta),  delta = sum_j g dp / sum_j g
+    dq    = scale * dz k,  dk = scale * dz^T q,  dv = p^T dO,  dbias = dz
+    dalpha = sum_j dp * ((p - g / sum g) / (alpha - 1)^2 - (S - g sum S / sum g) / (alpha - 1)),
+    S = p log p
+
+delta is not the row sum of dO * O, as it is for softmax (g is p only where alpha -> 1), so the dq
+pass sums g * (dp - guess) k and g k, and subtracts once the row is through. The guess, dO . O, keeps
+the difference from cancelling.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .entmax_attention_problem import (
+    Problem,
+    Tile,
+    add_product,
+    head_offsets,
+    key_scores,
+    key_tiles,
+    load_tile,
+    product,
+    row_constants,
+    row_scores,
+    tile_for,
+)
+from .entmax_attention_tau import clip, powers
+
+__all__ = ["backward_blocks", "bias_gradient"]
+
+POS_INF = tl.constexpr(float("inf"))
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _p_log_p(p, u, beta):
+    return tl.where(p == 0.0, 0.0, p * (tl.log2(u) * LN2) * beta)
+
+
+@triton.jit
+def _narrow(x, like):
+    """x in the dtype of `like`; u^(beta - 1) has no upper bound for alpha > 2, fp16 has."""
+    if like.dtype == tl.float16:
+        x = tl.clamp(x, -65504.0, 65504.0)
+    return x.to(like.dtype)
+
+
+@triton.jit
+def _rows_pass(
+    sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, first, last,
+    EDGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    WANT_ALPHA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add to sums = (g dp k, g k, g dp, g, and for dalpha p dp, S dp, S) over key tiles."""
+    k, stride_kl, stride_kd = keys
+    v, stride_vl, stride_vd = values
+    last_row, last_key, diagonal = ends
+    gdpk, gk, gdp, gs, pdp, sdp, s = sums
+    for n in tl.range(first, last, num_stages=STAGES):
+        j = n * BN + tl.arange(0, BN)
+        kt = load_tile(k, j, stride_kl, last_key, stride_kd, EDGE, D, BD)
+        x, kept = row_scores(
+            qt, kt, i, j, row, side, last_row, last_key, diagonal,
+            EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+        )  # fmt: skip
+        u = clip(x, d[:, None])
+        p, g = powers(u, beta[:, None], KIND)
+        vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
+        dp = product(do, tl.trans(vt), PRECISION, WIDEN) - guess[:, None]
+        w = g * dp
+        gdp += tl.sum(w, 1)
+        gs += tl.sum(g, 1)
+        if WANT_ALPHA:
+            plogp = _p_log_p(p, u, beta[:, None])
+            pdp += tl.sum(p * dp, 1)
+            sdp += tl.sum(plogp * dp, 1)
+            s += tl.sum(plogp, 1)
+        if FINITE_FILL:
+            w = tl.where(kept, w, 0.0)
+            g = tl.where(kept, g, 0.0)
+        gdpk = add_product(_narrow(w, kt), kt, gdpk, PRECISION, WIDEN)
+        gk = add_product(_narrow(g, kt), kt, gk, PRECISION, WIDEN)
+    return gdpk, gk, gdp, gs, pdp, sdp, s
+
+
+@triton.jit
+def _rows_kernel(
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
+    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, fill_value,
+    out, grad, reference, shift, dq, delta, dalpha, sgb, sgh, sgl, sgd,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    WANT_ALPHA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program owns dq[b, h, i0:i0 + BM], delta of its rows and, if wanted, dalpha of each row."""
+    blocks = tl.cdiv(Lq, BM)
+    bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block
+    b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
+    i = block * BM + tl.arange(0, BM)
+    last_key = Lk
+    if HAS_KLEN:
+        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
+    diagonal = Lk - Lq
+    ends = (Lq, last_key, diagonal)
+    factor, am1, beta = row_constants(
+        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
+    )
+    at_row = bh.to(tl.int64) * Lq + i
+    m = tl.load(reference + at_row, mask=i < Lq, other=0.0)
+    d = tl.load(shift + at_row, mask=i < Lq, other=POS_INF)
+    fill = am1 * fill_value - m
+    row = (factor, am1, m, fill)
+    side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
+    keys = (k + k_at, skl, skd)
+    values = (v + v_at, svl, svd)
+    qt = load_tile(q + q_at, i, sql, Lq, sqd, True, D, BD)
+    do = load_tile(grad + b * sgb + h * sgh, i, sgl, Lq, sgd, True, DV, BDV)
+    o = load_tile(out + bh.to(tl.int64) * Lq * DV, i, DV, Lq, 1, True, DV, BDV)
+    guess = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
+
+    whole, tiles, every = key_tiles(block * BM, last_key, Lq, diagonal, CAUSAL, BM, BN)
+    if CAUSAL and FINITE_FILL:
+        tiles = tl.where(tl.max((d < fill).to(tl.int32), 0) > 0, every, tiles)
+    zero = tl.zeros([BM], tl.float32)
+    wide = tl.zeros([BM, BD], tl.float32)
+    sums = (wide, wide, zero, zero, zero, zero, zero)
+    sums = _rows_pass(
+        sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, 0, whole,
+        False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, PRECISION, WIDEN,
+        WANT_ALPHA, BN, STAGES,
+    )  # fmt: skip
+    gdpk, gk, gdp, gs, pdp, sdp, s = _rows_pass(
+        sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, whole, tiles,
+        True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, PRECISION, WIDEN,
+        WANT_ALPHA, BN, STAGES,
+    )  # fmt: skip
+    dead = d == POS_INF
+    rest = tl.where(dead, 0.0, gdp / gs)
+    tl.store(delta + at_row, guess + rest, mask=i < Lq)
+    x = (gdpk - rest[:, None] * gk) * scale
+    dd = tl.arange(0, BD)
+    inside = (i < Lq)[:, None] & (dd < D)[None, :]
+    tl.store(dq + at_row[:, None] * D + dd[None, :], x.to(dq.dtype.element_ty), mask=inside)
+    if WANT_ALPHA:
+        da = (pdp - rest) / (am1 * am1) - (sdp - rest * s) / am1
+        tl.store(dalpha + at_row, tl.where(dead, 0.0, da), mask=i < Lq)
+
+
+@triton.jit
+def _keys_pass(
+    dk, dv, kt, vt, j, queries, grads, stats, row_source, side, ends, first, last,
+    EDGE: tl.constexpr, ONLY_LOW: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add to dk / scale and dv over query tiles first:last.
+
+    EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: skip tiles without a row
+    whose threshold lies under `fill`, all keys of which are after the diagonal here.
+    """
+    q, stride_ql, stride_qd = queries
+    grad, stride_gl, stride_gd = grads
+    reference, shift, delta = stats
+    alpha, stride_al, am1_value, scale, fill_value = row_source
+    last_row, last_key, diagonal = ends
+    for n in tl.range(first, last, num_stages=STAGES):
+        i = n * BM + tl.arange(0, BM)
+        factor, am1, beta = row_constants(
+            alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA
+        )
+        m = tl.load(reference + i, mask=i < last_row, other=0.0)
+        d = tl.load(shift + i, mask=i < last_row, other=POS_INF)
+        fill = am1 * fill_value - m
+        wanted = 1
+        if ONLY_LOW:
+            wanted = tl.max((d < fill).to(tl.int32), 0)
+        if wanted > 0:
+            mean = tl.load(delta + i, mask=i < last_row, other=0.0)
+            qt = load_tile(q, i, stride_ql, last_row, stride_qd, True, D, BD)
+            x, kept = key_scores(
+                qt, kt, i, j, (factor, am1, m, fill), side, last_row, last_key, diagonal,
+                EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+            )  # fmt: skip
+            p, g = powers(clip(x, d[None, :]), beta[None, :], KIND)
+            do = load_tile(grad, i, stride_gl, last_row, stride_gd, True, DV, BDV)
+            dv = add_product(p.to(do.dtype), do, dv, PRECISION, WIDEN)
+            dz = g * (product(vt, tl.trans(do), PRECISION, WIDEN) - mean[None, :])
+            if FINITE_FILL:
+                dz = tl.where(kept, dz, 0.0)
+            dk = add_product(_narrow(dz, qt), qt, dk, PRECISION, WIDEN)
+    return dk, dv
+
+
+@triton.jit
+def _keys_kernel(
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
+    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, fill_value,
+    grad, reference, shift, delta, low, dk, dv, sgb, sgh, sgl, sgd,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program owns dk and dv[b, hkv, j0:j0 + BN], over the rows of all heads that read them.
+
+    low[b, h] tells whether some row of the head has its threshold under `fill`, so that keys after
+    the diagonal receive a gradient too.
+    """
+    blocks = tl.cdiv(Lk, BN)
+    bg = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    j = block * BN + tl.arange(0, BN)
+    groups = H // G
+    b = bg // groups
+    hkv = bg % groups
+    last_key = Lk
+    if HAS_KLEN:
+        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
+    diagonal = Lk - Lq
+    ends = (Lq, last_key, diagonal)
+    key_at = b.to(tl.int64) * skb + hkv.to(tl.int64) * skh
+    value_at = b.to(tl.int64) * svb + hkv.to(tl.int64) * svh
+    kt = load_tile(k + key_at, j, skl, last_key, skd, True, D, BD)
+    vt = load_tile(v + value_at, j, svl, last_key, svd, True, DV, BDV)
+    acc_k = tl.zeros([BN, BD], tl.float32)
+    acc_v = tl.zeros([BN, BDV], tl.float32)
+    rows = tl.cdiv(Lq, BM)
+    if block * BN >= last_key:
+        rows = 0
+    start = 0
+    plain = 0  # first query tile wholly before the diagonal
+    if CAUSAL:
+        start = tl.minimum(tl.maximum(block * BN - diagonal, 0) // BM, rows)
+        plain = tl.maximum(block * BN + BN - 1 - diagonal, 0)
+        plain = tl.maximum(tl.minimum(tl.cdiv(plain, BM), rows), start)
+    if block * BN + BN > last_key:
+        plain = rows
+    for head in range(G):
+        h = (hkv * G + head).to(tl.int64)
+        bh = b.to(tl.int64) * H + h
+        queries = (q + b * sqb + h * sqh, sql, sqd)
+        grads = (grad + b * sgb + h * sgh, sgl, sgd)
+        stats = (reference + bh * Lq, shift + bh * Lq, delta + bh * Lq)
+        source = (alpha + b * sab + h * sah, sal, am1_value, scale, fill_value)
+        side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
+        if CAUSAL and FINITE_FILL:
+            before = tl.where(tl.load(low + bh) != 0, start, 0)
+            acc_k, acc_v = _keys_pass(
+                acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, 0, before,
+                True, True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                FINITE_FILL, PRECISION, WIDEN, BM, 1,
+            )  # fmt: skip
+        acc_k, acc_v = _keys_pass(
+            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, start, plain,
+            True, False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+            FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+        )  # fmt: skip
+        acc_k, acc_v = _keys_pass(
+            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, plain, rows,
+            False, False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+            FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+        )  # fmt: skip
+    at = (bg.to(tl.int64) * Lk + j)[:, None]
+    c = tl.arange(0, BD)
+    inside = (j < Lk)[:, None] & (c < D)[None, :]
+    acc_k = acc_k * scale
+    tl.store(dk + at * D + c[None, :], acc_k.to(dk.dtype.element_ty), mask=inside)
+    c = tl.arange(0, BDV)
+    inside = (j < Lk)[:, None] & (c < DV)[None, :]
+    tl.store(dv + at * DV + c[None, :], acc_v.to(dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bias_kernel(
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
+    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, fill_value,
+    grad, reference, shift, delta, dbias, sgb, sgh, sgl, sgd, B,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_ROWS: tl.constexpr, OVER_KEYS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program owns a tile of dbias and sums dz over the dimensions that bias is broadcast over."""
+    row_blocks = 1 if OVER_ROWS else tl.cdiv(Lq, BM)
+    key_blocks = 1 if OVER_KEYS else tl.cdiv(Lk, BN)
+    pid = tl.program_id(0)
+    key_block = pid % key_blocks
+    row_block = pid // key_blocks % row_blocks
+    head = pid // key_blocks // row_blocks
+    H_out = 1 if OVER_H else H
+    b0 = head // H_out
+    h0 = head % H_out
+    diagonal = Lk - Lq
+    acc = tl.zeros([BM, BN], tl.float32)
+    for bi in range(B if OVER_B else 1):
+        for hi in range(H if OVER_H else 1):
+            b = (b0 + bi).to(tl.int64)
+            h = (h0 + hi).to(tl.int64)
+            bh = b * H + h
+            last_key = Lk
+            if HAS_KLEN:
+                last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
+            side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
+            for ri in range(tl.cdiv(Lq, BM) if OVER_ROWS else 1):
+                i = (row_block + ri) * BM + tl.arange(0, BM)
+                factor, am1, beta = row_constants(
+                    alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
+                )
+                m = tl.load(reference + bh * Lq + i, mask=i < Lq, other=0.0)
+                d = tl.load(shift + bh * Lq + i, mask=i < Lq, other=POS_INF)
+                mean = tl.load(delta + bh * Lq + i, mask=i < Lq, other=0.0)
+                row = (factor, am1, m, am1 * fill_value - m)
+                qt = load_tile(q + b * sqb + h * sqh, i, sql, Lq, sqd, True, D, BD)
+                do = load_tile(grad + b * sgb + h * sgh, i, sgl, Lq, sgd, True, DV, BDV)
+                for ki in range(tl.cdiv(Lk, BN) if OVER_KEYS else 1):
+                    j = (key_block + ki) * BN + tl.arange(0, BN)
+                    kt = load_tile(k + b * skb + (h // G) * skh, j, skl, last_key, skd, True, D, BD)
+                    x, kept = row_scores(
+                        qt, kt, i, j, row, side, Lq, last_key, diagonal,
+                        True, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+                    )  # fmt: skip
+                    vt = load_tile(
+                        v + b * svb + (h // G) * svh, j, svl, last_key, svd, True, DV, BDV
+                    )
+                    _, g = powers(clip(x, d[:, None]), beta[:, None], KIND)
+                    dz = g * (product(do, tl.trans(vt), PRECISION, WIDEN) - mean[:, None])
+                    acc += tl.where(kept, dz, 0.0)
+    i = row_block * BM + tl.arange(0, BM)
+    j = key_block * BN + tl.arange(0, BN)
+    rows = 1 if OVER_ROWS else Lq
+    columns = 1 if OVER_KEYS else Lk
+    if OVER_ROWS:
+        acc = tl.sum(acc, 0)[None, :]
+        i = tl.zeros([1], tl.int32)
+    if OVER_KEYS:
+        acc = tl.sum(acc, 1)[:, None]
+        j = tl.zeros([1], tl.int32)
+    at = (head.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+    inside = (i < rows)[:, None] & (j < columns)[None, :]
+    tl.store(dbias + at, acc.to(dbias.dtype.element_ty), mask=inside)
+
+
+def _low_heads(problem: Problem, reference: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Whether a row of each head has its threshold under `fill`, uint8 [B, H]."""
+    factor = problem.alpha_value - 1.0 if problem.alpha is None else problem.alpha[..., 0] - 1.0
+    return (shift < factor * problem.fill - reference).any(-1).view(torch.uint8)
+
+
+def backward_blocks(
+    problem: Problem,
+    grad: torch.Tensor,
+    out: torch.Tensor,
+    reference: torch.Tensor,
+    shift: torch.Tensor,
+    want_alpha: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """dq, dk, dv in the operands' dtypes, delta and dalpha of every row (fp32 [B, H, Lq])."""
+    q, k, v = problem.q, problem.k, problem.v
+    dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
+    dk = torch.empty(k.shape, device=q.device, dtype=k.dtype)
+    dv = torch.empty(v.shape, device=q.device, dtype=v.dtype)
+    delta = torch.empty_like(shift)
+    dalpha = torch.empty_like(shift) if want_alpha else None
+    low = delta
+    if problem.causal and problem.finite_fill:
+        low = _low_heads(problem, reference, shift)
+    operands, constants = problem.operands(), problem.constants()
+    tile = tile_for(problem, "rows")
+    _rows_kernel[(problem.heads * triton.cdiv(q.shape[2], tile.rows),)](
+        *operands, out, grad, reference, shift, dq, delta, delta if dalpha is None else dalpha,
+        *grad.stride(), **constants, WANT_ALPHA=want_alpha,
+        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    tile = tile_for(problem, "keys")
+    _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(k.shape[2], tile.keys),)](
+        *operands, grad, reference, shift, delta, low, dk, dv, *grad.stride(), **constants,
+        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return dq, dk, dv, delta, dalpha
+
+
+def bias_gradient(
+    problem: Problem,
+    like: torch.Tensor,
+    grad: torch.Tensor,
+    reference: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+) -> torch.Tensor:
+    """dbias in the shape and dtype of `like`, the bias before it was expanded."""
+    B, H, Lq, Lk = (problem.q.shape[0], problem.q.shape[1], problem.q.shape[2], problem.k.shape[2])
+    dbias = torch.empty(like.shape, device=like.device, dtype=like.dtype)
+    over = [full != 1 and size == 1 for full, size in zip((B, H, Lq, Lk), like.shape)]
+    tile: Tile = tile_for(problem, "rows")
+    rows = 1 if over[2] else triton.cdiv(Lq, tile.rows)
+    keys = 1 if over[3] else triton.cdiv(Lk, tile.keys)
+    _bias_kernel[(like.shape[0] * like.shape[1] * rows * keys,)](
+        *problem.operands(), grad, reference, shift, delta, dbias, *grad.stride(), B,
+        **problem.constants(),
+        OVER_B=over[0], OVER_H=over[1], OVER_ROWS=over[2], OVER_KEYS=over[3],
+        BM=tile.rows, BN=tile.keys, num_warps=tile.warps,
+    )  # fmt: skip
+    return dbias

@@ -1,0 +1,277 @@
+"""Entmax attention forward by passes over blocks of keys: exact for every input.
+
+A program owns a block of query rows and recomputes its scores in every pass over the keys: one for
+the maxima and some for the threshold in the first kernel, one for the output in the second. Nothing
+that grows with the number of keys is stored.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .entmax_attention_problem import (
+    Problem,
+    add_product,
+    head_offsets,
+    key_tiles,
+    load_tile,
+    row_constants,
+    row_scores,
+    tile_for,
+)
+from .entmax_attention_tau import class_bound, clip, compensated, powers, step
+
+__all__ = ["forward_blocks"]
+
+NEG_INF = tl.constexpr(float("-inf"))
+POS_INF = tl.constexpr(float("inf"))
+SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
+# What |h - 1| may be after the last step, by the curvature seen so far.
+EXACT = tl.constexpr(5e-7)
+# Bisection alone closes an fp32 bracket in 30 turns, and every fourth is one at least.
+TURNS = tl.constexpr(128)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
+
+
+@triton.jit
+def _maxima(
+    top, q, keys, i, row, side, ends, first, last,
+    EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Maxima top [M, BN] of the columns j, j + BN, ... over key tiles first:last."""
+    k, stride_kl, stride_kd = keys
+    last_row, last_key, diagonal = ends
+    for n in tl.range(first, last, num_stages=STAGES):
+        j = n * BN + tl.arange(0, BN)
+        kt = load_tile(k, j, stride_kl, last_key, stride_kd, EDGE, D, BD)
+        x, _ = row_scores(
+            q, kt, i, j, row, side, last_row, last_key, diagonal,
+            EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+        )  # fmt: skip
+        top = tl.maximum(top, x, propagate_nan=SPREAD_NAN)
+    return top
+
+
+@triton.jit
+def _sums(
+    sums, d, beta, q, keys, i, row, side, ends, first, last,
+    EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """sums = (f, lost, g, lost): add u^beta and u^(beta - 1) at d over key tiles first:last."""
+    k, stride_kl, stride_kd = keys
+    last_row, last_key, diagonal = ends
+    f, f_lost, g, g_lost = sums
+    for n in tl.range(first, last, num_stages=STAGES):
+        j = n * BN + tl.arange(0, BN)
+        kt = load_tile(k, j, stride_kl, last_key, stride_kd, EDGE, D, BD)
+        x, _ = row_scores(
+            q, kt, i, j, row, side, last_row, last_key, diagonal,
+            EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+        )  # fmt: skip
+        pw, pg = powers(clip(x, d[:, None]), beta[:, None], KIND)
+        f, f_lost = compensated(f, f_lost, tl.sum(pw, 1))
+        g, g_lost = compensated(g, g_lost, tl.sum(pg, 1))
+    return f, f_lost, g, g_lost
+
+
+@triton.jit
+def _outputs(
+    acc, f, f_lost, d, beta, q, keys, values, i, row, side, ends, first, last,
+    EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add p @ v to acc and sum p to f over key tiles first:last."""
+    k, stride_kl, stride_kd = keys
+    v, stride_vl, stride_vd = values
+    last_row, last_key, diagonal = ends
+    for n in tl.range(first, last, num_stages=STAGES):
+        j = n * BN + tl.arange(0, BN)
+        kt = load_tile(k, j, stride_kl, last_key, stride_kd, EDGE, D, BD)
+        x, _ = row_scores(
+            q, kt, i, j, row, side, last_row, last_key, diagonal,
+            EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+        )  # fmt: skip
+        p, _ = powers(clip(x, d[:, None]), beta[:, None], KIND)
+        f, f_lost = compensated(f, f_lost, tl.sum(p, 1))
+        vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
+        acc = add_product(p.to(vt.dtype), vt, acc, PRECISION, WIDEN)
+    return acc, f, f_lost
+
+
+@triton.jit
+def _threshold_kernel(
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
+    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, fill_value,
+    reference, shift,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program finds reference and shift of rows i0:i0 + BM; tau = reference + shift.
+
+    shift is +inf for a row without support (past query_lengths, or all scores -inf). Every pass
+    reads the head's keys: from L2, since the programs of a head run together.
+    """
+    blocks = tl.cdiv(Lq, BM)
+    bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest rows first
+    b, h, q_at, k_at, _ = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
+    i = block * BM + tl.arange(0, BM)
+    last_key = Lk
+    if HAS_KLEN:
+        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
+    diagonal = Lk - Lq
+    ends = (Lq, last_key, diagonal)
+    factor, am1, beta = row_constants(
+        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
+    )
+    fill = am1 * fill_value
+    side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
+    keys = (k + k_at, skl, skd)
+    qt = load_tile(q + q_at, i, sql, Lq, sqd, True, D, BD)
+    at_row = bh.to(tl.int64) * Lq + i
+    last_row = Lq
+    if HAS_QLEN:
+        last_row = tl.minimum(Lq, tl.load(query_lengths + b).to(tl.int32))
+    whole, tiles, every = key_tiles(block * BM, last_key, Lq, diagonal, CAUSAL, BM, BN)
+    zero = tl.zeros([BM], tl.float32)
+    unfinished = 1
+    while unfinished > 0:
+        top = tl.full([BM, BN], NEG_INF, tl.float32)
+        row = (factor, am1, zero, fill)
+        top = _maxima(
+            top, qt, keys, i, row, side, ends, 0, whole,
+            False, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+        )  # fmt: skip
+        top = _maxima(
+            top, qt, keys, i, row, side, ends, whole, tiles,
+            True, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+        )  # fmt: skip
+        m = tl.reduce(top, 1, _larger)
+        dead = (m == NEG_INF) | (i >= last_row)
+        m = tl.where(dead, 0.0, m)
+        row = (factor, am1, m, fill - m)
+        # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
+        entries = tl.maximum(tiles * BN, 1).to(tl.float32)
+        lo = class_bound(top - m[:, None], zero - 1.0, beta, KIND, 6)
+        lo = tl.maximum(lo - 1e-6, -1.0)
+        hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
+        d = tl.minimum(lo, hi)
+        old = (d, zero + POS_INF, zero)
+        turn = 0
+        searching = 1
+        while searching > 0:
+            sums = _sums(
+                (zero, zero, zero, zero), d, beta, qt, keys, i, row, side, ends, 0, whole,
+                False, D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+            )  # fmt: skip
+            f, _, g, _ = _sums(
+                sums, d, beta, qt, keys, i, row, side, ends, whole, tiles,
+                True, D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+            )  # fmt: skip
+            d, rest, lo, hi, old = step(d, f, g, lo, hi, old, entries, turn, beta, KIND)
+            turn += 1
+            far = (rest > EXACT) & (dead == 0)
+            searching = tl.max(far.to(tl.int32), 0)
+            if turn >= TURNS:
+                searching = 0
+        tl.store(reference + at_row, m, mask=i < Lq)
+        tl.store(shift + at_row, tl.where(dead, POS_INF, d), mask=i < Lq)
+        unfinished = 0
+        if CAUSAL and FINITE_FILL:
+            # A key after the diagonal holds `fill`: left out so far, unless it has a say.
+            low = (dead | (d < fill - m)) & (i < last_row)
+            unfinished = tl.where(tiles < every, tl.max(low.to(tl.int32), 0), 0)
+            tiles = every
+
+
+@triton.jit
+def _output_kernel(
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
+    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, fill_value,
+    out, reference, shift,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program owns out[b, h, i0:i0 + BM], from the rows' thresholds."""
+    blocks = tl.cdiv(Lq, BM)
+    bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest rows first
+    b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
+    i = block * BM + tl.arange(0, BM)
+    last_key = Lk
+    if HAS_KLEN:
+        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
+    diagonal = Lk - Lq
+    ends = (Lq, last_key, diagonal)
+    factor, am1, beta = row_constants(
+        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
+    )
+    fill = am1 * fill_value
+    side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
+    keys = (k + k_at, skl, skd)
+    qt = load_tile(q + q_at, i, sql, Lq, sqd, True, D, BD)
+    at_row = bh.to(tl.int64) * Lq + i
+    values = (v + v_at, svl, svd)
+    m = tl.load(reference + at_row, mask=i < Lq, other=0.0)
+    d = tl.load(shift + at_row, mask=i < Lq, other=POS_INF)
+    row = (factor, am1, m, fill - m)
+    whole, tiles, every = key_tiles(block * BM, last_key, Lq, diagonal, CAUSAL, BM, BN)
+    if CAUSAL and FINITE_FILL:
+        tiles = tl.where(tl.max((d < fill - m).to(tl.int32), 0) > 0, every, tiles)
+    acc = tl.zeros([BM, BDV], tl.float32)
+    zero = tl.zeros([BM], tl.float32)
+    acc, f, f_lost = _outputs(
+        acc, zero, zero, d, beta, qt, keys, values, i, row, side, ends, 0, whole,
+        False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+    )  # fmt: skip
+    acc, f, f_lost = _outputs(
+        acc, f, f_lost, d, beta, qt, keys, values, i, row, side, ends, whole, tiles,
+        True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+    )  # fmt: skip
+    # What fp32 leaves of sum p == 1 goes to all entries alike.
+    acc = tl.where((d == POS_INF)[:, None], 0.0, acc / f[:, None])
+    c = tl.arange(0, BDV)
+    inside = (i < Lq)[:, None] & (c < DV)[None, :]
+    tl.store(out + at_row[:, None] * DV + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+def forward_blocks(
+    problem: Problem, out: torch.Tensor, reference: torch.Tensor, shift: torch.Tensor
+) -> None:
+    """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
+    operands, constants = problem.operands(), problem.constants()
+    tile = tile_for(problem, "threshold")
+    _threshold_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
+        *operands, reference, shift, **constants,
+        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    tile = tile_for(problem, "output")
+    _output_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
+        *operands, out, reference, shift, **constants,
+        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip

@@ -1,0 +1,300 @@
+"""Operands of entmax attention as the kernels take them, and the scores of one tile."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .entmax_attention_tau import exponent_kind
+
+__all__ = ["Problem", "Tile", "key_scores", "key_tiles", "row_scores", "tile_for"]
+
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """ROWS queries x KEYS keys at a time."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def _interpreted(device: torch.device) -> bool:
+    return device.type != "cuda"
+
+
+def tile_for(problem: Problem, kernel: str) -> Tile:
+    """The tile of a block kernel: "threshold", "output", "rows" (dq) or "keys" (dk and dv)."""
+    if _interpreted(problem.q.device):
+        return Tile(16, 16, 4, 1)  # small, so that small shapes take several tiles
+    width = max(problem.width, problem.value_width)
+    # Operands beside the scores take registers: the same tile on twice the threads.
+    busy = problem.bias is not None or problem.mask is not None or problem.alpha is not None
+    four = 8 if busy else 4
+    if problem.q.dtype == torch.float32:
+        # FMA units: few accumulators a thread, 4-byte operands in shared memory.
+        return Tile(64, 32, 4, 2) if width <= 64 else Tile(32, 32, 4, 1)
+    if width <= 64:
+        return {
+            "threshold": Tile(
+                128, 64, four, 3
+            ),  # scores and column maxima: 64 registers each a thread
+            "output": Tile(128, 64, four, 3),
+            # scores, dp and two sums of width 64
+            "rows": Tile(64 if busy else 128, 64, 8, 2),
+            "keys": Tile(64, 64 if busy else 128, 8, 2),
+        }[kernel]
+    if width <= 128:
+        return {
+            "threshold": Tile(128, 64, 8, 3),
+            "output": Tile(128, 64, 8, 2),
+            "rows": Tile(64, 64, 8, 2),
+            "keys": Tile(64, 64, 8, 2),
+        }[kernel]
+    # 32 KiB a tile of 64 keys or rows: one stage of each of four operands.
+    return {
+        "threshold": Tile(64, 64, 8, 2),
+        "output": Tile(64, 64, 8, 1),
+        "rows": Tile(64, 32, 8, 1),
+        "keys": Tile(32, 64, 8, 1),
+    }[kernel]
+
+
+def _block(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call: q [B, H, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv] and what shapes the scores.
+
+    bias, mask and alpha are views expanded to [B, H, Lq, Lk] (alpha [B, H, Lq, 1]), so that size-1
+    dimensions have stride 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None
+    mask: torch.Tensor | None
+    alpha: torch.Tensor | None
+    query_lengths: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    alpha_value: float
+    scale: float
+    fill: float
+    causal: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        alpha: torch.Tensor | None,
+        **keywords: Any,
+    ) -> Problem:
+        B, H, Lq, _ = q.shape
+        full = (B, H, Lq, k.shape[2])
+        return cls(
+            q, k, v,
+            None if bias is None else bias.expand(full),
+            None if mask is None else mask.expand(full).view(torch.uint8),
+            None if alpha is None else alpha.expand(B, H, Lq, 1),
+            **keywords,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def value_width(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def heads(self) -> int:
+        """B * H, the rows of the grids."""
+        return self.q.shape[0] * self.q.shape[1]
+
+    @property
+    def drops(self) -> bool:
+        """Whether some key may be dropped in favour of `fill`."""
+        return self.causal or self.mask is not None
+
+    @property
+    def finite_fill(self) -> bool:
+        return self.drops and self.fill != -math.inf
+
+    def operands(self) -> tuple[Any, ...]:
+        """Leading arguments of every block kernel."""
+        unused = self.q
+        optional = (self.bias, self.mask, self.alpha, self.query_lengths, self.key_lengths)
+        strides = [s for t in (self.q, self.k, self.v) for s in t.stride()]
+        for t, n in ((self.bias, 4), (self.mask, 4), (self.alpha, 3)):
+            strides += [0] * n if t is None else list(t.stride()[:n])
+        H, G = self.q.shape[1], self.q.shape[1] // self.k.shape[1]
+        return (
+            self.q, self.k, self.v, *(unused if t is None else t for t in optional), *strides,
+            H, G, self.q.shape[2], self.k.shape[2],
+            float(self.alpha_value - 1.0), float(self.scale), float(self.fill),
+        )  # fmt: skip
+
+    def constants(self) -> dict[str, Any]:
+        """Compile-time arguments of every block kernel."""
+        exact = self.q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+        return {
+            "D": self.width,
+            "DV": self.value_width,
+            "BD": _block(self.width),
+            "BDV": _block(self.value_width),
+            "KIND": exponent_kind(None if self.alpha is not None else self.alpha_value),
+            "HAS_BIAS": self.bias is not None,
+            "HAS_MASK": self.mask is not None,
+            "HAS_ALPHA": self.alpha is not None,
+            "HAS_QLEN": self.query_lengths is not None,
+            "HAS_KLEN": self.key_lengths is not None,
+            "CAUSAL": self.causal,
+            "FINITE_FILL": self.finite_fill,
+            "PRECISION": "ieee" if exact else "tf32",
+            # The interpreter multiplies bf16 as integers.
+            "WIDEN": _interpreted(self.q.device),
+        }
+
+
+@triton.jit
+def load_tile(
+    base, i, stride_i, limit, stride_d, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
+):
+    """[len(i), BD] of a matrix [., D]; zeros beyond D and, at an EDGE, from row `limit` on."""
+    d = tl.arange(0, BD)
+    at = base + i.to(tl.int64)[:, None] * stride_i + d[None, :] * stride_d
+    if EDGE:
+        x = tl.load(at, mask=(i < limit)[:, None] & (d < D)[None, :], other=0.0)
+    elif D != BD:
+        x = tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def add_product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def row_scores(
+    q, k, i, j, row, side, last_row, last_key, diagonal,
+    EDGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """x [M, N] = (alpha - 1) z - reference of queries i [M] and keys j [N], and which are kept.
+
+    From q [M, D] and k [N, D]. row = (factor, am1, reference, fill), each [M]: scale * (alpha - 1),
+    alpha - 1, and the dropped keys' x. side = (bias, stride_bl, stride_bk, mask, stride_ml,
+    stride_mk) at this head. EDGE: some key may lie beyond last_key or the diagonal.
+    """
+    factor, am1, reference, fill = row
+    bias, stride_bl, stride_bk, mask, stride_ml, stride_mk = side
+    x = product(q, tl.trans(k), PRECISION, WIDEN) * factor[:, None]
+    inside = (i < last_row)[:, None] & (j < last_key)[None, :]
+    kept = inside
+    if HAS_BIAS:
+        at = bias + i.to(tl.int64)[:, None] * stride_bl + j.to(tl.int64)[None, :] * stride_bk
+        x += tl.load(at, mask=inside, other=0.0).to(tl.float32) * am1[:, None]
+    x = x - reference[:, None]
+    if HAS_MASK:
+        at = mask + i.to(tl.int64)[:, None] * stride_ml + j.to(tl.int64)[None, :] * stride_mk
+        kept = kept & (tl.load(at, mask=inside, other=0) != 0)
+        x = tl.where(kept, x, fill[:, None])
+    if EDGE:
+        if CAUSAL:
+            before = j[None, :] <= i[:, None] + diagonal
+            kept = kept & before
+            x = tl.where(before, x, fill[:, None])
+        x = tl.where((j < last_key)[None, :], x, NEG_INF)
+    return x, kept
+
+
+@triton.jit
+def key_scores(
+    q, k, i, j, row, side, last_row, last_key, diagonal,
+    EDGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """`row_scores` transposed, [N, M]: p^T is then at hand for dv as a product's first operand."""
+    factor, am1, reference, fill = row
+    bias, stride_bl, stride_bk, mask, stride_ml, stride_mk = side
+    x = product(k, tl.trans(q), PRECISION, WIDEN) * factor[None, :]
+    inside = (i < last_row)[None, :] & (j < last_key)[:, None]
+    kept = inside
+    if HAS_BIAS:
+        at = bias + i.to(tl.int64)[None, :] * stride_bl + j.to(tl.int64)[:, None] * stride_bk
+        x += tl.load(at, mask=inside, other=0.0).to(tl.float32) * am1[None, :]
+    x = x - reference[None, :]
+    if HAS_MASK:
+        at = mask + i.to(tl.int64)[None, :] * stride_ml + j.to(tl.int64)[:, None] * stride_mk
+        kept = kept & (tl.load(at, mask=inside, other=0) != 0)
+        x = tl.where(kept, x, fill[None, :])
+    if EDGE:
+        if CAUSAL:
+            before = j[:, None] <= i[None, :] + diagonal
+            kept = kept & before
+            x = tl.where(before, x, fill[None, :])
+        x = tl.where((j < last_key)[:, None], x, NEG_INF)
+    return x, kept
+
+
+@triton.jit
+def head_offsets(bh, H, G, sxb, sxh, skb, skh, svb, svh):
+    """(b, h, offsets of this head's query-side, key and value matrices), 64-bit."""
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    hkv = h // G
+    return b, h, b * sxb + h * sxh, b * skb + hkv * skh, b * svb + hkv * svh
+
+
+@triton.jit
+def row_constants(alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA: tl.constexpr):
+    """(factor, am1, beta) [M] of rows i: scale * (alpha - 1), alpha - 1 and 1 / (alpha - 1)."""
+    am1 = tl.zeros_like(i).to(tl.float32) + am1_value
+    if HAS_ALPHA:
+        at = alpha + i.to(tl.int64) * stride_al
+        am1 = tl.load(at, mask=i < last_row, other=1.5).to(tl.float32) - 1.0
+    return am1 * scale, am1, 1.0 / am1
+
+
+@triton.jit
+def key_tiles(
+    first_row, last_key, Lq, diagonal, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """Of rows first_row:first_row + BM: key tiles without an edge, with a key to see, and all."""
+    whole = last_key // BN
+    every = tl.cdiv(last_key, BN)
+    tiles = every
+    if CAUSAL:
+        whole = tl.maximum(tl.minimum(whole, (first_row + diagonal + 1) // BN), 0)
+        reach = tl.minimum(first_row + BM, Lq) + diagonal
+        tiles = tl.maximum(tl.minimum(every, tl.cdiv(reach, BN)), 0)
+    return tl.minimum(whole, tiles), tiles, every

@@ -1,0 +1,154 @@
+"""The threshold of alpha-entmax: powers, bounds and the step that every attention kernel shares.
+
+With x the scaled scores (alpha - 1) z of a row minus a reference close to their maximum, and
+beta = 1 / (alpha - 1),
+
+    f(d) = sum_j max(x_j - d, 0)^beta = 1
+
+has one root d = tau - reference, in [-1, 0] when the reference is the maximum. Near the reference
+the fp32 grid is fine; tau itself has few bits left once scores are large.
+
+The steps are taken on h = f^(1/beta), the beta-norm of the clipped scores: linear in d where all
+entries are alike, and convex for beta >= 1, so that a Newton step ends at or before the root.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["GENERAL", "class_bound", "clip", "compensated", "exponent_kind", "powers", "step"]
+
+# beta where a closed form beats exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
+CLOSED_FORMS = (1, 2, 3, 4)
+GENERAL = 0
+
+POS_INF = tl.constexpr(float("inf"))
+SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+def exponent_kind(alpha: float | None) -> int:
+    """beta = 1 / (alpha - 1) where it is one of `CLOSED_FORMS`, else GENERAL (also for None)."""
+    if alpha is None:
+        return GENERAL
+    beta = 1 / (alpha - 1)
+    kind = round(beta)
+    return kind if kind in CLOSED_FORMS and abs(beta - kind) < 1e-9 * kind else GENERAL
+
+
+@triton.jit
+def clip(x, d):
+    """u = max(x - d, 0); NaN stays NaN."""
+    return tl.maximum(x - d, 0.0, propagate_nan=SPREAD_NAN)
+
+
+@triton.jit
+def powers(u, beta, KIND: tl.constexpr):
+    """(u^beta, u^(beta - 1)) of u >= 0, both 0 at u == 0."""
+    if KIND == 1:
+        g = tl.where(u == 0.0, 0.0, 1.0)
+        w = u
+    elif KIND == 2:
+        g = u
+        w = u * u
+    elif KIND == 3:
+        g = u * u
+        w = g * u
+    elif KIND == 4:
+        g = u * u * u
+        w = g * u
+    else:
+        g = tl.where(u == 0.0, 0.0, tl.exp2((beta - 1.0) * tl.log2(u)))
+        w = g * u
+    return w, g
+
+
+@triton.jit
+def _root(f, beta, KIND: tl.constexpr):
+    """f^(1 / beta), f >= 0."""
+    if KIND == 1:
+        h = f
+    elif KIND == 2:
+        h = tl.sqrt(f)
+    elif KIND == 4:
+        h = tl.sqrt(tl.sqrt(f))
+    else:
+        h = tl.where(f == 0.0, 0.0, tl.exp2(tl.log2(f) / beta))
+    return h
+
+
+@triton.jit
+def compensated(total, lost, term):
+    """Kahan's sum: (total + term, what rounding took). 64k equal terms would drift by 1e-5."""
+    term = term - lost
+    grown = total + term
+    return grown, (grown - total) - term
+
+
+@triton.jit
+def class_bound(top, d, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
+    """A lower bound of the root [R] from some distinct entries top [R, C] of each row.
+
+    f over a part of the row is at most f, so its root lies at or before the row's. d [R] is a lower
+    bound to start from. For beta < 1 u^beta >= u (u <= 1), so sparsemax' root is a bound.
+    """
+    for _ in tl.static_range(STEPS):
+        u = tl.maximum(top - d[:, None], 0.0)
+        if KIND == 0:
+            w, g = powers(u, tl.maximum(beta, 1.0)[:, None], KIND)
+            f = tl.sum(w, 1)
+            h = _root(f, tl.maximum(beta, 1.0), KIND)
+        else:
+            w, g = powers(u, beta, KIND)
+            f = tl.sum(w, 1)
+            h = _root(f, beta, KIND)
+        ahead = (h - 1.0) * f / (h * tl.sum(g, 1))
+        d = tl.where(ahead > 0.0, d + ahead, d)
+    return d
+
+
+@triton.jit
+def step(d, f, g, lo, hi, old, entries, turn, beta, KIND: tl.constexpr):
+    """The next d [R] from f = sum u^beta and g = sum u^(beta - 1) at d, and what it may leave.
+
+    lo and hi bracket the root; old = (d, h, slope of d over h) of the evaluation before. The next d
+    is the cubic through both evaluations (inverse Hermite, order 2.7) where it stays inside the
+    bracket, else Newton's, else the middle; every fourth turn only the middle or Newton's from
+    below, which cannot cycle. entries: how many scores a row has at most.
+
+    Returns (d, rest, lo, hi, old). rest estimates |h - 1| at the new d from the curvature between
+    the evaluations, which is the larger one coming from below; it is 0 where fp32 holds nothing
+    better, and NaN in a row with NaN.
+    """
+    d0, h0, s0 = old
+    h = _root(f, beta, KIND)
+    slope = -f / (h * g)
+    lo = tl.where(f >= 1.0, tl.maximum(lo, d), lo)
+    hi = tl.where(f <= 1.0, tl.minimum(hi, d), hi)
+    newton = d + (1.0 - h) * slope
+    gap = h0 - h
+    at = (1.0 - h) / gap
+    left = 1.0 - at
+    cubic = (
+        d
+        + gap * slope * at * left * left
+        + (d0 - d) * at * at * (3.0 - 2.0 * at)
+        - s0 * gap * at * at * left
+    )
+    use = (tl.abs(gap) > 1e-5) & (tl.abs(at) < 1.0) & (cubic > lo) & (cubic < hi)
+    use = use & (turn % 4 != 3)
+    guess = tl.where(use, cubic, newton)
+    middle = 0.5 * (lo + hi)
+    inside = (guess >= lo) & (guess <= hi)
+    guess = tl.where(inside, guess, middle)
+    guess = tl.where(f == 1.0, d, guess)
+    # h'' is about beta * entries at most, which says what a step leaves before there are two slopes.
+    bend = tl.where(h0 < POS_INF, tl.abs((1.0 / slope - 1.0 / s0) / (d - d0)), entries * beta)
+    moved = guess - d
+    rest = tl.where(inside, 0.5 * bend * moved * moved, 1.0)
+    # As far as fp32 goes: no number is left between the bounds, or the step is the last bit of d.
+    closed = (middle <= lo) | (middle >= hi)
+    guess = tl.where(closed, hi, guess)
+    settled = closed | (tl.abs(moved) <= 1.2e-7 * tl.abs(d))
+    rest = tl.where(settled, 0.0, tl.where(h == h, rest, h))
+    return guess, rest, lo, hi, (d, h, slope)

@@ -1,0 +1,285 @@
+"""Entmax attention's kernels against the same formula in fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparse_inductor.kernels import entmax_attention
+
+# Norm of the error over the norm of the truth: accumulation order in fp32; the operands' and p's
+# rounding at 16 bits.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+PLAIN = {
+    "bias": None, "mask": None, "alpha": None, "query_lengths": None, "key_lengths": None,
+    "alpha_value": 1.5, "fill": -math.inf, "causal": False,
+}  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("nan_filled_memory")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if request.param == "cpu":
+        from triton import knobs
+
+        if not knobs.runtime.interpret:
+            pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
+    return torch.device(request.param)
+
+
+class Entmax(torch.autograd.Function):
+    """p = [(alpha - 1) z - tau]_+^(1 / (alpha - 1)) over the last dimension, by 100 bisections."""
+
+    @staticmethod
+    def forward(ctx, z, alpha):
+        y = z * (alpha - 1)
+        top = y.amax(-1, keepdim=True)
+        dead = top == -math.inf
+        y = y - top.masked_fill(dead, 0)
+        beta = 1 / (alpha - 1) + torch.zeros_like(top)
+        lo, hi = torch.full_like(top, -1), torch.zeros_like(top)
+        for _ in range(100):
+            middle = (lo + hi) / 2
+            u = (y - middle).clamp(min=0)
+            enough = torch.where(u > 0, u**beta, 0).sum(-1, keepdim=True) >= 1
+            lo, hi = torch.where(enough, middle, lo), torch.where(enough, hi, middle)
+        u = (y - lo).clamp(min=0).masked_fill(dead, 0)
+        p = torch.where(u > 0, u**beta, 0)
+        p = p / p.sum(-1, keepdim=True).masked_fill(dead, 1)
+        ctx.save_for_backward(p, u, alpha, beta, dead)
+        return p
+
+    @staticmethod
+    def backward(ctx, dp):
+        p, u, alpha, beta, dead = ctx.saved_tensors
+        g = torch.where(u > 0, u ** (beta - 1), 0)
+        mean = g / g.sum(-1, keepdim=True).masked_fill(dead, 1)
+        dz = g * (dp - (mean * dp).sum(-1, keepdim=True))
+        plogp = torch.where(p > 0, p * p.clamp(min=1e-300).log(), 0)
+        dalpha = dp * (
+            (p - mean) / (alpha - 1) ** 2
+            - (plogp - mean * plogp.sum(-1, keepdim=True)) / (alpha - 1)
+        )
+        return dz, dalpha.sum_to_size(alpha.shape)
+
+
+def reference(
+    q, k, v, scale, bias, mask, alpha, query_lengths, key_lengths, alpha_value, fill, causal
+):
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    z = scale * (q @ k.transpose(-1, -2))
+    Lq, Lk = z.shape[-2:]
+    i, j = torch.arange(Lq, device=z.device)[:, None], torch.arange(Lk, device=z.device)[None]
+    if bias is not None:
+        z = z + bias
+    if mask is not None:
+        z = torch.where(mask, z, fill)
+    if causal:
+        z = torch.where(j <= i + Lk - Lq, z, fill)
+    if key_lengths is not None:
+        z = z.masked_fill((j >= key_lengths[:, None])[:, None, None, :], -math.inf)
+    p = Entmax.apply(z, z.new_tensor(alpha_value) if alpha is None else alpha)
+    if query_lengths is not None:
+        p = p * (i[None, :, 0] < query_lengths[:, None])[:, None, :, None]
+    return p @ v
+
+
+def operands(
+    device, B=1, H=2, Hkv=None, Lq=37, Lk=45, D=16, DV=None, dtype=torch.float32, variance=6.0
+):
+    g = torch.Generator().manual_seed(0)
+    shapes = (B, H, Lq, D), (B, Hkv or H, Lk, D), (B, Hkv or H, Lk, DV or D), (B, H, Lq, DV or D)
+    q, k, v, grad = (torch.randn(s, generator=g) for s in shapes)
+    return [x.to(device, dtype) for x in (q * variance**0.5, k, v, grad)]
+
+
+def relative(actual, expected):
+    expected = expected.double()
+    # A gradient that cancels to nothing (one key, a bias constant along its row) is compared as is.
+    return ((actual.double() - expected).norm() / expected.norm().clamp_min(0.1)).item()
+
+
+def run(q, k, v, grad, **keywords):
+    """(out, dq, dk, dv, dbias, dalpha)."""
+    keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, **keywords}
+    out, saved = entmax_attention.forward(q, k, v, training=True, **keywords)
+    like = entmax_attention.saved_like(q, k, v, **keywords)
+    assert [(s.shape, s.dtype) for s in saved] == [(s.shape, s.dtype) for s in like]
+    needs = (True,) * 3 + (keywords["bias"] is not None, keywords["alpha"] is not None)
+    return out, *entmax_attention.backward(grad, q, k, v, out, saved, needs=needs, **keywords)
+
+
+def truth(q, k, v, grad, **keywords):
+    keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, **keywords}
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    for name in ("bias", "alpha"):
+        if keywords[name] is not None:
+            keywords[name] = keywords[name].double().requires_grad_()
+            leaves.append(keywords[name])
+    out = reference(*leaves[:3], **keywords)
+    return out, *torch.autograd.grad(out, leaves, grad.double())
+
+
+def check(q, k, v, grad, tolerance=None, **keywords):
+    actual = [x for x in run(q, k, v, grad, **keywords) if x is not None]
+    expected = truth(q, k, v, grad, **keywords)
+    assert len(actual) == len(expected)
+    for name, a, e in zip(["out", "dq", "dk", "dv", "more", "more"], actual, expected):
+        assert not a.isnan().any(), name
+        assert relative(a, e) <= (tolerance or TOLERANCE[q.dtype]), name
+    return actual
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("causal", [False, True])
+def test_plain_attention(dtype, causal, device):
+    check(*operands(device, dtype=dtype), causal=causal)
+
+
+@pytest.mark.parametrize("alpha", [1.05, 1.25, 4 / 3, 1.7, 2.0])
+def test_any_alpha(alpha, device):
+    check(*operands(device), alpha_value=alpha)
+
+
+def test_alpha_above_two(device):
+    """u^(beta - 1) has a pole at the threshold: the rounding of tau shows in the gradients."""
+    check(*operands(device), alpha_value=3.0, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 37, 1)])
+def test_alpha_tensor_has_a_gradient(shape, device):
+    alpha = torch.linspace(1.2, 1.9, math.prod(shape)).view(shape).to(device)
+    check(*operands(device, B=2), alpha=alpha, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("variance", [1e-6, 0.3, 6.0, 400.0])
+def test_flat_and_peaked_rows(variance, device):
+    check(*operands(device, variance=variance), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("widths", [(16, 16), (80, 40), (24, 96), (64, 64)])
+def test_head_widths(widths, device):
+    check(*operands(device, D=widths[0], DV=widths[1]))
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 45), (37, 1), (60, 40), (16, 16)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(lengths, causal, device):
+    check(*operands(device, Lq=lengths[0], Lk=lengths[1]), causal=causal)
+
+
+def test_grouped_heads(device):
+    check(*operands(device, B=2, H=4, Hkv=2), causal=True)
+
+
+def test_variable_lengths(device):
+    lengths = {
+        "query_lengths": torch.tensor([20, 0, 37]).to(device),
+        "key_lengths": torch.tensor([0, 30, 45]).to(device),
+    }
+    out, *_ = check(*operands(device, B=3), **lengths)
+    assert not out[0].any() and not out[1].any() and not out[2, :, 20:].eq(0).all()
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -1e4, 0.25])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_keys_take_the_fill(fill, causal, device):
+    mask = torch.rand(1, 1, 37, 45, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[..., 5, :] = False
+    check(*operands(device, variance=0.5), mask=mask.to(device), fill=fill, causal=causal)
+
+
+@pytest.mark.parametrize("lengths", [(45, 45), (60, 40)])
+def test_a_causal_fill_that_competes_reaches_later_keys(lengths, device):
+    check(*operands(device, Lq=lengths[0], Lk=lengths[1], variance=0.3), causal=True, fill=0.0)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 37, 45), (2, 1, 1, 45), (1, 1, 37, 1), (1, 2, 37, 45)])
+def test_bias_has_a_gradient(shape, device):
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+    mask = torch.rand(2, 1, 1, 45, generator=torch.Generator().manual_seed(2)) > 0.2
+    # A bias that is constant along a row changes nothing but where a fill competes.
+    fill = 0.0 if shape[3] == 1 else -math.inf
+    check(*operands(device, B=2), bias=bias, mask=mask.to(device), fill=fill, tolerance=1e-5)
+
+
+def test_bias_of_minus_infinity(device):
+    bias = torch.zeros(1, 1, 37, 45)
+    bias[..., ::2] = -math.inf
+    bias[..., 3, :] = -math.inf
+    q, k, v, grad = operands(device)
+    actual = run(q, k, v, grad, bias=bias.to(device))
+    expected = truth(q, k, v, grad, mask=bias.to(device) == 0)
+    assert not actual[0][:, :, 3].any()
+    for a, e in zip(actual[:4], expected):
+        assert relative(a, e) <= TOLERANCE[torch.float32]
+
+
+def test_strided_operands(device):
+    q, k, v, grad = (x.transpose(1, 2).contiguous() for x in operands(device, B=2))
+    views = [x.transpose(1, 2) for x in (q, k, v, grad)]
+    assert not views[0].is_contiguous()
+    check(*views, causal=True)
+
+
+def test_large_scores_keep_the_row_sum(device):
+    """tau near 500 has 3e-5 between neighbours: it is kept relative to the row's maximum."""
+    q, k, _, grad = operands(device, Lk=200, variance=1e-2)
+    q[..., 0], k[..., 0] = 40.0, 100.0
+    v = torch.ones_like(k)
+    out = run(q, k, v, grad)[0]
+    assert (out - 1).abs().max() <= 1e-6
+
+
+def test_ties_share_alike(device):
+    q, k, v, grad = operands(device)
+    k[:] = k[:, :, :1]
+    out = run(q, k, v, grad)[0]
+    assert relative(out, v.double().mean(2, keepdim=True).expand_as(out)) <= 1e-6
+
+
+def test_nan_stays_in_its_rows(device):
+    q, k, v, grad = operands(device)
+    clean = run(q, k, v, grad)[0]
+    q[0, 1, 7] = math.nan
+    out = run(q, k, v, grad)[0]
+    assert out[0, 1, 7].isnan().all()
+    out[0, 1, 7] = clean[0, 1, 7]
+    assert torch.equal(out, clean)
+
+
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
+def test_mild_scores_lose_no_mass(alpha, device):
+    """Ten halvings of [max - 1, max - n^(1 - alpha)] leave most of a flat row's mass behind."""
+    q, k, _, grad = operands(device, H=1, Lq=4, Lk=3000, variance=1e-3)
+    v = torch.ones_like(k)
+    out = run(q, k, v, grad, alpha_value=alpha)[0]
+    assert (out - 1).abs().max() <= 1e-6
+
+
+def test_gradients_repeat_bitwise(device):
+    tensors = operands(device, B=2, H=4, Hkv=2, dtype=torch.bfloat16)
+    for a, b in zip(run(*tensors)[:4], run(*tensors)[:4]):
+        assert torch.equal(a, b)
+
+
+def test_inference_saves_nothing(device):
+    q, k, v, _ = operands(device)
+    keywords = {**PLAIN, "scale": 0.25}
+    assert entmax_attention.forward(q, k, v, training=False, **keywords)[1] == ()
+
+
+def test_what_the_kernels_take(device):
+    q, k, v, _ = operands(device)
+    assert entmax_attention.applies(q, k, v)
+    assert not entmax_attention.applies(q.double(), k.double(), v.double())
+    assert not entmax_attention.applies(q.half(), k, v)
+    assert not entmax_attention.applies(q[..., :8], k[..., :8], v)
+    assert not entmax_attention.applies(q, k[:, :, :0], v[:, :, :0])
