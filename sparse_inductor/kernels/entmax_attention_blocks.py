@@ -132,7 +132,7 @@ def _threshold_kernel(
     block = tl.program_id(0) % blocks
     if CAUSAL:
         block = blocks - 1 - block  # the longest rows first
-    b, h, q_at, k_at, _ = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
+    b, h, q_at, k_at, _v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
     i = block * BM + tl.arange(0, BM)
     last_key = Lk
     if HAS_KLEN:
@@ -182,7 +182,7 @@ def _threshold_kernel(
                 (zero, zero, zero, zero), d, beta, qt, keys, i, row, side, ends, 0, whole,
                 False, D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
             )  # fmt: skip
-            f, _, g, _ = _sums(
+            f, _f_lost, g, _g_lost = _sums(
                 sums, d, beta, qt, keys, i, row, side, ends, whole, tiles,
                 True, D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
             )  # fmt: skip

@@ -46,11 +46,11 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
         return {
             "threshold": Tile(
                 128, 64, four, 3
-            ),  # scores and column maxima: 64 registers each a thread
+            ),  # scores and column maxima: 32 registers each a thread
             "output": Tile(128, 64, four, 3),
             # scores, dp and two sums of width 64
-            "rows": Tile(64 if busy else 128, 64, 8, 2),
-            "keys": Tile(64, 64 if busy else 128, 8, 2),
+            "rows": Tile(64, 64, 8, 2) if busy else Tile(128, 64, 8, 3),
+            "keys": Tile(64, 64, four, 2),
         }[kernel]
     if width <= 128:
         return {
