@@ -54,6 +54,33 @@ def budget_bisect(input, budget, dim, n_iter):
     return entmax.budget_bisect(input, budget, dim, n_iter)
 
 
+# The losses stay what they are, but Dynamo cannot trace them at all.
+
+
+def sparsemax_loss(input, target):
+    import entmax
+
+    return entmax.sparsemax_loss(input, target)
+
+
+def entmax15_loss(input, target):
+    import entmax
+
+    return entmax.entmax15_loss(input, target)
+
+
+def sparsemax_bisect_loss(input, target, n_iter):
+    import entmax
+
+    return entmax.sparsemax_bisect_loss(input, target, n_iter)
+
+
+def entmax_bisect_loss(input, target, alpha, n_iter):
+    import entmax
+
+    return entmax.entmax_bisect_loss(input, target, alpha, n_iter)
+
+
 # What Dynamo traces: the package's signatures. `k` is a hint about speed, and the package's
 # sparsemax_bisect ignores both of its last arguments.
 
@@ -82,6 +109,22 @@ def _budget_bisect(X, budget=2, dim=-1, n_iter=50):
     return budget_bisect(X, budget, dim, n_iter)
 
 
+def _sparsemax_loss(X, target, k=None):
+    return sparsemax_loss(X, target)
+
+
+def _entmax15_loss(X, target, k=None):
+    return entmax15_loss(X, target)
+
+
+def _sparsemax_bisect_loss(X, target, n_iter=50):
+    return sparsemax_bisect_loss(X, target, n_iter)
+
+
+def _entmax_bisect_loss(X, target, alpha=1.5, n_iter=50):
+    return entmax_bisect_loss(X, target, alpha, n_iter)
+
+
 _TRACED: dict[str, Callable[..., Any]] = {
     "entmax15": _entmax15,
     "sparsemax": _sparsemax,
@@ -89,8 +132,23 @@ _TRACED: dict[str, Callable[..., Any]] = {
     "sparsemax_bisect": _sparsemax_bisect,
     "normmax_bisect": _normmax_bisect,
     "budget_bisect": _budget_bisect,
+    "sparsemax_loss": _sparsemax_loss,
+    "entmax15_loss": _entmax15_loss,
+    "sparsemax_bisect_loss": _sparsemax_bisect_loss,
+    "entmax_bisect_loss": _entmax_bisect_loss,
 }
-_LEAVES = (entmax15, sparsemax, entmax_bisect, sparsemax_bisect, normmax_bisect, budget_bisect)
+_LEAVES = (
+    entmax15,
+    sparsemax,
+    entmax_bisect,
+    sparsemax_bisect,
+    normmax_bisect,
+    budget_bisect,
+    sparsemax_loss,
+    entmax15_loss,
+    sparsemax_bisect_loss,
+    entmax_bisect_loss,
+)
 
 _users = 0
 _undo: list[Callable[[], None]] = []
