@@ -26,8 +26,11 @@ lint: $(READY)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
+# One family: make bench FAMILIES=entmax
+FAMILIES ?= $(notdir $(basename $(filter-out %/__init__.py,$(wildcard benchmarks/families/*.py))))
+
 bench: $(READY)
-	$(PYTHON) -m benchmarks splade_head $(ARGS)
+	$(foreach family,$(FAMILIES),$(PYTHON) -m benchmarks $(family) $(ARGS) &&) true
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -51,7 +51,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One contender at one place of a sweep: training step of the head."""
+    """One contender at one place of a sweep: a training step."""
 
     axis: str
     at: int
@@ -188,12 +188,15 @@ def markdown(results: Results, plot: str | None) -> str:
         parts += ["## Side by side", markdown_table(samples_table(results.samples))]
     if results.points:
         fixed = ", ".join(f"{name} {size}" for name, size in results.fixed.items())
-        parts += [
-            f"## Over B, S and V\n\nForward and backward; what does not move stays at {fixed}."
-        ]
+        axes = _listed(list(dict.fromkeys(p.axis for p in results.points)))
+        parts += [f"## Over {axes}\n\nForward and backward; what does not move stays at {fixed}."]
         parts += [f"![time and memory]({plot})"] if plot else []
         parts += [markdown_table(points_table(results.points))]
     return "\n\n".join(parts) + "\n"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def _losses(results: Results) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -176,8 +177,9 @@ def test_contenders_agree_and_only_ours_is_rewritten():
 
 
 @pytest.mark.slow
-def test_the_quick_run_writes_its_files(tmp_path):
-    command = [sys.executable, "-m", "benchmarks", "splade_head", "--quick", "--device", "cpu"]
+@pytest.mark.parametrize("family", families())
+def test_the_quick_run_writes_its_files(tmp_path, family):
+    command = [sys.executable, "-m", "benchmarks", family, "--quick", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=550
     )
@@ -189,20 +191,29 @@ def test_the_quick_run_writes_its_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "rows"), [("splade_head", 15), ("entmax", 4), ("entmax_attention", 25)]
+)
+def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
     """On the CPU at tiny sizes: the figures are void, the code is the same."""
+    module = importlib.import_module(f"benchmarks.families.{family}")
     monkeypatch.setattr(Bench, "cuda", property(lambda self: True))
     for name, value in (("memory_reserved", 0), ("memory_allocated", 0), ("empty_cache", None)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**11, 10**11))
     bench = Bench(CPU, dataclasses.replace(results(), rows=[], points=[]), tmp_path, quick=True)
-    for section in splade_head._gpu_sections(bench):
+    for section in module._gpu_sections(bench):
         bench.section(section, bench)
     assert bench.failed == []
-    assert len(bench.results.rows) >= 15
-    assert all(row.value is not None for row in bench.results.rows)
+    assert len(bench.results.rows) >= rows
+    # The peer of these runs on a GPU only.
+    assert all(row.value is not None or "adasplash" in row.name for row in bench.results.rows)
+
+
+def test_a_point_of_the_sweeps_is_a_training_step_of_ours(tmp_path):
+    bench = Bench(CPU, results(), tmp_path, quick=True)
     point = splade_head._point(bench, splade_head.Shape(2, 16, 32, 300), "ours")
-    assert point.ms
+    assert point.ms and point.peak_bytes
 
 
 def test_no_gpu_is_said_clearly(capsys):
