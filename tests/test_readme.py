@@ -34,11 +34,14 @@ def blocks(section: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", body, re.S)
 
 
-def test_the_operators_example_runs():
-    (code,) = blocks("The operator")
+def test_the_operators_examples_run():
+    head, attention = blocks("The operators")
     space: dict[str, object] = {}
-    exec(code, space)
+    exec(head, space)
     assert space["values"].shape == (2, 100)
+    exec(attention, space)
+    assert space["out"].shape == (2, 8, 128, 64)
+    assert (space["p"] == 0).any()
 
 
 def test_the_pattern_in_the_readme_is_a_pattern():
