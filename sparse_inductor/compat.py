@@ -250,6 +250,26 @@ def substitute_in_graph(fn: Any, traced: Any) -> Any:
     return undo
 
 
+# --- Dispatcher -----------------------------------------------------------------------------------
+
+
+def after_autograd(keyset: Any) -> Any:
+    """The keys that an operator's Autograd kernel leaves the call to."""
+    return keyset & torch._C._after_autograd_keyset
+
+
+@contextlib.contextmanager
+def autograd_on() -> Iterator[None]:
+    """Operations in the block are recorded for autograd, also where an operator's kernel or a compiled graph runs,
+    below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
 # --- Counters and logs ----------------------------------------------------------------------------
 
 

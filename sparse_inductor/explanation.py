@@ -17,7 +17,7 @@ from torch import fx, nn
 from . import compat, session
 from .graphs import GraphNode, describe
 from .records import Report
-from .rewrite import RewritePass
+from .rewrite import RewritePass, broken
 from .slots import slot_value
 from .source import source_at
 
@@ -96,13 +96,17 @@ class Explanation:
         return "\n\n".join(parts)
 
 
-def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
     """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite it, and show what happened.
 
     The patterns are those of the enabled session, or all. Nothing is generated, cached or kept: the
     graphs run unrewritten, on copies of the arguments and of the module (a module that cannot be
     copied, or that the function refers to, has its buffers put back), under your grad mode, and the
     random state is restored. Code that torch.compile holds already stays compiled.
+
+    `verify=True` runs the graphs rewritten, each rewrite beside the operations it replaces and a
+    reference in fp64 (see `enable`); the report's `checks` say how they compare. A function that
+    takes an argument of that name itself is wrapped first (`functools.partial`).
 
     Raises what `fn` raises.
     """
@@ -111,6 +115,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     report = Report()
     graphs: list[ExplainedGraph] = []
     breaks: list[GraphBreak] = []
+    checked = Report()
+    checking = RewritePass(patterns, checked, verify=True)
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         end = compat.graph_end(gm)
@@ -125,7 +131,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         users = session.users_passes()
         with compat.patched_settings(pre_grad_custom_pass=slot_value([*users, capture])):
             compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
-        return gm.forward
+        if not verify:
+            return gm.forward
+        with compat.patched_settings(pre_grad_custom_pass=slot_value([*users, checking])):
+            return compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs).forward
 
     fresh = not compat.anything_compiled()
     with contextlib.ExitStack() as stack:
@@ -133,10 +142,25 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         stack.enter_context(compat.fresh_capture())
         stack.enter_context(random_state_kept(args, kwargs))
         fn, args, kwargs = _isolated(fn, args, kwargs, stack)
+        if verify:
+            stack.enter_context(_patterns_kept_on())
         torch.compile(fn, backend=backend)(*args, **kwargs)
+    for check in checked.checks:
+        report.add_check(check)
     if fresh:
         compat.reset_dynamo()  # only this call was compiled: forget it
     return Explanation(report, tuple(graphs), tuple(breaks))
+
+
+@contextlib.contextmanager
+def _patterns_kept_on() -> Iterator[None]:
+    """What verify catches here is shown; it switches nothing off for the process."""
+    before = dict(broken)
+    try:
+        yield
+    finally:
+        broken.clear()
+        broken.update(before)
 
 
 class _Capture:

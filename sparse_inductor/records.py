@@ -15,7 +15,7 @@ import torch
 
 from . import compat
 
-__all__ = ["NearMiss", "Report", "Rewrite", "report"]
+__all__ = ["Check", "NearMiss", "Report", "Rewrite", "report"]
 
 log = logging.getLogger("sparse_inductor")
 
@@ -57,6 +57,22 @@ class NearMiss:
     source: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What `verify=True` found of one rewrite, when it ran for the first time."""
+
+    pattern: str
+    location: str
+    verdict: str = ""
+    """"agrees", "differs" (the unrewritten result is kept and the pattern is off) or "unchecked"."""
+    detail: str = ""
+    error: float | None = None
+    """The largest distance from a reference, absolute below 1 and relative above."""
+    plain_error: float | None = None
+    """The same of the operations as written."""
+    source: str = ""
+
+
 class Report:
     """Everything since the last `clear()`, of the whole process; safe to read while other threads
     compile."""
@@ -68,6 +84,7 @@ class Report:
     def _clear(self) -> None:
         self._rewrites: list[Rewrite] = []
         self._near_misses: list[NearMiss] = []
+        self._checks: list[Check] = []
         self._compile: weakref.ref[object] | None = None
         self._seen: set[NearMiss] = set()
         self._pattern_ms: Counter[str] = Counter()
@@ -85,6 +102,17 @@ class Report:
         """The near misses, oldest first; the same one is listed once a compile."""
         with self._lock:
             return list(self._near_misses)
+
+    @property
+    def checks(self) -> list[Check]:
+        """What `verify=True` found, oldest first; empty without it."""
+        with self._lock:
+            return list(self._checks)
+
+    def add_check(self, check: Check) -> None:
+        """Record what was found of a rewrite when it ran."""
+        with self._lock:
+            self._checks.append(check)
 
     @property
     def pass_ms(self) -> float:
@@ -152,9 +180,9 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON text.
 
-        `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses":
-        [...]}`; the entries have the fields of `Rewrite` and `NearMiss`, an input is `{"shape":
-        [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is removed or
+        `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...],
+        "checks": [...]}`; the entries have the fields of `Rewrite`, `NearMiss` and `Check`, an
+        input is `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is removed or
         changes its meaning.
         """
         return json.dumps(self.as_dict(), indent=2)
@@ -169,6 +197,7 @@ class Report:
                 "pattern_ms": {name: round(ms, 3) for name, ms in sorted(self._pattern_ms.items())},
                 "rewrites": [rewrite_dict(r) for r in self._rewrites],
                 "near_misses": [dataclasses.asdict(m) for m in self._near_misses],
+                "checks": [dataclasses.asdict(c) for c in self._checks],
             }
 
 
@@ -238,22 +267,34 @@ def _render(report: Report) -> list[str]:
         f"sparse_inductor: {_count(rewrites, 'rewrite')}, {_count(near_misses, 'near miss')} in "
         f"{_count(report.graphs, 'graph')}; the pass took {report.pass_ms:.1f} ms"
     ]
+    wrong = [c for c in report.checks if c.verdict == "differs"]
+    if wrong:
+        lines += ["", "caught by verify: the unrewritten result is used, the pattern is off"]
+        for check in wrong:
+            lines += _at_line(check, check.detail)
     for name in dict.fromkeys(r.pattern for r in rewrites):
         mine = Counter(r for r in rewrites if r.pattern == name)
         lines += ["", name]
         for rewrite, times in mine.items():
-            lines += _render_rewrite(rewrite, times)
+            checks = [c for c in report.checks if _of(c) == _of(rewrite)]
+            lines += _render_rewrite(rewrite, times, checks)
     if near_misses:
         lines += ["", "not rewritten, but nearly"]
         for miss, times in Counter(near_misses).items():
-            lines.append(f"  {miss.location}  {miss.pattern}{_times(times)}")
-            if miss.source:
-                lines.append(f"      {miss.source}")
-            lines.append(f"      because {miss.reason}")
+            lines += _at_line(miss, miss.reason, _times(times))
     return lines
 
 
-def _render_rewrite(rewrite: Rewrite, times: int) -> list[str]:
+def _at_line(what: NearMiss | Check, because: str, times: str = "") -> list[str]:
+    lines = [f"  {what.location}  {what.pattern}{times}"]
+    return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]
+
+
+def _of(what: Rewrite | Check) -> tuple[str, str]:
+    return what.pattern, what.location
+
+
+def _render_rewrite(rewrite: Rewrite, times: int, checks: Iterable[Check] = ()) -> list[str]:
     lines = [f"  {rewrite.location}{_times(times)}"]
     if rewrite.source:
         lines.append(f"      {rewrite.source}")
@@ -266,6 +307,8 @@ def _render_rewrite(rewrite: Rewrite, times: int) -> list[str]:
         facts.append(("saved", f"{_bytes(rewrite.bytes_saved)} no longer kept for backward"))
     if rewrite.note:
         facts.append(("note", rewrite.note))
+    facts += [("checked", c.detail) for c in dict.fromkeys(checks) if c.verdict == "agrees"]
+    facts += [("checked", f"no: {c.detail}") for c in checks if c.verdict == "unchecked"]
     return lines + [f"      {label:<9}{text}" for label, text in facts]
 
 

@@ -22,7 +22,7 @@ from torch import fx
 from . import compat, records
 from .match.fakes import fake
 from .pattern import Match, Miss, Pattern
-from .records import NearMiss, Report, Rewrite
+from .records import Check, NearMiss, Report, Rewrite
 from .source import source_of
 
 __all__ = ["Outcome", "RewritePass", "broken"]
@@ -32,7 +32,7 @@ log = logging.getLogger("sparse_inductor")
 STAGE = "pre_grad"
 
 broken: dict[str, str] = {}
-"""Patterns that raised in this process, with the error; they are not asked again."""
+"""Patterns that raised in this process, or that verify caught, with the error; they are not asked again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +57,16 @@ class RewritePass:
     """A pass over one `fx.Graph`, for Inductor's `pre_grad_custom_pass` slot or for calling
     directly.
 
-    `report` is where the records go; the process-wide one by default.
+    `report` is where the records go; the process-wide one by default. `verify` has every rewrite
+    checked when it first runs (see `verify.py`).
     """
 
-    def __init__(self, patterns: Iterable[Pattern], report: Report | None = None) -> None:
+    def __init__(
+        self, patterns: Iterable[Pattern], report: Report | None = None, verify: bool = False
+    ) -> None:
         self._patterns = tuple(patterns)
         self._report = records.report() if report is None else report
+        self._verify = verify
 
     def __call__(self, graph: fx.Graph) -> None:
         self.run(graph)
@@ -74,7 +78,7 @@ class RewritePass:
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
         started = time.perf_counter()
-        run = _Run(graph)
+        run = _Run(graph, self._report if self._verify else None)
         before = compat.graph_text(graph) if log.isEnabledFor(logging.DEBUG) else ""
         try:
             run.execute([p for p in self._patterns if p.name not in broken])
@@ -97,8 +101,9 @@ class RewritePass:
 class _Run:
     """One graph on its way through the pass."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, verify: Report | None = None) -> None:
         self.graph = graph
+        self.verify = verify
         self.rewrites: list[Rewrite] = []
         self.near_misses: list[NearMiss] = []
         self.pattern_ms: defaultdict[str, float] = defaultdict(float)
@@ -118,7 +123,7 @@ class _Run:
         accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
         # Records are made while the nodes are still there to be read.
         records_of = {id(c): _record(c, view) for c in accepted}
-        done = self._replace(accepted)
+        done = self._replace(accepted, records_of)
         self.rewrites = [records_of[id(c)] for c in reversed(done)]
         swallowed = {node for c in done for node in c.nodes}
         self.near_misses += [
@@ -167,7 +172,9 @@ class _Run:
             accepted += mine
         return accepted
 
-    def _replace(self, candidates: list[_Candidate]) -> list[_Candidate]:
+    def _replace(
+        self, candidates: list[_Candidate], records_of: dict[int, Rewrite]
+    ) -> list[_Candidate]:
         """Put the ops in; returns the candidates that were replaced, in the order given."""
         check_each = False
         while candidates:
@@ -177,7 +184,8 @@ class _Run:
                 for candidate in candidates:
                     at = candidate
                     started = time.perf_counter()
-                    candidate.match.replace()
+                    with self._verified(candidate, records_of[id(candidate)]):
+                        candidate.match.replace()
                     self.pattern_ms[candidate.pattern.name] += (time.perf_counter() - started) * 1e3
                     if check_each:
                         self.graph.lint()
@@ -197,6 +205,30 @@ class _Run:
             self._erase(candidates)
             return candidates
         return []
+
+    @contextlib.contextmanager
+    def _verified(self, candidate: _Candidate, record: Rewrite) -> Iterator[None]:
+        """Have a replacement checked when it first runs, if that is asked for."""
+        if self.verify is None:
+            yield
+            return
+        from . import verify
+        from .region import CannotCut, Watch
+
+        check = Check(record.pattern, record.location, source=record.source)
+        watch = None
+        try:
+            watch = Watch(self.graph, candidate.nodes)
+        except CannotCut as error:
+            self.verify.add_check(_unchecked(check, error))
+        yield
+        if watch is not None:
+            try:
+                watch.finish()
+            except CannotCut as error:
+                self.verify.add_check(_unchecked(check, error))
+            else:
+                verify.guard(watch, check, self.verify, broken.__setitem__)
 
     def _erase(self, done: list[_Candidate]) -> None:
         swallowed = {node for c in done for node in c.nodes}
@@ -307,6 +339,10 @@ def _near_miss(pattern: str, miss: Miss, anchor: fx.Node | None) -> NearMiss:
         return NearMiss(pattern, STAGE, "?", miss.reason)
     source = source_of(miss.node, anchor)
     return NearMiss(pattern, STAGE, source.location, miss.reason, source.text)
+
+
+def _unchecked(check: Check, error: Exception) -> Check:
+    return dataclasses.replace(check, verdict="unchecked", detail=str(error))
 
 
 def _shape_and_dtype(node: fx.Node) -> tuple[records.Shape, Any]:

@@ -49,7 +49,9 @@ class StrictError(RuntimeError):
 # --- The public functions -------------------------------------------------------------------------
 
 
-def enable(only: Names = None, skip: Names = None, strict: bool = False) -> None:
+def enable(
+    only: Names = None, skip: Names = None, strict: bool = False, verify: bool = False
+) -> None:
     """Rewrite what `torch.compile` compiles from now on, in the whole process.
 
     `only` and `skip` are pattern names (one, or several); so is the environment variable
@@ -62,11 +64,16 @@ def enable(only: Names = None, skip: Names = None, strict: bool = False) -> None
     compile, as soon as a whole graph was compiled in which such a pattern nearly matched and
     nothing did.
 
+    `verify=True` checks every rewrite when it first runs: values and gradients beside those of the
+    operations as written, both against an fp64 reference. A rewrite that is wrong is not used, its
+    pattern is switched off for the process, a warning is logged, and the report says what differed.
+    It costs memory and time (see `sparse_inductor/verify.py`) and Inductor's caches.
+
     Raises ValueError for a name that is not a pattern, TypeError for something that is not a name.
     Warns when something was compiled before: that code stays as it is until
     `torch._dynamo.reset()`.
     """
-    _switch(_Session.of(only, skip, strict))
+    _switch(_Session.of(only, skip, strict, verify))
 
 
 def disable() -> None:
@@ -84,14 +91,16 @@ def disable() -> None:
 
 
 @contextlib.contextmanager
-def enabled(only: Names = None, skip: Names = None, strict: bool = False) -> Iterator[None]:
+def enabled(
+    only: Names = None, skip: Names = None, strict: bool = False, verify: bool = False
+) -> Iterator[None]:
     """`enable()` for a block; afterwards whatever was on before is on again, nested blocks
     included.
 
     Takes what `enable` takes and raises what it raises. Only what is *compiled* within the block is
     rewritten: `torch.compile` compiles at the first call.
     """
-    session = _Session.of(only, skip, strict)
+    session = _Session.of(only, skip, strict, verify)
     outer = _state.session
     _switch(session, keep_equal=False)
     try:
@@ -103,7 +112,9 @@ def enabled(only: Names = None, skip: Names = None, strict: bool = False) -> Ite
     session.check_strict()  # not after an exception: that one is the news
 
 
-def options(only: Names = None, skip: Names = None, strict: bool = False) -> dict[str, Any]:
+def options(
+    only: Names = None, skip: Names = None, strict: bool = False, verify: bool = False
+) -> dict[str, Any]:
     """Options that rewrite what one `torch.compile` call compiles:
 
         torch.compile(model, options=sparse_inductor.options())
@@ -117,7 +128,7 @@ def options(only: Names = None, skip: Names = None, strict: bool = False) -> dic
     A pattern's process-wide switches (`setup`) are not thrown: use `enable()` where a pattern needs
     them.
     """
-    session = _Session.of(only, skip, strict)
+    session = _Session.of(only, skip, strict, verify)
     chosen = {
         REWRITE_SLOT: slot_value([*users_passes(REWRITE_SLOT), _RewriteSlot(session)]),
         KEY_SLOT: slot_value([*users_passes(KEY_SLOT), _CacheKey(session)]),
@@ -129,7 +140,7 @@ def options(only: Names = None, skip: Names = None, strict: bool = False) -> dic
 
 def current_patterns() -> list[Pattern]:
     """The patterns of the enabled session; without one, all that `enable()` would turn on."""
-    session = _state.session or _Session.of(None, None, False)
+    session = _state.session or _Session.of(None, None)
     return list(session.patterns.values())
 
 
@@ -155,12 +166,13 @@ class _Session:
     patterns: dict[str, Pattern]
     only: frozenset[str]
     strict: bool
+    verify: bool = False
     matched: set[str] = dataclasses.field(default_factory=set)
     nearly: dict[str, str] = dataclasses.field(default_factory=dict)
     graphs: int = 0
 
     @classmethod
-    def of(cls, only: Names, skip: Names, strict: bool) -> _Session:
+    def of(cls, only: Names, skip: Names, strict: bool = False, verify: bool = False) -> _Session:
         known = registered()
         package_hash()  # now, as near to the import of the sources as it gets
         named = _names(only, "only", known)
@@ -169,7 +181,10 @@ class _Session:
         )
         wanted = set(known) if only is None else named
         return cls(
-            {n: p for n, p in known.items() if n in wanted - skipped}, named - skipped, bool(strict)
+            {n: p for n, p in known.items() if n in wanted - skipped},
+            named - skipped,
+            bool(strict),
+            bool(verify),
         )
 
     def same_as(self, other: _Session | None) -> bool:
@@ -177,6 +192,7 @@ class _Session:
             other is not None
             and self.only == other.only
             and self.strict == other.strict
+            and self.verify == other.verify
             and self.patterns.keys() == other.patterns.keys()
             and all(self.patterns[name] is other.patterns[name] for name in self.patterns)
         )
@@ -184,7 +200,7 @@ class _Session:
     def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> None:
         """Rewrite a graph. A strict session raises here what it cannot raise later
         (`fail_at_end_of_graph`), or what is already certain."""
-        outcome = RewritePass(self.patterns.values()).run(graph)
+        outcome = RewritePass(self.patterns.values(), verify=self.verify).run(graph)
         self._note(outcome)
         if not self.strict:
             return
@@ -224,7 +240,10 @@ class _Session:
             raise StrictError(f"sparse_inductor, strict=True: {what}:\n{lines}")
 
     def key(self) -> str | None:
-        """What of the session decides how a graph is compiled; None if that cannot be told."""
+        """What of the session decides how a graph is compiled; None if that cannot be told, or if
+        what is compiled holds what only this process knows."""
+        if self.verify:
+            return None
         return fingerprint(p for name, p in self.patterns.items() if name not in broken)
 
 

@@ -1,0 +1,221 @@
+"""Cutting a replacement out of a graph: the operations as written and what was put in, each as a function.
+
+`Watch` looks at a graph before and after one `match.replace()` and so learns, whatever the pattern did, which nodes are
+new and which of them stand for which old ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from .match.fakes import fake
+
+__all__ = ["CannotCut", "Subgraph", "Watch"]
+
+Autocast = dict[str, tuple[bool, torch.dtype]]
+"""Device type -> (whether autocast is on, its dtype)."""
+
+DEVICES = ("cpu", "cuda")
+
+
+class CannotCut(Exception):
+    """A replacement that cannot be told from its surroundings."""
+
+
+class Subgraph:
+    """Part of a graph as a function of `inputs`, nodes around it; its nodes run under the autocast they ran under."""
+
+    def __init__(self, root: nn.Module | None, autocast: dict[fx.Node, Autocast]) -> None:
+        self.inputs: list[fx.Node] = []
+        self.places: list[int] = []
+        self._root: Any = {} if root is None else root
+        self._graph = fx.Graph()
+        self._inner: dict[fx.Node, fx.Node] = {}
+        self._autocast = autocast
+        self._states: dict[str, Autocast] = {}
+        self._module: fx.GraphModule | None = None
+
+    def take(self, nodes: Sequence[fx.Node]) -> None:
+        """Copy these nodes, in graph order."""
+        for node in nodes:
+            self._copy(node, set(nodes))
+
+    def finish(self, results: Sequence[fx.Node]) -> None:
+        """Make it a function that returns these nodes' values."""
+        for node in results:
+            self._input(node, set())
+        self._graph.output(tuple(self._inner[node] for node in results))
+        self._module = fx.GraphModule(self._root, self._graph)
+
+    def __call__(self, values: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Run on values of the region's inputs, of which `places` picks this subgraph's."""
+        assert self._module is not None
+        arguments = [values[place] for place in self.places]
+        if any(on for state in self._states.values() for on, _ in state.values()):
+            return _Interpreter(self._module, self._states).run(*arguments)
+        with _autocast({}):
+            return self._module(*arguments)
+
+    def _copy(self, node: fx.Node, inside: set[fx.Node]) -> None:
+        for one in node.all_input_nodes:
+            self._input(one, inside)
+        inner = self._graph.node_copy(node, lambda n: self._inner[n])
+        self._inner[node] = inner
+        self._states[inner.name] = self._autocast.get(node, {})
+
+    def _input(self, node: fx.Node, inside: set[fx.Node]) -> None:
+        if node in self._inner:
+            return
+        value = fake(node)
+        if isinstance(value, (Tensor, torch.SymInt)):
+            first = next(iter(self._graph.nodes), None)
+            with self._graph.inserting_before(first):
+                placeholder = self._graph.placeholder(f"input_{len(self.inputs)}")
+            self._inner[node] = placeholder
+            self.inputs.append(node)
+        elif node.op in ("call_function", "call_method", "get_attr"):
+            self._copy(node, inside)  # a shape: computing it once more is cheap
+        else:
+            raise CannotCut(f"it reads {node}, which is {type(value).__name__}")
+
+
+class Watch:
+    """One replacement in a graph: made before `match.replace()` of these nodes, `finish` is called after it."""
+
+    def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
+        self._graph = graph
+        swallowed = set(nodes)
+        swallowed |= {u for n in swallowed for u in n.users if u.target is operator.getitem}
+        self._present = set(graph.nodes)
+        inside = [n for n in graph.nodes if n in swallowed]
+        readers = dict.fromkeys(u for n in inside for u in n.users if u not in swallowed)
+        self._reads = [
+            (user, at, argument)
+            for user in readers
+            for at, argument in enumerate(_flat(user)[0])
+            if isinstance(argument, fx.Node) and argument in swallowed
+        ]
+        self._states = _autocast_by_node(graph)
+        self.written = Subgraph(graph.owning_module, self._states)
+        self.written.take(inside)
+
+    def finish(self) -> None:
+        """Learn what was put in.
+
+        Raises CannotCut, or ValueError where a node has another shape or dtype than what it stands for.
+        """
+        self.new = [n for n in self._graph.nodes if n not in self._present]
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self._redirected = []
+        for user, at, old in self._reads:
+            now = _flat(user)[0][at]
+            if now is old:
+                continue  # reads a shape alone, or is about to be erased
+            if self.replaced.setdefault(old, now) is not now:
+                raise CannotCut(f"{old} was replaced by several nodes")
+            self._redirected.append((user, at, old))
+        if not self.replaced:
+            raise CannotCut("nothing reads its result")
+        for old, now in self.replaced.items():
+            _check_alike(old, now)
+        self.rewritten = Subgraph(self._graph.owning_module, self._states_of_new())
+        self.rewritten.take(self.new)
+        self.written.finish(list(self.replaced))
+        self.rewritten.finish(list(self.replaced.values()))
+        nodes = list(dict.fromkeys([*self.written.inputs, *self.rewritten.inputs]))
+        self.tensors = [n for n in nodes if isinstance(fake(n), Tensor)]
+        self.sizes = [n for n in nodes if n not in self.tensors]
+        order = {n: at for at, n in enumerate([*self.tensors, *self.sizes])}
+        for part in (self.written, self.rewritten):
+            part.places = [order[n] for n in part.inputs[::-1]]
+
+    def enclose(self, target: Callable[..., Any], *arguments: Any) -> None:
+        """Put one call of `target(tensors, sizes, *arguments)` in the place of what was put in; it returns a list of
+        contiguous tensors, one for each value that is read outside."""
+        values = [fake(now).new_empty(fake(now).shape) for now in self.replaced.values()]
+        order = {n: at for at, n in enumerate(self._graph.nodes)}
+        last = max([*self.new, *self.replaced.values()], key=order.__getitem__)
+        with self._graph.inserting_after(last):
+            call = self._graph.call_function(target, (self.tensors, self.sizes, *arguments))
+        call.meta = {**last.meta, "example_value": values}
+        outputs: dict[fx.Node, fx.Node] = {}
+        place = call
+        for at, (old, value) in enumerate(zip(self.replaced, values, strict=True)):
+            with self._graph.inserting_after(place):
+                place = self._graph.call_function(operator.getitem, (call, at))
+            place.meta = {**last.meta, "example_value": value}
+            outputs[old] = place
+        for user, at, old in self._redirected:
+            flat, spec = _flat(user)
+            flat[at] = outputs[old]
+            user.args, user.kwargs = pytree.tree_unflatten(flat, spec)
+        for node in reversed(self.new):
+            if not node.users:
+                self._graph.erase_node(node)
+
+    def _states_of_new(self) -> dict[fx.Node, Autocast]:
+        return _autocast_by_node(self._graph)
+
+
+def _flat(node: fx.Node) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten((node.args, node.kwargs))
+
+
+def _check_alike(old: fx.Node, now: fx.Node) -> None:
+    was, new = fake(old), fake(now)
+    if not isinstance(was, Tensor) or not isinstance(new, Tensor):
+        raise CannotCut(f"{old} is no tensor")
+    if was.dtype != new.dtype:
+        raise ValueError(f"the replacement of {old} has dtype {new.dtype}, it was {was.dtype}")
+    differs = [type(a) is int and type(b) is int and a != b for a, b in zip(was.shape, new.shape)]
+    if was.dim() != new.dim() or any(differs):
+        raise ValueError(
+            f"the replacement of {old} has shape {list(new.shape)}, it was {list(was.shape)}"
+        )
+
+
+# --- Autocast -------------------------------------------------------------------------------------
+
+
+def _autocast_by_node(graph: fx.Graph) -> dict[fx.Node, Autocast]:
+    """Under which autocast each node runs: that around the graph, and what regions within it say."""
+    around = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES}
+    states: dict[fx.Node, Autocast] = {}
+    entered: dict[fx.Node, Autocast] = {}
+    current: Autocast = around
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if node.op == "call_function" and name == "_enter_autocast":
+            entered[node] = current
+            device, dtype, on = (*node.args, None, None, True)[:3]
+            current = {**current, device: (bool(on), dtype or torch.get_autocast_dtype(device))}
+        elif node.op == "call_function" and name == "_exit_autocast":
+            current = entered.get(node.args[0], around)
+        states[node] = current
+    return states
+
+
+@contextlib.contextmanager
+def _autocast(state: Autocast) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for device in DEVICES:
+            on, dtype = state.get(device, (False, None))
+            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=on))
+        yield
+
+
+class _Interpreter(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, states: dict[str, Autocast]) -> None:
+        super().__init__(module)
+        self._states = states
+
+    def run_node(self, n: fx.Node) -> Any:
+        with _autocast(self._states.get(n.name, {})):
+            return super().run_node(n)

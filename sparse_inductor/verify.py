@@ -1,0 +1,288 @@
+"""verify=True: the first real call of each rewritten graph checks every rewrite in it.
+
+A rewrite is put behind an operator, `sparse_inductor::verified`, that holds both subgraphs: the operations as written,
+and what the pattern put in. At its first call it runs both on the same inputs, and the written one in fp64, and
+compares values and, where a gradient is needed, gradients for random cotangents (`accuracy`). If they agree it runs
+the rewritten subgraph from then on. If not, it returns the written one's result and runs that from then on, the
+pattern is switched off for the process, and the report says so.
+
+What it costs: at the first call all three programs run, with the intermediate results that a rewrite avoids. Later
+calls pay for a border that Inductor does not fuse across and, in training, for the subgraph's forward once more in its
+backward. Such graphs are in no cache. What it does not see: a pattern that overlooks that an input is written to
+between the first and the last of the replaced operations, for both subgraphs run where the last one stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import compat
+from .accuracy import Comparison, InDouble, compare, cotangents, gradients, to_double
+from .records import Check, Report
+from .region import Subgraph, Watch
+
+__all__ = ["guard"]
+
+log = logging.getLogger("sparse_inductor")
+
+SHOWN = 3  # complaints a check
+
+
+@dataclasses.dataclass
+class Region:
+    """The two subgraphs of one rewrite, and what is known of them."""
+
+    check: Check
+    report: Report
+    written: Subgraph
+    rewritten: Subgraph
+    switch_off: Callable[[str, str], None]
+    chosen: Subgraph | None = None
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
+
+    def forward(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+        """The result; the first call decides by which subgraph."""
+        with self.lock:
+            if self.chosen is None:
+                return self._first(values, needs)
+        return _run(self.chosen, values)
+
+    def backward(
+        self, values: Sequence[Any], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs in `needs`, by the forward once more."""
+        outputs, leaves = _run_with_grad(self.chosen or self.rewritten, values, needs)
+        return gradients(outputs, leaves, grads)
+
+    def _first(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+        try:
+            got, plain, found = self._compare(values, needs)
+        except torch.OutOfMemoryError:
+            self.chosen = self.rewritten
+            self._say("unchecked", "there was not enough memory to check it", [])
+            return _run(self.rewritten, values)
+        wrong = [c for c in found if not c.ok]
+        if not wrong:
+            self.chosen = self.rewritten
+            self._say("agrees", _summary(found, any(needs)), found)
+            return got
+        self.chosen = self.written
+        reason = "; ".join(map(str, wrong[:SHOWN]))
+        reason += f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        self._say("differs", reason, found)
+        self.switch_off(self.check.pattern, f"verify: {reason}")
+        log.warning(
+            "verify: %s at %s is wrong; its result is not used, and the pattern is off for this process: %s",
+            self.check.pattern,
+            self.check.location,
+            reason,
+        )
+        return plain
+
+    def _compare(
+        self, values: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Comparison]]:
+        """Results of the rewritten and the written subgraph, and all comparisons."""
+        drawn: list[Tensor | None] = []
+        grads: list[Tensor | None] = []
+        plain_grads: list[Tensor | None] = []
+        got: Sequence[Tensor]
+        plain: Sequence[Tensor]
+        if any(needs):
+            plain, plain_leaves = _run_with_grad(self.written, values, needs)
+            drawn = cotangents(plain)
+            plain_grads = gradients(plain, plain_leaves, drawn)
+            got, leaves = _run_with_grad(self.rewritten, values, needs)
+            grads = gradients(got, leaves, drawn)
+        else:
+            plain, got = _run(self.written, values), _run(self.rewritten, values)
+        truth, truth_grads = self._reference(values, needs, drawn)
+        found = []
+        for i, three in enumerate(zip(got, plain, truth, strict=True)):
+            ties = not three[0].is_floating_point()
+            found.append(compare(f"result {i}", *three, ties=ties))
+        for i, gradient in enumerate(zip(grads, plain_grads, truth_grads, strict=True)):
+            found.append(compare(f"gradient {i}", *gradient, ties=True))
+        return (
+            tuple(t.detach() for t in got),
+            tuple(t.detach() for t in plain),
+            found,
+        )
+
+    def _reference(
+        self, values: Sequence[Any], needs: Sequence[bool], drawn: list[Tensor | None]
+    ) -> tuple[Sequence[Tensor], list[Tensor | None]]:
+        """The written subgraph in fp64; in fp32 where that does not fit."""
+        for wide in (True, False):
+            try:
+                inputs = [to_double(v) if wide else _single(v) for v in values]
+                with InDouble() if wide else contextlib.nullcontext():
+                    if not any(needs):
+                        return _run(self.written, inputs), []
+                    outputs, leaves = _run_with_grad(self.written, inputs, needs)
+                    return outputs, gradients(outputs, leaves, drawn)
+            except torch.OutOfMemoryError:
+                if not wide:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _say(self, verdict: str, detail: str, found: list[Comparison]) -> None:
+        errors = [c.error for c in found if c.error is not None]
+        plain = [c.plain_error for c in found if c.plain_error is not None]
+        self.report.add_check(
+            dataclasses.replace(
+                self.check,
+                verdict=verdict,
+                detail=detail,
+                error=max(errors, default=None),
+                plain_error=max(plain, default=None),
+            )
+        )
+
+
+def _single(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _summary(found: list[Comparison], with_gradients: bool) -> str:
+    what = "values and gradients" if with_gradients else "values"
+    ours = max((c.error for c in found if c.error is not None), default=0.0)
+    plain = max((c.plain_error for c in found if c.plain_error is not None), default=0.0)
+    return f"{what} agree with a reference: error {ours:.2g}, unrewritten {plain:.2g}"
+
+
+def _run(subgraph: Subgraph, values: Sequence[Any]) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return subgraph(values)
+
+
+def _run_with_grad(
+    subgraph: Subgraph, values: Sequence[Any], needs: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Results and the leaves that a gradient is wanted of."""
+    inputs, leaves = list(values), []
+    for at, need in enumerate(needs):
+        if need:
+            inputs[at] = values[at].detach().requires_grad_()
+            leaves.append(inputs[at])
+    with compat.autograd_on():
+        # Operations may not write to a leaf, which a region's first operation might.
+        inputs = [v.view_as(v) if isinstance(v, Tensor) and v.requires_grad else v for v in inputs]
+        return list(subgraph(inputs)), leaves
+
+
+# --- The operator ---------------------------------------------------------------------------------
+
+_regions: dict[str, Region] = {}
+_numbers = itertools.count()
+
+_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+_lib.define(
+    "verified(Tensor[] tensors, SymInt[] sizes, str key, bool[]? needs=None) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    "verified_backward(Tensor[] grads, Tensor[] tensors, SymInt[] sizes, str key, bool[] needs) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.verified_backward
+
+
+def guard(
+    watch: Watch, check: Check, report: Report, switch_off: Callable[[str, str], None]
+) -> None:
+    """Put the operator around a replacement that `watch` has seen.
+
+    `switch_off(pattern, why)` is called when it turns out to be wrong.
+    """
+    key = f"{check.pattern} {next(_numbers)}"
+    _regions[key] = Region(check, report, watch.written, watch.rewritten, switch_off)
+    watch.enclose(_OP.default, key)
+
+
+def _verified(tensors, sizes, key, needs=None):
+    values = [*tensors, *sizes]
+    found = _regions[key].forward(values, needs or [False] * len(tensors))
+    return _owned(found, tensors)
+
+
+def _verified_backward(grads, tensors, sizes, key, needs):
+    found = _regions[key].backward([*tensors, *sizes], needs, grads)
+    wanted = (t for t, need in zip(tensors, needs) if need)
+    return [torch.zeros_like(t) if g is None else g.contiguous() for t, g in zip(wanted, found)]
+
+
+def _owned(outputs, inputs):
+    """The outputs contiguous and each in memory of its own, as the operator promises."""
+    taken = {t.untyped_storage()._cdata for t in inputs}
+    owned = []
+    for t in outputs:
+        t = t.detach().contiguous()
+        t = t.clone() if t.untyped_storage()._cdata in taken else t
+        taken.add(t.untyped_storage()._cdata)
+        owned.append(t)
+    return owned
+
+
+def _fake(tensors, sizes, key, needs=None):
+    found = _run(_regions[key].rewritten, [*tensors, *sizes])
+    return [t.new_empty(t.shape) for t in found]
+
+
+def _fake_backward(grads, tensors, sizes, key, needs):
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needs) if need]
+
+
+class _Verified(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, keyset, sizes, key, needs, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.sizes, ctx.key, ctx.needs = sizes, key, needs
+        out = _OP.default.redispatch(keyset, list(tensors), sizes, key, needs)
+        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        return tuple(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        found = iter(
+            _BACKWARD(
+                [g.contiguous() for g in grads],
+                list(ctx.saved_tensors),
+                ctx.sizes,
+                ctx.key,
+                ctx.needs,
+            )
+        )
+        return None, None, None, None, *(next(found) if need else None for need in ctx.needs)
+
+
+def _autograd(keyset, tensors, sizes, key, needs=None):
+    keyset = compat.after_autograd(keyset)
+    wanted = [t.requires_grad and torch.is_grad_enabled() for t in tensors]
+    if any(wanted):
+        return list(_Verified.apply(keyset, sizes, key, wanted, *tensors))
+    return _OP.default.redispatch(keyset, tensors, sizes, key, needs)
+
+
+def _autograd_backward(keyset, *args):
+    return _BACKWARD.default.redispatch(compat.after_autograd(keyset), *args)
+
+
+for _name, _kernel, _meta, _differentiable in (
+    ("verified", _verified, _fake, _autograd),
+    ("verified_backward", _verified_backward, _fake_backward, _autograd_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+    _lib.impl(_name, _differentiable, "Autograd", with_keyset=True)

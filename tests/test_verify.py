@@ -1,0 +1,289 @@
+"""verify=True: every rewrite is checked when it first runs, and one that is wrong is not used."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import sparse_inductor
+from planted import BUGS, PROGRAMS, Bug, program
+from sparse_inductor import compat, pattern
+from sparse_inductor.pattern import registered
+from sparse_inductor.rewrite import broken
+from toy import Toy
+
+PATTERN = "splade_head"
+
+
+def by_passes(gm, inputs):
+    """Inductor without code generation."""
+    return compat.compile_graph(gm, inputs, codegen=False)
+
+
+def compiled(fn, **options):
+    return torch.compile(fn, backend=by_passes, **options)
+
+
+def forward_and_backward(fn, args):
+    outputs = fn(*args)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    loss = sum(
+        (o * torch.rand(o.shape, generator=generator)).sum() for o in outputs if o.requires_grad
+    )
+    leaves = [args[0], *(fn.parameters() if isinstance(fn, nn.Module) else ())]
+    return [o.detach() for o in outputs], torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_a_right_rewrite_agrees_and_is_used(name, training):
+    model, args = program(name)
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    with torch.set_grad_enabled(training):
+        compiled(model)(*args)
+    (check,) = sparse_inductor.report().checks
+    assert (check.pattern, check.verdict) == (PATTERN, "agrees")
+    assert check.error is not None and check.error < 1e-5 and check.source
+    assert ("gradients" in check.detail) == training
+    assert "checked  values" in str(sparse_inductor.report())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_those_of_the_operations_as_written(name):
+    model, args = program(name)
+    expected = forward_and_backward(model, args)
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    fn = compiled(model)
+    for _ in range(2):  # the second call is not checked any more
+        torch.testing.assert_close(forward_and_backward(fn, args), expected)
+    assert len(sparse_inductor.report().checks) == 1
+
+
+@pytest.mark.breaks_pattern
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught_and_the_unrewritten_result_kept(bug: Bug, caplog):
+    model, args = program(bug.program)
+    expected = forward_and_backward(model, args)
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    fn = compiled(model)
+    with bug.plant(), caplog.at_level(logging.WARNING, "sparse_inductor"):
+        for _ in range(2):
+            torch.testing.assert_close(forward_and_backward(fn, args), expected)
+    (check,) = sparse_inductor.report().checks
+    assert check.verdict == "differs"
+    assert ("gradient" if bug.backward else "result") in check.detail
+    assert "verify:" in broken[PATTERN]
+    assert "is wrong; its result is not used" in caplog.text
+    report = str(sparse_inductor.report())
+    assert "caught by verify" in report and check.detail in report and check.source in report
+
+
+@pytest.mark.breaks_pattern
+def test_a_pattern_that_was_caught_is_not_used_in_later_graphs():
+    model, args = program("splade")
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    with BUGS[0].plant():
+        compiled(model)(*args)
+    sparse_inductor.report().clear()
+    other, args = program("soft_cap")
+    compiled(other)(*args)
+    assert not sparse_inductor.report().rewrites
+
+
+EXAMPLES = [(p.name, e) for p in registered().values() for e in p.examples]
+
+
+@pytest.mark.parametrize(("name", "example"), EXAMPLES, ids=lambda v: getattr(v, "name", v))
+def test_every_patterns_examples_agree(name, example):
+    fn, args = example.build()
+    sparse_inductor.enable(only=name, verify=True)
+    with torch.set_grad_enabled(example.training):
+        compiled(fn)(*args)
+    checks = sparse_inductor.report().checks
+    assert checks and {(c.pattern, c.verdict) for c in checks} == {(name, "agrees")}
+
+
+def test_it_is_off_by_default():
+    model, args = program("splade")
+    sparse_inductor.enable(only=PATTERN)
+    with BUGS[0].plant():
+        compiled(model)(*args)
+    assert not sparse_inductor.report().checks and not broken
+
+
+def test_options_and_a_block_take_it_too():
+    model, args = program("splade")
+    with sparse_inductor.enabled(only=PATTERN, verify=True):
+        compiled(model)(*args)
+    assert len(sparse_inductor.report().checks) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_generated_code_checks_and_computes_the_same(dynamic):
+    model, args = program("splade")
+    expected = forward_and_backward(model, args)
+    fn = torch.compile(
+        model, options=sparse_inductor.options(only=PATTERN, verify=True), dynamic=dynamic
+    )
+    torch.testing.assert_close(forward_and_backward(fn, args), expected)
+    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
+    with torch.no_grad():
+        torch.testing.assert_close(fn(*args), expected[0][0])
+
+
+@pytest.mark.breaks_pattern
+@pytest.mark.slow
+def test_generated_code_keeps_the_unrewritten_result():
+    model, args = program("splade")
+    expected = forward_and_backward(model, args)
+    fn = torch.compile(model, options=sparse_inductor.options(only=PATTERN, verify=True))
+    (bug,) = (b for b in BUGS if b.name == "slope of log1p forgotten")
+    with bug.plant():
+        torch.testing.assert_close(forward_and_backward(fn, args), expected)
+
+
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_autocast_is_that_of_the_operations(where):
+    model, args = program("splade")
+
+    def inside(x, m):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x, m)
+
+    def around(x, m):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return compiled(model)(x, m)
+
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    got = compiled(inside)(*args) if where == "inside" else around(*args)
+    assert got.dtype == inside(*args).dtype
+    (check,) = sparse_inductor.report().checks
+    assert check.verdict == "agrees"
+    assert check.plain_error is not None and check.plain_error > 1e-4  # as bf16 has it
+
+
+def test_several_rewrites_of_a_graph_are_checked_each():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = program("splade")[0], program("soft_cap")[0]
+
+        def forward(self, x, m):
+            a = self.first(x, m)
+            return a, self.second(x * a.mean(), m)
+
+    model, (x, m) = Two(), program("splade")[1]
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    expected = forward_and_backward(model, (x, m))
+    torch.testing.assert_close(forward_and_backward(compiled(model), (x, m)), expected)
+    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees", "agrees"]
+
+
+def test_heads_that_share_a_linear():
+    model, (x, m) = program("splade")
+    model.pool = lambda z, mask: (
+        (torch.log1p(torch.relu(z)) * mask.unsqueeze(-1)).amax(1),
+        torch.relu(z).amax(1),
+    )
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    expected = forward_and_backward(model, (x, m))
+    torch.testing.assert_close(forward_and_backward(compiled(model), (x, m)), expected)
+    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees", "agrees"]
+
+
+def test_sizes_may_be_symbolic():
+    model, args = program("splade")
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    fn = compiled(model, dynamic=True)
+    for rows in (5, 4):  # not as many sequences as positions, or one symbol stands for both
+        some = tuple(t[:rows] for t in args)
+        torch.testing.assert_close(fn(*some), model(*some))
+    assert len(sparse_inductor.report().checks) == 1
+
+
+def test_it_is_part_of_the_session():
+    sparse_inductor.enable(verify=True)
+    from sparse_inductor import session
+
+    first = session._state.session
+    sparse_inductor.enable(verify=True)
+    assert session._state.session is first
+    sparse_inductor.enable()
+    assert session._state.session is not first
+    assert first is not None and first.key() is None  # no cache holds such a graph
+
+
+def test_a_replacement_of_another_shape_is_not_put_in():
+    class Wrong(Toy):
+        def match(self, node, view):
+            found = super().match(node, view)
+            if hasattr(found, "replace"):
+                replace = found.replace
+
+                def widened():
+                    replace()
+                    (new,) = (n for n in found.anchor.graph.nodes if "hardtanh" in n.name)
+                    new.meta["example_value"] = new.meta["example_value"].expand(2, 4)
+
+                found.replace = widened
+            return found
+
+    pattern.register(Wrong())
+    try:
+        sparse_inductor.enable(only="toy", verify=True)
+        counter = CompileCounter()
+
+        def backend(gm, inputs):
+            return counter(compat.pre_grad_passes(gm, inputs), inputs)
+
+        x = torch.randn(4)
+        torch.testing.assert_close(
+            torch.compile(lambda x: torch.relu(x + 1), backend=backend)(x), torch.relu(x + 1)
+        )
+        assert "has shape [2, 4], it was [4]" in broken["toy"]
+        broken.clear()
+    finally:
+        pattern.unregister("toy")
+
+
+def test_out_of_memory_leaves_the_rewrite_unchecked(monkeypatch):
+    from sparse_inductor import verify
+
+    def full(self, values, needs):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(verify.Region, "_compare", full)
+    model, args = program("splade")
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    torch.testing.assert_close(compiled(model)(*args), model(*args))
+    (check,) = sparse_inductor.report().checks
+    assert check.verdict == "unchecked"
+    assert "checked  no: there was not enough memory" in str(sparse_inductor.report())
+
+
+# explain
+
+
+def test_explain_runs_the_checks():
+    model, args = program("splade")
+    explanation = sparse_inductor.explain(model, *args, verify=True)
+    (check,) = explanation.report.checks
+    assert check.verdict == "agrees" and "gradients" in check.detail
+    assert "splade_head" in explanation.graphs[0].after
+    assert "verified" not in explanation.graphs[0].after
+    assert not sparse_inductor.report().checks
+
+
+def test_explain_shows_a_bug_and_switches_nothing_off():
+    model, args = program("splade")
+    with BUGS[0].plant():
+        explanation = sparse_inductor.explain(model, *args, verify=True)
+    assert [c.verdict for c in explanation.report.checks] == ["differs"]
+    assert "caught by verify" in str(explanation)
+    assert not broken
