@@ -110,7 +110,9 @@ class Attention:
         bias, mask = self._bias(e), self._mask(e)
         alpha = None if self.alpha is None else self._beside(e, self.alpha)
         number = 0.0 if isinstance(self.found.alpha, fx.Node) else self.found.alpha
-        out = e.call(
+        shape = (*fake(q).shape[:3], fake(v).shape[3])
+        out = e.declared(
+            lambda: fake(q).new_empty(shape),
             torch.ops.sparse_inductor.entmax_attention.default,
             q, k, v, bias, mask, alpha, None, None,
             number, self.scores.scale, self.fill, self.causal,
@@ -174,6 +176,11 @@ class Attention:
         full: Sequence[bool] = (False, False, False),
     ) -> fx.Node:
         """The tensor with one axis a group. A group that it lacks has one element, or is expanded if `full`."""
+        if len(t.axes) == len(groups) and all(
+            flat(axis) == tuple(group) or not (flat(axis) or (i < len(full) and full[i]))
+            for i, (axis, group) in enumerate(zip(t.axes, groups))
+        ):
+            return t.node  # as it is
         node, have = self._split(e, t)
         wanted = [atom for group in groups for atom in group if atom in have]
         order = [have.index(atom) for atom in wanted]
@@ -567,7 +574,6 @@ class _Reader:
                 fill = mask.fill
             else:
                 biases.append(bias)
-        masks = [one for mask in masks for one in conjuncts(view, mask)]
         return masks, biases, fill, alpha
 
     def _settle_dtype(self, a: Attention) -> torch.dtype:
@@ -635,5 +641,10 @@ def _narrow(view: GraphView, t: _Tensor, dtype: torch.dtype) -> _Tensor | None:
 def _causal(
     view: GraphView, masks: list[Placed], queries: tuple[Atom, ...], keys: tuple[Atom, ...]
 ) -> tuple[bool, list[Placed]]:
-    rest = [m for m in masks if not is_triangle(view, m, queries, keys)]
-    return len(rest) < len(masks), rest
+    """Whether one of the masks, or a part of one, is the causal triangle, and what is left without it."""
+    rest: list[Placed] = []
+    for mask in masks:
+        parts = conjuncts(view, mask)
+        left = [part for part in parts if not is_triangle(view, part, queries, keys)]
+        rest += [mask] if len(left) == len(parts) else left
+    return rest != masks, rest

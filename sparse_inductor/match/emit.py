@@ -26,6 +26,11 @@ class Emitter:
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_function(target, args, kwargs))
 
+    def declared(self, make: Callable[[], Any], target: Callable[..., Any], *args: Any) -> fx.Node:
+        """A call whose fake value `make` creates, for less than running the target on fakes."""
+        with self._graph.inserting_before(self._anchor):
+            return self._annotate(self._graph.call_function(target, args), make)
+
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
@@ -36,7 +41,7 @@ class Emitter:
             self._graph.erase_node(node)
         self.inserted.clear()
 
-    def _annotate(self, node: fx.Node) -> fx.Node:
+    def _annotate(self, node: fx.Node, make: Callable[[], Any] | None = None) -> fx.Node:
         self.inserted.append(node)
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self._anchor.meta:
@@ -46,7 +51,9 @@ class Emitter:
             (v.fake_mode for v in _tensors((args, kwargs)) if hasattr(v, "fake_mode")), None
         )
         with mode or contextlib.nullcontext(), torch.no_grad():
-            if node.op == "call_method":
+            if make is not None:
+                value = make()
+            elif node.op == "call_method":
                 value = getattr(args[0], node.target)(*args[1:], **kwargs)
             else:
                 value = node.target(*args, **kwargs)
