@@ -1,0 +1,179 @@
+"""Whole models of transformers with entmax as their attention, and the package's functions made visible."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import sparse_inductor
+from corpus.case import Case
+from corpus.entmax import Transformer, token_ids
+from support import (
+    assert_recognised,
+    assert_same_result,
+    compile_without_codegen,
+    near_misses,
+    only,
+    rewrites,
+    run_three_ways,
+)
+
+entmax = pytest.importorskip("entmax")
+pytest.importorskip("transformers")
+
+ATTENTION = "entmax_attention"
+
+
+def _case(build, training: bool, **fields) -> Case:
+    return Case("", "", build, training=training, pattern=ATTENTION, **fields)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("kind", ["entmax15", "sparsemax", "entmax_bisect"])
+@pytest.mark.parametrize("which", ["bert", "llama"])
+def test_every_layer_is_rewritten_in_one_graph(which, kind, training):
+    case = _case(lambda: (Transformer(which, kind, layers=3), token_ids()), training, rewrites=3)
+    with only(ATTENTION) as report:
+        outcome = run_three_ways(case)
+        assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
+        assert_recognised(case, outcome, report)
+        assert outcome.compiled.dynamo_graphs == 1
+        assert len(rewrites(report, ATTENTION)) == 3
+
+
+def test_a_decoder_is_seen_to_be_causal_and_to_share_key_heads():
+    model = Transformer("llama", "entmax15")
+    with only(ATTENTION) as report, torch.no_grad():
+        compile_without_codegen(model.eval())(*token_ids())
+        (found,) = rewrites(report, ATTENTION)
+        assert "causal" in found.note and "grouped queries" in found.note
+
+
+def test_attentions_that_are_asked_for_stay():
+    class Recorded(nn.Module):
+        def forward(self, q, k, v):
+            p = entmax.entmax15(q @ k.mT, dim=-1)
+            return p @ v, p
+
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+    with only("entmax", ATTENTION) as report:
+        compile_without_codegen(Recorded())(q, k, v)
+        assert len(rewrites(report, "entmax")) == 1
+        (miss,) = near_misses(report, ATTENTION)
+        assert miss.reason == "the probabilities are also returned"
+        assert "entmax15" in miss.source
+
+
+def test_a_layer_of_twelve_takes_the_pass_a_few_milliseconds():
+    """Time of this thread, since the machine may be busy; the second graph, since the first imports."""
+    model = Transformer("bert", "entmax15", layers=12).eval()
+    ids = token_ids()
+    with only("entmax", ATTENTION) as report, torch.no_grad():
+        compile_without_codegen(model)(*ids)
+        report.clear()
+        torch._dynamo.reset()
+        spent = []
+
+        from sparse_inductor.rewrite import RewritePass
+
+        run = RewritePass.run
+
+        def timed(self, graph):
+            start = time.thread_time()
+            try:
+                return run(self, graph)
+            finally:
+                spent.append(time.thread_time() - start)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RewritePass, "run", timed)
+            compile_without_codegen(model)(*ids)
+        assert len(rewrites(report, ATTENTION)) == 12
+        assert sum(spent) < 0.1
+
+
+# The package's functions
+
+
+def _graphs(fn, *args) -> int:
+    """How many graphs Dynamo makes of a call in training."""
+    torch._dynamo.reset()
+    compiled = compile_without_codegen(fn)
+    compiled(*args)
+    return compiled.dynamo_graphs
+
+
+def test_disable_gives_dynamo_back_as_it_was():
+    x = torch.randn(3, 7, requires_grad=True)
+
+    def program(x):
+        return entmax.entmax15(x, -1) * 2
+
+    before = _graphs(program, x)
+    for _ in range(2):
+        sparse_inductor.enable(only="entmax")
+        assert _graphs(program, x) == 1
+        sparse_inductor.disable()
+        assert _graphs(program, x) == before
+
+
+def test_two_patterns_share_what_makes_the_package_visible():
+    x = torch.randn(3, 7, requires_grad=True)
+    with sparse_inductor.enabled(only=["entmax", ATTENTION]):
+        with sparse_inductor.enabled(only="entmax"):
+            pass
+        assert _graphs(lambda x: entmax.sparsemax(x) * 2, x) == 1
+
+
+def test_a_substitute_of_the_users_own_is_kept():
+    code = """
+import torch, entmax, sparse_inductor
+@torch.compiler.substitute_in_graph(entmax.entmax15)
+def mine(X, dim=-1, k=None):
+    return X * 0 + 5
+sparse_inductor.enable()
+compiled = torch.compile(lambda x: entmax.entmax15(x), backend="eager")
+assert compiled(torch.ones(3)).tolist() == [5, 5, 5]
+sparse_inductor.disable()
+torch._dynamo.reset()
+assert compiled(torch.ones(3)).tolist() == [5, 5, 5]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_package_may_be_imported_after_enable():
+    code = """
+import sys, torch, sparse_inductor
+sparse_inductor.enable(only="entmax")
+import entmax
+x = torch.randn(3, 7, requires_grad=True)
+count = 0
+def backend(gm, inputs):
+    global count
+    count += 1
+    return gm.forward
+torch.compile(lambda x: entmax.sparsemax(x, k=3) * 2, backend=backend)(x)
+assert count == 1, count
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_options_rewrite_what_dynamo_shows():
+    """`options()` throws no process-wide switch: in inference the package's code is inlined and recognised by
+    its structure; in training Dynamo breaks the graph at it."""
+    q, k, v = (torch.randn(2, 2, 5, 4) for _ in range(3))
+
+    def attend(q, k, v):
+        return entmax.sparsemax(q @ k.mT, dim=-1) @ v
+
+    report = sparse_inductor.report()
+    report.clear()
+    compiled = torch.compile(attend, options=sparse_inductor.options(only=ATTENTION))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    assert len(rewrites(report, ATTENTION)) == 1
