@@ -128,7 +128,7 @@ def solve_(z: Tensor, alpha: Alpha) -> Tensor:
     if classes is not None:
         classes.sub_(peak)
     shared = _shared(alpha)
-    if shared in (1.5, 2.0):
+    if shared in (1.5, 2.0) and not _capturing(z):
         y = None
         if classes is not None:
             y, _ = _newton(classes.mul_(shared - 1), shared)
@@ -243,7 +243,7 @@ def _guarded_(z: Tensor, alpha: Alpha, y: Tensor | None = None) -> Tensor:
             torch.as_tensor(a <= 2, device=z.device), step.abs() > eps * y, excess.abs() > eps
         )
         open_ = far & (hi - lo > eps * hi)
-        if _all_closed(open_):
+        if not _capturing(z) and not bool(open_.any()):
             break
         # A step out of the bracket, or not half of the one before the last, is a bisection instead.
         guess = y - step
@@ -264,11 +264,9 @@ def _log_ratio(gap: Tensor, y: Tensor, c: Alpha, out: Tensor | None = None) -> T
     return ratio.clamp_min_(-1).log1p_()
 
 
-def _all_closed(open_: Tensor) -> bool:
-    """Whether no row is left to do; while a CUDA graph is captured nothing can be asked and every step is taken."""
-    if open_.is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    return not bool(open_.any())
+def _capturing(t: Tensor) -> bool:
+    """While a CUDA graph is captured nothing can be asked: every step of the guarded iteration is taken."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _normalise_(p: Tensor) -> None:

@@ -100,15 +100,24 @@ def _full(alpha: Tensor | None, alpha_value: float, x: Tensor) -> Tensor | float
     return alpha.reshape((1,) * (x.dim() - alpha.dim()) + alpha.shape)
 
 
+def _rows(x: Tensor):
+    """What computes the rows of x: the kernels where they apply, else chunked ATen."""
+    if not x.is_cuda:
+        return aten
+    from ..kernels import entmax as kernels
+
+    return kernels if kernels.applies(x) else aten
+
+
 def _forward(x, alpha, alpha_value, dim):
     _check(x, alpha, alpha_value, dim)
     with autocast_off(x.device.type):
-        return aten.forward(x, _full(alpha, alpha_value, x), dim)
+        return _rows(x).forward(x, _full(alpha, alpha_value, x), dim)
 
 
 def _backward(grad, y, alpha, alpha_value, dim, needs):
     with autocast_off(y.device.type):
-        dx, d_alpha = aten.backward(grad, y, _full(alpha, alpha_value, y), dim, needs)
+        dx, d_alpha = _rows(y).backward(grad, y, _full(alpha, alpha_value, y), dim, needs)
     d_alpha = y.new_empty(0) if d_alpha is None else d_alpha.view(alpha.shape)
     return y.new_empty(0) if dx is None else dx, d_alpha
 
