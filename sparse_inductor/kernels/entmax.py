@@ -30,11 +30,16 @@ FINE = tl.constexpr(2.0**-22)
 COARSE = tl.constexpr(2.0**-5)
 # Three or four steps are usual; a bracket halves at least every second one, so this ends any row.
 STEPS = tl.constexpr(64)
-# Of a `POWER`: the exponent is not a small integer; or it is the row's, and looked at.
-_ANY = 0
-_BY_ROW = -1
 
-# The most columns of a row that registers hold: 32 of them a thread at 1 024 threads.
+# POWER is 1 / (alpha - 1) where that is a small integer, else one of these.
+_ANY = 0  # any exponent, to the accuracy of fp32
+_MILD = (
+    -1
+)  # up to 8, on a GPU: its approximate logarithm, 2^-22 off, costs the power no more than 2^-19
+_BY_ROW = -2  # each row's, looked at: one of 2, 1, _MILD and _ANY
+MILD_SCALE = tl.constexpr(0.125)
+
+# The most columns that registers hold: 64 a thread at 512 threads.
 _RESIDENT = 32768
 
 
@@ -47,14 +52,22 @@ def _log1p(x, w, inverse):
 @triton.jit
 def _terms(d, e, p, POWER: tl.constexpr):
     """r^p and r^(p - 1) with r = [1 + d e]_+, d <= 0; NaN stays NaN."""
-    if POWER == 0:
+    if POWER <= 0:
         x = d * e
         w = 1.0 + x
         inside = ~(w <= 0)
         w = tl.where(inside, w, 1.0)
-        inverse = 1.0 / w
-        top = tl.where(inside, tl.exp(_log1p(x, w, inverse) * p), 0.0)
-        return top, top * inverse
+        if POWER == -1:
+            log2 = tl.inline_asm_elementwise(
+                "lg2.approx.f32 $0, $1;", "=f,f", [w], dtype=tl.float32, is_pure=True, pack=1
+            )
+            top = tl.where(inside, tl.exp2(log2 * p), 0.0)
+            inverse = tl.rsqrt(w)
+            return top, top * inverse * inverse
+        else:
+            inverse = 1.0 / w
+            top = tl.where(inside, tl.exp(_log1p(x, w, inverse) * p), 0.0)
+            return top, top * inverse
     else:
         r = tl.maximum(1.0 + d * e, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if POWER == 1:
@@ -76,22 +89,32 @@ def _scale(y, c, POWER: tl.constexpr):
         return tl.exp(tl.log(y) * -c)
 
 
+# Tiles are [M, J, T], rows by columns, or [J, T, M] where neighbouring rows are neighbours in memory. Either way J
+# is the dimension AXIS, and once it is reduced T is.
+
+
 @triton.jit
-def _partial(d, e, p, POWER: tl.constexpr):
-    """Sums over J of r^p, r^(p-1) and, where it is of use, the support's size: [M, T, 2, 2], or [M, T, 2]."""
+def _spread(row, AXIS: tl.constexpr):
+    """[M] to [M, 1, 1] or [1, 1, M]."""
+    return row[:, None, None] if AXIS == 1 else row[None, None, :]
+
+
+@triton.jit
+def _partial(d, e, p, POWER: tl.constexpr, AXIS: tl.constexpr):
+    """Sums over J of r^p, r^(p-1) and, where it is of use, the support's size: [.., 2, 2], or [.., 2]."""
     top, slope = _terms(d, e, p, POWER)
-    s, s1 = tl.sum(top, 1), tl.sum(slope, 1)
+    s, s1 = tl.sum(top, AXIS), tl.sum(slope, AXIS)
     if POWER == 2:
-        k = tl.sum(tl.where(slope > 0, 1.0, 0.0), 1)
+        k = tl.sum(tl.where(slope > 0, 1.0, 0.0), AXIS)
         return tl.join(tl.join(s, s1), tl.join(k, k))
     else:
         return tl.join(s, s1)
 
 
 @triton.jit
-def _total(part, POWER: tl.constexpr):
-    """The sums of `_partial` over T, [M, 1, 1] each: one reduction across the program for all of them."""
-    part = tl.sum(part, 1)
+def _total(part, POWER: tl.constexpr, AXIS: tl.constexpr):
+    """The sums of `_partial` over T, spread: one reduction across the program for all of them."""
+    part = tl.sum(part, AXIS)
     if POWER == 2:
         part, ks = tl.split(part)
         k, _same = tl.split(ks)
@@ -99,7 +122,7 @@ def _total(part, POWER: tl.constexpr):
     else:
         s, s1 = tl.split(part)
         k = s1
-    return s[:, None, None], s1[:, None, None], k[:, None, None]
+    return _spread(s, AXIS), _spread(s1, AXIS), _spread(k, AXIS)
 
 
 @triton.jit
@@ -142,15 +165,15 @@ def _next(y, s, s1, k, lo, hi, last, before, c, p, fine, POWER: tl.constexpr):
 
 
 @triton.jit
-def _solve(d, y, floor, c, p, fine, POWER: tl.constexpr):
-    """(y, sum r^p at that y), [M, 1, 1], for the scores d = c (z - m) [M, J, T], from a y that is not too small."""
+def _solve(d, y, floor, c, p, fine, POWER: tl.constexpr, AXIS: tl.constexpr):
+    """(y, sum r^p at that y) of each row for the scores d = c (z - m), from a y that is not too small."""
     lo, hi = floor + 0.0 * y, 1.0 + 0.0 * y
     last, before = hi, hi
     s = 0.0 * y
     steps = 0
     go = 1
     while go > 0:
-        s, s1, k = _total(_partial(d, _scale(y, c, POWER), p, POWER), POWER)
+        s, s1, k = _total(_partial(d, _scale(y, c, POWER), p, POWER, AXIS), POWER, AXIS)
         following, moved, lo, hi, last, before = _next(
             y, s, s1, k, lo, hi, last, before, c, p, fine, POWER
         )
@@ -167,37 +190,44 @@ def _load(x, column, keep, stride):
 
 
 @triton.jit
-def _shift(classes):
-    """[M, 1, 1] maxima of [M, J, T]; 0 for a row of -inf, which then stays one."""
-    peak = tl.max(tl.max(classes, 1), 1)[:, None, None]
+def _shift(classes, AXIS: tl.constexpr):
+    """Each row's maximum; 0 for a row of -inf, which then stays one."""
+    peak = _spread(tl.max(classes, AXIS), AXIS)
     return tl.where(peak == -float("inf"), 0.0, peak)
 
 
 @triton.jit
-def _resident(x, out, column, keep, sxn, son, floor, c, p, POWER: tl.constexpr):
+def _resident(x, out, column, keep, sxn, son, floor, c, p, POWER: tl.constexpr, AXIS: tl.constexpr):
     """Rows that fit the registers: scores are held from the one read on."""
     z = _load(x, column, keep, sxn)
-    d = (z - _shift(z)) * c
-    y = tl.full([d.shape[0], 1, 1], 1.0, tl.float32)
-    if d.shape[1] > 1:
-        y, _coarse = _solve(tl.max(d, 1)[:, None, :], y, floor, c, p, COARSE, POWER)
-    y, s = _solve(d, y, floor, c, p, FINE, POWER)
+    classes = tl.max(z, AXIS)
+    shift = _shift(classes, AXIS)
+    d = (z - shift) * c
+    y = 1.0 + 0.0 * shift
+    if d.shape[AXIS] > 1:
+        bound = (tl.expand_dims(classes, AXIS) - shift) * c
+        y, _coarse = _solve(bound, y, floor, c, p, COARSE, POWER, AXIS)
+    y, s = _solve(d, y, floor, c, p, FINE, POWER, AXIS)
     top, _slope = _terms(d, _scale(y, c, POWER), p, POWER)
     top *= 1.0 / tl.where(s == 0, 1.0, s)
     tl.store(out + column * son, top.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def _streamed(x, out, column, alive, n, sxn, son, floor, c, p, POWER: tl.constexpr):
+def _streamed(
+    x, out, column, alive, n, sxn, son, floor, c, p, POWER: tl.constexpr, AXIS: tl.constexpr
+):
     """Rows that do not: read again, from the L2 cache where they fit it, for each of a few iterations."""
-    M: tl.constexpr = alive.shape[0]
-    T: tl.constexpr = column.shape[2]
-    classes = tl.full([M, 1, T], -float("inf"), tl.float32)
-    for i in range(0, n, T):
-        classes = tl.maximum(classes, _load(x, i + column, alive & (i + column < n), sxn))
-    shift = _shift(classes)
-    y = tl.full([M, 1, 1], 1.0, tl.float32)
-    y, _coarse = _solve((classes - shift) * c, y, floor, c, p, COARSE, POWER)
+    J: tl.constexpr = column.shape[AXIS]
+    T: tl.constexpr = column.shape[AXIS + 1]
+    classes = tl.max(_load(x, column, alive & (column < n), sxn), AXIS)
+    for i in range(J * T, n, J * T):
+        z = _load(x, i + column, alive & (i + column < n), sxn)
+        classes = tl.maximum(classes, tl.max(z, AXIS))
+    shift = _shift(classes, AXIS)
+    y = 1.0 + 0.0 * shift
+    bound = (tl.expand_dims(classes, AXIS) - shift) * c
+    y, _coarse = _solve(bound, y, floor, c, p, COARSE, POWER, AXIS)
     lo, hi = floor + 0.0 * y, 1.0 + 0.0 * y
     last, before = hi, hi
     s = 0.0 * y
@@ -205,14 +235,12 @@ def _streamed(x, out, column, alive, n, sxn, son, floor, c, p, POWER: tl.constex
     go = 1
     while go > 0:
         e = _scale(y, c, POWER)
-        if POWER == 2:
-            part = tl.zeros([M, T, 2, 2], tl.float32)
-        else:
-            part = tl.zeros([M, T, 2], tl.float32)
-        for i in range(0, n, T):
+        z = _load(x, column, alive & (column < n), sxn)
+        part = _partial((z - shift) * c, e, p, POWER, AXIS)
+        for i in range(J * T, n, J * T):
             z = _load(x, i + column, alive & (i + column < n), sxn)
-            part += _partial((z - shift) * c, e, p, POWER)
-        s, s1, k = _total(part, POWER)
+            part += _partial((z - shift) * c, e, p, POWER, AXIS)
+        s, s1, k = _total(part, POWER, AXIS)
         following, moved, lo, hi, last, before = _next(
             y, s, s1, k, lo, hi, last, before, c, p, FINE, POWER
         )
@@ -221,56 +249,82 @@ def _streamed(x, out, column, alive, n, sxn, son, floor, c, p, POWER: tl.constex
         y = tl.where(go > 0, following, y)
     e = _scale(y, c, POWER)
     inverse = 1.0 / tl.where(s == 0, 1.0, s)
-    for i in range(0, n, T):
+    for i in range(0, n, J * T):
         keep = alive & (i + column < n)
         top, _slope = _terms((_load(x, i + column, keep, sxn) - shift) * c, e, p, POWER)
         tl.store(out + (i + column) * son, (top * inverse).to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def _rows(x, out, column, alive, n, sxn, son, c, p, POWER: tl.constexpr, RESIDENT: tl.constexpr):
+def _rows(
+    x, out, column, alive, n, sxn, son, c, p,
+    POWER: tl.constexpr, RESIDENT: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    floor = 1.0 / n
     if RESIDENT:
-        _resident(x, out, column, alive & (column < n), sxn, son, 1.0 / n, c, p, POWER)
+        _resident(x, out, column, alive & (column < n), sxn, son, floor, c, p, POWER, AXIS)
     else:
-        _streamed(x, out, column, alive, n, sxn, son, 1.0 / n, c, p, POWER)
+        _streamed(x, out, column, alive, n, sxn, son, floor, c, p, POWER, AXIS)
 
 
 @triton.jit
-def _forward_kernel(
-    x, out, scales, n, C, scale,
-    sxa, sxc, sxn, soa, soc, son,
-    POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr,
-    M: tl.constexpr, J: tl.constexpr, T: tl.constexpr,
+def _place(
+    A, C, M: tl.constexpr, J: tl.constexpr, T: tl.constexpr,
+    AXIS: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program owns M rows (a, c0 .. c0 + M) of n columns; it writes them once and reads them once if RESIDENT,
-    when n <= J * T. `scale` is alpha - 1, or `scales` [A, C] have it for each row.
-    """
-    a = (tl.program_id(0) // tl.cdiv(C, M)).to(tl.int64)
-    row = (tl.program_id(0) % tl.cdiv(C, M)) * M + tl.arange(0, M)[:, None, None]
-    alive = row < C
-    column = tl.arange(0, J)[None, :, None] * T + tl.arange(0, T)[None, None, :]
+    """(a, c, column) of this program's tile and which of its rows there are."""
+    row = tl.arange(0, M)
+    if FLAT:  # C is small: the tile goes on into the next a
+        row = _spread(tl.program_id(0).to(tl.int64) * M + row, AXIS)
+        a, c = row // C, row % C
+        alive = row < A * C
+    else:
+        a = (tl.program_id(0) // tl.cdiv(C, M)).to(tl.int64)
+        row = _spread((tl.program_id(0) % tl.cdiv(C, M)) * M + row, AXIS)
+        c = row.to(tl.int64)
+        alive = row < C
+    j, t = tl.arange(0, J)[:, None] * T, tl.arange(0, T)[None, :]
+    column = tl.expand_dims(j + t, 2 * (1 - AXIS))
     if WIDE:
         column = column.to(tl.int64)
-    x += a * sxa + row.to(tl.int64) * sxc
-    out += a * soa + row.to(tl.int64) * soc
+    return a, c, column, alive
+
+
+@triton.jit(do_not_specialize=["A"])
+def _forward_kernel(
+    x, out, scales, n, A, C, scale,
+    sxa, sxc, sxn, soa, soc, son,
+    POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
+    M: tl.constexpr, J: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """A program owns M rows of n columns; it writes them once and reads them once if RESIDENT, when n <= J * T.
+
+    `scale` is alpha - 1, or `scales` [A, C] have it for each row. EXACT: _MILD is not there.
+    """
+    a, b, column, alive = _place(A, C, M, J, T, AXIS, FLAT, WIDE)
+    x += a * sxa + b * sxc
+    out += a * soa + b * soc
     if POWER > 0:
         c: tl.constexpr = 1.0 / POWER
-        _rows(x, out, column, alive, n, sxn, son, c, POWER * 1.0, POWER, RESIDENT)
-    elif POWER == 0:
+        _rows(x, out, column, alive, n, sxn, son, c, POWER * 1.0, POWER, RESIDENT, AXIS)
+    elif POWER > -2:
         if scales is None:
-            c = tl.full([M, 1, 1], scale, tl.float32)
+            c = _spread(tl.full([M], scale, tl.float32), AXIS)
         else:
-            c = tl.load(scales + a * C + row, mask=alive, other=1.0)
-        _rows(x, out, column, alive, n, sxn, son, c, 1.0 / c, 0, RESIDENT)
+            c = tl.load(scales + a * C + b, mask=alive, other=1.0)
+        _rows(x, out, column, alive, n, sxn, son, c, 1.0 / c, POWER, RESIDENT, AXIS)
     else:  # one row a program: its own alpha picks the cheapest form
         c = tl.load(scales + tl.program_id(0))
+        own = _spread(tl.full([M], c, tl.float32), AXIS)
         if c == 0.5:
-            _rows(x, out, column, alive, n, sxn, son, 0.5, 2.0, 2, RESIDENT)
+            _rows(x, out, column, alive, n, sxn, son, 0.5, 2.0, 2, RESIDENT, AXIS)
         elif c == 1.0:
-            _rows(x, out, column, alive, n, sxn, son, 1.0, 1.0, 1, RESIDENT)
+            _rows(x, out, column, alive, n, sxn, son, 1.0, 1.0, 1, RESIDENT, AXIS)
+        elif (c >= MILD_SCALE) & (not EXACT):
+            if not EXACT:
+                _rows(x, out, column, alive, n, sxn, son, own, 1.0 / own, -1, RESIDENT, AXIS)
         else:
-            own = tl.full([M, 1, 1], c, tl.float32)
-            _rows(x, out, column, alive, n, sxn, son, own, 1.0 / own, 0, RESIDENT)
+            _rows(x, out, column, alive, n, sxn, son, own, 1.0 / own, 0, RESIDENT, AXIS)
 
 
 @triton.jit
@@ -293,8 +347,8 @@ def _load_pair(grad, y, column, keep, sgn, syn):
 
 
 @triton.jit
-def _sum(x):
-    return tl.sum(tl.sum(x, 1), 1)[:, None, None]
+def _sum(x, AXIS: tl.constexpr):
+    return _spread(tl.sum(tl.sum(x, AXIS), AXIS), AXIS)
 
 
 @triton.jit
@@ -309,52 +363,47 @@ def _alpha_terms(g, y):
     return gy, gy * tl.log(tl.where(y > 0, y, 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["A"])
 def _backward_kernel(
-    grad, y, dx, d_alpha, scales, n, C, scale,
+    grad, y, dx, d_alpha, scales, n, A, C, scale,
     sga, sgc, sgn, sya, syc, syn, sda, sdc, sdn,
-    POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr,
-    M: tl.constexpr, J: tl.constexpr, T: tl.constexpr,
+    POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
+    M: tl.constexpr, J: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
-    """A program owns the rows of `_forward_kernel`: dx = u (grad - sum(u grad) / sum u), and d_alpha [A, C].
+    """A program owns M rows of n columns: dx = u (grad - sum(u grad) / sum u), and d_alpha [A, C].
 
     It reads grad and y once if RESIDENT, else twice, and writes dx once; dx or d_alpha may be None.
     """
-    a = (tl.program_id(0) // tl.cdiv(C, M)).to(tl.int64)
-    row = (tl.program_id(0) % tl.cdiv(C, M)) * M + tl.arange(0, M)[:, None, None]
-    alive = row < C
-    column = tl.arange(0, J)[None, :, None] * T + tl.arange(0, T)[None, None, :]
-    if WIDE:
-        column = column.to(tl.int64)
-    grad += a * sga + row.to(tl.int64) * sgc
-    y += a * sya + row.to(tl.int64) * syc
+    a, b, column, alive = _place(A, C, M, J, T, AXIS, FLAT, WIDE)
+    grad += a * sga + b * sgc
+    y += a * sya + b * syc
     if dx is not None:
-        dx += a * sda + row.to(tl.int64) * sdc
+        dx += a * sda + b * sdc
     if POWER > 0:
         c: tl.constexpr = 1.0 / POWER
     elif scales is None:
-        c = tl.full([M, 1, 1], scale, tl.float32)
+        c = _spread(tl.full([M], scale, tl.float32), AXIS)
     else:
-        c = tl.load(scales + a * C + row, mask=alive, other=1.0)
+        c = tl.load(scales + a * C + b, mask=alive, other=1.0)
     if RESIDENT:
         keep = alive & (column < n)
         g, p = _load_pair(grad, y, column, keep, sgn, syn)
         u = _slopes(p, c, POWER)
-        g -= _mean(_sum(u), _sum(u * g))
+        g -= _mean(_sum(u, AXIS), _sum(u * g, AXIS))
         if dx is not None:
             tl.store(dx + column * sdn, (u * g).to(dx.dtype.element_ty), mask=keep)
         if d_alpha is not None:
             mass, entropy = _alpha_terms(g, p)
-            mass, entropy = _sum(mass), _sum(entropy)
+            mass, entropy = _sum(mass, AXIS), _sum(entropy, AXIS)
     else:
-        total = tl.zeros([M, J, T], tl.float32)
+        total = tl.zeros(column.shape, tl.float32) + 0.0 * alive
         weighted, mass, entropy = total, total, total
         for i in range(0, n, J * T):
             g, p = _load_pair(grad, y, i + column, alive & (i + column < n), sgn, syn)
             u = _slopes(p, c, POWER)
             total += u
             weighted += u * g
-        mean = _mean(_sum(total), _sum(weighted))
+        mean = _mean(_sum(total, AXIS), _sum(weighted, AXIS))
         for i in range(0, n, J * T):
             keep = alive & (i + column < n)
             g, p = _load_pair(grad, y, i + column, keep, sgn, syn)
@@ -366,44 +415,60 @@ def _backward_kernel(
                 m, h = _alpha_terms(g, p)
                 mass += m
                 entropy += h
-        mass, entropy = _sum(mass), _sum(entropy)
+        mass, entropy = _sum(mass, AXIS), _sum(entropy, AXIS)
     if d_alpha is not None:
         gradient = mass / (c * c) - entropy / c
-        tl.store(d_alpha + a * C + row, gradient, mask=alive)
+        tl.store(d_alpha + a * C + b, gradient, mask=alive)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tile:
-    """M rows by J * T columns; the maximum over J is a class, and no thread shares its J with another."""
+    """M rows by J * T columns; J * M * T / (32 * warps) entries a thread, and its J columns make a class."""
 
     M: int
     J: int
     T: int
     warps: int
-    resident: bool
+    axis: int = 1
+    flat: bool = False
+    resident: bool = True
+
+    def programs(self, A: int, C: int) -> int:
+        return triton.cdiv(A * C, self.M) if self.flat else A * triton.cdiv(C, self.M)
+
+    def constants(self) -> dict:
+        return {
+            "M": self.M, "J": self.J, "T": self.T, "AXIS": self.axis, "FLAT": self.flat,
+            "RESIDENT": self.resident, "num_warps": self.warps,
+        }  # fmt: skip
 
 
-def _tile(n: int, C: int, column_stride: int, resident: int) -> _Tile:
+def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) -> _Tile:
+    """The tile of rows of n columns `stride` apart, of which a thread holds about `held` entries.
+
+    A barrier costs more than a longer thread: as few warps as hold the row. What a warp reads at once of a row is
+    16 bytes a lane, and 128 bytes a row where it has several.
+    """
     columns = triton.next_power_of_2(n)
-    if column_stride == 1 or C == 1:
-        if columns <= 1024:
-            # Several rows a program: 16 elements a thread of 4 warps.
-            rows = min(2048 // columns, triton.next_power_of_2(C)) or 1
-            return _Tile(rows, 1, columns, 4, True)
-        # One row: 16 elements a thread, 32 where that would take more than 32 warps; 16-byte accesses of fp32.
-        warps = min(32, columns // 512)
-        width = 128 * warps
-        if columns <= resident:
-            return _Tile(1, columns // width, width, warps, True)
-        return _Tile(1, 1, 4096, 16, False)
-    # Neighbouring rows are what is contiguous: enough of them for a 32-byte sector or four.
-    rows = min(32, triton.next_power_of_2(C))
-    if columns * rows <= resident:
-        classes = max(1, columns // 16)
-        return _Tile(
-            rows, columns // classes, classes, min(16, max(4, columns * rows // 512)), True
-        )
-    return _Tile(rows, 1, max(1, 4096 // rows), 8, False)
+    lanes = 16 // itemsize * 32
+    if stride > 1 and C >= 8:
+        # Neighbouring rows are what is contiguous: 64 bytes of them, more where C ends within.
+        rows = min(triton.next_power_of_2(C), 64 // itemsize)
+        if columns * rows > min(resident, 16384):
+            return _Tile(rows, 4, 64, 8, 0, resident=False)
+        warps = max(1, columns * rows // 1024)
+        width = min(columns, 32 * warps)
+        return _Tile(rows, columns // width, width, warps, 0)
+    if columns > resident:
+        # One program a multiprocessor, so that the rows under way stay in the L2 cache.
+        return _Tile(1, max(1, 16384 // (32 * lanes)), 32 * lanes, 32, resident=False)
+    if columns >= 16 * held:
+        warps = max(1, columns // (32 * held))
+        width = min(columns, lanes * warps)
+        return _Tile(1, columns // width, width, warps)
+    rows = 16 * held // columns
+    width = min(columns, lanes // min(rows, 4))
+    return _Tile(rows, columns // width, width, 1, flat=True)
 
 
 def applies(x: Tensor) -> bool:
@@ -418,19 +483,26 @@ def forward(x: Tensor, alpha: float | Tensor, dim: int, *, resident: int = _RESI
     resident: the most columns held in registers.
     """
     out = torch.empty_like(x)
-    rows = _layout([x, out], dim)
-    if rows is None:
+    layout = _layout([x, out], dim)
+    if layout is None:
         out.copy_(forward(x.contiguous(), alpha, dim, resident=resident))
         return out
-    A, C, (sx, so), order = rows
+    A, C, (sx, so), order = layout
     n = x.shape[dim]
-    tile = _tile(n, C, sx[2], resident)
-    scales, scale, power = _alpha(alpha, x, dim, order, tile)
+    scales, scale, power = _alpha(alpha, x, dim, order)
+    # A logarithm a column needs its registers too.
+    held = 64 if power > 0 else 32
+    tile = _tile(n, C, sx[2], x.element_size(), held, resident)
+    if scales is not None and tile.M == 1:
+        power = _BY_ROW
+    options = {}
+    if x.is_cuda and torch.version.hip is None:
+        # A few registers more than are spilled here would cost a quarter of the programs that run together.
+        options["maxnreg"] = min(128, 65536 // (32 * tile.warps))
     with torch.cuda.device_of(x):
-        _forward_kernel[(A * triton.cdiv(C, tile.M),)](
-            x, out, scales, n, C, scale, *sx, *so,
-            POWER=power, RESIDENT=tile.resident, WIDE=_wide(n, sx, so),
-            M=tile.M, J=tile.J, T=tile.T, num_warps=tile.warps,
+        _forward_kernel[(tile.programs(A, C),)](
+            x, out, scales, n, A, C, scale, *sx, *so,
+            POWER=power, WIDE=_wide(n, sx, so), EXACT=not x.is_cuda, **tile.constants(), **options,
         )  # fmt: skip
     return out
 
@@ -446,27 +518,24 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x, as `needs[0]`, and of a tensor alpha, as `needs[1]`, from the probabilities y."""
     dx = torch.empty_like(y) if needs[0] else None
-    rows = _layout([grad, y, y if dx is None else dx], dim)
-    if rows is None:
+    layout = _layout([grad, y, y if dx is None else dx], dim)
+    if layout is None:
         got, d_alpha = backward(
             grad.contiguous(), y.contiguous(), alpha, dim, needs, resident=resident
         )
         return None if dx is None or got is None else dx.copy_(got), d_alpha
-    A, C, (sg, sy, sd), order = rows
+    A, C, (sg, sy, sd), order = layout
     n = y.shape[dim]
-    tile = _tile(n, C, sy[2], resident)
-    # Two operands are held, so half the columns.
-    if tile.resident and tile.M == 1 and 2 * n > resident:
-        tile = _tile(resident + 1, C, sy[2], resident)
-    scales, scale, power = _alpha(alpha, y, dim, order, None)
+    scales, scale, power = _alpha(alpha, y, dim, order)
+    # Two operands are held.
+    tile = _tile(n, C, sy[2], y.element_size(), 32, resident // 2)
     per_row = None
     if needs[1] and isinstance(alpha, Tensor):
         per_row = torch.empty(A * C, device=y.device, dtype=torch.float32)
     with torch.cuda.device_of(y):
-        _backward_kernel[(A * triton.cdiv(C, tile.M),)](
-            grad, y, dx, per_row, scales, n, C, scale, *sg, *sy, *sd,
-            POWER=power, RESIDENT=tile.resident, WIDE=_wide(n, sg, sy, sd),
-            M=tile.M, J=tile.J, T=tile.T, num_warps=tile.warps,
+        _backward_kernel[(tile.programs(A, C),)](
+            grad, y, dx, per_row, scales, n, A, C, scale, *sg, *sy, *sd,
+            POWER=power, WIDE=_wide(n, sg, sy, sd), **tile.constants(),
         )  # fmt: skip
     if per_row is None or not isinstance(alpha, Tensor):
         return dx, None
@@ -477,7 +546,7 @@ def backward(
 
 
 def _alpha(
-    alpha: float | Tensor, x: Tensor, dim: int, order: list[int], tile: _Tile | None
+    alpha: float | Tensor, x: Tensor, dim: int, order: list[int]
 ) -> tuple[Tensor | None, float, int]:
     """(alpha - 1 of each row or None, alpha - 1 of all, POWER)."""
     if isinstance(alpha, Tensor):
@@ -485,12 +554,16 @@ def _alpha(
         rows[dim] = 1
         scales = (alpha - 1).float().expand(rows).squeeze(dim)
         others = [i for i in range(x.dim()) if i != dim % x.dim()]
-        scales = scales.permute([others.index(i) for i in order]).contiguous()
-        return scales, 0.0, _BY_ROW if tile is not None and tile.M == 1 else _ANY
+        return scales.permute([others.index(i) for i in order]).contiguous(), 0.0, _ANY
     power = 1 / (alpha - 1)
     # Products are cheaper than a logarithm and an exponential up to here.
-    whole = power == round(power) and power <= 8
-    return None, alpha - 1, round(power) if whole else _ANY
+    if power == round(power) and power <= 8:
+        return None, alpha - 1, round(power)
+    return (
+        None,
+        alpha - 1,
+        _MILD if power <= 8 and x.is_cuda and torch.version.hip is None else _ANY,
+    )
 
 
 def _wide(n: int, *strides: Sequence[int]) -> bool:
