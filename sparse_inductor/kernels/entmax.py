@@ -36,7 +36,7 @@ _ANY = 0  # any exponent, to the accuracy of fp32
 _MILD = (
     -1
 )  # up to 8, on a GPU: its approximate logarithm, 2^-22 off, costs the power no more than 2^-19
-_BY_ROW = -2  # each row's, looked at: one of 2, 1, _MILD and _ANY
+_BY_ROW = -2  # each row has its own; the tile's rows decide together which of 2, 1, _MILD and _ANY
 MILD_SCALE = tl.constexpr(0.125)
 
 # The most columns that registers hold: 64 a thread at 512 threads.
@@ -50,6 +50,17 @@ def _log1p(x, w, inverse):
 
 
 @triton.jit
+def _log2(x, EXACT: tl.constexpr):
+    """To the accuracy of fp32, or that of the GPU's instruction: 2^-22, absolute around 1, relative elsewhere."""
+    if EXACT:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def _terms(d, e, p, POWER: tl.constexpr):
     """r^p and r^(p - 1) with r = [1 + d e]_+, d <= 0; NaN stays NaN."""
     if POWER <= 0:
@@ -58,10 +69,7 @@ def _terms(d, e, p, POWER: tl.constexpr):
         inside = ~(w <= 0)
         w = tl.where(inside, w, 1.0)
         if POWER == -1:
-            log2 = tl.inline_asm_elementwise(
-                "lg2.approx.f32 $0, $1;", "=f,f", [w], dtype=tl.float32, is_pure=True, pack=1
-            )
-            top = tl.where(inside, tl.exp2(log2 * p), 0.0)
+            top = tl.where(inside, tl.exp2(_log2(w, False) * p), 0.0)
             inverse = tl.rsqrt(w)
             return top, top * inverse * inverse
         else:
@@ -89,8 +97,8 @@ def _scale(y, c, POWER: tl.constexpr):
         return tl.exp(tl.log(y) * -c)
 
 
-# Tiles are [M, J, T], rows by columns, or [J, T, M] where neighbouring rows are neighbours in memory. Either way J
-# is the dimension AXIS, and once it is reduced T is.
+# Tiles are [M, J, T], rows by columns, or [T, J, M] where neighbouring rows are neighbours in memory. The last
+# dimension is spread over lanes first; J is reduced first, within a thread, and then AXIS is where T is: 1 or 0.
 
 
 @triton.jit
@@ -100,12 +108,12 @@ def _spread(row, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _partial(d, e, p, POWER: tl.constexpr, AXIS: tl.constexpr):
+def _partial(d, e, p, POWER: tl.constexpr):
     """Sums over J of r^p, r^(p-1) and, where it is of use, the support's size: [.., 2, 2], or [.., 2]."""
     top, slope = _terms(d, e, p, POWER)
-    s, s1 = tl.sum(top, AXIS), tl.sum(slope, AXIS)
+    s, s1 = tl.sum(top, 1), tl.sum(slope, 1)
     if POWER == 2:
-        k = tl.sum(tl.where(slope > 0, 1.0, 0.0), AXIS)
+        k = tl.sum(tl.where(slope > 0, 1.0, 0.0), 1)
         return tl.join(tl.join(s, s1), tl.join(k, k))
     else:
         return tl.join(s, s1)
@@ -173,7 +181,7 @@ def _solve(d, y, floor, c, p, fine, POWER: tl.constexpr, AXIS: tl.constexpr):
     steps = 0
     go = 1
     while go > 0:
-        s, s1, k = _total(_partial(d, _scale(y, c, POWER), p, POWER, AXIS), POWER, AXIS)
+        s, s1, k = _total(_partial(d, _scale(y, c, POWER), p, POWER), POWER, AXIS)
         following, moved, lo, hi, last, before = _next(
             y, s, s1, k, lo, hi, last, before, c, p, fine, POWER
         )
@@ -200,12 +208,12 @@ def _shift(classes, AXIS: tl.constexpr):
 def _resident(x, out, column, keep, sxn, son, floor, c, p, POWER: tl.constexpr, AXIS: tl.constexpr):
     """Rows that fit the registers: scores are held from the one read on."""
     z = _load(x, column, keep, sxn)
-    classes = tl.max(z, AXIS)
+    classes = tl.max(z, 1)
     shift = _shift(classes, AXIS)
     d = (z - shift) * c
     y = 1.0 + 0.0 * shift
-    if d.shape[AXIS] > 1:
-        bound = (tl.expand_dims(classes, AXIS) - shift) * c
+    if d.shape[1] > 1:
+        bound = (tl.expand_dims(classes, 1) - shift) * c
         y, _coarse = _solve(bound, y, floor, c, p, COARSE, POWER, AXIS)
     y, s = _solve(d, y, floor, c, p, FINE, POWER, AXIS)
     top, _slope = _terms(d, _scale(y, c, POWER), p, POWER)
@@ -218,15 +226,15 @@ def _streamed(
     x, out, column, alive, n, sxn, son, floor, c, p, POWER: tl.constexpr, AXIS: tl.constexpr
 ):
     """Rows that do not: read again, from the L2 cache where they fit it, for each of a few iterations."""
-    J: tl.constexpr = column.shape[AXIS]
-    T: tl.constexpr = column.shape[AXIS + 1]
-    classes = tl.max(_load(x, column, alive & (column < n), sxn), AXIS)
+    J: tl.constexpr = column.shape[1]
+    T: tl.constexpr = column.shape[2 * AXIS]
+    classes = tl.max(_load(x, column, alive & (column < n), sxn), 1)
     for i in range(J * T, n, J * T):
         z = _load(x, i + column, alive & (i + column < n), sxn)
-        classes = tl.maximum(classes, tl.max(z, AXIS))
+        classes = tl.maximum(classes, tl.max(z, 1))
     shift = _shift(classes, AXIS)
     y = 1.0 + 0.0 * shift
-    bound = (tl.expand_dims(classes, AXIS) - shift) * c
+    bound = (tl.expand_dims(classes, 1) - shift) * c
     y, _coarse = _solve(bound, y, floor, c, p, COARSE, POWER, AXIS)
     lo, hi = floor + 0.0 * y, 1.0 + 0.0 * y
     last, before = hi, hi
@@ -236,10 +244,10 @@ def _streamed(
     while go > 0:
         e = _scale(y, c, POWER)
         z = _load(x, column, alive & (column < n), sxn)
-        part = _partial((z - shift) * c, e, p, POWER, AXIS)
+        part = _partial((z - shift) * c, e, p, POWER)
         for i in range(J * T, n, J * T):
             z = _load(x, i + column, alive & (i + column < n), sxn)
-            part += _partial((z - shift) * c, e, p, POWER, AXIS)
+            part += _partial((z - shift) * c, e, p, POWER)
         s, s1, k = _total(part, POWER, AXIS)
         following, moved, lo, hi, last, before = _next(
             y, s, s1, k, lo, hi, last, before, c, p, FINE, POWER
@@ -283,11 +291,21 @@ def _place(
         row = _spread((tl.program_id(0) % tl.cdiv(C, M)) * M + row, AXIS)
         c = row.to(tl.int64)
         alive = row < C
-    j, t = tl.arange(0, J)[:, None] * T, tl.arange(0, T)[None, :]
-    column = tl.expand_dims(j + t, 2 * (1 - AXIS))
+    j, t = tl.arange(0, J)[None, :, None] * T, tl.arange(0, T)
+    column = j + (t[None, None, :] if AXIS == 1 else t[:, None, None])
     if WIDE:
         column = column.to(tl.int64)
     return a, c, column, alive
+
+
+@triton.jit
+def _at(pointer, a, b, stride_a, stride_b, AXIS: tl.constexpr):
+    """Pointers to the first columns of rows (a, b)."""
+    if AXIS == 0:
+        # Nothing the compiler knows to be aligned: it would give a thread four neighbouring rows, and four times
+        # the state of an iteration. Rows by single lanes are as coalesced.
+        pointer += tl.program_id(1)
+    return pointer + a * stride_a + b * stride_b
 
 
 @triton.jit(do_not_specialize=["A"])
@@ -302,33 +320,33 @@ def _forward_kernel(
     `scale` is alpha - 1, or `scales` [A, C] have it for each row. EXACT: _MILD is not there.
     """
     a, b, column, alive = _place(A, C, M, J, T, AXIS, FLAT, WIDE)
-    x += a * sxa + b * sxc
-    out += a * soa + b * soc
+    x = _at(x, a, b, sxa, sxc, AXIS)
+    out = _at(out, a, b, soa, soc, AXIS)
     if POWER > 0:
         c: tl.constexpr = 1.0 / POWER
         _rows(x, out, column, alive, n, sxn, son, c, POWER * 1.0, POWER, RESIDENT, AXIS)
     elif POWER > -2:
-        if scales is None:
-            c = _spread(tl.full([M], scale, tl.float32), AXIS)
-        else:
-            c = tl.load(scales + a * C + b, mask=alive, other=1.0)
+        c = _spread(tl.full([M], scale, tl.float32), AXIS)
         _rows(x, out, column, alive, n, sxn, son, c, 1.0 / c, POWER, RESIDENT, AXIS)
-    else:  # one row a program: its own alpha picks the cheapest form
-        c = tl.load(scales + tl.program_id(0))
-        own = _spread(tl.full([M], c, tl.float32), AXIS)
-        if c == 0.5:
+    else:
+        # The rows of a tile mostly share their alpha, which picks the cheapest form for them.
+        c = tl.load(scales + a * C + b, mask=alive, other=float("inf"))
+        least = tl.min(tl.ravel(c), 0)
+        most = tl.max(tl.ravel(tl.where(alive, c, -float("inf"))), 0)
+        c = tl.where(alive, c, least)
+        if (least == 0.5) & (most == 0.5):
             _rows(x, out, column, alive, n, sxn, son, 0.5, 2.0, 2, RESIDENT, AXIS)
-        elif c == 1.0:
+        elif (least == 1.0) & (most == 1.0):
             _rows(x, out, column, alive, n, sxn, son, 1.0, 1.0, 1, RESIDENT, AXIS)
-        elif (c >= MILD_SCALE) & (not EXACT):
+        elif (least >= MILD_SCALE) & (not EXACT):
             if not EXACT:
-                _rows(x, out, column, alive, n, sxn, son, own, 1.0 / own, -1, RESIDENT, AXIS)
+                _rows(x, out, column, alive, n, sxn, son, c, 1.0 / c, -1, RESIDENT, AXIS)
         else:
-            _rows(x, out, column, alive, n, sxn, son, own, 1.0 / own, 0, RESIDENT, AXIS)
+            _rows(x, out, column, alive, n, sxn, son, c, 1.0 / c, 0, RESIDENT, AXIS)
 
 
 @triton.jit
-def _slopes(y, c, POWER: tl.constexpr):
+def _slopes(y, c, POWER: tl.constexpr, EXACT: tl.constexpr):
     """u = y^(2 - alpha) on the support, 0 outside; NaN for NaN."""
     if POWER == 1:
         return tl.where(y > 0, 1.0, y)
@@ -337,7 +355,8 @@ def _slopes(y, c, POWER: tl.constexpr):
     elif POWER == 4:
         return tl.sqrt(y) * tl.sqrt(tl.sqrt(y))
     else:
-        return tl.where(y > 0, tl.exp(tl.log(tl.where(y > 0, y, 1.0)) * (1.0 - c)), y)
+        log_y = _log2(tl.where(y > 0, y, 1.0), EXACT)
+        return tl.where(y > 0, tl.exp2(log_y * (1.0 - c)), y)
 
 
 @triton.jit
@@ -348,7 +367,7 @@ def _load_pair(grad, y, column, keep, sgn, syn):
 
 @triton.jit
 def _sum(x, AXIS: tl.constexpr):
-    return _spread(tl.sum(tl.sum(x, AXIS), AXIS), AXIS)
+    return _spread(tl.sum(tl.sum(x, 1), AXIS), AXIS)
 
 
 @triton.jit
@@ -357,10 +376,10 @@ def _mean(total, weighted):
 
 
 @triton.jit
-def _alpha_terms(g, y):
+def _alpha_terms(g, y, EXACT: tl.constexpr):
     """What the row's alpha gradient sums up: sum g y / c^2 - sum g y log y / c, for g less its mean under u."""
     gy = g * y
-    return gy, gy * tl.log(tl.where(y > 0, y, 1.0))
+    return gy, gy * (_log2(tl.where(y > 0, y, 1.0), EXACT) * 0.6931471805599453)
 
 
 @triton.jit(do_not_specialize=["A"])
@@ -368,17 +387,17 @@ def _backward_kernel(
     grad, y, dx, d_alpha, scales, n, A, C, scale,
     sga, sgc, sgn, sya, syc, syn, sda, sdc, sdn,
     POWER: tl.constexpr, RESIDENT: tl.constexpr, WIDE: tl.constexpr, FLAT: tl.constexpr,
-    M: tl.constexpr, J: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr,
+    M: tl.constexpr, J: tl.constexpr, T: tl.constexpr, AXIS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """A program owns M rows of n columns: dx = u (grad - sum(u grad) / sum u), and d_alpha [A, C].
 
     It reads grad and y once if RESIDENT, else twice, and writes dx once; dx or d_alpha may be None.
     """
     a, b, column, alive = _place(A, C, M, J, T, AXIS, FLAT, WIDE)
-    grad += a * sga + b * sgc
-    y += a * sya + b * syc
+    grad = _at(grad, a, b, sga, sgc, AXIS)
+    y = _at(y, a, b, sya, syc, AXIS)
     if dx is not None:
-        dx += a * sda + b * sdc
+        dx = _at(dx, a, b, sda, sdc, AXIS)
     if POWER > 0:
         c: tl.constexpr = 1.0 / POWER
     elif scales is None:
@@ -388,19 +407,19 @@ def _backward_kernel(
     if RESIDENT:
         keep = alive & (column < n)
         g, p = _load_pair(grad, y, column, keep, sgn, syn)
-        u = _slopes(p, c, POWER)
+        u = _slopes(p, c, POWER, EXACT)
         g -= _mean(_sum(u, AXIS), _sum(u * g, AXIS))
         if dx is not None:
             tl.store(dx + column * sdn, (u * g).to(dx.dtype.element_ty), mask=keep)
         if d_alpha is not None:
-            mass, entropy = _alpha_terms(g, p)
+            mass, entropy = _alpha_terms(g, p, EXACT)
             mass, entropy = _sum(mass, AXIS), _sum(entropy, AXIS)
     else:
         total = tl.zeros(column.shape, tl.float32) + 0.0 * alive
         weighted, mass, entropy = total, total, total
         for i in range(0, n, J * T):
             g, p = _load_pair(grad, y, i + column, alive & (i + column < n), sgn, syn)
-            u = _slopes(p, c, POWER)
+            u = _slopes(p, c, POWER, EXACT)
             total += u
             weighted += u * g
         mean = _mean(_sum(total, AXIS), _sum(weighted, AXIS))
@@ -409,10 +428,10 @@ def _backward_kernel(
             g, p = _load_pair(grad, y, i + column, keep, sgn, syn)
             g -= mean
             if dx is not None:
-                u = _slopes(p, c, POWER)
+                u = _slopes(p, c, POWER, EXACT)
                 tl.store(dx + (i + column) * sdn, (u * g).to(dx.dtype.element_ty), mask=keep)
             if d_alpha is not None:
-                m, h = _alpha_terms(g, p)
+                m, h = _alpha_terms(g, p, EXACT)
                 mass += m
                 entropy += h
         mass, entropy = _sum(mass, AXIS), _sum(entropy, AXIS)
@@ -451,13 +470,16 @@ def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) 
     """
     columns = triton.next_power_of_2(n)
     lanes = 16 // itemsize * 32
-    if stride > 1 and C >= 8:
+    if stride > 1 and C < 8 and columns <= 64:
+        # Too few neighbouring rows for that: a thread has whole rows, whose sectors the cache keeps for the next.
+        return _Tile(max(32, 1024 // columns), columns, 1, 1, flat=True)
+    if stride > 1:
         # Neighbouring rows are what is contiguous: 64 bytes of them, more where C ends within.
         rows = min(triton.next_power_of_2(C), 64 // itemsize)
         if columns * rows > min(resident, 16384):
-            return _Tile(rows, 4, 64, 8, 0, resident=False)
-        warps = max(1, columns * rows // 1024)
-        width = min(columns, 32 * warps)
+            return _Tile(rows, 16, 16, 8, 0, resident=False)
+        warps = max(1, columns * rows // 2048)
+        width = min(columns, max(2, 32 // rows) * warps)
         return _Tile(rows, columns // width, width, warps, 0)
     if columns > resident:
         # One program a multiprocessor, so that the rows under way stay in the L2 cache.
@@ -493,16 +515,14 @@ def forward(x: Tensor, alpha: float | Tensor, dim: int, *, resident: int = _RESI
     # A logarithm a column needs its registers too.
     held = 64 if power > 0 else 32
     tile = _tile(n, C, sx[2], x.element_size(), held, resident)
-    if scales is not None and tile.M == 1:
-        power = _BY_ROW
     options = {}
-    if x.is_cuda and torch.version.hip is None:
+    if not _exact(x):
         # A few registers more than are spilled here would cost a quarter of the programs that run together.
         options["maxnreg"] = min(128, 65536 // (32 * tile.warps))
     with torch.cuda.device_of(x):
         _forward_kernel[(tile.programs(A, C),)](
             x, out, scales, n, A, C, scale, *sx, *so,
-            POWER=power, WIDE=_wide(n, sx, so), EXACT=not x.is_cuda, **tile.constants(), **options,
+            POWER=power, WIDE=_wide(n, sx, so), EXACT=_exact(x), **tile.constants(), **options,
         )  # fmt: skip
     return out
 
@@ -535,7 +555,7 @@ def backward(
     with torch.cuda.device_of(y):
         _backward_kernel[(tile.programs(A, C),)](
             grad, y, dx, per_row, scales, n, A, C, scale, *sg, *sy, *sd,
-            POWER=power, WIDE=_wide(n, sg, sy, sd), **tile.constants(),
+            POWER=power, WIDE=_wide(n, sg, sy, sd), EXACT=_exact(y), **tile.constants(),
         )  # fmt: skip
     if per_row is None or not isinstance(alpha, Tensor):
         return dx, None
@@ -554,16 +574,18 @@ def _alpha(
         rows[dim] = 1
         scales = (alpha - 1).float().expand(rows).squeeze(dim)
         others = [i for i in range(x.dim()) if i != dim % x.dim()]
-        return scales.permute([others.index(i) for i in order]).contiguous(), 0.0, _ANY
+        return scales.permute([others.index(i) for i in order]).contiguous(), 0.0, _BY_ROW
     power = 1 / (alpha - 1)
     # Products are cheaper than a logarithm and an exponential up to here.
     if power == round(power) and power <= 8:
         return None, alpha - 1, round(power)
-    return (
-        None,
-        alpha - 1,
-        _MILD if power <= 8 and x.is_cuda and torch.version.hip is None else _ANY,
-    )
+    mild = power <= 8 and not _exact(x)
+    return None, alpha - 1, _MILD if mild else _ANY
+
+
+def _exact(x: Tensor) -> bool:
+    """Whether all logarithms are exact: the approximate one is an instruction of NVIDIA's."""
+    return not x.is_cuda or torch.version.hip is not None
 
 
 def _wide(n: int, *strides: Sequence[int]) -> bool:
