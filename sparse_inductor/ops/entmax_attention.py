@@ -184,39 +184,57 @@ def _same(shape: tuple, wanted: tuple) -> bool:
     )
 
 
-def _terms(bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal):
-    return aten.Terms(
-        bias,
-        mask,
-        alpha_value if alpha is None else alpha,
-        query_lengths,
-        key_lengths,
-        scale,
-        fill,
-        causal,
-    )
+_KEYWORDS = (
+    "bias", "mask", "alpha", "query_lengths", "key_lengths", "alpha_value", "scale", "fill", "causal",
+)  # fmt: skip
+
+
+def _kernels(q, k, v, terms):
+    """The kernels' module and the terms by name where they apply, else None and what chunked ATen takes."""
+    named = dict(zip(_KEYWORDS, terms, strict=True))
+    if q.is_cuda:
+        from ..kernels import entmax_attention as kernels
+
+        if kernels.applies(q, k, v, **named):
+            return kernels, named
+    number = named.pop("alpha_value")
+    if named["alpha"] is None:
+        named["alpha"] = number
+    return None, aten.Terms(**named)
+
+
+def _forward(q, k, v, terms, training):
+    _check(q, k, v, *terms)
+    kernels, terms = _kernels(q, k, v, terms)
+    with autocast_off(q.device.type):
+        if kernels is not None:
+            return kernels.forward(q, k, v, **terms, training=training)
+        out, y = aten.forward(q, k, v, terms)
+        return out, (y,)
 
 
 def _infer(q, k, v, *terms):
-    _check(q, k, v, *terms)
-    with autocast_off(q.device.type):
-        return aten.forward(q, k, v, _terms(*terms))[0]
+    return _forward(q, k, v, terms, training=False)[0]
 
 
 def _train(q, k, v, *terms):
-    _check(q, k, v, *terms)
-    with autocast_off(q.device.type):
-        out, y = aten.forward(q, k, v, _terms(*terms))
-    return out, [y]
+    out, saved = _forward(q, k, v, terms, training=True)
+    return out, list(saved)
 
 
 def _backward(
     grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
     alpha_value, scale, fill, causal, needs,
 ):  # fmt: skip
-    terms = _terms(bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal)
+    kernels, terms = _kernels(
+        q, k, v,
+        (bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal),
+    )  # fmt: skip
     with autocast_off(q.device.type):
-        grads = aten.backward(grad, q, k, v, saved[0], terms, needs)
+        if kernels is not None:
+            grads = kernels.backward(grad, q, k, v, out, tuple(saved), **terms, needs=tuple(needs))
+        else:
+            grads = aten.backward(grad, q, k, v, saved[0], terms, needs)
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
@@ -257,7 +275,10 @@ def _fake(q, k, v, *terms):
 
 def _fake_train(q, k, v, *terms):
     out = _fake(q, k, v, *terms)
-    return out, [q.new_empty(q.shape[:3], dtype=aten.saved_dtype(q, k, v, _terms(*terms)))]
+    kernels, given = _kernels(q, k, v, terms)
+    if kernels is not None:
+        return out, list(kernels.saved_like(q, k, v, **given))
+    return out, [q.new_empty(q.shape[:3], dtype=aten.saved_dtype(q, k, v, given))]
 
 
 def _fake_backward(

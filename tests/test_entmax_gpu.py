@@ -1,0 +1,165 @@
+"""Entmax and entmax attention on a GPU: the operators, compiled and not, run by the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from sparse_inductor.ops import entmax, entmax_attention
+
+pytestmark = pytest.mark.gpu
+ops = torch.ops.sparse_inductor
+
+
+def _relative(got, truth):
+    truth = truth.double()
+    return ((got.double() - truth).norm() / truth.norm().clamp_min(1e-30)).item()
+
+
+def _gradients(fn, leaves, seed=1):
+    out = fn(*leaves)
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    cotangent = torch.randn(out.shape, generator=g, device="cuda", dtype=torch.float32)
+    return out, *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+
+
+def _double(leaves):
+    return [t.detach().double().requires_grad_() for t in leaves]
+
+
+# Every kind of tile: rows by lanes, by threads, by warps and streamed, of contiguous and of strided columns.
+ROWS = [
+    ((5000, 33), -1),
+    ((3000, 64), -1),
+    ((777, 300), -1),
+    ((200, 3000), -1),
+    ((20, 30_000), -1),
+    ((7, 50_000), -1),
+    ((3000, 64, 4), 1),
+    ((3000, 50, 3), 1),
+    ((64, 500, 3), 1),
+    ((16, 900, 50), 1),
+    ((2, 9000, 40), 1),
+    ((300, 1000), 0),
+    ((4, 70, 3, 50), 1),
+]
+
+
+@pytest.mark.parametrize("shape, dim", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [1.5, 1.3, "each"])
+def test_rows_of_every_layout(shape, dim, dtype, alpha):
+    torch.manual_seed(0)
+    x = torch.randn(shape, device="cuda").to(dtype).requires_grad_()
+    leaves = [x]
+    if alpha == "each":
+        rows = list(shape)
+        rows[dim] = 1
+        leaves.append((torch.rand(rows, device="cuda") * 0.6 + 1.2).requires_grad_())
+
+    def fn(x, *a):
+        return entmax(x, *(a or (alpha,)), dim=dim)
+
+    ours, truth = _gradients(fn, leaves), _gradients(fn, _double(leaves))
+    assert (ours[0].double() - truth[0]).abs().max() < (2e-6 if dtype == torch.float32 else 4e-3)
+    if dtype == torch.float32:
+        assert (ours[0].double().sum(dim) - 1).abs().max() < 2e-6
+    for got, true in zip(ours[1:], truth[1:], strict=True):
+        # A 16-bit probability is rounded before its gradient is.
+        assert _relative(got, true) < (2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def _attention_inputs(dtype, B=2, H=4, Hkv=2, Lq=130, Lk=200, D=64, Dv=64):
+    torch.manual_seed(0)
+    shapes = ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, Dv))
+    return [torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0, "heads"])
+@pytest.mark.parametrize("fill", [-math.inf, -1e9])
+def test_attention_and_all_its_gradients(dtype, alpha, fill):
+    leaves = _attention_inputs(dtype)
+    (B, H, Lq, _), Lk = leaves[0].shape, leaves[1].shape[2]
+    leaves.append(torch.randn(1, H, 1, Lk, device="cuda").to(dtype).requires_grad_())
+    if alpha == "heads":
+        leaves.append(
+            torch.tensor([1.2, 1.5, 1.8, 2.0], device="cuda").view(1, H, 1, 1).requires_grad_()
+        )
+    mask = torch.rand(B, 1, Lq, Lk, device="cuda") > 0.3
+    mask[0, 0, 3] = False
+    lengths = torch.tensor([Lk, 150], device="cuda")
+
+    def fn(q, k, v, bias, *a):
+        return entmax_attention(
+            q, k, v, *(a or (alpha,)), bias=bias, mask=mask, causal=True, fill=fill, key_lengths=lengths
+        )  # fmt: skip
+
+    ours, truth = _gradients(fn, leaves), _gradients(fn, _double(leaves))
+    for got, true in zip(ours, truth, strict=True):
+        assert _relative(got, true) < (2e-3 if dtype == torch.float32 else 2e-2)
+    assert all(torch.equal(a, b) for a, b in zip(ours, _gradients(fn, leaves), strict=True)), (
+        "not repeatable"
+    )
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_in_training(dynamic):
+    def fn(q, k, v, bias):
+        scores = entmax(q @ k.mT * 0.125 + bias, 1.5)
+        return entmax_attention(q, k, v, bias=bias, causal=True) + scores @ v
+
+    compiled = torch.compile(fn, fullgraph=True, dynamic=dynamic)
+    for L in (100, 140):
+        leaves = _attention_inputs(torch.float32, H=2, Lq=L, Lk=L)
+        leaves.append(torch.randn(1, 2, 1, L, device="cuda", requires_grad=True))
+        for got, eager in zip(_gradients(compiled, leaves), _gradients(fn, leaves), strict=True):
+            assert _relative(got, eager) < 1e-3
+
+
+def test_operators_check_out():
+    q, k, v = _attention_inputs(torch.bfloat16)
+    bias = torch.randn(1, 4, 1, 200, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    alpha = torch.full((1, 4, 1, 1), 1.4, device="cuda", requires_grad=True)
+    lengths = torch.tensor([150, 200], device="cuda")
+    op = ops.entmax_attention.default
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # fmt: skip
+    for args in (
+        (q, k, v, bias, None, alpha, None, lengths, 0.0, 0.3, -1e9, True),
+        (*(t.double() for t in (q, k, v)), *[None] * 5, 1.5, 0.3, -math.inf, True),
+    ):
+        torch.library.opcheck(op, args, test_utils=tests)
+    x = torch.randn(64, 200, device="cuda", requires_grad=True)
+    torch.library.opcheck(ops.entmax.default, (x, alpha[0, 0], 0.0, -1), test_utils=tests)
+
+
+def test_autocast_reaches_the_16_bit_kernels():
+    q, k, v = _attention_inputs(torch.float32)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = entmax_attention(q, k, v)
+        assert entmax(q, 1.5).dtype == torch.float32
+    assert out.dtype == torch.bfloat16
+    assert _relative(out, entmax_attention(*_double([q, k, v]))) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_captured_in_a_cuda_graph(dtype):
+    q, k, v = (t.detach() for t in _attention_inputs(dtype))
+    alpha = torch.full((1, 4, 1, 1), 1.4, device="cuda")
+
+    def fn():
+        return entmax_attention(q, k, v), entmax_attention(q, k, v, alpha), entmax(q, 1.5, 1)
+
+    eager = fn()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        captured = fn()
+    graph.replay()
+    for a, b in zip(captured, eager, strict=True):
+        assert _relative(a, b) < 1e-6
