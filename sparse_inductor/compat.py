@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -157,6 +158,13 @@ def patched_settings(**settings: Any) -> Iterator[None]:
         {name: value for name, value in settings.items() if has_setting(name)}
     ):
         yield
+
+
+def inductor_cache_folder() -> str:
+    """Where Inductor keeps what it generates; the folder need not be there yet."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
 
 
 # --- Dynamo ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import fx, nn
 
 from . import compat, session
 from .graphs import GraphNode, describe
-from .records import Report
+from .records import Report, bytes_text
 from .rewrite import RewritePass, broken
 from .slots import slot_value
 from .source import source_at
@@ -78,6 +78,48 @@ class Explanation:
         """The diffs of all graphs that changed."""
         changed = [(at, graph.diff) for at, graph in enumerate(self.graphs) if graph.diff]
         return "\n".join(f"graph {at}\n{diff}" for at, diff in changed)
+
+    def show(self) -> None:
+        """Print it: as tables where rich is installed and standard output is a terminal, else `str()`."""
+        from .console import print_diff, print_table, print_text, rich_console
+
+        if rich_console() is None or not self.graphs:
+            print(self)
+            return
+        report = self.report
+        print_text(str(report).splitlines()[0], "bold")
+        checks = {(c.pattern, c.location): c for c in report.checks}
+        rows, styles = [], []
+        for rewrite in dict.fromkeys(report.rewrites):
+            check = checks.get((rewrite.pattern, rewrite.location))
+            rows.append(
+                (
+                    f"{rewrite.location}\n{rewrite.source}",
+                    f"{', '.join(rewrite.replaced)}\n-> {rewrite.op}",
+                    bytes_text(rewrite.bytes_saved) if rewrite.bytes_saved else "",
+                    check.detail if check else "not run: explain(..., verify=True)",
+                )
+            )
+            styles.append("fail" if check and check.verdict == "differs" else "")
+        if rows:
+            headers = ("where", "replaced", "saved for backward", "checked")
+            print_table(headers, rows, "rewritten", styles)
+        missed = [
+            (m.pattern, f"{m.location}\n{m.source}", m.reason)
+            for m in dict.fromkeys(report.near_misses)
+        ]
+        if missed:
+            print_table(("pattern", "where", "because"), missed, "not rewritten, but nearly")
+        breaks = [
+            (f"{b.location}\n{b.source}", (b.reason.splitlines() or [""])[0])
+            for b in self.graph_breaks
+        ]
+        if breaks:
+            title = "graph breaks: no rewrite reaches across them"
+            print_table(("where", "because"), breaks, title)
+        changed = [g.short_diff for g in self.graphs if g.short_diff]
+        for text in changed:
+            print_diff(text)
 
     def __str__(self) -> str:
         if not self.graphs:

@@ -239,7 +239,7 @@ def log_graph(
             saved = _saved(done)
             parts.append(
                 f"{_count(done, 'rewrite')} ({', '.join(dict.fromkeys(r.location for r in done))})"
-                + (f", {_bytes(saved)} no longer kept for backward" if saved else "")
+                + (f", {bytes_text(saved)} no longer kept for backward" if saved else "")
             )
         if missed:
             reasons = dict.fromkeys(f"{m.location}: {m.reason}" for m in missed)
@@ -304,7 +304,7 @@ def _render_rewrite(rewrite: Rewrite, times: int, checks: Iterable[Check] = ()) 
             ("inputs", ", ".join(tensor_text(shape, dtype) for shape, dtype in rewrite.inputs))
         )
     if rewrite.bytes_saved:
-        facts.append(("saved", f"{_bytes(rewrite.bytes_saved)} no longer kept for backward"))
+        facts.append(("saved", f"{bytes_text(rewrite.bytes_saved)} no longer kept for backward"))
     if rewrite.note:
         facts.append(("note", rewrite.note))
     facts += [("checked", c.detail) for c in dict.fromkeys(checks) if c.verdict == "agrees"]
@@ -345,7 +345,8 @@ def _count(what: Any, noun: str) -> str:
     return f"{number} {noun if number == 1 else plural}"
 
 
-def _bytes(number: int) -> str:
+def bytes_text(number: int) -> str:
+    """A number of bytes in the unit that fits."""
     value = float(number)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if value < 1024:

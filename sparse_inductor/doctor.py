@@ -1,0 +1,263 @@
+"""What this machine can do with sparse_inductor, what is in the way, and a test of every operator on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from . import __version__, compat
+from .console import print_table, print_text
+from .explanation import explain
+from .pattern import Pattern, registered
+from .session import SKIP_VARIABLE
+
+__all__ = ["Finding", "diagnose", "show"]
+
+# The versions that the tests and the figures were last run with; see "Supported versions" in the README.
+TESTED_TORCH = ((2, 11), (2, 13))
+TESTED_TRITON = ((3, 6), (3, 7))
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    group: str
+    name: str
+    value: str
+    status: str = "ok"
+    """"ok"; "note" (worth knowing); "warn" (something will be slower or missing); "fail"."""
+    advice: str = ""
+
+
+def diagnose(operators: bool = True) -> list[Finding]:
+    """Everything that is known of this machine; with `operators`, each is run on an example and checked."""
+    found = [*_versions(), *_devices(), *_compilers(), *_caches(), *_environment()]
+    patterns, findings = _patterns()
+    found += findings
+    if operators:
+        found += [_operator(p, _device()) for p in _one_for_each_operator(patterns)]
+    return found
+
+
+def show(findings: Sequence[Finding]) -> int:
+    """Print them, what to do last; the exit status: 1 if anything fails."""
+    marks = {"ok": "ok", "note": "ok", "warn": "!", "fail": "FAIL"}
+    for group in dict.fromkeys(f.group for f in findings):
+        mine = [f for f in findings if f.group == group]
+        print_table(
+            ("", "", ""),
+            [(marks[f.status], f.name, f.value) for f in mine],
+            group,
+            ["" if f.status in ("ok", "note") else f.status for f in mine],
+        )
+        print_text("")
+    todo = [f for f in findings if f.advice]
+    if todo:
+        print_table(
+            ("", ""), [(f.name, f.advice) for f in todo], "what to do", [f.status for f in todo]
+        )
+    else:
+        print_text("nothing to do", "ok")
+    return int(any(f.status == "fail" for f in findings))
+
+
+# --- Versions -------------------------------------------------------------------------------------
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", "sparse_inductor", f"{__version__}, {Path(__file__).parent}")
+    yield Finding("versions", "Python", f"{platform.python_version()}, {platform.platform()}")
+    if sys.platform != "linux":
+        yield Finding(
+            "versions", "system", sys.platform, "fail", "Linux is needed: Triton runs nowhere else"
+        )
+    yield _version("torch", torch.__version__, TESTED_TORCH)
+    try:
+        yield _version("triton", metadata.version("triton"), TESTED_TRITON)
+    except metadata.PackageNotFoundError:
+        status = "fail" if torch.cuda.is_available() else "note"
+        advice = "pip install triton" if status == "fail" else ""
+        yield Finding("versions", "triton", "not installed", status, advice)
+
+
+def _version(name: str, version: str, tested: tuple[tuple[int, int], tuple[int, int]]) -> Finding:
+    oldest, newest = (".".join(map(str, v)) for v in tested)
+    known = f"tested: {oldest} to {newest}"
+    at = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if at < tested[0]:
+        advice = f'older than anything that was tested: pip install "{name}>={oldest}"'
+        return Finding("versions", name, f"{version} ({known})", "fail", advice)
+    if at > tested[1]:
+        advice = f"newer than what was tested; if something is odd, try {name} {newest}"
+        return Finding("versions", name, f"{version} ({known})", "warn", advice)
+    return Finding("versions", name, f"{version} ({known})")
+
+
+# --- Devices --------------------------------------------------------------------------------------
+
+
+def _devices() -> Iterator[Finding]:
+    threads = f"{torch.get_num_threads()} of {os.cpu_count()} cores"
+    yield Finding("devices", "CPU", f"{threads}; operators run in chunked ATen")
+    interprets = os.environ.get("TRITON_INTERPRET") == "1"
+    if not torch.cuda.is_available():
+        built = "this torch is built without CUDA" if torch.version.cuda is None else "none found"
+        yield Finding("devices", "GPU", built, "note")
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        yield _gpu(index)
+    if not interprets:
+        yield Finding("devices", "Triton interpreter", "off", "note")
+    elif torch.cuda.is_available():
+        advice = "unset TRITON_INTERPRET: kernels run in Python, not on the GPU"
+        yield Finding("devices", "Triton interpreter", "on", "warn", advice)
+    else:
+        yield Finding("devices", "Triton interpreter", "on, for tests of the kernels", "note")
+
+
+def _gpu(index: int) -> Finding:
+    about = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    value = f"{about.name}, compute capability {about.major}.{about.minor}, {_gib(free)} of {_gib(total)} free"
+    name = f"GPU {index}"
+    if about.major < 8:
+        advice = "Ampere or newer is needed for bf16 and for asynchronous copies"
+        return Finding("devices", name, value, "warn", advice)
+    kernels = "Hopper's kernels" if about.major == 9 else "portable kernels"
+    return Finding("devices", name, f"{value}; {kernels}")
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.1f} GiB"
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+# --- What torch.compile needs ---------------------------------------------------------------------
+
+
+def _compilers() -> Iterator[Finding]:
+    wanted = os.environ.get("CXX"), "g++", "clang++"
+    found = next((path for name in wanted if name and (path := shutil.which(name))), None)
+    if found is not None:
+        yield Finding("torch.compile", "C++ compiler", found)
+        return
+    status = "warn" if torch.cuda.is_available() else "fail"
+    advice = "torch.compile on a CPU needs one: apt-get install g++ (or set CXX)"
+    yield Finding("torch.compile", "C++ compiler", "not found", status, advice)
+
+
+def _caches() -> Iterator[Finding]:
+    folders = {
+        "Inductor's cache": compat.inductor_cache_folder(),
+        "Triton's cache": os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton"),
+    }
+    for name, folder in folders.items():
+        problem = _write_problem(folder)
+        if problem:
+            variable = "TRITON_CACHE_DIR" if "Triton" in name else "TORCHINDUCTOR_CACHE_DIR"
+            advice = f"set {variable} to a folder that can be written to"
+            yield Finding("torch.compile", name, f"{folder}: {problem}", "fail", advice)
+            continue
+        free = shutil.disk_usage(_existing(folder)).free
+        low = free < 2**30
+        advice = "less than 1 GiB is free on its disk" if low else ""
+        value = f"{folder}, {_gib(free)} free"
+        yield Finding("torch.compile", name, value, "warn" if low else "ok", advice)
+
+
+def _existing(folder: str) -> Path:
+    path = Path(folder).absolute()
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def _write_problem(folder: str) -> str:
+    try:
+        with tempfile.TemporaryFile(dir=_existing(folder)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _environment() -> Iterator[Finding]:
+    for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"):
+        if os.environ.get(name) == "1":
+            advice = f"unset {name}: torch.compile does nothing"
+            yield Finding("torch.compile", name, "1", "fail", advice)
+    if not compat.runs_pre_grad_passes():
+        advice = "set torch._inductor.config.use_pre_grad_passes = True: nothing is rewritten"
+        yield Finding("torch.compile", "use_pre_grad_passes", "False", "fail", advice)
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("SPARSE_INDUCTOR_"):
+            advice = "some patterns are left out" if name == SKIP_VARIABLE and value else ""
+            yield Finding("torch.compile", name, value, "note", advice)
+
+
+# --- Patterns and operators -----------------------------------------------------------------------
+
+
+def _patterns() -> tuple[dict[str, Pattern], list[Finding]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            patterns = registered()
+        except Exception as error:
+            finding = Finding("patterns", "patterns", str(error), "fail", "repair or uninstall it")
+            return {}, [finding]
+    found = [Finding("patterns", f"{len(patterns)} patterns", ", ".join(patterns))]
+    for warning in caught:
+        if "sparse_inductor" in str(warning.message):
+            advice = "repair or uninstall the package that it comes from"
+            found.append(Finding("patterns", "entry point", str(warning.message), "warn", advice))
+    return patterns, found
+
+
+def _one_for_each_operator(patterns: dict[str, Pattern]) -> list[Pattern]:
+    return list({p.op: p for p in reversed(patterns.values()) if p.examples}.values())[::-1]
+
+
+def _operator(pattern: Pattern, device: str) -> Finding:
+    """An example of the pattern, with gradients if there is one, rewritten, run and compared with a reference."""
+    group = f"operators, on {device}"
+    started = time.perf_counter()
+    example = next((e for e in pattern.examples if e.training), pattern.examples[0])
+    try:
+        fn, args = _moved(*example.build(), device)
+        with torch.set_grad_enabled(example.training):
+            explanation = explain(fn, *args, verify=True)
+    except Exception as error:
+        advice = f"please report this; SPARSE_INDUCTOR_SKIP={pattern.name} leaves it out"
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Finding(group, pattern.op, text, "fail", advice)
+    took = f"{time.perf_counter() - started:.2f} s"
+    mine = [c for c in explanation.report.checks if c.pattern == pattern.name]
+    if mine and all(c.verdict == "agrees" for c in mine):
+        return Finding(group, pattern.op, f"{mine[0].detail} ({took})")
+    reasons = [c.detail for c in mine] or [m.reason for m in explanation.report.near_misses]
+    text = reasons[0] if reasons else "its example was not rewritten"
+    advice = f"please report this; SPARSE_INDUCTOR_SKIP={pattern.name} leaves it out"
+    return Finding(group, pattern.op, text, "fail", advice)
+
+
+def _moved(fn: Any, args: tuple[Any, ...], device: str) -> tuple[Any, tuple[Any, ...]]:
+    def move(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().to(device).requires_grad_(t.requires_grad)
+
+    fn = fn.to(device) if isinstance(fn, nn.Module) else fn
+    return fn, pytree.tree_map_only(torch.Tensor, move, args)

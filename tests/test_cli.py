@@ -1,0 +1,255 @@
+"""The command line: what each command prints, in a terminal and elsewhere, and its exit status."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pty
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from planted import BUGS
+from sparse_inductor import compat, console, doctor
+from sparse_inductor.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+TESTS = Path(__file__).parent
+MODEL = """
+import torch
+from torch import nn
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Linear(8, 20)
+
+    def forward(self, hidden, mask):
+        logits = self.decoder(hidden)
+        return (torch.log1p(torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
+
+class Both(Head):
+    def forward(self, hidden, mask):
+        logits = self.decoder(hidden)
+        return (torch.log1p(torch.relu(logits)) * mask.unsqueeze(-1)).amax(1), logits
+
+ARGS = torch.randn(2, 6, 8), torch.ones(2, 6)
+def head(): return Head(), ARGS
+def both(): return Both(), ARGS
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "COLUMNS": "100"}
+
+
+def command(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "sparse_inductor", *arguments],
+        env=environment(), cwd=cwd, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+def in_a_terminal(*arguments: str, cwd: Path) -> str:
+    """What the command writes to a terminal."""
+    master, terminal = pty.openpty()
+    env = {**environment(), "TERM": "xterm-256color"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "sparse_inductor", *arguments],
+        env=env, cwd=cwd, stdin=terminal, stdout=terminal, stderr=terminal,
+    ) as process:  # fmt: skip
+        os.close(terminal)
+        chunks = []
+        while True:
+            try:
+                chunk = os.read(master, 4096)
+            except OSError:  # the other side is closed
+                break
+            if not chunk:
+                break
+            chunks.append(chunk)
+        process.wait(timeout=300)
+    os.close(master)
+    return b"".join(chunks).decode()
+
+
+# Help
+
+
+def test_help_names_the_commands_and_does_not_load_torch():
+    code = (
+        "import sys, sparse_inductor.__main__ as m\n"
+        "try: m.main(['--help'])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("demo", "doctor", "patterns", "explain"):
+        assert re.search(rf"^    {name} ", done.stdout, re.M)
+
+
+# explain
+
+
+def test_explain_as_plain_text(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = command("explain", "mine:head", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("sparse_inductor: 1 rewrite") and "\x1b" not in done.stdout
+
+
+def test_explain_as_json(tmp_path):
+    (tmp_path / "mine.py").write_text(MODEL)
+    data = json.loads(command("explain", "mine:head", "--json", "--verify", cwd=tmp_path).stdout)
+    assert data["rewrites"][0]["pattern"] == "splade_head"
+    assert data["checks"][0]["verdict"] == "agrees"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="needs rich")
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("head", ["rewritten", "mine.py:12", "sparse_inductor::splade_head", "values and"]),
+        ("both", ["not rewritten, but nearly", "the logits are also", "mine.py:16"]),
+    ],
+)
+def test_explain_as_tables_in_a_terminal(tmp_path, name, wanted):
+    (tmp_path / "mine.py").write_text(MODEL)
+    text = in_a_terminal("explain", f"mine:{name}", "--verify", cwd=tmp_path)
+    assert "\x1b[1m" in text and "──" in text
+    for part in wanted:
+        assert part in text, text
+
+
+# patterns and demo
+
+
+def test_patterns_are_listed(capsys):
+    assert main(["patterns"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["pattern", "operator", "rewrites"]
+    assert any(line.startswith("splade_head ") for line in lines)
+
+
+def test_demo_hands_its_arguments_on():
+    done = command("demo", "--help")
+    assert done.returncode == 0 and "--model" in done.stdout
+
+
+def test_demo_without_the_source_tree_says_where_it_is(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "benchmarks.demo.__main__", None)
+    assert main(["demo"]) == 2
+    assert "source tree" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["patterns", "--nonsense"])
+    assert "--nonsense" in capsys.readouterr().err
+
+
+# doctor
+
+
+def test_doctor_runs_every_operator():
+    done = command("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for text in ("versions", f"torch            {torch.__version__}", "C++ compiler", "cache"):
+        assert text in done.stdout
+    from sparse_inductor.pattern import registered
+
+    for pattern in registered().values():
+        assert re.search(rf"ok  {pattern.op} +values.* agree with a reference", done.stdout)
+
+
+def by_name(findings) -> dict[str, doctor.Finding]:
+    return {f.name: f for f in findings}
+
+
+def test_doctor_finds_a_wrong_operator():
+    (bug,) = (b for b in BUGS if b.name == "gradient of the bias dropped")
+    with bug.plant():
+        found = by_name(doctor.diagnose())["sparse_inductor::splade_head"]
+    assert found.status == "fail" and "gradient" in found.value
+    assert "SPARSE_INDUCTOR_SKIP=splade_head" in found.advice
+
+
+@pytest.mark.breaks_pattern
+def test_doctor_finds_a_pattern_that_does_not_match(monkeypatch):
+    pattern = SimpleNamespace(
+        **{n: getattr(doctor.registered()["splade_head"], n) for n in ("name", "op")}
+    )
+    pattern.examples = doctor.registered()["splade_head"].near_misses
+    found = doctor._operator(pattern, "cpu")
+    assert found.status == "fail" and "also returned" in found.value
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "status", "advice"),
+    [
+        ({"TORCHDYNAMO_DISABLE": "1"}, "TORCHDYNAMO_DISABLE", "fail", "unset"),
+        ({"SPARSE_INDUCTOR_SKIP": "entmax"}, "SPARSE_INDUCTOR_SKIP", "note", "left out"),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/proc/nowhere"}, "Inductor's cache", "fail", "set TORCHINDUCTOR_CACHE_DIR"),
+        ({"PATH": "", "CXX": ""}, "C++ compiler", "fail", "apt-get install g++"),
+    ],
+)  # fmt: skip
+def test_doctor_says_what_to_change(monkeypatch, variables, name, status, advice):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    if torch.cuda.is_available() and name == "C++ compiler":
+        status = "warn"
+    found = by_name(doctor.diagnose(operators=False))[name]
+    assert found.status == status and advice in found.advice
+
+
+def test_doctor_sees_inductors_passes_being_off():
+    with compat.patched_settings(use_pre_grad_passes=False):
+        assert by_name(doctor.diagnose(operators=False))["use_pre_grad_passes"].status == "fail"
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("2.10.1", "fail"), ("2.11.0+cu130", "ok"), ("2.13.0", "ok"), ("2.14.0.dev1", "warn")],
+)
+def test_doctor_knows_the_tested_versions(version, status):
+    assert doctor._version("torch", version, doctor.TESTED_TORCH).status == status
+
+
+def test_the_exit_status_says_whether_something_fails(capsys):
+    fine, bad = doctor.Finding("g", "a", "1"), doctor.Finding("g", "b", "2", "fail", "do this")
+    assert doctor.show([fine]) == 0 and "nothing to do" in capsys.readouterr().out
+    assert doctor.show([fine, bad]) == 1
+    assert "FAIL  b" in (out := capsys.readouterr().out) and "do this" in out
+
+
+# Tables
+
+
+def test_a_plain_table_is_aligned():
+    assert console.plain_table(("a", "long"), [("1234", "x"), ("5", "")], "title") == (
+        "title\n  a     long\n  1234  x\n  5"
+    )
+
+
+# Import
+
+
+def test_importing_the_package_costs_next_to_nothing_beyond_torch():
+    code = (
+        "import time, torch\nstarted = time.perf_counter()\nimport sparse_inductor\n"
+        "sparse_inductor.__version__\nprint((time.perf_counter() - started) * 1e3)"
+    )
+    times = [
+        float(subprocess.check_output([sys.executable, "-c", code], env=environment()))
+        for _ in range(3)
+    ]
+    assert statistics.median(times) < 10, times  # ms; the floor is 30
