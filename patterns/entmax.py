@@ -19,7 +19,8 @@ from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, ends_here, transform
+from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, transform
+from sparse_inductor.match.entmax_form import ENDS, ends_here
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.readers import check_memory, without_outside_readers
@@ -30,7 +31,6 @@ from sparse_inductor.pattern import Example, Miss
 NAME = "entmax"
 OP = "sparse_inductor::entmax"
 DEVICES = ("cpu", "cuda")
-_ENDS = frozenset("clamp clamp_min relu maximum pow square mul div".split())
 
 
 @dataclasses.dataclass
@@ -77,7 +77,7 @@ class Entmax:
     name = NAME
     op = OP
     summary = "entmax15(z), sparsemax(z), entmax_bisect(z, alpha), or the like by hand -> entmax(z, alpha)"
-    anchors = LEAVES | NOT_ENTMAX | {"getitem"} | _ENDS
+    anchors = LEAVES | NOT_ENTMAX | {"getitem"} | ENDS
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()
@@ -100,7 +100,7 @@ class Entmax:
                 view.name_of(source) != "autograd_function_apply"
             ):
                 return None
-        elif name in _ENDS and not ends_here(view, node):
+        elif name in ENDS and not ends_here(view, node):
             return None
         found = transform(view, node)
         if found is None:

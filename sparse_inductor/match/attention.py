@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import VIEWS, Atom, Axis, above, flat, placed
+from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
 from .emit import Emitter
 from .entmax import Transform, transform
 from .graph import GraphView, fake, same_size, static_size
 from .masks import as_mask, conjuncts, is_triangle
-from .scores import Placed, Scores, read_scores
+from .scores import Scores, read_scores
 from .shapes import Decline
 
 __all__ = ["Attention", "read_attention"]
@@ -413,6 +413,8 @@ class _Reader:
         """Keys or values before their heads were repeated for the query heads."""
         node, axes, reader = t.node, list(t.axes), t.reader
         best = t
+        if not self._repeats(node):
+            return t  # following it would split axes for nothing
         for _ in range(10):
             call = self.view.call(node)
             if call is None or call.inplace or not self.view.is_tensor(call.get("input")):
@@ -429,6 +431,19 @@ class _Reader:
             if call.name in _SPREADS:
                 best = _Tensor(node, list(axes), reader)
         return best
+
+    def _repeats(self, node: Any) -> bool:
+        """Whether something is repeated on the way to a tensor."""
+        for _ in range(10):
+            call = self.view.call(node)
+            if call is None:
+                return False
+            if call.name in _SPREADS:
+                return True
+            if call.name not in VIEWS and call.name not in _IDENTITY:
+                return False
+            node = call["input"]
+        return False
 
     def _before(self, node: fx.Node, call: Any, axes: list[Axis]) -> list[Axis]:
         """Axes above a view or an op that repeats along axes of one element, or along a whole axis."""
@@ -504,6 +519,8 @@ class _Reader:
             raise Decline("the values have more than one axis of their own", self.node)
         if in_q & {*keys} or _WIDTH not in in_q or _WIDTH not in in_k:
             raise Decline("queries and keys do not share one axis to be multiplied over", self.node)
+        if not query and not {*batch, *shared} <= in_k:
+            raise Decline("a gate: each row has values of its own, and shares its keys", self.node)
         causal, masks = _causal(self.view, masks, tuple(query), tuple(keys))
         attention = Attention(
             view=self.view,
@@ -544,8 +561,13 @@ class _Reader:
             atoms = [a for axis in p.axes for a in flat(axis)]
             related = [a for a in alone if a in atoms]
             if len(related) == 1 and set(keys) <= set(atoms):
-                return related
-        return alone[-1:]
+                return self._together(related[0], alone)
+        return self._together(alone[-1], alone) if alone else []
+
+    def _together(self, atom: Atom, alone: list[Atom]) -> list[Atom]:
+        """Those of the atoms that the probabilities have in one axis with `atom`."""
+        axes = [flat(axis) for axis in _axes(self.p, self.atoms)]
+        return [a for axis in axes if atom in axis for a in axis if a in alone]
 
     def _beside(
         self, scores: Scores

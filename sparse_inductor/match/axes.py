@@ -6,6 +6,7 @@ that merged them, an atom turns out to be several: it is split, and whoever hold
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from .graph import GraphView
 from .names import Call
 from .shapes import Decline
 
-__all__ = ["VIEWS", "Atom", "Axis", "above", "flat", "fresh", "placed"]
+__all__ = ["VIEWS", "Atom", "Axis", "Placed", "above", "flat", "fresh", "placed"]
 
 VIEWS = frozenset(
     "permute transpose movedim T mT t view view_as flatten unflatten unsqueeze squeeze getitem expand expand_as".split()
@@ -35,6 +36,23 @@ class Atom:
 
 
 Axis = tuple[Atom, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A tensor that is read beside the scores, and where its axes lie.
+
+    factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask among the
+    biases, what it adds where it drops.
+    """
+
+    node: fx.Node
+    reader: fx.Node
+    axes: tuple[Axis, ...]
+    factor: float = 1.0
+    negate: bool = False
+    divides: bool = False
+    fill: float | None = None
 
 
 def fresh(shape: Sequence[Any]) -> list[Axis]:

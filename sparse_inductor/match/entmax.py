@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from .entmax_form import ENDS, Candidate, Form, form, unshifted
 from .entmax_trial import Trial
-from .graph import GraphView, same_size
+from .graph import GraphView
 from .shapes import Decline
 from .trial import Region, region
 
-__all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "ends_here", "transform"]
+__all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "transform"]
 
 LEAVES = frozenset("entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
 _OTHERS = {
@@ -83,7 +83,7 @@ def _transform(view: GraphView, node: fx.Node) -> Transform | None:
         return _leaf(view, node)
     if call.name == "getitem" and view.name_of(call["input"]) == "autograd_function_apply":
         return _function(view, node, call["input"], call["index"])
-    if call.name in ("clamp", "clamp_min", "relu", "pow", "square", "mul", "div", "maximum"):
+    if call.name in ENDS:
         return _written(view, node)
     return None
 
@@ -114,6 +114,14 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         alpha = alpha if known is None else known
     if not isinstance(alpha, fx.Node):
         alpha = _sane(float(alpha), node)
+    # A value a row that the user subtracts first changes nothing.
+    chosen = unshifted(view, x, node, dim)[-1]
+    if chosen.source is not x:
+        piece = region(
+            view, node, (chosen.source, *([alpha] if isinstance(alpha, fx.Node) else []))
+        )
+        if piece is not None:
+            return Transform(node, chosen.source, chosen.reader, dim, alpha, _replaced(piece))
     return Transform(node, x, node, dim, alpha, (node,))
 
 
@@ -127,222 +135,55 @@ def _sane(alpha: float, node: fx.Node) -> float:
 # Written out
 
 
-@dataclasses.dataclass(frozen=True)
-class _Form:
-    """node = [factor * (source - shifts) - tau]_+ ** power, perhaps divided by its sum."""
-
-    clamp: fx.Node
-    candidates: tuple[tuple[fx.Node, fx.Node, float], ...]  # (source, its reader, factor)
-    dim: int
-    power: float | fx.Node
-
-
-def ends_here(view: GraphView, node: fx.Node) -> bool:
-    """Whether a clamp, power or quotient is the last step of something with a threshold, not one in its middle."""
-    form = _form(view, node)
-    if form is None:
-        return False
-    mine = {form.clamp, node}
-    for user in node.users:
-        call = view.call(user)
-        if call is None:
-            continue
-        if call.name in ("pow", "square", "div") and _form(view, user) is not None:
-            return False
-        if call.name == "mul" and call["input"] is call["other"]:
-            return False
-        if call.name == "sum" and set(node.users) <= {user, *mine}:
-            return False
-    return any(view.readers(node))
-
-
-def _form(view: GraphView, node: fx.Node) -> _Form | None:
-    memo: dict[fx.Node, _Form | None] = view.__dict__.setdefault("_forms", {})
-    if node not in memo:
-        memo[node] = _find_form(view, node)
-    return memo[node]
-
-
-def _find_form(view: GraphView, node: fx.Node) -> _Form | None:
-    top = node
-    call = view.call(node)
-    if call is not None and call.name == "div" and call.get("rounding_mode") is None:
-        inner = _normalised(view, node, call)
-        if inner is None:
-            return None
-        node, call = inner, view.call(inner)
-    power: float | fx.Node = 1.0
-    if call is not None and call.name in ("pow", "square", "mul"):
-        if call.name == "mul":
-            if call["input"] is not call["other"]:
-                return None
-            power = 2.0
-        elif call.name == "square":
-            power = 2.0
-        else:
-            exponent = call["other"]
-            known = view.const(exponent, node)
-            if known is None and not isinstance(exponent, fx.Node):
-                return None
-            power = exponent if known is None else known
-        inner = view.value(call["input"], node) if isinstance(call["input"], fx.Node) else None
-        if inner is None:
-            return None
-        node, call = inner, view.call(inner)
-    clamped = _clamped(view, node)
-    if clamped is None:
-        return None
-    difference = view.value(clamped, node)
-    if difference is None or not view.is_tensor(difference):
-        return None
-    factor = 1.0
-    while (call := view.call(difference)) is not None and call.name in ("mul", "div"):
-        step = _constant_factor(view, difference)
-        if step is None:
-            break
-        difference, factor = step[0], factor * step[1]
-    if call is None or call.name != "sub" or call.get("alpha", 1) != 1:
-        return None
-    a, tau = call["input"], call["other"]
-    if not (view.is_tensor(a) and view.is_tensor(tau)):
-        return None
-    dim = _row_axis(view, a, tau)
-    if dim is None:
-        return None
-    candidates = tuple(_scores(view, a, difference, factor, dim))
-    return _Form(node, candidates, dim, power) if view.is_tensor(top) else None
-
-
-def _normalised(view: GraphView, node: fx.Node, call: Any) -> fx.Node | None:
-    """P of P / P.sum(dim, keepdim=True), whatever guards the quotient."""
-    p, total = call["input"], call["other"]
-    if not (view.is_tensor(p) and view.is_tensor(total)):
-        return None
-    for _ in range(4):
-        inner = view.call(total)
-        if inner is None:
-            return None
-        if inner.name == "sum":
-            same = inner["input"] is p or view.same_value(p, inner["input"])
-            return view.value(p, node) if same else None
-        if inner.name not in ("unsqueeze", "clamp", "clamp_min", "add", "maximum", "getitem"):
-            return None
-        total = inner["input"]
-    return None
-
-
-def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
-    """x of max(x, 0)."""
-    call = view.call(node)
-    if call is None:
-        return None
-    match call.name:
-        case "relu":
-            return call["input"]
-        case "clamp" if call.get("max") is None and view.const(call.get("min"), node) == 0:
-            return call["input"]
-        case "clamp_min" if view.const(call["min"], node) == 0:
-            return call["input"]
-        case "maximum":
-            for x, other in ((call["input"], call["other"]), (call["other"], call["input"])):
-                if view.const(other, node) == 0 and isinstance(x, fx.Node):
-                    return x
-    return None
-
-
-def _constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(x, c) of x * c, x / c."""
-    call = view.call(node)
-    if call is None or not isinstance(call.get("input"), (fx.Node, int, float)):
-        return None
-    a, b = call["input"], call.get("other")
-    if call.name == "mul":
-        for x, c in ((a, b), (b, a)):
-            known = view.const(c, node)
-            if known is not None and view.is_tensor(x):
-                seen = view.value(x, node)
-                return None if seen is None else (seen, known)
-    if call.name == "div" and call.get("rounding_mode") is None:
-        known = view.const(b, node)
-        if known and view.is_tensor(a):
-            seen = view.value(a, node)
-            return None if seen is None else (seen, 1 / known)
-    return None
-
-
-def _row_axis(view: GraphView, a: fx.Node, tau: fx.Node) -> int | None:
-    """The one axis along which tau has a single value and the scores have not."""
-    x, t = view.shape(a), view.shape(tau)
-    t = (1,) * (len(x) - len(t)) + t
-    if len(t) != len(x):
-        return None
-    single = [i for i in range(len(x)) if same_size(t[i], 1) and not same_size(x[i], 1)]
-    rest = all(same_size(x[i], t[i]) for i in range(len(x)) if i not in single)
-    return single[0] if len(single) == 1 and rest else None
-
-
-def _scores(
-    view: GraphView, a: fx.Node, reader: fx.Node, factor: float, dim: int
-) -> Iterator[tuple[fx.Node, fx.Node, float]]:
-    """What the scores may be, nearest first: each less a value a row and times constants is `a`."""
-    seen = view.value(a, reader)
-    while seen is not None and view.is_tensor(seen):
-        a = seen
-        yield a, reader, factor
-        call = view.call(a)
-        if call is None:
-            return
-        if call.name in ("mul", "div"):
-            step = _constant_factor(view, a)
-            if step is None:
-                return
-            reader, seen, factor = a, step[0], factor * step[1]
-        elif call.name in ("sub", "add") and view.is_tensor(call["input"]):
-            shift = call["other"]
-            uniform = view.const(shift, a) is not None or (
-                view.is_tensor(shift) and _row_axis(view, call["input"], shift) == dim
-            )
-            if not uniform:
-                return
-            reader, seen = a, view.value(call["input"], a)
-        elif call.name in ("contiguous", "clone", "alias"):
-            reader, seen = a, view.value(call["input"], a)
-        else:
-            return
-
-
 def _written(view: GraphView, node: fx.Node) -> Transform | None:
-    form = _form(view, node)
-    if form is None:
+    found = form(view, node)
+    if found is None:
         return None
+    beside = () if found.alpha is None else (found.alpha,)
     closed = [
-        (source, reader, factor, piece)
-        for source, reader, factor in form.candidates
-        if (piece := region(view, node, (source,))) is not None
+        (candidate, piece)
+        for candidate in found.candidates
+        if (piece := region(view, node, (candidate.source, *beside))) is not None
     ]
     if not closed:
         return None
-    nodes = set(closed[0][3].nodes)
-    searches = {view.name_of(n) for n in nodes} & _SEARCHES
-    if not searches:
-        return None  # relu(x - mean) and the like
-    if isinstance(form.power, fx.Node):
-        raise Decline("the exponent is computed at run time", form.power)
-    alpha = _sane(round(1 + 1 / form.power, 9), node) if form.power > 0 else math.nan
-    right = [c for c in closed if math.isclose(c[2], alpha - 1, rel_tol=1e-6)]
-    if not right:
-        raise Decline(
-            f"the scores are multiplied by {closed[-1][2]:g} before the threshold; with the power "
-            f"{form.power:g} entmax has {alpha - 1:g}",
-            form.clamp,
-        )
-    source, reader, _, piece = right[-1]
-    trial = Trial(view, source, form.dim, alpha, node)
-    trial.check(piece, learns=torch.is_grad_enabled() and view.requires_grad(source))
+    searched = bool({view.name_of(n) for n in closed[0][1].nodes} & _SEARCHES)
+    try:
+        chosen, alpha, piece = _scaled_right(view, node, found, closed)
+        learns = torch.is_grad_enabled() and view.requires_grad(chosen.source)
+        trial = Trial(view, chosen.source, found.dim, alpha, node)
+        trial.check(piece, learns)
+    except Decline:
+        if searched:
+            raise
+        return None  # relu(x - mean) and the like are no near misses
     note = "written out; that its rows sum to one was tried"
     if trial.learned:
         note += ", as was its gradient"
-    return Transform(node, source, reader, form.dim, alpha, _replaced(piece), note)
+    return Transform(node, chosen.source, chosen.reader, found.dim, alpha, _replaced(piece), note)
+
+
+def _scaled_right(
+    view: GraphView, node: fx.Node, found: Form, closed: list[tuple[Candidate, Region]]
+) -> tuple[Candidate, float | fx.Node, Region]:
+    """The furthest candidate whose factor is alpha - 1. Raises Decline where none is."""
+    if found.alpha is not None:
+        for candidate, piece in reversed(closed):
+            if candidate.gaps == 1 and math.isclose(candidate.factor, 1, rel_tol=1e-6):
+                return candidate, found.alpha, piece
+        raise Decline("the scores are not multiplied by alpha - 1 before the threshold", node)
+    assert found.power is not None
+    if not found.power > 0:
+        raise Decline(f"the power is {found.power:g}", node)
+    alpha = _sane(round(1 + 1 / found.power, 9), node)
+    for candidate, piece in reversed(closed):
+        if math.isclose(candidate.factor, alpha - 1, rel_tol=1e-6) and not candidate.gaps:
+            return candidate, alpha, piece
+    raise Decline(
+        f"the scores are multiplied by {closed[-1][0].factor:g} before the threshold; with the "
+        f"power {found.power:g} entmax has {alpha - 1:g}",
+        found.clamp,
+    )
 
 
 def _replaced(piece: Region) -> tuple[fx.Node, ...]:
@@ -382,22 +223,36 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     operands = list(call.get("operands", ()))
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     inputs = inputs[len(inputs) - len(operands) :]
-    if found.source not in inputs or isinstance(found.alpha, fx.Node):
+    alpha: Any = found.alpha
+    if isinstance(alpha, fx.Node):
+        alpha = _argument(inner, alpha)
+    if found.source not in inputs or (isinstance(alpha, fx.Node) and alpha not in inputs):
         raise Decline("the Function does more than an entmax of its argument", hop)
     source = operands[inputs.index(found.source)]
+    if isinstance(alpha, fx.Node):
+        alpha = operands[inputs.index(alpha)]
     if not view.is_tensor(source):
         return None
     nodes = (hop, node, *(a for a in hop.args if isinstance(a, fx.Node) and a.op == "get_attr"))
     nodes += tuple(u for u in hop.users if u is not node and not u.users)
-    trial = Trial(view, source, found.dim, found.alpha, node)
-    piece = region(view, node, (source,))
+    trial = Trial(view, source, found.dim, alpha, node)
+    piece = region(view, node, (source, *([alpha] if isinstance(alpha, fx.Node) else [])))
     if piece is None:
         raise Decline("the Function reads more than its scores", hop)
     trial.check(piece, learns=torch.is_grad_enabled() and view.requires_grad(source))
     note = f"autograd Function; {found.note or 'a call of the package'}"
     if trial.learned:
         note += ", its backward was tried"
-    return Transform(node, source, hop, found.dim, found.alpha, nodes, note)
+    return Transform(node, source, hop, found.dim, alpha, nodes, note)
+
+
+def _argument(view: GraphView, alpha: fx.Node) -> fx.Node:
+    """alpha before it was expanded to the shape of the scores."""
+    while (call := view.call(alpha)) is not None and call.name in (
+        "expand", "expand_as", "cast", "contiguous", "clone",
+    ):  # fmt: skip
+        alpha = call["input"]
+    return alpha
 
 
 def _body(hop: fx.Node, attribute: Any) -> fx.GraphModule | None:

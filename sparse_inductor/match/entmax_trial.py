@@ -32,27 +32,44 @@ _MAX_TRIED = 1024
 class Trial:
     """One written-out transformation, run on rows of many kinds."""
 
-    def __init__(self, view: GraphView, source: fx.Node, dim: int, alpha: float, node: fx.Node):
-        self.view, self.source, self.dim, self.alpha, self.node = view, source, dim, alpha, node
+    def __init__(
+        self, view: GraphView, source: fx.Node, dim: int, alpha: float | fx.Node, node: fx.Node
+    ):
+        self.view, self.source, self.dim, self.node = view, source, dim, node
+        self.tensor = alpha if isinstance(alpha, fx.Node) else None
+        self.alphas = (1.3, 1.8) if isinstance(alpha, fx.Node) else (alpha,)
+        self.alpha = self.alphas[0]
         self.tolerance = _TOLERANCE.get(view.dtype(node), 1e-5)
         self.learned = False
+        self.leaf_alpha: torch.Tensor | None = None
 
     def check(self, piece: Region, learns: bool) -> None:
         """Raises Decline where the result or the gradient is not entmax's."""
         self.learned = learns
         fills = tuple(sorted(_fills(self.view, self.source)))
-        key = (_key(self.view, piece, self.source), self.dim, self.alpha, learns, fills)
+        key = (_key(self.view, piece), self.dim, self.alphas, learns, fills, self._learns_alpha())
         if key not in _tried:
             if len(_tried) >= _MAX_TRIED:
                 _tried.clear()
-            try:
-                _tried[key] = self._forward(piece, fills) or (
-                    self._backward(piece) if learns else None
-                )
-            except Untestable as error:
-                _tried[key] = f"it could not be tried on concrete rows ({error})"
+            with torch.device("cpu"):
+                _tried[key] = self._outcome(piece, fills, learns)
         if _tried[key] is not None:
             raise Decline(_tried[key] or "", self.node)
+
+    def _outcome(self, piece: Region, fills: tuple[float, ...], learns: bool) -> str | None:
+        """What is wrong, if anything; with a tensor alpha for two values of it."""
+        try:
+            for alpha in self.alphas:
+                self.alpha = alpha
+                with torch.no_grad():
+                    wrong = self._forward(piece, fills)
+                if wrong is None and learns:
+                    wrong = self._backward(piece)
+                if wrong is not None:
+                    return wrong
+        except Untestable as error:
+            return f"it could not be tried on concrete rows ({error})"
+        return None
 
     def _forward(self, piece: Region, fills: tuple[float, ...]) -> str | None:
         for rows, fill in _rows(self._width(), fills):
@@ -78,23 +95,28 @@ class Trial:
         generator = torch.Generator().manual_seed(5)
         rows = torch.randn(4, self._width(), generator=generator, dtype=torch.float64) * 1.5
         rows = rows.requires_grad_()
+        self.leaf_alpha = None
         with torch.enable_grad():
             p = self._run(piece, rows)
             if not p.requires_grad:
                 return "no gradient goes through it, and entmax has one"
             g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-            (got,) = torch.autograd.grad(p, rows, g, allow_unused=True)
+            alpha = self.leaf_alpha if self._learns_alpha() else None
+            leaves = (rows,) if alpha is None else (rows, alpha)
+            got = torch.autograd.grad(p, leaves, g, allow_unused=True)
         with torch.no_grad():
-            s = torch.where(p > 0, p.clamp(min=1e-300) ** (2 - self.alpha), 0.0)
-            want = s * (g - (g * s).sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
-            if got is None or not torch.allclose(
-                got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())
-            ):
+            want, want_alpha = _gradients(p, g, self.alpha)
+            if not _close(got[0], want):
                 return (
                     "its gradient is not entmax's: what finds the threshold is not differentiated "
                     "through, or it has a backward of another kind"
                 )
+            if alpha is not None and not _close(got[1].sum(), want_alpha.sum()):
+                return "the gradient of alpha is not entmax's"
         return None
+
+    def _learns_alpha(self) -> bool:
+        return self.tensor is not None and self.view.requires_grad(self.tensor)
 
     def _width(self) -> int:
         size = self.view.shape(self.source)[self.dim]
@@ -121,11 +143,42 @@ class Trial:
             x = rows if axis < self.dim else rows.t()
         else:
             x = rows
-        p = run(self.view, piece, {self.source: x.reshape(sizes)}, self.source, self.dim)
+        values = {self.source: x.reshape(sizes)}
+        if self.tensor is not None:
+            values[self.tensor] = self._alpha_like(sizes)
+        p = run(self.view, piece, values, self.source, self.dim)
         if p.dim() != len(sizes) or list(p.shape) != sizes:
             raise Untestable(f"the result has shape {tuple(p.shape)}")
         p = p.movedim(self.dim, -1).reshape(rows.shape)
         return p.to(torch.float64)
+
+    def _alpha_like(self, sizes: list[int]) -> torch.Tensor:
+        """alpha in the shape that it has beside scores of `sizes`."""
+        own, scores = self.view.shape(self.tensor), self.view.shape(self.source)
+        scores, sizes = scores[len(scores) - len(own) :], sizes[len(sizes) - len(own) :]
+        shape = [new if same_size(a, s) else 1 for a, s, new in zip(own, scores, sizes)]
+        full = torch.full(shape, self.alpha, dtype=torch.float64)
+        self.leaf_alpha = full.requires_grad_(torch.is_grad_enabled())
+        return self.leaf_alpha
+
+
+def _gradients(p: torch.Tensor, g: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of scores and of alpha (Correia et al. 2019, Sec. 3)."""
+    inside = p > 0
+    safe = p.clamp(min=1e-300)
+    s = torch.where(inside, safe ** (2 - alpha), 0.0)
+    skewed = s / s.sum(-1, keepdim=True)
+    entropy = torch.where(inside, p * safe.log(), 0.0)
+    scores = s * (g - (g * skewed).sum(-1, keepdim=True))
+    own = (p - skewed) / (alpha - 1) ** 2
+    own -= (entropy - skewed * entropy.sum(-1, keepdim=True)) / (alpha - 1)
+    return scores, (g * own).sum(-1)
+
+
+def _close(got: torch.Tensor | None, want: torch.Tensor) -> bool:
+    if got is None:
+        return False
+    return torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 def _rows(width: int, fills: tuple[float, ...]) -> Iterator[tuple[torch.Tensor, float | None]]:
@@ -181,9 +234,10 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
     return found
 
 
-def _key(view: GraphView, piece: Region, source: fx.Node) -> tuple:
+def _key(view: GraphView, piece: Region) -> tuple:
     """The structure of a region: two layers of a model are tried once."""
-    number = {source: -1, **{n: i for i, n in enumerate(piece.nodes)}}
+    number = {leaf: -1 - i for i, leaf in enumerate(piece.leaves)}
+    number |= {n: i for i, n in enumerate(piece.nodes)}
 
     def name(x: Any) -> Any:
         if isinstance(x, fx.Node):
@@ -204,5 +258,5 @@ def _key(view: GraphView, piece: Region, source: fx.Node) -> tuple:
             # a tensor constant counts by identity, a body by its text
             target = str(value.graph) if isinstance(value, fx.GraphModule) else id(value)
         rows.append((target, name(n.args), name(n.kwargs)))
-    shape = tuple(str(s) for s in view.shape(source))
-    return (tuple(rows), shape, str(view.dtype(source)))
+    leaves = tuple((str(tuple(view.shape(n))), str(view.dtype(n))) for n in piece.leaves)
+    return tuple(rows), leaves

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import VIEWS, above, flat
+from .axes import VIEWS, Placed, above, flat
 from .fakes import fake, same_size, static_size
 from .graph import GraphView
-from .scores import Placed
 from .shapes import Decline
 from .trial import Untestable, region, run
 
-__all__ = ["as_mask", "conjuncts", "is_triangle"]
+__all__ = ["as_mask", "conjuncts", "is_triangle", "mixed"]
 
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 _FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
@@ -74,11 +73,13 @@ def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> b
 def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
     """The spellings whose sizes need not be numbers."""
     call = view.call(node)
-    if call is None or call.inplace:
+    if call is None:
         return False
     shape = view.shape(node)
     offset = shape[-1] - shape[-2] if len(shape) >= 2 else 0
     x = call.get("input")
+    if view.is_tensor(x):
+        x = view.value(x, node)
     match call.name:
         case "invert" | "logical_not":
             return _triangle(view, x, not negate)
@@ -162,16 +163,10 @@ def _positions(view: GraphView, node: Any) -> tuple[int, Any] | None:
 
 def _computes_triangle(view: GraphView, mask: Placed) -> bool:
     """A mask made of nothing but numbers is computed and looked at."""
-    shape = view.shape(mask.node)
-    if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
+    keep = _computed(view, mask.node)
+    if keep is None:
         return False
-    piece = region(view, mask.node, ())
-    if piece is None:
-        return False
-    try:
-        keep = run(view, piece, {}, None)
-    except Untestable:
-        return False
+    shape = keep.shape
     keep = keep != 0
     rows, columns = shape[-2:]
     triangle = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
@@ -182,11 +177,27 @@ def as_mask(view: GraphView, bias: Placed) -> Placed | None:
     """A bias that is 0 where keys are kept and one large negative number elsewhere, as a mask with that `fill`."""
     if bias.fill is not None:
         return bias
+    return _masked_zeros(view, bias) or _constant(view, bias)
+
+
+def _constant(view: GraphView, bias: Placed) -> Placed | None:
+    """A bias made of nothing but numbers, of which there are two."""
+    value = _computed(view, bias.node)
+    if value is None or not value.is_floating_point():
+        return None
+    fill = float(value.min()) * bias.factor
+    two = bool(((value == 0) | (value == value.min())).all())
+    if not two or not fill <= -1e30:
+        return None
+    return dataclasses.replace(bias, factor=1.0, negate=True, fill=fill)
+
+
+def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
     node, factor = bias.node, bias.factor
     axes = bias.axes
     for _ in range(12):
         call = view.call(node)
-        if call is None or call.inplace:
+        if call is None:
             return None
         found = _selected(view, node, call)
         if found is not None:
@@ -261,6 +272,53 @@ def _boolean(
     if not view.is_tensor(mask) or view.dtype(mask) != torch.bool:
         return None
     return mask, negate, fill
+
+
+def mixed(
+    view: GraphView, kept: fx.Node, dropped: fx.Node
+) -> tuple[fx.Node, fx.Node, float] | None:
+    """(scores, mask, fill) of scores * mask + fill * (1 - mask), given the two terms: GPT's way to mask."""
+    terms = view.call(kept), view.call(dropped)
+    if terms[0] is None or terms[1] is None or not terms[0].name == terms[1].name == "mul":
+        return None
+    fill, rest = None, None
+    for x, c in ((terms[1]["input"], terms[1]["other"]), (terms[1]["other"], terms[1]["input"])):
+        if view.const(c, dropped) is not None and view.is_tensor(x):
+            fill, rest = view.const(c, dropped), x
+    inverse = view.call(rest)
+    if fill is None or inverse is None or inverse.name not in ("sub", "rsub"):
+        return None
+    one, mask = inverse.get("input"), inverse.get("other")
+    if inverse.name == "rsub":
+        one, mask = mask, one
+    if view.const(one, rest) != 1 or not view.is_tensor(mask):
+        return None
+    for x, m in ((terms[0]["input"], terms[0]["other"]), (terms[0]["other"], terms[0]["input"])):
+        if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m):
+            return x, m, fill
+    return None
+
+
+def _is_binary(view: GraphView, m: fx.Node) -> bool:
+    """Whether a tensor provably holds 0 and 1 only."""
+    if _zero_or_one(view, m) is not None:
+        return True
+    constant = _computed(view, m)
+    return constant is not None and bool(((constant == 0) | (constant == 1)).all())
+
+
+def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
+    """The value of a tensor that is made of nothing but numbers, if it is small enough to compute here."""
+    shape = view.shape(node)
+    if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
+        return None
+    piece = region(view, node, ())
+    if piece is None:
+        return None
+    try:
+        return run(view, piece, {}, None)
+    except Untestable:
+        return None
 
 
 def _zero_or_one(view: GraphView, x: fx.Node) -> tuple[fx.Node, bool] | None:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import VIEWS, Axis, above, placed
+from .axes import VIEWS, Axis, Placed, above, placed
 from .contraction import Contraction, contraction
 from .graph import GraphView, fake, label, same_size
+from .masks import mixed
 from .names import Call
 from .shapes import Decline
 
-__all__ = ["Placed", "Scores", "read_scores"]
+__all__ = ["Scores", "read_scores"]
 
 _MAX_DEPTH = 48
 _IDENTITY = frozenset("contiguous clone alias lift_fresh positive".split())
@@ -31,23 +32,6 @@ _NOT_LINEAR = frozenset(
     "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
 )
 _PRODUCTS = frozenset("matmul linear addmm mv inner einsum".split())
-
-
-@dataclasses.dataclass(frozen=True)
-class Placed:
-    """A tensor that is read beside the scores, and where its axes lie.
-
-    factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask among the
-    biases, what it adds where it drops.
-    """
-
-    node: fx.Node
-    reader: fx.Node
-    axes: tuple[Axis, ...]
-    factor: float = 1.0
-    negate: bool = False
-    divides: bool = False
-    fill: float | None = None
 
 
 @dataclasses.dataclass
@@ -220,6 +204,13 @@ class _Step:
             known = self.const(c)
             if known is not None and self.view.is_tensor(x):
                 return self._shifted(self._scaled(self.up(x), own))
+        for kept, dropped, sign in ((a, b, k), (b, a, 1.0)):
+            if k != 1 and kept is b:
+                continue
+            if (way := mixed(self.view, kept, dropped)) is not None:
+                found = self._masked(way[0], way[1], way[2] * sign, False, binary=True)
+                found.nodes.append(kept)
+                return found
         found, other = self._pick(a, b)
         if other is a and other is not b:
             return self._biased(self._scaled(found, k) if k != 1 else found, a, 1.0)
@@ -307,11 +298,12 @@ class _Step:
             raise self.decline("assigns into a part of the scores")
         return self._masked(self.call["input"], index, value, True)
 
-    def _masked(self, x: Any, mask: Any, value: Any, negate: bool) -> Scores:
+    def _masked(self, x: Any, mask: Any, value: Any, negate: bool, binary: bool = False) -> Scores:
+        """binary: the mask is not boolean, but holds 0 and 1."""
         fill = self.const(value)
         if fill is None:
             raise self.decline("the masked scores get a number known only at run time")
-        if not self.view.is_tensor(mask) or self.view.dtype(mask) != torch.bool:
+        if not binary and not (self.view.is_tensor(mask) and self.view.dtype(mask) == torch.bool):
             raise self.decline("the mask is not boolean")
         found = self.up(x)
         if fill > -1e3:

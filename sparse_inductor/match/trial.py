@@ -21,7 +21,10 @@ from .graph import GraphView
 __all__ = ["Region", "Untestable", "region", "run"]
 
 _MAX_NODES = 4000  # a bisection of 60 steps has about 600
-_RANDOM = ("rand", "bernoulli", "normal", "multinomial", "dropout", "uniform", "exponential")
+_RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial dropout uniform "
+    "exponential alpha_dropout feature_dropout rrelu poisson".split()
+)
 _SIZED = frozenset(
     "expand view full zeros ones new_full new_zeros new_ones empty new_empty repeat broadcast_to".split()
 )
@@ -45,6 +48,7 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
     stop = set(leaves)
     found: set[fx.Node] = set()
     queue = [output]
+    until = view.order[output]
     while queue:
         node = queue.pop()
         if node in found or node in stop:
@@ -54,9 +58,11 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
         found.add(node)
         if not _is_size(view, node):
             queue += node.all_input_nodes
-        # What writes into a value on the way belongs to it.
-        for writer, targets in view.effects.writers.items():
-            if writer not in found and view.order[writer] < view.order[output]:
+        if not queue:
+            # What writes into a value on the way belongs to it.
+            for writer, targets in view.effects.writers.items():
+                if writer in found or view.order[writer] > until:
+                    continue
                 if any(t in stop for t in targets):
                     return None
                 if any(t in found for t in targets):
@@ -83,12 +89,12 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
         return False
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if any(word in name for word in _RANDOM):
+    if name.strip("_") in _RANDOM:
         call = view.call(node)
         return call is not None and call.name == "dropout" and call.get("training", True) is False
     module = getattr(target, "__module__", "") or ""
     return node.op == "call_method" or module.split(".")[0] in (
-        "torch", "_operator", "builtins", "math", "",
+        "torch", "_operator", "builtins", "math", "", "entmax", "sparse_inductor",
     )  # fmt: skip
 
 

@@ -5,7 +5,24 @@ down before the recogniser, and near misses.
 is exact. `no_rewrite` is another function, or somebody else reads what would no longer exist.
 """
 
-from entmax_spellings import attention, hand_written, heads, masks, near_misses, rows
+from entmax_spellings import (
+    attention,
+    hand_written,
+    heads,
+    masks,
+    near_misses,
+    repositories,
+    rows,
+)
 from entmax_spellings.registry import CASES
 
-__all__ = ["CASES", "attention", "hand_written", "heads", "masks", "near_misses", "rows"]
+__all__ = [
+    "CASES",
+    "attention",
+    "hand_written",
+    "heads",
+    "masks",
+    "near_misses",
+    "repositories",
+    "rows",
+]
