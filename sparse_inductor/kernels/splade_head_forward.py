@@ -22,6 +22,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate, evaluate_rows
+from .splade_head_positions import Positions
 
 try:
     from . import splade_head_hopper as hopper
@@ -221,11 +222,11 @@ def _launch(operands, outputs, outer, inner=(), rows=None, selected=None):
     )  # fmt: skip
 
 
-def _reduce(operands, outputs, outer, skip=None):
+def _reduce(operands, outputs, outer, skip=None, positions=None):
     """The path without `inner`, for all sequences or for those with skip[b] False."""
     hidden, weight = operands[:2]
     if hopper is not None and hopper.applies(hidden, weight, outer):
-        hopper.launch(operands, outputs, outer, skip)
+        hopper.launch(operands, outputs, outer, skip, positions)
     else:
         _launch(operands, outputs, outer, selected=None if skip is None else _select(skip, False))
 
@@ -244,6 +245,7 @@ def forward(
     outer_fast: Program | None = None,
     out_dtype: torch.dtype | None = None,
     want_winner: bool = False,
+    positions: Positions | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Values [B, V] of the SPLADE head and, if wanted, winner and peak [B, V].
 
@@ -263,6 +265,8 @@ def forward(
     True sequences are computed so, and the others take the path without `inner`, with `outer_fast`
     for their outer program; both are launched and each skips the other's sequences, without a host
     synchronisation.
+
+    positions: what `classify` says of `add`, if it is known already.
 
     winner: position of the first maximum, in the smallest signed integer that holds S; -1 where
     fill[b] exceeds outer(peak) or no position is kept. peak fp32. Both are None unless
@@ -288,10 +292,11 @@ def forward(
     outputs = values, winner, peak
     with torch.cuda.device_of(hidden):
         if not inner:
-            _reduce(operands, outputs, outer)
+            _reduce(operands, outputs, outer, None, positions)
         elif per_element is None:
             _launch(operands, outputs, outer, inner, rows)
         else:
+            # Nearly all sequences of nearly all batches: first, so that the host is not waited for.
+            _reduce(operands, outputs, outer_fast, per_element, positions)
             _launch(operands, outputs, outer, inner, rows, _select(per_element, True))
-            _reduce(operands, outputs, outer_fast, per_element)
     return outputs

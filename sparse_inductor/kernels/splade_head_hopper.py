@@ -4,15 +4,16 @@ One warp copies operand tiles into a ring of shared-memory stages with the bulk 
 warpgroups each multiply 64 vocabulary rows of their own by 256 positions that both share, and
 reduce their accumulator while the other keeps the tensor cores busy.
 
-The 256 positions of a tile are 8 granules of 32 consecutive positions, taken from a compact list of
-the granules that hold a kept position. So a tile may end one sequence and begin the next, and
-padding costs at most 31 positions a sequence.
+The 256 positions of a tile are 8 granules of 32 consecutive positions, the next 8 of a list of all
+granules that hold a kept position. So a tile may end one sequence and begin the next, and padding
+costs at most 31 positions a sequence. The last granule of a run of kept positions ends where the
+run ends: it repeats some positions of the one before, which a maximum does not notice, and nothing
+needs a mask.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -30,12 +31,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
+from .splade_head_positions import ADDED, GRANULE, Positions, classify
 
 __all__ = ["applies", "launch"]
 
-# Positions a granule: a sequence wastes half of one; smaller boxes mean more copy requests a stage.
-GRANULE = gl.constexpr(32)
-# Granules a tile: 256 positions, the widest wgmma, in one 64-bit word of flags.
+# A sequence wastes half a granule; smaller boxes mean more copy requests a stage.
+assert GRANULE.value == 32
+# Granules a tile: 256 positions, the widest wgmma; a byte each of a 64-bit word of flags.
 GRANULES = gl.constexpr(8)
 # Vocabulary rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
 ROWS = gl.constexpr(64)
@@ -44,102 +46,128 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # 48 KiB each; four fit the 227 KiB of a multiprocessor.
 STAGES = gl.constexpr(4)
-# Flags of a granule, a byte.
-MIXED = gl.constexpr(
-    1
-)  # some position has another add than 0 or, behind those, -inf: look at `add`
-LAST = gl.constexpr(2)  # the sequence ends here
-# From this bit on, how many of the first positions are kept, with add == 0 (right padding, or the
-# end of the sequence); 0 stands for all 32.
-PREFIX = gl.constexpr(3)
 # Instead of a sequence's shift from slots to positions: it has holes, look at the list.
 HOLES = gl.constexpr(-(2**31))
-# Positions a group of sequences. Its hidden states (12 MiB at D = 768) stay in L2 while all of the
-# weight passes by; a longer group reads the weight fewer times and ends in fewer partial tiles.
-GROUP_POSITIONS = 8192
+# Slots a group of sequences at most. Its hidden states (15 MiB at D = 768) stay in L2 while all of
+# the weight passes by; longer groups read the weight fewer times and end in fewer partial tiles.
+GROUP_SLOTS = tl.constexpr(320)
+# Numbers of groups that are weighed against each other.
+CHOICES = tl.constexpr(256)
 
 NEG_INF = gl.constexpr(float("-inf"))
 NAN_SPREADS = gl.constexpr(tl.PropagateNan.ALL)
 
 
-@triton.jit
-def _classify(add_rows, stride_as, g, S, mine, HAS_ADD: tl.constexpr):
-    """(kept, flags but LAST) of granules g [BLOCK] of each sequence, int32 [GROUP, BLOCK]."""
-    i = tl.arange(0, GRANULE)[None, None, :]
-    s = g[None, :, None] * GRANULE + i
-    inside = mine[:, None, None] & (s < S)
-    if HAS_ADD:
-        at = s.to(tl.int64) * stride_as
-        plus = tl.load(add_rows + at, mask=inside, other=float("-inf"))
-    else:
-        plus = tl.where(inside, 0.0, float("-inf"))
-    dropped = (plus == float("-inf")).to(tl.int32)
-    zero = (plus == 0.0).to(tl.int32)
-    length = tl.sum(zero, 2)
-    prefix = tl.min(tl.where(i < length[:, :, None], zero, dropped), 2)
-    flag = tl.where((prefix != 0) & (length > 0), (length % GRANULE) << PREFIX, MIXED)
-    return 1 - tl.min(dropped, 2), flag
-
-
-@triton.jit
-def _granule_list_kernel(
-    add, skip, rows, flags, order, shifts, tiles,
-    B, S, stride_ab, stride_as, capacity,
-    HAS_ADD: tl.constexpr, HAS_SKIP: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["B", "S", "parts", "granules", "blocks", "programs"])
+def _list_kernel(
+    spans, kinds, skip, rows, flags, sequences, groups,
+    B, S, parts, granules, blocks, programs,
+    HAS_SPANS: tl.constexpr, HAS_SKIP: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program lists the granules of GROUP sequences that hold a kept position, in order.
+    """One program lists the granules of all sequences that hold a kept position, in order, in slots.
 
-    From slot p * capacity on, rows[slot] = b * S + s of a granule's first position and
-    flags[slot] its flags; tiles[p] = tiles of GRANULES slots. order[p * GROUP:] = the listed
-    sequences, and shifts[p * GROUP:] = position minus slot * GRANULE in each, or HOLES. A sequence
-    with skip[b] set is not listed; any other one without a kept position lists its first granule,
-    so that its columns are written. Reads 4 * GROUP * S bytes of `add`, twice, and writes 5 bytes
-    a granule.
+    rows[slot] = b * S + s of a granule's first position; flags[slot] = 1 where not all of its
+    positions are simply kept. Behind the last one 8 more, which are never read to an end.
+    sequences[k, 5] = the k-th listed sequence: its first slot, one past its last, b, what makes a
+    position of slot * GRANULE + column (or HOLES), and how many positions its last granule repeats;
+    then one that never ends. A sequence with skip[b] set is not listed; any other one without a
+    kept position lists its first granule, so that its columns are written.
+    groups[0] = the number of groups and groups[1 + 2 * i:] = the first slot of group i and the
+    first sequence.
+
+    Reads 16 bytes a part of a sequence, writes 5 bytes a granule and 20 bytes a sequence.
     """
-    base = tl.program_id(0) * capacity
-    b = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    mine = b < B
-    if HAS_SKIP:
-        mine = mine & (tl.load(skip + b, mask=mine, other=1) == 0)
-    place = tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(order + tl.program_id(0) * GROUP + place, b, mask=mine)
-    add_rows = add + b.to(tl.int64)[:, None, None] * stride_ab if HAS_ADD else add
-    total = tl.zeros([GROUP], tl.int32)
-    first = tl.full([GROUP], 2**30, tl.int32)
-    final = tl.zeros([GROUP], tl.int32)
-    for g0 in range(0, tl.cdiv(S, GRANULE), BLOCK):
-        g = g0 + tl.arange(0, BLOCK)
-        keep, flag = _classify(add_rows, stride_as, g, S, mine, HAS_ADD)
-        total += tl.sum(keep, 1)
-        first = tl.minimum(first, tl.min(tl.where(keep != 0, g[None, :], 2**30), 1))
-        final = tl.maximum(final, tl.max(tl.where(keep != 0, g[None, :], 0), 1))
-    nothing = (total == 0) & mine
-    first = tl.where(nothing, 0, first)
-    slots = tl.where(nothing, 1, total)
-    shift = (first - (tl.cumsum(slots, 0) - slots)) * GRANULE
-    shift = tl.where(final - first + 1 > slots, HOLES, shift)
-    tl.store(shifts + tl.program_id(0) * GROUP + place, shift, mask=mine)
-    n = 0
-    seen = tl.zeros([GROUP], tl.int32)
-    for g0 in range(0, tl.cdiv(S, GRANULE), BLOCK):
-        g = g0 + tl.arange(0, BLOCK)
-        keep, flag = _classify(add_rows, stride_as, g, S, mine, HAS_ADD)
-        keep = tl.where(nothing[:, None] & (g == 0)[None, :], 1, keep)
-        last = (seen[:, None] + tl.cumsum(keep, 1) == total[:, None]) | nothing[:, None]
-        flat = tl.reshape(keep, [GROUP * BLOCK])
-        slot = tl.reshape(base + n + tl.cumsum(flat, 0) - flat, [GROUP, BLOCK])
-        tl.store(rows + slot, b[:, None] * S + g[None, :] * GRANULE, mask=keep != 0)
-        flag = flag | (LAST * last.to(tl.int32))
-        tl.store(flags + slot, flag.to(tl.uint8), mask=keep != 0)
-        seen += tl.sum(keep, 1)
-        n += tl.sum(flat, 0)
-    # Slots that fill the last tile: any row, no flag. What they add is never read.
-    count = tl.cdiv(n, GRANULES)
-    pad = n + tl.arange(0, GRANULES)
-    tl.store(rows + base + pad, pad * 0, mask=pad < count * GRANULES)
-    tl.store(flags + base + pad, (pad * 0).to(tl.uint8), mask=pad < count * GRANULES)
-    tl.store(tiles + tl.program_id(0), count)
+    total = 0
+    listed = 0
+    for b0 in range(0, B, BLOCK):
+        b = b0 + tl.arange(0, BLOCK)
+        mine = b < B
+        if HAS_SKIP:
+            mine = mine & (tl.load(skip + b, mask=mine, other=1) == 0)
+        first = tl.full([BLOCK], 0, tl.int32)
+        stop = first + S
+        count = first + S
+        moved = first
+        if HAS_SPANS:
+            first += 2**30
+            stop = first * 0
+            count = first * 0
+            for part in range(parts):
+                span = spans + (b.to(tl.int64) * parts + part) * 4
+                first = tl.minimum(first, tl.load(span, mask=mine, other=2**30))
+                stop = tl.maximum(stop, tl.load(span + 1, mask=mine, other=0))
+                count += tl.load(span + 2, mask=mine, other=0)
+                moved = tl.maximum(moved, tl.load(span + 3, mask=mine, other=0))
+        run = (count == stop - first) & (count >= GRANULE) & (moved == 0)
+        number = tl.where(run, (count + GRANULE - 1) // GRANULE, 0)
+        # Not a run: the granules of the sequence that hold something.
+        for g0 in range(0, granules, WIDE):
+            g = g0 + tl.arange(0, WIDE)
+            there = (mine & (run == 0))[:, None] & (g < granules)[None, :]
+            if HAS_SPANS:
+                at = b.to(tl.int64)[:, None] * granules + g[None, :]
+                kind = tl.load(kinds + at, mask=there, other=0)
+                number += tl.sum((kind & 1).to(tl.int32), 1)
+            else:
+                number += tl.sum((there & (g * GRANULE < S)[None, :]).to(tl.int32), 1)
+        nothing = (number == 0) & mine
+        number = tl.where(nothing, 1, tl.where(mine, number, 0))
+        start = total + tl.cumsum(number, 0) - number
+        one = mine.to(tl.int32)
+        sequence = sequences + (listed + tl.cumsum(one, 0) - one) * 5
+        tl.store(sequence, start, mask=mine)
+        tl.store(sequence + 1, start + number, mask=mine)
+        tl.store(sequence + 2, b, mask=mine)
+        tl.store(sequence + 3, tl.where(run, first - start * GRANULE, HOLES), mask=mine)
+        tl.store(sequence + 4, tl.where(run, number * GRANULE - count, 0), mask=mine)
+        seen = start
+        for g0 in range(0, granules, WIDE):
+            g = g0 + tl.arange(0, WIDE)
+            in_run = (run & mine)[:, None] & (g[None, :] < number[:, None])
+            there = (mine & (run == 0))[:, None] & (g < granules)[None, :]
+            if HAS_SPANS:
+                at = b.to(tl.int64)[:, None] * granules + g[None, :]
+                kind = tl.load(kinds + at, mask=there, other=0).to(tl.int32)
+            else:
+                kind = tl.where(there & (g * GRANULE < S)[None, :], 3, 0)
+            kind = tl.where(nothing[:, None] & (g == 0)[None, :], 3, kind)
+            keep = (in_run | ((kind & 1) != 0)).to(tl.int32)
+            slot = seen[:, None] + tl.cumsum(keep, 1) - keep
+            s = g[None, :] * GRANULE
+            s = tl.where(in_run, tl.minimum(first[:, None] + s, stop[:, None] - GRANULE), s)
+            tl.store(rows + slot, b[:, None] * S + s, mask=keep != 0)
+            tl.store(flags + slot, (kind // 2).to(tl.uint8), mask=keep != 0)
+            seen += tl.sum(keep, 1)
+        total += tl.sum(number, 0)
+        listed += tl.sum(one, 0)
+    more = tl.arange(0, 16)
+    tl.store(rows + total + more, more * 0, mask=more < 8)
+    tl.store(flags + total + more, (more * 0).to(tl.uint8))
+    field = tl.where(more == 0, total, tl.where(more == 1, 2**30, 0))
+    tl.store(sequences + listed * 5 + more, field, mask=more < 5)
+    # As many groups as make the longest program shortest: a program takes ceil(number * blocks /
+    # programs) of units as long as a group, which ends in half a tile on average.
+    choice = tl.cdiv(total, GROUP_SLOTS) + tl.arange(0, CHOICES)
+    units = tl.cdiv(tl.maximum(choice, 1) * blocks, programs).to(tl.float32)
+    length = total.to(tl.float32) / (tl.maximum(choice, 1) * GRANULES).to(tl.float32) + 0.5
+    count = tl.min(choice, 0) + tl.argmin(units * length, 0).to(tl.int32)
+    tl.store(groups, count)
+    tl.debug_barrier()  # the slots of the sequences are read back
+    for i0 in range(0, count + 1, CHOICES):
+        i = i0 + tl.arange(0, CHOICES)
+        # Group i begins with the first sequence that begins at or after i / count of all slots.
+        aim = (i.to(tl.int64) * total // tl.maximum(count, 1)).to(tl.int32)
+        low = i * 0
+        high = low + listed
+        left = listed
+        while left > 0:  # bisection
+            middle = (low + high) // 2
+            short = tl.load(sequences + middle * 5, mask=low < high, other=2**31 - 1) < aim
+            low = tl.where(short & (low < high), middle + 1, low)
+            high = tl.where(short, high, middle)
+            left = left // 2
+        tl.store(groups + 1 + 2 * i, tl.load(sequences + low * 5), mask=i <= count)
+        tl.store(groups + 2 + 2 * i, low, mask=i <= count)
 
 
 @gluon.jit
@@ -148,15 +176,15 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr):
 
     A stage takes 8 KiB of weight a consumer and 8 boxes of 4 KiB of hidden.
     """
-    hidden, weight, h_ring, w_ring, full, empty, rows, tiles, groups, blocks, capacity = source
+    hidden, weight, h_ring, w_ring, full, empty, rows, groups, blocks = source
     BYTES: gl.constexpr = (ROWS * CONSUMERS + GRANULE * GRANULES) * DEPTH * 2
     h_box = h_ring._reinterpret(h_ring.dtype, [STAGES * GRANULES, GRANULE, DEPTH], h_ring.layout)
     n = 0
-    for unit in range(gl.program_id(0), groups * blocks, gl.num_programs(0)):
-        group = unit // blocks
+    for unit in range(gl.program_id(0), gl.load(groups) * blocks, gl.num_programs(0)):
+        group = groups + 1 + 2 * (unit // blocks)
         v0 = (unit % blocks) * ROWS * CONSUMERS
-        for tile in range(gl.load(tiles + group)):
-            slot = rows + group * capacity + tile * GRANULES
+        for first in range(gl.load(group), gl.load(group + 2), GRANULES):
+            slot = rows + first
             row = (
                 gl.load(slot), gl.load(slot + 1), gl.load(slot + 2), gl.load(slot + 3),
                 gl.load(slot + 4), gl.load(slot + 5), gl.load(slot + 6), gl.load(slot + 7),
@@ -183,6 +211,28 @@ def _halves(x):
 
 
 @gluon.jit
+def _granules(acc, PIECE: gl.constexpr):
+    """An accumulator's 8 granules as [64, 4, 8]: row, lane of its quad, element of the lane.
+
+    [row, granule, 8 columns, lane, pair] -> the granules' 8 elements of one thread. No data moves.
+    """
+    x = acc.reshape([ROWS, GRANULES, 4, 4, 2]).permute((0, 3, 1, 2, 4))
+    a0, a1 = _halves(x.reshape([ROWS, 4, 8 * GRANULES]))
+    b0, b1 = _halves(a0)
+    b2, b3 = _halves(a1)
+    c0, c1 = _halves(b0)
+    c2, c3 = _halves(b1)
+    c4, c5 = _halves(b2)
+    c6, c7 = _halves(b3)
+    return (
+        gl.convert_layout(c0, PIECE), gl.convert_layout(c1, PIECE),
+        gl.convert_layout(c2, PIECE), gl.convert_layout(c3, PIECE),
+        gl.convert_layout(c4, PIECE), gl.convert_layout(c5, PIECE),
+        gl.convert_layout(c6, PIECE), gl.convert_layout(c7, PIECE),
+    )  # fmt: skip
+
+
+@gluon.jit
 def _max(v, w):
     return gl.maximum(v, w, propagate_nan=NAN_SPREADS)
 
@@ -194,14 +244,12 @@ def _first_max(v, i, w, j):
 
 
 @gluon.jit
-def _keep(best, where, saved, piece, slot, PIECE: gl.constexpr, WANT_WINNER: gl.constexpr):
+def _keep(best, where, saved, top, piece, slot, WANT_WINNER: gl.constexpr):
     """Fold a granule into each thread's running maximum; ties keep the first, NaN spreads.
 
     Keeping the whole granule that raised the maximum, and looking for the column once a sequence,
     takes two instructions an element where carrying the column takes three.
     """
-    piece = gl.convert_layout(piece, PIECE)
-    top = gl.reduce(piece, 2, _max)
     if WANT_WINNER:
         better = top > best
         where = gl.where(better, slot, where)
@@ -211,10 +259,11 @@ def _keep(best, where, saved, piece, slot, PIECE: gl.constexpr, WANT_WINNER: gl.
 
 @gluon.jit
 def _write_columns(
-    best, where, saved, column, b, shift, list_rows, v, in_v, bias, fill, values, winner, peak, S, V,
+    best, where, saved, column, stop, b, shift, repeats, rows, v, in_v,
+    bias, fill, values, winner, peak, S, V,
     OUTER: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FILL: gl.constexpr, WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """Columns v [64] of sequence b, from each lane's maximum [64, 4], its slot and its granule.
+    """Columns v [64] of a sequence, from each lane's maximum [64, 4], its slot and its granule.
 
     Nothing is loaded here but for rare cases: a wait for memory is a wait of the whole warpgroup.
     """
@@ -237,12 +286,51 @@ def _write_columns(
     if WANT_WINNER:
         gl.store(peak + out, top, mask=in_v)
         if shift == HOLES:
-            s = gl.load(list_rows + at // GRANULE, mask=in_v, other=0) - b * S + at % GRANULE
+            s = gl.load(rows + at // GRANULE, mask=in_v, other=0) - b * S + at % GRANULE
         else:
             s = at + shift
+            s = gl.where(at >= (stop - 1) * GRANULE, s - repeats, s)
         # NaN equals no column and takes its granule's last one: keep it inside the sequence.
         s = gl.where(lost, -1, gl.minimum(s, S - 1))
         gl.store(winner + out, s.to(winner.dtype.element_ty), mask=in_v)
+
+
+@gluon.jit
+def _sequence(sequences, k):
+    """The k-th listed sequence: one past its last slot, b, shift, positions repeated at its end."""
+    at = sequences + k * 5
+    return gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+
+
+@gluon.jit
+def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
+    """Granule g of a tile that begins at rows[0]; -inf where dropped, if not all is simply kept."""
+    if ((flag >> (8 * g)) & 1) != 0:
+        row = gl.load(rows + g)
+        s = row % S + column
+        if HAS_ADD:
+            at = (row // S).to(gl.int64) * strides[0] + s.to(gl.int64) * strides[1]
+            plus = gl.load(add + at, mask=s < S, other=NEG_INF)[None, :, :]
+            # Not just the sum: a dropped NaN + -inf would be NaN.
+            piece = gl.where(plus == NEG_INF, NEG_INF, piece + plus)
+        else:
+            piece = gl.where((s < S)[None, :, :], piece, NEG_INF)
+    return piece
+
+
+@gluon.jit
+def _mask_tile(p, flag, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
+    """The granules of a tile with those that have a flag masked."""
+    return (
+        _mask(p[0], flag, 0, rows, column, add, S, strides, HAS_ADD),
+        _mask(p[1], flag, 1, rows, column, add, S, strides, HAS_ADD),
+        _mask(p[2], flag, 2, rows, column, add, S, strides, HAS_ADD),
+        _mask(p[3], flag, 3, rows, column, add, S, strides, HAS_ADD),
+        _mask(p[4], flag, 4, rows, column, add, S, strides, HAS_ADD),
+        _mask(p[5], flag, 5, rows, column, add, S, strides, HAS_ADD),
+        _mask(p[6], flag, 6, rows, column, add, S, strides, HAS_ADD),
+        _mask(p[7], flag, 7, rows, column, add, S, strides, HAS_ADD),
+    )
 
 
 @gluon.jit
@@ -259,11 +347,9 @@ def _reduce_tiles(
     sequence ends.
     """
     (
-        h_ring, w_ring, full, empty, bias, add, fill, rows, flags, order, shifts, tiles,
-        values, winner, peak, groups, group_size, blocks, capacity, S, V, stride_ab, stride_as,
+        h_ring, w_ring, full, empty, bias, add, fill, rows, flags, sequences, groups,
+        values, winner, peak, blocks, S, V, strides,
     ) = operands  # fmt: skip
-    # Flags that leave the short path: all but the last granule's LAST.
-    SLOW: gl.constexpr = -1 - (LAST << (8 * (GRANULES - 1)))
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, GRANULE * GRANULES, 16]
     )
@@ -281,107 +367,86 @@ def _reduce_tiles(
     e = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(0, PIECE)))
     column = (2 * lane)[:, None] + (8 * (e // 2) + e % 2)[None, :]
     n = 0  # stages consumed
-    for unit in range(gl.program_id(0), groups * blocks, gl.num_programs(0)):
-        group = unit // blocks
+    for unit in range(gl.program_id(0), gl.load(groups) * blocks, gl.num_programs(0)):
+        group = groups + 1 + 2 * (unit // blocks)
         v = ((unit % blocks) * CONSUMERS + ME) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, QUAD))
         in_v = v < V
         offset = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, QUAD))
         if HAS_BIAS:
             offset = gl.load(bias + v, mask=in_v, other=0.0).to(gl.float32)
-        list_rows = rows + group * capacity
-        list_flags = flags + group * (capacity // GRANULES)
-        sequence = group * group_size
-        b = gl.load(order + sequence)
-        shift = gl.load(shifts + sequence)
+        begin = gl.load(group)
+        end = gl.load(group + 2)
+        k = gl.load(group + 1)
+        stop, b, shift, repeats = _sequence(sequences, k)
         best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
-        where = gl.full([ROWS, 4], 0, gl.int32, QUAD)
+        where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + begin
         saved = gl.full([ROWS, 4, 8], 0.0, gl.float32, PIECE)
-        for tile in range(gl.load(tiles + group)):
-            flag = gl.load(list_flags + tile)
+        for slot in range(begin, end, GRANULES):
+            # The flags of this tile's granules, wherever in two words they lie.
+            word = flags + slot // GRANULES
+            bit = (8 * (slot % GRANULES)).to(gl.int64)
+            flag = (gl.load(word) >> bit) | ((gl.load(word + 1) << 1) << (63 - bit))
             acc = gl.zeros([ROWS, GRANULE * GRANULES], gl.float32, MMA)
             # Unrolled: an accumulator carried over a loop edge would be waited for at every step.
-            for k in gl.static_range(KBLOCKS):
+            for k_block in gl.static_range(KBLOCKS):
                 stage = n % STAGES
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
                 w = w_ring.index(stage * CONSUMERS + ME)
                 h = h_ring.index(stage).permute((1, 0))
-                acc = warpgroup_mma(w, h, acc, use_acc=k > 0, is_async=True)
-                if k > 0:
+                acc = warpgroup_mma(w, h, acc, use_acc=k_block > 0, is_async=True)
+                if k_block > 0:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
                 n += 1
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
-            # [row, granule, 8 columns, lane, pair] -> the granules' 8 elements of one thread. No
-            # data moves.
-            x = acc.reshape([ROWS, GRANULES, 4, 4, 2]).permute((0, 3, 1, 2, 4))
-            a0, a1 = _halves(x.reshape([ROWS, 4, 8 * GRANULES]))
-            b0, b1 = _halves(a0)
-            b2, b3 = _halves(a1)
-            pieces = _halves(b0) + _halves(b1) + _halves(b2) + _halves(b3)
-            slot = tile * GRANULES
-            if (flag & SLOW) == 0:
-                for g in gl.static_range(GRANULES):
-                    best, where, saved = _keep(
-                        best, where, saved, pieces[g], slot + g, PIECE, WANT_WINNER
-                    )
-            else:
-                # Two at a time where neither has a flag: each hides the other's latency.
-                for pair in gl.static_range(0, GRANULES, 2):
-                    if ((flag >> (8 * pair)) & 0xFFFF) == 0:
-                        for g in gl.static_range(pair, pair + 2):
+            p = _granules(acc, PIECE)
+            if flag != 0:
+                p = _mask_tile(p, flag, rows + slot, column, add, S, strides, HAS_ADD)
+            top = (
+                gl.reduce(p[0], 2, _max), gl.reduce(p[1], 2, _max),
+                gl.reduce(p[2], 2, _max), gl.reduce(p[3], 2, _max),
+                gl.reduce(p[4], 2, _max), gl.reduce(p[5], 2, _max),
+                gl.reduce(p[6], 2, _max), gl.reduce(p[7], 2, _max),
+            )  # fmt: skip
+            limit = gl.minimum(slot + GRANULES, end)
+            start = slot
+            while start < limit:  # once for each sequence that has granules here
+                till = gl.minimum(stop, limit)
+                mine = (1 << (till - slot)) - (1 << (start - slot))
+                if mine == (1 << GRANULES) - 1:
+                    for g in gl.static_range(GRANULES):
+                        best, where, saved = _keep(
+                            best, where, saved, top[g], p[g], slot + g, WANT_WINNER
+                        )
+                else:
+                    for g in gl.static_range(GRANULES):
+                        if (mine & (1 << g)) != 0:
                             best, where, saved = _keep(
-                                best, where, saved, pieces[g], slot + g, PIECE, WANT_WINNER
+                                best, where, saved, top[g], p[g], slot + g, WANT_WINNER
                             )
-                    else:
-                        for g in gl.static_range(pair, pair + 2):
-                            piece = gl.convert_layout(pieces[g], PIECE)
-                            bits = (flag >> (8 * g)).to(gl.int32) & 0xFF
-                            length = bits >> PREFIX
-                            if length != 0:
-                                piece = gl.where((column < length)[None, :, :], piece, NEG_INF)
-                            if HAS_ADD and (bits & MIXED) != 0:
-                                s = gl.load(list_rows + slot + g) - b * S + column
-                                at = b.to(gl.int64) * stride_ab + s.to(gl.int64) * stride_as
-                                plus = gl.load(add + at, mask=s < S, other=NEG_INF)[None, :, :]
-                                # Not just the sum: a dropped NaN + -inf would be NaN.
-                                piece = gl.where(plus == NEG_INF, NEG_INF, piece + plus)
-                            best, where, saved = _keep(
-                                best, where, saved, piece, slot + g, PIECE, WANT_WINNER
-                            )
-                            if g + 1 < GRANULES and (bits & LAST) != 0:
-                                _write_columns(
-                                    best, where, saved, column, b, shift, list_rows, v, in_v,
-                                    offset, fill, values, winner, peak, S, V,
-                                    OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
-                                )  # fmt: skip
-                                best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
-                                where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + slot + g + 1
-                                sequence += 1
-                                b = gl.load(order + sequence)
-                                shift = gl.load(shifts + sequence)
-            if (flag & (LAST << (8 * (GRANULES - 1)))) != 0:
-                _write_columns(
-                    best, where, saved, column, b, shift, list_rows, v, in_v,
-                    offset, fill, values, winner, peak, S, V,
-                    OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
-                )  # fmt: skip
-                best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
-                where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + slot + GRANULES
-                sequence += 1
-                b = gl.load(order + sequence)
-                shift = gl.load(shifts + sequence)
+                if till == stop:
+                    _write_columns(
+                        best, where, saved, column, stop, b, shift, repeats, rows, v, in_v,
+                        offset, fill, values, winner, peak, S, V,
+                        OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                    )  # fmt: skip
+                    best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
+                    where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + till
+                    k += 1
+                    stop, b, shift, repeats = _sequence(sequences, k)
+                start = till
 
 
 # Sizes that change from batch to batch: a kernel for each of their divisibilities would take
 # seconds to compile.
-SIZES = ["groups", "group_size", "blocks", "capacity", "S", "V", "stride_ab", "stride_as"]
+SIZES = ["blocks", "S", "V", "stride_ab", "stride_as"]
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def _peak_kernel(
-    hidden, weight, bias, add, fill, rows, flags, order, shifts, tiles, values, winner, peak,
-    groups, group_size, blocks, capacity, S, V, stride_ab, stride_as,
+    hidden, weight, bias, add, fill, rows, flags, sequences, groups, values, winner, peak,
+    blocks, S, V, stride_ab, stride_as,
     KBLOCKS: gl.constexpr, OUTER: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
@@ -403,10 +468,10 @@ def _peak_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    source = (hidden, weight, h_ring, w_ring, full, empty, rows, tiles, groups, blocks, capacity)
+    source = (hidden, weight, h_ring, w_ring, full, empty, rows, groups, blocks)
     operands = (
-        h_ring, w_ring, full, empty, bias, add, fill, rows, flags, order, shifts, tiles,
-        values, winner, peak, groups, group_size, blocks, capacity, S, V, stride_ab, stride_as,
+        h_ring, w_ring, full, empty, bias, add, fill, rows, flags, sequences, groups,
+        values, winner, peak, blocks, S, V, (stride_ab, stride_as),
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -477,22 +542,17 @@ def _rows(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.clone(memory_format=torch.contiguous_format).view(B * S, D)
 
 
-def _balanced_group(largest: int, B: int, blocks: int, programs: int) -> int:
-    """Sequences a group: the largest power of two that leaves few programs idle in the last wave."""
-
-    def busy(group: int) -> float:
-        waves = _cdiv(B, group) * blocks / programs
-        return waves / math.ceil(waves)
-
-    sizes = [largest >> i for i in range(largest.bit_length())]
-    # 0.95: below, what the idle programs cost exceeds the partial tiles of smaller groups.
-    return next((g for g in sizes if busy(g) >= 0.95), max(sizes, key=busy))
-
-
-def launch(operands, outputs, outer: Program, skip: torch.Tensor | None = None) -> None:
+def launch(
+    operands,
+    outputs,
+    outer: Program,
+    skip: torch.Tensor | None = None,
+    positions: Positions | None = None,
+) -> None:
     """Fill outputs (values, winner, peak) from operands (hidden, weight, bias, add, fill).
 
     As `splade_head_forward.forward` without `inner`; sequences with skip[b] set are left alone.
+    `positions` is what `classify` says of `add`.
     """
     hidden, weight, bias, add, fill = operands
     values, winner, peak = outputs
@@ -500,43 +560,62 @@ def launch(operands, outputs, outer: Program, skip: torch.Tensor | None = None) 
     V = weight.shape[0]
     if not _addressable(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
-    granules = _cdiv(S, GRANULE.value)
+    if add is not None and positions is None:
+        positions = classify(ADDED, (add,), hidden)
     blocks = _cdiv(V, ROWS.value * CONSUMERS.value)
     programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    # One pass of the list kernel holds a block of one sequence, or whole sequences.
-    block = min(1 << (granules - 1).bit_length(), GROUP_POSITIONS // GRANULE.value)
-    group = GROUP_POSITIONS // GRANULE.value // block if granules <= block else 1
-    group = _balanced_group(min(group, 1 << (B - 1).bit_length()), B, blocks, programs)
-    groups = _cdiv(B, group)
-    capacity = _cdiv(group * granules, GRANULES.value) * GRANULES.value
 
     def empty(n, dtype):
         return torch.empty(n, device=hidden.device, dtype=dtype)
 
-    rows = empty(groups * capacity, torch.int32)
-    flags = empty(groups * capacity // GRANULES.value, torch.int64)
-    order = empty(groups * group + 1, torch.int32)  # one more: the next sequence is loaded ahead
-    shifts = empty(groups * group + 1, torch.int32)
-    tiles = empty(groups, torch.int32)
-    strides = (0, 0) if add is None else add.stride()
-    _granule_list_kernel[(groups,)](
-        add, skip, rows, flags.view(torch.uint8), order, shifts, tiles, B, S, *strides, capacity,
-        HAS_ADD=add is not None, HAS_SKIP=skip is not None, GROUP=group, BLOCK=block,
-        num_warps=8,
-    )  # fmt: skip
+    slots = B * _cdiv(S, GRANULE.value)
+    rows = empty(slots + GRANULES.value, torch.int32)
+    flags = empty(_cdiv(slots, GRANULES.value) + 2, torch.int64)
+    sequences = empty(5 * (B + 1), torch.int32)
+    groups = empty(2 * (_cdiv(slots, GROUP_SLOTS.value) + CHOICES.value) + 3, torch.int32)
+    list_granules(
+        positions, skip, rows, flags.view(torch.uint8), sequences, groups, B, S, blocks, programs
+    )
     layout = _layout(hidden.dtype)
-    unused = tiles
-    _peak_kernel[(min(programs, groups * blocks),)](
+    unused = rows
+    _peak_kernel[(programs,)](
         TensorDescriptor.from_tensor(_rows(hidden), [GRANULE.value, DEPTH.value], layout),
         TensorDescriptor.from_tensor(weight, [ROWS.value, DEPTH.value], layout),
         unused if bias is None else bias,
         unused if add is None else add,
         unused if fill is None else fill,
-        rows, flags, order, shifts, tiles, values,
+        rows, flags, sequences, groups, values,
         unused if winner is None else winner,
         unused if peak is None else peak,
-        groups, group, blocks, capacity, S, V, *strides,
+        blocks, S, V, *((0, 0) if add is None else add.stride()),
         KBLOCKS=_cdiv(D, DEPTH.value), OUTER=encode(outer),
         HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_FILL=fill is not None,
         WANT_WINNER=winner is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def list_granules(
+    positions: Positions | None,
+    skip: torch.Tensor | None,
+    rows: torch.Tensor,
+    flags: torch.Tensor,
+    sequences: torch.Tensor,
+    groups: torch.Tensor,
+    B: int,
+    S: int,
+    blocks: int,
+    programs: int,
+) -> None:
+    """Fill rows, flags (bytes), sequences and groups as `_list_kernel` says."""
+    granules = _cdiv(S, GRANULE.value) if positions is None else positions.kinds.shape[1]
+    # 4096 granules at a time: 8 a thread, which the registers hold.
+    wide = min(64, 1 << (granules - 1).bit_length())
+    block = min(4096 // wide, max(16, 1 << (B - 1).bit_length()))
+    _list_kernel[(1,)](
+        None if positions is None else positions.spans,
+        None if positions is None else positions.kinds,
+        skip, rows, flags, sequences, groups,
+        B, S, 1 if positions is None else positions.spans.shape[1], granules, blocks, programs,
+        HAS_SPANS=positions is not None, HAS_SKIP=skip is not None, BLOCK=block, WIDE=wide,
+        num_warps=16,
     )  # fmt: skip

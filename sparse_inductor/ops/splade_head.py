@@ -173,17 +173,20 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
     out_dtype = out_dtype or hidden.dtype
     lead, V = hidden.shape[:-2], weight.shape[0]
     x, flat_rows = _flat(hidden, rows)
-    low = _lower(p, x, flat_rows)
-    want = winner_dtype is not None
     with autocast_off(hidden.device.type):
         if not _has_kernels(x, V):
+            low = _lower(p, x, flat_rows)
             values, winner, peak = aten.forward(
                 x, weight, bias, flat_rows, low, out_dtype, winner_dtype
             )
+            per_element = low.per_element
         else:
-            values, winner, peak = _cuda_forward(x, weight, bias, flat_rows, low, out_dtype, want)
+            want = winner_dtype is not None
+            values, winner, peak, per_element = _cuda_forward(
+                x, weight, bias, flat_rows, p, out_dtype, want
+            )
             winner = winner.to(winner_dtype) if want else None
-    return values.view(*lead, V), winner, peak, low.per_element
+    return values.view(*lead, V), winner, peak, per_element
 
 
 def _has_kernels(x: Tensor, V: int) -> bool:
@@ -195,19 +198,28 @@ def _stack(rows: Sequence[Tensor]) -> Tensor | None:
     return torch.stack([r.float() for r in rows]) if rows else None
 
 
-def _cuda_forward(x, weight, bias, rows, low: Lowered, out_dtype, want_winner):
+def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
+    """(values, winner, peak, per_element)."""
     from ..kernels import splade_head_forward as kernel
+    from ..kernels.splade_head_positions import classify
 
-    p = low.plan
-    if p.hoists and p.exhaustive:
-        return kernel.forward(
-            x, weight, bias, low.add, low.fill, p.scalar, out_dtype=out_dtype, want_winner=want_winner
+    fast = p.hoists and p.exhaustive
+    low = None
+    if p.hoists and rows:
+        low = classify(p.program, rows, x, exhaustive=p.exhaustive, want_rows=not fast)
+    add, fill, per_element = (low.add, low.fill, low.per_element) if low else (None, None, None)
+    if fast:
+        out = kernel.forward(
+            x, weight, bias, add, fill, p.scalar,
+            out_dtype=out_dtype, want_winner=want_winner, positions=low,
         )  # fmt: skip
-    return kernel.forward(
-        x, weight, bias, low.add, low.fill, p.outer,
-        inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar,
-        out_dtype=out_dtype, want_winner=want_winner,
-    )  # fmt: skip
+    else:
+        out = kernel.forward(
+            x, weight, bias, add, fill, p.outer,
+            inner=p.inner, rows=low.rows if low else _stack(rows), per_element=per_element,
+            outer_fast=p.scalar, out_dtype=out_dtype, want_winner=want_winner, positions=low,
+        )  # fmt: skip
+    return *out, per_element
 
 
 def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
