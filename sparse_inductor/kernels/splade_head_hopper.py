@@ -258,15 +258,21 @@ def _keep(best, where, saved, top, piece, slot, WANT_WINNER: gl.constexpr):
 
 
 @gluon.jit
+def _sequence(sequences, k):
+    """The k-th listed sequence: one past its last slot, b, shift, positions repeated at its end."""
+    at = sequences + k * 5
+    return gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
+
+
+@gluon.jit
 def _write_columns(
-    best, where, saved, column, stop, b, shift, repeats, rows, v, in_v,
+    best, where, saved, column, sequences, k, rows, v, in_v,
     bias, fill, values, winner, peak, S, V,
     OUTER: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FILL: gl.constexpr, WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """Columns v [64] of a sequence, from each lane's maximum [64, 4], its slot and its granule.
-
-    Nothing is loaded here but for rare cases: a wait for memory is a wait of the whole warpgroup.
+    """Columns v [64] of the k-th sequence, from each lane's maximum [64, 4], its slot and its granule.
     """
+    stop, b, shift, repeats = _sequence(sequences, k)
     if WANT_WINNER:
         at = gl.min(gl.where(saved == best[:, :, None], column[None, :, :], GRANULE - 1), 2)
         top, at = gl.reduce((best, where * GRANULE + at), 1, _first_max)
@@ -293,13 +299,6 @@ def _write_columns(
         # NaN equals no column and takes its granule's last one: keep it inside the sequence.
         s = gl.where(lost, -1, gl.minimum(s, S - 1))
         gl.store(winner + out, s.to(winner.dtype.element_ty), mask=in_v)
-
-
-@gluon.jit
-def _sequence(sequences, k):
-    """The k-th listed sequence: one past its last slot, b, shift, positions repeated at its end."""
-    at = sequences + k * 5
-    return gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
 
 
 @gluon.jit
@@ -377,10 +376,12 @@ def _reduce_tiles(
         begin = gl.load(group)
         end = gl.load(group + 2)
         k = gl.load(group + 1)
-        stop, b, shift, repeats = _sequence(sequences, k)
+        stop = gl.load(sequences + 5 * k + 1)
         best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
         where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + begin
         saved = gl.full([ROWS, 4, 8], 0.0, gl.float32, PIECE)
+        done = -1
+        done_best, done_where, done_saved = best, where, saved
         for slot in range(begin, end, GRANULES):
             # The flags of this tile's granules, wherever in two words they lie.
             word = flags + slot // GRANULES
@@ -394,6 +395,13 @@ def _reduce_tiles(
                 w = w_ring.index(stage * CONSUMERS + ME)
                 h = h_ring.index(stage).permute((1, 0))
                 acc = warpgroup_mma(w, h, acc, use_acc=k_block > 0, is_async=True)
+                if k_block == (1 if KBLOCKS > 1 else 0) and done >= 0:
+                    _write_columns(
+                        done_best, done_where, done_saved, column, sequences, done, rows, v, in_v,
+                        offset, fill, values, winner, peak, S, V,
+                        OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                    )  # fmt: skip
+                    done = -1
                 if k_block > 0:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
@@ -426,16 +434,25 @@ def _reduce_tiles(
                                 best, where, saved, top[g], p[g], slot + g, WANT_WINNER
                             )
                 if till == stop:
-                    _write_columns(
-                        best, where, saved, column, stop, b, shift, repeats, rows, v, in_v,
-                        offset, fill, values, winner, peak, S, V,
-                        OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
-                    )  # fmt: skip
+                    if done >= 0:  # the second to end in this tile
+                        _write_columns(
+                            done_best, done_where, done_saved, column, sequences, done, rows, v, in_v,
+                            offset, fill, values, winner, peak, S, V,
+                            OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                        )  # fmt: skip
+                    done = k
+                    done_best, done_where, done_saved = best, where, saved
                     best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
                     where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + till
                     k += 1
-                    stop, b, shift, repeats = _sequence(sequences, k)
+                    stop = gl.load(sequences + 5 * k + 1)
                 start = till
+        if done >= 0:
+            _write_columns(
+                done_best, done_where, done_saved, column, sequences, done, rows, v, in_v,
+                offset, fill, values, winner, peak, S, V,
+                OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+            )  # fmt: skip
 
 
 # Sizes that change from batch to batch: a kernel for each of their divisibilities would take

@@ -52,32 +52,36 @@ class Positions:
 
 
 @triton.jit
-def _finite(states, stride_hd, wanted, D, BD: tl.constexpr):
-    """Whether the hidden states at pointers `states` [N] are finite; True where not `wanted`."""
-    bad = tl.zeros(wanted.shape, tl.int32)
+def _finite(states, stride, wanted, words, STRIP: tl.constexpr, BW: tl.constexpr):
+    """Whether the hidden states at pointers `states` [N], `words` long, are finite; True where not `wanted`.
+
+    STRIP: the bits of a word's exponents and the lowest of each. An exponent of all ones, inf or
+    NaN, carries into the bit above it when that is added.
+    """
+    carried = tl.zeros([wanted.shape[0], BW], tl.int32)
     if tl.max(wanted.to(tl.int32), 0) != 0:
-        for d0 in range(0, D, BD):
-            d = d0 + tl.arange(0, BD)
-            h = tl.load(
-                states[:, None] + d[None, :] * stride_hd,
-                mask=wanted[:, None] & (d < D)[None, :], other=0.0,
-            ).to(tl.float32)  # fmt: skip
-            lost = 1 - (tl.abs(h) < float("inf")).to(tl.int32)
-            bad = tl.maximum(bad, tl.max(lost, 1))
-    return bad == 0
+        for w0 in range(0, words, BW):
+            w = w0 + tl.arange(0, BW)
+            bits = tl.load(
+                states[:, None] + w[None, :] * stride,
+                mask=wanted[:, None] & (w < words)[None, :], other=0,
+            ).to(tl.int32)  # fmt: skip
+            carried |= (bits & STRIP[0]) + STRIP[1]
+    # Above an exponent: bit 31, and bit 15 if it is of 16 bits. (15 of an fp32 word is never set.)
+    return tl.max((carried >> 15) & 0x10001, 1) == 0
 
 
 @triton.jit(do_not_specialize=["B"])  # B == 1 would be a constexpr, which has no .to
 def _classify_kernel(
     hidden, operands, strides, add, fill, other, rows, spans, kinds,
-    B, S, D, stride_hb, stride_hs, stride_hd,
+    B, S, words, stride_hb, stride_hs, stride_hw,
     STEPS: tl.constexpr, SHIFTS: tl.constexpr, EXHAUSTIVE: tl.constexpr, WANT_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, BD: tl.constexpr,
+    STRIP: tl.constexpr, BLOCK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """A program classifies BLOCK positions of a sequence, as `epilogue.plan.lower` does.
 
     The row steps before item SHIFTS of STEPS come before any other step. Reads the row operands and,
-    where a position is multiplied by 0, its D hidden states; writes 4 bytes of `add` (and of each
+    where a position is multiplied by 0, its hidden states, as integers; writes 4 bytes of `add` (and of each
     row if wanted) a position, a byte a granule and 21 bytes.
     """
     b = tl.program_id(0).to(tl.int64)
@@ -104,7 +108,7 @@ def _classify_kernel(
                 wanted = (r == 0.0) & (dropped == 0) & inside
                 states = hidden + b * stride_hb + s.to(tl.int64) * stride_hs
                 # A logit that is not finite times 0 is NaN: that position cannot be dropped.
-                finite = _finite(states, stride_hd, wanted, D, BD)
+                finite = _finite(states, stride_hw, wanted, words, STRIP, BW)
                 dropped = dropped | ((r == 0.0) & finite)
                 general = general | (r != 1.0)
             else:
@@ -140,9 +144,26 @@ def _classify_kernel(
     tl.store(kinds + part * (BLOCK // GRANULE) + g, kind.to(tl.uint8))
 
 
-# Positions a program, and features at a time: 8 loads of 16 bytes a thread in flight, and registers
-# for two programs a multiprocessor.
-_BLOCK, _DEPTH = 512, 32
+# Positions a program, and words of hidden states at a time: 8 loads of 16 bytes a thread in flight.
+_BLOCK, _WORDS = 512, 16
+# The exponent of a format and its lowest bit.
+_EXPONENT = {
+    torch.float32: (0x7F800000, 0x00800000),
+    torch.float16: (0x7C00, 0x0400),
+    torch.bfloat16: (0x7F80, 0x0080),
+}
+
+
+def _words(hidden: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+    """hidden [B, S, D] as words [B, S, W] of 32 bits, or of 16 where strides force it, and STRIP of `_finite`."""
+    exponent, lowest = _EXPONENT[hidden.dtype]
+    if hidden.dtype == torch.float32:
+        return hidden.view(torch.int32), (exponent, lowest)
+    batch, token, feature = hidden.stride()
+    even = hidden.shape[2] | batch | token | hidden.storage_offset()
+    if feature == 1 and even % 2 == 0:
+        return hidden.view(torch.int32), (exponent << 16 | exponent, lowest << 16 | lowest)
+    return hidden.view(torch.int16), (exponent, lowest)
 
 
 def classify(
@@ -158,7 +179,7 @@ def classify(
     `program` as in `epilogue.plan.lower`, whose scalar steps are non-decreasing. `exhaustive`: no
     sequence can need the general path. Arithmetic is fp32.
     """
-    B, S, D = hidden.shape
+    B, S, _ = hidden.shape
     block = max(GRANULE.value, min(_BLOCK, 1 << (S - 1).bit_length()))
     parts = -(-S // block)
 
@@ -170,15 +191,17 @@ def classify(
     rows = empty(len(operands), B, S) if want_rows else None
     spans = empty(B, parts, 4, dtype=torch.int32)
     kinds = empty(B, parts * (block // GRANULE.value), dtype=torch.uint8)
+    words, strip = _words(hidden)
     scalar = [i for i, step in enumerate(program) if step.fn not in ROW]
     _classify_kernel[(B, parts)](
-        hidden,
+        words,
         tuple(r.view(torch.uint8) if r.dtype == torch.bool else r for r in operands),
         tuple(stride for r in operands for stride in r.stride()),
         add, fill, None if other is None else other.view(torch.uint8), rows, spans, kinds,
-        B, S, D, *hidden.stride(),
+        B, S, words.shape[2], *words.stride(),
         STEPS=encode(program), SHIFTS=4 * (scalar[0] if scalar else len(program)),
-        EXHAUSTIVE=exhaustive, WANT_ROWS=want_rows, BLOCK=block, BD=_DEPTH, num_warps=8,
+        EXHAUSTIVE=exhaustive, WANT_ROWS=want_rows, STRIP=strip, BLOCK=block, BW=_WORDS,
+        num_warps=8,
     )  # fmt: skip
     if parts == 1:
         return Positions(
