@@ -46,6 +46,9 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # 48 KiB each; four fit the 227 KiB of a multiprocessor.
 STAGES = gl.constexpr(4)
+# Flags of a granule, a byte: 0 when all its positions are kept, with add == 0; when that holds of the
+# first n only, n; else this: look at `add`.
+MIXED = gl.constexpr(255)
 # Instead of a sequence's shift from slots to positions: it has holes, look at the list.
 HOLES = gl.constexpr(-(2**31))
 # Slots a group of sequences at most. Its hidden states (15 MiB at D = 768) stay in L2 while all of
@@ -66,11 +69,11 @@ def _list_kernel(
 ):  # fmt: skip
     """One program lists the granules of all sequences that hold a kept position, in order, in slots.
 
-    rows[slot] = b * S + s of a granule's first position; flags[slot] = 1 where not all of its
-    positions are simply kept. Behind the last one 8 more, which are never read to an end.
+    rows[slot] = b * S + s of a granule's first position and flags[slot] its flags. Behind the last
+    one 8 more, which are never read to an end.
     sequences[k, 5] = the k-th listed sequence: its first slot, one past its last, b, what makes a
     position of slot * GRANULE + column (or HOLES), and how many positions its last granule repeats;
-    then one that never ends. A sequence with skip[b] set is not listed; any other one without a
+    then two that never end. A sequence with skip[b] set is not listed; any other one without a
     kept position lists its first granule, so that its columns are written.
     groups[0] = the number of groups and groups[1 + 2 * i:] = the first slot of group i and the
     first sequence.
@@ -98,18 +101,17 @@ def _list_kernel(
                 stop = tl.maximum(stop, tl.load(span + 1, mask=mine, other=0))
                 count += tl.load(span + 2, mask=mine, other=0)
                 moved = tl.maximum(moved, tl.load(span + 3, mask=mine, other=0))
-        run = (count == stop - first) & (count >= GRANULE) & (moved == 0)
+        run = (count == stop - first) & (count > 0) & (moved == 0)
+        short = run & (count < GRANULE)
         number = tl.where(run, (count + GRANULE - 1) // GRANULE, 0)
         # Not a run: the granules of the sequence that hold something.
         for g0 in range(0, granules, WIDE):
             g = g0 + tl.arange(0, WIDE)
             there = (mine & (run == 0))[:, None] & (g < granules)[None, :]
-            if HAS_SPANS:
+            if HAS_SPANS:  # without, all of a sequence is one run
                 at = b.to(tl.int64)[:, None] * granules + g[None, :]
                 kind = tl.load(kinds + at, mask=there, other=0)
                 number += tl.sum((kind & 1).to(tl.int32), 1)
-            else:
-                number += tl.sum((there & (g * GRANULE < S)[None, :]).to(tl.int32), 1)
         nothing = (number == 0) & mine
         number = tl.where(nothing, 1, tl.where(mine, number, 0))
         start = total + tl.cumsum(number, 0) - number
@@ -119,32 +121,33 @@ def _list_kernel(
         tl.store(sequence + 1, start + number, mask=mine)
         tl.store(sequence + 2, b, mask=mine)
         tl.store(sequence + 3, tl.where(run, first - start * GRANULE, HOLES), mask=mine)
-        tl.store(sequence + 4, tl.where(run, number * GRANULE - count, 0), mask=mine)
+        tl.store(sequence + 4, tl.where(run & (short == 0), number * GRANULE - count, 0), mask=mine)
         seen = start
         for g0 in range(0, granules, WIDE):
             g = g0 + tl.arange(0, WIDE)
             in_run = (run & mine)[:, None] & (g[None, :] < number[:, None])
             there = (mine & (run == 0))[:, None] & (g < granules)[None, :]
+            kind = tl.zeros([BLOCK, WIDE], tl.int32)
             if HAS_SPANS:
                 at = b.to(tl.int64)[:, None] * granules + g[None, :]
                 kind = tl.load(kinds + at, mask=there, other=0).to(tl.int32)
-            else:
-                kind = tl.where(there & (g * GRANULE < S)[None, :], 3, 0)
             kind = tl.where(nothing[:, None] & (g == 0)[None, :], 3, kind)
             keep = (in_run | ((kind & 1) != 0)).to(tl.int32)
             slot = seen[:, None] + tl.cumsum(keep, 1) - keep
             s = g[None, :] * GRANULE
-            s = tl.where(in_run, tl.minimum(first[:, None] + s, stop[:, None] - GRANULE), s)
+            highest = tl.where(short, first, stop - GRANULE)
+            s = tl.where(in_run, tl.minimum(first[:, None] + s, highest[:, None]), s)
+            flag = tl.where(short, count, 0)[:, None] | tl.where((kind & 2) != 0, MIXED, 0)
             tl.store(rows + slot, b[:, None] * S + s, mask=keep != 0)
-            tl.store(flags + slot, (kind // 2).to(tl.uint8), mask=keep != 0)
+            tl.store(flags + slot, flag.to(tl.uint8), mask=keep != 0)
             seen += tl.sum(keep, 1)
         total += tl.sum(number, 0)
         listed += tl.sum(one, 0)
     more = tl.arange(0, 16)
     tl.store(rows + total + more, more * 0, mask=more < 8)
     tl.store(flags + total + more, (more * 0).to(tl.uint8))
-    field = tl.where(more == 0, total, tl.where(more == 1, 2**30, 0))
-    tl.store(sequences + listed * 5 + more, field, mask=more < 5)
+    field = tl.where(more == 0, total, tl.where(more % 5 == 1, 2**30, 0))
+    tl.store(sequences + listed * 5 + more, field, mask=more < 10)
     # As many groups as make the longest program shortest: a program takes ceil(number * blocks /
     # programs) of units as long as a group, which ends in half a tile on average.
     choice = tl.cdiv(total, GROUP_SLOTS) + tl.arange(0, CHOICES)
@@ -265,17 +268,24 @@ def _sequence(sequences, k):
 
 
 @gluon.jit
+def _positions(best, where, saved, column):
+    """Slot * GRANULE + column of each thread's maximum [64, 4], the first if there are several.
+
+    NaN equals no column and takes its granule's last one.
+    """
+    at = gl.where(saved == best[:, :, None], column[None, :, :], GRANULE - 1)
+    return where * GRANULE + gl.min(at, 2)
+
+
+@gluon.jit
 def _write_columns(
-    best, where, saved, column, sequences, k, rows, v, in_v,
-    bias, fill, values, winner, peak, S, V,
+    best, at, sequences, k, rows, v, in_v, bias, fill, values, winner, peak, S, V,
     OUTER: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_FILL: gl.constexpr, WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
-    """Columns v [64] of the k-th sequence, from each lane's maximum [64, 4], its slot and its granule.
-    """
+    """Columns v [64] of the k-th sequence, from each lane's maximum and where it is [64, 4]."""
     stop, b, shift, repeats = _sequence(sequences, k)
     if WANT_WINNER:
-        at = gl.min(gl.where(saved == best[:, :, None], column[None, :, :], GRANULE - 1), 2)
-        top, at = gl.reduce((best, where * GRANULE + at), 1, _first_max)
+        top, at = gl.reduce((best, at), 1, _first_max)
     else:
         top = gl.reduce(best, 1, _max)
     none = top == NEG_INF  # nothing kept: the bias has no say in that
@@ -296,7 +306,7 @@ def _write_columns(
         else:
             s = at + shift
             s = gl.where(at >= (stop - 1) * GRANULE, s - repeats, s)
-        # NaN equals no column and takes its granule's last one: keep it inside the sequence.
+        # A NaN's may be past the end.
         s = gl.where(lost, -1, gl.minimum(s, S - 1))
         gl.store(winner + out, s.to(winner.dtype.element_ty), mask=in_v)
 
@@ -304,16 +314,17 @@ def _write_columns(
 @gluon.jit
 def _mask(piece, flag, g, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
     """Granule g of a tile that begins at rows[0]; -inf where dropped, if not all is simply kept."""
-    if ((flag >> (8 * g)) & 1) != 0:
-        row = gl.load(rows + g)
-        s = row % S + column
-        if HAS_ADD:
+    first = ((flag >> (8 * g)) & 0xFF).to(gl.int32)
+    if first != 0:
+        if HAS_ADD and first == MIXED:
+            row = gl.load(rows + g)
+            s = row % S + column
             at = (row // S).to(gl.int64) * strides[0] + s.to(gl.int64) * strides[1]
             plus = gl.load(add + at, mask=s < S, other=NEG_INF)[None, :, :]
             # Not just the sum: a dropped NaN + -inf would be NaN.
             piece = gl.where(plus == NEG_INF, NEG_INF, piece + plus)
         else:
-            piece = gl.where((s < S)[None, :, :], piece, NEG_INF)
+            piece = gl.where((column < first)[None, :, :], piece, NEG_INF)
     return piece
 
 
@@ -377,11 +388,15 @@ def _reduce_tiles(
         end = gl.load(group + 2)
         k = gl.load(group + 1)
         stop = gl.load(sequences + 5 * k + 1)
+        after = gl.load(sequences + 5 * k + 6)  # of the next: nobody waits for it
         best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
         where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + begin
         saved = gl.full([ROWS, 4, 8], 0.0, gl.float32, PIECE)
-        done = -1
-        done_best, done_where, done_saved = best, where, saved
+        # Sequences that ended in the last tile and are not written yet, k - done and on: maxima and
+        # positions.
+        done = 0
+        best0, best1, best2 = best, best, best
+        at0, at1, at2 = where, where, where
         for slot in range(begin, end, GRANULES):
             # The flags of this tile's granules, wherever in two words they lie.
             word = flags + slot // GRANULES
@@ -395,13 +410,14 @@ def _reduce_tiles(
                 w = w_ring.index(stage * CONSUMERS + ME)
                 h = h_ring.index(stage).permute((1, 0))
                 acc = warpgroup_mma(w, h, acc, use_acc=k_block > 0, is_async=True)
-                if k_block == (1 if KBLOCKS > 1 else 0) and done >= 0:
-                    _write_columns(
-                        done_best, done_where, done_saved, column, sequences, done, rows, v, in_v,
-                        offset, fill, values, winner, peak, S, V,
-                        OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
-                    )  # fmt: skip
-                    done = -1
+                if k_block == (1 if KBLOCKS > 1 else 0):
+                    while done > 0:  # while the tensor cores are busy
+                        _write_columns(
+                            best0, at0, sequences, k - done, rows, v, in_v, offset, fill,
+                            values, winner, peak, S, V, OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                        )  # fmt: skip
+                        best0, best1, at0, at1 = best1, best2, at1, at2
+                        done -= 1
                 if k_block > 0:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
@@ -434,25 +450,36 @@ def _reduce_tiles(
                                 best, where, saved, top[g], p[g], slot + g, WANT_WINNER
                             )
                 if till == stop:
-                    if done >= 0:  # the second to end in this tile
+                    if done == 3:
                         _write_columns(
-                            done_best, done_where, done_saved, column, sequences, done, rows, v, in_v,
-                            offset, fill, values, winner, peak, S, V,
-                            OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                            best0, at0, sequences, k - 3, rows, v, in_v, offset, fill,
+                            values, winner, peak, S, V, OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
                         )  # fmt: skip
-                    done = k
-                    done_best, done_where, done_saved = best, where, saved
+                        best0, best1, at0, at1 = best1, best2, at1, at2
+                        done = 2
+                    at = where
+                    if WANT_WINNER:
+                        at = _positions(best, where, saved, column)
+                    if done == 0:
+                        best0, at0 = best, at
+                    elif done == 1:
+                        best1, at1 = best, at
+                    else:
+                        best2, at2 = best, at
+                    done += 1
                     best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
                     where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + till
                     k += 1
-                    stop = gl.load(sequences + 5 * k + 1)
+                    stop = after
+                    after = gl.load(sequences + 5 * k + 6)
                 start = till
-        if done >= 0:
+        while done > 0:
             _write_columns(
-                done_best, done_where, done_saved, column, sequences, done, rows, v, in_v,
-                offset, fill, values, winner, peak, S, V,
-                OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                best0, at0, sequences, k - done, rows, v, in_v, offset, fill,
+                values, winner, peak, S, V, OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
             )  # fmt: skip
+            best0, best1, at0, at1 = best1, best2, at1, at2
+            done -= 1
 
 
 # Sizes that change from batch to batch: a kernel for each of their divisibilities would take
@@ -588,7 +615,7 @@ def launch(
     slots = B * _cdiv(S, GRANULE.value)
     rows = empty(slots + GRANULES.value, torch.int32)
     flags = empty(_cdiv(slots, GRANULES.value) + 2, torch.int64)
-    sequences = empty(5 * (B + 1), torch.int32)
+    sequences = empty(5 * (B + 2), torch.int32)
     groups = empty(2 * (_cdiv(slots, GROUP_SLOTS.value) + CHOICES.value) + 3, torch.int32)
     list_granules(
         positions, skip, rows, flags.view(torch.uint8), sequences, groups, B, S, blocks, programs

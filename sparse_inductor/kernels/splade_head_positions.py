@@ -145,7 +145,7 @@ def _classify_kernel(
 
 
 # Positions a program, and words of hidden states at a time: 8 loads of 16 bytes a thread in flight.
-_BLOCK, _WORDS = 512, 16
+_BLOCK, _WORDS = 512, 32
 # The exponent of a format and its lowest bit.
 _EXPONENT = {
     torch.float32: (0x7F800000, 0x00800000),
@@ -201,7 +201,7 @@ def classify(
         B, S, words.shape[2], *words.stride(),
         STEPS=encode(program), SHIFTS=4 * (scalar[0] if scalar else len(program)),
         EXHAUSTIVE=exhaustive, WANT_ROWS=want_rows, STRIP=strip, BLOCK=block, BW=_WORDS,
-        num_warps=8,
+        num_warps=16,
     )  # fmt: skip
     if parts == 1:
         return Positions(
