@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
+from .launch import launch as launch_kernel
 from .splade_head_positions import ADDED, GRANULE, Positions, classify
 
 __all__ = ["applies", "launch"]
@@ -152,7 +153,7 @@ def _list_kernel(
     # programs) of units as long as a group, which ends in half a tile on average.
     choice = tl.cdiv(total, GROUP_SLOTS) + tl.arange(0, CHOICES)
     units = tl.cdiv(tl.maximum(choice, 1) * blocks, programs).to(tl.float32)
-    length = total.to(tl.float32) / (tl.maximum(choice, 1) * GRANULES).to(tl.float32) + 0.5
+    length = total * 1.0 / (tl.maximum(choice, 1) * GRANULES).to(tl.float32) + 0.5
     count = tl.min(choice, 0) + tl.argmin(units * length, 0).to(tl.int32)
     tl.store(groups, count)
     tl.debug_barrier()  # the slots of the sequences are read back
@@ -622,7 +623,7 @@ def launch(
     )
     layout = _layout(hidden.dtype)
     unused = rows
-    _peak_kernel[(programs,)](
+    args = (
         TensorDescriptor.from_tensor(_rows(hidden), [GRANULE.value, DEPTH.value], layout),
         TensorDescriptor.from_tensor(weight, [ROWS.value, DEPTH.value], layout),
         unused if bias is None else bias,
@@ -632,10 +633,16 @@ def launch(
         unused if winner is None else winner,
         unused if peak is None else peak,
         blocks, S, V, *((0, 0) if add is None else add.stride()),
-        KBLOCKS=_cdiv(D, DEPTH.value), OUTER=encode(outer),
-        HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_FILL=fill is not None,
-        WANT_WINNER=winner is not None, num_warps=4,
     )  # fmt: skip
+    constants = {
+        "KBLOCKS": _cdiv(D, DEPTH.value),
+        "OUTER": encode(outer),
+        "HAS_BIAS": bias is not None,
+        "HAS_ADD": add is not None,
+        "HAS_FILL": fill is not None,
+        "WANT_WINNER": winner is not None,
+    }
+    launch_kernel(_peak_kernel, (programs,), args, constants, num_warps=4)
 
 
 def list_granules(
@@ -655,11 +662,16 @@ def list_granules(
     # 4096 granules at a time: 8 a thread, which the registers hold.
     wide = min(64, 1 << (granules - 1).bit_length())
     block = min(4096 // wide, max(16, 1 << (B - 1).bit_length()))
-    _list_kernel[(1,)](
+    args = (
         None if positions is None else positions.spans,
         None if positions is None else positions.kinds,
         skip, rows, flags, sequences, groups,
         B, S, 1 if positions is None else positions.spans.shape[1], granules, blocks, programs,
-        HAS_SPANS=positions is not None, HAS_SKIP=skip is not None, BLOCK=block, WIDE=wide,
-        num_warps=16,
     )  # fmt: skip
+    constants = {
+        "HAS_SPANS": positions is not None,
+        "HAS_SKIP": skip is not None,
+        "BLOCK": block,
+        "WIDE": wide,
+    }
+    launch_kernel(_list_kernel, (1,), args, constants, num_warps=16)

@@ -16,6 +16,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import ROW, Program, Step
 
 from .epilogue import _value, encode
+from .launch import launch
 
 __all__ = ["ADDED", "GRANULE", "Positions", "classify"]
 
@@ -193,16 +194,23 @@ def classify(
     kinds = empty(B, parts * (block // GRANULE.value), dtype=torch.uint8)
     words, strip = _words(hidden)
     scalar = [i for i, step in enumerate(program) if step.fn not in ROW]
-    _classify_kernel[(B, parts)](
+    args = (
         words,
         tuple(r.view(torch.uint8) if r.dtype == torch.bool else r for r in operands),
         tuple(stride for r in operands for stride in r.stride()),
         add, fill, None if other is None else other.view(torch.uint8), rows, spans, kinds,
         B, S, words.shape[2], *words.stride(),
-        STEPS=encode(program), SHIFTS=4 * (scalar[0] if scalar else len(program)),
-        EXHAUSTIVE=exhaustive, WANT_ROWS=want_rows, STRIP=strip, BLOCK=block, BW=_WORDS,
-        num_warps=16,
     )  # fmt: skip
+    constants = {
+        "STEPS": encode(program),
+        "SHIFTS": 4 * (scalar[0] if scalar else len(program)),
+        "EXHAUSTIVE": exhaustive,
+        "WANT_ROWS": want_rows,
+        "STRIP": strip,
+        "BLOCK": block,
+        "BW": _WORDS,
+    }
+    launch(_classify_kernel, (B, parts), args, constants, num_warps=16)
     if parts == 1:
         return Positions(
             add, fill.view(B), None if other is None else other.view(B), rows, spans, kinds
