@@ -8,7 +8,8 @@ The 256 positions of a tile are 8 granules of 32 consecutive positions, the next
 granules that hold a kept position. So a tile may end one sequence and begin the next, and padding
 costs at most 31 positions a sequence. The last granule of a run of kept positions ends where the
 run ends: it repeats some positions of the one before, which a maximum does not notice, and nothing
-needs a mask.
+needs a mask. What is left to do for a sequence that ended (lanes to meet, program, stores) waits
+until the next tile's products are under way.
 """
 
 from __future__ import annotations
@@ -32,12 +33,10 @@ from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
-from .splade_head_positions import ADDED, GRANULE, Positions, classify
+from .splade_head_positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
 
 __all__ = ["applies", "launch"]
 
-# A sequence wastes half a granule; smaller boxes mean more copy requests a stage.
-assert GRANULE.value == 32
 # Granules a tile: 256 positions, the widest wgmma; a byte each of a 64-bit word of flags.
 GRANULES = gl.constexpr(8)
 # Vocabulary rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
@@ -112,7 +111,7 @@ def _list_kernel(
             if HAS_SPANS:  # without, all of a sequence is one run
                 at = b.to(tl.int64)[:, None] * granules + g[None, :]
                 kind = tl.load(kinds + at, mask=there, other=0)
-                number += tl.sum((kind & 1).to(tl.int32), 1)
+                number += tl.sum((kind & KEPT).to(tl.int32), 1)
         nothing = (number == 0) & mine
         number = tl.where(nothing, 1, tl.where(mine, number, 0))
         start = total + tl.cumsum(number, 0) - number
@@ -132,13 +131,13 @@ def _list_kernel(
             if HAS_SPANS:
                 at = b.to(tl.int64)[:, None] * granules + g[None, :]
                 kind = tl.load(kinds + at, mask=there, other=0).to(tl.int32)
-            kind = tl.where(nothing[:, None] & (g == 0)[None, :], 3, kind)
-            keep = (in_run | ((kind & 1) != 0)).to(tl.int32)
+            kind = tl.where(nothing[:, None] & (g == 0)[None, :], KEPT | PARTLY, kind)
+            keep = (in_run | ((kind & KEPT) != 0)).to(tl.int32)
             slot = seen[:, None] + tl.cumsum(keep, 1) - keep
             s = g[None, :] * GRANULE
             highest = tl.where(short, first, stop - GRANULE)
             s = tl.where(in_run, tl.minimum(first[:, None] + s, highest[:, None]), s)
-            flag = tl.where(short, count, 0)[:, None] | tl.where((kind & 2) != 0, MIXED, 0)
+            flag = tl.where(short, count, 0)[:, None] | tl.where((kind & PARTLY) != 0, MIXED, 0)
             tl.store(rows + slot, b[:, None] * S + s, mask=keep != 0)
             tl.store(flags + slot, flag.to(tl.uint8), mask=keep != 0)
             seen += tl.sum(keep, 1)
@@ -263,7 +262,11 @@ def _keep(best, where, saved, top, piece, slot, WANT_WINNER: gl.constexpr):
 
 @gluon.jit
 def _sequence(sequences, k):
-    """The k-th listed sequence: one past its last slot, b, shift, positions repeated at its end."""
+    """The k-th listed sequence: one past its last slot, b, shift, positions repeated at its end.
+
+    Read when it is written: Triton 3.6 replaced these, carried through the loops until then, by what
+    they were before the loops.
+    """
     at = sequences + k * 5
     return gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4)
 
@@ -355,7 +358,7 @@ def _reduce_tiles(
 
     A thread holds, of each of two rows, the running maximum over its columns, the slot of the
     granule it came from and that granule's 8 elements; the four lanes of a row meet when the
-    sequence ends.
+    sequence is written. Up to three that ended in a tile wait for that.
     """
     (
         h_ring, w_ring, full, empty, bias, add, fill, rows, flags, sequences, groups,
@@ -393,8 +396,7 @@ def _reduce_tiles(
         best = gl.full([ROWS, 4], NEG_INF, gl.float32, QUAD)
         where = gl.full([ROWS, 4], 0, gl.int32, QUAD) + begin
         saved = gl.full([ROWS, 4, 8], 0.0, gl.float32, PIECE)
-        # Sequences that ended in the last tile and are not written yet, k - done and on: maxima and
-        # positions.
+        # The sequences k - done .. k - 1 ended and are not written yet: their maxima and positions.
         done = 0
         best0, best1, best2 = best, best, best
         at0, at1, at2 = where, where, where

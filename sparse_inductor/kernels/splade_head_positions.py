@@ -20,11 +20,12 @@ from .launch import launch
 
 __all__ = ["ADDED", "GRANULE", "Positions", "classify"]
 
-# Positions a granule, the unit in which `splade_head_hopper` skips them.
+# Positions a granule, the unit in which `splade_head_hopper` skips them: a sequence wastes half of one;
+# smaller ones mean more copy requests a stage.
 GRANULE = tl.constexpr(32)
 # What a granule holds: a kept position; one that is not simply kept (dropped, moved, past the end).
 KEPT = tl.constexpr(1)
-MIXED = tl.constexpr(2)
+PARTLY = tl.constexpr(2)
 NEG_INF = tl.constexpr(float("-inf"))
 
 # The program of a mask that is already of the form "added to the logits".
@@ -41,7 +42,7 @@ class Positions:
     rows [R, B, S] fp32 or None: the row operands, for the general path.
     spans [B, parts, 4] int32: of each part of a sequence its first kept position (or 2**30), one past
         the last (or 0), how many are kept, and whether anything but 0 is added to one of them.
-    kinds [B, granules] uint8: KEPT and MIXED of each granule.
+    kinds [B, granules] uint8: KEPT and PARTLY of each granule.
     """
 
     add: torch.Tensor
@@ -82,8 +83,8 @@ def _classify_kernel(
     """A program classifies BLOCK positions of a sequence, as `epilogue.plan.lower` does.
 
     The row steps before item SHIFTS of STEPS come before any other step. Reads the row operands and,
-    where a position is multiplied by 0, its hidden states, as integers; writes 4 bytes of `add` (and of each
-    row if wanted) a position, a byte a granule and 21 bytes.
+    where a position is multiplied by 0, its hidden states, as words; writes 4 bytes of `add` (and
+    of each row if wanted) a position, a byte a granule and 21 bytes.
     """
     b = tl.program_id(0).to(tl.int64)
     s = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -140,7 +141,7 @@ def _classify_kernel(
     tl.store(spans + part * 4 + 3, tl.max(moved, 0))
     some = tl.max(tl.reshape(one, [BLOCK // GRANULE, GRANULE]), 1)
     plain = tl.min(tl.reshape(one - moved, [BLOCK // GRANULE, GRANULE]), 1)
-    kind = KEPT * some + MIXED * (1 - plain)
+    kind = KEPT * some + PARTLY * (1 - plain)
     g = tl.arange(0, BLOCK // GRANULE)
     tl.store(kinds + part * (BLOCK // GRANULE) + g, kind.to(tl.uint8))
 
