@@ -577,7 +577,7 @@ def _alpha(
         return scales.permute([others.index(i) for i in order]).contiguous(), 0.0, _BY_ROW
     power = 1 / (alpha - 1)
     # Products are cheaper than a logarithm and an exponential up to here.
-    if power == round(power) and power <= 8:
+    if 1 <= power < 8.5 and abs(power - round(power)) < 1e-9:
         return None, alpha - 1, round(power)
     mild = power <= 8 and not _exact(x)
     return None, alpha - 1, _MILD if mild else _ANY

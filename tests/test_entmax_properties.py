@@ -1,0 +1,140 @@
+"""Properties of entmax that hold for every row, length, scale and alpha."""
+
+from __future__ import annotations
+
+import math
+
+import entmax as package
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sparse_inductor.ops import entmax, entmax_attention
+
+ALPHAS = st.one_of(st.sampled_from([1.25, 1.5, 4 / 3, 2.0]), st.floats(1.001, 4.0))
+SCALES = st.sampled_from([1e-4, 1e-2, 0.3, 1.0, 5.0, 100.0])
+
+
+@st.composite
+def rows(draw, dtype=torch.float32):
+    """A few rows: normal, tied, with a far outlier, with -inf entries, on any offset."""
+    n = draw(st.integers(1, 700))
+    seed = draw(st.integers(0, 2**20))
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, n, generator=g, dtype=torch.float64) * draw(SCALES)
+    kind = draw(st.sampled_from(["plain", "ties", "outlier", "-inf", "offset"]))
+    if kind == "ties":
+        x = x.round()
+    elif kind == "outlier":
+        x[:, 0] += 50
+    elif kind == "-inf":
+        x[torch.rand(x.shape, generator=g) < 0.5] = -math.inf
+        x[:, 0] = 0
+    elif kind == "offset":
+        x += 300
+    return x.to(dtype)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows(), ALPHAS)
+def test_on_the_simplex(x, alpha):
+    p = entmax(x, alpha)
+    assert (p >= 0).all()
+    assert (p.double().sum(-1) - 1).abs().max() < 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows(), ALPHAS)
+def test_order_is_preserved(x, alpha):
+    sorted_x, order = x.sort(-1)
+    p = entmax(x, alpha).gather(-1, order)
+    assert (p.diff(dim=-1) >= 0).all()
+    ties = sorted_x.diff(dim=-1) == 0
+    assert (p.diff(dim=-1)[ties] == 0).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows(torch.float64), ALPHAS, st.floats(-1000, 1000))
+def test_a_shift_changes_nothing(x, alpha, shift):
+    # Above 2 an entry that only just enters the support has an infinite slope.
+    assume(alpha <= 2)
+    assert (entmax(x + shift, alpha) - entmax(x, alpha)).abs().max() < 1e-8
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows(torch.float64), ALPHAS)
+def test_optimality(x, alpha):
+    """p_i^(alpha - 1) / (alpha - 1) = x_i - lambda on the support, x_i <= lambda off it: the KKT conditions."""
+    p = entmax(x, alpha)
+    support = p > 1e-9
+    multiplier = x - p ** (alpha - 1) / (alpha - 1)
+    level = multiplier.masked_fill(~support, -math.inf).amax(-1, keepdim=True)
+    tolerance = 1e-6 * (1 + x[x.isfinite()].abs().max())
+    assert ((multiplier - level).abs() <= tolerance)[support].all()
+    assert (x <= level + (1e-9) ** (alpha - 1) / (alpha - 1) + tolerance)[~support].all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows())
+def test_alpha_to_one_is_softmax(x):
+    errors = [
+        (entmax(x, a) - x.double().softmax(-1)).abs().max() for a in (1.01, 1 + 1e-4, 1 + 1e-6)
+    ]
+    assert errors[1] < max(2e-6, 0.1 * errors[0]) and errors[2] < 5e-6
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows(torch.float64))
+def test_large_alpha_is_argmax(x):
+    top = x.topk(min(2, x.shape[-1])).values
+    assume(x.shape[-1] == 1 or (top[:, 0] - top[:, 1]).min() > 0.05)
+    p = entmax(x, 21.0)  # one entry where the gap is 1 / (alpha - 1) or more
+    assert (p.argmax(-1) == x.argmax(-1)).all() and p.amax(-1).min() > 1 - 1e-9
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows(torch.float64), ALPHAS)
+def test_gradients_sum_to_zero_and_stay_on_the_support(x, alpha):
+    x = x.requires_grad_()
+    p = entmax(x, alpha)
+    (dx,) = torch.autograd.grad(p, x, torch.randn_like(p))
+    assert not dx[p == 0].any()
+    assert dx.sum(-1).abs().max() <= 1e-9 * (1 + dx.abs().max() * dx.shape[-1])
+
+
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
+@pytest.mark.parametrize("n", [4096, 65536])
+@pytest.mark.parametrize("scale", [0.0, 1e-5, 1e-3, 0.1])
+def test_mild_scores_lose_no_mass(alpha, n, scale):
+    """Scores so alike that most keys share the row, where a fixed number of bisections is far from the threshold."""
+    x = torch.randn(2, n, generator=torch.Generator().manual_seed(0)) * scale
+    p = entmax(x, alpha)
+    assert (p.double().sum(-1) - 1).abs().max() < 1e-6
+    assert (p.double() - entmax(x.double(), alpha)).abs().max() < 1e-6
+    if scale <= 1e-3:
+        bisected = package.entmax_bisect(x, alpha, n_iter=5, ensure_sum_one=False)
+        assert (bisected.sum(-1) - 1).abs().min() > 1, "no longer the case this test is about"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**20),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([(1, 1), (2, 1), (6, 2)]),
+    st.sampled_from([1.25, 1.5, 1.8, 2.0]),
+    st.booleans(),
+)
+def test_attention_is_entmax_of_scores(seed, Lq, Lk, heads, alpha, causal):
+    g = torch.Generator().manual_seed(seed)
+    H, Hkv = heads
+    q, k, v = (
+        torch.randn(2, h, n, 5, generator=g, dtype=torch.float64)
+        for h, n in ((H, Lq), (Hkv, Lk), (Hkv, Lk))
+    )
+    z = q @ k.repeat_interleave(H // Hkv, 1).mT * 5**-0.5
+    if causal:
+        z = z.masked_fill(torch.ones(Lq, Lk).tril(Lk - Lq) == 0, -math.inf)
+    out = entmax_attention(q, k, v, alpha, causal=causal)
+    assert torch.allclose(out, entmax(z, alpha) @ v.repeat_interleave(H // Hkv, 1), atol=1e-9)
