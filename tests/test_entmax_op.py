@@ -8,6 +8,7 @@ import entmax as package
 import pytest
 import torch
 
+from sparse_inductor.ops import _entmax_aten as aten
 from sparse_inductor.ops import entmax
 
 ops = torch.ops.sparse_inductor
@@ -101,3 +102,49 @@ def test_opcheck(alpha):
 def test_bad_input_names_the_value(error, words, arguments):
     with pytest.raises(error, match=words):
         entmax(**{"x": torch.randn(3, 4), **arguments})
+
+
+@pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
+def test_the_guarded_iteration_takes_over_where_the_fast_one_is_stopped(alpha, monkeypatch):
+    x = torch.randn(5, 300)
+    exact = entmax(x, alpha)
+    monkeypatch.setattr(aten, "_FAST_STEPS", 1)
+    assert (entmax(x, alpha) - exact).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0])
+def test_gradients_in_half_precision(alpha, dtype):
+    x = torch.randn(6, 200).to(dtype).requires_grad_()
+    wide = x.detach().double().requires_grad_()
+    g = torch.randn(6, 200).to(dtype)
+    (dx,) = torch.autograd.grad(entmax(x, alpha), x, g)
+    (truth,) = torch.autograd.grad(entmax(wide, alpha), wide, g.double())
+    assert dx.dtype == dtype and (dx - truth).norm() < 1e-2 * truth.norm()
+
+
+def test_alpha_alone_may_need_a_gradient():
+    x = torch.randn(4, 50, dtype=torch.float64)
+    alpha = torch.tensor(1.4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a: entmax(x, a), alpha)
+
+
+def test_compiles_with_dynamic_shapes():
+    compiled = torch.compile(
+        lambda x, a: entmax(x, a, 1), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    alpha = torch.tensor([1.3, 1.6]).view(2, 1, 1).requires_grad_()
+    for n in (5, 9):
+        x = torch.randn(2, n, 3, requires_grad=True)
+        results = [
+            (out := f(x, alpha), *torch.autograd.grad(out.square().sum(), (x, alpha)))
+            for f in (compiled, lambda x, a: entmax(x, a, 1))
+        ]
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_autocast_leaves_the_precision_of_the_scores():
+    x = torch.randn(3, 40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(entmax(x), entmax(x))
+        assert entmax(x).dtype == torch.float32

@@ -270,8 +270,10 @@ def _guarded(gap: Tensor, a: Alpha, y: Tensor, n: int) -> Tensor:
         lo = torch.where(excess <= 0, y, lo)
         away = -torch.expm1(-c * (y * s).log()) * s / s1
         guess = torch.where(steep, y - excess / s1, y * (p * torch.log1p(-away)).exp())
-        # Where slopes may be infinite a short step says nothing.
-        far = torch.where(steep, excess.abs() > eps, y - guess > eps * y)
+        # From above the root an iteration that turns has arrived; after a bisection it may come from below. Where
+        # slopes may be infinite a short step says nothing.
+        step = y - guess if i < _FAST_STEPS else (y - guess).abs() - 3 * eps * y
+        far = torch.where(steep, excess.abs() > eps, step > eps * y)
         open_ = far & (hi - lo > eps * hi)
         if not _capturing(y) and not bool(open_.any()):
             break
