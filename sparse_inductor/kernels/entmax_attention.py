@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .entmax_attention_backward import backward_blocks, bias_gradient
+from . import entmax_attention_lists as lists
+from .entmax_attention_backward import bias_gradient, keys_blocks, rows_blocks
 from .entmax_attention_blocks import forward_blocks
 from .entmax_attention_problem import Problem
 
@@ -47,14 +48,33 @@ def applies(
 
 
 def saved_like(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    scale: float,
+    **_: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Empty tensors of the shapes and dtypes of what `forward` saves: a function of sizes only.
 
-    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift.
+    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; where candidate lists are
+    tried, also entries int64 [B, H, Lq, SLOTS], counts int32 [B, H, Lq], flags int32 [B, H, blocks]
+    and key_counts int32 [B, Hkv, Lk].
     """
-    shape = q.shape[:3]
-    return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
+    B, H, Lq, _d = q.shape
+    saved = [q.new_empty((B, H, Lq), dtype=torch.float32) for _ in range(2)]
+    if lists.applies(q, k, v, bias, mask, scale):
+        rows = lists.block_rows(q)
+        for shape, dtype in (
+            ((B, H, Lq, lists.SLOTS), torch.int64),
+            ((B, H, Lq), torch.int32),
+            ((B, H, (Lq + rows - 1) // rows), torch.int32),
+            ((B, k.shape[1], k.shape[2]), torch.int32),
+        ):
+            saved.append(q.new_empty(shape, dtype=dtype))
+    return tuple(saved)
 
 
 def forward(
@@ -85,10 +105,18 @@ def forward(
         key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
     )  # fmt: skip
     out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
-    saved = saved_like(q, k, v)
+    saved = saved_like(q, k, v, bias=bias, mask=mask, scale=scale)
+    reference, shift, *listed = saved
     if out.numel():
+        flags = None
         with torch.cuda.device_of(q):
-            forward_blocks(problem, out, *saved)
+            if listed:
+                entries, counts, flags, key_counts = listed
+                if training:
+                    key_counts.zero_()
+                wanted = key_counts if training else None
+                lists.forward_lists(problem, out, reference, shift, entries, counts, flags, wanted)
+            forward_blocks(problem, out, reference, shift, flags, lists.block_rows(q))
     return out, saved if training else ()
 
 
@@ -125,14 +153,25 @@ def backward(
             torch.zeros_like(x) if need and x is not None else None
             for x, need in zip(inputs, needs)
         )
-    reference, shift = saved
+    reference, shift, *listed = saved
+    flags = listed[2] if listed else None
+    flag_rows = lists.block_rows(q)
     out = out.contiguous()
-    want_alpha = needs[4] and alpha is not None
+    dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
+    delta = torch.empty_like(shift)
+    by_row = torch.empty_like(shift) if needs[4] and alpha is not None else None
     dbias = dalpha = None
     with torch.cuda.device_of(q):
-        dq, dk, dv, delta, by_row = backward_blocks(
-            problem, grad, out, reference, shift, want_alpha
-        )
+        rows_blocks(problem, grad, out, reference, shift, flags, flag_rows, dq, delta, by_row)
+        if needs[1] or needs[2]:
+            keys_blocks(problem, grad, reference, shift, delta, flags, flag_rows, dk, dv)
+        if flags is not None:
+            by_key, ends = lists.rows_backward(problem, grad, tuple(listed), dq, delta, by_row)
+            if needs[1] or needs[2]:
+                partial = flags.view(*k.shape[:2], -1).amax(-1)
+                lists.add_keys_from_lists(
+                    problem, grad, tuple(listed), by_key, ends, delta, partial, dk, dv
+                )
         if needs[3] and bias is not None:
             dbias = bias_gradient(problem, bias, grad, reference, shift, delta)
     if by_row is not None and alpha is not None:

@@ -26,6 +26,7 @@ from .entmax_attention_problem import (
     head_offsets,
     key_scores,
     key_tiles,
+    left_to_lists,
     load_tile,
     product,
     row_constants,
@@ -34,7 +35,7 @@ from .entmax_attention_problem import (
 )
 from .entmax_attention_tau import clip, powers
 
-__all__ = ["backward_blocks", "bias_gradient"]
+__all__ = ["bias_gradient", "keys_blocks", "rows_blocks"]
 
 POS_INF = tl.constexpr(float("inf"))
 LN2 = tl.constexpr(0.6931471805599453)
@@ -99,12 +100,13 @@ def _rows_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    out, grad, reference, shift, dq, delta, dalpha, sgb, sgh, sgl, sgd,
+    out, grad, reference, shift, flags, dq, delta, dalpha, sgb, sgh, sgl, sgd,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    WANT_ALPHA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    WANT_ALPHA: tl.constexpr, FLAG_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns dq[b, h, i0:i0 + BM], delta of its rows and, if wanted, dalpha of each row."""
     blocks = tl.cdiv(Lq, BM)
@@ -112,6 +114,8 @@ def _rows_kernel(
     block = tl.program_id(0) % blocks
     if CAUSAL:
         block = blocks - 1 - block
+    if left_to_lists(flags, bh, block * BM, Lq, FLAG_ROWS):
+        return
     b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
     i = block * BM + tl.arange(0, BM)
     last_key = Lk
@@ -165,8 +169,8 @@ def _rows_kernel(
 
 @triton.jit
 def _keys_pass(
-    dk, dv, kt, vt, j, queries, grads, stats, row_source, side, ends, first, last,
-    EDGE: tl.constexpr, ONLY_LOW: tl.constexpr,
+    dk, dv, kt, vt, j, queries, grads, stats, row_source, side, ends, order, first, last,
+    EDGE: tl.constexpr, ONLY_LOW: tl.constexpr, FLAG_ROWS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -175,7 +179,8 @@ def _keys_pass(
     """Add to dk / scale and dv over query tiles first:last.
 
     EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: skip tiles without a row
-    whose threshold lies under `fill`, all keys of which are after the diagonal here.
+    whose threshold lies under `fill`, all keys of which are after the diagonal here. FLAG_ROWS:
+    first:last count tiles of the flagged blocks that `order` names.
     """
     q, stride_ql, stride_qd = queries
     grad, stride_gl, stride_gd = grads
@@ -184,6 +189,9 @@ def _keys_pass(
     last_row, last_key, diagonal = ends
     for n in tl.range(first, last, num_stages=STAGES):
         i = n * BM + tl.arange(0, BM)
+        if FLAG_ROWS > 0:
+            split = FLAG_ROWS // BM
+            i += (tl.load(order + n // split) - n // split) * FLAG_ROWS
         factor, am1, beta = row_constants(
             alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA
         )
@@ -216,17 +224,18 @@ def _keys_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    grad, reference, shift, delta, low, dk, dv, sgb, sgh, sgl, sgd,
+    grad, reference, shift, delta, low, order, earlier, dk, dv, sgb, sgh, sgl, sgd,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns dk and dv[b, hkv, j0:j0 + BN], over the rows of all heads that read them.
 
     low[b, h] tells whether some row of the head has its threshold under `fill`, so that keys after
-    the diagonal receive a gradient too.
+    the diagonal receive a gradient too. FLAG_ROWS: only rows of the blocks order[b, h], whose first
+    earlier[b, h, t] come before block t; dk and dv of a key head without any are not written.
     """
     blocks = tl.cdiv(Lk, BN)
     bg = tl.program_id(0) // blocks
@@ -257,31 +266,46 @@ def _keys_kernel(
         plain = tl.maximum(tl.minimum(tl.cdiv(plain, BM), rows), start)
     if block * BN + BN > last_key:
         plain = rows
+    chosen = 0
+    row_blocks = tl.cdiv(Lq, FLAG_ROWS) if FLAG_ROWS > 0 else 0
+    split = FLAG_ROWS // BM
     for head in range(G):
         h = (hkv * G + head).to(tl.int64)
         bh = b.to(tl.int64) * H + h
+        first, middle, final = start, plain, rows
+        mine = order
+        if FLAG_ROWS > 0:
+            before_block = earlier + bh * (row_blocks + 1)
+            mine = order + bh * row_blocks
+            first = tl.load(before_block + start // split) * split
+            middle = tl.load(before_block + tl.cdiv(plain, split)) * split
+            final = tl.load(before_block + tl.cdiv(rows, split)) * split
+            middle = tl.minimum(middle, final)
+            chosen += tl.load(before_block + row_blocks)
         queries = (q + b * sqb + h * sqh, sql, sqd)
         grads = (grad + b * sgb + h * sgh, sgl, sgd)
         stats = (reference + bh * Lq, shift + bh * Lq, delta + bh * Lq)
         source = (alpha + b * sab + h * sah, sal, am1_value, scale, fill_value)
         side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
         if CAUSAL and FINITE_FILL:
-            before = tl.where(tl.load(low + bh) != 0, start, 0)
+            before = tl.where(tl.load(low + bh) != 0, first, 0)
             acc_k, acc_v = _keys_pass(
-                acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, 0, before,
-                True, True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, mine, 0,
+                before, True, True, FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
                 FINITE_FILL, PRECISION, WIDEN, BM, 1,
             )  # fmt: skip
         acc_k, acc_v = _keys_pass(
-            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, start, plain,
-            True, False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, mine, first,
+            middle, True, False, FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
             FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
         )  # fmt: skip
         acc_k, acc_v = _keys_pass(
-            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, plain, rows,
-            False, False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, mine, middle,
+            final, False, False, FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
             FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
         )  # fmt: skip
+    if FLAG_ROWS > 0 and chosen == 0:
+        return
     at = (bg.to(tl.int64) * Lk + j)[:, None]
     c = tl.arange(0, BD)
     inside = (j < Lk)[:, None] & (c < D)[None, :]
@@ -372,37 +396,71 @@ def _low_heads(problem: Problem, reference: torch.Tensor, shift: torch.Tensor) -
     return (shift < factor * problem.fill - reference).any(-1).view(torch.uint8)
 
 
-def backward_blocks(
+@triton.jit
+def _order_kernel(flags, order, earlier, blocks, CHUNK: tl.constexpr):
+    """Of head program_id(0): the flagged blocks, ascending, and how many come before each block."""
+    bh = tl.program_id(0).to(tl.int64)
+    n = 0
+    for t0 in range(0, blocks, CHUNK):
+        t = t0 + tl.arange(0, CHUNK)
+        flag = tl.load(flags + bh * blocks + t, mask=t < blocks, other=0)
+        place = n + tl.cumsum(flag, 0) - flag
+        tl.store(order + bh * blocks + place, t, mask=flag != 0)
+        tl.store(earlier + bh * (blocks + 1) + t, place, mask=t < blocks)
+        n += tl.sum(flag, 0)
+    tl.store(earlier + bh * (blocks + 1) + blocks, n)
+
+
+def rows_blocks(
     problem: Problem,
     grad: torch.Tensor,
     out: torch.Tensor,
     reference: torch.Tensor,
     shift: torch.Tensor,
-    want_alpha: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """dq, dk, dv in the operands' dtypes, delta and dalpha of every row (fp32 [B, H, Lq])."""
-    q, k, v = problem.q, problem.k, problem.v
-    dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-    dk = torch.empty(k.shape, device=q.device, dtype=k.dtype)
-    dv = torch.empty(v.shape, device=q.device, dtype=v.dtype)
-    delta = torch.empty_like(shift)
-    dalpha = torch.empty_like(shift) if want_alpha else None
-    low = delta
+    flags: torch.Tensor | None,
+    flag_rows: int,
+    dq: torch.Tensor,
+    delta: torch.Tensor,
+    dalpha: torch.Tensor | None,
+) -> None:
+    """Fill dq, delta and, if given, dalpha (fp32 [B, H, Lq]); of flagged blocks, if there are flags."""
+    tile = tile_for(problem, "rows")
+    _rows_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
+        *problem.operands(), out, grad, reference, shift, shift if flags is None else flags,
+        dq, delta, delta if dalpha is None else dalpha, *grad.stride(),
+        **problem.constants(), WANT_ALPHA=dalpha is not None,
+        FLAG_ROWS=0 if flags is None else flag_rows,
+        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def keys_blocks(
+    problem: Problem,
+    grad: torch.Tensor,
+    reference: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+    flags: torch.Tensor | None,
+    flag_rows: int,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+) -> None:
+    """Fill dk and dv; with flags, from flagged blocks, and only key heads that have one."""
+    low = order = earlier = delta
     if problem.causal and problem.finite_fill:
         low = _low_heads(problem, reference, shift)
-    operands, constants = problem.operands(), problem.constants()
-    tile = tile_for(problem, "rows")
-    _rows_kernel[(problem.heads * triton.cdiv(q.shape[2], tile.rows),)](
-        *operands, out, grad, reference, shift, dq, delta, delta if dalpha is None else dalpha,
-        *grad.stride(), **constants, WANT_ALPHA=want_alpha,
-        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    if flags is not None:
+        B, H, blocks = flags.shape
+        order = torch.empty_like(flags)
+        earlier = flags.new_empty(B, H, blocks + 1)
+        _order_kernel[(B * H,)](flags, order, earlier, blocks, CHUNK=256)
+    k = problem.k
     tile = tile_for(problem, "keys")
     _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(k.shape[2], tile.keys),)](
-        *operands, grad, reference, shift, delta, low, dk, dv, *grad.stride(), **constants,
+        *problem.operands(), grad, reference, shift, delta, low, order, earlier, dk, dv,
+        *grad.stride(), **problem.constants(), FLAG_ROWS=0 if flags is None else flag_rows,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return dq, dk, dv, delta, dalpha
 
 
 def bias_gradient(

@@ -16,6 +16,7 @@ from .entmax_attention_problem import (
     add_product,
     head_offsets,
     key_tiles,
+    left_to_lists,
     load_tile,
     row_constants,
     row_scores,
@@ -115,12 +116,12 @@ def _threshold_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    reference, shift,
+    reference, shift, flags,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program finds reference and shift of rows i0:i0 + BM; tau = reference + shift.
 
@@ -132,6 +133,8 @@ def _threshold_kernel(
     block = tl.program_id(0) % blocks
     if CAUSAL:
         block = blocks - 1 - block  # the longest rows first
+    if left_to_lists(flags, bh, block * BM, Lq, FLAG_ROWS):
+        return
     b, h, q_at, k_at, _v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
     i = block * BM + tl.arange(0, BM)
     last_key = Lk
@@ -208,12 +211,12 @@ def _output_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    out, reference, shift,
+    out, reference, shift, flags,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns out[b, h, i0:i0 + BM], from the rows' thresholds."""
     blocks = tl.cdiv(Lq, BM)
@@ -221,6 +224,8 @@ def _output_kernel(
     block = tl.program_id(0) % blocks
     if CAUSAL:
         block = blocks - 1 - block  # the longest rows first
+    if left_to_lists(flags, bh, block * BM, Lq, FLAG_ROWS):
+        return
     b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
     i = block * BM + tl.arange(0, BM)
     last_key = Lk
@@ -261,17 +266,27 @@ def _output_kernel(
 
 
 def forward_blocks(
-    problem: Problem, out: torch.Tensor, reference: torch.Tensor, shift: torch.Tensor
+    problem: Problem,
+    out: torch.Tensor,
+    reference: torch.Tensor,
+    shift: torch.Tensor,
+    flags: torch.Tensor | None,
+    flag_rows: int,
 ) -> None:
-    """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
+    """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift.
+
+    With flags [B, H, ceil(Lq / flag_rows)], only the rows of blocks whose flag is set.
+    """
     operands, constants = problem.operands(), problem.constants()
     tile = tile_for(problem, "threshold")
     _threshold_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *operands, reference, shift, **constants,
+        *operands, reference, shift, shift if flags is None else flags, **constants,
+        FLAG_ROWS=0 if flags is None else flag_rows,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     tile = tile_for(problem, "output")
     _output_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *operands, out, reference, shift, **constants,
+        *operands, out, reference, shift, shift if flags is None else flags, **constants,
+        FLAG_ROWS=0 if flags is None else flag_rows,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

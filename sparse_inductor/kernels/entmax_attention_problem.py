@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .entmax_attention_tau import exponent_kind
 
-__all__ = ["Problem", "Tile", "key_scores", "key_tiles", "row_scores", "tile_for"]
+__all__ = ["Problem", "Tile", "key_scores", "key_tiles", "left_to_lists", "row_scores", "tile_for"]
 
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -298,3 +298,13 @@ def key_tiles(
         reach = tl.minimum(first_row + BM, Lq) + diagonal
         tiles = tl.maximum(tl.minimum(every, tl.cdiv(reach, BN)), 0)
     return tl.minimum(whole, tiles), tiles, every
+
+
+@triton.jit
+def left_to_lists(flags, bh, row, Lq, FLAG_ROWS: tl.constexpr):
+    """Whether the block of FLAG_ROWS rows that holds `row` has its flag unset (0: no flags)."""
+    if FLAG_ROWS > 0:
+        unset = tl.load(flags + bh * tl.cdiv(Lq, FLAG_ROWS) + row // FLAG_ROWS) == 0
+    else:
+        unset = False
+    return unset

@@ -17,7 +17,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["GENERAL", "class_bound", "clip", "compensated", "exponent_kind", "powers", "step"]
+__all__ = [
+    "GENERAL",
+    "bound_step",
+    "class_bound",
+    "clip",
+    "compensated",
+    "exponent_kind",
+    "powers",
+    "step",
+]
 
 # beta where a closed form beats exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
 CLOSED_FORMS = (1, 2, 3, 4)
@@ -105,6 +114,28 @@ def class_bound(top, d, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
         ahead = (h - 1.0) * f / (h * tl.sum(g, 1))
         d = tl.where(ahead > 0.0, d + ahead, d)
     return d
+
+
+@triton.jit
+def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
+    """Raise the lower bounds [R, L] of raw scores by the class maxima top, four tensors [R, L].
+
+    As `class_bound`, in units of q . k: x = factor * score. The target is a little over 1, so that
+    rounding cannot carry a bound past its root.
+    """
+    t0, t1, t2, t3 = top
+    power = tl.maximum(beta, 1.0) if KIND == 0 else beta
+    for _ in tl.static_range(STEPS):
+        w0, g0 = powers(tl.maximum(t0 - bound, 0.0) * factor, power, KIND)
+        w1, g1 = powers(tl.maximum(t1 - bound, 0.0) * factor, power, KIND)
+        w2, g2 = powers(tl.maximum(t2 - bound, 0.0) * factor, power, KIND)
+        w3, g3 = powers(tl.maximum(t3 - bound, 0.0) * factor, power, KIND)
+        f = tl.sum(w0 + w1 + w2 + w3, 1)[:, None]
+        g = tl.sum(g0 + g1 + g2 + g3, 1)[:, None]
+        h = _root(f, power, KIND)
+        ahead = (h - 1.00001) * f / (h * g * factor)
+        bound = tl.where(ahead > 0.0, bound + ahead, bound)
+    return bound
 
 
 @triton.jit

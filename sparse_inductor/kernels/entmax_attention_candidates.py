@@ -1,0 +1,351 @@
+"""Entmax attention for peaked rows, first half: the few scores that can be in a row's support.
+
+One streaming pass over the scores of a block of rows. Before it, the maxima of 16 column classes
+over a part of the keys give each row a lower bound of its threshold: maxima of disjoint classes are
+distinct entries of the row. The pass then appends every group of four scores with one above the
+bound to a list that only one thread writes, so that no atomics are needed and the order is fixed.
+A bound from the final maxima thins the lists, and what is left goes to the row's list.
+
+Blocks of rows that are not peaked, or whose lists overflow, are flagged for the block passes.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .entmax_attention_problem import load_tile, product, row_constants
+from .entmax_attention_tau import bound_step
+
+__all__ = ["CAPACITY", "GROUP", "KEYS", "RECORD_BYTES", "candidates_kernel"]
+
+# Keys a tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
+KEYS = tl.constexpr(64)
+GROUP = tl.constexpr(4)
+# A record is a group's four scores and the column of its first: 20 bytes, 8-byte aligned.
+RECORD_BYTES = tl.constexpr(24)
+RECORD_WORDS = tl.constexpr(6)
+# Records of one row and lane. A row of support 7 appends 24 in all, and a few before its bound is
+# tight; 40 in one of four lanes is beyond what the density test lets through.
+CAPACITY = tl.constexpr(40)
+# Above this many classes with a maximum over the bound (mean of the block's rows, of 16) the support
+# is about 25 or more, where block passes are faster.
+DENSE_CLASSES = tl.constexpr(12.0)
+ABSENT = tl.constexpr(-1e30)
+FAR = tl.constexpr(1e30)
+
+
+def _append_source(integer_test: bool) -> tuple[str, str]:
+    """PTX and constraints of one tile's appends of a thread: 4 groups of 4 scores of one row.
+
+    Out: offset, 4 class maxima. In: the same, then bound, the bound's bits, base address, column,
+    limit, 16 scores. For a bound >= 0 the order of floats is the order of their bits, and integer
+    maxima take one instruction for three operands.
+    """
+    size = GROUP.value
+    groups = KEYS.value // 4 // size
+    bound, bits, base, column, limit, first = (
+        1 + groups + i for i in range(1 + groups, 7 + groups)
+    )
+    lines = ["{", ".reg .pred p; .reg .b32 l, c, x<4>; .reg .b64 a; .reg .f32 y;"]
+    lines.append(f"mov.b32 $0, ${1 + groups};")
+    for g in range(groups):
+        lines.append(f"mov.b32 ${1 + g}, ${2 + groups + g};")
+    for g in range(groups):
+        for e in range(size):
+            lines.append(f"mov.b32 x{e}, ${first + g * size + e};")
+        kind = "s32" if integer_test else "NaN.f32"
+        if integer_test:
+            lines.append("max.s32 l, x0, x1;")
+            lines += [f"max.s32 l, l, x{e};" for e in range(2, size)]
+            lines.append(f"setp.gt.s32 p, l, ${bits};")
+        else:
+            lines.append(".reg .f32 z<4>;" if g == 0 else "")
+            lines += [f"mov.b32 z{e}, x{e};" for e in range(size)]
+            lines.append(f"max.{kind} y, z0, z1;")
+            lines += [f"max.{kind} y, y, z{e};" for e in range(2, size)]
+            lines.append(f"mov.b32 l, y; setp.gtu.f32 p, y, ${bound};")
+        lines.append(f"@!p bra SKIP{g};")
+        lines.append("mov.b32 y, l;")
+        lines.append(f"max.f32 ${1 + g}, ${1 + g}, y;")
+        lines.append(f"setp.le.s32 p, $0, ${limit};")
+        lines.append(f"@!p bra FULL{g};")
+        lines.append(f"cvt.u64.u32 a, $0; add.s64 a, a, ${base};")
+        lines += [f"st.global.v2.b32 [a+{4 * e}], {{x{e}, x{e + 1}}};" for e in range(0, size, 2)]
+        lines.append(f"add.u32 c, ${column}, {4 * size * g}; st.global.b32 [a+{4 * size}], c;")
+        lines.append(f"FULL{g}: add.u32 $0, $0, {RECORD_BYTES.value};")
+        lines.append(f"SKIP{g}:")
+    lines.append("}")
+    outs = ["=&r"] + ["=&f"] * groups
+    ins = ["r"] + ["f"] * groups + ["f", "r", "l", "r", "r"] + ["f"] * (groups * size)
+    return "\n".join(lines), ",".join(outs + ins)
+
+
+INTEGER_SOURCE, CONSTRAINTS = (tl.constexpr(x) for x in _append_source(True))
+FLOAT_SOURCE = tl.constexpr(_append_source(False)[0])
+
+
+@triton.jit
+def _split8(x, BM: tl.constexpr):
+    """x [BM, 4, 8] as its eight columns."""
+    even, odd = tl.split(tl.reshape(x, (BM, 4, 4, 2)))
+    a, b = tl.split(tl.reshape(even, (BM, 4, 2, 2)))
+    x0, x4 = tl.split(a)
+    x2, x6 = tl.split(b)
+    a, b = tl.split(tl.reshape(odd, (BM, 4, 2, 2)))
+    x1, x5 = tl.split(a)
+    x3, x7 = tl.split(b)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def _append_group(off, top, bound, records, column, limit, a, b, c, d, NUMBER: tl.constexpr):
+    """Append one group in plain Triton: (offset, class maximum)."""
+    best = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    # NaN is above every bound.
+    hit = (best > bound) | (a != a) | (b != b) | (c != c) | (d != d)
+    write = hit & (off <= limit)
+    at = records + off // 4
+    tl.store(at, a, mask=write)
+    tl.store(at + 1, b, mask=write)
+    tl.store(at + 2, c, mask=write)
+    tl.store(at + 3, d, mask=write)
+    tl.store(at + 4, (column + 16 * NUMBER).to(tl.float32, bitcast=True), mask=write)
+    off += tl.where(hit, RECORD_BYTES, 0)
+    return off, tl.where(hit, tl.maximum(top, best), top)
+
+
+@triton.jit
+def _append(
+    s, off, top, bound, records, column, limit,
+    FLOAT: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Append the groups of tile s [BM, 64] with a score above bound: (offset, class maxima).
+
+    The accumulator as its threads hold it: lane l of a row has columns 8 n + 2 l and 8 n + 2 l + 1.
+    No data moves.
+    """
+    t0, t1, t2, t3 = top
+    x, y = tl.split(tl.permute(tl.reshape(s, (BM, 8, 4, 2)), (0, 2, 1, 3)))
+    x0, x1, x2, x3, x4, x5, x6, x7 = _split8(x, BM)
+    y0, y1, y2, y3, y4, y5, y6, y7 = _split8(y, BM)
+    if ASM:
+        base = records.to(tl.int64, bitcast=True)
+        if FLOAT:
+            off, t0, t1, t2, t3 = tl.inline_asm_elementwise(
+                FLOAT_SOURCE, CONSTRAINTS,
+                [off, t0, t1, t2, t3, bound, off, base, column, limit,
+                 x0, y0, x1, y1, x2, y2, x3, y3, x4, y4, x5, y5, x6, y6, x7, y7],
+                dtype=(tl.int32, tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            bits = bound.to(tl.int32, bitcast=True)
+            off, t0, t1, t2, t3 = tl.inline_asm_elementwise(
+                INTEGER_SOURCE, CONSTRAINTS,
+                [off, t0, t1, t2, t3, bound, bits, base, column, limit,
+                 x0, y0, x1, y1, x2, y2, x3, y3, x4, y4, x5, y5, x6, y6, x7, y7],
+                dtype=(tl.int32, tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=False, pack=1,
+            )  # fmt: skip
+    else:
+        off, t0 = _append_group(off, t0, bound, records, column, limit, x0, y0, x1, y1, 0)
+        off, t1 = _append_group(off, t1, bound, records, column, limit, x2, y2, x3, y3, 1)
+        off, t2 = _append_group(off, t2, bound, records, column, limit, x4, y4, x5, y5, 2)
+        off, t3 = _append_group(off, t3, bound, records, column, limit, x6, y6, x7, y7, 3)
+    return off, (t0, t1, t2, t3)
+
+
+@triton.jit
+def _class_maxima(s, top, BM: tl.constexpr):
+    """Raise the maxima of a row's 16 classes (lane, group) by tile s [BM, 64]."""
+    x = tl.permute(tl.reshape(s, (BM, 8, 4, 2)), (0, 2, 1, 3))
+    even, odd = tl.split(tl.reshape(tl.max(tl.reshape(x, (BM, 4, 4, 4)), 3), (BM, 4, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    t0, t1, t2, t3 = top
+    return tl.maximum(t0, x0), tl.maximum(t1, x1), tl.maximum(t2, x2), tl.maximum(t3, x3)
+
+
+@triton.jit
+def _load(
+    desc, base, first, j, stride, limit, EDGE: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr
+):
+    if TMA:
+        return desc.load([first, 0])
+    return load_tile(base, j, stride, limit, 1, EDGE, D, D)
+
+
+@triton.jit
+def _edge(s, i, j, last_key, diagonal, CAUSAL: tl.constexpr):
+    seen = (j < last_key)[None, :]
+    if CAUSAL:
+        seen = seen & (j[None, :] <= i[:, None] + diagonal)
+    return tl.where(seen, s, ABSENT)
+
+
+@triton.jit
+def _stream(
+    off, top, bound, qt, keys, records, lane, limit, low, factor, beta, first, last,
+    FLOAT: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
+    UPDATE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The pass itself, over key tiles first:last that have no edge."""
+    k_desc, k, key_row, stride_kl, last_key = keys
+    for n in tl.range(first, last, num_stages=STAGES):
+        j = n * KEYS + tl.arange(0, KEYS)
+        kt = _load(k_desc, k, key_row + n * KEYS, j, stride_kl, last_key, False, TMA, D)
+        s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+        off, top = _append(s, off, top, bound, records, lane + n * KEYS, limit, FLOAT, ASM, BM)
+        if n % UPDATE == UPDATE - 1:
+            bound = bound_step(top, bound, factor, beta, KIND, 1)
+    return off, top, bound
+
+
+@triton.jit
+def candidates_kernel(
+    q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, fill_value,
+    scratch, entries, counts, flags, total, before,
+    D: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr,
+    HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
+    SLOTS: tl.constexpr, UPDATE: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Programs stride over blocks of BM rows; each owns entries and counts of its rows.
+
+    entries[row, :counts[row]] = column << 32 | bits of the raw score q . k, in a fixed order, of all
+    scores above a lower bound of the row's threshold; flags[block] = 1 where some row is left to the
+    block passes. scratch: BM * 4 * CAPACITY records a program, reused from block to block. `before`
+    key tiles are looked at ahead of the pass.
+    """
+    blocks = tl.cdiv(Lq, BM)
+    heads = total // blocks
+    rows = tl.arange(0, BM)
+    four = tl.arange(0, 4)
+    lane = 2 * four[None, :] + tl.zeros([BM, 1], tl.int32)
+    start = (rows[:, None] * 4 + four[None, :]) * (CAPACITY * RECORD_BYTES)
+    limit = start + (CAPACITY - 1) * RECORD_BYTES
+    own = scratch + tl.program_id(0).to(tl.int64) * (BM * 4 * CAPACITY * RECORD_WORDS)
+    records = own + tl.zeros([BM, 4], tl.int32)
+    for unit in range(tl.program_id(0), total, tl.num_programs(0)):
+        if CAUSAL:  # the longest rows first
+            block = blocks - 1 - unit // heads
+            bh = unit % heads
+        else:
+            block = unit % blocks
+            bh = unit // blocks
+        b = (bh // H).to(tl.int64)
+        h = (bh % H).to(tl.int64)
+        i = block * BM + rows
+        last_row = Lq
+        if HAS_QLEN:
+            last_row = tl.minimum(Lq, tl.load(query_lengths + b).to(tl.int32))
+        last_key = Lk
+        if HAS_KLEN:
+            last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
+        diagonal = Lk - Lq
+        row_factor, _am1, row_beta = row_constants(
+            alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
+        )
+        factor = row_factor[:, None] + tl.zeros([BM, 4], tl.float32)
+        beta = row_beta[:, None] + tl.zeros([BM, 4], tl.float32)
+        whole = last_key // KEYS
+        tiles = tl.cdiv(last_key, KEYS)
+        if CAUSAL:
+            whole = tl.maximum(tl.minimum(whole, (block * BM + diagonal + 1) // KEYS), 0)
+            reach = tl.minimum(block * BM + BM, Lq) + diagonal
+            tiles = tl.maximum(tl.minimum(tiles, tl.cdiv(reach, KEYS)), 0)
+            whole = tl.minimum(whole, tiles)
+        k_head = k + b * skb + (h // G) * skh
+        key_row = ((b * (H // G) + h // G) * Lk).to(tl.int32)
+        keys = (k_desc, k_head, key_row, skl, last_key)
+        query_row = (bh * Lq + block * BM).to(tl.int32)
+        qt = _load(q_desc, q + b * sqb + h * sqh, query_row, i, sql, Lq, True, TMA, D)
+
+        none = tl.full([BM, 4], ABSENT, tl.float32)
+        top = (none, none, none, none)
+        for n in tl.range(0, tl.minimum(before, whole), num_stages=STAGES):
+            j = n * KEYS + tl.arange(0, KEYS)
+            kt = _load(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+            top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
+        for n in tl.range(whole, tiles, num_stages=1):
+            j = n * KEYS + tl.arange(0, KEYS)
+            kt = _load(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
+            s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+            top = _class_maxima(_edge(s, i, j, last_key, diagonal, CAUSAL), top, BM)
+        t0, t1, t2, t3 = top
+        best = tl.max(tl.maximum(tl.maximum(t0, t1), tl.maximum(t2, t3)), 1)[:, None]
+        bound = bound_step(top, best - 1.0 / factor, factor, beta, KIND, 3)
+        row_ok = (i < last_row)[:, None] & (lane >= 0)
+        bound = tl.where(row_ok, bound, FAR)
+        over = (t0 > bound).to(tl.float32) + (t1 > bound).to(tl.float32)
+        over += (t2 > bound).to(tl.float32) + (t3 > bound).to(tl.float32)
+        valid = tl.maximum(tl.minimum(last_row - block * BM, BM), 1).to(tl.float32)
+        dense = tl.sum(tl.sum(over, 1), 0) > valid * DENSE_CLASSES
+        edge_tiles = tl.where(dense, whole, tiles)
+        last = tl.where(dense, 0, whole)
+
+        off = start
+        for n in tl.range(whole, edge_tiles, num_stages=1):
+            j = n * KEYS + tl.arange(0, KEYS)
+            kt = _load(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
+            s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+            s = _edge(s, i, j, last_key, diagonal, CAUSAL)
+            off, top = _append(s, off, top, bound, records, lane + n * KEYS, limit, True, ASM, BM)
+        low = tl.min(tl.min(bound, 1), 0) < 0.0
+        signed = tl.where(low, last, 0)
+        off, top, bound = _stream(
+            off, top, bound, qt, keys, records, lane, limit, low, factor, beta, 0, signed,
+            True, ASM, TMA, KIND, UPDATE, D, BM, PRECISION, WIDEN, STAGES,
+        )  # fmt: skip
+        off, top, bound = _stream(
+            off, top, bound, qt, keys, records, lane, limit, low, factor, beta, signed, last,
+            False, ASM, TMA, KIND, UPDATE, D, BM, PRECISION, WIDEN, STAGES,
+        )  # fmt: skip
+        bound = bound_step(top, bound, factor, beta, KIND, 2)
+
+        # Each row's records, thinned by the final bound, in the order record, lane, element.
+        tl.debug_barrier()
+        full = off > limit + RECORD_BYTES
+        row_at = bh.to(tl.int64) * Lq + i
+        slots = entries + row_at[:, None] * SLOTS
+        size = (tl.minimum(off, limit + RECORD_BYTES) - start) // RECORD_BYTES
+        used = tl.zeros([BM, 1], tl.int32)
+        for r in range(tl.max(tl.max(size, 1), 0)):
+            live = (r < size) & row_ok
+            at = records + start // 4 + r * RECORD_WORDS
+            column = tl.load(at + 4, mask=live, other=0.0).to(tl.int32, bitcast=True)
+            v0 = tl.load(at, mask=live, other=ABSENT)
+            v1 = tl.load(at + 1, mask=live, other=ABSENT)
+            v2 = tl.load(at + 2, mask=live, other=ABSENT)
+            v3 = tl.load(at + 3, mask=live, other=ABSENT)
+            # Written so that NaN stays.
+            k0 = (live & ((v0 <= bound) == 0)).to(tl.int32)
+            k1 = (live & ((v1 <= bound) == 0)).to(tl.int32)
+            k2 = (live & ((v2 <= bound) == 0)).to(tl.int32)
+            k3 = (live & ((v3 <= bound) == 0)).to(tl.int32)
+            mine = k0 + k1 + k2 + k3
+            place = used + tl.cumsum(mine, 1) - mine
+            _keep(slots, place, v0, column, k0, SLOTS)
+            _keep(slots, place + k0, v1, column + 1, k1, SLOTS)
+            _keep(slots, place + k0 + k1, v2, column + 8, k2, SLOTS)
+            _keep(slots, place + k0 + k1 + k2, v3, column + 9, k3, SLOTS)
+            used += tl.sum(mine, 1)[:, None]
+        bad = (full | (used > SLOTS)) & row_ok
+        if FINITE_FILL:
+            # A dropped key may be in the support.
+            bad = bad | ((bound * scale < fill_value) & row_ok)
+        flag = tl.max(tl.max(bad.to(tl.int32), 1), 0) | dense.to(tl.int32)
+        tl.store(flags + bh * blocks + block, flag)
+        tl.store(counts + row_at, tl.sum(tl.where(four[None, :] == 0, used, 0), 1), mask=i < Lq)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _keep(slots, place, value, column, keep, SLOTS: tl.constexpr):
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    entry = (column.to(tl.int64) << 32) | bits
+    tl.store(slots + place, entry, mask=(keep != 0) & (place < SLOTS))
