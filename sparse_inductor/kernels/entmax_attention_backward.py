@@ -24,7 +24,6 @@ from .entmax_attention_problem import (
     Tile,
     add_product,
     head_offsets,
-    key_scores,
     key_tiles,
     left_to_lists,
     load_tile,
@@ -204,18 +203,46 @@ def _keys_pass(
         if wanted > 0:
             mean = tl.load(delta + i, mask=i < last_row, other=0.0)
             qt = load_tile(q, i, stride_ql, last_row, stride_qd, True, D, BD)
-            x, kept = key_scores(
+            do = load_tile(grad, i, stride_gl, last_row, stride_gd, True, DV, BDV)
+            x, kept = row_scores(
                 qt, kt, i, j, (factor, am1, m, fill), side, last_row, last_key, diagonal,
                 EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
             )  # fmt: skip
-            p, g = powers(clip(x, d[None, :]), beta[None, :], KIND)
-            do = load_tile(grad, i, stride_gl, last_row, stride_gd, True, DV, BDV)
-            dv = add_product(p.to(do.dtype), do, dv, PRECISION, WIDEN)
-            dz = g * (product(vt, tl.trans(do), PRECISION, WIDEN) - mean[None, :])
+            p, g = powers(clip(x, d[:, None]), beta[:, None], KIND)
+            dv = add_product(tl.trans(p.to(do.dtype)), do, dv, PRECISION, WIDEN)
+            dz = g * (product(do, tl.trans(vt), PRECISION, WIDEN) - mean[:, None])
             if FINITE_FILL:
                 dz = tl.where(kept, dz, 0.0)
-            dk = add_product(_narrow(dz, qt), qt, dk, PRECISION, WIDEN)
+            dk = add_product(tl.trans(_narrow(dz, qt)), qt, dk, PRECISION, WIDEN)
     return dk, dv
+
+
+@triton.jit
+def _head_pass(
+    dk, dv, kt, vt, j, head_data, spread, start, plain, rows,
+    FLAG_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add one head to dk / scale and dv: query tiles start:plain have an edge, plain:rows none."""
+    queries, grads, stats, source, side, ends, order = head_data
+    if CAUSAL and FINITE_FILL:
+        dk, dv = _keys_pass(
+            dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, order,
+            0, tl.where(spread != 0, start, 0), True, True, FLAG_ROWS, D, DV, BD, BDV, KIND,
+            HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, 1,
+        )  # fmt: skip
+    dk, dv = _keys_pass(
+        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, order,
+        start, plain, True, False, FLAG_ROWS, D, DV, BD, BDV, KIND,
+        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+    )  # fmt: skip
+    return _keys_pass(
+        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, order,
+        plain, rows, False, False, FLAG_ROWS, D, DV, BD, BDV, KIND,
+        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -274,6 +301,7 @@ def _keys_kernel(
         bh = b.to(tl.int64) * H + h
         first, middle, final = start, plain, rows
         mine = order
+        here = 0
         if FLAG_ROWS > 0:
             before_block = earlier + bh * (row_blocks + 1)
             mine = order + bh * row_blocks
@@ -281,29 +309,29 @@ def _keys_kernel(
             middle = tl.load(before_block + tl.cdiv(plain, split)) * split
             final = tl.load(before_block + tl.cdiv(rows, split)) * split
             middle = tl.minimum(middle, final)
-            chosen += tl.load(before_block + row_blocks)
+            here = tl.load(before_block + row_blocks)
+            chosen += here
         queries = (q + b * sqb + h * sqh, sql, sqd)
         grads = (grad + b * sgb + h * sgh, sgl, sgd)
         stats = (reference + bh * Lq, shift + bh * Lq, delta + bh * Lq)
         source = (alpha + b * sab + h * sah, sal, am1_value, scale, fill_value)
         side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
+        spread = 0
         if CAUSAL and FINITE_FILL:
-            before = tl.where(tl.load(low + bh) != 0, first, 0)
-            acc_k, acc_v = _keys_pass(
-                acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, mine, 0,
-                before, True, True, FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
-                FINITE_FILL, PRECISION, WIDEN, BM, 1,
+            spread = tl.load(low + bh).to(tl.int32)
+        head_data = (queries, grads, stats, source, side, ends, mine)
+        if FLAG_ROWS > 0 and here < row_blocks:
+            acc_k, acc_v = _head_pass(
+                acc_k, acc_v, kt, vt, j, head_data, spread, first, middle, final,
+                FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
-        acc_k, acc_v = _keys_pass(
-            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, mine, first,
-            middle, True, False, FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
-            FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
-        )  # fmt: skip
-        acc_k, acc_v = _keys_pass(
-            acc_k, acc_v, kt, vt, j, queries, grads, stats, source, side, ends, mine, middle,
-            final, False, False, FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
-            FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
-        )  # fmt: skip
+        else:
+            acc_k, acc_v = _head_pass(
+                acc_k, acc_v, kt, vt, j, head_data, spread, start, plain, rows,
+                0, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+            )  # fmt: skip
     if FLAG_ROWS > 0 and chosen == 0:
         return
     at = (bg.to(tl.int64) * Lk + j)[:, None]

@@ -38,8 +38,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 SLOTS = 64
 # Fewer keys: the block passes' launches are the shorter ones.
 MIN_KEYS = 1024
-# Rows of a key that one warp sorts at once; a key with more is scanned for in the rows' lists.
+# Rows of a key that one warp sorts, with those of its neighbours, and that four warps sort. A key with
+# more is searched for in the rows' lists.
 SORTED = tl.constexpr(128)
+LONG = tl.constexpr(1024)
+# Programs of 128 threads a multiprocessor, and the registers a thread that lets them be.
+RESIDENT, REGISTERS = 4, 128
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
@@ -123,6 +127,7 @@ def _finalize_kernel(
     )
     row = bh.to(tl.int64) * Lq + i
     n = tl.load(counts + row, mask=i < Lq, other=0)
+    key = (b * (H // G) + h // G) * Lk
     slot = tl.arange(0, SLOTS)
     live = slot[None, :] < n[:, None]
     at = entries + row[:, None] * SLOTS + slot[None, :]
@@ -164,7 +169,6 @@ def _finalize_kernel(
     tl.store(counts + row, support, mask=i < Lq)
     tl.store(reference + row, best * factor, mask=i < Lq)
     tl.store(shift + row, tl.where(dead, POS_INF, d), mask=i < Lq)
-    key = (b * (H // G) + h // G) * Lk
     if TRAINING:
         tl.atomic_add(key_counts + key + column, 1, mask=keep != 0, sem="relaxed")
     tl.debug_barrier()
@@ -276,14 +280,24 @@ def _rows_kernel(
 
 
 @triton.jit
-def _sort(by_key, start, n, WIDTH: tl.constexpr, R: tl.constexpr):
-    """Sort each of R segments of at most WIDTH entries by row number, in place."""
+def _sort(by_key, start, n, WIDTH: tl.constexpr, BITS: tl.constexpr):
+    """Sort each of R segments of at most WIDTH entries by row number, in place.
+
+    With BITS, row numbers have 31 - BITS bits: half the network's work is saved by sorting them with
+    the place of their entry, in 32 bits.
+    """
     s = tl.arange(0, WIDTH)
     live = s[None, :] < n[:, None]
     at = by_key + start[:, None] + s[None, :]
-    entry = tl.load(at, mask=live, other=0x7FFFFFFFFFFFFFFF)
+    if BITS > 0:
+        number = (tl.load(at, mask=live, other=0) >> 32).to(tl.int32)
+        order = tl.sort(tl.where(live, (number << BITS) + s[None, :], 0x7FFFFFFF), 1)
+        chosen = by_key + start[:, None] + (order & (WIDTH - 1))
+        entry = tl.load(chosen, mask=live, other=0)
+    else:
+        entry = tl.sort(tl.load(at, mask=live, other=0x7FFFFFFFFFFFFFFF), 1)
     tl.debug_barrier()
-    tl.store(at, tl.sort(entry, 1), mask=live)
+    tl.store(at, entry, mask=live)
     tl.debug_barrier()
 
 
@@ -361,15 +375,15 @@ def _keys_kernel(
     n = tl.where(want, n, 0)
     most = tl.max(n, 0)
     if most > 64:
-        _sort(by_key, start, n, 128, R)
+        _sort(by_key, start, n, 128, 7)
     elif most > 32:
-        _sort(by_key, start, n, 64, R)
+        _sort(by_key, start, n, 64, 7)
     elif most > 16:
-        _sort(by_key, start, n, 32, R)
+        _sort(by_key, start, n, 32, 7)
     elif most > 8:
-        _sort(by_key, start, n, 16, R)
+        _sort(by_key, start, n, 16, 7)
     elif most > 1:
-        _sort(by_key, start, n, 8, R)
+        _sort(by_key, start, n, 8, 7)
     de = tl.arange(0, BDV)
     at = v + b * svb + (bg % (H // G)).to(tl.int64) * svh + j.to(tl.int64)[:, None] * svl
     vk = tl.load(at + de[None, :] * svd, mask=(j < Lk)[:, None] & (de < DV)[None, :], other=0.0).to(
@@ -393,15 +407,17 @@ def _keys_kernel(
 def _long_keys_kernel(
     q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale,
-    entries, counts, flags, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
+    by_key, ends, entries, counts, flags, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta,
+    dk, dv,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_ALPHA: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of keys with more than SORTED rows, among SPAN keys a program.
 
-    Such a key is found by reading the lists of all rows of its heads, ROWS at a time: 8 bytes a
-    slot that is filled. A key that most rows attend to has no use for a list of rows.
+    Up to LONG rows are sorted. Beyond, they are found by reading the lists of all rows of the key's
+    heads, ROWS at a time: 8 bytes a slot that is filled. A key that most rows attend to has no use
+    for a list of rows.
     """
     blocks = tl.cdiv(Lk, SPAN)
     bg = tl.program_id(0) // blocks
@@ -419,7 +435,23 @@ def _long_keys_kernel(
         vk = tl.load(at + de[None, :] * svd, mask=(de < DV)[None, :], other=0.0).to(tl.float32)
         acc_k = tl.zeros([1, BD], tl.float32)
         acc_v = tl.zeros([1, BDV], tl.float32)
-        for g in range(G):
+        rows = tl.sum(tl.where(span == j, n, 0), 0)
+        if rows <= LONG:
+            size = rows + tl.zeros([1], tl.int32)
+            start = tl.load(ends + bg.to(tl.int64) * Lk + one) - size
+            _sort(by_key, start, size, LONG, 0)
+            for c in range(0, rows, ROWS):
+                s = c + tl.arange(0, ROWS)
+                live = (s < rows)[None, :]
+                number, u = _unpack(
+                    tl.load(by_key + start[:, None] + s[None, :], mask=live, other=0)
+                )
+                acc_k, acc_v = _key_terms(
+                    q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd, sab, sah, sal,
+                    b, number, u, live, H, Lq, am1_value, scale, vk, acc_k, acc_v,
+                    D, BD, DV, BDV, KIND, HAS_ALPHA,
+                )  # fmt: skip
+        for g in range(tl.where(rows <= LONG, 0, G)):
             h = (bg % (H // G)) * G + g
             head = b * H + h
             for i0 in range(0, Lq, ROWS):
@@ -434,11 +466,13 @@ def _long_keys_kernel(
                 weight = tl.sum(tl.where(match, u, 0.0), 1)
                 found = tl.max(match.to(tl.int32), 1) != 0
                 number = (h * Lq + i).to(tl.int32)
-                acc_k, acc_v = _key_terms(
-                    q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd, sab, sah, sal,
-                    b, number[None, :], weight[None, :], found[None, :], H, Lq, am1_value, scale,
-                    vk, acc_k, acc_v, D, BD, DV, BDV, KIND, HAS_ALPHA,
-                )  # fmt: skip
+                if tl.max(found.to(tl.int32), 0) != 0:
+                    acc_k, acc_v = _key_terms(
+                        q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd,
+                        sab, sah, sal, b, number[None, :], weight[None, :], found[None, :],
+                        H, Lq, am1_value, scale, vk, acc_k, acc_v,
+                        D, BD, DV, BDV, KIND, HAS_ALPHA,
+                    )  # fmt: skip
         key = bg.to(tl.int64) * Lk + one
         _write_keys(
             dk, dv, acc_k, acc_v, key, one < Lk, tl.load(partial + bg) != 0, scale, D, BD, DV, BDV
@@ -446,14 +480,9 @@ def _long_keys_kernel(
         j = tl.min(tl.where(long > j, long, Lk), 0)
 
 
-def _precision(problem: Problem) -> dict[str, object]:
-    constants = problem.constants()
-    return {name: constants[name] for name in ("KIND", "HAS_ALPHA", "PRECISION", "WIDEN")}
-
-
 def _schedule(tiles: int) -> tuple[int, int]:
     """(key tiles looked at ahead of the pass, tiles between two updates of the bounds)."""
-    return max(1, min(tiles // 4, 64)), 4 if tiles <= 64 else 8
+    return max(1, min(tiles // 4, 32)), 8 if tiles <= 64 else 16
 
 
 def forward_lists(
@@ -485,8 +514,7 @@ def forward_lists(
         q, k = q.contiguous(), k.contiguous()
     total = B * H * triton.cdiv(Lq, rows)
     if cuda:
-        # Four programs of 128 threads and 128 registers fit a multiprocessor.
-        programs = 4 * torch.cuda.get_device_properties(q.device).multi_processor_count
+        programs = RESIDENT * torch.cuda.get_device_properties(q.device).multi_processor_count
     else:
         programs = 2
     programs = min(total, programs)
@@ -504,7 +532,7 @@ def forward_lists(
         )
     alpha = unused if problem.alpha is None else problem.alpha
     lengths = [unused if t is None else t for t in (problem.query_lengths, problem.key_lengths)]
-    options = {"maxnreg": 128} if cuda else {}
+    options = {"maxnreg": REGISTERS} if cuda else {}
     before, update = _schedule(tiles)
     candidates_kernel[(programs,)](
         *descriptors, q, k, alpha, *lengths, *q.stride()[:3], *k.stride()[:3], *strides,
@@ -593,6 +621,6 @@ def add_keys_from_lists(
         **constants, R=per, CHUNK=8, num_warps=1,
     )  # fmt: skip
     _long_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 64),)](
-        *head, entries, counts, flags, key_counts, partial, grad, *grad.stride(), delta, dk, dv,
+        *head, by_key, ends, entries, counts, flags, key_counts, partial, grad, *grad.stride(), delta, dk, dv,
         **constants, SLOTS=SLOTS, BM=block_rows(q), SPAN=64, ROWS=32, num_warps=4,
     )  # fmt: skip

@@ -12,7 +12,14 @@ import triton.language as tl
 
 from .entmax_attention_tau import exponent_kind
 
-__all__ = ["Problem", "Tile", "key_scores", "key_tiles", "left_to_lists", "row_scores", "tile_for"]
+__all__ = [
+    "Problem",
+    "Tile",
+    "key_tiles",
+    "left_to_lists",
+    "row_scores",
+    "tile_for",
+]
 
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -45,7 +52,7 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
     if width <= 64:
         return {
             "threshold": Tile(
-                128, 64, four, 3
+                128, 64, 8, 3
             ),  # scores and column maxima: 32 registers each a thread
             "output": Tile(128, 64, four, 3),
             # scores, dp and two sums of width 64
@@ -234,35 +241,6 @@ def row_scores(
             kept = kept & before
             x = tl.where(before, x, fill[:, None])
         x = tl.where((j < last_key)[None, :], x, NEG_INF)
-    return x, kept
-
-
-@triton.jit
-def key_scores(
-    q, k, i, j, row, side, last_row, last_key, diagonal,
-    EDGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """`row_scores` transposed, [N, M]: p^T is then at hand for dv as a product's first operand."""
-    factor, am1, reference, fill = row
-    bias, stride_bl, stride_bk, mask, stride_ml, stride_mk = side
-    x = product(k, tl.trans(q), PRECISION, WIDEN) * factor[None, :]
-    inside = (i < last_row)[None, :] & (j < last_key)[:, None]
-    kept = inside
-    if HAS_BIAS:
-        at = bias + i.to(tl.int64)[None, :] * stride_bl + j.to(tl.int64)[:, None] * stride_bk
-        x += tl.load(at, mask=inside, other=0.0).to(tl.float32) * am1[None, :]
-    x = x - reference[None, :]
-    if HAS_MASK:
-        at = mask + i.to(tl.int64)[None, :] * stride_ml + j.to(tl.int64)[:, None] * stride_mk
-        kept = kept & (tl.load(at, mask=inside, other=0) != 0)
-        x = tl.where(kept, x, fill[None, :])
-    if EDGE:
-        if CAUSAL:
-            before = j[:, None] <= i[None, :] + diagonal
-            kept = kept & before
-            x = tl.where(before, x, fill[None, :])
-        x = tl.where((j < last_key)[:, None], x, NEG_INF)
     return x, kept
 
 

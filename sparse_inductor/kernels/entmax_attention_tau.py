@@ -31,6 +31,8 @@ __all__ = [
 # beta where a closed form beats exp2(beta * log2(u)): alpha = 2, 1.5, 4/3, 1.25.
 CLOSED_FORMS = (1, 2, 3, 4)
 GENERAL = 0
+# What a cubic step leaves, as a part of what Newton's would.
+CUBIC = tl.constexpr(1 / 64)
 
 POS_INF = tl.constexpr(float("inf"))
 SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -176,7 +178,9 @@ def step(d, f, g, lo, hi, old, entries, turn, beta, KIND: tl.constexpr):
     # h'' is about beta * entries at most, which says what a step leaves before there are two slopes.
     bend = tl.where(h0 < POS_INF, tl.abs((1.0 / slope - 1.0 / s0) / (d - d0)), entries * beta)
     moved = guess - d
-    rest = tl.where(inside, 0.5 * bend * moved * moved, 1.0)
+    rest = 0.5 * bend * moved * moved
+    rest = tl.where(use, rest * CUBIC, rest)
+    rest = tl.where(inside, rest, 1.0)
     # As far as fp32 goes: no number is left between the bounds, or the step is the last bit of d.
     closed = (middle <= lo) | (middle >= hi)
     guess = tl.where(closed, hi, guess)

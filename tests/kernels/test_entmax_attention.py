@@ -127,13 +127,13 @@ def truth(q, k, v, grad, **keywords):
     return out, *torch.autograd.grad(out, leaves, grad.double())
 
 
-def check(q, k, v, grad, tolerance=None, **keywords):
+def check(q, k, v, grad, tolerance=0.0, **keywords):
     actual = [x for x in run(q, k, v, grad, **keywords) if x is not None]
     expected = truth(q, k, v, grad, **keywords)
     assert len(actual) == len(expected)
     for name, a, e in zip(["out", "dq", "dk", "dv", "more", "more"], actual, expected):
         assert not a.isnan().any(), name
-        assert relative(a, e) <= (tolerance or TOLERANCE[q.dtype]), name
+        assert relative(a, e) <= max(tolerance, TOLERANCE[q.dtype]), name
     return actual
 
 

@@ -1,0 +1,113 @@
+"""Entmax attention by candidate lists, and lists mixed with block passes, against fp64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_entmax_attention import PLAIN, check, device, operands, run  # noqa: F401
+
+from sparse_inductor.kernels import entmax_attention, entmax_attention_lists
+
+pytestmark = pytest.mark.usefixtures("nan_filled_memory", "any_length")
+
+
+@pytest.fixture
+def any_length(monkeypatch):
+    monkeypatch.setattr(entmax_attention_lists, "MIN_KEYS", 0)
+
+
+def sizes(device, **keywords):  # noqa: F811
+    """What a GPU's lists take: 16 bits, width 64; the interpreter takes small ones."""
+    if device.type == "cuda":
+        keywords = {"D": 64, "dtype": torch.bfloat16, **keywords}
+    return {"Lq": 40, "Lk": 130, **keywords}
+
+
+def flags(q, k, v, **keywords):
+    """Which blocks of rows were left to the block passes."""
+    keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, **keywords}
+    return entmax_attention.forward(q, k, v, training=True, **keywords)[1][4]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(40, 130), (130, 130), (16, 64)])
+def test_peaked_rows_need_no_block_pass(lengths, causal, device):  # noqa: F811
+    q, k, v, grad = operands(device, **sizes(device, Lq=lengths[0], Lk=lengths[1]))
+    check(q, k, v, grad, causal=causal)
+    assert not flags(q, k, v, causal=causal).any()
+
+
+@pytest.mark.parametrize("alpha", [1.4, 2.0, 3.0])
+def test_any_alpha(alpha, device):  # noqa: F811
+    check(*operands(device, **sizes(device)), alpha_value=alpha, tolerance=1e-5)
+
+
+def test_alpha_tensor_has_a_gradient(device):  # noqa: F811
+    alpha = torch.tensor([1.4, 1.9]).view(1, 2, 1, 1).to(device)
+    check(*operands(device, **sizes(device)), alpha=alpha, tolerance=1e-5)
+
+
+def test_flat_rows_go_to_the_block_passes(device):  # noqa: F811
+    q, k, v, grad = operands(device, **sizes(device, variance=1e-3))
+    check(q, k, v, grad)
+    assert flags(q, k, v).all()
+
+
+def test_flat_and_peaked_rows_in_one_head(device):  # noqa: F811
+    rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
+    q, k, v, grad = operands(device, **sizes(device, Lq=3 * rows, Lk=3 * rows + 150, H=4, Hkv=2))
+    q[:, 1:, rows : 2 * rows] *= 1e-3
+    check(q, k, v, grad)
+    check(q, k, v, grad, causal=True)
+    chosen = flags(q, k, v)
+    assert chosen[0, 1:, 1].all() and not chosen[0, :, 0].any() and not chosen[0, 0].any()
+
+
+def test_variable_lengths(device):  # noqa: F811
+    lengths = {
+        "query_lengths": torch.tensor([20, 0, 40]).to(device),
+        "key_lengths": torch.tensor([0, 130, 70]).to(device),
+    }
+    check(*operands(device, **sizes(device, B=3, H=4, Hkv=2)), **lengths)
+
+
+@pytest.mark.parametrize("fill", [-1e4, 0.0])
+def test_causal_fill(fill, device):  # noqa: F811
+    q, k, v, grad = operands(device, **sizes(device, Lq=100, Lk=100, variance=2.0))
+    check(q, k, v, grad, causal=True, fill=fill)
+    assert flags(q, k, v, causal=True, fill=fill).any() == (fill == 0.0)
+
+
+def test_negative_scores(device):  # noqa: F811
+    """Bits of negative floats sort the other way around."""
+    q, k, v, grad = operands(device, **sizes(device))
+    check(-q.abs(), k.abs(), v, grad)
+
+
+@pytest.mark.parametrize("weight", [3.0, 30.0])
+def test_a_key_that_every_row_attends_to(weight, device):  # noqa: F811
+    """Few rows of a key are ranked, more are sorted, and the lists are searched for most."""
+    q, k, v, grad = operands(device, **sizes(device, H=2, Hkv=1, Lq=200))
+    q, k = q.abs() * 0.3, k * 0.3
+    k[:, :, 7] = weight / 10
+    check(q, k, v, grad)
+
+
+def test_nan_stays_in_its_rows(device):  # noqa: F811
+    q, k, v, grad = operands(device, **sizes(device))
+    clean = run(q, k, v, grad)[0]
+    q[0, 1, 7] = math.nan
+    out = run(q, k, v, grad)[0]
+    assert out[0, 1, 7].isnan().all()
+    others = torch.ones_like(out, dtype=torch.bool)
+    others[0, 1, 7] = False
+    assert not out[others].isnan().any()
+    assert (out[others].double() - clean[others].double()).abs().max() <= 0.02
+
+
+def test_gradients_repeat_bitwise(device):  # noqa: F811
+    tensors = operands(device, **sizes(device, B=2, H=4, Hkv=2, Lq=130))
+    for a, b in zip(run(*tensors)[:4], run(*tensors)[:4]):
+        assert torch.equal(a, b)
