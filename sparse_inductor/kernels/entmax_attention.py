@@ -116,7 +116,7 @@ def forward(
                     key_counts.zero_()
                 wanted = key_counts if training else None
                 lists.forward_lists(problem, out, reference, shift, entries, counts, flags, wanted)
-            forward_blocks(problem, out, reference, shift, flags, lists.block_rows(q))
+            forward_blocks(problem, out, reference, shift, flags, lists.block_rows(q), training)
     return out, saved if training else ()
 
 

@@ -22,15 +22,16 @@ from .entmax_attention_problem import (
     row_scores,
     tile_for,
 )
-from .entmax_attention_tau import class_bound, clip, compensated, powers, step
+from .entmax_attention_tau import class_bound, clip, compensated, newton, powers, step
 
 __all__ = ["forward_blocks"]
 
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
-# What |h - 1| may be after the last step. The output is divided by the sum of p that results.
-EXACT = tl.constexpr(2e-6)
+# What |h - 1| may be after the last step, by operand size in bytes; rounding of 16-bit operands is a
+# thousand times that. The output is divided by the sum of p that results.
+EXACT = {2: 2e-6, 4: 2e-8}
 # Bisection alone closes an fp32 bracket in 30 turns, and every fourth is one at least.
 TURNS = tl.constexpr(128)
 
@@ -87,12 +88,13 @@ def _sums(
 
 @triton.jit
 def _outputs(
-    acc, f, f_lost, d, beta, q, keys, values, i, row, side, ends, first, last,
+    acc, f, f_lost, g, d, beta, q, keys, values, i, row, side, ends, first, last,
     EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    REFINE: tl.constexpr,
 ):  # fmt: skip
-    """Add p @ v to acc and sum p to f over key tiles first:last."""
+    """Add p @ v to acc, sum p to f and, if wanted, sum u^(beta - 1) to g over tiles first:last."""
     k, stride_kl, stride_kd = keys
     v, stride_vl, stride_vd = values
     last_row, last_key, diagonal = ends
@@ -103,11 +105,13 @@ def _outputs(
             q, kt, i, j, row, side, last_row, last_key, diagonal,
             EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
         )  # fmt: skip
-        p, _ = powers(clip(x, d[:, None]), beta[:, None], KIND)
+        p, pg = powers(clip(x, d[:, None]), beta[:, None], KIND)
         f, f_lost = compensated(f, f_lost, tl.sum(p, 1))
+        if REFINE:
+            g += tl.sum(pg, 1)
         vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
         acc = add_product(p.to(vt.dtype), vt, acc, PRECISION, WIDEN)
-    return acc, f, f_lost
+    return acc, f, f_lost, g
 
 
 @triton.jit
@@ -121,7 +125,7 @@ def _threshold_kernel(
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    EXACT_SUM: tl.constexpr, FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program finds reference and shift of rows i0:i0 + BM; tau = reference + shift.
 
@@ -191,7 +195,7 @@ def _threshold_kernel(
             )  # fmt: skip
             d, rest, lo, hi, old = step(d, f, g, lo, hi, old, entries, turn, beta, KIND)
             turn += 1
-            far = (rest > EXACT) & (dead == 0)
+            far = (rest > EXACT_SUM) & (dead == 0)
             searching = tl.max(far.to(tl.int32), 0)
             if turn >= TURNS:
                 searching = 0
@@ -216,9 +220,12 @@ def _output_kernel(
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    REFINE: tl.constexpr, FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program owns out[b, h, i0:i0 + BM], from the rows' thresholds."""
+    """A program owns out[b, h, i0:i0 + BM], from the rows' thresholds.
+
+    REFINE: shift, for a backward, takes the Newton step that the sums seen here are worth.
+    """
     blocks = tl.cdiv(Lq, BM)
     bh = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -250,14 +257,17 @@ def _output_kernel(
         tiles = tl.where(tl.max((d < fill - m).to(tl.int32), 0) > 0, every, tiles)
     acc = tl.zeros([BM, BDV], tl.float32)
     zero = tl.zeros([BM], tl.float32)
-    acc, f, f_lost = _outputs(
-        acc, zero, zero, d, beta, qt, keys, values, i, row, side, ends, 0, whole,
-        False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+    acc, f, f_lost, g = _outputs(
+        acc, zero, zero, zero, d, beta, qt, keys, values, i, row, side, ends, 0, whole,
+        False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES, REFINE,
     )  # fmt: skip
-    acc, f, f_lost = _outputs(
-        acc, f, f_lost, d, beta, qt, keys, values, i, row, side, ends, whole, tiles,
-        True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+    acc, f, f_lost, g = _outputs(
+        acc, f, f_lost, g, d, beta, qt, keys, values, i, row, side, ends, whole, tiles,
+        True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES, REFINE,
     )  # fmt: skip
+    if REFINE:
+        better = newton(d, f, g, beta, KIND)
+        tl.store(shift + at_row, tl.where(d == POS_INF, d, better), mask=i < Lq)
     # What fp32 leaves of sum p == 1 goes to all entries alike.
     acc = tl.where((d == POS_INF)[:, None], 0.0, acc / f[:, None])
     c = tl.arange(0, BDV)
@@ -272,6 +282,7 @@ def forward_blocks(
     shift: torch.Tensor,
     flags: torch.Tensor | None,
     flag_rows: int,
+    training: bool,
 ) -> None:
     """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift.
 
@@ -281,12 +292,12 @@ def forward_blocks(
     tile = tile_for(problem, "threshold")
     _threshold_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
         *operands, reference, shift, shift if flags is None else flags, **constants,
-        FLAG_ROWS=0 if flags is None else flag_rows,
+        EXACT_SUM=EXACT[problem.q.element_size()], FLAG_ROWS=0 if flags is None else flag_rows,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     tile = tile_for(problem, "output")
     _output_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
         *operands, out, reference, shift, shift if flags is None else flags, **constants,
-        FLAG_ROWS=0 if flags is None else flag_rows,
+        REFINE=training, FLAG_ROWS=0 if flags is None else flag_rows,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

@@ -482,7 +482,7 @@ def _long_keys_kernel(
 
 def _schedule(tiles: int) -> tuple[int, int]:
     """(key tiles looked at ahead of the pass, tiles between two updates of the bounds)."""
-    return max(1, min(tiles // 4, 32)), 8 if tiles <= 64 else 16
+    return max(1, min(tiles // 2, 32)), 8 if tiles <= 64 else 16
 
 
 def forward_lists(

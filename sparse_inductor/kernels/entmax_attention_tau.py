@@ -24,6 +24,7 @@ __all__ = [
     "clip",
     "compensated",
     "exponent_kind",
+    "newton",
     "powers",
     "step",
 ]
@@ -141,6 +142,14 @@ def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr
 
 
 @triton.jit
+def newton(d, f, g, beta, KIND: tl.constexpr):
+    """One Newton step on h from f = sum u^beta and g = sum u^(beta - 1) at d; d where there is none."""
+    h = _root(f, beta, KIND)
+    moved = d + (h - 1.0) * f / (h * g)
+    return tl.where(tl.abs(moved - d) < 1e-3, moved, d)
+
+
+@triton.jit
 def step(d, f, g, lo, hi, old, entries, turn, beta, KIND: tl.constexpr):
     """The next d [R] from f = sum u^beta and g = sum u^(beta - 1) at d, and what it may leave.
 
@@ -158,7 +167,7 @@ def step(d, f, g, lo, hi, old, entries, turn, beta, KIND: tl.constexpr):
     slope = -f / (h * g)
     lo = tl.where(f >= 1.0, tl.maximum(lo, d), lo)
     hi = tl.where(f <= 1.0, tl.minimum(hi, d), hi)
-    newton = d + (1.0 - h) * slope
+    straight = d + (1.0 - h) * slope
     gap = h0 - h
     at = (1.0 - h) / gap
     left = 1.0 - at
@@ -170,7 +179,7 @@ def step(d, f, g, lo, hi, old, entries, turn, beta, KIND: tl.constexpr):
     )
     use = (tl.abs(gap) > 1e-5) & (tl.abs(at) < 1.0) & (cubic > lo) & (cubic < hi)
     use = use & (turn % 4 != 3)
-    guess = tl.where(use, cubic, newton)
+    guess = tl.where(use, cubic, straight)
     middle = 0.5 * (lo + hi)
     inside = (guess >= lo) & (guess <= hi)
     guess = tl.where(inside, guess, middle)
