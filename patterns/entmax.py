@@ -23,7 +23,7 @@ from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, transfor
 from sparse_inductor.match.entmax_form import ENDS, ends_here
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.readers import check_memory, without_outside_readers
+from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss
@@ -77,7 +77,7 @@ class Entmax:
     name = NAME
     op = OP
     summary = "entmax15(z), sparsemax(z), entmax_bisect(z, alpha), or the like by hand -> entmax(z, alpha)"
-    anchors = LEAVES | NOT_ENTMAX | {"getitem"} | ENDS
+    anchors = LEAVES | NOT_ENTMAX | {"getitem", "autograd_function_apply"} | ENDS
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()
@@ -100,6 +100,8 @@ class Entmax:
                 view.name_of(source) != "autograd_function_apply"
             ):
                 return None
+        elif name == "autograd_function_apply" and not view.is_tensor(node):
+            return None  # one of its results is asked about
         elif name in ENDS and not ends_here(view, node):
             return None
         found = transform(view, node)
@@ -107,6 +109,7 @@ class Entmax:
             return None
         if fake(node).device.type not in DEVICES:
             raise Decline(f"there is no operator for {fake(node).device}", node)
+        check_gradient(view, [found.source], [node])
         nodes = swallowed(view, found.nodes)
         reads = [(found.source, found.reader)]
         if isinstance(found.alpha, fx.Node):

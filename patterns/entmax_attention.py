@@ -23,7 +23,7 @@ from sparse_inductor.match.attention import Attention, read_attention
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.readers import check_memory, without_outside_readers
+from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss
@@ -94,6 +94,8 @@ class EntmaxAttention:
             return None
         if fake(node).device.type not in DEVICES:
             raise Decline(f"there is no operator for {fake(node).device}", node)
+        through = [*found.scores.nodes, found.found.node, *found.path, node]
+        check_gradient(view, [found.q.node, found.k.node], through)
         nodes = swallowed(view, found.nodes)
         check_memory(view, found.reads, nodes, node, "between the scores and the values")
         return AttentionMatch(found, nodes, _bytes_saved(view, found))

@@ -145,6 +145,9 @@ class Attention:
         for mask in self.masks:
             one = self._kept(e, mask)
             kept = one if kept is None else e.call(operator.and_, kept, one)
+        for mask in self.scores.unless:
+            assert kept is not None
+            kept = e.call(operator.or_, kept, e.call(operator.invert, self._kept(e, mask)))
         return kept
 
     def _kept(self, e: Emitter, mask: Placed) -> fx.Node:
@@ -521,7 +524,9 @@ class _Reader:
             raise Decline("queries and keys do not share one axis to be multiplied over", self.node)
         if not query and not {*batch, *shared} <= in_k:
             raise Decline("a gate: each row has values of its own, and shares its keys", self.node)
-        causal, masks = _causal(self.view, masks, tuple(query), tuple(keys))
+        causal = False
+        if not scores.unless:
+            causal, masks = _causal(self.view, masks, tuple(query), tuple(keys))
         attention = Attention(
             view=self.view,
             node=self.node,

@@ -81,6 +81,12 @@ def _transform(view: GraphView, node: fx.Node) -> Transform | None:
         raise Decline(_OTHERS[call.name], node)
     if call.name in LEAVES:
         return _leaf(view, node)
+    if call.name == "entmax_op":  # called by the user, or put in before
+        alpha = call["alpha_value"] if call["alpha"] is None else call["alpha"]
+        dim = call["dim"] % max(1, len(view.shape(node)))
+        return Transform(node, call["input"], node, dim, alpha, (node,))
+    if call.name == "autograd_function_apply":
+        return _function(view, node, node, 0)
     if call.name == "getitem" and view.name_of(call["input"]) == "autograd_function_apply":
         return _function(view, node, call["input"], call["index"])
     if call.name in ENDS:
@@ -147,7 +153,9 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     ]
     if not closed:
         return None
-    searched = bool({view.name_of(n) for n in closed[0][1].nodes} & _SEARCHES)
+    searched = found.clamp is not node or bool(
+        {view.name_of(n) for n in closed[0][1].nodes} & _SEARCHES
+    )
     try:
         chosen, alpha, piece = _scaled_right(view, node, found, closed)
         learns = torch.is_grad_enabled() and view.requires_grad(chosen.source)
@@ -233,7 +241,8 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
         alpha = operands[inputs.index(alpha)]
     if not view.is_tensor(source):
         return None
-    nodes = (hop, node, *(a for a in hop.args if isinstance(a, fx.Node) and a.op == "get_attr"))
+    nodes = tuple(dict.fromkeys((hop, node)))
+    nodes += tuple(a for a in hop.args if isinstance(a, fx.Node) and a.op == "get_attr")
     nodes += tuple(u for u in hop.users if u is not node and not u.users)
     trial = Trial(view, source, found.dim, alpha, node)
     piece = region(view, node, (source, *([alpha] if isinstance(alpha, fx.Node) else [])))

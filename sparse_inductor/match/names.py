@@ -146,6 +146,7 @@ _SIGNATURES: dict[str, str] = {
     "eye": "n m=None",
     "any": "input dim=None keepdim=False",
     "autograd_function_apply": "forward backward *operands",
+    "entmax_op": "input alpha alpha_value dim",
     # the entmax package
     "entmax15": "input dim=-1 k=None",
     "sparsemax": "input dim=-1 k=None",
@@ -249,8 +250,12 @@ def _spelling(op: str, target: Any) -> _Spelling | None:
 def _function_name(target: Any) -> str | None:
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
+        if namespace == "sparse_inductor" and name == "entmax":
+            return "entmax_op"
         return name if namespace in ("aten", "prims") else None
     if isinstance(target, torch._ops.OpOverloadPacket):
+        if str(target) == "sparse_inductor.entmax":
+            return "entmax_op"
         return target.__name__ if str(target).startswith("aten.") else None
     if isinstance(target, torch._ops.HigherOrderOperator):
         name = str(target)

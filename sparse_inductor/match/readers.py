@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import fx
 
 from ..pattern import Miss
 from .graph import GraphView, label
 from .shapes import SHAPE_OPS, Decline
 
-__all__ = ["check_memory", "without_outside_readers"]
+__all__ = ["check_gradient", "check_memory", "without_outside_readers"]
 
 
 class _Swallows(Protocol):
@@ -41,6 +42,15 @@ def check_memory(
         for target in view.effects.writers.get(n, ()):
             if view.effects.creator(target) not in inside:
                 raise Decline(f"{label(target)} is written in place and lives on", n)
+
+
+def check_gradient(view: GraphView, sources: Iterable[fx.Node], through: Iterable[fx.Node]) -> None:
+    """Raises Decline where a gradient that an operator gives its inputs is cut in the user's code."""
+    if not torch.is_grad_enabled() or not any(view.requires_grad(s) for s in sources):
+        return
+    for node in through:
+        if view.is_tensor(node) and not view.requires_grad(node):
+            raise Decline(f"no gradient goes through {label(node)}: it is under no_grad", node)
 
 
 def without_outside_readers(

@@ -18,7 +18,7 @@ from torch import fx
 from .axes import VIEWS, Axis, Placed, above, placed
 from .contraction import Contraction, contraction
 from .graph import GraphView, fake, label, same_size
-from .masks import mixed
+from .masks import as_mask, mixed
 from .names import Call
 from .shapes import Decline
 
@@ -48,6 +48,8 @@ class Scores:
     biases: list[Placed] = dataclasses.field(default_factory=list)
     masks: list[Placed] = dataclasses.field(default_factory=list)
     fill: float | None = None
+    unless: list[Placed] = dataclasses.field(default_factory=list)
+    """Masks among the biases that win over the others: where they drop, nothing is filled in."""
     shifted: bool = False  # a constant was added, which only a finite fill would notice
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
 
@@ -226,9 +228,14 @@ class _Step:
     def _biased(self, found: Scores, bias: Any, factor: float) -> Scores:
         if not self.view.is_tensor(bias):
             raise self.decline("a number known only at run time is added to the scores")
+        one = self._place(bias, factor=factor)
         if found.masks and found.fill != -math.inf:
-            self._masks_to_biases(found)
-        found.biases.append(self._place(bias, factor=factor))
+            excluded = as_mask(self.view, one)
+            if excluded is not None and excluded.fill == -math.inf:
+                found.unless.append(excluded)
+            else:
+                self._masks_to_biases(found)
+        found.biases.append(one)
         return found
 
     def _masks_to_biases(self, found: Scores) -> None:
@@ -314,6 +321,11 @@ class _Step:
         if found.shifted and fill != -math.inf:
             raise self.decline("a constant is added to scores that are masked with a number")
         if found.masks and found.fill != fill:
+            if fill == -math.inf and (found.fill or 0.0) > -_ABSORBS:
+                excluded = self._place(mask, negate=negate, fill=fill)
+                found.unless.append(excluded)
+                found.biases.append(excluded)
+                return found
             if found.fill == -math.inf:
                 found.biases += [dataclasses.replace(m, fill=-math.inf) for m in found.masks]
                 found.masks = []

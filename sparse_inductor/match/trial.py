@@ -28,6 +28,8 @@ _RANDOM = frozenset(
 _SIZED = frozenset(
     "expand view full zeros ones new_full new_zeros new_ones empty new_empty repeat broadcast_to".split()
 )
+# methods with a device or a precision in their name
+_METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cuda": "cpu"}
 
 
 class Untestable(Exception):
@@ -215,16 +217,24 @@ def _step(view: GraphView, node: fx.Node, env: dict[fx.Node, Any], sizes: _Sizes
     args, kwargs = _arguments(node, sizes)
     args, kwargs = fx.map_arg((args, kwargs), env.__getitem__)
     if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        name = _METHODS.get(str(node.target), str(node.target))
+        return getattr(args[0], name)(*args[1:], **kwargs)
     target: Callable[..., Any] = node.target
     return target(*args, **kwargs)
 
 
 def _arguments(node: fx.Node, sizes: _Sizes) -> tuple[tuple, dict]:
-    """The arguments on the CPU, sizes written as numbers replaced."""
+    """The arguments on the CPU and in double precision, sizes written as numbers replaced.
+
+    In double: what is tried is the formula. How far rounding carries the user's own result is another matter.
+    """
 
     def local(x: Any) -> Any:
-        return torch.device("cpu") if isinstance(x, torch.device) else x
+        if isinstance(x, torch.device) or (isinstance(x, str) and x.startswith("cuda")):
+            return torch.device("cpu")
+        if isinstance(x, torch.dtype) and x.is_floating_point:
+            return torch.float64
+        return x
 
     args = tuple(local(a) for a in node.args)
     kwargs = {k: local(v) for k, v in node.kwargs.items()}

@@ -211,3 +211,29 @@ def row_without_keys(q, k, v, mask):
     mask = mask & torch.tensor([True, False])[:, None]
     scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
     return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def padding_then_causal_of_another_fill(q, k, v, mask):
+    """-1e9 for padding, -inf for the future; the second sequence begins with padding"""
+    left = torch.stack([mask[0], mask[1].flip(0)])
+    scores = (q @ k.mT * SCALE).masked_fill(~left[:, None, None], -1e9)
+    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def padding_then_causal_added(q, k, v, mask):
+    """the same, the triangle added"""
+    left = torch.stack([mask[0], mask[1].flip(0)])
+    scores = (q @ k.mT * SCALE).masked_fill(~left[:, None, None], -1e9)
+    scores = scores + torch.full((L, L), float("-inf"), dtype=q.dtype).triu(1)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def causal_then_padding_of_another_fill(q, k, v, mask):
+    """-inf for the future first, then -1e9 for padding"""
+    scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
+    scores = scores.masked_fill(~mask[:, None, None], -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v

@@ -217,3 +217,40 @@ def alpha_one(x):
 def hard_max(x):
     """one-hot of the maximum"""
     return F.one_hot(x.argmax(-1), x.size(-1)).to(x.dtype)
+
+
+@seen("no gradient reaches queries and keys", modes=TRAIN, pattern="entmax_attention")
+def probabilities_without_gradient(q, k, v, mask):
+    """the attention pattern is computed under no_grad"""
+    with torch.no_grad():
+        attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return attn @ v
+
+
+@attention("softmax over what top-k keeps is another function", modes=INFER)
+def top_k_of_entmax(q, k, v, mask):
+    """entmax of the 3 largest scores only, scattered back"""
+    scores = q @ k.mT * SCALE
+    top = scores.topk(3, dim=-1)
+    p = torch.softmax(top.values, dim=-1)
+    return torch.zeros_like(scores).scatter(-1, top.indices, p) @ v
+
+
+@seen_rows("one is added to the power", modes=INFER)
+def cubed(x):
+    """the threshold of entmax15, cubed"""
+    z = x / 2
+    s = z.sort(-1, descending=True).values
+    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
+    mean = s.cumsum(-1) / n
+    delta = (1 - n * ((s * s).cumsum(-1) / n - mean**2)) / n
+    tau = mean - delta.clamp(min=0).sqrt()
+    size = (tau <= s).sum(-1, keepdim=True)
+    return torch.clamp(z - tau.gather(-1, size - 1), min=0) ** 3
+
+
+@seen_rows("the maximum less one is no threshold of these rows")
+def threshold_not_looked_for(x):
+    """relu(z - max + 1) ** 2, normalised"""
+    p = torch.relu(x - (x.amax(-1, keepdim=True) - 1)).square()
+    return p / p.sum(-1, keepdim=True)
