@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 # torch is imported by the commands: --help and a mistyped command answer at once.
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="package.module:name",
         help="a function without arguments, or a factory of a function or (function, arguments)",
     )
+    explained.add_argument("--html", metavar="FILE", type=Path, help="also write a page to FILE")
     explained.add_argument("--json", action="store_true", help="print the report as JSON instead")
     explained.add_argument(
         "--verify", action="store_true", help="run every rewrite beside the operations it replaces"
@@ -101,6 +103,9 @@ def _explain(options: argparse.Namespace) -> int:
         print(explanation.report.to_json())
     else:
         explanation.show()
+    if options.html is not None:
+        options.html.write_text(explanation.to_html(options.target), encoding="utf-8")
+        print(f"written: {options.html}", file=sys.stderr)
     return 0
 
 

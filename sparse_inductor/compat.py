@@ -300,6 +300,18 @@ def trace_artifact(name: str, payload: dict[str, Any]) -> None:
     )
 
 
+# --- Tensors --------------------------------------------------------------------------------------
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that shares memory until one of both is written to; at once where this torch, or the
+    tensor's storage, cannot do that."""
+    try:
+        return torch._lazy_clone(tensor)
+    except (AttributeError, RuntimeError):
+        return tensor.clone()
+
+
 # --- Graphs ---------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from torch import fx, nn
 from . import compat, session
 from .graphs import GraphNode, describe
 from .records import Report, bytes_text
-from .rewrite import RewritePass, broken
+from .rewrite import Applied, RewritePass, broken
 from .slots import slot_value
 from .source import source_at
 
@@ -39,6 +40,8 @@ class ExplainedGraph:
     after: str
     nodes_before: tuple[GraphNode, ...] = ()
     nodes_after: tuple[GraphNode, ...] = ()
+    applied: tuple[Applied, ...] = ()
+    """Its rewrites, with the names of their nodes in `nodes_before` and `nodes_after`."""
 
     @property
     def diff(self) -> str:
@@ -72,6 +75,8 @@ class Explanation:
     """Rewrites and near misses of this call alone."""
     graphs: tuple[ExplainedGraph, ...]
     graph_breaks: tuple[GraphBreak, ...]
+    capture_ms: float = 0.0
+    """Milliseconds of the whole call: capture, the pass, and the run of the captured graphs."""
 
     @property
     def diff(self) -> str:
@@ -120,6 +125,12 @@ class Explanation:
         changed = [g.short_diff for g in self.graphs if g.short_diff]
         for text in changed:
             print_diff(text)
+
+    def to_html(self, title: str = "explain") -> str:
+        """A page that needs nothing else: rewrites in your source, drawings, near misses, the graphs."""
+        from .page import render
+
+        return render(self, title)
 
     def __str__(self) -> str:
         if not self.graphs:
@@ -186,12 +197,14 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
         fn, args, kwargs = _isolated(fn, args, kwargs, stack)
         if verify:
             stack.enter_context(_patterns_kept_on())
+        started = time.perf_counter()
         torch.compile(fn, backend=backend)(*args, **kwargs)
+        capture_ms = (time.perf_counter() - started) * 1e3
     for check in checked.checks:
         report.add_check(check)
     if fresh:
         compat.reset_dynamo()  # only this call was compiled: forget it
-    return Explanation(report, tuple(graphs), tuple(breaks))
+    return Explanation(report, tuple(graphs), tuple(breaks), capture_ms)
 
 
 @contextlib.contextmanager
@@ -209,14 +222,14 @@ class _Capture:
     """A pass that keeps the text of each graph around the rewriting."""
 
     def __init__(self, patterns: list[Any], report: Report, graphs: list[ExplainedGraph]) -> None:
-        self._pass = RewritePass(patterns, report)
+        self._pass = RewritePass(patterns, report, trace=True)
         self._graphs = graphs
 
     def __call__(self, graph: fx.Graph) -> None:
         before, nodes = compat.graph_text(graph), describe(graph)
-        self._pass(graph)
+        applied = self._pass.run(graph).applied
         self._graphs.append(
-            ExplainedGraph(before, compat.graph_text(graph), nodes, describe(graph))
+            ExplainedGraph(before, compat.graph_text(graph), nodes, describe(graph), applied)
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Capture:
@@ -231,7 +244,7 @@ def _isolated(
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
         try:
-            copied = copy.deepcopy(owner)
+            copied = copy.deepcopy(owner, _lazy_copies(owner))
         except Exception:  # non-leaf tensors, handles, locks: whatever a module may hold
             stack.enter_context(_buffers_kept(owner))
         else:
@@ -249,6 +262,21 @@ def _isolated(
         fresh.__module__, fresh.__qualname__ = fn.__module__, fn.__qualname__
         fn = fresh
     return fn, args, kwargs
+
+
+def _lazy_copies(module: nn.Module) -> dict[int, Any]:
+    """A memo for `deepcopy` in which the module's tensors share their memory until they are written
+    to: a large model is not doubled."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.is_leaf:
+            continue
+        new = compat.lazy_clone(tensor.detach())
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        new.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = new
+    return memo
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

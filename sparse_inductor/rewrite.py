@@ -25,7 +25,7 @@ from .pattern import Match, Miss, Pattern
 from .records import Check, NearMiss, Report, Rewrite
 from .source import source_of
 
-__all__ = ["Outcome", "RewritePass", "broken"]
+__all__ = ["Applied", "Outcome", "RewritePass", "broken"]
 
 log = logging.getLogger("sparse_inductor")
 
@@ -36,11 +36,21 @@ broken: dict[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
+class Applied:
+    """A rewrite with the names of the nodes that are gone and of those that were put in."""
+
+    rewrite: Rewrite
+    replaced: tuple[str, ...]
+    inserted: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one graph yielded."""
+    """What one graph yielded; `applied` where the pass was asked to trace."""
 
     rewrites: tuple[Rewrite, ...] = ()
     near_misses: tuple[NearMiss, ...] = ()
+    applied: tuple[Applied, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +68,20 @@ class RewritePass:
     directly.
 
     `report` is where the records go; the process-wide one by default. `verify` has every rewrite
-    checked when it first runs (see `verify.py`).
+    checked when it first runs (see `verify.py`); `trace` keeps which nodes it concerned.
     """
 
     def __init__(
-        self, patterns: Iterable[Pattern], report: Report | None = None, verify: bool = False
+        self,
+        patterns: Iterable[Pattern],
+        report: Report | None = None,
+        verify: bool = False,
+        trace: bool = False,
     ) -> None:
         self._patterns = tuple(patterns)
         self._report = records.report() if report is None else report
         self._verify = verify
+        self._trace = trace
 
     def __call__(self, graph: fx.Graph) -> None:
         self.run(graph)
@@ -78,7 +93,7 @@ class RewritePass:
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
         started = time.perf_counter()
-        run = _Run(graph, self._report if self._verify else None)
+        run = _Run(graph, self._report if self._verify else None, self._trace)
         before = compat.graph_text(graph) if log.isEnabledFor(logging.DEBUG) else ""
         try:
             run.execute([p for p in self._patterns if p.name not in broken])
@@ -95,15 +110,18 @@ class RewritePass:
             run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compat.current_compile()
         )
         records.log_graph(run.rewrites, new, pass_ms, run.pattern_ms)
-        return Outcome(tuple(run.rewrites), tuple(run.near_misses))
+        return Outcome(tuple(run.rewrites), tuple(run.near_misses), tuple(run.applied))
 
 
 class _Run:
     """One graph on its way through the pass."""
 
-    def __init__(self, graph: fx.Graph, verify: Report | None = None) -> None:
+    def __init__(self, graph: fx.Graph, verify: Report | None = None, trace: bool = False) -> None:
         self.graph = graph
         self.verify = verify
+        self.trace = trace
+        self.inserted: dict[int, tuple[str, ...]] = {}
+        self.applied: list[Applied] = []
         self.rewrites: list[Rewrite] = []
         self.near_misses: list[NearMiss] = []
         self.pattern_ms: defaultdict[str, float] = defaultdict(float)
@@ -125,6 +143,15 @@ class _Run:
         records_of = {id(c): _record(c, view) for c in accepted}
         done = self._replace(accepted, records_of)
         self.rewrites = [records_of[id(c)] for c in reversed(done)]
+        if self.trace:
+            self.applied = [
+                Applied(
+                    records_of[id(c)],
+                    tuple(n.name for n in c.match.swallowed),
+                    self.inserted[id(c)],
+                )
+                for c in reversed(done)
+            ]
         swallowed = {node for c in done for node in c.nodes}
         self.near_misses += [
             _near_miss(name, miss, anchor)
@@ -184,8 +211,12 @@ class _Run:
                 for candidate in candidates:
                     at = candidate
                     started = time.perf_counter()
+                    present = {n.name for n in self.graph.nodes} if self.trace else set()
                     with self._verified(candidate, records_of[id(candidate)]):
                         candidate.match.replace()
+                    if self.trace:
+                        new = tuple(n.name for n in self.graph.nodes if n.name not in present)
+                        self.inserted[id(candidate)] = new
                     self.pattern_ms[candidate.pattern.name] += (time.perf_counter() - started) * 1e3
                     if check_each:
                         self.graph.lint()

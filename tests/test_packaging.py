@@ -88,6 +88,7 @@ def test_the_wheel_holds_one_top_level_package(dist):
     top = {name.split("/")[0] for name in names}
     assert top == {"sparse_inductor", next(t for t in top if t.endswith(".dist-info"))}
     assert all(names.count(name) == 1 for name in names)
+    assert "sparse_inductor/page.html.jinja" in names
     in_patterns = {n.split("/")[-1] for n in names if n.startswith("sparse_inductor/patterns/")}
     assert in_patterns == {"__init__.py", *(f.name for f in (ROOT / "patterns").glob("*.py"))}
 

@@ -361,6 +361,34 @@ def test_explain_does_not_change_the_arguments():
     assert torch.equal(x, torch.ones(4))
 
 
+def test_explain_does_not_change_parameters_that_the_model_writes_to():
+    class Momentum(Net):
+        def forward(self, x):
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+            return super().forward(x)
+
+    net = Momentum()
+    before = net.linear.weight.detach().clone()
+    assert sparse_inductor.explain(net, torch.randn(3, 4)).report.rewrites
+    assert torch.equal(net.linear.weight, before)
+    with torch.no_grad():
+        net.linear.weight.add_(1)  # the caller's tensors are no copies of anything afterwards
+    assert torch.equal(net.linear.weight, before + 1)
+
+
+def test_explain_does_not_copy_a_large_model(monkeypatch):
+    import copy
+
+    net = Net()
+    net.table = torch.nn.Parameter(torch.zeros(1 << 20))
+    copied = []
+    real = copy.deepcopy
+    monkeypatch.setattr(copy, "deepcopy", lambda *args: copied.append(real(*args)) or copied[-1])
+    sparse_inductor.explain(net, torch.randn(3, 4))
+    assert torch._C._is_cow_tensor(copied[0].table)
+
+
 def test_explain_uses_the_enabled_selection():
     sparse_inductor.enable(only=[])
     assert not sparse_inductor.explain(relu_of_sum, X).report.rewrites

@@ -54,7 +54,8 @@ def assert_matches_reference(
     Runs three programs on the same inputs: rewritten, as written, and as written in fp64 throughout. Every tensor in
     the result, and every gradient for fixed random cotangents, has to be as close to the fp64 one as the unrewritten
     program's is, up to the rounding of its dtype, and infinite or NaN in the same places; shapes, dtypes and integers
-    have to be equal.
+    have to be equal. Where positions share a maximum exactly the gradient has no one right place: give inputs without
+    such ties (no token twice in a sequence, where there are no positions).
 
     Args:
         fn: a module, or a function; modules that it names in its closure or globals are found.
