@@ -109,6 +109,8 @@ class Entmax:
             return None
         if fake(node).device.type not in DEVICES:
             raise Decline(f"there is no operator for {fake(node).device}", node)
+        if not view.dtype(found.source).is_floating_point:
+            raise Decline(f"the scores are {view.dtype(found.source)}", node)
         check_gradient(view, [found.source], [node])
         nodes = swallowed(view, found.nodes)
         reads = [(found.source, found.reader)]

@@ -94,10 +94,15 @@ class EntmaxAttention:
             return None
         if fake(node).device.type not in DEVICES:
             raise Decline(f"there is no operator for {fake(node).device}", node)
+        inputs = (found.q.node, found.k.node, found.v.node)
+        if not all(view.dtype(t).is_floating_point for t in inputs):
+            raise Decline("queries, keys or values are no floating-point numbers", node)
         through = [*found.scores.nodes, found.found.node, *found.path, node]
         check_gradient(view, [found.q.node, found.k.node], through)
         nodes = swallowed(view, found.nodes)
         check_memory(view, found.reads, nodes, node, "between the scores and the values")
+        if not all(isinstance(s, int) for t in inputs for s in view.shape(t)):
+            _rehearse(found)
         return AttentionMatch(found, nodes, _bytes_saved(view, found))
 
     def resolve(
@@ -107,6 +112,20 @@ class EntmaxAttention:
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
+
+
+def _rehearse(found: Attention) -> None:
+    """Build everything and take it out again: with symbolic sizes a reshape may turn out to be impossible.
+
+    Raises Decline.
+    """
+    e = Emitter(found.node)
+    try:
+        found.emit(e)
+    except Exception as error:
+        raise Decline(f"its layout cannot be followed ({error})", found.node) from None
+    finally:
+        e.undo()
 
 
 def _name(match: AttentionMatch, node: fx.Node) -> str:

@@ -5,7 +5,7 @@ The structure (see `entmax`) leaves one thing open: whether the threshold is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -236,8 +236,13 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
 
 def _key(view: GraphView, piece: Region) -> tuple:
     """The structure of a region: two layers of a model are tried once."""
-    number = {leaf: -1 - i for i, leaf in enumerate(piece.leaves)}
-    number |= {n: i for i, n in enumerate(piece.nodes)}
+    leaves = tuple((str(tuple(view.shape(n))), str(view.dtype(n))) for n in piece.leaves)
+    return _structure(piece.nodes, piece.leaves), leaves
+
+
+def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tuple:
+    """What nodes do to each other, whatever they are called."""
+    number = {leaf: -1 - i for i, leaf in enumerate(leaves)}
 
     def name(x: Any) -> Any:
         if isinstance(x, fx.Node):
@@ -248,15 +253,19 @@ def _key(view: GraphView, piece: Region) -> tuple:
             return tuple((k, name(v)) for k, v in x.items())
         if isinstance(x, slice):
             return ("s", name(x.start), name(x.stop), name(x.step))
-        return str(x) if isinstance(x, float) else (type(x).__name__, str(x))
+        return (type(x).__name__, str(x))
 
     rows = []
-    for n in piece.nodes:
-        target: Any = str(n.target)
+    for at, n in enumerate(nodes):
+        target: Any = str(n.target) if n.op in ("call_function", "call_method") else n.op
         if n.op == "get_attr":
             value = getattr(n.graph.owning_module, str(n.target), None)
-            # a tensor constant counts by identity, a body by its text
-            target = str(value.graph) if isinstance(value, fx.GraphModule) else id(value)
+            if isinstance(value, fx.GraphModule):
+                target = _structure(value.graph.nodes)
+            elif isinstance(value, torch.Tensor) and value.numel() <= 4096:
+                target = (str(value.dtype), str(tuple(value.shape)), str(value.flatten().tolist()))
+            else:
+                target = object()  # like nothing else: tried each time
         rows.append((target, name(n.args), name(n.kwargs)))
-    leaves = tuple((str(tuple(view.shape(n))), str(view.dtype(n))) for n in piece.leaves)
-    return tuple(rows), leaves
+        number[n] = at
+    return tuple(rows)
