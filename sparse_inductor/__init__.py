@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .session import enable as enable
     from .session import enabled as enabled
     from .session import options as options
+    from .template import Template as Template
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _HOME = {
     "report": "records",
     "explain": "explanation",
     "register": "pattern",
+    "Template": "template",
     "ops": "ops",
     "testing": "testing",
 }

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .pattern import Pattern
@@ -40,17 +41,22 @@ def fingerprint(patterns: Iterable[Pattern]) -> str | None:
     """
     parts = [__version__, package_hash()]
     for pattern in sorted(patterns, key=lambda p: p.name):
-        source = _pattern_hash(type(pattern))
-        if source is None:
-            return None
-        parts += [pattern.name, source]
+        parts.append(pattern.name)
+        # A pattern that is made of functions (`Template`) is what they are.
+        for part in (type(pattern), *getattr(pattern, "functions", ())):
+            source = _source_hash(part)
+            if source is None:
+                return None
+            parts.append(source)
     parts += [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("SPARSE_INDUCTOR_")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @functools.cache
-def _pattern_hash(kind: type) -> str | None:
-    module = kind.__module__
+def _source_hash(kind: Any) -> str | None:
+    module = getattr(kind, "__module__", None)
+    if module is None:  # a functools.partial
+        return None
     if module.split(".")[0] == __package__:
         return ""  # part of the package's own hash
     file = getattr(sys.modules.get(module), "__file__", None)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 import pytest
 import torch
 
 import sparse_inductor
 from corpus.case import Case
-from sparse_inductor.pattern import registered
+from sparse_inductor import patterns
 from support import assert_same_result, run_three_ways
 
-PATTERNS = {
-    n: p
-    for n, p in registered().items()
-    if type(p).__module__.startswith("sparse_inductor.patterns")
-}
+FILES = [importlib.import_module(f"{patterns.__name__}.{i.name}") for i in pkgutil.iter_modules(patterns.__path__)]  # fmt: skip
+PATTERNS = {p.name: p for p in (getattr(file, "PATTERN", None) for file in FILES) if p is not None}
 EXAMPLES = [(n, e) for n, p in PATTERNS.items() for e in p.examples]
 NEAR_MISSES = [(n, e) for n, p in PATTERNS.items() for e in p.near_misses]
 

@@ -44,14 +44,23 @@ def test_the_operators_examples_run():
     assert (space["p"] == 0).any()
 
 
-def test_the_pattern_in_the_readme_is_a_pattern():
+def test_the_patterns_in_the_readme_are_patterns():
     from sparse_inductor.pattern import register, unregister
 
-    (code,) = blocks("Adding a pattern")
+    template, test, structural = blocks("Adding a pattern")
     space: dict[str, object] = {}
-    exec(code, space)
+    exec(template + test, space)
+    space["test_masked_relu"]()
+    space = {}
+    exec(structural, space)
     register(space["PATTERN"])
     unregister("my_head")
+
+
+def test_a_pattern_and_its_tests_are_short():
+    template, test, _ = blocks("Adding a pattern")
+    written = [line for line in (template + test).splitlines() if line.strip()]
+    assert len(written) <= 40
 
 
 def test_links_lead_somewhere():

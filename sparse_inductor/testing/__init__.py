@@ -13,12 +13,13 @@ only generated on request. A failure shows the nearest miss, the graph and what 
 `sparse_inductor.pytest_plugin` has fixtures and markers to go with them.
 """
 
-from ._assertions import assert_graph, assert_not_rewritten, assert_rewrites
+from ._assertions import assert_graph, assert_not_rewritten, assert_pattern, assert_rewrites
 from ._reference import assert_matches_reference
 
 __all__ = [
     "assert_graph",
     "assert_matches_reference",
     "assert_not_rewritten",
+    "assert_pattern",
     "assert_rewrites",
 ]

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..explanation import Explanation, explain
-from ..pattern import Pattern, registered
+from ..pattern import Pattern, register, registered, unregister
 from ._messages import failure, nearest, shown_rewrites
 
-__all__ = ["assert_graph", "assert_not_rewritten", "assert_rewrites", "known"]
+__all__ = ["assert_graph", "assert_not_rewritten", "assert_pattern", "assert_rewrites", "known"]
 
 
 def assert_rewrites(
@@ -123,6 +125,42 @@ def assert_graph(
     graphs = [g.nodes_before if before else g.nodes_after for g in explanation.graphs]
     actual = "\n\n".join("\n".join(map(str, nodes)) for nodes in graphs)
     assert_expected_inline(f"\n{actual}\n", expected, skip=skip + 1)
+
+
+def assert_pattern(pattern: Pattern, dtypes: Sequence[torch.dtype] | None = None) -> None:
+    """Assert what a pattern says of itself: all tests that it needs, from its examples and near misses.
+
+    It has at least one of each. Every example is rewritten by it and by it alone, and computes the same
+    (`assert_matches_reference`, with gradients if the example is one of training; `dtypes` as there); every near miss
+    is left alone with the reason that it names. A pattern that is not registered is, for as long as this takes.
+    """
+    from ._reference import assert_matches_reference
+
+    if not pattern.examples or not pattern.near_misses:
+        raise AssertionError(f"pattern {pattern.name} needs an example and a near miss")
+    added = registered().get(pattern.name) is not pattern
+    if added:
+        register(pattern)
+    try:
+        for example in pattern.examples:
+            fn, args = example.build()
+            with torch.set_grad_enabled(example.training):
+                explanation = assert_rewrites(fn, args, {pattern.name: 1})
+            others = [r.pattern for r in explanation.report.rewrites if r.pattern != pattern.name]
+            if others:
+                raise AssertionError(f"example {example.name} is rewritten by {others}, too")
+            assert_matches_reference(
+                fn, args, grads=example.training, dtypes=dtypes, only=pattern.name
+            )
+        for example in pattern.near_misses:
+            if not example.reason:
+                raise AssertionError(f"near miss {example.name} does not say with what reason")
+            fn, args = example.build()
+            with torch.set_grad_enabled(example.training):
+                assert_not_rewritten(fn, args, pattern.name, reason=example.reason)
+    finally:
+        if added:
+            unregister(pattern.name)
 
 
 def known(name: str) -> Pattern:

@@ -1,0 +1,1 @@
+"""Masked mean pooling as one operator, and the pattern that puts it in."""

@@ -1,0 +1,303 @@
+"""Patterns as two functions: what to look for, and what to put there.
+
+    def search(x, weight):
+        return torch.relu(x) * weight
+
+    def replacement(x, weight):
+        return torch.ops.mine.gated(x, weight)
+
+    PATTERN = Template("gated", "mine::gated", "relu(x) * w -> gated(x, w)", search, replacement)
+
+That is enough where the operations are always the same ones in the same arrangement. How they are spelled does not
+matter (`torch.relu(x)`, `x.relu()`, `F.relu(x)`), nor the order of the operands of a sum or a product. Where a family
+has variants, or where something has to be proved, write a `Pattern` with a `match` of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .match.emit import Emitter
+from .match.graph import GraphView, Unknown, fake, label
+from .match.names import canonical
+from .match.readers import check_gradient, check_memory, without_outside_readers
+from .match.shapes import Decline
+from .match.values import swallowed
+from .pattern import Example, Miss
+
+__all__ = ["Template"]
+
+_COMMUTES = frozenset("add mul maximum minimum eq ne and_ or_ xor".split())
+_OPERANDS = ("input", "other")
+
+# What a call may say or leave out.
+_DEFAULTS: dict[str, Any] = {
+    "alpha": 1, "beta": 1, "bias": None, "keepdim": False, "rounding_mode": None, "approximate": "none",
+    "start_dim": 0, "end_dim": -1,
+}  # fmt: skip
+
+Bindings = dict[str, Any]
+
+
+@dataclasses.dataclass
+class TemplateMatch:
+    """Nodes that are the template's, and what its parameters stand for."""
+
+    template: Template
+    anchor: fx.Node
+    bindings: Bindings
+    swallowed: tuple[fx.Node, ...]
+    bytes_saved: int | None = None
+    note: str = ""
+
+    @property
+    def pattern(self) -> str:
+        return self.template.name
+
+    @property
+    def op(self) -> str:
+        return self.template.op
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return tuple(dict.fromkeys(v for v in self.bindings.values() if isinstance(v, fx.Node)))
+
+    def replace(self) -> None:
+        emitter, values = Emitter(self.anchor), {}
+        for node in self.template.replaced_by.nodes:
+            if node.op == "placeholder":
+                values[node] = self.bindings[node.target]
+            elif node.op == "output":
+                new = values[node.args[0]]
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                emit = emitter.method if node.op == "call_method" else emitter.call
+                values[node] = emit(node.target, *args, **kwargs)
+        was, now = fake(self.anchor), fake(new)
+        if now.dtype != was.dtype:
+            new = emitter.method("to", new, was.dtype)
+        if now.dim() != was.dim():
+            raise ValueError(
+                f"template {self.template.name}: the replacement has shape {list(now.shape)}, "
+                f"what was found {list(was.shape)}"
+            )
+        self.anchor.replace_all_uses_with(new)
+
+
+class Template:
+    """A pattern that replaces exactly what `search` computes by what `replacement` does.
+
+    Args:
+        name, op, summary, examples, near_misses: as in `Pattern`.
+        search: a function of tensors and numbers that returns one tensor. Its parameters stand for anything; one that
+            is used twice has to be the same both times. No control flow that depends on them.
+        replacement: a function with the same parameters, in plain PyTorch calls (`torch.ops.mine.op(...)`). Where a
+            gradient is needed, its operator has to have one.
+        check: called with the bound parameters (graph nodes, whose tensors are `fake(node)`, or numbers); returns the
+            reason why this is not to be replaced, or None.
+
+    Raises TypeError for functions that cannot be traced or whose parameters differ.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        op: str,
+        summary: str,
+        search: Callable[..., torch.Tensor],
+        replacement: Callable[..., torch.Tensor],
+        *,
+        check: Callable[..., str | None] | None = None,
+        examples: Sequence[Example] = (),
+        near_misses: Sequence[Example] = (),
+    ) -> None:
+        self.name, self.op, self.summary = name, op, summary
+        self.examples, self.near_misses = tuple(examples), tuple(near_misses)
+        self.functions = tuple(f for f in (search, replacement, check) if f is not None)
+        self._check = check
+        parameters = list(inspect.signature(search).parameters)
+        if list(inspect.signature(replacement).parameters) != parameters:
+            raise TypeError(f"template {name}: search and replacement take different parameters")
+        self.searched = _trace(search, name)
+        self.replaced_by = _trace(replacement, name)
+        self._calls: dict[fx.Node, Any] = {n: canonical(n) for n in _operations(self.searched)}
+        for node, call in self._calls.items():
+            if call is None:
+                raise TypeError(
+                    f"template {name}: search calls {node.target}, which has no canonical name"
+                )
+        output = next(n for n in self.searched.nodes if n.op == "output").args[0]
+        if output not in self._calls:
+            raise TypeError(f"template {name}: search has to return the result of one operation")
+        self._last: fx.Node = output
+        self.anchors = frozenset({self._calls[output].name})
+
+    def match(self, node: fx.Node, view: GraphView) -> TemplateMatch | Miss | None:
+        if view.batched:
+            return None
+        search = _Search(self._calls, view)
+        try:
+            found = next(search.node(self._last, node, {}), None)
+            if found is None:
+                return search.miss(self._last, node)
+            bindings = {
+                p.target: found[p]
+                for p in self.searched.nodes
+                if p.op == "placeholder" and p in found
+            }
+            mine = [found[n] for n in self._calls]
+            reads = [
+                (value, found[user])
+                for p, value in found.items()
+                if p.op == "placeholder" and isinstance(value, fx.Node)
+                for user in p.users
+                if user in self._calls
+            ]
+            nodes = swallowed(view, mine)
+            check_memory(view, reads, nodes, node, f"before {label(node)}")
+            check_gradient(view, [value for value, _ in reads], _on_the_way(view, mine))
+            if self._check is not None and (reason := self._check(**bindings)) is not None:
+                return Miss(reason, node)
+            return TemplateMatch(self, node, bindings, nodes)
+        except Unknown:
+            return None
+        except Decline as decline:
+            return Miss(decline.reason, decline.node or node)
+
+    def resolve(
+        self, matches: Sequence[TemplateMatch], view: GraphView
+    ) -> tuple[list[TemplateMatch], list[Miss]]:
+        return without_outside_readers(matches, view, lambda m, n: f"the result of {label(n)} is")
+
+
+def _on_the_way(view: GraphView, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes that a gradient should go through: they compute with something that needs one."""
+    return [
+        n
+        for n in nodes
+        if any(view.requires_grad(i) for i in n.all_input_nodes)
+        and view.is_tensor(n)
+        and view.dtype(n).is_floating_point
+    ]
+
+
+def _trace(fn: Callable[..., Any], name: str) -> fx.Graph:
+    try:
+        return fx.symbolic_trace(fn).graph
+    except Exception as error:
+        raise TypeError(f"template {name}: {fn.__name__} cannot be traced: {error}") from error
+
+
+def _operations(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (n for n in graph.nodes if n.op in ("call_function", "call_method"))
+
+
+class _Search:
+    """One attempt to lay a template over a graph, from its last operation up."""
+
+    def __init__(self, calls: Mapping[fx.Node, Any], view: GraphView) -> None:
+        self._calls, self._view = calls, view
+        self._reached = 0
+        self._failed: tuple[str, fx.Node] | None = None
+
+    def node(
+        self, wanted: fx.Node, node: fx.Node, found: dict[fx.Node, Any]
+    ) -> Iterator[dict[fx.Node, Any]]:
+        """Every way in which `node` is `wanted`, as template node -> what it stands for."""
+        call, call_wanted = self._view.call(node), self._calls[wanted]
+        if call is None or call.inplace or call.name != call_wanted.name:
+            known = call is not None or node.op == "placeholder"
+            there = label(node) if known else str(node)
+            self._note(found, f"{call_wanted.name} is looked for where {there} is", node)
+            return
+        found = {**found, wanted: node}
+        fits = False
+        for args in self._orders(call):
+            if all(k in call_wanted.args or _is_default(k, v) for k, v in args.items()):
+                pairs = [
+                    (v, args.get(k, _DEFAULTS.get(k)), node) for k, v in call_wanted.args.items()
+                ]
+                # Constants first: they say more of what is wrong than a search above them.
+                pairs.sort(key=lambda pair: isinstance(pair[0], fx.Node))
+                for one in self._values(pairs, found):
+                    fits = True
+                    yield one
+        if not fits:
+            self._note(found, f"{call.name} has other arguments than are looked for", node)
+
+    def _orders(self, call: Any) -> Iterator[dict[str, Any]]:
+        yield call.args
+        if call.name in _COMMUTES and all(k in call.args for k in _OPERANDS):
+            yield {**call.args, "input": call["other"], "other": call["input"]}
+
+    def _values(
+        self, pairs: list[tuple[Any, Any, fx.Node]], found: dict[fx.Node, Any]
+    ) -> Iterator[dict[fx.Node, Any]]:
+        """All of some arguments at once; the ways of the first, each with those of the rest."""
+        if not pairs:
+            yield found
+            return
+        (wanted, value, reader), *rest = pairs
+        for one in self._value(wanted, value, reader, found):
+            yield from self._values(rest, one)
+
+    def _value(
+        self, wanted: Any, value: Any, reader: fx.Node, found: dict[fx.Node, Any]
+    ) -> Iterator[dict[fx.Node, Any]]:
+        if isinstance(wanted, (tuple, list)):
+            if isinstance(value, (tuple, list)) and len(value) == len(wanted):
+                yield from self._values([(w, v, reader) for w, v in zip(wanted, value)], found)
+        elif not isinstance(wanted, fx.Node):
+            if self._is_constant(wanted, value, reader):
+                yield found
+        elif wanted in found:
+            if self._view.same_value(found[wanted], value):
+                yield found
+        elif wanted.op == "placeholder":
+            yield {**found, wanted: value}
+        elif isinstance(value, fx.Node):
+            now = self._view.value(value, reader)
+            if now is not None:
+                yield from self.node(wanted, now, found)
+
+    def _is_constant(self, wanted: Any, value: Any, reader: fx.Node) -> bool:
+        if isinstance(value, fx.Node):
+            is_number = isinstance(wanted, (int, float)) and not isinstance(wanted, bool)
+            return is_number and self._view.const(value, reader) == wanted
+        # True == 1 in Python, but a flag is no number.
+        return value is wanted or (
+            isinstance(value, bool) == isinstance(wanted, bool) and value == wanted
+        )
+
+    def _note(self, found: dict[fx.Node, Any], reason: str, node: fx.Node) -> None:
+        """Keep the reason of the attempt that came furthest, the first of those that came as far."""
+        reached = sum(n in self._calls for n in found)
+        if self._failed is None or reached > self._reached:
+            self._reached, self._failed = reached, (reason, node)
+
+    def miss(self, last: fx.Node, node: fx.Node) -> Miss | None:
+        """A near miss, where two operations and three quarters of all are there, whatever their constants."""
+        if self._failed is None or self._alike(last, node) < max(2, 0.75 * len(self._calls)):
+            return None
+        return Miss(*self._failed)
+
+    def _alike(self, wanted: fx.Node, node: fx.Node) -> int:
+        """How many operations of the template from `wanted` up have one of that name in their place."""
+        call = self._view.call(node)
+        if call is None or call.name != self._calls[wanted].name:
+            return 0
+        operands = [i for i in wanted.all_input_nodes if i in self._calls]
+        return 1 + sum(
+            max((self._alike(operand, i) for i in node.all_input_nodes), default=0)
+            for operand in operands
+        )
+
+
+def _is_default(key: str, value: Any) -> bool:
+    return key in _DEFAULTS and value == _DEFAULTS[key]
