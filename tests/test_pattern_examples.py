@@ -13,7 +13,8 @@ from corpus.case import Case
 from sparse_inductor import patterns
 from support import assert_same_result, run_three_ways
 
-FILES = [importlib.import_module(f"{patterns.__name__}.{i.name}") for i in pkgutil.iter_modules(patterns.__path__)]  # fmt: skip
+NAMES = [f"{patterns.__name__}.{info.name}" for info in pkgutil.iter_modules(patterns.__path__)]
+FILES = [importlib.import_module(name) for name in NAMES]
 PATTERNS = {p.name: p for p in (getattr(file, "PATTERN", None) for file in FILES) if p is not None}
 EXAMPLES = [(n, e) for n, p in PATTERNS.items() for e in p.examples]
 NEAR_MISSES = [(n, e) for n, p in PATTERNS.items() for e in p.near_misses]
