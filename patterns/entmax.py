@@ -62,6 +62,9 @@ class RowsMatch:
         found, e = self.found, Emitter(self.anchor)
         tensor = found.alpha if isinstance(found.alpha, fx.Node) else None
         number = 0.0 if isinstance(found.alpha, fx.Node) else found.alpha
+        if tensor is not None and not isinstance(fake(tensor), torch.Tensor):
+            shape = (1,) * fake(found.source).dim()  # a number that is known when it runs
+            tensor = e.method("new_full", found.source, shape, tensor, dtype=torch.float32)
         p = e.call(
             torch.ops.sparse_inductor.entmax.default, found.source, tensor, number, found.dim
         )
@@ -114,7 +117,7 @@ class Entmax:
         check_gradient(view, [found.source], [node])
         nodes = swallowed(view, found.nodes)
         reads = [(found.source, found.reader)]
-        if isinstance(found.alpha, fx.Node):
+        if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
             reads.append((found.alpha, found.reader))
         check_memory(view, reads, nodes, node, "before its entmax is complete")
         return RowsMatch(found, nodes, _bytes_saved(view, found))

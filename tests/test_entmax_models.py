@@ -97,6 +97,24 @@ def test_a_layer_of_twelve_takes_the_pass_a_few_milliseconds():
         assert sum(spent) < 0.1
 
 
+def test_a_number_that_may_change_is_alpha_as_well():
+    """With dynamic=True a module's float is symbolic at first; Dynamo may start again with its value."""
+
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.alpha = 1.7
+
+        def forward(self, q, k, v):
+            return entmax.entmax_bisect(q @ k.mT, alpha=self.alpha) @ v
+
+    module, inputs = Attend(), [torch.randn(2, 2, 5, 4) for _ in range(3)]
+    with only(ATTENTION) as report, torch.no_grad():
+        compiled = compile_without_codegen(module, dynamic=True)
+        torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
+        assert rewrites(report, ATTENTION) and not near_misses(report, ATTENTION)
+
+
 # The package's functions
 
 

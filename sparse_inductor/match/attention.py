@@ -108,8 +108,7 @@ class Attention:
         for factor in self.scores.factors:
             q, k = self._scaled(e, q, k, factor)
         bias, mask = self._bias(e), self._mask(e)
-        alpha = None if self.alpha is None else self._beside(e, self.alpha)
-        number = 0.0 if isinstance(self.found.alpha, fx.Node) else self.found.alpha
+        alpha, number = self._alpha(e)
         shape = (*fake(q).shape[:3], fake(v).shape[3])
         out = e.declared(
             lambda: fake(q).new_empty(shape),
@@ -119,6 +118,16 @@ class Attention:
         )  # fmt: skip
         out = self._cast(e, out, fake(self.node).dtype)
         return self._as_user_has_it(e, out)
+
+    def _alpha(self, e: Emitter) -> tuple[fx.Node | None, float]:
+        """alpha as a tensor, or as a number."""
+        alpha = self.found.alpha
+        if not isinstance(alpha, fx.Node):
+            return None, alpha
+        if self.alpha is not None:
+            return self._beside(e, self.alpha), 0.0
+        one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=torch.float32)
+        return one, 0.0  # a number that is known when it runs
 
     def _cast(self, e: Emitter, t: fx.Node, dtype: torch.dtype) -> fx.Node:
         return t if fake(t).dtype == dtype else e.method("to", t, dtype)
@@ -168,6 +177,10 @@ class Attention:
                     one = e.method("to", one, torch.float32)
                 if bias.factor != 1:
                     one = e.call(operator.mul, one, bias.factor)
+                for factor in bias.times:
+                    number = not self.view.is_tensor(factor.node)
+                    f = factor.node if number else self._beside(e, factor)
+                    one = e.call(operator.truediv if factor.divides else operator.mul, one, f)
             total = one if total is None else e.call(operator.add, total, one)
         return total
 
@@ -315,7 +328,13 @@ def _probabilities(
             or (call.name == "dropout" and not (call.get("training", True) and call.get("p", 0.5)))
             or (call.name == "detach" and not torch.is_grad_enabled())
             or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
+            or call.name in ("where", "masked_fill")
         )
+        if call.name in ("where", "masked_fill"):
+            x = _nan_replaced(view, node, call)
+            quiet = x is not None
+            if quiet:
+                nodes.append(call["mask" if call.name == "masked_fill" else "condition"])
         if not quiet or not view.is_tensor(x):
             changed = _entmax_above(view, node)
             if changed is not None:
@@ -331,6 +350,17 @@ def _probabilities(
         nodes.append(node)
         node = view.value(x, node)
     return None
+
+
+def _nan_replaced(view: GraphView, node: fx.Node, call: Any) -> Any:
+    """x of where(isnan(x), 0, x): the operator gives no NaN where rows have no keys."""
+    if call.name == "masked_fill":
+        x, zero, test = call["input"], call["value"], call["mask"]
+    else:
+        x, zero, test = call["other"], call["input"], call["condition"]
+    inner = view.call(test)
+    asked = inner is not None and inner.name == "isnan" and view.same_value(inner["input"], x)
+    return x if asked and view.const(zero, node) == 0 else None
 
 
 def _changed(view: GraphView, name: str) -> str:
@@ -580,7 +610,7 @@ class _Reader:
         """Masks, biases, the fill, alpha; an added mask joins the others where that is exact."""
         view, found = self.view, self.found
         alpha = None
-        if isinstance(found.alpha, fx.Node):
+        if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
             seen = view.value(found.alpha, found.reader)
             if seen is None:
                 raise Decline("alpha is changed in place through a view of it", found.node)

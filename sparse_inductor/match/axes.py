@@ -53,6 +53,7 @@ class Placed:
     negate: bool = False
     divides: bool = False
     fill: float | None = None
+    times: tuple[Placed, ...] = ()  # tensors that it is multiplied by, after `factor`
 
 
 def fresh(shape: Sequence[Any]) -> list[Axis]:

@@ -19,7 +19,7 @@ from torch import fx
 
 from .entmax_form import ENDS, Candidate, Form, form, unshifted
 from .entmax_trial import Trial
-from .graph import GraphView
+from .graph import GraphView, fake
 from .shapes import Decline
 from .trial import Region, region
 
@@ -115,7 +115,8 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
             )
     if isinstance(alpha, fx.Node):
         known = view.const(alpha, node)
-        if known is None and not view.is_tensor(alpha):
+        run_time = isinstance(fake(alpha), (torch.SymFloat, torch.SymInt))
+        if known is None and not (view.is_tensor(alpha) or run_time):
             raise Decline("alpha is a number known only at run time", node)
         alpha = alpha if known is None else known
     if not isinstance(alpha, fx.Node):

@@ -175,8 +175,8 @@ def _computes_triangle(view: GraphView, mask: Placed) -> bool:
 
 def as_mask(view: GraphView, bias: Placed) -> Placed | None:
     """A bias that is 0 where keys are kept and one large negative number elsewhere, as a mask with that `fill`."""
-    if bias.fill is not None:
-        return bias
+    if bias.fill is not None or bias.times:
+        return bias if bias.fill is not None else None
     return _masked_zeros(view, bias) or _constant(view, bias)
 
 

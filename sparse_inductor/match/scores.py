@@ -175,14 +175,16 @@ class _Step:
         return self._factor(self.up(a), b, divides=True)
 
     def _factor(self, found: Scores, other: Any, divides: bool) -> Scores:
-        if found.masks or found.biases:
-            raise self.decline("masked or biased scores are multiplied by a tensor")
+        if found.masks or any(b.fill is not None for b in found.biases):
+            raise self.decline("masked scores are multiplied by a tensor")
         if isinstance(fake(other), (torch.SymInt, torch.SymFloat)):  # a scale made of sizes
-            found.factors.append(Placed(other, self.node, (), divides=divides))
+            factor = Placed(other, self.node, (), divides=divides)
         elif self.view.is_tensor(other):
-            found.factors.append(self._place(other, divides=divides))
+            factor = self._place(other, divides=divides)
         else:
             raise self.decline("the scale is a number known only at run time")
+        found.factors.append(factor)
+        found.biases = [dataclasses.replace(b, times=(*b.times, factor)) for b in found.biases]
         return found
 
     def _add(self) -> Scores:

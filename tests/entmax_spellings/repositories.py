@@ -426,3 +426,38 @@ def two_values(q, k, v, mask):
     """keys and values pooled with the same probabilities"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return attn @ v, attn @ k
+
+
+@attention(modes=INFER)
+def nan_replaced_by_where(q, k, v, mask):
+    """torch.where(torch.isnan(attn), 0, attn) after rows that may have no keys"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], float("-inf"))
+    attn = entmax.entmax_bisect(scores, alpha=1.5)
+    attn = torch.where(torch.isnan(attn), torch.zeros_like(attn), attn)
+    return attn @ v
+
+
+@attention(inputs=lambda: (*(t[0, 0] for t in qkv()),))
+def two_dimensional(q, k, v):
+    """no batch, no heads"""
+    return entmax.entmax15(q @ k.t() * SCALE, dim=-1) @ v
+
+
+@attention(inputs=lambda: (normal((B, L, D), 1), normal((9, D), 2), normal((9, E), 3)))
+def memory_of_parameters(x, keys, values):
+    """a table of learned keys and values"""
+    return entmax.entmax15(x @ keys.t(), dim=-1) @ values
+
+
+@attention()
+def a_loop_over_heads(q, k, v, mask):
+    """each head by itself, stacked afterwards"""
+    one = [entmax.entmax15(q[:, h] @ k[:, h].mT * SCALE, -1) @ v[:, h] for h in range(H)]
+    return torch.stack(one, 1)
+
+
+@attention(inputs=lambda: (*qkv(), normal((H,), 6), normal((1, H, L, L), 7)))
+def bias_before_the_temperature(q, k, v, t, bias):
+    """(scores + bias) / temperature, both learned"""
+    scores = (q @ k.mT + bias) / t.exp().view(H, 1, 1)
+    return entmax.entmax15(scores, dim=-1) @ v
