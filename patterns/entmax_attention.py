@@ -19,9 +19,10 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.match.attention import Attention, read_attention
+from sparse_inductor.match.attention import read_attention
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.layout import Attention
 from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline

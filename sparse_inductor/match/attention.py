@@ -1,4 +1,4 @@
-"""An attention read from the product with the values up, and brought into the layout of the operator.
+"""An attention read from the product with the values up.
 
     out = entmax(where(mask, scale * (q @ k^T) + bias, fill)) @ v      q [B, H, Lq, D], k [B, Hkv, Lk, D]
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,267 +20,17 @@ from torch import fx
 
 from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
-from .emit import Emitter
 from .entmax import Transform, transform
-from .graph import GraphView, fake, same_size, static_size
+from .graph import GraphView, same_size
+from .layout import WIDTH, Attention, Tensor
 from .masks import as_mask, conjuncts, is_triangle
 from .scores import Scores, read_scores
 from .shapes import Decline
 
-__all__ = ["Attention", "read_attention"]
+__all__ = ["read_attention"]
 
 _IDENTITY = frozenset("contiguous clone alias lift_fresh positive cast".split())
 _SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
-
-
-@dataclasses.dataclass
-class _Tensor:
-    """An operand and its axes."""
-
-    node: fx.Node
-    axes: list[Axis]
-    reader: fx.Node
-
-    def atoms(self) -> list[Atom]:
-        return [atom for axis in self.axes for atom in flat(axis)]
-
-
-@dataclasses.dataclass
-class Attention:
-    """A whole attention; `emit` puts the operator in."""
-
-    view: GraphView
-    node: fx.Node
-    found: Transform
-    scores: Scores
-    q: _Tensor
-    k: _Tensor
-    v: _Tensor
-    out_axes: list[Axis]
-    batch: list[Atom]
-    shared: list[Atom]  # key heads
-    group: list[Atom]  # query heads of one key head
-    queries: list[Atom]
-    keys: list[Atom]
-    width: list[Atom]  # of the values
-    alpha: Placed | None
-    masks: list[Placed]
-    biases: list[Placed]
-    fill: float
-    causal: bool
-    path: list[fx.Node]  # between the transformation and the product with the values
-    nodes: list[fx.Node]
-    dtype: torch.dtype
-
-    @property
-    def heads(self) -> list[Atom]:
-        return self.shared + self.group
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        beside = [*self.scores.factors, *self.biases, *self.masks]
-        beside += [self.alpha] if self.alpha is not None else []
-        return list(
-            dict.fromkeys([self.q.node, self.k.node, self.v.node, *(p.node for p in beside)])
-        )
-
-    @property
-    def reads(self) -> list[tuple[fx.Node, fx.Node]]:
-        """Inputs, each with the node that reads it."""
-        beside = [*self.scores.factors, *self.biases, *self.masks]
-        beside += [self.alpha] if self.alpha is not None else []
-        return [(t.node, t.reader) for t in (self.q, self.k, self.v)] + [
-            (p.node, p.reader) for p in beside
-        ]
-
-    # Emission
-
-    def emit(self, e: Emitter) -> fx.Node:
-        """Insert the operator; returns what has the shape and dtype of the user's result."""
-        rows = self.queries
-        head, last = self.heads, [_WIDTH]
-        q = self._laid_out(e, self.q, (self.batch, head, rows, last), full=(True, True, True))
-        kv = (self.batch, self.shared, self.keys, last)
-        k = self._laid_out(e, self.k, kv, full=(True, True, True))
-        v = self._laid_out(e, self.v, kv, full=(True, True, True))
-        q, k, v = (self._cast(e, t, self.dtype) for t in (q, k, v))
-        for factor in self.scores.factors:
-            q, k = self._scaled(e, q, k, factor)
-        bias, mask = self._bias(e), self._mask(e)
-        alpha, number = self._alpha(e)
-        shape = (*fake(q).shape[:3], fake(v).shape[3])
-        out = e.declared(
-            lambda: fake(q).new_empty(shape),
-            torch.ops.sparse_inductor.entmax_attention.default,
-            q, k, v, bias, mask, alpha, None, None,
-            number, self.scores.scale, self.fill, self.causal,
-        )  # fmt: skip
-        out = self._cast(e, out, fake(self.node).dtype)
-        return self._as_user_has_it(e, out)
-
-    def _alpha(self, e: Emitter) -> tuple[fx.Node | None, float]:
-        """alpha as a tensor, or as a number."""
-        alpha = self.found.alpha
-        if not isinstance(alpha, fx.Node):
-            return None, alpha
-        if self.alpha is not None:
-            return self._beside(e, self.alpha), 0.0
-        one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=torch.float32)
-        return one, 0.0  # a number that is known when it runs
-
-    def _cast(self, e: Emitter, t: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return t if fake(t).dtype == dtype else e.method("to", t, dtype)
-
-    def _scaled(
-        self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed
-    ) -> tuple[fx.Node, fx.Node]:
-        number = not self.view.is_tensor(factor.node)
-        f = factor.node if number else self._beside(e, factor)
-        combine = operator.truediv if factor.divides else operator.mul
-        if any(atom in self.keys for axis in factor.axes for atom in flat(axis)):
-            f = e.method("transpose", f, -1, -2)
-            return q, self._cast(e, e.call(combine, k, f), self.dtype)
-        return self._cast(e, e.call(combine, q, f), self.dtype), k
-
-    def _beside(self, e: Emitter, p: Placed) -> fx.Node:
-        """[B, H, Lq, Lk] with 1 where the operand does not vary."""
-        groups = (self.batch, self.heads, self.queries, self.keys)
-        return self._laid_out(e, _Tensor(p.node, list(p.axes), p.reader), groups)
-
-    def _mask(self, e: Emitter) -> fx.Node | None:
-        """True where a key is kept."""
-        kept: fx.Node | None = None
-        for mask in self.masks:
-            one = self._kept(e, mask)
-            kept = one if kept is None else e.call(operator.and_, kept, one)
-        for mask in self.scores.unless:
-            assert kept is not None
-            kept = e.call(operator.or_, kept, e.call(operator.invert, self._kept(e, mask)))
-        return kept
-
-    def _kept(self, e: Emitter, mask: Placed) -> fx.Node:
-        t = self._beside(e, mask)
-        if fake(t).dtype != torch.bool:
-            t = e.call(operator.ne, t, 0)
-        return e.call(operator.invert, t) if mask.negate else t
-
-    def _bias(self, e: Emitter) -> fx.Node | None:
-        total: fx.Node | None = None
-        for bias in self.biases:
-            if bias.fill is not None:
-                keep = self._kept(e, bias)
-                one = e.call(torch.where, keep, 0.0, bias.fill)
-            else:
-                one = self._beside(e, bias)
-                if not fake(one).dtype.is_floating_point:
-                    one = e.method("to", one, torch.float32)
-                if bias.factor != 1:
-                    one = e.call(operator.mul, one, bias.factor)
-                for factor in bias.times:
-                    number = not self.view.is_tensor(factor.node)
-                    f = factor.node if number else self._beside(e, factor)
-                    one = e.call(operator.truediv if factor.divides else operator.mul, one, f)
-            total = one if total is None else e.call(operator.add, total, one)
-        return total
-
-    def _laid_out(
-        self,
-        e: Emitter,
-        t: _Tensor,
-        groups: Sequence[Sequence[Atom]],
-        full: Sequence[bool] = (False, False, False),
-    ) -> fx.Node:
-        """The tensor with one axis a group. A group that it lacks has one element, or is expanded if `full`."""
-        if len(t.axes) == len(groups) and all(
-            flat(axis) == tuple(group) or not (flat(axis) or (i < len(full) and full[i]))
-            for i, (axis, group) in enumerate(zip(t.axes, groups))
-        ):
-            return t.node  # as it is
-        node, have = self._split(e, t)
-        wanted = [atom for group in groups for atom in group if atom in have]
-        order = [have.index(atom) for atom in wanted]
-        if order != sorted(order):
-            node = e.method("permute", node, tuple(order))
-        have = wanted
-        # Atoms that a group has only some of, or has to have all of, are expanded.
-        missing: list[tuple[int, Atom]] = []
-        position = 0
-        layout: list[int] = []  # atoms in each group, after expansion
-        for i, group in enumerate(groups):
-            present = [atom for atom in group if atom in have]
-            whole = bool(present) or (i < len(full) and full[i])
-            for atom in group if whole else ():
-                if atom not in have:
-                    missing.append((position, atom))
-                position += 1
-            layout.append(len(group) if whole else 0)
-        for at, _ in missing:
-            node = e.method("unsqueeze", node, at)
-        if missing:
-            sizes: list[Any] = [-1] * position
-            for at, atom in missing:
-                sizes[at] = self._size(e, atom)
-            node = e.method("expand", node, tuple(sizes))
-        for i, count in enumerate(layout):
-            if count == 0:
-                node = e.method("unsqueeze", node, i)
-            elif count > 1:
-                node = e.method("flatten", node, i, i + count - 1)
-        return node
-
-    def _split(self, e: Emitter, t: _Tensor) -> tuple[fx.Node, list[Atom]]:
-        """One axis an atom: merged axes unflattened, axes of one element gone."""
-        node = t.node
-        have: list[Atom] = []
-        for at in reversed(range(len(t.axes))):
-            parts = flat(t.axes[at])
-            if not parts:
-                node = e.method("squeeze", node, at)
-            elif len(parts) > 1:
-                node = e.method("unflatten", node, at, self._sizes(e, parts))
-            have[:0] = parts
-        return node, have
-
-    def _sizes(self, e: Emitter, atoms: Sequence[Atom]) -> tuple[Any, ...]:
-        known = [static_size(atom.size) for atom in atoms]
-        if known.count(None) == 1:
-            return tuple(-1 if size is None else size for size in known)
-        return tuple(
-            self._size(e, atom) if size is None else size for atom, size in zip(atoms, known)
-        )
-
-    def _size(self, e: Emitter, atom: Atom) -> Any:
-        known = static_size(atom.size)
-        if known is not None:
-            return known
-        for t in (self.q, self.k, self.v):
-            for i, axis in enumerate(t.axes):
-                if flat(axis) == (atom,):
-                    return e.method("size", t.node, i)
-        raise RuntimeError(f"no tensor has an axis of size {atom.size}")
-
-    def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
-        """[B, H, Lq, Dv] in the axes of the user's result."""
-        groups = (self.batch, self.heads, self.queries, self.width)
-        for i in reversed(range(4)):
-            if not groups[i]:
-                out = e.method("squeeze", out, i)
-            elif len(groups[i]) > 1:
-                out = e.method("unflatten", out, i, self._sizes(e, groups[i]))
-        have = [atom for group in groups for atom in group]
-        order = [have.index(atom) for axis in self.out_axes for atom in flat(axis)]
-        if order != sorted(order):
-            out = e.method("permute", out, tuple(order))
-        for i, axis in enumerate(self.out_axes):
-            count = len(flat(axis))
-            if count == 0:
-                out = e.method("unsqueeze", out, i)
-            elif count > 1:
-                out = e.method("flatten", out, i, i + count - 1)
-        return out
-
-
-_WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and keys or Dv of values
 
 
 def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
@@ -430,19 +179,19 @@ class _Reader:
             raise Decline("the keys are in both operands of the scores, or in neither", qk.node)
         k = with_keys[0]
         q = operands[0] if k is operands[1] else operands[1]
-        v = _Tensor(self.values.node, _axes(self.values, self.atoms), self.node)
+        v = Tensor(self.values.node, _axes(self.values, self.atoms), self.node)
         k, v = self._unrepeated(k), self._unrepeated(v)
         return self._roles(scores, q, k, v, keys)
 
-    def _operands(self, scores: Scores) -> list[_Tensor]:
-        """The operands of the scores with the atoms of their axes; what is summed over is _WIDTH."""
+    def _operands(self, scores: Scores) -> list[Tensor]:
+        """The operands of the scores with the atoms of their axes; what is summed over is WIDTH."""
         qk = scores.product
         at: dict[str | None, Axis] = dict(zip(qk.axes, scores.axes))
         (summed,) = qk.summed
-        at[None], at[summed] = (), (_WIDTH,)
-        return [_Tensor(o.node, [at[letter] for letter in o.axes], o.reader) for o in (qk.a, qk.b)]
+        at[None], at[summed] = (), (WIDTH,)
+        return [Tensor(o.node, [at[letter] for letter in o.axes], o.reader) for o in (qk.a, qk.b)]
 
-    def _unrepeated(self, t: _Tensor) -> _Tensor:
+    def _unrepeated(self, t: Tensor) -> Tensor:
         """Keys or values before their heads were repeated for the query heads."""
         node, axes, reader = t.node, list(t.axes), t.reader
         best = t
@@ -462,7 +211,7 @@ class _Reader:
                 break
             reader, node = node, seen
             if call.name in _SPREADS:
-                best = _Tensor(node, list(axes), reader)
+                best = Tensor(node, list(axes), reader)
         return best
 
     def _repeats(self, node: Any) -> bool:
@@ -528,13 +277,13 @@ class _Reader:
         raise Decline("not a repetition of heads")
 
     def _roles(
-        self, scores: Scores, q: _Tensor, k: _Tensor, v: _Tensor, keys: list[Atom]
+        self, scores: Scores, q: Tensor, k: Tensor, v: Tensor, keys: list[Atom]
     ) -> Attention:
         in_q, in_k, in_v = (set(t.atoms()) for t in (q, k, v))
         rows = [
             atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
         ]
-        if stray := [a for a in (in_q | in_k) - {_WIDTH} if a not in rows and a not in keys]:
+        if stray := [a for a in (in_q | in_k) - {WIDTH} if a not in rows and a not in keys]:
             raise Decline(
                 f"the probabilities lack an axis of size {stray[0].size} that the scores have",
                 self.node,
@@ -550,7 +299,7 @@ class _Reader:
         v = dataclasses.replace(v, axes=_with_width(v.axes, width))
         if len(width) > 1:
             raise Decline("the values have more than one axis of their own", self.node)
-        if in_q & {*keys} or _WIDTH not in in_q or _WIDTH not in in_k:
+        if in_q & {*keys} or WIDTH not in in_q or WIDTH not in in_k:
             raise Decline("queries and keys do not share one axis to be multiplied over", self.node)
         if not query and not {*batch, *shared} <= in_k:
             raise Decline("a gate: each row has values of its own, and shares its keys", self.node)
@@ -650,7 +399,7 @@ class _Reader:
     def _check(self, a: Attention) -> None:
         view = self.view
         for t, atoms in ((a.q, a.batch + a.heads + a.queries), (a.k, a.batch + a.shared + a.keys)):
-            if any(atom not in atoms for atom in t.atoms() if atom is not _WIDTH):
+            if any(atom not in atoms for atom in t.atoms() if atom is not WIDTH):
                 raise Decline(
                     "queries or keys have an axis that does not fit", a.scores.product.node
                 )
@@ -668,16 +417,16 @@ class _Reader:
 
 
 def _with_width(axes: list[Axis], width: list[Atom]) -> list[Axis]:
-    """The axis of the values' own is called _WIDTH, as that of queries and keys."""
-    return [(_WIDTH,) if width and flat(axis) == tuple(width) else axis for axis in axes]
+    """The axis of the values' own is called WIDTH, as that of queries and keys."""
+    return [(WIDTH,) if width and flat(axis) == tuple(width) else axis for axis in axes]
 
 
-def _narrow(view: GraphView, t: _Tensor, dtype: torch.dtype) -> _Tensor | None:
+def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
     """An operand as it was before it was cast up from `dtype`."""
     node, axes, reader = t.node, list(t.axes), t.reader
     for _ in range(8):
         if view.dtype(node) == dtype:
-            return _Tensor(node, axes, reader)
+            return Tensor(node, axes, reader)
         call = view.call(node)
         if call is None or call.inplace or not view.is_tensor(call.get("input")):
             return None
