@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -216,6 +217,40 @@ def test_sizes_may_be_symbolic():
         some = tuple(t[:rows] for t in args)
         torch.testing.assert_close(fn(*some), model(*some))
     assert len(sparse_inductor.report().checks) == 1
+
+
+def test_within_a_checkpointed_region():
+    model, args = program("splade")
+
+    def checkpointed(x, m):
+        return torch.utils.checkpoint.checkpoint(model, x, m, use_reentrant=False)
+
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    got = compiled(checkpointed)(*args)
+    leaves = [args[0], *model.parameters()]
+    found = torch.autograd.grad(got.sum(), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(model(*args).sum(), leaves))
+    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
+
+
+def test_in_inference_mode_and_with_frozen_parameters():
+    model, (x, m) = program("splade")
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(model)(x.detach(), m), model(x.detach(), m))
+    model.decoder.weight.requires_grad_(False)
+    torch._dynamo.reset()
+    compiled(model)(x, m).sum().backward()
+    assert model.decoder.bias.grad is not None and model.decoder.weight.grad is None
+    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees", "agrees"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_precisions(dtype):
+    model, (x, m) = program("splade")
+    sparse_inductor.enable(only=PATTERN, verify=True)
+    compiled(model.to(dtype))(x.detach().to(dtype).requires_grad_(), m)
+    assert [c.verdict for c in sparse_inductor.report().checks] == ["agrees"]
 
 
 def test_it_is_part_of_the_session():
