@@ -181,6 +181,18 @@ assert count == 1, count
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_without_the_package_nothing_is_missed():
+    code = """
+import sys
+sys.modules["entmax"] = None  # not importable
+import torch, sparse_inductor
+sparse_inductor.enable(strict=False)
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+sparse_inductor.disable()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_options_rewrite_what_dynamo_shows():
     """`options()` throws no process-wide switch: in inference the package's code is inlined and recognised by
     its structure; in training Dynamo breaks the graph at it."""

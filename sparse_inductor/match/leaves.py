@@ -7,7 +7,6 @@ place. Each becomes one node, which the patterns replace; a node that they leave
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +160,7 @@ def show_entmax() -> Callable[[], None]:
     """
     global _users
     _users += 1
-    if _users == 1 and importlib.util.find_spec("entmax") is not None:
+    if _users == 1:
         _install()
     done = False
 
@@ -180,8 +179,10 @@ def show_entmax() -> Callable[[], None]:
 
 
 def _install() -> None:
-    import entmax
-
+    try:
+        import entmax
+    except ImportError:
+        return
     for leaf in _LEAVES:
         torch._dynamo.allow_in_graph(leaf)
     for name, traced in _TRACED.items():
