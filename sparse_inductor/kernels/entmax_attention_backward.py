@@ -23,6 +23,7 @@ from .entmax_attention_problem import (
     Problem,
     Tile,
     add_product,
+    dropped_score,
     head_offsets,
     key_tiles,
     left_to_lists,
@@ -128,7 +129,7 @@ def _rows_kernel(
     at_row = bh.to(tl.int64) * Lq + i
     m = tl.load(reference + at_row, mask=i < Lq, other=0.0)
     d = tl.load(shift + at_row, mask=i < Lq, other=POS_INF)
-    fill = am1 * fill_value - m
+    fill = dropped_score(am1, fill_value, FINITE_FILL) - m
     row = (factor, am1, m, fill)
     side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
     keys = (k + k_at, skl, skd)
@@ -196,7 +197,7 @@ def _keys_pass(
         )
         m = tl.load(reference + i, mask=i < last_row, other=0.0)
         d = tl.load(shift + i, mask=i < last_row, other=POS_INF)
-        fill = am1 * fill_value - m
+        fill = dropped_score(am1, fill_value, FINITE_FILL) - m
         wanted = 1
         if ONLY_LOW:
             wanted = tl.max((d < fill).to(tl.int32), 0)
@@ -387,7 +388,7 @@ def _bias_kernel(
                 m = tl.load(reference + bh * Lq + i, mask=i < Lq, other=0.0)
                 d = tl.load(shift + bh * Lq + i, mask=i < Lq, other=POS_INF)
                 mean = tl.load(delta + bh * Lq + i, mask=i < Lq, other=0.0)
-                row = (factor, am1, m, am1 * fill_value - m)
+                row = (factor, am1, m, dropped_score(am1, fill_value, FINITE_FILL) - m)
                 qt = load_tile(q + b * sqb + h * sqh, i, sql, Lq, sqd, True, D, BD)
                 do = load_tile(grad + b * sgb + h * sgh, i, sgl, Lq, sgd, True, DV, BDV)
                 for ki in range(tl.cdiv(Lk, BN) if OVER_KEYS else 1):
@@ -420,8 +421,12 @@ def _bias_kernel(
 
 def _low_heads(problem: Problem, reference: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """Whether a row of each head has its threshold under `fill`, uint8 [B, H]."""
-    factor = problem.alpha_value - 1.0 if problem.alpha is None else problem.alpha[..., 0] - 1.0
-    return (shift < factor * problem.fill - reference).any(-1).view(torch.uint8)
+    if problem.alpha is None:
+        am1 = reference.new_full((), problem.alpha_value - 1.0)  # fp32, to round as the kernels do
+    else:
+        am1 = problem.alpha[..., 0] - 1.0
+    low = (am1 * problem.fill).clamp_min(torch.finfo(torch.float32).min)
+    return (shift < low - reference).any(-1).view(torch.uint8)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton.language as tl
 from .entmax_attention_problem import (
     Problem,
     add_product,
+    dropped_score,
     head_offsets,
     key_tiles,
     left_to_lists,
@@ -149,7 +150,7 @@ def _threshold_kernel(
     factor, am1, beta = row_constants(
         alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
     )
-    fill = am1 * fill_value
+    fill = dropped_score(am1, fill_value, FINITE_FILL)
     side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
     keys = (k + k_at, skl, skd)
     qt = load_tile(q + q_at, i, sql, Lq, sqd, True, D, BD)
@@ -243,7 +244,7 @@ def _output_kernel(
     factor, am1, beta = row_constants(
         alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
     )
-    fill = am1 * fill_value
+    fill = dropped_score(am1, fill_value, FINITE_FILL)
     side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
     keys = (k + k_at, skl, skd)
     qt = load_tile(q + q_at, i, sql, Lq, sqd, True, D, BD)

@@ -21,6 +21,8 @@ __all__ = [
     "tile_for",
 ]
 
+# The lowest fp32 number.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
@@ -208,6 +210,18 @@ def add_product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def dropped_score(am1, fill_value, FINITE_FILL: tl.constexpr):
+    """(alpha - 1) fill [M], the same bits wherever it is asked for."""
+    fill = am1 * fill_value
+    if FINITE_FILL:
+        # A reader subtracts a reference. Were that contracted into one FMA with this product, a fill of
+        # -1e9 would differ by up to 32 from the rounded one that the reference may be. The bound also
+        # keeps the lowest number from overflowing.
+        fill = tl.maximum(fill, LOWEST)
+    return fill
 
 
 @triton.jit

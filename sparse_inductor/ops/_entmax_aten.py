@@ -252,7 +252,8 @@ def _guarded(gap: Tensor, a: Alpha, y: Tensor, n: int) -> Tensor:
 
     For alpha up to 2 it is the iteration of `_newton` in the logarithm of y, above it is Newton's on F.
     """
-    c = torch.as_tensor(a - 1, dtype=y.dtype, device=y.device)
+    # Filled in on the device: copying a number there could not be captured in a CUDA graph.
+    c = a - 1 if isinstance(a, Tensor) else y.new_full((), a - 1)
     p = 1 / c
     steep = c > 1
     eps, tiny = _EPS[y.dtype], torch.finfo(y.dtype).tiny
