@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | gpu-test | clean
+# make demo | test | lint | bench | gpu-test | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test lint bench gpu-test clean
+.PHONY: demo test lint bench gpu-test docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -32,8 +32,12 @@ FAMILIES ?= $(notdir $(basename $(filter-out %/__init__.py,$(wildcard benchmarks
 bench: $(READY)
 	$(foreach family,$(FAMILIES),$(PYTHON) -m benchmarks $(family) $(ARGS) &&) true
 
+# The site, in site/; make docs ARGS=... hands further options to mkdocs.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build $(ARGS)
+
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: the other packages would pull in whichever is newest.
@@ -41,5 +45,5 @@ clean:
 	test -x .venv/bin/python || python3 -m venv .venv
 	.venv/bin/python -m pip install --quiet torch==2.13.0
 	.venv/bin/python -m pip install --quiet hatchling
-	.venv/bin/python -m pip install --quiet --no-build-isolation -e ".[test,demo,bench]" torch==2.13.0
+	.venv/bin/python -m pip install --quiet --no-build-isolation -e ".[test,demo,bench,docs]" torch==2.13.0
 	touch $@
