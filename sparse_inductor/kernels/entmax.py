@@ -515,7 +515,9 @@ def forward(x: Tensor, alpha: float | Tensor, dim: int, *, resident: int = _RESI
     # A logarithm a column needs its registers too.
     held = 64 if power > 0 else 32
     tile = _tile(n, C, sx[2], x.element_size(), held, resident)
-    options = {}
+    # Lanes that hold the same row must find the same sums, or they part in the iterations. A product
+    # contracted with the addition of what another lane sends is rounded once there and twice here.
+    options: dict[str, int] = {"enable_fp_fusion": False}
     if not _exact(x):
         # A few registers more than are spilled here would cost a quarter of the programs that run together.
         options["maxnreg"] = min(128, 65536 // (32 * tile.warps))
