@@ -190,6 +190,10 @@ def step(d, f, g, lo, hi, old, entries, turn, beta, KIND: tl.constexpr):
     rest = 0.5 * bend * moved * moved
     rest = tl.where(use, rest * CUBIC, rest)
     rest = tl.where(inside, rest, 1.0)
+    if KIND == 0:
+        # For beta < 1 h has a corner wherever an entry enters the support, with an infinite slope
+        # behind it: curvature says nothing, only what h is here does.
+        rest = tl.where(beta < 1.0, tl.abs(h - 1.0), rest)
     # As far as fp32 goes: no number is left between the bounds, or the step is the last bit of d.
     closed = (middle <= lo) | (middle >= hi)
     guess = tl.where(closed, hi, guess)
