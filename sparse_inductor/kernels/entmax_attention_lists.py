@@ -343,7 +343,9 @@ def _write_keys(
     dd = tl.arange(0, BD)
     inside = want[:, None] & (dd < D)[None, :]
     at = dk + key[:, None] * D + dd[None, :]
-    acc_k = acc_k * scale + tl.load(at, mask=tl.where(partial, inside, False), other=0.0).to(tl.float32)
+    acc_k = acc_k * scale + tl.load(at, mask=tl.where(partial, inside, False), other=0.0).to(
+        tl.float32
+    )
     tl.store(at, acc_k.to(dk.dtype.element_ty), mask=inside)
     de = tl.arange(0, BDV)
     inside = want[:, None] & (de < DV)[None, :]
