@@ -54,9 +54,9 @@ class RowsMatch:
 
     @property
     def note(self) -> str:
-        alpha = self.found.alpha
-        said = "alpha is a tensor" if isinstance(alpha, fx.Node) else f"alpha {alpha:g}"
-        return f"{said}, dim {self.found.dim}" + (f"; {self.found.note}" if self.found.note else "")
+        return f"{self.found.alpha_text}, dim {self.found.dim}" + (
+            f"; {self.found.note}" if self.found.note else ""
+        )
 
     def replace(self) -> None:
         found, e = self.found, Emitter(self.anchor)
@@ -119,7 +119,7 @@ class Entmax:
         reads = [(found.source, found.reader)]
         if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
             reads.append((found.alpha, found.reader))
-        check_memory(view, reads, nodes, node, "before its entmax is complete")
+        check_memory(view, reads, nodes, node, "before its entmax is complete", "entmax")
         return RowsMatch(found, nodes, _bytes_saved(view, found))
 
     def resolve(

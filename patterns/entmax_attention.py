@@ -55,8 +55,8 @@ class AttentionMatch:
 
     @property
     def note(self) -> str:
-        found, alpha = self.found, self.found.found.alpha
-        said = ["alpha is a tensor" if isinstance(alpha, fx.Node) else f"alpha {alpha:g}"]
+        found = self.found
+        said = [found.found.alpha_text]
         said += ["causal"] if found.causal else []
         said += ["mask"] if found.masks else []
         said += ["bias"] if found.biases else []
@@ -101,7 +101,9 @@ class EntmaxAttention:
         through = [*found.scores.nodes, found.found.node, *found.path, node]
         check_gradient(view, [found.q.node, found.k.node], through)
         nodes = swallowed(view, found.nodes)
-        check_memory(view, found.reads, nodes, node, "between the scores and the values")
+        check_memory(
+            view, found.reads, nodes, node, "between the scores and the values", "the attention"
+        )
         if not all(isinstance(s, int) for t in inputs for s in view.shape(t)):
             _rehearse(found)
         return AttentionMatch(found, nodes, _bytes_saved(view, found))

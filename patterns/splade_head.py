@@ -29,7 +29,8 @@ from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear, is_parameter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
-from sparse_inductor.match.shapes import SHAPE_OPS, Decline
+from sparse_inductor.match.readers import check_memory, without_outside_readers
+from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss
 
@@ -304,19 +305,9 @@ class SpladeHead:
         linear: Linear,
     ) -> None:
         """The operator reads its inputs at the anchor, so nothing may have changed them since the user read them."""
-        for source, reader in chain.reads:
-            if not view.effects.unchanged(source, reader, anchor):
-                raise Decline(
-                    f"{label(source)} is changed in place between the linear and the maximum",
-                    reader,
-                )
-        inside = set(nodes)
-        for n in nodes:
-            for target in view.effects.writers.get(n, ()):
-                if view.effects.creator(target) not in inside:
-                    raise Decline(
-                        f"{label(target)} is written in place and lives on outside the head", n
-                    )
+        check_memory(
+            view, chain.reads, nodes, anchor, "between the linear and the maximum", "the head"
+        )
         start, end = view.order[linear.node], view.order[anchor]
         for n in view.graph.nodes:
             if start < view.order[n] < end and "set_grad_enabled" in n.name:
@@ -326,48 +317,14 @@ class SpladeHead:
         self, matches: Sequence[HeadMatch], view: GraphView
     ) -> tuple[list[HeadMatch], list[Miss]]:
         """Heads may share a linear (slices of one sequence, two poolings); nobody else may read what they swallow."""
-        accepted, misses = list(matches), []
-        while True:
-            inside = {n for m in accepted for n in m.swallowed}
-            kept = []
-            for m in accepted:
-                reader = _outside_reader(view, m, inside)
-                if reader is None:
-                    kept.append(m)
-                else:
-                    misses.append(
-                        Miss(
-                            _reads(view, m, *reader),
-                            reader[1] if reader[1].op != "output" else reader[0],
-                        )
-                    )
-            if len(kept) == len(accepted):
-                return kept, misses
-            accepted = kept
+        return without_outside_readers(matches, view, _name)
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
 
 
-def _outside_reader(
-    view: GraphView, m: HeadMatch, inside: set[fx.Node]
-) -> tuple[fx.Node, fx.Node] | None:
-    for n in m.swallowed:
-        if n is m.anchor:
-            continue
-        for reader in view.readers(n):
-            if reader not in inside:
-                return n, reader
-    return None
-
-
-def _reads(view: GraphView, m: HeadMatch, node: fx.Node, reader: fx.Node) -> str:
-    what = "the logits are" if node is m.chain.linear.node else f"the result of {label(node)} is"
-    while view.name_of(reader) in SHAPE_OPS and len(reader.users) == 1:
-        reader = next(iter(reader.users))  # the view is not what the user asks about
-    return (
-        f"{what} also returned" if reader.op == "output" else f"{what} also read by {label(reader)}"
-    )
+def _name(m: HeadMatch, node: fx.Node) -> str:
+    return "the logits are" if node is m.chain.linear.node else f"the result of {label(node)} is"
 
 
 def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:

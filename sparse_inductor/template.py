@@ -160,7 +160,7 @@ class Template:
                 if user in self._calls
             ]
             nodes = swallowed(view, mine)
-            check_memory(view, reads, nodes, node, f"before {label(node)}")
+            check_memory(view, reads, nodes, node, f"before {label(node)}", "the match")
             check_gradient(view, [value for value, _ in reads], _on_the_way(view, mine))
             if self._check is not None and (reason := self._check(**bindings)) is not None:
                 return Miss(reason, node)

@@ -53,6 +53,11 @@ class Transform:
     nodes: tuple[fx.Node, ...]
     note: str = ""
 
+    @property
+    def alpha_text(self) -> str:
+        """What a record says of alpha."""
+        return "alpha is a tensor" if isinstance(self.alpha, fx.Node) else f"alpha {self.alpha:g}"
+
 
 def transform(view: GraphView, node: fx.Node) -> Transform | None:
     """The transformation that `node` is the result of; None if it is nothing of the kind.

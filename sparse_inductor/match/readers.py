@@ -29,10 +29,11 @@ def check_memory(
     nodes: Sequence[fx.Node],
     anchor: fx.Node,
     where: str,
+    what: str,
 ) -> None:
     """Raises Decline if an operator that reads its inputs at the anchor would see other values than the user's code.
 
-    reads: (input, the node that reads it). where: what lies between, for the reason.
+    reads: (input, the node that reads it). For the reasons, where: what lies between; what: the whole.
     """
     for source, reader in reads:
         if not view.effects.unchanged(source, reader, anchor):
@@ -41,7 +42,7 @@ def check_memory(
     for n in nodes:
         for target in view.effects.writers.get(n, ()):
             if view.effects.creator(target) not in inside:
-                raise Decline(f"{label(target)} is written in place and lives on", n)
+                raise Decline(f"{label(target)} is written in place and lives on outside {what}", n)
 
 
 def check_gradient(view: GraphView, sources: Iterable[fx.Node], through: Iterable[fx.Node]) -> None:
@@ -58,7 +59,8 @@ def without_outside_readers(
 ) -> tuple[list[M], list[Miss]]:
     """Matches whose swallowed nodes nobody else reads, and misses for the rest.
 
-    Matches may share nodes. `name(match, node)` is what the user calls the result of a node ("the scores are").
+    Matches may share nodes. `name(match, node)` is what the user calls the result of a node ("the scores are"). A
+    miss points at the reader, or at the node where that is returned as it is.
     """
     accepted, misses = list(matches), []
     while True:
@@ -70,12 +72,11 @@ def without_outside_readers(
                 kept.append(m)
                 continue
             node, reader = found
+            at = node if reader.op == "output" else reader
             while view.name_of(reader) in SHAPE_OPS and len(reader.users) == 1:
                 reader = next(iter(reader.users))  # the view is not what the user asks about
-            if reader.op == "output":
-                misses.append(Miss(f"{name(m, node)} also returned", node))
-            else:
-                misses.append(Miss(f"{name(m, node)} also read by {label(reader)}", reader))
+            how = "returned" if reader.op == "output" else f"read by {label(reader)}"
+            misses.append(Miss(f"{name(m, node)} also {how}", at))
         if len(kept) == len(accepted):
             return kept, misses
         accepted = kept
