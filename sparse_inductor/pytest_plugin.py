@@ -80,8 +80,10 @@ def _reset() -> None:
         rewrite.broken.clear()
     if records := sys.modules.get("sparse_inductor.records"):
         records.report().clear()
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        from sparse_inductor import compat
+
+        compat.reset_dynamo()
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def _install() -> None:
     except ImportError:
         return
     for leaf in _LEAVES:
-        torch._dynamo.allow_in_graph(leaf)
+        torch.compiler.allow_in_graph(leaf)
     for name, traced in _TRACED.items():
         function = getattr(entmax, name, None)
         if function is not None:
