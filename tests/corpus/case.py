@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -42,3 +42,31 @@ class Case:
     def __post_init__(self) -> None:
         if self.expect != "rewrite" and not self.why:
             raise ValueError(f"case {self.name!r} expects {self.expect!r} without saying why")
+
+
+BOTH, INFER, TRAIN = (False, True), (False,), (True,)
+Builder = Callable[[], tuple]
+
+
+def registrar(cases: list[Case], **defaults: Any) -> Callable[..., Callable[[Builder], Builder]]:
+    """A decorator factory that adds cases to a list; `defaults` are fields of a `Case`."""
+
+    def program(
+        expect: Expectation = "rewrite", why: str = "", modes: Iterable[bool] = BOTH, **fields: Any
+    ) -> Callable[[Builder], Builder]:
+        """Register a builder, `build() -> (callable, inputs)`, in inference, training or both.
+
+        The docstring says who writes it like this.
+        """
+
+        def register(build: Builder) -> Builder:
+            for training in modes:
+                name = f"{build.__name__}__{'train' if training else 'infer'}"
+                seen = (build.__doc__ or "").strip()
+                own = {**defaults, **fields}
+                cases.append(Case(name, seen, build, expect, why, training, **own))
+            return build
+
+        return register
+
+    return program

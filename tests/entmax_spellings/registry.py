@@ -8,45 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corpus.case import Case, Expectation
+from corpus.case import BOTH, Case, Expectation, registrar
+from corpus.case import INFER as INFER
+from corpus.case import TRAIN as TRAIN
 
 B, H, L, D = 2, 4, 7, 8
 E = H * D
 CASES: list[Case] = []
-
-BOTH, INFER, TRAIN = (False, True), (False,), (True,)
-
-
-def program(
-    expect: Expectation = "rewrite",
-    why: str = "",
-    modes: Iterable[bool] = BOTH,
-    *,
-    pattern: str = "entmax_attention",
-    **fields: Any,
-) -> Callable[[Callable[[], tuple]], Callable[[], tuple]]:
-    """Register a builder, `build() -> (callable, inputs)`, in inference, training or both.
-
-    The docstring says who writes it like this.
-    """
-
-    def register(build: Callable[[], tuple]) -> Callable[[], tuple]:
-        for training in modes:
-            CASES.append(
-                Case(
-                    f"{build.__name__}__{'train' if training else 'infer'}",
-                    (build.__doc__ or "").strip(),
-                    build,
-                    expect,
-                    why,
-                    training,
-                    pattern=pattern,
-                    **fields,
-                )
-            )
-        return build
-
-    return register
+program = registrar(CASES, pattern="entmax_attention")
 
 
 def attention(
