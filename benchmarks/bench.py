@@ -81,7 +81,13 @@ class Bench:
             f"Limits measured in this run: matrix product ({what}) {self.limits.flops / 1e12:.4g} TFLOP/s, "
             f"copy (read + write) {self.limits.bytes / 1e12:.3g} TB/s."
         )
-        if not self.cuda:
+        if self.cuda:
+            self.note(
+                "Times are the GPU's, from a sweep of its caches to the end of the call: it sleeps until the host has "
+                "queued the call, of every contender alike. Latency is that of a call that finds the GPU idle, with "
+                "all that the host does first."
+            )
+        else:
             self.note(
                 "Calls during which other programs took more than a tenth of the machine are not counted."
             )
@@ -107,12 +113,15 @@ class Bench:
     def sample(self, case: str, name: str, timing: Timing, memory: Memory | None = None) -> None:
         """Write one line of the side-by-side table down."""
         peak, scratch = (memory.peak, memory.scratch) if memory else (None, None)
-        note = "other programs were running" if timing.disturbed else ""
+        disturbance = "with host time" if self.cuda else "other programs were running"
+        note = disturbance if timing.disturbed else ""
         span = (timing.ms, timing.low, timing.high, timing.rounds)
-        self.results.samples.append(Sample(case, name, *span, peak, scratch, note))
+        sample = Sample(case, name, *span, peak, scratch, note, timing.latency)
+        self.results.samples.append(sample)
         weight = f", peak {peak / MIB:,.0f} MiB" if peak is not None else ""
+        after = f", latency {timing.latency:.4g} ms" if timing.latency is not None else ""
         said = f" ({note})" if note else ""
-        self.say(f"{case}: {name} {timing.ms:.4g} ms{weight}{said}")
+        self.say(f"{case}: {name} {timing.ms:.4g} ms{after}{weight}{said}")
 
     def left_out(self, case: str, name: str, why: str) -> None:
         """Write down that a contender was not measured."""

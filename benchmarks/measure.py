@@ -2,6 +2,9 @@
 
 What is compared is measured in one call of `race`: the contenders take turns, so that a card that grows hot or a
 neighbour that wakes up is everybody's. Before each timed call the caches are overwritten.
+
+A GPU's time is the GPU's alone: it is held up until the host has queued the whole call, as in a program that keeps it
+busy. How long a call takes that finds the GPU idle, with the host's part, is measured by itself: the latency.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import datetime
+import functools
 import gc
 import json
 import os
@@ -19,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +44,9 @@ class Timing:
     high: float
     rounds: int
     disturbed: bool = False
-    """Other programs were running all the time (CPU)."""
+    """Other programs were running all the time (CPU), or the host's part could not be taken out (GPU)."""
+    latency: float | None = None
+    """Of a call that finds the GPU idle, from the call to the end of its work; None on a CPU, where it is `ms`."""
 
     def per_second(self, amount: float) -> float:
         """What `amount` (FLOPs, bytes) comes to in a second."""
@@ -71,32 +77,24 @@ def race(
 ) -> dict[str, Timing]:
     """Time the contenders in turn, round by round, for about `seconds` and within `rounds`; after two warm-up calls.
 
-    On a CPU a call during which other programs took more than `_OTHERS` of the machine does not count, unless a
-    contender is left with fewer than three; then all count and its timing is marked as disturbed.
+    On a CPU a call during which other programs took more than `_OTHERS` of the machine does not count, on a GPU one
+    that was queued after the GPU had begun with it, unless a contender is left with fewer than three; then all count
+    and its timing is marked as disturbed.
     """
     for work in contenders.values():
         for _ in range(2):
             work()
     clear = _cache_sweeper(device)
-    timed = _timed_cuda if device.type == "cuda" else _timed_cpu
-    taken: dict[str, list[tuple[float, bool]]] = {name: [] for name in contenders}
+    watch = _GpuWatch if device.type == "cuda" else _CpuWatch
+    watches = {name: watch(work, clear) for name, work in contenders.items()}
     end = time.perf_counter() + seconds
     least, most = rounds
     done = 0
     while done < least or (done < most and time.perf_counter() < end):
-        for name, work in contenders.items():
-            taken[name].append(timed(work, clear))
+        for each in watches.values():
+            each.take()
         done += 1
-    return {name: _timing(values) for name, values in taken.items()}
-
-
-def _timing(taken: Sequence[tuple[float, bool]]) -> Timing:
-    quiet = [ms for ms, undisturbed in taken if undisturbed]
-    disturbed = len(quiet) < min(3, len(taken))
-    values = [ms for ms, _ in taken] if disturbed else quiet
-    parts = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    low, middle, high = parts
-    return Timing(middle, low, high, len(values), disturbed)
+    return {name: each.timing() for name, each in watches.items()}
 
 
 def _cache_sweeper(device: torch.device) -> Work:
@@ -106,28 +104,102 @@ def _cache_sweeper(device: torch.device) -> Work:
     return lambda: buffer.zero_()
 
 
-def _timed_cuda(work: Work, clear: Work) -> tuple[float, bool]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    clear()  # it also keeps the device busy while the host queues the work, as in a training loop
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end), True
+class _Watch:
+    """What was measured of one contender: (ms, whether that counts) a call, and latencies."""
+
+    def __init__(self, work: Work, clear: Work) -> None:
+        self._work, self._clear = work, clear
+        self._taken: list[tuple[float, bool]] = []
+        self._latencies: list[float] = []
+
+    def take(self) -> None:
+        raise NotImplementedError
+
+    def timing(self) -> Timing:
+        quiet = [ms for ms, undisturbed in self._taken if undisturbed]
+        disturbed = len(quiet) < min(3, len(self._taken))
+        values = [ms for ms, _ in self._taken] if disturbed else quiet
+        parts = (
+            statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+        )
+        low, middle, high = parts
+        latency = statistics.median(self._latencies) if self._latencies else None
+        return Timing(middle, low, high, len(values), disturbed, latency)
+
+
+class _GpuWatch(_Watch):
+    """Each call waits in the GPU's queue, behind a sleep, until the host is done with it.
+
+    A call that makes the host wait for the GPU outlasts any sleep: what the host does afterwards is in its time, and
+    the timing is marked. So is one that keeps the host longer than `LONGEST`.
+    """
+
+    # Latencies taken, in the first rounds; what the host took of the slowest of them sizes the sleep.
+    LATENCIES = 3
+    # Of the host's time, and in ms on top: what another call may need more than those.
+    MARGIN = 2.0, 0.1
+    # ms; a call of more than a few thousand kernels.
+    LONGEST = 50.0
+
+    def __init__(self, work: Work, clear: Work) -> None:
+        super().__init__(work, clear)
+        self._host = 0.0
+
+    def take(self) -> None:
+        if len(self._latencies) < self.LATENCIES:
+            self._from_idle()
+        factor, more = self.MARGIN
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._clear()
+        _sleep(min(self._host * factor + more, self.LONGEST))
+        start.record()
+        self._work()
+        end.record()
+        held = not start.query()
+        end.synchronize()
+        self._taken.append((start.elapsed_time(end), held))
+
+    def _from_idle(self) -> None:
+        self._clear()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self._work()
+        self._host = max(self._host, (time.perf_counter() - start) * 1e3)
+        torch.cuda.synchronize()
+        self._latencies.append((time.perf_counter() - start) * 1e3)
+
+
+def _sleep(ms: float) -> None:
+    """Keep the current stream busy with nothing."""
+    torch.cuda._sleep(int(ms * _cycles_per_ms(torch.cuda.current_device())))
+
+
+@functools.cache
+def _cycles_per_ms(device: int) -> float:
+    """The rate at which `torch.cuda._sleep` counts; the first sleep wakes the clocks."""
+    cycles = 20_000_000
+    for _ in range(2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    return cycles / start.elapsed_time(end)
+
+
+class _CpuWatch(_Watch):
+    def take(self) -> None:
+        self._clear()
+        others = _others()
+        start = time.perf_counter()
+        self._work()
+        taken = time.perf_counter() - start
+        # The kernel counts in steps of 10 ms a core.
+        allowed = _OTHERS * taken * (os.cpu_count() or 1) + 0.02
+        self._taken.append((taken * 1e3, _others() - others <= allowed))
 
 
 _OTHERS = 0.1
-
-
-def _timed_cpu(work: Work, clear: Work) -> tuple[float, bool]:
-    clear()
-    others = _others()
-    start = time.perf_counter()
-    work()
-    taken = time.perf_counter() - start
-    # The kernel counts in steps of 10 ms a core.
-    allowed = _OTHERS * taken * (os.cpu_count() or 1) + 0.02
-    return taken * 1e3, _others() - others <= allowed
 
 
 def _others() -> float:

@@ -47,6 +47,7 @@ class Sample:
     peak_bytes: int | None = None
     scratch_bytes: int | None = None
     note: str = ""
+    latency_ms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,21 +125,17 @@ def rows_table(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def samples_table(samples: Sequence[Sample]) -> list[list[str]]:
-    """Heading and lines of the side-by-side table."""
-    lines = [
-        [
-            "case",
-            "contender",
-            "ms (quartiles)",
-            "peak over the inputs",
-            "beyond outputs and gradients",
-            "remarks",
-        ]
-    ]
+    """Heading and lines of the side-by-side table; latencies where there are any."""
+    late = ["latency, ms"] if any(s.latency_ms is not None for s in samples) else []
+    memory = ["peak over the inputs", "beyond outputs and gradients"]
+    lines = [["case", "contender", "ms (quartiles)", *late, *memory, "remarks"]]
     for s in samples:
         spread = f" ({s.low_ms:.4g} - {s.high_ms:.4g})" if s.low_ms is not None else ""
-        time = "" if s.ms is None else f"{s.ms:.4g}{spread}"
-        lines.append([s.case, s.contender, time, _mib(s.peak_bytes), _mib(s.scratch_bytes), s.note])
+        times = ["" if s.ms is None else f"{s.ms:.4g}{spread}"]
+        if late:
+            times.append("" if s.latency_ms is None else f"{s.latency_ms:.4g}")
+        memory = [_mib(s.peak_bytes), _mib(s.scratch_bytes)]
+        lines.append([s.case, s.contender, *times, *memory, s.note])
     return lines
 
 
@@ -268,6 +265,7 @@ def _quantities(found: Sample | Point) -> list[tuple[str, Any, str]]:
     scratch = getattr(found, "scratch_bytes", None)
     listed = [
         ("time", found.ms, "ms"),
+        ("latency", getattr(found, "latency_ms", None), "ms"),
         ("peak", found.peak_bytes, "bytes"),
         ("scratch", scratch, "bytes"),
     ]
