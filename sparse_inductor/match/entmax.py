@@ -219,6 +219,8 @@ def _replaced(piece: Region) -> tuple[fx.Node, ...]:
 def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Transform | None:
     """One result of an autograd Function with forward and backward of its own."""
     call = view.call(hop)
+    # The Function's own result comes first; intermediates follow where Dynamo saw side effects in its forward
+    # (torch 2.11: always).
     if call is None or which != 0:
         return None
     body = _body(hop, call["forward"])
@@ -227,7 +229,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     inner = GraphView(body.graph)
     output = next(n for n in body.graph.nodes if n.op == "output").args[0]
     result = output[0] if isinstance(output, (tuple, list)) else output
-    result = result[0] if isinstance(result, (tuple, list)) and len(result) == 1 else result
+    result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(result, fx.Node) or not inner.is_tensor(result):
         return None
     with torch.no_grad():  # the body's own mode: what it does not record needs no check

@@ -10,6 +10,7 @@ from torch.autograd import Function
 from entmax_spellings.registry import INFER, D, attention, program, qkv, rows
 
 SCALE = 1 / math.sqrt(D)
+SEEN: list = []
 
 
 def sort_entmax15(x, dim=-1):
@@ -116,6 +117,24 @@ class Bisect(Function):
         return d - g * (d.sum(-1, keepdim=True) / g.sum(-1, keepdim=True)), None, None
 
 
+class Watched(Function):
+    """It lets somebody look at the result: with side effects in a forward, Dynamo returns every intermediate from it
+    (torch 2.11 does so for every Function)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        p = sort_sparsemax(x)
+        SEEN[:] = [p]
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        kept = (p > 0).to(grad.dtype)
+        return kept * (grad - (kept * grad).sum(-1, True) / kept.sum(-1, True))
+
+
 def halving(x, steps=40):
     """the package's loop, written out for alpha 1.5, squares instead of powers"""
     z = x * 0.5
@@ -152,6 +171,12 @@ def sort_based_sparsemax(x):
 def function_sparsemax(x):
     """a staticmethod Function"""
     return Sparsemax.apply(x, -1)
+
+
+@rows()
+def function_with_side_effects(x):
+    """a Function that shows its result to somebody else, too"""
+    return Watched.apply(x)
 
 
 @rows()
