@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.match.attention import read_attention
+from sparse_inductor.match.attention import read_attention, relu_attention
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.layout import Attention
@@ -87,12 +87,13 @@ class EntmaxAttention:
         except Decline as decline:
             return Miss(decline.reason, decline.node or node)
 
-    def _match(self, node: fx.Node, view: GraphView) -> AttentionMatch | None:
+    def _match(self, node: fx.Node, view: GraphView) -> AttentionMatch | Miss | None:
         if view.batched or view.function_body:
             return None
         found = read_attention(view, node)
         if found is None:
-            return None
+            reason = relu_attention(view, node)
+            return None if reason is None else Miss(reason, node)
         if fake(node).device.type not in DEVICES:
             raise Decline(f"there is no operator for {fake(node).device}", node)
         inputs = (found.q.node, found.k.node, found.v.node)

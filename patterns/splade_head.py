@@ -29,6 +29,14 @@ from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear, is_parameter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
+from sparse_inductor.match.poolings import (
+    ANCHORS,
+    LOGS,
+    PRODUCTS,
+    RISES,
+    other_pool,
+    weighted_sum,
+)
 from sparse_inductor.match.readers import check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
@@ -37,20 +45,6 @@ from sparse_inductor.pattern import Example, Miss
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
 DEVICES = ("cpu", "cuda")
-
-_RISES = frozenset(
-    "relu relu6 clamp clamp_min maximum softplus leaky_relu elu celu selu gelu silu mish where threshold "
-    "hardtanh".split()
-)
-_LOGS = frozenset("log log1p log2 log10".split())
-_OTHER_POOLS = {
-    "sum": "sum pooling: every position counts, so the logits of all of them are needed",
-    "mean": "mean pooling: every position counts, so the logits of all of them are needed",
-    "logsumexp": "log-sum-exp pooling: every position counts, so the logits of all of them are needed",
-    "median": "median pooling is no maximum",
-    "argmax": "only the positions are used, not the values",
-    "cummax": "a running maximum keeps every position",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,9 +197,10 @@ class SpladeHead:
     name = NAME
     op = OP
     summary = "max_s program(linear(hidden), mask) -> splade_head(hidden, weight, bias, mask)"
-    anchors = frozenset(
-        "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split()
-        + [*_OTHER_POOLS]
+    anchors = (
+        frozenset("max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split())
+        | ANCHORS
+        | PRODUCTS
     )
 
     def match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
@@ -219,21 +214,18 @@ class SpladeHead:
             return None
         red = _reduction(view, node)
         if red is None:
-            return self._other_pool(node, view)
-        if not fake(red.source).dtype.is_floating_point or len(view.shape(red.source)) < 2:
+            ask = weighted_sum if view.name_of(node) in PRODUCTS else other_pool
+            reason = ask(view, node)
+            return None if reason is None else Miss(reason, node)
+        if len(view.shape(red.source)) < 2:
             return None
+        dtype = view.dtype(red.source)
+        if not dtype.is_floating_point:
+            return Miss(f"the logits are {dtype}", node) if _resembles(view, node, red) else None
         try:
             return self._head(node, view, red)
         except Decline as e:
             return Miss(e.reason, e.node or node) if _resembles(view, node, red) else None
-
-    def _other_pool(self, node: fx.Node, view: GraphView) -> Miss | None:
-        call = view.call(node)
-        if call is None or call.name not in _OTHER_POOLS or not view.is_tensor(call.get("input")):
-            return None
-        found = above(view, call["input"])
-        family = "linear" in found and found & _RISES and found & _LOGS
-        return Miss(_OTHER_POOLS[call.name], node) if family else None
 
     def _head(self, node: fx.Node, view: GraphView, red: Reduction) -> HeadMatch:
         spine = climb(view, red.source, node)
@@ -356,12 +348,15 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
 
 
 def _resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the looser signature of the family is there: a linear, and an activation before or after the maximum."""
+    """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
+    an activation before or after it."""
     found = above(view, red.source)
+    ndim = len(view.shape(red.source))
     if "linear" in found:
-        return bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
+        over_tokens = ndim > 2 and red.dim < ndim - 1 and not red.minimum
+        return over_tokens or bool(found & (RISES | LOGS)) or below(view, node, RISES | LOGS)
     # Attention scores are batched on both sides too, but do not go through a logarithm.
-    return "batched matmul" in found and bool(found & _RISES) and bool(found & _LOGS)
+    return "batched matmul" in found and bool(found & RISES) and bool(found & LOGS)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

@@ -21,15 +21,18 @@ from torch import fx
 from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
 from .entmax import Transform, transform
+from .family import above as names_above
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
 from .masks import as_mask, conjuncts, is_triangle
 from .scores import Scores, read_scores
 from .shapes import Decline
 
-__all__ = ["read_attention"]
+__all__ = ["read_attention", "relu_attention"]
 
 _IDENTITY = frozenset("contiguous clone alias lift_fresh positive cast".split())
+_RECTIFIED = frozenset("relu relu6 clamp clamp_min threshold".split())
+_NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
 _SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
 
 
@@ -98,6 +101,20 @@ def _probabilities(
                 raise
         nodes.append(node)
         node = view.value(x, node)
+    return None
+
+
+def relu_attention(view: GraphView, node: fx.Node) -> str | None:
+    """Why a product whose weights are rectified scores is no entmax attention; None where they are something else."""
+    product = contraction(view, node)
+    if product is None:
+        return None
+    for p in (product.a, product.b):
+        found = names_above(view, p.node)
+        if "batched matmul" in found and found & _RECTIFIED and not found & _NORMALISED:
+            if "sum" in found:
+                return "rectified scores divided by their sum: entmax subtracts a threshold instead"
+            return "rectified scores: nothing makes the rows sum to one, as entmax does"
     return None
 
 

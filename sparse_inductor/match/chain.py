@@ -165,7 +165,9 @@ class Chain:
             return "column"
         if any(same_size(s, 1) for a, s in enumerate(shape) if a != at):
             return "entry"
-        raise Decline("an operand differs by token and by vocabulary entry", node)
+        raise Decline(
+            f"an operand ({label(operand)}) differs by token and by vocabulary entry", node
+        )
 
     def _assigned_kind(self, operand: Assigned, node: fx.Node) -> str:
         items = self._aligned_items(operand)

@@ -119,6 +119,8 @@ class _Climber:
             return _HANDLERS[name](self)
         if name in _NOT_MONOTONE:
             self.up(call["input"])
+            if view.dtype(call["input"]).is_complex:
+                raise self.decline("the logits are complex numbers")
             raise self.decline(f"{name} is not monotone, so the maximum cannot move past it")
         raise self.decline(
             f"{name} between the linear and the reduction is not an elementwise step"
@@ -141,6 +143,10 @@ class _Climber:
         if self.view.is_tensor(x):
             return self.up(x).then(Element(self.node, shape_op=self.call))
         parent = self.view.call(x)
+        if parent is not None and parent.name == "autograd_function_apply":
+            raise self.decline(
+                "an autograd Function with a gradient of its own cannot be seen through"
+            )
         if parent is None or parent.name not in ("split", "chunk", "tensor_split", "unbind"):
             raise self.decline(
                 f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}"

@@ -26,7 +26,11 @@ from .trial import Region, region
 __all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "transform"]
 
 LEAVES = frozenset("entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
+_LOSS = "a Fenchel-Young loss of entmax is one number a row; there is no operator for it"
 _OTHERS = {
+    **dict.fromkeys(
+        "sparsemax_loss entmax15_loss sparsemax_bisect_loss entmax_bisect_loss".split(), _LOSS
+    ),
     "normmax_bisect": "normmax keeps the norm of the probabilities at one, not their sum",
     "budget_bisect": "the probabilities sum to a budget, not to one",
 }

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import torch
 from torch import fx
 
 from .gemm import linears
-from .graph import GraphView
+from .graph import GraphView, fake
 
 __all__ = ["above", "below"]
 
 _REACH = 40  # nodes looked at; a head has about ten
 
 
-def above(view: GraphView, node: fx.Node) -> set[str]:
-    """Canonical names found among the producers of a tensor, matmuls not crossed: a linear map counts as "linear", a
-    matmul of two batched tensors as "batched matmul"."""
+def above(view: GraphView, node: fx.Node, stop: Collection[str] = ()) -> set[str]:
+    """Canonical names found among the producers of a tensor; matmuls are not crossed, nor what `stop` names. A linear
+    map counts as "linear", a matmul of two batched tensors as "batched matmul"."""
     found: set[str] = set()
     seen: set[fx.Node] = set()
     queue = [node]
     while queue and len(seen) < _REACH:
         node = queue.pop(0)
-        if node in seen or not view.is_tensor(node):
+        if node in seen or not isinstance(fake(node), (torch.Tensor, tuple, list)):
             continue
         seen.add(node)
         readings = linears(view, node)
@@ -32,7 +33,9 @@ def above(view: GraphView, node: fx.Node) -> set[str]:
         call = view.call(node)
         if call is not None:
             found.add(call.name)
-            queue += node.all_input_nodes
+            if call.name in stop:
+                continue
+        queue += node.all_input_nodes  # a function of somebody else's may well be in the way
     return found
 
 

@@ -85,6 +85,7 @@ _SIGNATURES: dict[str, str] = {
     "transpose": "input dim0 dim1",
     "movedim": "input source destination",
     "view": "input *shape",
+    "view_as": "input other",
     "flatten": "input start_dim=0 end_dim=-1",
     "unflatten": "input dim sizes",
     "expand": "input *sizes",
@@ -154,6 +155,10 @@ _SIGNATURES: dict[str, str] = {
     "sparsemax_bisect": "input dim=-1 n_iter=50 ensure_sum_one=True",
     "normmax_bisect": "input alpha=2 dim=-1 n_iter=50",
     "budget_bisect": "input budget=2 dim=-1 n_iter=50",
+    "sparsemax_loss": "input target",
+    "entmax15_loss": "input target",
+    "sparsemax_bisect_loss": "input target n_iter=50",
+    "entmax_bisect_loss": "input target alpha=1.5 n_iter=50",
 }
 _PARSED = {
     name: [(p.partition("=")[0], "=" in p) for p in spec.split()]

@@ -1,0 +1,107 @@
+"""Poolings over the sequence that are no maximum: why a SPLADE-like encoder is left as it is.
+
+Every reason is about one line of the user's: which reduction stands there, and what it keeps that a maximum would not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from .chain import Chain
+from .climb import climb
+from .family import above, below
+from .gemm import linears
+from .graph import GraphView
+from .names import Call
+from .shapes import Decline
+
+__all__ = ["ANCHORS", "LOGS", "PRODUCTS", "RISES", "other_pool", "weighted_sum"]
+
+RISES = frozenset(
+    "relu relu6 clamp clamp_min maximum softplus leaky_relu elu celu selu gelu silu mish where threshold "
+    "hardtanh".split()
+)
+LOGS = frozenset("log log1p log2 log10".split())
+_ALL = "every position counts, so the logits of all of them are needed"
+_SUMS = {
+    "sum": f"sum pooling: {_ALL}",
+    "mean": f"mean pooling: {_ALL}",
+    "logsumexp": f"log-sum-exp pooling: {_ALL}",
+}
+_ORDERS = {
+    "median": "median pooling is no maximum",
+    "argmax": "only the positions are used, not the values",
+    "argmin": "only the positions are used, not the values",
+    "cummax": "a running maximum keeps every position",
+    "kthvalue": "the k-th smallest value is no maximum",
+    "topk": "the {k} largest values of every term are used, not the largest alone",
+    "max_pool1d": "a maximum over windows, not over the whole sequence",
+}
+POOLS = frozenset({*_SUMS, *_ORDERS})
+ANCHORS = POOLS | {"getitem"}
+PRODUCTS = frozenset("einsum matmul bmm".split())
+# What is below these has one value a sequence: pooled already.
+_POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | POOLS
+
+
+def other_pool(view: GraphView, node: fx.Node) -> str | None:
+    """Why this sum, mean, top-k or the like is no SPLADE head; None where it has nothing to do with one."""
+    call = view.call(node)
+    if call is not None and call.name == "getitem":
+        return _picked_token(view, node, call)
+    if call is None or call.name not in POOLS or not view.is_tensor(call.get("input")):
+        return None
+    found = above(view, call["input"], _POOLED)
+    if "linear" not in found:
+        return None
+    activated = bool(found & RISES and found & LOGS)
+    if call.name in _SUMS:
+        if call.name == "logsumexp":  # the activation often follows it
+            activated |= below(view, node, RISES) and below(view, node, LOGS)
+        return _SUMS[call.name] if activated else None
+    ndim = len(view.shape(call["input"]))
+    dim = ndim - 1 if call.name == "max_pool1d" else call.get("dim")
+    if not isinstance(dim, int) or ndim < 3:
+        return None
+    vocabulary = _vocabulary_axis(view, call["input"], node)
+    # Which of a token's terms is the largest is another question, and often asked.
+    known = vocabulary is not None and vocabulary != dim % ndim
+    if (known and (activated or call.name == "argmax")) or (vocabulary is None and activated):
+        return _ORDERS[call.name].format(k=call.get("k"))
+    return None
+
+
+def _picked_token(view: GraphView, node: fx.Node, call: Call) -> str | None:
+    """`logits[torch.arange(B), last]`"""
+    index = call["index"] if isinstance(call["index"], tuple) else ()
+    if sum(isinstance(i, fx.Node) and view.is_tensor(i) for i in index) != 2:
+        return None
+    if not view.is_tensor(call["input"]) or "linear" not in above(view, call["input"], _POOLED):
+        return None
+    if not (below(view, node, RISES) and below(view, node, LOGS)):
+        return None
+    return "one token of each sequence is picked: no maximum, and its logits alone are needed"
+
+
+def _vocabulary_axis(view: GraphView, source: fx.Node, reader: fx.Node) -> int | None:
+    try:
+        spine = climb(view, source, reader)
+        return Chain(view, spine, spine.linears[0]).v_dim
+    except Decline:
+        return None
+
+
+def weighted_sum(view: GraphView, node: fx.Node) -> str | None:
+    """Why a product that weighs the tokens' activations is no SPLADE head; None where it is some other product."""
+    if linears(view, node) != []:  # no product, or one with a matrix
+        return None
+    call = view.call(node)
+    operands: Any = () if call is None else call.get("operands") or (call["input"], call["other"])
+    for x in operands:
+        if view.is_tensor(x) and view.dtype(x).is_floating_point:
+            found = above(view, x, _POOLED)
+            if "linear" in found and found & RISES and found & LOGS:
+                return f"a weighted sum over the sequence: {_ALL}"
+    return None

@@ -1,0 +1,116 @@
+"""Why each near miss of the corpora is one: what its reason has to say, and the line that it has to name.
+
+Written from the programs, not from what the matcher says. `NOTHING_OF_IT` are programs of the corpora that only stand
+in the same place as a family: no reason is due for them, and every model is full of them.
+"""
+
+from __future__ import annotations
+
+# corpus -> name of the program -> (what the reason says, what stands on the line)
+TRUE: dict[str, dict[str, tuple[str, str]]] = {}
+NOTHING_OF_IT: dict[str, dict[str, str]] = {}
+
+TRUE["corpus.splade"] = {
+    "st_sum": ("sum pooling", "torch.sum(t, dim=1)"),
+    "nm_mean_pool": ("sum pooling", ".sum(1)"),
+    "nm_last_token": ("one token", "logits[torch.arange("),
+    "nm_max_over_batch": ("over the batch", "amax(dim=0)"),
+    "nm_logits_returned": ("logits are also returned", "self.decoder(hidden)"),
+    "nm_activations_reused_sum": ("sum pooling", "(tokens * keep).sum(1)"),
+    "nm_sine_between": ("sin is not monotone", "torch.sin(logits)"),
+    "nm_min_pool": ("minimum", "amin(1)"),
+    "nm_logsumexp_pool": ("log-sum-exp", "torch.logsumexp("),
+    "nm_bge_m3_scatter_max": ("scatter", "torch.scatter("),
+}
+
+TRUE["splade_spellings"] = {
+    "softmax_over_vocabulary": ("softmax", "logits.softmax(dim=-1)"),
+    "log_softmax_over_vocabulary": ("log_softmax", "F.log_softmax(logits"),
+    "softmax_over_sequence": ("(softmax) differs by token and", "logits.softmax(dim=1)"),
+    "layer_norm_on_logits": ("layer_norm", "F.layer_norm(logits"),
+    "centred_over_vocabulary": ("mean", "logits.mean(dim=-1"),
+    "centred_over_sequence": ("also read by mean", "logits.mean(dim=1"),
+    "tokens_normalised": ("normalize", "F.normalize(tokens(logits)"),
+    "logits_in_the_output": ("logits are also returned", "self.decoder(h)"),
+    "activations_in_the_output": ("also returned", "weights ="),
+    "logit_penalty": ("also read by mean", "logits.mean("),
+    "token_saliency_too": ("over the vocabulary", "weights.amax(dim=2)"),
+    "mlm_loss_on_the_same_logits": ("also read by cross_entropy", "F.cross_entropy("),
+    "hook_keeps_logits": ("also read by sum", "self.decoder.last.sum()"),
+    "hook_replaces_logits": ("softmax", "register_forward_hook"),
+    "logits_kept_in_an_attribute": ("logits are also returned", "self.last_logits ="),
+    "mask_of_tokens_and_terms": ("differs by token and by vocabulary", "masked_fill(itself"),
+    "gate_of_tokens_and_terms": ("two tensors of logits", "torch.sigmoid(self.gate(h))"),
+    "maximum_with_a_prior": ("maximum with a tensor", "torch.maximum(self.decoder(h), prior)"),
+    "mean_by_length": ("sum pooling", "weights.sum(dim=1)"),
+    "attention_pooled": ("weighted sum over the sequence", "torch.einsum("),
+    "temperature_logsumexp": ("log-sum-exp", "torch.logsumexp("),
+    "power_mean": ("mean pooling", ".mean(dim=1)"),
+    "max_over_vocabulary": ("over the vocabulary", "amax(dim=-1)"),
+    "min_over_sequence": ("minimum", "amin(dim=1)"),
+    "median_over_sequence": ("median", ".median(dim=1)"),
+    "second_largest": ("k-th smallest", ".kthvalue("),
+    "mean_of_top_two": ("2 largest", ".topk(2, dim=1)"),
+    "argmax_positions": ("only the positions", ".argmax(dim=1)"),
+    "cumulative_maximum": ("running maximum", ".cummax(dim=1)"),
+    "sliding_window_pool": ("windows", "F.max_pool1d("),
+    "projected_and_normalised": ("normalize", "F.normalize(self.out("),
+    "weight_per_sequence": ("batched", "torch.bmm(h, self.heads[language])"),
+    "gumbel_noise": ("differs by token and by vocabulary", "torch.log(-torch.log(uniform))"),
+    "dropout_on_logits": ("dropout is active", "F.dropout(logits"),
+    "batch_norm_on_logits": ("batch_norm", "F.batch_norm("),
+    "integer_logits": ("logits are torch.int64", "amax(dim=1)"),
+    "complex_logits": ("logits are complex", "logits.abs()"),
+    "straight_through": ("differs by token and by vocabulary", ".detach()"),
+    "gradient_rescaled": ("gradient of its own", "Half.apply(logits)"),
+    "words_summed_before_max": ("index_add", "words.index_add("),
+    "bigram_logits": ("two tensors of logits", "logits[:, 1:] + logits[:, :-1]"),
+    "cumulative_logits": ("cumsum", "logits.cumsum(dim=1)"),
+}
+
+TRUE["corpus.entmax"] = {
+    "pkg_entmax15_dropout": ("dropout is active", "F.dropout(p"),
+    "miss_sparsity_statistics": ("also read by eq", "(p == 0)"),
+    "miss_mask_afterwards": ("changes the probabilities", "p / p.sum("),
+    "miss_loss": ("Fenchel-Young loss", "entmax15_loss("),
+    "miss_budget": ("budget", "budget_bisect("),
+    "miss_relu": ("rectified scores", "F.relu(q @ k"),
+    "miss_wrong_scale": ("multiplied by 1", "F.relu(z - ("),
+}
+NOTHING_OF_IT["corpus.entmax"] = {
+    "miss_sdpa": "softmax",
+    "miss_tabnet": "the rows are rewritten; there is no product that an attention would end in",
+}
+
+TRUE["entmax_spellings"] = {
+    "relu_squared": ("rectified scores", "torch.relu("),
+    "relu_normalised": ("divided by their sum", "p / (p.sum("),
+    "normmax": ("norm of the probabilities", "normmax_bisect("),
+    "budget": ("budget", "budget_bisect("),
+    "not_renormalised": ("ensure_sum_one=False", "entmax_bisect("),
+    "few_steps": ("n_iter=4", "entmax_bisect("),
+    "masked_afterwards": ("masked_fill changes the probabilities", "attn.masked_fill("),
+    "attentions_returned": ("probabilities are also returned", "attn ="),
+    "dropout_active": ("dropout is active", "F.dropout("),
+    "over_queries": ("another axis", "dim=-2"),
+    "renormalised_after_mask": ("changes the probabilities", "attn / (attn.sum("),
+    "talking_heads": ("einsum changes the probabilities", "torch.einsum("),
+    "soft_capped": ("tanh", "torch.tanh("),
+    "tau_of_other_scale": ("multiplied by 1", "torch.clamp(x - tau"),
+    "truncated_support": ("rows that sum to", "torch.clamp(x - c.gather("),
+    "bisection_without_a_backward": ("gradient is not entmax's", "p / p.sum("),
+    "straight_through": ("gradient is not entmax's", "StraightThrough.apply(x)"),
+    "soft_threshold": ("multiplied by 1", "torch.relu(x - x.mean("),
+    "scores_returned": ("scores are also returned", "scores ="),
+    "alpha_one": ("alpha=1 is softmax", "alpha=1.0"),
+    "probabilities_without_gradient": ("under no_grad", "attn ="),
+    "cubed": ("power 3", "** 3"),
+    "threshold_not_looked_for": ("multiplied by 1", "torch.relu(x - (x.amax("),
+}
+NOTHING_OF_IT["entmax_spellings"] = {
+    "softmax": "softmax",
+    "top_k_softmax": "softmax",
+    "top_k_of_entmax": "softmax",
+    "entmoid": "an activation, number by number",
+    "hard_max": "one-hot vectors",
+}
