@@ -95,7 +95,7 @@ class Entmax:
 
     def _match(self, node: fx.Node, view: GraphView) -> RowsMatch | Miss | None:
         name = view.name_of(node)
-        if view.batched or view.function_body:
+        if view.function_body:
             return None
         if name == "getitem":
             source = node.args[0]

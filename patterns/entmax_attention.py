@@ -88,7 +88,7 @@ class EntmaxAttention:
             return Miss(decline.reason, decline.node or node)
 
     def _match(self, node: fx.Node, view: GraphView) -> AttentionMatch | Miss | None:
-        if view.batched or view.function_body:
+        if view.function_body:
             return None
         found = read_attention(view, node)
         if found is None:

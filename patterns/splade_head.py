@@ -210,8 +210,6 @@ class SpladeHead:
             return None
 
     def _match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
-        if view.batched:
-            return None
         red = _reduction(view, node)
         if red is None:
             ask = weighted_sum if view.name_of(node) in PRODUCTS else other_pool

@@ -170,6 +170,9 @@ class _Run:
             for pattern in by_anchor.get(view.name_of(node) or "", ()):
                 if pattern.name in broken:
                     continue
+                if transform := view.transforms.get(node):
+                    misses += _transformed(pattern, node, view, transform)
+                    continue
                 with self._guarded(pattern, node):
                     found = pattern.match(node, view)
                     if isinstance(found, Miss):
@@ -341,6 +344,21 @@ def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
                 candidate.match.anchor,
             )
     return kept
+
+
+def _transformed(
+    pattern: Pattern, node: fx.Node, view: Any, transform: str
+) -> list[tuple[str, Miss, fx.Node | None]]:
+    """What a torch.func transform goes through stays as it is: the operators have no rule for it, and the values in
+    the graph are wrapped, so that a pattern may stumble over them."""
+    try:
+        found = pattern.match(node, view)
+    except Exception:
+        return []
+    if found is None or isinstance(found, Miss):
+        return []
+    reason = f"this runs inside torch.func ({transform}), whose transforms the operator does not take part in"
+    return [(pattern.name, Miss(reason, node), node)]
 
 
 def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:

@@ -139,8 +139,6 @@ class Template:
         self.anchors = frozenset({self._calls[output].name})
 
     def match(self, node: fx.Node, view: GraphView) -> TemplateMatch | Miss | None:
-        if view.batched:
-            return None
         search = _Search(self._calls, view)
         try:
             found = next(search.node(self._last, node, {}), None)

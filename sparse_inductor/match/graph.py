@@ -23,6 +23,7 @@ CONSTANT_LIKE = frozenset(
 _METADATA_READERS = CONSTANT_LIKE | {"metadata"}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
 _VIEWS = frozenset("getitem select narrow slice view transpose permute unsqueeze squeeze".split())
+_LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")
 _PURE_MODULES = ("torch", "_operator", "math", "builtins")
 
 
@@ -43,7 +44,7 @@ class Unknown(Exception):
 class GraphView:
     """What patterns ask of a graph. Built once a pass; stale as soon as the graph is edited.
 
-    batched: the graph has vmap levels in it, so that shapes are not what they seem.
+    transforms: the torch.func transform that a node runs in, for those that run in one.
     """
 
     def __init__(self, graph: fx.Graph):
@@ -51,7 +52,7 @@ class GraphView:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call | None] = {}
-        self.batched = any("_add_batch_dim" in n.name or "vmap" in n.name for n in graph.nodes)
+        self.transforms = _transforms(graph)
 
     @functools.cached_property
     def function_body(self) -> bool:
@@ -217,6 +218,21 @@ class GraphView:
             ):
                 continue  # a view whose shape alone is of interest: zeros_like(logits[:, 0])
             yield user
+
+
+def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Dynamo writes a transform as calls that enter its level and leave it again."""
+    inside: dict[fx.Node, str] = {}
+    levels: list[str] = []
+    for node in graph.nodes:
+        level = _LEVEL.fullmatch(getattr(node.target, "__name__", ""))
+        if level and level["way"] == "in":
+            levels.append(level["transform"])
+        elif level and levels:
+            levels.pop()
+        elif levels:
+            inside[node] = levels[-1]
+    return inside
 
 
 def _impure(node: fx.Node) -> bool:

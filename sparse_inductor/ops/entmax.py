@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _entmax_aten as aten
-from ._dispatch import autocast_off, below_autograd
+from ._dispatch import autocast_off, below_autograd, decline_vmap, outside_transforms
 
 __all__ = ["entmax"]
 
@@ -143,6 +143,7 @@ class _Entmax(torch.autograd.Function):
 
 
 def _autograd(x, alpha, alpha_value, dim):
+    outside_transforms("entmax")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, alpha)):
         _check(x, alpha, alpha_value, dim)
         return _Entmax.apply(x, alpha, alpha_value, dim)
@@ -169,3 +170,4 @@ for _name, _impl, _meta in (
         _lib.impl(_name, _impl, _key)
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("entmax", _autograd, "Autograd")
+decline_vmap(_lib, "entmax")

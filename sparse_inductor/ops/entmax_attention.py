@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _entmax_attention_aten as aten
-from ._dispatch import autocast_off, below_autograd
+from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
 from .entmax import FLOATS, check_alpha, fits
 
 __all__ = ["entmax_attention"]
@@ -82,7 +82,7 @@ def entmax_attention(
         TypeError: a dtype that is not accepted.
     """
     device = q.device.type
-    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+    if autocast_on(device) and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     flat = q.dim() == 3
@@ -259,6 +259,7 @@ class _EntmaxAttention(torch.autograd.Function):
 
 
 def _autograd(*args):
+    outside_transforms("entmax_attention")
     q, k, v, bias, _, alpha = args[:6]
     wanted = any(t is not None and t.requires_grad for t in (q, k, v, bias, alpha))
     if torch.is_grad_enabled() and wanted:
@@ -300,3 +301,4 @@ for _name, _impl, _meta in (
         _lib.impl(_name, _impl, _key)
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("entmax_attention", _autograd, "Autograd")
+decline_vmap(_lib, "entmax_attention")

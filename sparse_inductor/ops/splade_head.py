@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
-from ._dispatch import autocast_off, below_autograd
+from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
 
 __all__ = ["DEFAULT_STEPS", "splade_head"]
 
@@ -87,7 +87,7 @@ def splade_head(
     if steps is None:
         steps = DEFAULT_STEPS if mask is not None else "relu | log1p"
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+    if autocast_on(device) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
@@ -308,6 +308,7 @@ class _SpladeHead(torch.autograd.Function):
 
 
 def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
+    outside_transforms("splade_head")
     tensors = (hidden, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _check(hidden, weight, bias, rows, steps, out_dtype)
@@ -357,3 +358,4 @@ for _name, _impl, _meta in (
         _lib.impl(_name, _impl, _key)
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("splade_head", _autograd, "Autograd")
+decline_vmap(_lib, "splade_head")

@@ -1,0 +1,68 @@
+"""Small models with a rewrite of each family in them, for tests of how a program is run."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from entmax import entmax15
+from torch import Tensor, nn
+
+VOCABULARY, WORDS, D, HEADS = 37, 50, 16, 2
+
+
+class Attention(nn.Module):
+    """Entmax attention with a padding mask."""
+
+    def __init__(self, dim: int = D, heads: int = HEADS) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        B, L, C = x.shape
+        q, k, v = (
+            m(x).view(B, L, self.heads, C // self.heads).transpose(1, 2)
+            for m in (self.q, self.k, self.v)
+        )
+        scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.heads)
+        scores = scores.masked_fill(mask[:, None, None] == 0, -1e9)
+        mixed = entmax15(scores, dim=-1) @ v
+        return x + self.out(mixed.transpose(1, 2).reshape(B, L, C))
+
+
+class Encoder(nn.Module):
+    """Embedding, entmax attention, SPLADE head: values [B, VOCABULARY]."""
+
+    def __init__(self, tied: bool = False, dim: int = D, heads: int = HEADS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY if tied else WORDS, dim)
+        self.attention = Attention(dim, heads)
+        self.decoder = nn.Linear(dim, VOCABULARY)
+        if tied:
+            self.decoder.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.head(self.body(ids, mask), mask)
+
+    def body(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.attention(self.embedding(ids), mask)
+
+    def head(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        logits = self.decoder(hidden)
+        return (torch.log1p(torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
+
+
+def batch(B: int = 3, L: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens [B, L] and their mask [B, L], the last sequence padded."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (B, L), generator=generator)
+    mask = torch.ones(B, L)
+    mask[-1, L // 2 + 1 :] = 0
+    return ids, mask
+
+
+def encoder(seed: int = 0, **kwargs) -> Encoder:
+    """The model with the weights of a seed; it is the same for the same seed."""
+    torch.manual_seed(seed)
+    return Encoder(**kwargs)
