@@ -7,8 +7,9 @@ new and which of them stand for which old ones.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from .match.fakes import fake
+from .match.names import canonical
 
 __all__ = ["CannotCut", "Subgraph", "Watch"]
 
@@ -35,6 +37,7 @@ class Subgraph:
     def __init__(self, root: nn.Module | None, autocast: dict[fx.Node, Autocast]) -> None:
         self.inputs: list[fx.Node] = []
         self.places: list[int] = []
+        self._numbers = itertools.count()
         self._root: Any = {} if root is None else root
         self._graph = fx.Graph()
         self._inner: dict[fx.Node, fx.Node] = {}
@@ -46,6 +49,23 @@ class Subgraph:
         """Copy these nodes, in graph order."""
         for node in nodes:
             self._copy(node, set(nodes))
+
+    def widen(self, node: fx.Node) -> None:
+        """Compute one of the inputs, from inputs of its own.
+
+        Raises CannotCut where doing that twice is not the same as doing it once.
+        """
+        if not _may_run_twice(node):
+            raise CannotCut(f"it would have to compute {node} once more")
+        placeholder = self._inner.pop(node)
+        self.inputs.remove(node)
+        # What it reads stands before its first reader, here as in the graph that it is copied from.
+        users = set(placeholder.users)
+        first = next(n for n in self._graph.nodes if n in users)
+        with self._graph.inserting_before(first):
+            self._copy(node, set())
+        placeholder.replace_all_uses_with(self._inner[node])
+        self._graph.erase_node(placeholder)
 
     def finish(self, results: Sequence[fx.Node]) -> None:
         """Make it a function that returns these nodes' values."""
@@ -77,7 +97,7 @@ class Subgraph:
         if isinstance(value, (Tensor, torch.SymInt)):
             first = next(iter(self._graph.nodes), None)
             with self._graph.inserting_before(first):
-                placeholder = self._graph.placeholder(f"input_{len(self.inputs)}")
+                placeholder = self._graph.placeholder(f"input_{next(self._numbers)}")
             self._inner[node] = placeholder
             self.inputs.append(node)
         elif node.op in ("call_function", "call_method", "get_attr"):
@@ -127,6 +147,7 @@ class Watch:
             _check_alike(old, now)
         self.rewritten = Subgraph(self._graph.owning_module, self._states_of_new())
         self.rewritten.take(self.new)
+        self._align()
         self.written.finish(list(self.replaced))
         self.rewritten.finish(list(self.replaced.values()))
         nodes = list(dict.fromkeys([*self.written.inputs, *self.rewritten.inputs]))
@@ -135,6 +156,33 @@ class Watch:
         order = {n: at for at, n in enumerate([*self.tensors, *self.sizes])}
         for part in (self.written, self.rewritten):
             part.places = [order[n] for n in part.inputs[::-1]]
+
+    def _align(self) -> None:
+        """Let both read the same where one reads what is made of the other's inputs, as repeated key heads are: a
+        gradient belongs to the same tensor then."""
+        while True:
+            ours, theirs = set(self.written.inputs), set(self.rewritten.inputs)
+            behind = [
+                (part, node)
+                for part, mine, others in (
+                    (self.written, ours, theirs),
+                    (self.rewritten, theirs, ours),
+                )
+                for node in self._made_of(others - mine)
+                if node in mine - others
+            ]
+            if not behind:
+                return
+            part, node = behind[-1]  # the last in the graph: what it reads may be behind, too
+            part.widen(node)
+
+    def _made_of(self, sources: Collection[fx.Node]) -> list[fx.Node]:
+        """Nodes that read any of `sources`, directly or not, in graph order."""
+        found: dict[fx.Node, None] = {}
+        for node in self._graph.nodes if sources else ():
+            if any(n in sources or n in found for n in node.all_input_nodes):
+                found[node] = None
+        return list(found)
 
     def enclose(self, target: Callable[..., Any], *arguments: Any) -> None:
         """Put one call of `target(tensors, sizes, *arguments)` in the place of what was put in; it returns a list of
@@ -162,6 +210,11 @@ class Watch:
 
     def _states_of_new(self) -> dict[fx.Node, Autocast]:
         return _autocast_by_node(self._graph)
+
+
+def _may_run_twice(node: fx.Node) -> bool:
+    call = canonical(node)
+    return call is not None and not call.inplace and not call.name.startswith(("rand", "dropout"))
 
 
 def _flat(node: fx.Node) -> tuple[list[Any], Any]:

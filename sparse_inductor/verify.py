@@ -134,7 +134,11 @@ class Region:
         for wide in (True, False):
             try:
                 inputs = [to_double(v) if wide else _single(v) for v in values]
-                with InDouble() if wide else contextlib.nullcontext():
+                # Autograd's own threads do not know the mode when an operator's kernel starts them.
+                with (
+                    torch.autograd.set_multithreading_enabled(False),
+                    InDouble() if wide else contextlib.nullcontext(),
+                ):
                     if not any(needs):
                         return _run(self.written, inputs), []
                     outputs, leaves = _run_with_grad(self.written, inputs, needs)

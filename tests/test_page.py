@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import sparse_inductor
-from planted import BUGS
+from planted import bug_named
 from sparse_inductor.drawing import Box, draw, fold, merge, subgraph
 from sparse_inductor.graphs import GraphNode
 from sparse_inductor.source import Source
@@ -130,7 +130,7 @@ def test_it_says_what_was_checked_and_what_it_cost(small, large):
 
 
 def test_what_verify_caught_is_at_the_top():
-    with BUGS[0].plant():
+    with bug_named("bias dropped").plant():
         text = page(1, verify=True)
     assert text.index("Caught by verify") < text.index("<h2>Rewritten")
     assert 'class="card wrong"' in text

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 from planted import BUGS, PROGRAMS, Bug, program
-from sparse_inductor.testing import assert_matches_reference
+from sparse_inductor.pattern import registered
+from sparse_inductor.testing import assert_matches_reference, assert_rewrites
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_without_a_bug_nothing_is_caught(name):
+    assert_rewrites(*program(name), {PROGRAMS[name].pattern: 1})
     assert_matches_reference(*program(name))
 
 
+# `test_verify` has the same for verify.
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught_by_comparing_with_the_reference(bug: Bug):
     with bug.plant(), pytest.raises(AssertionError, match="computes something else") as caught:
@@ -22,5 +27,7 @@ def test_a_planted_bug_is_caught_by_comparing_with_the_reference(bug: Bug):
     assert ("gradient of" if bug.backward else "output ") in message
 
 
-def test_there_are_enough_of_them():
-    assert len(BUGS) >= 20 and len({bug.name for bug in BUGS}) == len(BUGS)
+def test_there_are_enough_of_them_in_every_family():
+    count = collections.Counter(PROGRAMS[bug.program].pattern for bug in BUGS)
+    assert {name: count[name] >= 10 for name in registered()} == dict.fromkeys(registered(), True)
+    assert len({bug.name for bug in BUGS}) == len(BUGS)

@@ -1,13 +1,10 @@
-"""Twenty-odd mistakes that a rewrite of the SPLADE head could hold, each to be planted for a test.
-
-A bug is planted where such a mistake would be made: in what the pattern puts into the graph, or in the operator. Each
-names the program that shows it.
-"""
+"""Mistakes that a rewrite of the SPLADE head could hold."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +13,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from planted import bug
+from planted.bug import Program as Shown
+from planted.bug import instead, result
 from sparse_inductor.epilogue.plan import Lowered
 from sparse_inductor.epilogue.steps import Program, Step
 from sparse_inductor.match.chain import Chain
@@ -24,6 +24,7 @@ from sparse_inductor.ops import _linear_max_aten as aten
 HeadMatch = importlib.import_module("sparse_inductor.patterns.splade_head").HeadMatch
 op = importlib.import_module("sparse_inductor.ops.splade_head")  # its name in ops is the function
 
+PATTERN = "splade_head"
 # As many sequences as positions, so that a wrong dimension is no wrong shape.
 B = S = 6
 D, V = 8, 40
@@ -52,52 +53,32 @@ def _positions(z: torch.Tensor, m: torch.Tensor) -> Any:
     return torch.max(torch.log1p(torch.relu(z)).masked_fill(m[..., None] == 0, -1.0), dim=1)
 
 
-PROGRAMS = {"splade": _splade, "soft_cap": _soft_cap, "positions": _positions}
-
-
-def program(name: str) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+def _build(pool: Callable[..., Any]) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     """A head and its arguments: the last sequences are shorter, one is empty."""
-    model = Head(PROGRAMS[name])
+    model = Head(pool)
     torch.manual_seed(0)
     hidden = torch.randn(B, S, D, requires_grad=True)
     lengths = torch.tensor([S, S, 5, 4, 2, 0])
     return model, (hidden, (torch.arange(S) < lengths[:, None]).long())
 
 
-@dataclasses.dataclass(frozen=True)
-class Bug:
-    name: str
-    plant: Callable[[], contextlib.AbstractContextManager[Any]]
-    program: str = "splade"
-    backward: bool = False
-    """Only gradients are wrong."""
+PROGRAMS = {
+    name: Shown(PATTERN, functools.partial(_build, pool))
+    for name, pool in (("splade", _splade), ("soft_cap", _soft_cap), ("positions", _positions))
+}
+Bug = functools.partial(bug.Bug, program="splade")
 
 
-def _weight_and_bias(change: Callable[..., Any]) -> Callable[[], Any]:
-    original = Chain.weight_and_bias
-
-    def wrong(self: Chain, e: Any) -> Any:
-        return change(e, *original(self, e))
-
-    return lambda: mock.patch.object(Chain, "weight_and_bias", wrong)
+def _weight_and_bias(change: Callable[..., Any]) -> bug.Plant:
+    return instead(Chain, "weight_and_bias", lambda f, self, e: change(e, *f(self, e)))
 
 
-def _rows(change: Callable[..., Any]) -> Callable[[], Any]:
-    original = Chain.row_operands
-
-    def wrong(self: Chain, e: Any) -> Any:
-        return [change(e, r) for r in original(self, e)]
-
-    return lambda: mock.patch.object(Chain, "row_operands", wrong)
+def _rows(change: Callable[..., Any]) -> bug.Plant:
+    return instead(Chain, "row_operands", lambda f, self, e: [change(e, r) for r in f(self, e)])
 
 
-def _stand_in(change: Callable[..., Any]) -> Callable[[], Any]:
-    original = Chain.stand_in
-
-    def wrong(self: Chain, e: Any, upto: int | None = None) -> Any:
-        return change(e, original(self, e, upto))
-
-    return lambda: mock.patch.object(Chain, "stand_in", wrong)
+def _stand_in(change: Callable[..., Any]) -> bug.Plant:
+    return instead(Chain, "stand_in", lambda f, self, e, upto=None: change(e, f(self, e, upto)))
 
 
 def _program(change: Callable[[Program], Program]) -> Callable[[], Any]:
@@ -121,15 +102,6 @@ def _no_mask() -> Any:
     return stack
 
 
-def _forward(change: Callable[..., Any]) -> Callable[[], Any]:
-    original = aten.forward
-
-    def wrong(*args: Any) -> Any:
-        return change(*original(*args))
-
-    return lambda: mock.patch.object(aten, "forward", wrong)
-
-
 def _fill(value: float) -> Callable[[], Any]:
     original = op._lower
 
@@ -141,22 +113,9 @@ def _fill(value: float) -> Callable[[], Any]:
     return lambda: mock.patch.object(op, "_lower", wrong)
 
 
-def _gradients(change: Callable[..., Any]) -> Callable[[], Any]:
-    original = aten.backward
-
-    def wrong(*args: Any) -> Any:
-        return change(*original(*args))
-
-    return lambda: mock.patch.object(aten, "backward", wrong)
-
-
-def _entries(change: Callable[..., Any]) -> Callable[[], Any]:
-    original = aten.slopes
-
-    def wrong(*args: Any) -> Any:
-        return change(*original(*args))
-
-    return lambda: mock.patch.object(aten, "slopes", wrong)
+_forward = functools.partial(result, aten, "forward")
+_gradients = functools.partial(result, aten, "backward")
+_entries = functools.partial(result, aten, "slopes")
 
 
 @contextlib.contextmanager
@@ -203,13 +162,13 @@ BUGS = (
     Bug(
         "wrong constant",
         _program(lambda steps: tuple(Step("mul", (2.1,)) if s.consts == (2.0,) else s for s in steps)),
-        "soft_cap",
+        program="soft_cap",
     ),
-    Bug("tanh dropped", _program(_without("tanh")), "soft_cap"),
+    Bug("tanh dropped", _program(_without("tanh")), program="soft_cap"),
     # What the operator computes
     Bug("fill of an empty sequence", _fill(0.5)),
     Bug("last sequence not written", _forward(lambda v, w, p: (torch.cat([v[:-1], v[:1]]), w, p))),
-    Bug("positions off by one", _forward(lambda v, w, p: (v, None if w is None else (w + 1) % S, p)), "positions"),
+    Bug("positions off by one", _forward(lambda v, w, p: (v, w if w is None else (w + 1) % S, p)), program="positions"),
     # What its backward computes
     Bug("gradient of the bias dropped", _gradients(lambda h, w, b: (h, w, _all(b))), backward=True),
     Bug("gradient of the weight dropped", _gradients(lambda h, w, b: (h, _all(w), b)), backward=True),

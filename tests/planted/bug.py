@@ -1,0 +1,56 @@
+"""A planted mistake, the program that shows it, and two ways to plant one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+Plant = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """`build()` returns a callable and its arguments; `pattern` rewrites it."""
+
+    pattern: str
+    build: Callable[[], tuple[Any, tuple[Any, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """A mistake; `backward` says that only gradients are wrong."""
+
+    name: str
+    plant: Plant
+    program: str
+    backward: bool = False
+
+
+def result(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
+    """A function whose result goes through `change`; one that returns several hands them over one by one."""
+
+    def plant() -> Any:
+        original = getattr(owner, name)
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            return change(*found) if isinstance(found, (tuple, list)) else change(found)
+
+        return mock.patch.object(owner, name, wrong)
+
+    return plant
+
+
+def instead(owner: Any, name: str, wrong: Callable[..., Any]) -> Plant:
+    """A function that calls `wrong(original, *arguments)`."""
+
+    def plant() -> Any:
+        original = getattr(owner, name)
+        return mock.patch.object(
+            owner, name, lambda *args, **kwargs: wrong(original, *args, **kwargs)
+        )
+
+    return plant

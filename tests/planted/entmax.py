@@ -1,0 +1,89 @@
+"""Mistakes that a rewrite of entmax over rows could hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import entmax as package
+import torch
+
+from planted.bug import Bug, Plant, Program, instead, result
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.ops import _entmax_aten as aten
+
+RowsMatch = importlib.import_module("sparse_inductor.patterns.entmax").RowsMatch
+PATTERN = "entmax"
+N = 6  # rows and columns alike, so that a wrong dimension is no wrong shape
+
+
+def _router(z: torch.Tensor, alpha: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return package.entmax15(z.masked_fill(~keep, -1e4), dim=1)
+
+
+def _learned_alpha(z: torch.Tensor, alpha: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    return package.entmax_bisect(z, alpha, dim=1)
+
+
+def _build(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    generator = torch.Generator().manual_seed(0)
+    z = (torch.randn(N, N, N, generator=generator) * 2).requires_grad_()
+    alpha = torch.linspace(1.2, 1.9, N).reshape(1, 1, N).clone().requires_grad_()
+    return fn, (z, alpha, torch.rand(N, N, N, generator=generator) < 0.7)
+
+
+PROGRAMS = {
+    "router": Program(PATTERN, functools.partial(_build, _router)),
+    "learned_alpha": Program(PATTERN, functools.partial(_build, _learned_alpha)),
+}
+
+
+def _found(change: Callable[[Emitter, Any], dict[str, Any]]) -> Plant:
+    """What was recognised is changed before it is replaced."""
+
+    def wrong(replace: Callable[..., None], self: Any) -> None:
+        e = Emitter(self.anchor)
+        self.found = dataclasses.replace(self.found, **change(e, self.found))
+        replace(self)
+
+    return instead(RowsMatch, "replace", wrong)
+
+
+def _unmasked(e: Emitter, found: Any) -> dict[str, Any]:
+    return {"source": found.source.args[0]}
+
+
+def _no_threshold(solve: Callable[..., Any], z: torch.Tensor, alpha: Any) -> torch.Tensor:
+    y = solve(z, alpha)
+    z.mul_(1.001)
+    return y
+
+
+def _last_is_first(y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([y[..., :-1], y[..., :1]], -1)
+
+
+def _not_centred(_: Any, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    return g.mul_(u)
+
+
+BUGS = (
+    # What the pattern puts in
+    Bug("alpha of sparsemax", _found(lambda e, f: {"alpha": 2.0}), "router"),
+    Bug("the last dimension", _found(lambda e, f: {"dim": 2}), "router"),
+    Bug("scores halved", _found(lambda e, f: {"source": e.method("mul", f.source, 0.5)}), "router"),
+    Bug("scores of the next row", _found(lambda e, f: {"source": e.method("roll", f.source, 1, 0)}), "router"),
+    Bug("mask of the scores dropped", _found(_unmasked), "router"),
+    Bug("learned alpha ignored", _found(lambda e, f: {"alpha": 1.5}), "learned_alpha"),
+    Bug("alpha of the next column", _found(lambda e, f: {"alpha": e.method("roll", f.alpha, 1, 2)}), "learned_alpha"),
+    # What the operator computes
+    Bug("rows that sum to more than one", instead(aten, "solve_", _no_threshold), "router"),
+    Bug("last column not written", result(aten, "forward", _last_is_first), "router"),
+    # What its backward computes
+    Bug("gradient not centred", instead(aten, "score_gradient_", _not_centred), "router", backward=True),
+    Bug("slopes of sparsemax", result(aten, "slopes", lambda u: u.sign()), "router", backward=True),
+    Bug("gradient of alpha dropped", result(aten, "alpha_gradient", lambda g: g * 0), "learned_alpha", backward=True),
+)  # fmt: skip
