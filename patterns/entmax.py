@@ -26,7 +26,7 @@ from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
-from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "entmax"
 OP = "sparse_inductor::entmax"
@@ -51,6 +51,10 @@ class RowsMatch:
     def inputs(self) -> tuple[fx.Node, ...]:
         alpha = self.found.alpha
         return (self.found.source, *((alpha,) if isinstance(alpha, fx.Node) else ()))
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        return (Sparse("probabilities", self.found.node, self.found.dim),)
 
     @property
     def note(self) -> str:

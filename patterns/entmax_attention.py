@@ -27,7 +27,7 @@ from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
-from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "entmax_attention"
 OP = "sparse_inductor::entmax_attention"
@@ -52,6 +52,10 @@ class AttentionMatch:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         return tuple(self.found.inputs)
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        return (Sparse("probabilities", self.found.found.node, self.found.found.dim),)
 
     @property
     def note(self) -> str:

@@ -40,7 +40,7 @@ from sparse_inductor.match.poolings import (
 from sparse_inductor.match.readers import check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
-from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
@@ -129,6 +129,14 @@ class HeadMatch:
     def wants_argmax(self) -> bool:
         at = self.reduction.positions
         return at is not None and any(u.args[1] == at and u.users for u in self.anchor.users)
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        red, v_dim = self.reduction, self.chain.v_dim
+        if red.minimum:
+            return ()
+        dim = v_dim if red.keepdim or v_dim < red.dim else v_dim - 1
+        return (Sparse("terms", self.anchor, dim, red.values, positive=True),)
 
     @property
     def note(self) -> str:

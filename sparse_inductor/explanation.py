@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from . import compat, session
 from .graphs import GraphNode, describe
-from .records import Report, bytes_text
+from .records import Density, Report, bytes_text
 from .rewrite import Applied, RewritePass, broken
 from .slots import slot_value
 from .source import source_at
@@ -102,12 +102,17 @@ class Explanation:
                     f"{rewrite.location}\n{rewrite.source}",
                     f"{', '.join(rewrite.replaced)}\n-> {rewrite.op}",
                     bytes_text(rewrite.bytes_saved) if rewrite.bytes_saved else "",
+                    "\n".join(
+                        str(d)
+                        for d in dict.fromkeys(report.densities)
+                        if (d.pattern, d.location) == (rewrite.pattern, rewrite.location)
+                    ),
                     check.detail if check else "not run: explain(..., verify=True)",
                 )
             )
             styles.append("fail" if check and check.verdict == "differs" else "")
         if rows:
-            headers = ("where", "replaced", "saved for backward", "checked")
+            headers = ("where", "replaced", "saved for backward", "active", "checked")
             print_table(headers, rows, "rewritten", styles)
         missed = [
             (m.pattern, f"{m.location}\n{m.source}", m.reason)
@@ -152,7 +157,8 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
     """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite it, and show what happened.
 
-    The patterns are those of the enabled session, or all. Nothing is generated, cached or kept: the
+    The patterns are those of the enabled session, or all. Where a pattern names the tensors whose zeros it lives on,
+    the report's `densities` say how many there were in this call. Nothing is generated, cached or kept: the
     graphs run unrewritten, on copies of the arguments and of the module (a module that cannot be
     copied, or that the function refers to, has its buffers put back), under your grad mode, and the
     random state is restored. Code that torch.compile holds already stays compiled.
@@ -184,10 +190,17 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
         users = session.users_passes()
         with compat.patched_settings(pre_grad_custom_pass=slot_value([*users, capture])):
             compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
+        measured = _Counting(gm, graphs, report)
         if not verify:
-            return gm.forward
+            return measured.run
         with compat.patched_settings(pre_grad_custom_pass=slot_value([*users, checking])):
-            return compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs).forward
+            rewritten = compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
+
+        def run(*given: Any) -> Any:
+            measured.aside(given)
+            return rewritten.forward(*given)
+
+        return run
 
     fresh = not compat.anything_compiled()
     with contextlib.ExitStack() as stack:
@@ -205,6 +218,52 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     if fresh:
         compat.reset_dynamo()  # only this call was compiled: forget it
     return Explanation(report, tuple(graphs), tuple(breaks), capture_ms)
+
+
+class _Counting:
+    """A captured graph, run as it was written; the zeros that its rewrites live on are counted on the way."""
+
+    def __init__(self, gm: fx.GraphModule, graphs: list[ExplainedGraph], report: Report) -> None:
+        self._gm, self._report = gm, report
+        self._wanted: dict[str, list[tuple[Any, Any]]] = {}
+        for applied in graphs[-1].applied if graphs else ():
+            for sparse in applied.sparse:
+                self._wanted.setdefault(sparse.node.name, []).append((applied.rewrite, sparse))
+
+    def run(self, *given: Any) -> Any:
+        if not self._wanted:
+            return self._gm.forward(*given)
+        return _Interpreter(self._gm, self._count).run(*given, enable_io_processing=False)
+
+    def aside(self, given: tuple[Any, ...]) -> None:
+        """Count without a trace: neither inputs nor the random state change."""
+        if self._wanted:
+            copies = pytree.tree_map_only(torch.Tensor, compat.lazy_clone, given)
+            with torch.no_grad(), random_state_kept(given):
+                self.run(*copies)
+
+    def _count(self, node: fx.Node, value: Any) -> None:
+        for rewrite, sparse in self._wanted.get(node.name, ()):
+            t = value if sparse.result is None else value[sparse.result]
+            active = int((t > 0 if sparse.positive else t != 0).sum())
+            row = t.shape[sparse.dim] if t.dim() else 1
+            self._report.add_density(
+                Density(rewrite.pattern, rewrite.location, sparse.what, active, t.numel(), row)
+            )
+
+
+class _Interpreter(fx.Interpreter):
+    """Shows every node's value to `see`."""
+
+    def __init__(self, gm: fx.GraphModule, see: Callable[[fx.Node, Any], None]) -> None:
+        super().__init__(gm)
+        self._see = see
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        with torch.no_grad():
+            self._see(n, value)
+        return value
 
 
 @contextlib.contextmanager

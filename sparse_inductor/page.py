@@ -78,7 +78,17 @@ def _rewrites(explanation: Explanation) -> Iterator[dict[str, Any]]:
             if (c.pattern, c.location) == (rewrite.pattern, rewrite.location)
         ]
         wrong = any(c.verdict == "differs" for c in checks)
-        yield {**card, "checks": list(dict.fromkeys(checks)), "wrong": wrong}
+        densities = [
+            d
+            for d in explanation.report.densities
+            if (d.pattern, d.location) == (rewrite.pattern, rewrite.location)
+        ]
+        yield {
+            **card,
+            "checks": list(dict.fromkeys(checks)),
+            "wrong": wrong,
+            "densities": list(dict.fromkeys(densities)),
+        }
 
 
 def _card(applied: Applied, graph: ExplainedGraph) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from torch import fx
 
-__all__ = ["Example", "Match", "Miss", "Pattern", "register", "registered", "unregister"]
+__all__ = ["Example", "Match", "Miss", "Pattern", "Sparse", "register", "registered", "unregister"]
 
 ENTRY_POINTS = "sparse_inductor.patterns"
 
@@ -37,8 +37,26 @@ class Miss:
     node: fx.Node | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """A tensor of the program as written that is mostly zeros, which is what the operator lives on.
+
+    `explain` counts in it when it runs the program. `what` names its elements ("probabilities"), `dim` is the dimension
+    that a row lies along, `result` which of the node's results it is. With `positive` elements below 0 count as zeros.
+    """
+
+    what: str
+    node: fx.Node
+    dim: int = -1
+    result: int | None = None
+    positive: bool = False
+
+
 class Match(Protocol):
-    """A subgraph that was recognised and proved replaceable. Nothing has been changed yet."""
+    """A subgraph that was recognised and proved replaceable. Nothing has been changed yet.
+
+    A match may have `sparse`, a sequence of `Sparse`.
+    """
 
     pattern: str
     op: str

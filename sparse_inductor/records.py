@@ -15,7 +15,7 @@ import torch
 
 from . import compat
 
-__all__ = ["Check", "NearMiss", "Report", "Rewrite", "report"]
+__all__ = ["Check", "Density", "NearMiss", "Report", "Rewrite", "report"]
 
 log = logging.getLogger("sparse_inductor")
 
@@ -73,6 +73,26 @@ class Check:
     source: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Density:
+    """How many elements of a tensor were not zero when `explain` ran the program."""
+
+    pattern: str
+    location: str
+    what: str
+    """What the elements are: "probabilities"."""
+    active: int
+    total: int
+    row: int
+    """Elements of a row, which is what a user thinks of: the keys of a query, the vocabulary."""
+
+    def __str__(self) -> str:
+        share = self.active / self.total if self.total else 0.0
+        mean = share * self.row
+        shown = f"{mean:.0f}" if mean >= 100 else f"{mean:.1f}"
+        return f"{shown} of {self.row} {self.what} a row are not zero ({share:.2%})"
+
+
 class Report:
     """Everything since the last `clear()`, of the whole process; safe to read while other threads
     compile."""
@@ -85,6 +105,7 @@ class Report:
         self._rewrites: list[Rewrite] = []
         self._near_misses: list[NearMiss] = []
         self._checks: list[Check] = []
+        self._densities: list[Density] = []
         self._compile: weakref.ref[object] | None = None
         self._seen: set[NearMiss] = set()
         self._pattern_ms: Counter[str] = Counter()
@@ -108,6 +129,17 @@ class Report:
         """What `verify=True` found, oldest first; empty without it."""
         with self._lock:
             return list(self._checks)
+
+    @property
+    def densities(self) -> list[Density]:
+        """What `explain` counted, oldest first; empty in the report of the process."""
+        with self._lock:
+            return list(self._densities)
+
+    def add_density(self, density: Density) -> None:
+        """Record what was counted in a rewrite's subgraph."""
+        with self._lock:
+            self._densities.append(density)
 
     def add_check(self, check: Check) -> None:
         """Record what was found of a rewrite when it ran."""
@@ -181,9 +213,9 @@ class Report:
         """The report as JSON text.
 
         `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...],
-        "checks": [...]}`; the entries have the fields of `Rewrite`, `NearMiss` and `Check`, an
-        input is `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is removed or
-        changes its meaning.
+        "checks": [...], "densities": [...]}`; the entries have the fields of `Rewrite`, `NearMiss`,
+        `Check` and `Density`, an input is `{"shape": [...], "dtype": "bfloat16"}`. Fields may be
+        added within a version; none is removed or changes its meaning.
         """
         return json.dumps(self.as_dict(), indent=2)
 
@@ -198,6 +230,7 @@ class Report:
                 "rewrites": [rewrite_dict(r) for r in self._rewrites],
                 "near_misses": [dataclasses.asdict(m) for m in self._near_misses],
                 "checks": [dataclasses.asdict(c) for c in self._checks],
+                "densities": [dataclasses.asdict(d) for d in self._densities],
             }
 
 
@@ -277,7 +310,8 @@ def _render(report: Report) -> list[str]:
         lines += ["", name]
         for rewrite, times in mine.items():
             checks = [c for c in report.checks if _of(c) == _of(rewrite)]
-            lines += _render_rewrite(rewrite, times, checks)
+            counted = [d for d in report.densities if _of(d) == _of(rewrite)]
+            lines += _render_rewrite(rewrite, times, checks, counted)
     if near_misses:
         lines += ["", "not rewritten, but nearly"]
         for miss, times in Counter(near_misses).items():
@@ -290,11 +324,13 @@ def _at_line(what: NearMiss | Check, because: str, times: str = "") -> list[str]
     return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]
 
 
-def _of(what: Rewrite | Check) -> tuple[str, str]:
+def _of(what: Rewrite | Check | Density) -> tuple[str, str]:
     return what.pattern, what.location
 
 
-def _render_rewrite(rewrite: Rewrite, times: int, checks: Iterable[Check] = ()) -> list[str]:
+def _render_rewrite(
+    rewrite: Rewrite, times: int, checks: Iterable[Check] = (), densities: Iterable[Density] = ()
+) -> list[str]:
     lines = [f"  {rewrite.location}{_times(times)}"]
     if rewrite.source:
         lines.append(f"      {rewrite.source}")
@@ -305,6 +341,7 @@ def _render_rewrite(rewrite: Rewrite, times: int, checks: Iterable[Check] = ()) 
         )
     if rewrite.bytes_saved:
         facts.append(("saved", f"{bytes_text(rewrite.bytes_saved)} no longer kept for backward"))
+    facts += [("active", str(d)) for d in dict.fromkeys(densities)]
     if rewrite.note:
         facts.append(("note", rewrite.note))
     facts += [("checked", c.detail) for c in dict.fromkeys(checks) if c.verdict == "agrees"]

@@ -21,7 +21,7 @@ from torch import fx
 
 from . import compat, records
 from .match.fakes import fake
-from .pattern import Match, Miss, Pattern
+from .pattern import Match, Miss, Pattern, Sparse
 from .records import Check, NearMiss, Report, Rewrite
 from .source import source_of
 
@@ -42,6 +42,8 @@ class Applied:
     rewrite: Rewrite
     replaced: tuple[str, ...]
     inserted: tuple[str, ...]
+    sparse: tuple[Sparse, ...] = ()
+    """Tensors of the graph as it was whose zeros can be counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +151,7 @@ class _Run:
                     records_of[id(c)],
                     tuple(n.name for n in c.match.swallowed),
                     self.inserted[id(c)],
+                    tuple(getattr(c.match, "sparse", ())),
                 )
                 for c in reversed(done)
             ]
