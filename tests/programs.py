@@ -16,19 +16,18 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int = D, heads: int = HEADS) -> None:
         super().__init__()
-        self.heads = heads
+        self.width = dim // heads
         self.q, self.k, self.v, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        B, L, C = x.shape
+        B, L, _ = x.shape
         q, k, v = (
-            m(x).view(B, L, self.heads, C // self.heads).transpose(1, 2)
-            for m in (self.q, self.k, self.v)
+            m(x).view(B, L, -1, self.width).transpose(1, 2) for m in (self.q, self.k, self.v)
         )
-        scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.heads)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.width)
         scores = scores.masked_fill(mask[:, None, None] == 0, -1e9)
         mixed = entmax15(scores, dim=-1) @ v
-        return x + self.out(mixed.transpose(1, 2).reshape(B, L, C))
+        return x + self.out(mixed.transpose(1, 2).reshape(B, L, -1))
 
 
 class Encoder(nn.Module):

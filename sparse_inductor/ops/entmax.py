@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from . import _entmax_aten as aten
 from ._dispatch import autocast_off, below_autograd, decline_vmap, outside_transforms
+from ._sharding import Rule, dims, share
 
 __all__ = ["entmax"]
 
@@ -162,6 +163,27 @@ def _fake_backward(grad, y, alpha, alpha_value, dim, needs):
     return dx, d_alpha
 
 
+# Spread over any dimension but the one whose sums are one.
+
+
+def _letters(x, dim) -> str:
+    letters = [chr(ord("a") + i) for i in range(x.dim())]
+    letters[dim] = "."
+    return "".join(letters)
+
+
+def _shared(x, alpha, alpha_value, dim) -> Rule:
+    letters = _letters(x, dim)
+    of_x = tuple("" if c == "." else c for c in letters)
+    return Rule((of_x, dims(alpha, letters)), (of_x,), tuple(letters.replace(".", "")))
+
+
+def _shared_backward(grad, y, alpha, alpha_value, dim, needs) -> Rule:
+    rule = _shared(y, alpha, alpha_value, dim)
+    of_y, of_alpha = rule.inputs
+    return Rule((of_y, of_y, of_alpha), rule.inputs, rule.ways, sums=True, skip=1)
+
+
 for _name, _impl, _meta in (
     ("entmax", _forward, _fake),
     ("entmax_backward", _backward, _fake_backward),
@@ -171,3 +193,5 @@ for _name, _impl, _meta in (
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("entmax", _autograd, "Autograd")
 decline_vmap(_lib, "entmax")
+share(_lib, "entmax", _shared)
+share(_lib, "entmax_backward", _shared_backward)

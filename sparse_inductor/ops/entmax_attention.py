@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from . import _entmax_attention_aten as aten
 from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
+from ._sharding import Dims, Rule, dims, share
 from .entmax import FLOATS, check_alpha, fits
 
 __all__ = ["entmax_attention"]
@@ -292,6 +293,38 @@ def _fake_backward(
     )
 
 
+# Spread over the batch or over the heads; a head of keys goes with the heads of queries that read it.
+
+
+def _letters(q, k, v, bias, mask, alpha, query_lengths, key_lengths) -> tuple[Dims | None, ...]:
+    keys: Dims = ("B", "G", "", "")
+    return (
+        ("B", "H", "", ""), keys, keys,
+        *(dims(t, "BH..") for t in (bias, mask, alpha)),
+        *(dims(t, "B") for t in (query_lengths, key_lengths)),
+    )  # fmt: skip
+
+
+def _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths, *_) -> Rule:
+    inputs = _letters(q, k, v, bias, mask, alpha, query_lengths, key_lengths)
+    queries: Dims = ("B", "H", "", "")
+    saved = (queries,) * 6 + (("B", "G", "", ""),)  # see kernels.entmax_attention.saved_like
+    return Rule(inputs, saved, ("B", "HG"), even="HG")
+
+
+def _shared_backward(
+    grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved, *_
+) -> Rule:  # fmt: skip
+    rule = _shared(q, k, v, bias, mask, alpha, query_lengths, key_lengths)
+    queries, inputs = rule.outputs[0], rule.inputs
+    kept = tuple((letters or ())[: t.dim()] for letters, t in zip(rule.outputs[1:], saved))
+    deciding = sum(letters is not None for letters in inputs)
+    return Rule(
+        (queries, *inputs, queries, *kept),
+        (*inputs[:4], inputs[5]), rule.ways, sums=True, even="HG", skip=1, deciding=deciding,
+    )  # fmt: skip
+
+
 for _name, _impl, _meta in (
     ("entmax_attention", _infer, _fake),
     ("entmax_attention_train", _train, _fake_train),
@@ -302,3 +335,6 @@ for _name, _impl, _meta in (
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("entmax_attention", _autograd, "Autograd")
 decline_vmap(_lib, "entmax_attention")
+share(_lib, "entmax_attention", _shared)
+share(_lib, "entmax_attention_train", _shared)
+share(_lib, "entmax_attention_backward", _shared_backward)

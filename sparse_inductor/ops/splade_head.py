@@ -11,6 +11,7 @@ without the [B, S, V] logits ever existing, forward or backward. Three dispatche
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
 from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
+from ._sharding import Dims, Rule, dims, share
 
 __all__ = ["DEFAULT_STEPS", "splade_head"]
 
@@ -349,6 +351,45 @@ def _fake_backward(
     return tuple(out)
 
 
+# Spread over the batch or over the vocabulary (a column-sharded decoder).
+
+
+def _letters(hidden, weight, bias, rows) -> tuple[Dims | None, ...]:
+    # The parts work on [B, S, D] and return [B, V]: with more leading dimensions B is not one of them.
+    lead = "B.." if hidden.dim() == 3 else "." * hidden.dim()
+    return (
+        dims(hidden, lead),
+        dims(weight, "V."),
+        dims(bias, "V"),
+        *(dims(r, lead[:-1]) for r in rows),
+    )
+
+
+def _shared(hidden, weight, bias, rows, *_) -> Rule:
+    values: Dims = ("B", "V") if hidden.dim() == 3 else ("",) * (hidden.dim() - 2) + ("V",)
+    winner: Dims = ("B" if hidden.dim() == 3 else "", "V")
+    inputs = _letters(hidden, weight, bias, rows)
+    return Rule(inputs, (values, winner, winner, winner[:1]), ("B", "V"))
+
+
+def _shared_values(hidden, weight, bias, rows, *_) -> Rule:
+    rule = _shared(hidden, weight, bias, rows)
+    return dataclasses.replace(rule, outputs=rule.outputs[:1])  # positions are those of the values
+
+
+def _shared_backward(
+    grad, hidden, weight, bias, rows, steps, winner, peak, per_element, *_
+) -> Rule:
+    values, *kept = _shared(hidden, weight, bias, rows).outputs
+    if per_element.numel() == 0:
+        kept[2] = ("",)
+    inputs = _letters(hidden, weight, bias, rows)
+    deciding = sum(letters is not None for letters in inputs)
+    return Rule(
+        (values, *inputs, *kept), inputs[:3], ("B", "V"), sums=True, skip=1, deciding=deciding
+    )
+
+
 for _name, _impl, _meta in (
     ("splade_head", _infer, _fake),
     ("splade_head_train", _train, _fake_train),
@@ -359,3 +400,6 @@ for _name, _impl, _meta in (
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("splade_head", _autograd, "Autograd")
 decline_vmap(_lib, "splade_head")
+share(_lib, "splade_head", _shared_values)
+share(_lib, "splade_head_train", _shared)
+share(_lib, "splade_head_backward", _shared_backward)

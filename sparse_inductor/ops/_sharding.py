@@ -1,0 +1,181 @@
+"""Operators on DTensors: how the work of one is spread over a device mesh.
+
+A rule says, as einsum does, which dimensions of the tensors are the same ("B" the batch, "V" the vocabulary), and
+which of them may be spread. Spread over B, every tensor with a B is sharded there and the others are replicated; a
+result without a B is then a partial sum where the rule says so (gradients), else replicated. For each dimension of the
+mesh the way that moves the fewest elements is taken; what is sharded otherwise, such as a sequence, is gathered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+__all__ = ["Rule", "dims", "share"]
+
+Dims = tuple[str, ...]  # a letter for each dimension, "" for one that is never spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one call may be spread.
+
+    inputs: letters of each tensor argument, in the order of the schema (None where there is no tensor).
+    outputs: letters of each resulting tensor (None for a gradient of no tensor); for a list of unknown length the last
+        entry counts for the rest.
+    ways: the sets of letters that may be spread over one dimension of the mesh.
+    sums: whether a result without the letter is a partial sum. even: letters whose sizes must divide evenly.
+    skip, deciding: the tensor arguments that the choice looks at, from which on and how many: a backward chooses what
+        its forward chose, from the same arguments.
+    """
+
+    inputs: tuple[Dims | None, ...]
+    outputs: tuple[Dims | None, ...]
+    ways: tuple[str, ...]
+    sums: bool = False
+    even: str = ""
+    skip: int = 0
+    deciding: int | None = None
+
+
+def dims(t: Tensor | None, letters: str) -> Dims | None:
+    """The letters of a tensor that broadcasts: aligned at the right, "" where it has size 1; "." is never spread."""
+    if t is None:
+        return None
+    named = letters[len(letters) - t.dim() :]
+    return tuple(
+        "" if c == "." or (type(s) is int and s == 1) else c for c, s in zip(named, t.shape)
+    )
+
+
+def share(lib: torch.library.Library, op: str, rule: Callable[..., Rule]) -> None:
+    """Registers `rule`, which takes what the operator takes, for DTensors."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+
+    def spread(cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _spread(op, func, args, kwargs or {}, rule)
+
+    torch.library.register_torch_dispatch(f"sparse_inductor::{op}", DTensor, spread, lib=lib)
+
+
+def _spread(op: str, func: Any, args: Any, kwargs: Any, rule: Callable[..., Rule]) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    tensors = [t for t in leaves if isinstance(t, Tensor)]
+    if not all(isinstance(t, DTensor) for t in tensors):
+        raise TypeError(
+            f"sparse_inductor::{op} takes either DTensors or plain tensors, got both: distribute_tensor, or "
+            "DTensor.from_local, makes a DTensor of a plain one"
+        )
+    mesh = tensors[0].device_mesh
+    if any(t.device_mesh != mesh for t in tensors):
+        raise ValueError(f"the DTensors of sparse_inductor::{op} are on different meshes")
+    said = rule(*args, **kwargs)
+    inputs = [letters for letters in said.inputs if letters is not None]
+    assert len(inputs) == len(tensors), (op, said)
+    sizes = {c: s for letters, t in zip(inputs, tensors) for c, s in zip(letters, t.shape) if c}
+    ways = _choose(said, inputs, tensors, mesh, sizes)
+    moved = iter(
+        t.redistribute(placements=[_placed(letters, way) for way in ways]).to_local()
+        for letters, t in zip(inputs, tensors)
+    )
+    local = pytree.tree_map(lambda x: next(moved) if isinstance(x, Tensor) else x, leaves)
+    args, kwargs = pytree.tree_unflatten(local, structure)
+    results, form = pytree.tree_flatten(func(*args, **kwargs))
+    wrapped = [
+        _wrap(r, said.outputs[min(i, len(said.outputs) - 1)], ways, said, mesh, sizes)
+        for i, r in enumerate(results)
+    ]
+    return pytree.tree_unflatten(wrapped, form)
+
+
+def _choose(
+    rule: Rule, inputs: list[Dims], tensors: list[Any], mesh: Any, sizes: dict[str, Any]
+) -> list[str]:
+    """For each dimension of the mesh the letters it is spread over, "" where everybody does everything."""
+    chosen: list[str] = []
+    looked_at = slice(rule.skip, rule.deciding and rule.skip + rule.deciding)
+    for at in range(mesh.ndim):
+        parts = mesh.size(at)
+
+        def fits(way: str, parts: int = parts) -> bool:
+            for c in way:
+                if c in sizes:
+                    already = math.prod(mesh.size(i) for i, w in enumerate(chosen) if c in w)
+                    even = c in rule.even or already > 1
+                    if sizes[c] < already * parts or (even and sizes[c] % (already * parts)):
+                        return False
+            return True
+
+        def cost(way: str, at: int = at) -> float:
+            return sum(
+                _moved(t, t.placements[at], _placed(letters, way))
+                for letters, t in list(zip(inputs, tensors))[looked_at]
+            )
+
+        chosen.append(min(["", *(w for w in rule.ways if fits(w))], key=cost))
+    return chosen
+
+
+def _placed(letters: Dims, way: str) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    at = next((i for i, c in enumerate(letters) if c and c in way), None)
+    return Replicate() if at is None else Shard(at)
+
+
+def _moved(t: Any, now: Any, wanted: Any) -> float:
+    """About how many elements are sent to place a tensor otherwise."""
+    if now == wanted:
+        return 0
+    if now.is_replicate():
+        return 0 if wanted.is_shard() else 1
+    return t.numel() * (2 if now.is_partial() else 1)
+
+
+def _wrap(
+    local: Tensor,
+    letters: Dims | None,
+    ways: Sequence[str],
+    rule: Rule,
+    mesh: Any,
+    sizes: dict[str, Any],
+) -> Any:
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    asked = letters is not None and not (local.dim() == 1 and local.numel() == 0)
+    letters = letters[: local.dim()] if letters and asked else ()
+    placements = []
+    shape = list(local.shape)
+    for at, way in enumerate(ways):
+        placed = _placed(letters, way)
+        if placed.is_shard():
+            whole = sizes.get(letters[placed.dim])
+            shape[placed.dim] = shape[placed.dim] * mesh.size(at) if whole is None else whole
+        elif way and rule.sums and asked:
+            placed = Partial()
+        else:
+            placed = Replicate()
+        placements.append(placed)
+    stride = _like(local, shape)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor of this shape whose dimensions lie in memory as those of `local` do."""
+    strides = [1] * len(shape)
+    step = 1
+    for i in sorted(range(len(shape)), key=lambda i: (local.stride(i), -i)):
+        strides[i], step = step, step * shape[i]
+    return tuple(strides)

@@ -1,0 +1,287 @@
+"""What `test_distributed` runs in every process of a group: one function a check, results equal one process's.
+
+Run as a script with a folder, a world size and a device type; rank 0 writes `results.json`, {check: error or ""}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+R = Replicate()
+CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
+
+
+def check(fn: Callable[[DeviceMesh], None]) -> Callable[[DeviceMesh], None]:
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+def ops_of(mesh: DeviceMesh) -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
+    """Each operator as a function of tensors that may all be sharded, with some."""
+    from sparse_inductor import ops
+
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape).to(mesh.device_type)
+    attend = lambda q, k, v, bias, alpha: ops.entmax_attention(q, k, v, alpha, bias=bias)
+    alpha = torch.full((4, 1, 1), 1.5, device=mesh.device_type)
+    q, k, v = draw(3, 4, 5, 8), draw(3, 2, 7, 8), draw(3, 2, 7, 8)
+    return {
+        "splade_head": (
+            ops.splade_head,
+            (draw(5, 6, 8), draw(11, 8), draw(11), draw(5, 6) > -0.5),
+        ),
+        "entmax": (lambda x: ops.entmax(x, 1.5, -1), (draw(4, 6, 8),)),
+        "entmax_attention": (attend, (q, k, v, draw(1, 4, 5, 7), alpha)),
+    }
+
+
+# How the tensors are placed, and how the result is then: the work is spread where that is possible.
+SHARDED = {
+    "splade_head": [
+        ([R, R, R, R], R),
+        ([Shard(0), R, R, Shard(0)], Shard(0)),  # over the batch, of uneven parts
+        ([R, Shard(0), Shard(0), R], Shard(1)),  # over the vocabulary
+        ([Shard(1), R, R, Shard(1)], R),  # a sharded sequence is gathered
+        ([Shard(2), Shard(1), R, R], R),
+    ],
+    "entmax": [([Shard(0)], Shard(0)), ([Shard(1)], Shard(1)), ([Shard(2)], R)],
+    "entmax_attention": [
+        ([Shard(0), Shard(0), Shard(0), R, R], Shard(0)),
+        ([Shard(1), Shard(1), Shard(1), Shard(1), Shard(0)], Shard(1)),  # over the heads
+        ([Shard(2), Shard(2), Shard(2), R, R], R),
+    ],
+}
+
+
+def sharded_operator(op: str, compiled: bool) -> Callable[[DeviceMesh], None]:
+    def run(mesh: DeviceMesh) -> None:
+        fn, tensors = ops_of(mesh)[op]
+        whole = [leaf(t) for t in tensors]
+        wanted = fn(*whole)
+        cotangent = torch.randn_like(wanted)
+        wanted.backward(cotangent)
+        for placements, result in SHARDED[op]:
+            torch._dynamo.reset()
+            parts = [leaf(distribute_tensor(t, mesh, [p])) for t, p in zip(tensors, placements)]
+            program = torch.compile(fn, backend="aot_eager") if compiled else fn
+            got = program(*parts)
+            assert got.placements == (result,), (placements, got.placements)
+            got.backward(distribute_tensor(cotangent, mesh, [R]))
+            close(got.full_tensor(), wanted)
+            for mine, theirs in zip(parts, whole):
+                if theirs.grad is not None:
+                    close(mine.grad.full_tensor(), theirs.grad)
+            with torch.inference_mode():
+                parts = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, placements)]
+                close(fn(*parts).full_tensor(), wanted)
+
+    return run
+
+
+for _op in SHARDED:
+    for _compiled in (False, True):
+        CHECKS[f"{_op}_{'compiled' if _compiled else 'eager'}"] = sharded_operator(_op, _compiled)
+
+
+def leaf(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.is_floating_point())
+
+
+def close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, atol=2e-5, rtol=1e-4)
+
+
+@check
+def a_mesh_of_two_dimensions(mesh: DeviceMesh) -> None:
+    """Data by tensor parallel, one process each way."""
+    fn, (hidden, weight, bias, mask) = ops_of(mesh)["splade_head"]
+    wide = DeviceMesh(mesh.device_type, mesh.mesh.reshape(1, -1), mesh_dim_names=("dp", "tp"))
+    got = fn(
+        distribute_tensor(hidden, wide, [Shard(0), R]),
+        distribute_tensor(weight, wide, [R, Shard(0)]),
+        distribute_tensor(bias, wide, [R, Shard(0)]),
+        distribute_tensor(mask, wide, [Shard(0), R]),
+    )
+    assert got.placements == (Shard(0), Shard(1)), got.placements
+    close(got.full_tensor(), fn(hidden, weight, bias, mask))
+
+
+@check
+def a_plain_tensor_among_dtensors_is_an_error(mesh: DeviceMesh) -> None:
+    fn, (hidden, weight, bias, mask) = ops_of(mesh)["splade_head"]
+    try:
+        fn(distribute_tensor(hidden, mesh, [R]), weight, bias, mask)
+    except TypeError as error:
+        assert "got both" in str(error), error
+    else:
+        raise AssertionError("it was accepted")
+
+
+# Whole models
+
+
+def models(mesh: DeviceMesh) -> tuple[nn.Module, nn.Module, tuple[Tensor, Tensor]]:
+    """The model of one process, the one to be spread, and a batch for all processes."""
+    from programs import batch, encoder
+
+    whole, spread = encoder().to(mesh.device_type), encoder().to(mesh.device_type)
+    return whole, spread, tuple(t.to(mesh.device_type) for t in batch(4, 9))
+
+
+def rewritten() -> set[str]:
+    import sparse_inductor
+
+    return {r.pattern for r in sparse_inductor.report().rewrites}
+
+
+def assert_gradients(spread: nn.Module, whole: nn.Module) -> None:
+    theirs = {name: p.grad for name, p in whole.named_parameters()}
+    for name, p in spread.named_parameters():
+        grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        torch.testing.assert_close(
+            grad, theirs[name.removeprefix("module.")], atol=2e-5, rtol=1e-4, msg=name
+        )
+
+
+def mine(mesh: DeviceMesh, t: Tensor) -> Tensor:
+    return t.chunk(mesh.size())[mesh.get_local_rank()]
+
+
+@check
+def ddp(mesh: DeviceMesh) -> None:
+    whole, spread, args = models(mesh)
+    model = torch.compile(DistributedDataParallel(spread))
+    model(*(mine(mesh, t) for t in args)).square().mean().backward()
+    whole(*args).square().mean().backward()
+    assert rewritten() == {"splade_head", "entmax_attention"}, rewritten()
+    assert_gradients(spread, whole)
+
+
+@check
+def fsdp2(mesh: DeviceMesh) -> None:
+    whole, spread, args = models(mesh)
+    fully_shard(spread.attention, mesh=mesh)
+    fully_shard(spread, mesh=mesh)
+    model = torch.compile(spread)
+    model(*(mine(mesh, t) for t in args)).square().mean().backward()
+    whole(*args).square().mean().backward()
+    assert rewritten() == {"splade_head", "entmax_attention"}, rewritten()
+    assert all(isinstance(p.grad, DTensor) for p in spread.parameters())
+    assert_gradients(spread, whole)
+
+
+@check
+def tensor_parallel(mesh: DeviceMesh) -> None:
+    """Heads and vocabulary spread as torch's own plans do it, with local tensors between the modules."""
+    whole, spread, args = models(mesh)
+    plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+    plan |= {"attention.out": RowwiseParallel(), "decoder": ColwiseParallel()}
+    parallelize_module(spread, mesh, plan)
+    values = torch.compile(spread)(*args)
+    wanted = whole(*args)
+    close(values, part(mesh, wanted))
+    values.square().sum().backward()
+    wanted.square().sum().backward()
+    assert rewritten() == {"splade_head", "entmax_attention"}, rewritten()
+    assert_gradients(spread, whole)
+
+
+def part(mesh: DeviceMesh, t: Tensor) -> Tensor:
+    """This process's columns."""
+    return distribute_tensor(t.detach(), mesh, [Shard(1)]).to_local()
+
+
+@check
+def tensor_parallel_on_dtensors(mesh: DeviceMesh) -> None:
+    """The head alone, DTensors from end to end."""
+    whole, spread, (ids, mask) = models(mesh)
+    parallelize_module(spread.decoder, mesh, ColwiseParallel(use_local_output=False))
+
+    def program(ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = spread.body(ids, mask)
+        return spread.head(hidden, DTensor.from_local(mask, mesh, [R]))
+
+    values = torch.compile(program)(ids, mask)
+    wanted = whole(ids, mask)
+    assert values.placements == (Shard(1),), values.placements
+    close(values.full_tensor(), wanted)
+    values.full_tensor().square().sum().backward()
+    wanted.square().sum().backward()
+    assert rewritten() == {"splade_head", "entmax_attention"}, rewritten()
+    assert_gradients(spread, whole)
+
+
+@check
+def a_sharded_sequence(mesh: DeviceMesh) -> None:
+    """Sequence parallel before the head: torch's plan gathers the sequence, and the head is rewritten after that."""
+    whole, spread, (ids, mask) = models(mesh)
+    for model in (whole, spread):
+        torch.manual_seed(3)
+        model.norm = nn.LayerNorm(16).to(mesh.device_type)
+    plan = {
+        "norm": SequenceParallel(),
+        "decoder": ColwiseParallel(input_layouts=Shard(1)),
+    }
+    parallelize_module(spread, mesh, plan)
+    program = lambda model: lambda ids, mask: model.head(model.norm(model.body(ids, mask)), mask)
+    ids, mask = ids[:, :8], mask[:, :8]
+    values = torch.compile(program(spread))(ids, mask)
+    wanted = program(whole)(ids, mask)
+    close(values, part(mesh, wanted))
+    assert "splade_head" in rewritten(), rewritten()
+
+
+# The group
+
+
+def run(rank: int, world: int, folder: str, device: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("CHECKS_PORT", "29617"))
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
+    mesh = init_device_mesh(device, (world,))
+    import sparse_inductor
+
+    sparse_inductor.enable()
+    results = {}
+    for name, fn in CHECKS.items():
+        torch._dynamo.reset()
+        sparse_inductor.report().clear()
+        said = ""
+        try:
+            fn(mesh)
+        except Exception:
+            said = traceback.format_exc()
+            said += f"\n{sparse_inductor.report()}"
+        everybodys = [""] * world
+        dist.all_gather_object(everybodys, said)
+        results[name] = "\n".join(s for s in everybodys if s)
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    world = int(sys.argv[2])
+    mp.spawn(run, (world, sys.argv[1], sys.argv[3]), world)
