@@ -258,6 +258,15 @@ def substitute_in_graph(fn: Any, traced: Any) -> Any:
     return undo
 
 
+def hidden_arguments(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of a DTensor's method that torch 2.11 keeps in a closure of its own."""
+    cells = getattr(node.target, "__closure__", None) or ()
+    names = getattr(getattr(node.target, "__code__", None), "co_freevars", ())
+    held = dict(zip(names, (cell.cell_contents for cell in cells)))
+    positional, keywords = held.get("args_as_value", ()), held.get("kwargs_as_value", {})
+    return {**({"grad_placements": positional[0]} if positional else {}), **keywords}
+
+
 # --- Dispatcher -----------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ class Chain:
         self.moves: list[Move] = []
         self.v_dim = linear.v_dim
         self.origin: list[int | None] = list(range(len(view.shape(linear.node))))
-        self.nodes: list[fx.Node] = [linear.node]
+        self.nodes: list[fx.Node] = [*linear.within, linear.node]
         self.reads = [(linear.source, linear.node), (linear.weight_source, linear.node)]
         if linear.bias is not None:
             self.reads.append((linear.bias, linear.node))
@@ -265,7 +265,8 @@ class Chain:
 
     def weight_and_bias(self, e: Emitter) -> Pair:
         """[V, D] and [V] or None, with what the chain did to columns while it was linear."""
-        pair: Pair = self.linear.weight(e), self.linear.bias
+        bias = self.linear.make_bias
+        pair: Pair = self.linear.weight(e), bias(e) if bias else self.linear.bias
         for fold in self._folds:
             pair = fold(e, pair)
         return pair

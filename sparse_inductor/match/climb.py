@@ -16,6 +16,7 @@ from torch import fx
 from ..epilogue.steps import Step
 from .gemm import linears
 from .graph import GraphView, fake, label, same_size
+from .mesh import redistributed
 from .names import Call
 from .shapes import SHAPE_OPS, Decline
 from .spine import Assigned, Element, Fill, Spine, Term
@@ -112,6 +113,10 @@ class _Climber:
         if name == "dropout":
             if call.get("training", True) and call.get("p", 0.5) != 0:
                 raise self.decline("dropout is active here")
+            return self.up(call["input"]).then(Element(node))
+        if name == "redistribute":
+            if redistributed(node, call["input"]):
+                raise self.decline("the logits move over the device mesh here")
             return self.up(call["input"]).then(Element(node))
         if name in SHAPE_OPS:
             return self._shape()

@@ -16,6 +16,7 @@ from torch import fx
 
 from .emit import Emitter
 from .graph import GraphView, fake, same_size
+from .mesh import local_part, settled, spread_alike
 from .names import Call
 
 __all__ = ["Linear", "linears"]
@@ -29,7 +30,8 @@ class Linear:
 
     node: the matmul. source: the input as the user has it, which must not change before it is read again.
     v_dim: the axis of the output that is V. stand_in, weight: build the stand-in and the [V, D] weight.
-    bias: [V] or None. weight_source: the tensor the weight comes from.
+    bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
+    make_bias: builds the bias, where it is not `bias` as it stands.
     """
 
     node: fx.Node
@@ -39,6 +41,8 @@ class Linear:
     stand_in: Make
     weight: Make
     bias: fx.Node | None = None
+    within: tuple[fx.Node, ...] = ()
+    make_bias: Make | None = None
 
 
 def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
@@ -237,7 +241,33 @@ def _conv1d(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     ]
 
 
-_READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear]]] = {
+def _local(view: GraphView, node: fx.Node, call: Call) -> list[Linear] | None:
+    """A process's part of a linear on DTensors is the linear of the parts where nothing is sent for it."""
+    found = settled(view, node)
+    if found is None or view.name_of(found[0]) != "linear":
+        return None
+    inner, between = found
+    readings = linears(view, inner)
+    if not readings:
+        return None
+    one = readings[0]
+    x, w, b = one.source, one.weight_source, one.bias
+    sums = spread_alike(inner, x, w, b)
+    if sums is None:
+        return None
+    return [
+        dataclasses.replace(
+            one,
+            node=node,
+            stand_in=lambda e: e.call(local_part, x, sums[0]),
+            weight=lambda e: e.call(local_part, w, sums[1]),
+            make_bias=None if b is None else lambda e: e.call(local_part, b, sums[1]),
+            within=(inner, *between),
+        )
+    ]
+
+
+_READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear] | None]] = {
     "linear": _linear,
     "matmul": _matmul,
     "mm": _matmul,
@@ -248,6 +278,7 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear]]] = {
     "tensordot": _tensordot,
     "inner": _inner,
     "conv1d": _conv1d,
+    "to_local": _local,
 }
 
 

@@ -147,6 +147,8 @@ _SIGNATURES: dict[str, str] = {
     "eye": "n m=None",
     "any": "input dim=None keepdim=False",
     "autograd_function_apply": "forward backward *operands",
+    "to_local": "input grad_placements=None",
+    "redistribute": "input device_mesh=None placements=None",
     "entmax_op": "input alpha alpha_value dim",
     # the entmax package
     "entmax15": "input dim=-1 k=None",
@@ -183,6 +185,7 @@ _ALIASES = {
     "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
     "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
     "split_with_sizes": "split", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
+    "prim_to_local": "to_local", "prim_redistribute": "redistribute",  # torch 2.11
     "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "take_along_dim": "gather",
 }  # fmt: skip
 _KEYWORDS = {
