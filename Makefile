@@ -16,7 +16,7 @@ demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
 
 test: $(READY)
-	$(PYTEST) -n $(JOBS) -m "not gpu" $(ARGS)
+	$(PYTEST) -n $(JOBS) -m "not gpu and not multigpu" $(ARGS)
 
 gpu-test: $(READY)
 	$(PYTEST) -m gpu tests/kernels $(wildcard tests/test_*_gpu.py) $(ARGS)

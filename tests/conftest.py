@@ -26,12 +26,12 @@ torch.set_num_threads(max(1, min(torch.get_num_threads(), 2)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    no_gpu = pytest.mark.skip(reason="no CUDA GPU")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(no_gpu)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for marker, needed in (("gpu", 1), ("multigpu", 2)):
+        too_few = pytest.mark.skip(reason=f"needs CUDA GPUs: {needed}, there are {gpus}")
+        for item in items:
+            if gpus < needed and item.get_closest_marker(marker):
+                item.add_marker(too_few)
 
 
 @pytest.fixture(autouse=True)

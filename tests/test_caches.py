@@ -52,6 +52,40 @@ if "then" in arguments:
 print(json.dumps(result))
 """
 
+# A model with both families; its artifacts go to a file, or come from one.
+MODEL = """
+import json, sys, time, torch, sparse_inductor
+from pathlib import Path
+from programs import batch, encoder
+from torch._dynamo.utils import counters
+
+arguments = json.loads(sys.argv[1])
+file = Path("artifacts")
+if arguments.get("load"):
+    torch.compiler.load_cache_artifacts(file.read_bytes())
+if arguments.get("on", True):
+    sparse_inductor.enable(**arguments.get("enable", {}))
+model = encoder()
+wanted = model(*batch())
+took = []
+for _ in range(arguments.get("times", 1)):
+    torch._dynamo.reset()
+    counters.clear()
+    started = time.perf_counter()
+    got = torch.compile(model)(*batch())
+    got.sum().backward()
+    took.append(time.perf_counter() - started)
+torch.testing.assert_close(got, wanted)
+if arguments.get("save"):
+    file.write_bytes(torch.compiler.save_cache_artifacts()[0])
+aot, report = counters["aot_autograd"], sparse_inductor.report()
+print(json.dumps({
+    "cache": [aot["autograd_cache_hit"], aot["autograd_cache_miss"], counters["inductor"]["fxgraph_cache_bypass"],
+              aot["autograd_cache_bypass"]],
+    "patterns": sorted({r.pattern for r in report.rewrites}), "seconds": min(took), "report": str(report),
+}))
+"""
+
 
 @pytest.fixture
 def run(tmp_path):
@@ -69,17 +103,19 @@ def run(tmp_path):
         )
     shutil.copy(ROOT / "pyproject.toml", tree)  # makes it a checkout
     shutil.copy(TESTS / "toy.py", tree)
+    shutil.copy(TESTS / "programs.py", tree)
     (tree / "program.py").write_text(PROGRAM)
+    (tree / "model.py").write_text(MODEL)
 
-    def run(**arguments):
+    def run(program="program.py", cache="cache", **arguments):
         env = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
         env.update(
-            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"),
+            TORCHINDUCTOR_CACHE_DIR=str(tmp_path / cache),
             PYTHONPATH=str(tree),
             **arguments.pop("env", {}),
         )
         done = subprocess.run(
-            [sys.executable, "program.py", json.dumps(arguments)],
+            [sys.executable, program, json.dumps(arguments)],
             cwd=tree, env=env, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -150,3 +186,39 @@ def test_the_users_uncacheable_pass_stays_uncacheable(run):
     before = "from torch._inductor import config\nconfig.joint_custom_pre_pass = lambda graph: None"
     first = run(before=before)
     assert state(first) == BYPASSED and first["rewrites"]
+
+
+# Models
+
+BOTH = ["entmax_attention", "splade_head"]
+
+
+def test_a_model_starts_warm_in_a_new_process_and_on_another_machine(run):
+    """One story, for compiling is what costs. A second process reuses the rewritten code, with the whole report, and
+    is ready no later than it would be unrewritten. So does a machine that gets the artifacts
+    (torch.compiler.save_cache_artifacts) beside an empty cache; with another version of the package it compiles anew.
+    """
+    cold = run("model.py", save=True)
+    warm = run("model.py", times=3)
+    assert state(cold) == MISS and state(warm) == HIT
+    assert cold["patterns"] == warm["patterns"] == BOTH
+    assert sections(warm["report"]) == sections(cold["report"])
+
+    run("model.py", on=False)
+    unrewritten = run("model.py", on=False, times=3)
+    assert unrewritten["patterns"] == []
+    assert warm["seconds"] <= unrewritten["seconds"] + 0.05, (warm, unrewritten)
+
+    there = run("model.py", cache="there", load=True)
+    assert state(there) == HIT and there["patterns"] == BOTH
+
+    source = run.tree / "sparse_inductor" / "__init__.py"
+    source.write_text(source.read_text().replace('__version__ = "', '__version__ = "9.'))
+    assert '"9.' in source.read_text()
+    newer = run("model.py", cache="elsewhere", load=True)
+    assert state(newer) == MISS and newer["patterns"] == BOTH
+
+
+def sections(report: str) -> list[str]:
+    """The report without counts and milliseconds: its first line, and "(3 times)"."""
+    return [line.partition("  (")[0] for line in report.splitlines()[1:]]

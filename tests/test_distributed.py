@@ -44,25 +44,16 @@ def run(folder: Path, device: str) -> dict[str, str]:
     return json.loads((folder / "results.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def on_cpus(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("gloo"), "cpu")
+def assert_all_hold(results: dict[str, str]) -> None:
+    assert results.keys() == distributed_checks.CHECKS.keys()
+    wrong = {name: said for name, said in results.items() if said}
+    assert not wrong, "\n\n".join(f"{name}:\n{said}" for name, said in wrong.items())
 
 
-@pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory):
-    if torch.cuda.device_count() < WORLD:
-        pytest.skip(f"fewer than {WORLD} GPUs")
-    return run(tmp_path_factory.mktemp("nccl"), "cuda")
-
-
-@pytest.mark.xdist_group("distributed")
-@pytest.mark.parametrize("check", distributed_checks.CHECKS)
-def test_gloo(on_cpus, check):
-    assert on_cpus[check] == "", on_cpus[check]
+def test_over_gloo(tmp_path):
+    assert_all_hold(run(tmp_path, "cpu"))
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("check", distributed_checks.CHECKS)
-def test_nccl(on_gpus, check):
-    assert on_gpus[check] == "", on_gpus[check]
+def test_over_nccl(tmp_path):
+    assert_all_hold(run(tmp_path, "cuda"))

@@ -1,0 +1,84 @@
+"""torch.export, then an AOTInductor package with the operators inside, run in a process that never saw the model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_inductor
+from programs import batch, encoder
+from support import compile_without_codegen
+
+ROOT = Path(__file__).parent.parent
+SIZES = [(3, 7), (5, 11), (1, 2)]
+
+RUNNER = """
+import sys, torch
+import sparse_inductor.ops  # defines the operators that the package calls
+
+package, file = sys.argv[1:]
+program = torch._inductor.aoti_load_package(package)
+for args, wanted in torch.load(file):
+    torch.testing.assert_close(program(*args), wanted)
+print("programs" in sys.modules, len(torch.load(file)))
+"""
+
+
+def exported(model: torch.nn.Module) -> torch.export.ExportedProgram:
+    B, L = torch.export.Dim("B", min=1, max=64), torch.export.Dim("L", min=2, max=512)
+    sizes = {0: B, 1: L}
+    with torch.no_grad():
+        return torch.export.export(model, batch(), dynamic_shapes=(sizes, sizes))
+
+
+def test_an_exported_program_is_rewritten_when_it_is_compiled():
+    model = encoder().eval()
+    program = exported(model).module()
+    sparse_inductor.enable()
+    with torch.no_grad():
+        compiled = compile_without_codegen(program)
+        torch.testing.assert_close(compiled(*batch()), model(*batch()))
+    patterns = {r.pattern for r in sparse_inductor.report().rewrites}
+    assert patterns == {"splade_head", "entmax_attention"}
+
+
+def test_an_exported_program_holds_operators_that_are_called_directly(tmp_path):
+    """Saved and read again, too."""
+
+    class Head(torch.nn.Module):
+        def forward(self, hidden, weight, mask):
+            return sparse_inductor.ops.splade_head(hidden, weight, mask=mask)
+
+    args = (torch.randn(2, 5, 8), torch.randn(11, 8), torch.ones(2, 5))
+    torch.export.save(torch.export.export(Head(), args), tmp_path / "head.pt2")
+    again = torch.export.load(tmp_path / "head.pt2")
+    called = [str(n.target) for n in again.graph.nodes if n.op == "call_function"]
+    assert any("sparse_inductor.splade_head" in name for name in called)
+    torch.testing.assert_close(again.module()(*args), Head()(*args))
+
+
+@pytest.mark.slow
+def test_an_aotinductor_package_runs_in_a_fresh_process(tmp_path):
+    model = encoder().eval()
+    program = exported(model)
+    sparse_inductor.enable()
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "encoder.pt2")
+    )
+    patterns = {r.pattern for r in sparse_inductor.report().rewrites}
+    assert patterns == {"splade_head", "entmax_attention"}
+    with torch.no_grad():
+        cases = [(batch(*size), model(*batch(*size))) for size in SIZES]
+    torch.save(cases, tmp_path / "cases.pt")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUNNER, package, str(tmp_path / "cases.pt")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["False", str(len(SIZES))]
