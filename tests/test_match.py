@@ -123,6 +123,15 @@ def test_spellings_of_one_call(name):
     assert all(f == found[0] for f in found), found
 
 
+@pytest.mark.parametrize("name", ["eq", "ne", "gt", "ge", "lt", "le"])
+def test_a_comparison_may_be_a_method(name):
+    """Dynamo of torch 2.11 writes x == 0 as x.__eq__(0)."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    call = canonical(graph.call_method(f"__{name}__", (x, 0)))
+    assert call is not None and call.name == name and call["other"] == 0
+
+
 def _of_the_arguments(node: fx.Node) -> str:
     """A name that does not depend on the spelling: arguments by position, the rest by what they do."""
     if node.op == "placeholder":
@@ -621,6 +630,7 @@ def text(gm: fx.GraphModule) -> str:
         name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         if isinstance(target, torch._ops.OpOverload):
             name = str(target)
+        name = name.removeprefix("__").removesuffix("__")  # torch 2.11 compares by method
         shape = list(fake(n).shape) if isinstance(fake(n), torch.Tensor) else ""
         line = f"{n.name} = {name}({args})  {shape}".rstrip()
         lines.append(line if len(line) < 100 else line.replace("(", "(\n    ", 1))

@@ -174,6 +174,7 @@ _ALIASES = {
     "__and__": "and_", "__or__": "or_", "__invert__": "invert", "__getitem__": "getitem", "__setitem__": "setitem",
     "__add__": "add", "__radd__": "add", "__mul__": "mul", "__rmul__": "mul", "__sub__": "sub",
     "__rsub__": "rsub", "__truediv__": "div", "__matmul__": "matmul", "__neg__": "neg",
+    "__eq__": "eq", "__ne__": "ne", "__gt__": "gt", "__ge__": "ge", "__lt__": "lt", "__le__": "le",
     "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
     "clip": "clamp", "absolute": "abs", "arctan": "atan", "arcsinh": "asinh", "expit": "sigmoid",
     "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1", "special_erf": "erf",
