@@ -18,9 +18,11 @@ __all__ = [
     "TOLERANCE",
     "Comparison",
     "InDouble",
+    "LowestPrecision",
     "compare",
     "cotangents",
     "gradients",
+    "lowest",
     "tensors_in",
     "to_double",
 ]
@@ -67,10 +69,12 @@ def compare(
     truth: torch.Tensor | None,
     *,
     ties: bool = False,
+    precision: torch.dtype | None = None,
 ) -> Comparison:
     """Compare a tensor of the rewritten program with the unrewritten one's and the reference.
 
-    `ties` allows for `TIES`: gradients and positions of a program that chooses among its inputs.
+    `ties` allows for `TIES`: gradients and positions of a program that chooses among its inputs. `precision` is the
+    lowest that the program computes in, where that is not the tensor's own: gradients of fp32 weights under autocast.
     None stands for a gradient that was nowhere used, which zeros are as good as.
     """
     if got is None or plain is None:
@@ -94,7 +98,7 @@ def compare(
         where = large & (got != plain)
         return Comparison(what, f"holds other huge values; {_at(where, got, plain)}")
     return _compare_values(
-        what, got, plain, torch.zeros_like(plain) if truth is None else truth, ties
+        what, got, plain, torch.zeros_like(plain) if truth is None else truth, ties, precision
     )
 
 
@@ -107,13 +111,20 @@ def _compare_exact(what: str, got: torch.Tensor, plain: torch.Tensor, ties: bool
 
 
 def _compare_values(
-    what: str, got: torch.Tensor, plain: torch.Tensor, truth: torch.Tensor, ties: bool
+    what: str,
+    got: torch.Tensor,
+    plain: torch.Tensor,
+    truth: torch.Tensor,
+    ties: bool,
+    precision: torch.dtype | None,
 ) -> Comparison:
     ours, theirs = _distance(got, truth), _distance(plain, truth)
     if not ours.numel():
         return Comparison(what)
     tolerance = TOLERANCE.get(got.dtype, TOLERANCE[torch.float32])
     error, plain_error = float(ours.max()), float(theirs.max())
+    if precision in TOLERANCE and plain_error > tolerance:  # its rounding shows in this tensor
+        tolerance = max(tolerance, TOLERANCE[precision])
     # In a half precision the winner of a maximum changes with the order of summation, so there it
     # is the typical error that counts, and single elements may be off by more.
     low = tolerance > 1e-3
@@ -191,6 +202,30 @@ class InDouble(TorchDispatchMode):
 
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+class LowestPrecision(TorchDispatchMode):
+    """Notes in `dtype` the lowest floating-point precision of what operations return in the block."""
+
+    dtype: torch.dtype | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self.dtype = lowest(self.dtype, tensor.dtype)
+        return result
+
+
+def lowest(a: torch.dtype | None, b: torch.dtype | None) -> torch.dtype | None:
+    """Of two dtypes the one with the larger tolerance; what is no floating-point type does not count."""
+    known = [d for d in (a, b) if d in TOLERANCE]
+    return max(known, key=TOLERANCE.__getitem__, default=None)
 
 
 def _widen(value: Any) -> Any:

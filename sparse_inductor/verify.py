@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from . import compat
-from .accuracy import Comparison, InDouble, compare, cotangents, gradients, to_double
+from .accuracy import (
+    Comparison,
+    InDouble,
+    LowestPrecision,
+    compare,
+    cotangents,
+    gradients,
+    to_double,
+)
 from .records import Check, Report
 from .region import Subgraph, Watch
 
@@ -107,20 +115,23 @@ class Region:
         got: Sequence[Tensor]
         plain: Sequence[Tensor]
         if any(needs):
-            plain, plain_leaves = _run_with_grad(self.written, values, needs)
+            with LowestPrecision() as precision:
+                plain, plain_leaves = _run_with_grad(self.written, values, needs)
             drawn = cotangents(plain)
             plain_grads = gradients(plain, plain_leaves, drawn)
             got, leaves = _run_with_grad(self.rewritten, values, needs)
             grads = gradients(got, leaves, drawn)
         else:
-            plain, got = _run(self.written, values), _run(self.rewritten, values)
+            with LowestPrecision() as precision:
+                plain = _run(self.written, values)
+            got = _run(self.rewritten, values)
         truth, truth_grads = self._reference(values, needs, drawn)
         found = []
         for i, three in enumerate(zip(got, plain, truth, strict=True)):
             ties = not three[0].is_floating_point()
-            found.append(compare(f"result {i}", *three, ties=ties))
+            found.append(compare(f"result {i}", *three, ties=ties, precision=precision.dtype))
         for i, gradient in enumerate(zip(grads, plain_grads, truth_grads, strict=True)):
-            found.append(compare(f"gradient {i}", *gradient, ties=True))
+            found.append(compare(f"gradient {i}", *gradient, ties=True, precision=precision.dtype))
         return (
             tuple(t.detach() for t in got),
             tuple(t.detach() for t in plain),

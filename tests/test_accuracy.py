@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from sparse_inductor.accuracy import InDouble, compare, cotangents, gradients, tensors_in
+from sparse_inductor.accuracy import (
+    InDouble,
+    LowestPrecision,
+    compare,
+    cotangents,
+    gradients,
+    tensors_in,
+)
 
 TRUTH = torch.linspace(-2, 2, 2000, dtype=torch.float64)
 PLAIN = TRUTH.float()
@@ -49,6 +56,26 @@ def test_it_may_be_as_far_off_as_the_unrewritten_one():
     off = PLAIN + 1e-3
     assert compare("x", off, off, TRUTH).ok
     assert not compare("x", off * 1.1, off, TRUTH).ok
+
+
+def test_rounding_of_a_lower_precision_counts_where_it_shows():
+    """The gradient of an fp32 weight, computed in bf16 under autocast."""
+    rounded = TRUTH.bfloat16().float()
+    other = (TRUTH * 1.001).bfloat16().float()
+    assert not compare("x", other, rounded, TRUTH).ok
+    assert compare("x", other, rounded, TRUTH, precision=torch.bfloat16).ok
+    assert not compare("x", other, PLAIN, TRUTH, precision=torch.bfloat16).ok  # nothing was rounded
+    assert not compare("x", other * 1.3, rounded, TRUTH, precision=torch.bfloat16).ok
+
+
+def test_the_lowest_precision_is_that_of_any_operation():
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with LowestPrecision() as seen:
+        torch.nn.functional.linear(x, w).argmax()
+    assert seen.dtype == torch.float32
+    with LowestPrecision() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.nn.functional.linear(x, w).float().sum()
+    assert seen.dtype == torch.bfloat16
 
 
 def test_errors_are_relative_above_one():

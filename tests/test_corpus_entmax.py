@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch._inductor import config as inductor_config
 
-from corpus.case import Case
+from cases import assert_case
 from corpus.entmax import CASES
-from support import assert_recognised, assert_same_result, only, rewrites, run_three_ways
 
+PATTERNS = ("entmax", "entmax_attention")
 BY_NAME = {case.name: case for case in CASES}
 # Of the cases whose expectation is open, those that are exact are rewritten, too.
 NOT_EXACT = {
@@ -20,23 +18,15 @@ NOT_EXACT = {
 }
 
 
-def _check(case: Case, **compiler) -> None:
-    for package in case.requires:
-        pytest.importorskip(package)
-    with only("entmax", "entmax_attention") as report:
-        outcome = run_three_ways(case, **compiler)
-        assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
-        assert_recognised(case, outcome, report)
-        if case.expect == "maybe":
-            found = len(rewrites(report, case.pattern)) >= case.rewrites
-            assert found == (case.name not in NOT_EXACT), report
-        if case.expect == "rewrite" and not compiler:
-            assert outcome.compiled.dynamo_graphs == 1
-
-
 @pytest.mark.parametrize("name", BY_NAME)
 def test_corpus(name):
-    _check(BY_NAME[name])
+    case = BY_NAME[name]
+    explanation = assert_case(case, only=PATTERNS)
+    if case.expect == "maybe":
+        found = [r for r in explanation.report.rewrites if r.pattern == case.pattern]
+        assert (len(found) >= case.rewrites) == (name not in NOT_EXACT), explanation.report
+    if case.expect == "rewrite":
+        assert not explanation.graph_breaks
 
 
 @pytest.mark.slow
@@ -50,8 +40,7 @@ def test_corpus(name):
     ],
 )
 def test_corpus_through_inductor(name):
-    with inductor_config.patch(force_disable_caches=True):
-        _check(BY_NAME[name], compiler=torch.compile)
+    assert_case(BY_NAME[name], only=PATTERNS, codegen=True)
 
 
 def test_names_are_unique():

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from cases import assert_case
 from entmax_spellings import CASES
-from support import assert_recognised, assert_same_result, only, run_three_ways
 
 BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_spelling(name):
-    case = BY_NAME[name]
-    with only("entmax", "entmax_attention") as report:
-        outcome = run_three_ways(case)
-        assert_same_result(outcome.got, outcome.eager, outcome.truth, case.precision)
-        assert_recognised(case, outcome, report)
-        assert outcome.compiled.dynamo_graphs == 1
+    explanation = assert_case(BY_NAME[name], only=("entmax", "entmax_attention"))
+    assert not explanation.graph_breaks
 
 
 def test_names_are_unique():

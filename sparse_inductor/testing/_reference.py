@@ -15,6 +15,7 @@ from .. import compat, session
 from ..accuracy import (
     Comparison,
     InDouble,
+    LowestPrecision,
     compare,
     cotangents,
     gradients,
@@ -209,7 +210,8 @@ class _Run:
         self, args: Any, kwargs: Any, parameters: list[torch.Tensor], tolerant: bool
     ) -> list[Comparison]:
         try:
-            plain = self.plain.run(args, kwargs, parameters, self.training)
+            with LowestPrecision() as precision:
+                plain = self.plain.run(args, kwargs, parameters, self.training)
         except Exception:
             if tolerant:
                 return []  # a program need not take inputs that nobody gave it
@@ -223,7 +225,8 @@ class _Run:
                 wide_args, wide_kwargs, parameters, self.training, plain.cotangents
             )
         got = self.rewritten.run(args, kwargs, parameters, self.training, plain.cotangents)
-        return _comparisons(got, plain, truth, [*self.plain.leaves(args, kwargs)])
+        names = [*self.plain.leaves(args, kwargs)]
+        return _comparisons(got, plain, truth, names, precision.dtype)
 
     def _fail(self, headline: str, details: list[str]) -> None:
         explanation = self._explained()
@@ -265,7 +268,11 @@ def _in_double() -> Iterator[None]:
 
 
 def _comparisons(
-    got: _Result, plain: _Result, truth: _Result, names: Sequence[str]
+    got: _Result,
+    plain: _Result,
+    truth: _Result,
+    names: Sequence[str],
+    precision: torch.dtype | None,
 ) -> list[Comparison]:
     """All comparisons of outputs and gradients; `names` are those of the leaves."""
     if not len(got.outputs) == len(plain.outputs) == len(truth.outputs):
@@ -274,7 +281,8 @@ def _comparisons(
     found = []
     for i, three in enumerate(zip(got.outputs, plain.outputs, truth.outputs, strict=True)):
         ties = not three[0].is_floating_point()
-        found.append(compare(f"output {i} {list(three[1].shape)}", *three, ties=ties))
+        what = f"output {i} {list(three[1].shape)}"
+        found.append(compare(what, *three, ties=ties, precision=precision))
     for i, three in enumerate(zip(got.grads, plain.grads, truth.grads, strict=True)):
-        found.append(compare(f"gradient of {names[i]}", *three, ties=True))
+        found.append(compare(f"gradient of {names[i]}", *three, ties=True, precision=precision))
     return found

@@ -421,7 +421,7 @@ def operator_called(q, k, v, mask):
     return sparse_inductor.ops.entmax(q @ k.mT * SCALE, 1.5) @ v
 
 
-@attention()
+@attention(rewrites=2)
 def two_values(q, k, v, mask):
     """keys and values pooled with the same probabilities"""
     attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
@@ -449,7 +449,7 @@ def memory_of_parameters(x, keys, values):
     return entmax.entmax15(x @ keys.t(), dim=-1) @ values
 
 
-@attention()
+@attention(rewrites=4)
 def a_loop_over_heads(q, k, v, mask):
     """each head by itself, stacked afterwards"""
     one = [entmax.entmax15(q[:, h] @ k[:, h].mT * SCALE, -1) @ v[:, h] for h in range(H)]

@@ -301,7 +301,7 @@ def last_layers_summed_by_matmul_out():
     return Model(), (hidden(), mask())
 
 
-@program()
+@program(rewrites=4)
 def vocabulary_in_chunks():
     """The vocabulary in four parts, concatenated: the poor man's fused head."""
 
