@@ -1,0 +1,227 @@
+"""What stands between the projections: the many ways to write a rectifier and its product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ffn_spellings.registry import INFER, TRAIN, block
+
+
+@block()
+def relu_times_up(x, m):
+    """The gated block of Llama with hidden_act="relu"."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(bias=True)
+def up_times_relu(x, m):
+    """The factors in the other order, with biases."""
+    return m.down(m.up(x) * torch.relu(m.gate(x)))
+
+
+@block(bias=True)
+def plain(x, m):
+    """Vaswani et al.: max(0, x W1 + b1) W2 + b2."""
+    return m.down(m.act(m.up(x)))
+
+
+@block()
+def relu_method_with_residual(x, m):
+    """A pre-norm layer: x + ffn(norm(x))."""
+    h = m.norm(x)
+    return x + m.down(m.gate(h).relu().mul(m.up(h)))
+
+
+@block()
+def relu_in_place(x, m):
+    """F.relu(..., inplace=True)"""
+    return m.down(F.relu(m.gate(x), inplace=True) * m.up(x))
+
+
+@block()
+def product_in_place(x, m):
+    """h = relu(gate); h *= up"""
+    h = torch.relu(m.gate(x))
+    h *= m.up(x)
+    return m.down(h)
+
+
+@block(modes=INFER)
+def all_in_place(x, m):
+    """relu_ and mul_ as statements."""
+    h = m.gate(x)
+    h.relu_()
+    h.mul_(m.up(x))
+    return m.down(h)
+
+
+@block()
+def clamp_min(x, m):
+    """clamp(min=0)"""
+    return m.down(m.gate(x).clamp(min=0) * m.up(x))
+
+
+@block()
+def maximum_with_zeros(x, m):
+    """torch.maximum(g, zeros_like(g))"""
+    g = m.gate(x)
+    return m.down(torch.maximum(g, torch.zeros_like(g)) * m.up(x))
+
+
+@block()
+def where_positive(x, m):
+    """torch.where(g > 0, g, 0)"""
+    g = m.gate(x)
+    return m.down(torch.where(g > 0, g, 0.0) * m.up(x))
+
+
+@block()
+def times_its_sign_mask(x, m):
+    """g * (g > 0)"""
+    g = m.gate(x)
+    return m.down(g * (g > 0) * m.up(x))
+
+
+@block()
+def masked_fill_negative(x, m):
+    """g.masked_fill(g <= 0, 0)"""
+    g = m.gate(x)
+    return m.down(g.masked_fill(g <= 0, 0.0) * m.up(x))
+
+
+@block()
+def square_by_power(x, m):
+    """Primer, Nemotron: relu(x) ** 2"""
+    return m.down(F.relu(m.up(x)) ** 2)
+
+
+@block()
+def square_by_name(x, m):
+    """relu(x).square()"""
+    return m.down(torch.square(F.relu(m.up(x))))
+
+
+@block()
+def square_by_pow(x, m):
+    """torch.pow(relu(x), 2)"""
+    return m.down(torch.pow(torch.relu(m.up(x)), 2))
+
+
+@block(bias=True)
+def square_by_itself(x, m):
+    """r * r"""
+    r = F.relu(m.up(x))
+    return m.down(r * r)
+
+
+@block()
+def square_in_place(x, m):
+    """r.mul_(r) in inference, r.mul(r) else: here without writing."""
+    r = F.relu(m.up(x))
+    return m.down(r.mul(r))
+
+
+@block()
+def rectified_times_raw(x, m):
+    """relu(u) * u, which is relu(u) ** 2"""
+    u = m.up(x)
+    return m.down(F.relu(u) * u)
+
+
+@block()
+def gated_square(x, m):
+    """relu(g) ** 2 * u"""
+    return m.down(F.relu(m.gate(x)).pow(2) * m.up(x))
+
+
+@block(bias=True)
+def drelu(x, m):
+    """TurboSparse: both factors are rectified."""
+    return m.down(F.relu(m.gate(x)) * F.relu(m.up(x)))
+
+
+@block()
+def threshold_function(x, m):
+    """FATReLU: F.threshold(g, t, 0)"""
+    return m.down(F.threshold(m.gate(x), 0.1, 0.0) * m.up(x))
+
+
+@block()
+def threshold_by_mask(x, m):
+    """g where it exceeds t"""
+    g = m.gate(x)
+    return m.down(g * (g > 0.2).to(g.dtype) * m.up(x))
+
+
+@block()
+def threshold_by_where(x, m):
+    """where(g > t, g, 0)"""
+    g = m.gate(x)
+    return m.down(torch.where(g > 0.05, g, torch.zeros_like(g)) * m.up(x))
+
+
+@block()
+def shifted_relu(x, m):
+    """ReLU Strikes Back: relu(x - 1)"""
+    return m.down(torch.relu(m.up(x) - 0.3))
+
+
+@block()
+def relu6(x, m):
+    """A rectifier with a ceiling."""
+    return m.down(F.relu6(m.up(x)))
+
+
+@block()
+def scaled_after(x, m):
+    """A constant factor after the product."""
+    return m.down(F.relu(m.gate(x)) * m.up(x) * 0.5)
+
+
+@block()
+def sigmoid_up(x, m):
+    """A squashed second factor; the first one is zero all the same."""
+    return m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x)))
+
+
+@block()
+def scaled_before(x, m):
+    """relu(c * g)"""
+    return m.down(torch.relu(m.gate(x) * 0.25) * m.up(x))
+
+
+@block(modes=TRAIN)
+def dropout_of_zero(x, m):
+    """F.dropout with p = 0, as a config without dropout leaves it."""
+    return m.down(F.dropout(F.relu(m.up(x)), 0.0, m.training))
+
+
+@block(modes=INFER)
+def dropout_in_eval(x, m):
+    """nn.Dropout in eval mode."""
+    return m.down(m.drop(F.relu(m.up(x))))
+
+
+@block(dtype=torch.bfloat16, precision=torch.bfloat16)
+def bfloat16(x, m):
+    """bf16 weights and inputs."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(autocast=torch.bfloat16, precision=torch.bfloat16, bias=True)
+def autocast(x, m):
+    """fp32 weights under bf16 autocast."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(autocast=torch.bfloat16, precision=torch.bfloat16)
+def autocast_square(x, m):
+    """relu squared under autocast."""
+    return m.down(F.relu(m.up(x)).square())
+
+
+@block(dynamic=True)
+def dynamic_shapes(x, m):
+    """dynamic=True"""
+    return m.down(F.relu(m.gate(x)) * m.up(x))

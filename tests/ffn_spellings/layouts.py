@@ -1,0 +1,159 @@
+"""Where the weights are and how the tokens lie."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ffn_spellings.registry import B, K, N, S, block, program, tokens, weight
+
+
+class Fused(nn.Module):
+    """One projection makes gate and up."""
+
+    def __init__(self, split, bias: bool = False):
+        super().__init__()
+        torch.manual_seed(34)
+        self.gate_up, self.down = nn.Linear(K, 2 * N, bias=bias), nn.Linear(N, K, bias=bias)
+        self.split = split
+
+    def forward(self, x):
+        gate, up = self.split(self.gate_up(x))
+        return self.down(F.relu(gate) * up)
+
+
+def fused(name, doc, split, **kwargs):
+    def build():
+        return Fused(split, **kwargs), (tokens(),)
+
+    build.__name__, build.__doc__ = name, doc
+    program()(build)
+
+
+fused("fused_chunk", "chunk(2, -1)", lambda z: z.chunk(2, dim=-1))
+fused("fused_split", "split(N, -1)", lambda z: torch.split(z, N, dim=-1), bias=True)
+fused("fused_split_sizes", "split([N, N], -1)", lambda z: z.split([N, N], dim=-1))
+fused("fused_slices", "[..., :N] and [..., N:]", lambda z: (z[..., :N], z[..., N:]), bias=True)
+fused("fused_swapped", "the second half is the gate", lambda z: z.chunk(2, dim=-1)[::-1])
+fused("fused_interleaved", "even and odd columns", lambda z: (z[..., ::2], z[..., 1::2]), bias=True)
+fused("fused_unbind", "unflatten, then unbind", lambda z: z.unflatten(-1, (2, N)).unbind(-2))
+fused(
+    "fused_view_select",
+    "view(..., 2, N)",
+    lambda z: (z.view(B, S, 2, N)[:, :, 0], z.view(B, S, 2, N)[:, :, 1]),
+)
+fused("fused_pairs", "view(..., N, 2)", lambda z: z.view(B, S, N, 2).unbind(-1))
+fused("fused_narrow", "narrow", lambda z: (z.narrow(-1, 0, N), z.narrow(-1, N, N)))
+
+
+@program()
+def bare_matmul():
+    """x @ W, weights stored [K, N] as JAX ports do."""
+    return (
+        lambda x, g, u, d: (torch.relu(x @ g) * (x @ u)) @ d,
+        (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36)),
+    )
+
+
+@program()
+def einsum_blocks():
+    """einsum, T5X style."""
+
+    def ffn(x, g, u, d):
+        h = torch.relu(torch.einsum("bsk,kn->bsn", x, g)) * torch.einsum("bsk,kn->bsn", x, u)
+        return torch.einsum("bsn,nk->bsk", h, d)
+
+    return ffn, (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36))
+
+
+@program()
+def transposed_functional():
+    """F.linear with transposed parameters and a bias added by hand."""
+
+    def ffn(x, w, b, d):
+        return F.linear(F.relu(F.linear(x, w.t()) + b), d.T)
+
+    return ffn, (tokens(), weight(K, N), weight(N, seed=35), weight(N, K, seed=36))
+
+
+@program()
+def conv1d_of_gpt2():
+    """transformers' Conv1D: view, addmm, view."""
+
+    class Conv1D(nn.Module):
+        def __init__(self, nf, nx, seed):
+            super().__init__()
+            self.nf = nf
+            self.weight = nn.Parameter(weight(nx, nf, seed=seed).detach())
+            self.bias = nn.Parameter(weight(nf, seed=seed + 1).detach())
+
+        def forward(self, x):
+            size = x.size()[:-1] + (self.nf,)
+            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
+
+    return nn.Sequential(Conv1D(N, K, 41), nn.ReLU(), Conv1D(K, N, 43)), (tokens(),)
+
+
+@program()
+def sequential():
+    """nn.Sequential with an in-place ReLU and a Dropout that is off."""
+    torch.manual_seed(37)
+    return nn.Sequential(
+        nn.Linear(K, N), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(N, K)
+    ), (tokens(),)
+
+
+@program()
+def convolutions_of_width_one():
+    """Position-wise feed-forward as two 1x1 convolutions over [B, K, S]."""
+
+    class Convolutions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(38)
+            self.w_1, self.w_2 = nn.Conv1d(K, N, 1), nn.Conv1d(N, K, 1)
+
+        def forward(self, x):
+            return self.w_2(F.relu(self.w_1(x.transpose(1, 2)))).transpose(1, 2)
+
+    return Convolutions(), (tokens(),)
+
+
+@program()
+def other_output_width():
+    """The down projection goes somewhere else than the input came from."""
+    torch.manual_seed(39)
+    return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 5)), (tokens(),)
+
+
+@block(shape=(7, K))
+def two_dimensional(x, m):
+    """[M, K]"""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(shape=(B, 3, S, K), bias=True)
+def four_dimensional(x, m):
+    """[B, 3, S, K]"""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block()
+def flattened_tokens(x, m):
+    """Tokens flattened before and unflattened after, as OPT does."""
+    shape = x.shape
+    h = x.reshape(-1, shape[-1])
+    return m.down(F.relu(m.gate(h)) * m.up(h)).view(shape)
+
+
+@block()
+def flattened_between(x, m):
+    """The hidden activations are flattened."""
+    return m.down(F.relu(m.up(x)).flatten(0, 1))
+
+
+@block()
+def cast_back(x, m):
+    """.to(x.dtype), which does nothing here."""
+    return m.down((F.relu(m.gate(x)) * m.up(x)).to(x.dtype).contiguous())

@@ -1,0 +1,137 @@
+"""Programs that look like the block and are not one."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from ffn_spellings.registry import TRAIN, K, N, block, program, tokens, weight
+
+miss = functools.partial(block, "no_rewrite")
+seen = functools.partial(block, "no_rewrite", explained=True)
+
+
+@miss("gelu has no zeros")
+def gelu_block(x, m):
+    """BERT, GPT-2"""
+    return m.down(F.gelu(m.up(x)))
+
+
+@miss("silu has no zeros")
+def silu_gate(x, m):
+    """Llama"""
+    return m.down(F.silu(m.gate(x)) * m.up(x))
+
+
+@seen("leaky_relu is nowhere zero")
+def leaky(x, m):
+    """leaky_relu"""
+    return m.down(F.leaky_relu(m.gate(x), 0.1) * m.up(x))
+
+
+@seen("the activations are returned")
+def hidden_returned(x, m):
+    """A model that returns its features."""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), h
+
+
+@seen("a norm between the activation and the down projection")
+def norm_between(x, m):
+    """Sub-LN"""
+    h = F.relu(m.up(x))
+    return m.down(F.layer_norm(h, (N,)))
+
+
+@seen("dropout is on", modes=TRAIN)
+def active_dropout(x, m):
+    """Dropout in training draws a mask over every activation."""
+    return m.down(m.drop(F.relu(m.up(x))))
+
+
+@seen("the sum of the factors is not sparse")
+def sum_of_branches(x, m):
+    """relu(g) + u"""
+    return m.down(F.relu(m.gate(x)) + m.up(x))
+
+
+@seen("zero inputs become ones")
+def shifted_up(x, m):
+    """relu(u) + 1"""
+    return m.down(F.relu(m.up(x)) + 1.0)
+
+
+@seen("the activations mix over the tokens")
+def mixed_tokens(x, m):
+    """A cumulative sum over the sequence between the projections."""
+    return m.down(F.relu(m.up(x)).cumsum(1))
+
+
+@seen("two different inputs")
+def two_inputs(x, m):
+    """The up projection reads something else than the gate."""
+    return m.down(F.relu(m.gate(x)) * m.up(m.norm(x)))
+
+
+@miss("the rectifier is on the output")
+def relu_outside(x, m):
+    """relu(down(up(x)))"""
+    return F.relu(m.down(m.up(x)))
+
+
+@seen("the clamp leaves negative values")
+def clamp_below_zero(x, m):
+    """clamp(min=-1)"""
+    return m.down(m.gate(x).clamp(min=-1.0) * m.up(x))
+
+
+@seen("exp(relu(x)) is 1 where the rectifier is 0")
+def exp_of_relu(x, m):
+    """exp after relu"""
+    return m.down(torch.exp(F.relu(m.up(x))))
+
+
+@seen("the gradient is cut", modes=TRAIN)
+def detached(x, m):
+    """The hidden activations are detached."""
+    return m.down(F.relu(m.up(x)).detach())
+
+
+@program("no_rewrite", "the down weight is an activation: attention with relu, not a block")
+def relu_attention():
+    """Primer's cousin: relu(q k^T) v."""
+
+    def attention(q, k, v):
+        return torch.relu(q @ k.transpose(-1, -2)) @ v
+
+    return attention, (tokens(), tokens(), tokens())
+
+
+@program("no_rewrite", "the two linears are written to one another's input", modes=(False,))
+def input_written():
+    """x changes between the gate and the up projection."""
+
+    def ffn(x, g, u, d):
+        a = torch.relu(x @ g)
+        x.mul_(2.0)
+        return (a * (x @ u)) @ d
+
+    def fresh(x, *rest):
+        return ffn(x.clone(), *rest)
+
+    return fresh, (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36))
+
+
+@seen("a statistic of every neuron needs the activations")
+def per_neuron(x, m):
+    """h.mean over the tokens."""
+    h = F.relu(m.up(x))
+    return m.down(h), h.mean((0, 1))
+
+
+@seen("softmax over the neurons")
+def softmax_of_relu(x, m):
+    """softmax after relu"""
+    return m.down(F.relu(m.up(x)).softmax(-1))
