@@ -18,7 +18,7 @@ from .gemm import linears
 from .graph import GraphView, fake, label, same_size
 from .mesh import redistributed
 from .names import Call
-from .shapes import SHAPE_OPS, Decline
+from .shapes import SHAPE_OPS, Decline, part_of_axis
 from .spine import Assigned, Element, Fill, Spine, Term
 
 __all__ = ["climb"]
@@ -145,6 +145,11 @@ class _Climber:
 
     def _shape(self) -> Spine:
         x = self.call["input"]
+        part = part_of_axis(self.view, self.node, self.call)
+        if part is not None:
+            part_call, extra = part
+            spine = climb(self.view, part_call["input"], extra[-1], self.depth + 1)
+            return spine.then(Element(self.node, shape_op=part_call, extra=extra))
         if self.view.is_tensor(x):
             return self.up(x).then(Element(self.node, shape_op=self.call))
         parent = self.view.call(x)

@@ -31,7 +31,8 @@ class Linear:
     node: the matmul. source: the input as the user has it, which must not change before it is read again.
     v_dim: the axis of the output that is V. stand_in, weight: build the stand-in and the [V, D] weight.
     bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
-    make_bias: builds the bias, where it is not `bias` as it stands.
+    make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
+    stand-in, None where it is the source itself.
     """
 
     node: fx.Node
@@ -43,6 +44,12 @@ class Linear:
     bias: fx.Node | None = None
     within: tuple[fx.Node, ...] = ()
     make_bias: Make | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def d_dim(self) -> int:
+        """The axis of the source that is D."""
+        return self.v_dim if self.order is None else self.order[self.v_dim]
 
 
 def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
@@ -188,7 +195,8 @@ def _contract(view: GraphView, node, x, xs: str, w, ws: str, out: str) -> Linear
         if order == sorted(order)
         else (lambda e: e.method("permute", x, tuple(order)))
     )
-    return Linear(node, x, w, out.index(v), stand_in, _oriented(w, ws == d + v))
+    weight = _oriented(w, ws == d + v)
+    return Linear(node, x, w, out.index(v), stand_in, weight, order=tuple(order))
 
 
 def _tensordot(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:

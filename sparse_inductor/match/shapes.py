@@ -19,7 +19,7 @@ from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call
 
-__all__ = ["SHAPE_OPS", "Decline", "Move", "move"]
+__all__ = ["SHAPE_OPS", "Decline", "Move", "move", "part_of_axis"]
 
 
 class Decline(Exception):
@@ -69,8 +69,6 @@ def _index(node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
             elif not isinstance(item, slice):
                 raise Decline("picks single vocabulary entries before the reduction", node)
             elif item != slice(None):
-                if item.step not in (None, 1):
-                    raise Decline("takes a strided slice of the vocabulary", node)
                 columns = item
             new_v = len(origin)
             origin.append(axis)
@@ -200,6 +198,64 @@ SHAPE_OPS = frozenset(
     "permute transpose movedim T t mT view view_as flatten unflatten expand expand_as unsqueeze squeeze narrow select "
     "slice index_select getitem".split()
 )
+
+
+def part_of_axis(
+    view: GraphView, node: fx.Node, call: Call
+) -> tuple[Call, tuple[fx.Node, ...]] | None:
+    """An axis split in two and one entry of one half taken, as the strided slice of the axis that it is.
+
+    `z.view(B, S, 2, N)[:, :, 0]` is `z[..., :N]`; `z.unflatten(-1, (N, 2)).unbind(-1)[1]` is `z[..., 1::2]`. Returns
+    the slice and the nodes passed over, the nearest first; None for anything else.
+    """
+    extra: tuple[fx.Node, ...] = ()
+    x = call.get("input")
+    if call.name == "getitem" and not view.is_tensor(x):
+        pieces = view.call(x)
+        if pieces is None or pieces.name != "unbind":
+            return None
+        index, dim, extra = call["index"], pieces.get("dim", 0), (x,)
+        x = pieces["input"]
+    elif call.name == "select":
+        index, dim = call["index"], call["dim"]
+    elif call.name == "getitem":
+        items = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+        ndim = len(view.shape(x))
+        if any(i is None for i in items) or len(items) - (Ellipsis in items) > ndim:
+            return None
+        whole = _expand_index(call["index"], ndim, node)
+        picked = [(d, i) for d, i in enumerate(whole) if i != slice(None)]
+        if len(picked) != 1 or type(picked[0][1]) is not int:
+            return None
+        dim, index = picked[0]
+    else:
+        return None
+    split = view.call(x)
+    if split is None or split.name not in ("view", "unflatten") or type(index) is not int:
+        return None
+    if view.value(x, extra[-1] if extra else node) is not x or not view.is_tensor(split["input"]):
+        return None
+    before, after = view.shape(split["input"]), view.shape(x)
+    dim %= len(after)
+    if len(after) != len(before) + 1:
+        return None
+    for axis in (dim, dim - 1):  # the axis that was split: its halves are `axis` and `axis + 1` now
+        if not 0 <= axis < len(before):
+            continue
+        halves = after[axis], after[axis + 1]
+        rest = (*after[:axis], *after[axis + 2 :])
+        others = (*before[:axis], *before[axis + 1 :])
+        if not all(type(s) is int for s in (*halves, before[axis])) or before[axis] == 1:
+            continue
+        if halves[0] * halves[1] != before[axis] or not all(map(same_size, rest, others)):
+            continue
+        at = index % after[dim]
+        if dim == axis:
+            part = {"start": at * halves[1], "end": (at + 1) * halves[1], "step": 1}
+        else:
+            part = {"start": at, "end": before[axis], "step": halves[1]}
+        return Call("slice", {"input": split["input"], "dim": axis, **part}), (*extra, x)
+    return None
 
 
 def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:

@@ -2,6 +2,7 @@
 
 from .entmax import entmax
 from .entmax_attention import entmax_attention
+from .relu_ffn import relu_ffn
 from .splade_head import splade_head
 
-__all__ = ["entmax", "entmax_attention", "splade_head"]
+__all__ = ["entmax", "entmax_attention", "relu_ffn", "splade_head"]

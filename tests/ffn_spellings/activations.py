@@ -41,9 +41,9 @@ def relu_in_place(x, m):
 
 @block()
 def product_in_place(x, m):
-    """h = relu(gate); h *= up"""
-    h = torch.relu(m.gate(x))
-    h *= m.up(x)
+    """h = up; h *= relu(gate)"""
+    h = m.up(x)
+    h *= torch.relu(m.gate(x))
     return m.down(h)
 
 

@@ -1,0 +1,405 @@
+"""ReLU feed-forward block: projections up, a rectifier, their product, the projection down -> `relu_ffn`.
+
+    h = f(x Wg^T + bg) [* g(x Wu^T + bu)]                      [..., N], mostly zeros
+    h Wd^T + bd                                                [..., D]
+        ->  relu_ffn(x, Wg, Wd, ...)
+
+f is any elementwise chain that is zero up to some number (relu, its square, a shifted or thresholded one), g any
+chain at all. Sums and means of |h| or [h != 0] that are read beside it (the L1 term of TwELL, section 3.4) come out of
+the operator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.epilogue.cut import cut
+from sparse_inductor.epilogue.ranges import prove
+from sparse_inductor.epilogue.steps import Program, render
+from sparse_inductor.match.branches import Branch, branches, merged, same_input
+from sparse_inductor.match.chain import Chain
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.family import above
+from sparse_inductor.match.gemm import Linear, linears
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.region import check_memory, outside_readers
+from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.spine import Spine
+from sparse_inductor.match.statistics import Statistic, statistics
+from sparse_inductor.match.values import swallowed
+from sparse_inductor.pattern import Example, Miss
+
+NAME = "relu_ffn"
+OP = "sparse_inductor::relu_ffn"
+DEVICES = ("cpu", "cuda")
+
+_RECTIFIERS = frozenset("relu relu6 threshold clamp clamp_min maximum where leaky_relu".split())
+
+
+@dataclasses.dataclass
+class Reading:
+    """One way to read the graph above a matmul as a block."""
+
+    down: Linear
+    gate: Branch
+    up: Branch | None
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return (self.gate,) if self.up is None else (self.gate, self.up)
+
+
+@dataclasses.dataclass
+class BlockMatch:
+    """A recognised block, ready to be replaced. `at` is where the operator goes in."""
+
+    anchor: fx.Node
+    reading: Reading
+    statistics: tuple[tuple[Statistic, str], ...]
+    at: fx.Node
+    swallowed: tuple[fx.Node, ...]
+    bytes_saved: int | None
+    pattern: str = NAME
+    op: str = OP
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        r = self.reading
+        sources = [b.linear.source for b in r.branches] + [
+            b.linear.weight_source for b in r.branches
+        ]
+        return tuple(dict.fromkeys([*sources, r.down.weight_source]))
+
+    @property
+    def note(self) -> str:
+        r = self.reading
+        text = render(r.gate.program)
+        if r.up is not None:
+            text = f"gate {text}, up {render(r.up.program) or 'as it is'}"
+        return text + (", with statistics" if self.statistics else "")
+
+    def replace(self) -> None:
+        r, e = self.reading, Emitter(self.at)
+        dtype = fake(r.down.node).dtype  # under autocast not that of the inputs
+        x = r.gate.chain.stand_in(e)
+        if r.down.order is not None:
+            x = _permuted(e, x, r.down.order)
+        ndim, axis = len(fake(x).shape), r.down.v_dim
+        rest = [d for d in range(ndim) if d != axis]
+        x = _cast(e, _permuted(e, x, [*rest, axis]), dtype)
+        weights: list[fx.Node | None] = []
+        for chain in [b.chain for b in r.branches]:
+            pair = chain.weight_and_bias(e)
+            weights += [None if t is None else _cast(e, t, dtype) for t in pair]
+        weights += [None] * (4 - len(weights))
+        down_bias = None if r.down.bias is None else _cast(e, r.down.bias, dtype)
+        op = e.call(
+            torch.ops.sparse_inductor.relu_ffn.default,
+            x, *weights, _cast(e, r.down.weight(e), dtype), down_bias,
+            render(r.gate.program), render(r.up.program) if r.up else "", bool(self.statistics),
+        )  # fmt: skip
+        y = e.call(operator.getitem, op, 0)
+        y = _permuted(e, y, [[*rest, axis].index(d) for d in range(ndim)])
+        self.anchor.replace_all_uses_with(y)
+        if self.statistics:
+            self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
+
+    def _emit_statistics(self, e: Emitter, values: fx.Node, rest: list[int]) -> None:
+        down = self.reading.down
+        axis = down.d_dim
+        # From the axes of the operator's input to those of the activation, the neurons' left out.
+        order = rest if down.order is None else [down.order[d] for d in rest]
+        axes = [a for a in range(len(order) + 1) if a != axis]
+        for s, of in self.statistics:
+            row = {"gate": 0, "hidden": 2}[of] + (s.norm != 1)
+            t = e.call(operator.getitem, values, row)
+            t = _permuted(e, t, [order.index(a) for a in axes])
+            neurons = fake(s.source).shape[axis]
+            s.node.replace_all_uses_with(s.emit(e, t, axis, neurons))
+
+
+def _permuted(e: Emitter, t: fx.Node, dims: Sequence[int]) -> fx.Node:
+    return t if list(dims) == sorted(dims) else e.method("permute", t, tuple(dims))
+
+
+def _cast(e: Emitter, t: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return t if fake(t).dtype == dtype else e.method("to", t, dtype)
+
+
+class ReluFfn:
+    """The pattern; see the module docstring."""
+
+    name = NAME
+    op = OP
+    summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
+    anchors = frozenset("linear matmul mm addmm einsum tensordot inner conv1d bmm".split())
+
+    def match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
+        try:
+            return self._match(node, view)
+        except Unknown:
+            return None
+
+    def setup(self) -> Callable[[], None]:
+        """nn.TransformerEncoderLayer in eval is one fused call, which nobody can see into, unless this is off."""
+        was = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        return lambda: torch.backends.mha.set_fastpath_enabled(was)
+
+    def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
+        if view.batched:
+            return None
+        found = linears(view, node)
+        if not found or not fake(node).dtype.is_floating_point:
+            return None
+        first: tuple[Linear, Decline] | None = None
+        for down in found:
+            if _is_plain_input(view, down.source):
+                continue
+            try:
+                return self._block(node, view, down)
+            except Decline as e:
+                first = first or (down, e)
+        if first is None or not _resembles(view, first[0].source):
+            return None
+        return Miss(first[1].reason, first[1].node or node)
+
+    def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
+        reading = _read(view, down, down.source, node)
+        gate = reading.gate
+        axis = down.d_dim
+        if any(b.chain.v_dim != axis for b in reading.branches):
+            raise Decline("the down projection is over another axis than the neurons", node)
+        dtype = fake(node).dtype
+        for branch in reading.branches:
+            mine = fake(branch.linear.node).dtype
+            if mine != dtype:
+                raise Decline(
+                    f"the activations are {mine}, the down projection computes in {dtype}", node
+                )
+        if fake(node).device.type not in DEVICES:
+            raise Decline(f"there is no operator for {fake(node).device}", node)
+        if reading.up is not None and not same_input(view, gate.chain, reading.up.chain, node):
+            raise Decline("the two projections read different inputs", reading.up.linear.node)
+        nodes = swallowed(view, [*(n for b in reading.branches for n in b.nodes), node])
+        found, nodes = self._statistics(view, reading, nodes, node)
+        at = min([node, *(s.node for s, _ in found)], key=view.order.__getitem__)
+        reads = [r for b in reading.branches for r in b.reads]
+        reads += [(t, node) for t in (down.weight_source, down.bias) if t is not None]
+        late = [t for t, _ in reads if view.order[t] >= view.order[at]]
+        if late:
+            raise Decline(f"a statistic is read before {label(late[0])} is there", at)
+        if down.weight_source in nodes:
+            raise Decline("the down weight comes out of the block itself", node)
+        check_memory(view, reads, set(nodes), at, "block")
+        return BlockMatch(node, reading, found, at, nodes, _bytes_saved(view, reading))
+
+    def _statistics(
+        self, view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...], anchor: fx.Node
+    ) -> tuple[tuple[tuple[Statistic, str], ...], tuple[fx.Node, ...]]:
+        """Everybody else who reads the activations, if it is for a statistic, and the nodes with theirs."""
+        found: list[tuple[Statistic, str]] = []
+        inside = set(nodes)
+        for source, reader in outside_readers(view, nodes, inside, {anchor}):
+            try:
+                of, counts_only = _activation(view, reading, source, reader)
+            except Decline:
+                raise _read_by(view, source, reader) from None
+            positive = of == "gate" or reading.up is None or _not_negative(reading.up.program)
+            positive = positive and _not_negative(reading.gate.program)
+            axis = reading.down.d_dim
+            for s in statistics(view, source, reader, positive, axis):
+                if counts_only and s.norm == 1:
+                    raise _read_by(view, source, reader)
+                if len(view.shape(source)) != len(view.shape(reading.down.source)):
+                    raise Decline("a statistic of the activations in another shape", reader)
+                found.append((s, of))
+        taken = [n for s, _ in found for n in (*s.nodes, s.node)]
+        ends = {s.node for s, _ in found} | {anchor}
+        nodes = swallowed(view, [*nodes, *taken])
+        for source, reader in outside_readers(view, nodes, set(nodes), ends):
+            raise _read_by(view, source, reader)
+        return tuple(found), nodes
+
+    def resolve(
+        self, matches: Sequence[BlockMatch], view: GraphView
+    ) -> tuple[list[BlockMatch], list[Miss]]:
+        """A linear belongs to one block: of two in a row that share it, the first is rewritten."""
+        kept: list[BlockMatch] = []
+        taken: set[fx.Node] = set()
+        for m in sorted(matches, key=lambda m: view.order[m.anchor]):
+            if taken.isdisjoint(m.swallowed):
+                kept.append(m)
+                taken.update(m.swallowed)
+        return kept, []
+
+    examples: Sequence[Example] = ()
+    near_misses: Sequence[Example] = ()
+
+
+def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
+    return view.call(x) is None
+
+
+def _read(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
+    """The gate and up branches of a value. Raises Decline."""
+    found = _branches(view, value, reader)
+    cuts = [cut(b.program) for b in found]
+    if all(c is None for c in cuts):
+        raise Decline("no factor is zero below some number: " + _programs(found), value)
+    if len(found) > 2:
+        raise Decline(f"a product of {len(found)} projections", value)
+    at = next(i for i, c in enumerate(cuts) if c is not None)
+    rest = [b for i, b in enumerate(found) if i != at]
+    return Reading(down, found[at], rest[0] if rest else None)
+
+
+def _programs(found: Sequence[Branch]) -> str:
+    return ", ".join(render(b.program) or "a projection as it is" for b in found)
+
+
+def _branches(view: GraphView, value: fx.Node, reader: fx.Node) -> list[Branch]:
+    chains = [_chain(view, s) for s in branches(view, value, reader)]
+    found = merged(chains)
+    for b in found:
+        if b.chain.rows:
+            raise Decline("a factor or term of every token between the projections", value)
+        if b.chain.tail:
+            raise Decline("a factor or term of every neuron after the rectifier", value)
+    return found
+
+
+def _chain(view: GraphView, spine: Spine) -> Chain:
+    first: Decline | None = None
+    for linear in spine.linears:
+        try:
+            return Chain(view, spine, linear)
+        except Decline as e:
+            first = first or e
+    assert first is not None
+    raise first
+
+
+def _activation(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
+) -> tuple[str, bool]:
+    """Which activation a swallowed node is: ("gate" or "hidden", whether only its zeros are the same)."""
+    other = _read(view, reading.down, source, reader)
+    gate = reading.gate
+    if other.gate.linear.node is not gate.linear.node:
+        raise Decline("another branch", source)
+    if other.up is not None:
+        same = reading.up is not None and (
+            (other.gate.program, other.up.program, other.up.linear.node)
+            == (gate.program, reading.up.program, reading.up.linear.node)
+        )
+        if not same:
+            raise Decline("another product", source)
+        return "hidden", False
+    if cut(other.gate.program) != cut(gate.program):
+        raise Decline("another rectifier", source)
+    return "gate", other.gate.program != gate.program
+
+
+def _not_negative(program: Program) -> bool:
+    proof = prove(program)
+    return proof.direction == 1 and proof.range.lo >= 0
+
+
+def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
+    what = f"the result of {label(source)} is"
+    while view.name_of(reader) in ("view", "detach", "clone", "cast") and len(reader.users) == 1:
+        reader = next(iter(reader.users))
+    if reader.op == "output":
+        return Decline(f"{what} also returned", source)
+    return Decline(f"{what} also read by {label(reader)}", reader)
+
+
+def _resembles(view: GraphView, source: fx.Node) -> bool:
+    found = above(view, source)
+    return "linear" in found and bool(found & _RECTIFIERS)
+
+
+def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
+    """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
+    tensors = [t for b in reading.branches for t in (b.linear.source, b.linear.weight_source)]
+    if not torch.is_grad_enabled() or not any(view.requires_grad(t) for t in tensors):
+        return 0
+    sizes = view.shape(reading.down.source)
+    if not all(isinstance(s, int) for s in sizes):
+        return None
+    kept = len(reading.branches) if reading.up is not None else 1
+    return kept * math.prod(sizes) * fake(reading.down.node).dtype.itemsize
+
+
+# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
+
+
+class _Block(nn.Module):
+    def __init__(self, forward: Callable[..., Any]):
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False)
+        self.down = nn.Linear(24, 8)
+        self._forward = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._forward(x, self.gate, self.up, self.down)
+
+
+def _example(
+    name: str, forward: Callable[..., Any], training: bool = False, reason: str = ""
+) -> Example:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.manual_seed(0)
+        return _Block(forward), (torch.randn(2, 6, 8, requires_grad=training),)
+
+    return Example(name, build, training, reason)
+
+
+def _with_l1(x, gate, up, down):
+    h = F.relu(gate(x)) * up(x)
+    return down(h), h.abs().mean()
+
+
+def _returned(x, gate, up, down):
+    h = F.relu(gate(x)) * up(x)
+    return down(h), h
+
+
+ReluFfn.examples = (
+    _example("llama", lambda x, gate, up, down: down(F.relu(gate(x)) * up(x))),
+    _example("llama_train", lambda x, gate, up, down: down(up(x) * torch.relu(gate(x))), True),
+    _example("squared", lambda x, gate, up, down: down(F.relu(up(x)).square())),
+    _example("drelu", lambda x, gate, up, down: down(F.relu(gate(x)) * F.relu(up(x)))),
+    _example("threshold", lambda x, gate, up, down: down(F.threshold(gate(x), 0.1, 0.0) * up(x))),
+    _example("l1_in_the_loss", _with_l1, True),
+)
+ReluFfn.near_misses = (
+    _example("returned", _returned, reason="also returned"),
+    _example(
+        "leaky",
+        lambda x, gate, up, down: down(F.leaky_relu(up(x))),
+        reason="no factor is zero below some number",
+    ),
+    _example(
+        "norm_between",
+        lambda x, gate, up, down: down(F.layer_norm(F.relu(up(x)), (24,))),
+        reason="layer_norm between",
+    ),
+    _example(
+        "sum",
+        lambda x, gate, up, down: down(F.relu(gate(x)) + up(x)),
+        reason="add combines two tensors",
+    ),
+)
+
+PATTERN = ReluFfn()

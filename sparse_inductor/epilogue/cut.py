@@ -1,0 +1,57 @@
+"""Where an activation is zero: the cut of a scalar program.
+
+relu(x), relu(x)**2, relu(x - 1), threshold(x, 0.1, 0): each is exactly 0 for every x up to some number, its cut. What
+lies at or below the cut need not be computed, stored or multiplied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .steps import ROW, Step, run
+
+__all__ = ["cut"]
+
+# The smallest normal fp32: a kernel that flushes denormals still tells it from 0.
+_TINY = 2.0**-126
+
+
+def cut(program: Sequence[Step]) -> float | None:
+    """A number t such that the program and its slope are 0 for every x <= t; None if there is none.
+
+    The largest such t up to rounding: where steps before the rectifier shift or scale x, it errs on the small side,
+    so that what lies above still includes everything that is not zero. A NaN is above every cut.
+    """
+    found = None
+    scale, shift, exact = 1.0, 0.0, True  # the running value is scale * x + shift above `found`
+    for at, step in enumerate(program):
+        if step.fn in ROW or not all(map(math.isfinite, step.consts)):
+            break
+        if step.fn == "mul" and step.consts[0] > 0:
+            scale, shift, exact = scale * step.consts[0], shift * step.consts[0], False
+        elif step.fn == "add":
+            shift, exact = shift + step.consts[0], False
+        elif step.fn in ("relu", "threshold", "clamp_min"):
+            bound, value = {
+                "relu": lambda c: (0.0, 0.0),
+                "threshold": lambda c: c,
+                "clamp_min": lambda c: (c[0], c[0]),
+            }[step.fn](step.consts)
+            if _at(program[at + 1 :], value) == 0.0:
+                t = (bound - shift) / scale
+                if step.fn == "clamp_min" or not exact:
+                    t -= max(abs(t) * 2.0**-20, _TINY)  # at a tie clamp has a slope
+                found = t if found is None else max(found, t)
+            elif found is None:
+                return None
+        else:
+            break
+    return found
+
+
+def _at(program: Sequence[Step], x: float) -> float:
+    """The program at a number."""
+    return run(program, torch.tensor(x, dtype=torch.float64)).item()

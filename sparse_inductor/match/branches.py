@@ -1,0 +1,189 @@
+"""A product of branches: the value f(x W1) * g(x W2) * ... that ends in a node, one spine a factor.
+
+`climb.climb` follows one linear map through an elementwise chain; `branches` also passes the products of two such
+chains and carries what comes after a product to its factors; `merged` joins factors of the same linear map:
+relu(u) * u is one branch with the program relu | square.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..epilogue.steps import Program, Step
+from .chain import Chain
+from .climb import climb
+from .emit import Emitter
+from .gemm import Linear
+from .graph import GraphView, fake, same_size
+from .shapes import SHAPE_OPS, Decline
+from .spine import Element, Spine
+
+__all__ = ["Branch", "branches", "merged", "same_input"]
+
+_DEPTH = 8  # products and their wrappings on one path
+_PASSED = {"contiguous", "clone", "alias", "lift_fresh", "positive"}
+
+
+@dataclasses.dataclass
+class Branch:
+    """One factor: a chain from a linear map, with the factors of the same map joined into `program`."""
+
+    chain: Chain
+    program: Program
+    nodes: list[fx.Node]
+    reads: list[tuple[fx.Node, fx.Node]]
+
+    @property
+    def linear(self) -> Linear:
+        return self.chain.linear
+
+
+def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> list[Spine]:
+    """The spines whose product is the value `reader` sees of `node`. Raises Decline with what is in the way."""
+    try:
+        return [climb(view, node, reader)]
+    except Decline as e:
+        first = e
+    seen = view.value(node, reader)
+    call = None if seen is None else view.call(seen)
+    if seen is None or call is None or depth > _DEPTH:
+        raise first
+
+    def up(x: Any) -> list[Spine]:
+        return branches(view, x, seen, depth + 1)
+
+    name = call.name
+    x = call.get("input")
+    if name == "mul":
+        other = call["other"]
+        for a, b in ((x, other), (other, x)):
+            c = view.const(b, seen)
+            if c is not None:
+                return _scaled(up(a), seen, c)
+        if all(_full(view, t, seen) for t in (x, other)):
+            return [s.then(Element(seen)) for s in up(x) + up(other)]
+    elif name == "div" and call.get("rounding_mode") is None:
+        c = view.const(call["other"], seen)
+        if c:
+            return _scaled(up(x), seen, 1 / c)
+    elif name == "square":
+        return [s.then(Element(seen, (Step("square"),))) for s in up(x)]
+    elif name == "pow":
+        c = view.const(call["other"], seen)
+        if c is not None and c == int(c) and c > 0:
+            steps = (Step("square") if c == 2 else Step("pow", (c,)),)
+            return [s.then(Element(seen, steps)) for s in up(x)]
+    elif name in _PASSED:
+        return [s.then(Element(seen)) for s in up(x)]
+    elif name == "cast":
+        if (
+            view.is_tensor(x)
+            and view.dtype(seen).is_floating_point
+            and fake(seen).device == fake(x).device
+        ):
+            return [s.then(Element(seen)) for s in up(x)]
+    elif name == "dropout":
+        if not call.get("training", True) or call.get("p", 0.5) == 0:
+            return [s.then(Element(seen)) for s in up(x)]
+        raise Decline("dropout is active here", seen)
+    elif name == "detach":
+        if not (torch.is_grad_enabled() and view.requires_grad(x)):
+            return [s.then(Element(seen)) for s in up(x)]
+    elif name in SHAPE_OPS and view.is_tensor(x):
+        return [s.then(Element(seen, shape_op=call)) for s in up(x)]
+    raise first
+
+
+def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
+    """Whether an operand has the shape of the result, so that nothing is broadcast."""
+    if not view.is_tensor(x):
+        return False
+    own, shape = view.shape(x), view.shape(node)
+    return len(own) == len(shape) and all(map(same_size, own, shape))
+
+
+def _scaled(spines: list[Spine], node: fx.Node, factor: float) -> list[Spine]:
+    return [spines[0].then(Element(node, (Step("mul", (factor,)),)))] + [
+        s.then(Element(node)) for s in spines[1:]
+    ]
+
+
+def merged(chains: list[Chain]) -> list[Branch]:
+    """One branch a linear map. Raises Decline where the factors of one map have no common program."""
+    found: list[Branch] = []
+    for chain in chains:
+        for branch in found:
+            if _same_map(branch.chain, chain):
+                branch.program = _product(branch.program, chain.program, chain.linear.node)
+                branch.nodes += chain.nodes
+                branch.reads += chain.reads
+                break
+        else:
+            found.append(Branch(chain, chain.program, list(chain.nodes), list(chain.reads)))
+    return found
+
+
+def _same_map(a: Chain, b: Chain) -> bool:
+    if a.linear.node is not b.linear.node or a.v_dim != b.v_dim:
+        return False
+    return [m.columns for m in a.moves] == [m.columns for m in b.moves]
+
+
+def _product(p: Program, q: Program, node: fx.Node) -> Program:
+    """p(x) * q(x), where one of them is a power of a rectified value."""
+    for a, b in ((p, q), (q, p)):
+        for at, step in enumerate(a):
+            if step.fn != "relu":
+                continue
+            mine = _power(a[at + 1 :])
+            # Where the rectifier gives 0 the other factor does not matter, so it may lack it.
+            rest = next((b[n:] for n in (at + 1, at) if b[:n] == a[:n]), None)
+            if rest is not None and mine is not None and (theirs := _power(rest)) is not None:
+                exponent, factor = mine[0] + theirs[0], mine[1] * theirs[1]
+                power = Step("square") if exponent == 2 else Step("pow", (float(exponent),))
+                scale = () if factor == 1 else (Step("mul", (factor,)),)
+                return (*a[: at + 1], power, *scale)
+    raise Decline("multiplies two functions of one projection", node)
+
+
+def _power(program: Program) -> tuple[float, float] | None:
+    """(p, c) where the program is c * x**p for x > 0."""
+    p, c = 1.0, 1.0
+    for step in program:
+        if step.fn == "square":
+            p, c = 2 * p, c * c
+        elif step.fn == "pow":
+            p, c = step.consts[0] * p, c ** step.consts[0]
+        elif step.fn == "mul":
+            c *= step.consts[0]
+        elif step.fn != "relu":
+            return None
+    return p, c
+
+
+def same_input(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
+    """Whether two branches multiply the same tokens, moved about in the same way."""
+    e = Emitter(anchor)
+    try:
+        x, y = a.stand_in(e), b.stand_in(e)
+        return _same(view, x, y, set(e.inserted), a, b)
+    finally:
+        e.undo()
+
+
+def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], a: Chain, b: Chain) -> bool:
+    if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
+        return len(x) == len(y) and all(_same(view, s, t, new, a, b) for s, t in zip(x, y))
+    if x in new or y in new:
+        if not (x in new and y in new) or (x.op, x.target) != (y.op, y.target):
+            return False
+        return _same(view, x.args, y.args, new, a, b)
+    if isinstance(x, fx.Node) and isinstance(y, fx.Node):
+        u = view.value(x, a.linear.node) if view.is_tensor(x) else x
+        v = view.value(y, b.linear.node) if view.is_tensor(y) else y
+        return u is not None and v is not None and view.same_value(u, v)
+    return type(x) is type(y) and x == y

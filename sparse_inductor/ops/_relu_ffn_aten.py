@@ -1,0 +1,198 @@
+"""ATen implementation of the ReLU feed-forward block: the CPU path, fp64, and the reference of the kernels.
+
+Rows are taken a chunk at a time, so no [M, N] tensor exists. Few rows with few active neurons read only those neurons'
+weights. What the backward needs is packed: up to `cap` active neurons a row; a row with more keeps nothing and is
+computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..epilogue.steps import Program, dual, run
+
+__all__ = ["Block", "Packed", "backward", "forward"]
+
+# Elements of a chunk of hidden activations: 16 MiB of fp32, so that a chunk stays in a last-level cache.
+_CHUNK = 1 << 22
+# Rows of a decoding step, and the share of neurons active in any of them, up to which gathering their weights is
+# faster than reading all of them (2 cores, fp32: crossing at about 0.25).
+_DECODE_ROWS, _DECODE_SHARE = 8, 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Weights and programs of a block. gate, up: [N, K]; down: [D, N]; `cut` as in `epilogue.cut`."""
+
+    gate: Tensor
+    gate_bias: Tensor | None
+    up: Tensor | None
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    f: Program
+    g: Program
+    cut: float
+
+    def wide(self, x: Tensor) -> Tensor:
+        """fp32 for the elementwise arithmetic, fp64 for fp64."""
+        return x if x.dtype == torch.float64 else x.float()
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """The active neurons of every row. count: [M] int32; index, gate, up: [M, cap]; up is empty without a gate.
+
+    A row with count > cap has nothing stored.
+    """
+
+    count: Tensor
+    index: Tensor
+    gate: Tensor
+    up: Tensor
+
+    @property
+    def cap(self) -> int:
+        return self.index.shape[1]
+
+
+def forward(x: Tensor, b: Block, stats: Tensor | None, packed: Packed | None) -> Tensor:
+    """y [M, D]; fills `stats` [4, M] (fp32) and `packed` where they are given."""
+    M, N = x.shape[0], b.gate.shape[0]
+    y = x.new_empty(M, b.down.shape[0])
+    step = max(1, _CHUNK // max(N, 1))
+    for i in range(0, M, step):
+        part = slice(i, min(i + step, M))
+        y[part] = _rows(x[part], b, part, stats, packed)
+    return y
+
+
+def _rows(x: Tensor, b: Block, part: slice, stats: Tensor | None, packed: Packed | None) -> Tensor:
+    gate = F.linear(x, b.gate, b.gate_bias)
+    active = ~(gate <= b.cut)
+    if packed is None and stats is None and len(x) <= _DECODE_ROWS:
+        columns = (active[0] if len(x) == 1 else active.any(0)).nonzero().squeeze(1)
+        if len(columns) <= _DECODE_SHARE * b.gate.shape[0]:
+            return _few(x, gate, active, columns, b)
+    a = run(b.f, b.wide(gate))
+    up = None if b.up is None else F.linear(x, b.up, b.up_bias)
+    h = a if up is None else a * run(b.g, b.wide(up))
+    h = torch.where(active, h, 0.0)
+    if stats is not None:
+        a = torch.where(active, a, 0.0)
+        for row, t in ((0, a), (2, h)):
+            stats[row, part] = t.abs().sum(1).to(stats.dtype)
+            stats[row + 1, part] = (t != 0).sum(1).to(stats.dtype)
+    if packed is not None:
+        _pack(active, gate, up, packed, part)
+    return F.linear(h.to(x.dtype), b.down, b.down_bias)
+
+
+def _few(x: Tensor, gate: Tensor, active: Tensor, columns: Tensor, b: Block) -> Tensor:
+    """A few rows: only the weights of `columns`, the neurons active in any of them."""
+    h = run(b.f, b.wide(gate[:, columns]))
+    if b.up is not None:
+        bias = None if b.up_bias is None else b.up_bias[columns]
+        h = h * run(b.g, b.wide(F.linear(x, b.up[columns], bias)))
+    if len(x) > 1:
+        h = torch.where(active[:, columns], h, 0.0)
+    # A column at a time of a row-major [D, N] would touch a cache line for every number: gather along the rows.
+    return F.linear(h.to(x.dtype), b.down.index_select(1, columns), b.down_bias)
+
+
+def _pack(active: Tensor, gate: Tensor, up: Tensor | None, packed: Packed, part: slice) -> None:
+    count = active.sum(1)
+    packed.count[part] = count.to(torch.int32)
+    kept = active & (count <= packed.cap).unsqueeze(1)
+    row, column = kept.nonzero(as_tuple=True)
+    slot = (kept.cumsum(1) - 1)[row, column]
+    for t, values in ((packed.index, None), (packed.gate, gate), (packed.up, up)):
+        if t is packed.up and up is None:
+            continue
+        t[part] = 0
+        t[part][row, slot] = (column if values is None else values[row, column]).to(t.dtype)
+
+
+def _unpack(
+    x: Tensor, b: Block, packed: Packed, part: slice
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(active, gate, up) [m, N] of a chunk of rows, computed again where they were not stored."""
+    count = packed.count[part]
+    N = b.gate.shape[0]
+    stored = count <= packed.cap
+    slots = torch.arange(packed.cap, device=x.device) < torch.where(stored, count, 0).unsqueeze(1)
+    row, slot = slots.nonzero(as_tuple=True)
+    column = packed.index[part][row, slot].long()
+    active = torch.zeros(len(x), N, dtype=torch.bool, device=x.device)
+    active[row, column] = True
+    gate = x.new_zeros(len(x), N)
+    gate[row, column] = packed.gate[part][row, slot]
+    up = None
+    if b.up is not None:
+        up = x.new_zeros(len(x), N)
+        up[row, column] = packed.up[part][row, slot]
+    again = (~stored).nonzero().squeeze(1)
+    if len(again):
+        gate[again] = F.linear(x[again], b.gate, b.gate_bias)
+        active[again] = ~(gate[again] <= b.cut)
+        if up is not None:
+            up[again] = F.linear(x[again], b.up, b.up_bias)
+    return active, gate, up
+
+
+def backward(
+    dy: Tensor, d_stats: Tensor | None, x: Tensor, b: Block, packed: Packed, needs: Sequence[bool]
+) -> list[Tensor | None]:
+    """Gradients of x, gate, gate_bias, up, up_bias, down and down_bias in their dtypes; None where not needed."""
+    sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    sums = [
+        torch.zeros(t.shape, dtype=wide, device=x.device) if n and t is not None else None
+        for t, n in zip(sources[1:], needs[1:])
+    ]
+    dx = torch.empty_like(x) if needs[0] else None
+    step = max(1, _CHUNK // max(b.gate.shape[0], 1))
+    for i in range(0, len(x), step):
+        part = slice(i, min(i + step, len(x)))
+        xs, dys = x[part], dy[part]
+        d_gate, d_up, h = _slopes(
+            dys, None if d_stats is None else d_stats[:, part], xs, b, packed, part
+        )
+        left = (d_gate, d_gate, d_up, d_up, dys, dys)
+        right = (xs, None, xs, None, h, None)
+        for total, s, t in zip(sums, left, right):
+            if total is not None and s is not None:
+                total += s.sum(0, dtype=wide) if t is None else s.t() @ t
+        if dx is not None:
+            dx[part] = d_gate @ b.gate
+            if d_up is not None:
+                dx[part] += d_up @ b.up
+    rest = [None if s is None else s.to(x.dtype) for s in sums]
+    return [dx, *rest]
+
+
+def _slopes(
+    dy: Tensor, d_stats: Tensor | None, x: Tensor, b: Block, packed: Packed, part: slice
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The gradients of both projections and the product h, [m, N] in the dtype of x, of a chunk of rows."""
+    active, gate, up = _unpack(x, b, packed, part)
+    a, a_slope = dual(b.f, b.wide(gate))
+    a = torch.where(active, a, 0.0)
+    v, v_slope = (None, None) if up is None else dual(b.g, b.wide(up))
+    h = a if v is None else torch.where(active, a * v, 0.0)
+    dh = b.wide(dy @ b.down)
+    if d_stats is not None:
+        dh = dh + d_stats[2].unsqueeze(1).to(dh.dtype) * h.sign()
+    da = dh if v is None else dh * v
+    if d_stats is not None:
+        da = da + d_stats[0].unsqueeze(1).to(dh.dtype) * a.sign()
+    d_gate = torch.where(active & (a_slope != 0), da * a_slope, 0.0).to(x.dtype)
+    d_up = None
+    if v_slope is not None:
+        d_up = torch.where(active & (v_slope != 0), dh * a * v_slope, 0.0).to(x.dtype)
+    return d_gate, d_up, h.to(x.dtype)

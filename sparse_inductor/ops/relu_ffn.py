@@ -1,0 +1,288 @@
+"""The ReLU feed-forward block: y = down(f(gate(x)) * g(up(x))), at the cost of the neurons that are not zero.
+
+    h = f(x Wg^T + bg) * g(x Wu^T + bu)          [..., N]; without Wu: h = f(x Wg^T + bg)
+    y = h Wd^T + bd                              [..., D]
+
+f is zero up to some number, so most of h is zero in a trained sparse model (TwELL, section 3). Three dispatcher
+operators:
+
+    relu_ffn            what a rewrite puts in; chooses by whether a gradient is needed
+    relu_ffn_train      also returns the packed activations, at most `capacity(N)` a row
+    relu_ffn_backward   every gradient over the same pattern
+
+Exact for every input: a row with more active neurons than the packed format holds takes a dense path of the same
+result. A neuron that is not active contributes nothing, also where the other factor is infinite or NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..epilogue.cut import cut
+from ..epilogue.steps import ROW, Program, parse
+from . import _relu_ffn_aten as aten
+from ._dispatch import autocast_off, below_autograd
+
+__all__ = ["capacity", "relu_ffn"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+_INPUTS = (
+    "Tensor x, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
+    " str gate_steps, str up_steps, bool stats"
+)
+_PACKED = "Tensor count, Tensor index, Tensor gates, Tensor ups"
+_lib.define(f"relu_ffn({_INPUTS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_lib.define(
+    f"relu_ffn_train({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[7] needs)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def relu_ffn(
+    x: Tensor,
+    gate: Tensor,
+    down: Tensor,
+    up: Tensor | None = None,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_steps: str = "relu",
+    up_steps: str = "",
+    return_stats: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A feed-forward block whose hidden activations are mostly zeros (TwELL, section 3).
+
+    Args:
+        x: tokens [..., K]; fp32, fp16, bf16 or fp64 (which has no kernel of its own); any strides.
+        gate: [N, K], the projection that is rectified; any strides, the dtype of `x`, as all weights.
+        down: [D, N].
+        up: [N, K] or None for a block without a second factor.
+        gate_bias, up_bias: [N] or None. down_bias: [D] or None.
+        gate_steps: the elementwise program f after the gate projection, in the text form of
+            `sparse_inductor.epilogue.steps`; must be 0 up to some number, as "relu", "relu | square",
+            "threshold(0.1, 0.0)" or "add(-1.0) | relu" are.
+        up_steps: the program g after the up projection; "" leaves it as it is.
+        return_stats: also return statistics of every token.
+
+    Returns:
+        y [..., D], or (y, stats), stats [4, ...] in fp32: of f(gate(x)) the sum of absolute values and the number of
+        non-zeros, then the same of the product h. The sums have a gradient.
+
+    Raises:
+        ValueError: shapes or steps that do not fit, naming the offending value.
+        TypeError: a dtype that is not accepted.
+    """
+    device = x.device.type
+    weights = [gate, gate_bias, up, up_bias, down, down_bias]
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weights = x.to(dtype), [None if w is None else w.to(dtype) for w in weights]
+    y, stats = torch.ops.sparse_inductor.relu_ffn(x, *weights, gate_steps, up_steps, return_stats)
+    return (y, stats) if return_stats else y
+
+
+def capacity(N: int) -> int:
+    """Active neurons a row that the packed format holds: a multiple of 32, all of a small N.
+
+    Beyond about N / 44 the dense path is faster (H200, bf16).
+    """
+    return min(-(-N // 32) * 32, max(64, -(-N // (44 * 32)) * 32))
+
+
+def _programs(gate_steps: str, up_steps: str) -> tuple[Program, Program, float]:
+    f, g = parse(gate_steps), parse(up_steps)
+    for name, program in (("gate_steps", f), ("up_steps", g)):
+        rows = [s.fn for s in program if s.fn in ROW]
+        if rows:
+            raise ValueError(f"{name} takes no row operands, got {rows[0]!r}")
+    at = cut(f)
+    if at is None:
+        raise ValueError(f"gate_steps must be 0 up to some number, got {gate_steps!r}")
+    return f, g, at
+
+
+def _check(x, gate, gate_bias, up, up_bias, down, down_bias) -> None:
+    """Raises the errors that `relu_ffn` documents."""
+    if x.dim() < 1:
+        raise ValueError(f"x must be [..., K], got shape {tuple(x.shape)}")
+    if gate.dim() != 2 or _differ(gate.shape[1], x.shape[-1]):
+        raise ValueError(
+            f"gate must be [N, K] with K = {x.shape[-1]}, got shape {tuple(gate.shape)}"
+        )
+    N = gate.shape[0]
+    if up is not None and (up.dim() != 2 or any(map(_differ, up.shape, gate.shape))):
+        raise ValueError(f"up must be [N, K] = {tuple(gate.shape)}, got shape {tuple(up.shape)}")
+    if up is None and up_bias is not None:
+        raise ValueError("up_bias is given without up")
+    if down.dim() != 2 or _differ(down.shape[1], N):
+        raise ValueError(f"down must be [D, N] with N = {N}, got shape {tuple(down.shape)}")
+    biases = (("gate_bias", gate_bias, N), ("up_bias", up_bias, N))
+    for name, t, n in (*biases, ("down_bias", down_bias, down.shape[0])):
+        if t is not None and (t.dim() != 1 or _differ(t.shape[0], n)):
+            raise ValueError(f"{name} must be [{n}], got shape {tuple(t.shape)}")
+    if x.dtype not in _FLOATS:
+        raise TypeError(f"x must be one of {_FLOATS}, got {x.dtype}")
+    names = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+    for name, t in zip(names, (gate, gate_bias, up, up_bias, down, down_bias)):
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {t.dtype}")
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{name} is on {t.device}, x on {x.device}")
+
+
+def _differ(a, b) -> bool:
+    """Symbolic sizes are compared when the operator runs: a check must not become a guard."""
+    return type(a) is int and type(b) is int and a != b
+
+
+def _has_kernels(x: Tensor, block: aten.Block) -> bool:
+    """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
+    sizes = (*x.shape, *block.gate.shape, *block.down.shape)
+    return x.is_cuda and x.dtype != torch.float64 and all(sizes)
+
+
+def _block(weights: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block:
+    return aten.Block(*weights, *_programs(gate_steps, up_steps))
+
+
+def _empty_packed(x: Tensor, N, gated: bool) -> aten.Packed:
+    M = math.prod(x.shape[:-1])
+    index = torch.int16 if isinstance(N, int) and N <= 32768 else torch.int32
+    cap = capacity(N)
+    return aten.Packed(
+        x.new_empty(M, dtype=torch.int32),
+        x.new_empty(M, cap, dtype=index),
+        x.new_empty(M, cap),
+        x.new_empty(M if gated else 0, cap),
+    )
+
+
+def _run(x, weights, gate_steps, up_steps, stats, train):
+    _check(x, *weights)
+    block = _block(weights, gate_steps, up_steps)
+    lead = x.shape[:-1]
+    flat = x.reshape(-1, x.shape[-1])
+    numbers = flat.new_empty(4 if stats else 0, len(flat), dtype=torch.float32)
+    packed = _empty_packed(flat, block.gate.shape[0], block.up is not None) if train else None
+    with autocast_off(x.device.type):
+        if _has_kernels(flat, block):
+            from ..kernels import relu_ffn as kernel
+
+            y = kernel.forward(flat, block, numbers if stats else None, packed)
+        else:
+            y = aten.forward(flat, block, numbers if stats else None, packed)
+    return y.view(*lead, y.shape[-1]), numbers.view(len(numbers), *lead), packed
+
+
+def _infer(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+    weights = (gate, gate_bias, up, up_bias, down, down_bias)
+    return _run(x, weights, gate_steps, up_steps, stats, False)[:2]
+
+
+def _train(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+    weights = (gate, gate_bias, up, up_bias, down, down_bias)
+    y, numbers, p = _run(x, weights, gate_steps, up_steps, stats, True)
+    return y, numbers, p.count, p.index, p.gate, p.up
+
+
+def _backward(
+    grad, d_stats, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
+    count, index, gates, ups, needs,
+):  # fmt: skip
+    weights = (gate, gate_bias, up, up_bias, down, down_bias)
+    block = _block(weights, gate_steps, up_steps)
+    flat = x.reshape(-1, x.shape[-1])
+    dy = grad.reshape(-1, grad.shape[-1])
+    d_numbers = d_stats.reshape(4, -1) if stats else None
+    packed = aten.Packed(count, index, gates, ups)
+    with autocast_off(x.device.type):
+        if _has_kernels(flat, block):
+            from ..kernels import relu_ffn_backward as kernel
+
+            grads = kernel.backward(dy, d_numbers, flat, block, packed, needs)
+        else:
+            grads = aten.backward(dy, d_numbers, flat, block, packed, needs)
+    out = [x.new_empty(0) if g is None else g for g in grads]
+    if needs[0]:
+        out[0] = out[0].view(x.shape)
+    return tuple(out)
+
+
+class _ReluFfn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_steps, up_steps, stats, *tensors):
+        y, numbers, *packed = torch.ops.sparse_inductor.relu_ffn_train(
+            *tensors, gate_steps, up_steps, stats
+        )
+        ctx.save_for_backward(*tensors, *packed)
+        ctx.call = gate_steps, up_steps, stats
+        return y, numbers
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, d_stats):
+        saved = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[3:])
+        grads = torch.ops.sparse_inductor.relu_ffn_backward(
+            grad, d_stats, *saved[:7], *ctx.call, *saved[7:], needs
+        )
+        return None, None, None, *(g if n else None for g, n in zip(grads, needs))
+
+
+def _autograd(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        _check(*tensors)
+        return _ReluFfn.apply(gate_steps, up_steps, stats, *tensors)
+    with below_autograd():
+        return torch.ops.sparse_inductor.relu_ffn(*tensors, gate_steps, up_steps, stats)
+
+
+def _fake(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+    _check(x, gate, gate_bias, up, up_bias, down, down_bias)
+    _programs(gate_steps, up_steps)
+    lead = x.shape[:-1]
+    numbers = x.new_empty(4 if stats else 0, *lead, dtype=torch.float32)
+    return x.new_empty(*lead, down.shape[0]), numbers
+
+
+def _fake_train(x, gate, gate_bias, up, *rest):
+    y, numbers = _fake(x, gate, gate_bias, up, *rest)
+    p = _empty_packed(x, gate.shape[0], up is not None)
+    return y, numbers, p.count, p.index, p.gate, p.up
+
+
+def _fake_backward(
+    grad, d_stats, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
+    count, index, gates, ups, needs,
+):  # fmt: skip
+    tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
+    return tuple(
+        x.new_empty(0) if t is None or not n else t.new_empty(t.shape)
+        for t, n in zip(tensors, needs)
+    )
+
+
+for _name, _impl, _meta in (
+    ("relu_ffn", _infer, _fake),
+    ("relu_ffn_train", _train, _fake_train),
+    ("relu_ffn_backward", _backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _impl, _key)
+    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+_lib.impl("relu_ffn", _autograd, "Autograd")
