@@ -182,7 +182,8 @@ def _run(x, weights, gate_steps, up_steps, stats, train):
         if _has_kernels(flat, block):
             from ..kernels import relu_ffn as kernel
 
-            y = kernel.forward(flat, block, numbers if stats else None, packed)
+            cap = capacity(block.gate.shape[0])
+            y = kernel.forward(flat, block, numbers if stats else None, packed, cap)
         else:
             y = aten.forward(flat, block, numbers if stats else None, packed)
     return y.view(*lead, y.shape[-1]), numbers.view(len(numbers), *lead), packed

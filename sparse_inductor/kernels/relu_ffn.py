@@ -1,0 +1,109 @@
+"""Forward of the ReLU feed-forward block on a GPU.
+
+The gate projection is a plain matrix product, whose result is scanned once: every row's active neurons are packed, and rows
+with too many of them are listed. Packed rows then read only their neurons' rows of the up and down weights; listed rows
+take tile products. Which row is which is decided on the device, so a call has one sequence of launches for every input.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from sparse_inductor.epilogue.steps import Program
+
+from . import relu_ffn_decode as decode
+from . import relu_ffn_dense as dense
+from . import relu_ffn_rows as rows
+
+__all__ = ["chunks", "forward", "rows_of_table"]
+
+# Elements of the gate projection at a time: 256 MiB at 16 bits, enough rows to fill any GPU many times over.
+CHUNK = 1 << 27
+
+
+class Block(Protocol):
+    """Weights and programs of a block; gate, up: [N, K]; down: [D, N]."""
+
+    gate: torch.Tensor
+    gate_bias: torch.Tensor | None
+    up: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    f: Program
+    g: Program
+    cut: float
+
+
+class Packed(Protocol):
+    """The active neurons of every row: count [M]; index, gate and up [M, cap], up empty without a gate."""
+
+    count: torch.Tensor
+    index: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+
+
+def chunks(M: int, N: int, elements: int) -> list[slice]:
+    """Even pieces of M rows of about so many elements of [M, N]."""
+    pieces = max(1, -(-M * N // elements))
+    step = -(-M // pieces)
+    step = -(-step // 128) * 128  # whole row tiles
+    return [slice(i, min(i + step, M)) for i in range(0, M, step)]
+
+
+def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
+    """A weight with unit stride along its rows: itself, or a copy (a transposed one costs one pass over it)."""
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def forward(
+    x: torch.Tensor, b: Block, stats: torch.Tensor | None, packed: Packed | None, cap: int
+) -> torch.Tensor:
+    """y [M, D] of tokens x [M, K]; fills `stats` [4, M] and `packed` where given. cap: entries a packed row may have."""
+    M, N = x.shape[0], b.gate.shape[0]
+    y = x.new_empty(M, b.down.shape[0])
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if packed is None and stats is None and decode.applies(x, b):
+        return decode.forward(x, b, y)
+    up = None if b.up is None else rows_of_table(b.up)
+    table = rows_of_table(b.down.t())
+    for part in chunks(M, N, CHUNK):
+        m = part.stop - part.start
+        gate = F.linear(x[part], b.gate, b.gate_bias)
+        if packed is None:
+            count = torch.empty(m, dtype=torch.int32, device=x.device)
+            index = torch.empty(
+                m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
+            )
+            value, ups = x.new_empty(m, cap), None
+        else:
+            count, index, value = packed.count[part], packed.index[part], packed.gate[part]
+            ups = packed.up[part] if up is not None else None
+        numbers = None if stats is None else stats[:, part]
+        heavy = torch.zeros(1, dtype=torch.int32, device=x.device), torch.empty_like(count)
+        rows.pack(gate, (count, index, value), heavy, numbers, b.f, b.cut, up is not None)
+        length = rows.settle(count, heavy, index.shape[1])
+        entries = (count, index, value)
+        if up is None:
+            rows.weighted_rows(*entries, table, y[part], steps=b.f, bias=b.down_bias)
+        else:
+            h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, b.f, b.g)
+            rows.weighted_rows(count, index, h, table, y[part], bias=b.down_bias)
+        dense.hidden(x[part], up, b.up_bias, gate, heavy[1], length, b.f, b.g, b.cut)
+        if numbers is not None and up is not None:
+            dense.row_stats(gate, numbers, heavy[1], length)
+        dense.product(
+            gate,
+            b.down,
+            y[part],
+            heavy[1],
+            length,
+            a_listed=True,
+            out_listed=True,
+            bias=b.down_bias,
+        )
+    return y

@@ -1,0 +1,271 @@
+"""Backward of the ReLU feed-forward block on a GPU: every gradient is a product with the same sparse pattern.
+
+By rows: the gradient of h at the active neurons, from it those of both projections, and the gradient of x. By neurons:
+the gradients of the weights, over lists of the tokens where a neuron is active. The lists are built by counting, in token
+order, so that sums are taken in the same order every time. Rows that were not packed are computed again, densely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from . import relu_ffn_dense as dense
+from . import relu_ffn_rows as rows
+from .relu_ffn import Block, Packed, chunks, rows_of_table
+
+__all__ = ["backward"]
+
+# Rows a word of the token masks.
+WORD = 32
+# Elements of a dense chunk: three work tensors of 128 MiB at 16 bits.
+CHUNK = 1 << 26
+
+
+@triton.jit
+def _mark_kernel(count, index, marks, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """marks[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes, so the order does not matter."""
+    m = tl.program_id(0)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    i = tl.arange(0, BLOCK)
+    n = tl.load(index + m.to(tl.int64) * CAP + i, mask=i < c, other=0).to(tl.int64)
+    bit = tl.full([BLOCK], 1, tl.int32) << (m % 32)
+    tl.atomic_or(marks + (m // 32).to(tl.int64) * N + n, bit, mask=i < c)
+
+
+@triton.jit
+def _ones(x):
+    """How many bits of an int32 are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24) & 0xFF
+
+
+@triton.jit
+def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.constexpr):
+    """before[w, n] = tokens of neuron n in words before w; total[n] = all of them."""
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    carry = tl.zeros([BN], tl.int32)
+    for w0 in range(0, words, WORDS):
+        w = w0 + tl.arange(0, WORDS)
+        at = w[:, None].to(tl.int64) * N + n[None, :]
+        mask = (w < words)[:, None] & (n < N)[None, :]
+        ones = _ones(tl.load(marks + at, mask=mask, other=0))
+        ends = tl.cumsum(ones, 0)
+        tl.store(before + at, carry[None, :] + ends - ones, mask=mask)
+        carry += tl.sum(ones, 0)
+    tl.store(total + n, carry, mask=n < N)
+
+
+@triton.jit
+def _place_kernel(
+    count, index, marks, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """entry[start[n] + rank] = m * CAP + i for the row's i-th active neuron n, rank being its rank among n's tokens."""
+    m = tl.program_id(0)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    i = tl.arange(0, BLOCK)
+    mask = i < c
+    n = tl.load(index + m.to(tl.int64) * CAP + i, mask=mask, other=0).to(tl.int64)
+    at = (m // 32).to(tl.int64) * N + n
+    lower = (tl.full([BLOCK], 1, tl.int32) << (m % 32)) - 1
+    rank = _ones(tl.load(marks + at, mask=mask, other=0) & lower)
+    rank += tl.load(before + at, mask=mask, other=0)
+    slot = tl.load(start + n, mask=mask, other=0) + rank
+    tl.store(entry + slot, m * CAP + i, mask=mask)
+
+
+def token_lists(
+    count: torch.Tensor, index: torch.Tensor, N: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(entry, start [N], total [N]): entry[start[n] + j] is where in the packed form the j-th token of neuron n is."""
+    M, cap = index.shape
+    words = triton.cdiv(M, WORD)
+    marks = torch.zeros(words, N, dtype=torch.int32, device=count.device)
+    before, total = torch.empty_like(marks), count.new_empty(N)
+    entry = count.new_empty(M * cap)
+    block = triton.next_power_of_2(cap)
+    warps = 1 if block <= 128 else 4
+    _mark_kernel[(M,)](count, index, marks, N, CAP=cap, BLOCK=block, num_warps=warps)
+    bn = 32
+    _count_kernel[(triton.cdiv(N, bn),)](
+        marks,
+        before,
+        total,
+        words,
+        N,
+        WORDS=min(256, triton.next_power_of_2(words)),
+        BN=bn,
+        num_warps=8,
+    )
+    start = torch.cumsum(total, 0, dtype=torch.int32) - total
+    _place_kernel[(M,)](
+        count, index, marks, before, start, entry, N, CAP=cap, BLOCK=block, num_warps=warps
+    )
+    return entry, start, total
+
+
+@triton.jit
+def _by_neuron_kernel(
+    entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b,
+    K, stride_x, stride_a, stride_b,
+    TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and the same for b."""
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    first = tl.load(start + n)
+    c = tl.load(total + n)
+    r = tl.arange(0, FLIGHT)
+    sum_a = tl.zeros([WIDTH], tl.float32)
+    sum_b = tl.zeros([WIDTH], tl.float32)
+    side_a = tl.full([], 0.0, tl.float32)
+    side_b = tl.full([], 0.0, tl.float32)
+    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
+        valid = e + r < c
+        at = tl.load(entry + first + e + r, mask=valid, other=0)
+        token = (at // CAP).to(tl.int64)
+        v = tl.load(
+            x + token[:, None] * stride_x + k[None, :],
+            mask=valid[:, None] & (k < K)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        a = tl.load(value_a + at, mask=valid, other=0.0).to(tl.float32)
+        sum_a += tl.sum(v * a[:, None], 0)
+        side_a += tl.sum(a, 0)
+        if TWO:
+            b = tl.load(value_b + at, mask=valid, other=0.0).to(tl.float32)
+            sum_b += tl.sum(v * b[:, None], 0)
+            side_b += tl.sum(b, 0)
+    tl.store(out_a + n * stride_a + k, sum_a.to(out_a.dtype.element_ty), mask=k < K)
+    if TWO:
+        tl.store(out_b + n * stride_b + k, sum_b.to(out_b.dtype.element_ty), mask=k < K)
+    if tl.program_id(1) == 0:
+        if BIAS_A:
+            tl.store(bias_a + n, side_a.to(bias_a.dtype.element_ty))
+        if BIAS_B:
+            tl.store(bias_b + n, side_b.to(bias_b.dtype.element_ty))
+
+
+def _by_neuron(lists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None) -> None:
+    """out[n] = sum over the tokens of neuron n of value * x[token]."""
+    entry, start, total = lists
+    K = x.shape[1]
+    # Half the width of the row kernels: two sums, and twice the programs, as neurons have uneven lists.
+    width = 32 if not x.is_cuda else min(1024, triton.next_power_of_2(K))
+    _by_neuron_kernel[(len(total), triton.cdiv(K, width))](
+        entry, start, total, x, a, b, out_a, out_b, bias_a, bias_b,
+        K, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
+        TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
+        FLIGHT=8 if x.is_cuda else 4, WIDTH=width, STAGES=1, num_warps=4,
+    )  # fmt: skip
+
+
+def backward(
+    dy: torch.Tensor,
+    d_stats: torch.Tensor | None,
+    x: torch.Tensor,
+    b: Block,
+    packed: Packed,
+    needs: Sequence[bool],
+) -> list[torch.Tensor | None]:
+    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias; None where not needed."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    d_stats = None if d_stats is None else d_stats.float().contiguous()
+    N = b.gate.shape[0]
+    cap = packed.index.shape[1]
+    gated = b.up is not None
+    gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
+    table = rows_of_table(b.down.t())
+
+    def like(t: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
+        return (
+            torch.empty(t.shape, dtype=t.dtype, device=t.device)
+            if needed and t is not None
+            else None
+        )
+
+    sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias)
+    dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd = map(like, sources, needs)
+    entries = packed.count, packed.index, packed.gate
+    d_gate, d_up, h = rows.gradients(
+        dy, table, entries, packed.up if gated else None, d_stats, b.f, b.g
+    )
+    if dx is not None:
+        second = None if up is None or d_up is None else (d_up, up)
+        rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
+    by_gate = d_wg is not None or d_bg is not None
+    by_up = d_wu is not None or d_bu is not None
+    d_table = None if d_wd is None else torch.empty_like(table)
+    if by_gate or by_up or d_wd is not None:
+        lists = token_lists(packed.count, packed.index, N)
+        if by_gate or by_up:
+            # What is not wanted has a place to go all the same: one kernel makes both.
+            d_wg_ = torch.empty_like(gate) if d_wg is None else d_wg
+            d_wu_ = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
+            _by_neuron(lists, x, d_gate, d_wg_, d_bg, cap, d_up, d_wu_, d_bu)
+        if d_table is not None:
+            _by_neuron(lists, dy, h, d_table, None, cap)
+    _dense_rows(dy, d_stats, x, b, packed.count, cap, dx, (d_wg, d_bg), (d_wu, d_bu), d_table)
+    if d_wd is not None and d_table is not None:
+        d_wd.copy_(d_table.t())
+    if d_bd is not None:
+        torch.sum(dy, 0, out=d_bd)
+    return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]
+
+
+def _dense_rows(dy, d_stats, x, b, count, cap, dx, d_gate, d_up, d_table) -> None:
+    """Add what the rows that are not packed contribute."""
+    N = b.gate.shape[0]
+    gated = b.up is not None
+    for part in chunks(len(x), N, CHUNK):
+        m = part.stop - part.start
+        length, listed = rows.heavy_rows(count[part], cap)
+        xs, dys = x[part], dy[part]
+        numbers = None if d_stats is None else d_stats[:, part]
+        gate, dh = x.new_empty(m, N), x.new_empty(m, N)
+        up = x.new_empty(m, N) if gated else None
+        into = {"a_listed": True, "out_listed": False}
+        dense.product(xs, b.gate, gate, listed, length, bias=b.gate_bias, **into)
+        if up is not None:
+            dense.product(xs, b.up, up, listed, length, bias=b.up_bias, **into)
+        dense.product(dys, b.down.t(), dh, listed, length, **into)
+        dense.slopes_in_place(gate, up, dh, numbers, listed, length, b.f, b.g, b.cut)
+        if dx is not None:
+            second = None if up is None else (up, b.up.t())
+            dense.product(
+                gate,
+                b.gate.t(),
+                dx[part],
+                listed,
+                length,
+                a_listed=False,
+                out_listed=True,
+                second=second,
+            )
+        for values, tokens, (weight, bias) in (
+            (gate, xs, d_gate),
+            (up, xs, d_up),
+            (dh, dys, (d_table, None)),
+        ):
+            if weight is not None and values is not None:
+                dense.add_products(values, tokens, weight, bias, listed, length)
+            elif bias is not None and values is not None:
+                dense.add_products(
+                    values,
+                    tokens,
+                    torch.zeros_like(tokens[:1]).expand(N, -1).contiguous(),
+                    bias,
+                    listed,
+                    length,
+                )

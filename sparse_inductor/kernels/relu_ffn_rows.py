@@ -1,0 +1,369 @@
+"""Kernels of the ReLU feed-forward block that work a row at a time, on its active neurons only.
+
+The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in ascending order.
+A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense` computes it.
+Every weight table read here is [N, *] with unit stride along a row: a neuron's weights are one run of memory. Tables of
+up to about 40 MB stay in L2, which is why up and down are kernels of their own: each reads one table.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_inductor.epilogue.steps import Program
+
+from .epilogue import dual, encode, evaluate
+
+__all__ = ["dots", "gradients", "heavy_rows", "pack", "settle", "slopes", "weighted_rows"]
+
+# Columns of a table row that a program holds at once: 2 048 fp32 are 16 registers of 128 threads.
+WIDTH = 2048
+# Table rows in flight a program: 8 x 2 048 16-bit numbers are 64 registers of 128 threads, and enough
+# loads to cover the latency of L2.
+FLIGHT = 8
+WARPS = 4
+# A kernel of these loops gains nothing from software pipelining: the loads of a block are all in flight already.
+STAGES = 1
+
+
+def _width(n: int, interpreted: bool) -> int:
+    return 32 if interpreted else min(WIDTH, triton.next_power_of_2(n))
+
+
+def _flight(interpreted: bool) -> int:
+    return 4 if interpreted else FLIGHT
+
+
+@triton.jit
+def _pack_kernel(
+    gate, count, index, value, stats, heavy, rows_heavy,
+    N, stride_s, CUT,
+    STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program packs one row of the gate projection [m, N]: reads 2 N bytes (at 16 bits), writes its active entries.
+
+    heavy: how many rows have more than CAP; rows_heavy: which, in no particular order.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]  # 16-byte loads
+    total = tl.full([], 0, tl.int32)
+    size = tl.full([], 0.0, tl.float32)
+    nonzero = tl.full([], 0.0, tl.float32)
+    for n0 in range(0, N, BLOCK):
+        n = n0 + lanes
+        g = tl.load(gate + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+        active = (n < N) & ~(g <= CUT)
+        flags = active.to(tl.int32)
+        inner = tl.cumsum(flags, 1)
+        sums = tl.sum(flags, 1)
+        before = tl.cumsum(sums, 0) - sums
+        slot = total + before[:, None] + inner - 1
+        kept = active & (slot < CAP)
+        tl.store(index + row * CAP + slot, n.to(index.dtype.element_ty), mask=kept)
+        tl.store(value + row * CAP + slot, g.to(value.dtype.element_ty), mask=kept)
+        total += tl.sum(sums, 0)
+        if STATS:
+            a = tl.where(active, evaluate(g, STEPS), 0.0)
+            size += tl.sum(tl.sum(tl.abs(a), 1), 0)
+            nonzero += tl.sum(tl.sum((a != 0.0).to(tl.float32), 1), 0)
+    tl.store(count + row, total)
+    if total > CAP:
+        tl.store(rows_heavy + tl.atomic_add(heavy, 1), row.to(tl.int32))
+    if STATS:
+        tl.store(stats + row, size)
+        tl.store(stats + stride_s + row, nonzero)
+        if not GATED:
+            tl.store(stats + 2 * stride_s + row, size)
+            tl.store(stats + 3 * stride_s + row, nonzero)
+
+
+def pack(
+    gate: torch.Tensor,
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    heavy: tuple[torch.Tensor, torch.Tensor],
+    stats: torch.Tensor | None,
+    f: Program,
+    cut: float,
+    gated: bool,
+) -> None:
+    """Pack rows from their gate projection [M, N], contiguous. heavy: a counter set to 0, and [M] for the rows."""
+    M, N = gate.shape
+    count, index, value = packed
+    # Eight numbers a lane of 8 warps are 2 048 a step of the scan; 8 192 in one block while registers last.
+    block = 64 if not gate.is_cuda else min(8192, max(256, triton.next_power_of_2(N)))
+    _pack_kernel[(M,)](
+        gate, count, index, value, stats, heavy[0], heavy[1],
+        N, 0 if stats is None else stats.stride(0), cut,
+        STEPS=encode(f), STATS=stats is not None, GATED=gated,
+        CAP=index.shape[1], BLOCK=block, num_warps=4 if block >= 1024 else 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _settle_kernel(count, heavy, rows_heavy, dense, M, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Where more than half of the rows are heavy, all are: the dense path then works on rows in their order.
+
+    dense: how many rows the dense path has. Programs read `heavy` and write `dense`, so that they do not race.
+    """
+    n = tl.load(heavy)
+    all_of_them = n * 2 > M
+    if tl.program_id(0) == 0:
+        tl.store(dense, tl.where(all_of_them, M, n))
+    if all_of_them:
+        m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(rows_heavy + m, m, mask=m < M)
+        c = tl.load(count + m, mask=m < M)
+        tl.store(count + m, tl.maximum(c, CAP + 1), mask=m < M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _list_kernel(count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """rows_heavy[:heavy] = the rows with count > CAP, BLOCK rows a program."""
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    take = (tl.load(count + m, mask=m < M, other=0) > CAP).to(tl.int32)
+    n = tl.sum(take, 0)
+    if n > 0:
+        first = tl.atomic_add(heavy, n)
+        tl.store(rows_heavy + first + tl.cumsum(take, 0) - take, m, mask=take != 0)
+
+
+def heavy_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how many, which) rows of a packed block are heavy, on the device."""
+    M = len(count)
+    heavy, rows = count.new_zeros(1), count.new_empty(M)
+    _list_kernel[(triton.cdiv(M, 1024),)](count, heavy, rows, M, CAP=cap, BLOCK=1024)
+    return heavy, rows
+
+
+def settle(count: torch.Tensor, heavy: tuple[torch.Tensor, torch.Tensor], cap: int) -> torch.Tensor:
+    """The number of rows of the dense path, [1] int32 on the device."""
+    dense = torch.empty_like(heavy[0])
+    grid = (triton.cdiv(len(count), 1024),)
+    _settle_kernel[grid](count, heavy[0], heavy[1], dense, len(count), CAP=cap, BLOCK=1024)
+    return dense
+
+
+@triton.jit
+def _dot_block(
+    x, table, id, valid, stride_t, K,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """[R] dot products of the token at `x` with table rows `id`, fp32."""
+    k = tl.arange(0, WIDTH)
+    if WHOLE:
+        token = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+        w = tl.load(
+            table + id[:, None] * stride_t + k[None, :],
+            mask=valid[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
+        return tl.sum(w.to(tl.float32) * token[None, :], 1)
+    total = tl.zeros([id.shape[0]], tl.float32)
+    for k0 in range(0, K, WIDTH):
+        kk = k0 + k
+        token = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
+        w = tl.load(
+            table + id[:, None] * stride_t + kk[None, :],
+            mask=valid[:, None] & (kk < K)[None, :],
+            other=0.0,
+        )
+        total += tl.sum(w.to(tl.float32) * token[None, :], 1)
+    return total
+
+
+@triton.jit
+def _dots_kernel(
+    x, table, bias, count, index, gates, ups, out, stats,
+    K, stride_x, stride_t, stride_s,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr, STATS: tl.constexpr, CAP: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program computes h = f(gate) * g(x . up + bias) of one row's active neurons: reads count * K numbers of `table`."""
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    r = tl.arange(0, FLIGHT)
+    size = tl.full([], 0.0, tl.float32)
+    nonzero = tl.full([], 0.0, tl.float32)
+    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
+        valid = e + r < c
+        at = m * CAP + e + r
+        id = tl.load(index + at, mask=valid, other=0).to(tl.int64)
+        u = _dot_block(x + m * stride_x, table, id, valid, stride_t, K, WIDTH, WHOLE)
+        if HAS_BIAS:
+            u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
+        if KEEP:
+            tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
+        a = evaluate(tl.load(gates + at, mask=valid, other=0.0).to(tl.float32), F_STEPS)
+        h = tl.where(valid, a * evaluate(u, G_STEPS), 0.0)
+        tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
+        if STATS:
+            size += tl.sum(tl.abs(h), 0)
+            nonzero += tl.sum((h != 0.0).to(tl.float32), 0)
+    if STATS:
+        tl.store(stats + 2 * stride_s + m, size)
+        tl.store(stats + 3 * stride_s + m, nonzero)
+
+
+def dots(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ups: torch.Tensor | None,
+    stats: torch.Tensor | None,
+    f: Program,
+    g: Program,
+) -> torch.Tensor:
+    """h [M, CAP] of the packed rows; fills `ups`, the up projection itself, where given."""
+    count, index, gates = packed
+    out = torch.empty_like(gates)
+    M, K = x.shape
+    width = _width(K, not x.is_cuda)
+    _dots_kernel[(M,)](
+        x, table, bias, count, index, gates, ups, out, stats,
+        K, x.stride(0), table.stride(0), 0 if stats is None else stats.stride(0),
+        F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
+        KEEP=ups is not None, STATS=stats is not None, CAP=index.shape[1],
+        FLIGHT=_flight(not x.is_cuda), WIDTH=width, WHOLE=width >= K, STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _weighted_rows_kernel(
+    count, index, value_a, table_a, value_b, table_b, bias, out,
+    D, stride_a, stride_b, stride_o,
+    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row."""
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    in_d = d < D
+    r = tl.arange(0, FLIGHT)
+    total = tl.zeros([WIDTH], tl.float32)
+    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
+        valid = e + r < c
+        id = tl.load(index + m * CAP + e + r, mask=valid, other=0).to(tl.int64)
+        mask = valid[:, None] & in_d[None, :]
+        v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+        v = tl.where(valid, evaluate(v, STEPS), 0.0)
+        w = tl.load(table_a + id[:, None] * stride_a + d[None, :], mask=mask, other=0.0)
+        total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+        if TWO:
+            v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+            w = tl.load(table_b + id[:, None] * stride_b + d[None, :], mask=mask, other=0.0)
+            total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+    if HAS_BIAS:
+        total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
+    tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
+
+
+def weighted_rows(
+    count: torch.Tensor,
+    index: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    steps: Program = (),
+    second: tuple[torch.Tensor, torch.Tensor] | None = None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
+
+    Rows that are heavy are left as they are.
+    """
+    M, D = out.shape
+    width = _width(D, not out.is_cuda)
+    value_b, table_b = second if second is not None else (value, table)
+    _weighted_rows_kernel[(M, triton.cdiv(D, width))](
+        count, index, value, table, value_b, table_b, bias, out,
+        D, table.stride(0), table_b.stride(0), out.stride(0),
+        STEPS=encode(steps), TWO=second is not None, HAS_BIAS=bias is not None, CAP=index.shape[1],
+        FLIGHT=_flight(not out.is_cuda), WIDTH=width, STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def slopes(
+    g, u, dh, da_extra, dh_extra, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
+):
+    """(d gate, d up, h) of active neurons from their projections and the gradient of h.
+
+    da_extra, dh_extra: the gradients of |f(gate)| and |h| that statistics add.
+    """
+    a, a_slope = dual(g, F_STEPS)
+    v, v_slope = dual(u, G_STEPS)
+    h = a * v if GATED else a
+    dh += dh_extra * ((h > 0.0).to(tl.float32) - (h < 0.0).to(tl.float32))
+    da = dh * v if GATED else dh
+    da += da_extra * ((a > 0.0).to(tl.float32) - (a < 0.0).to(tl.float32))
+    d_gate = tl.where(a_slope == 0.0, 0.0, da * a_slope)
+    d_up = tl.where(v_slope == 0.0, 0.0, dh * a * v_slope)
+    return d_gate, d_up, h
+
+
+@triton.jit
+def _gradients_kernel(
+    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
+    D, stride_y, stride_t, stride_s,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
+    CAP: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program computes the gradients of both projections, and h, of one row's active neurons."""
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    r = tl.arange(0, FLIGHT)
+    da_extra = tl.full([], 0.0, tl.float32)
+    dh_extra = tl.full([], 0.0, tl.float32)
+    if STATS:
+        da_extra = tl.load(d_stats + m)
+        dh_extra = tl.load(d_stats + 2 * stride_s + m)
+    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
+        valid = e + r < c
+        at = m * CAP + e + r
+        id = tl.load(index + at, mask=valid, other=0).to(tl.int64)
+        dh = _dot_block(dy + m * stride_y, table, id, valid, stride_t, D, WIDTH, WHOLE)
+        g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+        u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
+        dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
+        tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
+        if GATED:
+            tl.store(d_up + at, du.to(d_up.dtype.element_ty), mask=valid)
+        tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=valid)
+
+
+def gradients(
+    dy: torch.Tensor,
+    table: torch.Tensor,
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ups: torch.Tensor | None,
+    d_stats: torch.Tensor | None,
+    f: Program,
+    g: Program,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(d gate, d up, h), each [M, CAP], of the packed rows; `table` is the down projection as [N, D]."""
+    count, index, gates = packed
+    d_gate, hidden = torch.empty_like(gates), torch.empty_like(gates)
+    d_up = None if ups is None else torch.empty_like(ups)
+    M, D = dy.shape
+    width = _width(D, not dy.is_cuda)
+    _gradients_kernel[(M,)](
+        dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
+        D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
+        F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
+        CAP=index.shape[1], FLIGHT=_flight(not dy.is_cuda), WIDTH=width, WHOLE=width >= D, STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    return d_gate, d_up, hidden

@@ -1,0 +1,152 @@
+"""The feed-forward kernels against the ATen path, in the interpreter (or on a GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_inductor.epilogue.cut import cut
+from sparse_inductor.epilogue.steps import parse
+from sparse_inductor.kernels import relu_ffn as kernel
+from sparse_inductor.kernels import relu_ffn_backward as backward_kernel
+from sparse_inductor.ops import _relu_ffn_aten as aten
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAP = 16
+
+
+def make(
+    M, K=40, N=72, D=24, *, gated=True, bias=True, steps="relu", up_steps="", share=0.1, seed=0
+):
+    """Tokens and a block of which about `share` of the neurons are active."""
+    torch.manual_seed(seed)
+    draw = lambda *s: torch.randn(*s, device=DEVICE)
+    shift = torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
+    x = draw(M, K)
+    b = aten.Block(
+        draw(N, K) / K**0.5,
+        (draw(N) * 0.1 - shift) if bias else None,
+        draw(N, K) / K**0.5 if gated else None,
+        draw(N) * 0.1 if gated and bias else None,
+        draw(D, N) / 4,
+        draw(D) if bias else None,
+        parse(steps),
+        parse(up_steps),
+        cut(parse(steps)),
+    )
+    return x, b
+
+
+def empty_packed(x, b, cap=CAP):
+    M = len(x)
+    return aten.Packed(
+        torch.empty(M, dtype=torch.int32, device=DEVICE),
+        torch.empty(M, cap, dtype=torch.int16, device=DEVICE),
+        x.new_empty(M, cap),
+        x.new_empty(M if b.up is not None else 0, cap),
+    )
+
+
+def check_forward(x, b, stats=True, train=True):
+    want_stats = torch.zeros(4, len(x), device=DEVICE) if stats else None
+    got_stats = torch.full_like(want_stats, torch.nan) if stats else None
+    packed = empty_packed(x, b) if train else None
+    want = aten.forward(x, b, want_stats, empty_packed(x, b) if train else None)
+    got = kernel.forward(x, b, got_stats, packed, CAP)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    if stats:
+        torch.testing.assert_close(got_stats, want_stats, rtol=1e-4, atol=1e-4)
+
+
+SHAPES = [(1, 40, 72, 24), (37, 40, 72, 24), (33, 33, 100, 50), (70, 64, 64, 64)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_forward_agrees_with_aten(shape, gated):
+    M, K, N, D = shape
+    check_forward(*make(M, K, N, D, gated=gated))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.5, 1.0])
+def test_every_density_is_exact(share):
+    """From no active neuron to all of them: packed rows, heavy rows, and both at once."""
+    check_forward(*make(40, share=min(max(share, 1e-6), 1 - 1e-6)))
+
+
+def test_a_few_heavy_rows_among_sparse_ones():
+    x, b = make(50, share=0.05)
+    x[::9] *= 8.0
+    counts = (torch.nn.functional.linear(x, b.gate, b.gate_bias) > 0).sum(1)
+    assert (counts > CAP).sum() >= 3 and (counts <= CAP).sum() >= 30
+    check_forward(x, b)
+    check_forward(x, b, stats=False, train=False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "up_steps"),
+    [
+        ("relu | square", ""),
+        ("threshold(0.1, 0.0)", "relu"),
+        ("add(-0.2) | relu", "sigmoid"),
+        ("clamp_min(0.0)", ""),
+    ],
+)
+def test_programs(steps, up_steps):
+    check_forward(*make(20, steps=steps, up_steps=up_steps))
+
+
+@pytest.mark.parametrize("M", [1, 2, 7, 16, 20])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("share", [0.0001, 0.1, 0.9999])
+def test_decoding(M, gated, share):
+    check_forward(*make(M, gated=gated, share=share), stats=False, train=False)
+
+
+def test_rows_in_pieces(monkeypatch):
+    monkeypatch.setattr(kernel, "CHUNK", 128 * 72)
+    check_forward(*make(300, share=0.15))
+
+
+def check_backward(x, b, stats=True, needs=(True,) * 7):
+    packed = empty_packed(x, b)
+    aten.forward(x, b, None, packed)
+    dy = torch.randn(len(x), b.down.shape[0], device=DEVICE)
+    d_stats = torch.randn(4, len(x), device=DEVICE) if stats else None
+    want = aten.backward(dy, d_stats, x, b, packed, needs)
+    got = backward_kernel.backward(dy, d_stats, x, b, packed, needs)
+    for name, g, w in zip(
+        ("x", "gate", "gate_bias", "up", "up_bias", "down", "down_bias"), got, want
+    ):
+        assert (g is None) == (w is None), name
+        if g is not None:
+            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}")
+    again = backward_kernel.backward(dy, d_stats, x, b, packed, needs)
+    assert all(g is None or torch.equal(g, a) for g, a in zip(got, again)), "not the same bits"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("gated", [True, False])
+def test_backward_agrees_with_aten(shape, gated):
+    M, K, N, D = shape
+    check_backward(*make(M, K, N, D, gated=gated))
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.2, 0.5, 0.9999])
+def test_backward_at_every_density(share):
+    check_backward(*make(40, share=share))
+
+
+def test_backward_of_programs():
+    check_backward(*make(20, steps="relu | square", up_steps="relu"), stats=False)
+    check_backward(*make(20, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))
+
+
+def test_only_what_is_needed():
+    check_backward(*make(20), needs=(True, False, False, False, False, False, False))
+    check_backward(*make(20), needs=(False, True, False, False, True, False, True))
+
+
+def test_backward_in_pieces(monkeypatch):
+    monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
+    check_backward(*make(300, share=0.2))
