@@ -70,7 +70,7 @@ def forward(
     if packed is None and stats is None and decode.applies(x, b):
         return decode.forward(x, b, y)
     up = None if b.up is None else rows_of_table(b.up)
-    table = rows_of_table(b.down.t())
+    table = rows.by_neuron(b.down)
     for part in chunks(M, N, CHUNK):
         m = part.stop - part.start
         gate = F.linear(x[part], b.gate, b.gate_bias)

@@ -186,7 +186,7 @@ def backward(
     cap = packed.index.shape[1]
     gated = b.up is not None
     gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
-    table = rows_of_table(b.down.t())
+    table = rows.by_neuron(b.down)
 
     def like(t: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         return (
@@ -196,7 +196,8 @@ def backward(
         )
 
     sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias)
-    dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd = map(like, sources, needs)
+    dx, d_wg, d_bg, d_wu, d_bu, _, d_bd = map(like, sources, needs)
+    d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if needs[5] else None
     entries = packed.count, packed.index, packed.gate
     d_gate, d_up, h = rows.gradients(
         dy, table, entries, packed.up if gated else None, d_stats, b.f, b.g
@@ -206,8 +207,7 @@ def backward(
         rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
     by_gate = d_wg is not None or d_bg is not None
     by_up = d_wu is not None or d_bu is not None
-    d_table = None if d_wd is None else torch.empty_like(table)
-    if by_gate or by_up or d_wd is not None:
+    if by_gate or by_up or d_table is not None:
         lists = token_lists(packed.count, packed.index, N)
         if by_gate or by_up:
             # What is not wanted has a place to go all the same: one kernel makes both.
@@ -217,8 +217,9 @@ def backward(
         if d_table is not None:
             _by_neuron(lists, dy, h, d_table, None, cap)
     _dense_rows(dy, d_stats, x, b, packed.count, cap, dx, (d_wg, d_bg), (d_wu, d_bu), d_table)
-    if d_wd is not None and d_table is not None:
-        d_wd.copy_(d_table.t())
+    d_wd = None
+    if d_table is not None:
+        d_wd = rows.by_neuron(d_table)
     if d_bd is not None:
         torch.sum(dy, 0, out=d_bd)
     return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]

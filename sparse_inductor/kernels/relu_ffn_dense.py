@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparse_inductor.epilogue.steps import Program
 
@@ -34,6 +35,28 @@ def _programs(t: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(t.device).multi_processor_count
 
 
+def _boxes(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor | TensorDescriptor:
+    """A matrix for the bulk copy engine, in boxes of rows x columns, where the GPU has one and the strides allow it."""
+    aligned = (
+        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+    )
+    able = (
+        t.is_cuda and torch.cuda.get_device_capability(t.device)[0] >= 9 and t.element_size() == 2
+    )
+    return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else t
+
+
+def _launches(
+    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tile: dict[str, int]
+) -> list[tuple]:
+    """(mode, a, b, out) of each launch of a product of listed rows."""
+    BM, BN, BK = tile["BM"], tile["BN"], tile["BK"]
+    boxes = _boxes(a, BM, BK), _boxes(b, BN, BK), _boxes(out, BM, BN)
+    if all(isinstance(t, TensorDescriptor) for t in boxes):
+        return [(WHOLE.value, *boxes), (PART.value, a, b, out)]
+    return [(ANY.value, a, b, out)]
+
+
 def _precision(t: torch.Tensor) -> str:
     fast = t.is_cuda and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if fast and t.dtype == torch.float32 else "ieee"
@@ -48,35 +71,55 @@ def _tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr):
     return group * GROUP + r % size, r // size
 
 
+# How a kernel of listed rows is run: as it is; or as two launches, of which the device lets one do the work.
+ANY = tl.constexpr(0)
+WHOLE = tl.constexpr(1)  # only where every row is listed, in order: through the bulk copy engine
+PART = tl.constexpr(2)  # only where some are not
+
+
+@triton.jit
+def _rows_to_do(length, M, MODE: tl.constexpr):
+    n = tl.load(length)
+    if MODE == WHOLE:
+        n = tl.where(n == M, n, 0)
+    elif MODE == PART:
+        n = tl.where(n == M, 0, n)
+    return n
+
+
 @triton.jit
 def _dot_tile(
-    acc, a, a_rows, in_m, stride_am, stride_ak, b, cols, in_n, stride_bn, stride_bk, K,
-    BK: tl.constexpr, PRECISION: tl.constexpr,
+    acc, a, m0, a_rows, in_m, stride_am, stride_ak, b, n0, cols, in_n, stride_bn, stride_bk, K,
+    MODE: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + A[a_rows] @ B[cols]^T, the sum over K."""
-    a_ptr = a + a_rows[:, None] * stride_am
-    b_ptr = b + cols[None, :] * stride_bn
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        x = tl.load(
-            a_ptr + k[None, :] * stride_ak, mask=in_m[:, None] & (k < K)[None, :], other=0.0
-        )
-        w = tl.load(
-            b_ptr + k[:, None] * stride_bk, mask=in_n[None, :] & (k < K)[:, None], other=0.0
-        )
-        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+    """acc + A[a_rows] @ B[cols]^T, the sum over K. With WHOLE, a and b are descriptors of boxes from rows m0 and n0 on."""
+    if MODE == WHOLE:
+        for k in range(0, K, BK):
+            acc = tl.dot(a.load([m0, k]), b.load([n0, k]).T, acc)
+    else:
+        a_ptr = a + a_rows[:, None] * stride_am
+        b_ptr = b + cols[None, :] * stride_bn
+        for k0 in range(0, K, BK):
+            k = k0 + tl.arange(0, BK)
+            v = tl.load(
+                a_ptr + k[None, :] * stride_ak, mask=in_m[:, None] & (k < K)[None, :], other=0.0
+            )
+            w = tl.load(
+                b_ptr + k[:, None] * stride_bk, mask=in_n[None, :] & (k < K)[:, None], other=0.0
+            )
+            acc = tl.dot(v, w, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
 def _hidden_kernel(
     x, up, bias, gate, rows, length,
-    N, K, stride_xm, stride_xk, stride_un, stride_uk, CUT,
+    M, N, K, stride_xm, stride_xk, stride_un, stride_uk, CUT, MODE: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous."""
-    n_rows = tl.load(length)
+    n_rows = _rows_to_do(length, M, MODE)
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(n_rows, BM)
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -87,22 +130,29 @@ def _hidden_kernel(
         n = pn * BN + tl.arange(0, BN)
         in_n = n < N
         col = tl.where(in_n, n, 0).to(tl.int64)
-        at = gate + row[:, None] * N + col[None, :]
-        mask = in_m[:, None] & in_n[None, :]
         if GATED:
             u = tl.zeros([BM, BN], tl.float32)
             u = _dot_tile(
-                u, x, row, in_m, stride_xm, stride_xk, up, col, in_n, stride_un, stride_uk, K, BK, PRECISION
+                u, x, pm * BM, row, in_m, stride_xm, stride_xk,
+                up, pn * BN, col, in_n, stride_un, stride_uk, K, MODE, BK, PRECISION
             )  # fmt: skip
             if HAS_BIAS:
                 u += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
-            g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            h = evaluate(g, F_STEPS) * evaluate(u, G_STEPS)
+        # After the product: pointers to a whole tile take more registers than its accumulator.
+        if MODE == WHOLE:
+            g = gate.load([pm * BM, pn * BN]).to(tl.float32)
         else:
+            at = gate + row[:, None] * N + col[None, :]
+            mask = in_m[:, None] & in_n[None, :]
             g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-            h = evaluate(g, F_STEPS)
+        h = evaluate(g, F_STEPS)
+        if GATED:
+            h = h * evaluate(u, G_STEPS)
         h = tl.where(g <= CUT, 0.0, h)
-        tl.store(at, h.to(gate.dtype.element_ty), mask=mask)
+        if MODE == WHOLE:
+            gate.store([pm * BM, pn * BN], h.to(gate.dtype))
+        else:
+            tl.store(at, h.to(gate.dtype.element_ty), mask=mask)
 
 
 def hidden(
@@ -118,12 +168,14 @@ def hidden(
 ) -> None:
     """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
     table = x if up is None else up
-    _hidden_kernel[(_programs(x),)](
-        x, up, bias, gate, rows, length,
-        gate.shape[1], x.shape[1], x.stride(0), x.stride(1), table.stride(0), table.stride(1), cut,
-        F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-        PRECISION=_precision(x), **_tile(x),
-    )  # fmt: skip
+    tile = _tile(x)
+    for mode, a, b, out in _launches(x, table, gate, tile):
+        _hidden_kernel[(_programs(x),)](
+            a, b, bias, out, rows, length,
+            *gate.shape, x.shape[1], *x.stride(), *table.stride(), cut, mode,
+            F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
+            PRECISION=_precision(x), **tile,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -156,12 +208,12 @@ def row_stats(
 @triton.jit
 def _product_kernel(
     a, b, c, d, bias, out, rows, length,
-    N, K, stride_am, stride_ak, stride_bn, stride_bk, stride_cm, stride_ck, stride_dn, stride_dk, stride_om,
-    A_LISTED: tl.constexpr, OUT_LISTED: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    M, N, K, stride_am, stride_ak, stride_bn, stride_bk, stride_cm, stride_ck, stride_dn, stride_dk, stride_om,
+    MODE: tl.constexpr, A_LISTED: tl.constexpr, OUT_LISTED: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = A B^T (+ C D^T) + bias, entry i of the list being row rows[i] of what is LISTED and row i of what is not."""
-    n_rows = tl.load(length)
+    n_rows = _rows_to_do(length, M, MODE)
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(n_rows, BM)
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -176,17 +228,22 @@ def _product_kernel(
         source = row if A_LISTED else near
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _dot_tile(
-            acc, a, source, in_m, stride_am, stride_ak, b, col, in_n, stride_bn, stride_bk, K, BK, PRECISION
+            acc, a, pm * BM, source, in_m, stride_am, stride_ak,
+            b, pn * BN, col, in_n, stride_bn, stride_bk, K, MODE, BK, PRECISION
         )  # fmt: skip
         if TWO:
             acc = _dot_tile(
-                acc, c, source, in_m, stride_cm, stride_ck, d, col, in_n, stride_dn, stride_dk, K, BK, PRECISION
+                acc, c, pm * BM, source, in_m, stride_cm, stride_ck,
+                d, pn * BN, col, in_n, stride_dn, stride_dk, K, MODE, BK, PRECISION
             )  # fmt: skip
         if HAS_BIAS:
             acc += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        target = row if OUT_LISTED else near
-        at = out + target[:, None] * stride_om + col[None, :]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+        if MODE == WHOLE:
+            out.store([pm * BM, pn * BN], acc.to(out.dtype))
+        else:
+            target = row if OUT_LISTED else near
+            at = out + target[:, None] * stride_om + col[None, :]
+            tl.store(at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
 def product(
@@ -202,13 +259,18 @@ def product(
     bias: torch.Tensor | None = None,
 ) -> None:
     """out = a @ b^T (+ second[0] @ second[1]^T) + bias for listed rows. b: [N, K], any strides; see the kernel."""
-    c, d = second if second is not None else (a, b)
-    _product_kernel[(_programs(a),)](
-        a, b, c, d, bias, out, rows, length,
-        b.shape[0], b.shape[1], *a.stride(), *b.stride(), *c.stride(), *d.stride(), out.stride(0),
-        A_LISTED=a_listed, OUT_LISTED=out_listed,
-        TWO=second is not None, HAS_BIAS=bias is not None, PRECISION=_precision(a), **_tile(a),
-    )  # fmt: skip
+    tile = _tile(a)
+    c, d = second or (a, b)
+    first, then = _launches(a, b, out, tile), _launches(c, d, out, tile)
+    if len(first) != len(then):  # one of the two products cannot go through the bulk copy engine
+        first, then = [(ANY.value, a, b, out)], [(ANY.value, c, d, out)]
+    for (mode, p, q, to), (_, r, s, _) in zip(first, then):
+        _product_kernel[(_programs(a),)](
+            p, q, r, s, bias, to, rows, length,
+            a.shape[0], b.shape[0], b.shape[1], *a.stride(), *b.stride(), *c.stride(), *d.stride(), out.stride(0),
+            mode, A_LISTED=a_listed, OUT_LISTED=out_listed,
+            TWO=second is not None, HAS_BIAS=bias is not None, PRECISION=_precision(a), **tile,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -16,7 +16,16 @@ from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import dual, encode, evaluate
 
-__all__ = ["dots", "gradients", "heavy_rows", "pack", "settle", "slopes", "weighted_rows"]
+__all__ = [
+    "by_neuron",
+    "dots",
+    "gradients",
+    "heavy_rows",
+    "pack",
+    "settle",
+    "slopes",
+    "weighted_rows",
+]
 
 # Columns of a table row that a program holds at once: 2 048 fp32 are 16 registers of 128 threads.
 WIDTH = 2048
@@ -121,19 +130,23 @@ def _settle_kernel(count, heavy, rows_heavy, dense, M, CAP: tl.constexpr, BLOCK:
 
 @triton.jit(do_not_specialize=["M"])
 def _list_kernel(count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """rows_heavy[:heavy] = the rows with count > CAP, BLOCK rows a program."""
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """rows_heavy[:heavy] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before it."""
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for p in range(0, tl.program_id(0)):
+        before += (tl.load(count + p * BLOCK + lanes) > CAP).to(tl.int32)
+    m = tl.program_id(0) * BLOCK + lanes
     take = (tl.load(count + m, mask=m < M, other=0) > CAP).to(tl.int32)
-    n = tl.sum(take, 0)
-    if n > 0:
-        first = tl.atomic_add(heavy, n)
-        tl.store(rows_heavy + first + tl.cumsum(take, 0) - take, m, mask=take != 0)
+    first = tl.sum(before, 0)
+    tl.store(rows_heavy + first + tl.cumsum(take, 0) - take, m, mask=take != 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(heavy, first + tl.sum(take, 0))
 
 
 def heavy_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(how many, which) rows of a packed block are heavy, on the device."""
     M = len(count)
-    heavy, rows = count.new_zeros(1), count.new_empty(M)
+    heavy, rows = count.new_empty(1), count.new_empty(M)
     _list_kernel[(triton.cdiv(M, 1024),)](count, heavy, rows, M, CAP=cap, BLOCK=1024)
     return heavy, rows
 
@@ -144,6 +157,38 @@ def settle(count: torch.Tensor, heavy: tuple[torch.Tensor, torch.Tensor], cap: i
     grid = (triton.cdiv(len(count), 1024),)
     _settle_kernel[grid](count, heavy[0], heavy[1], dense, len(count), CAP=cap, BLOCK=1024)
     return dense
+
+
+@triton.jit
+def _transpose_kernel(
+    weight, out, D, N, stride_d, stride_n, stride_o, BD: tl.constexpr, BN: tl.constexpr
+):
+    """A program copies a tile of weight [D, N] to out [N, D]."""
+    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    mask = (d < D)[:, None] & (n < N)[None, :]
+    t = tl.load(
+        weight + d[:, None].to(tl.int64) * stride_d + n[None, :].to(tl.int64) * stride_n,
+        mask=mask,
+        other=0.0,
+    )
+    tl.store(
+        out + n[:, None].to(tl.int64) * stride_o + d[None, :], tl.trans(t), mask=tl.trans(mask)
+    )
+
+
+def by_neuron(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it)."""
+    if weight.stride(0) == 1:
+        return weight.t()
+    D, N = weight.shape
+    out = weight.new_empty(N, D)
+    # 64 x 64 at 16 bits: 128-byte runs on both sides.
+    tile = 64 if weight.is_cuda else 32
+    _transpose_kernel[(triton.cdiv(D, tile), triton.cdiv(N, tile))](
+        weight, out, D, N, *weight.stride(), out.stride(0), BD=tile, BN=tile, num_warps=4
+    )
+    return out
 
 
 @triton.jit

@@ -1,0 +1,355 @@
+"""ReLU feed-forward block: down(relu(gate(x)) * up(x)), most of whose hidden activations are zero.
+
+Contenders, in one process and in turn: the block as users write it, compiled ("compile"), and the same module compiled
+after `sparse_inductor.enable()` ("ours"). Data: pattern I draws the active neurons of every row independently; in pattern
+C the rows of a 2 048-token sequence draw five sixths of theirs from 512 neurons of that sequence. Rows are uneven.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.bench import Bench, Label, compiled, ratio, rewritten
+from benchmarks.measure import Timing, Work, race
+from benchmarks.publish import Point
+
+INFERENCE, TRAINING = "inference", "forward + backward"
+POOL, SEQUENCE, CODE = 512, 2048, 64
+
+
+def run(bench: Bench) -> None:
+    """Measure everything for this device."""
+    bench.section(bench.measure_limits)
+    for section in GPU if bench.cuda else CPU:
+        bench.section(section, bench)
+    bench.save()
+    if bench.sweep and bench.cuda:
+        bench.section(_sweeps, bench)
+
+
+# --- The work ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """M tokens [M, K], N neurons; `layers` blocks of their own weights run one after the other."""
+
+    M: int
+    K: int = 2048
+    N: int = 5632
+    gated: bool = True
+    layers: int = 1
+
+    def __str__(self) -> str:
+        return f"M{self.M} K{self.K} N{self.N}" + ("" if self.gated else " not gated")
+
+
+class Gated(nn.Module):
+    """Llama's block with hidden_act="relu"."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Parameter(t) for t in (gate, up, down))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.relu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+class Plain(nn.Module):
+    """The block of Vaswani et al., without biases."""
+
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(up), nn.Parameter(down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.relu(F.linear(x, self.up)), self.down)
+
+
+class Case:
+    """Random data whose gates are positive for a share of the neurons.
+
+    A gate is noise (scaled by the row: rows are uneven) plus, in pattern C, how well the neuron fits the row's sequence,
+    less a threshold. All of it is in x and the gate weights: 64 features carry the sequence and one is constant.
+    heavy: a share of the rows has so many active neurons instead.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        share: float = 30 / 5632,
+        pattern: str = "I",
+        heavy: tuple[float, float] | None = None,
+    ) -> None:
+        torch.manual_seed(0)
+        self.shape, self.pattern = shape, pattern
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        M, K, N = shape.M, shape.K, shape.N
+        like: dict[str, Any] = {"device": device, "dtype": self.dtype}
+        noise = K - CODE - 1
+        uneven = (1 + 0.2 * torch.randn(M, 1, device=device)).clamp(0.5, 1.5)
+        x = torch.randn(M, K, **like)
+        x[:, :noise] *= uneven.to(self.dtype)
+        sequences = F.normalize(torch.randn(-(-M // SEQUENCE), CODE, device=device), dim=1)
+        x[:, noise : noise + CODE] = sequences.repeat_interleave(SEQUENCE, 0)[:M].to(self.dtype)
+        x[:, -1] = 1
+        self.blocks: list[nn.Module] = []
+        for _ in range(shape.layers):
+            gate = torch.randn(N, K, **like).mul_(noise**-0.5)
+            if pattern == "I":
+                gate[:, noise:] = 0
+            else:
+                gate[:, noise : noise + CODE] *= noise**0.5  # the fit is N(0, 1)
+                gate[:, -1] = 0
+                gate[:, noise : noise + CODE] *= _coupling(x, gate, noise, share)
+            part = x[torch.randperm(M, device=device)[:1024]]
+            values = (part @ gate.T).float().flatten().sort().values
+            threshold = values[int((1 - share) * (len(values) - 1))].item()
+            gate[:, -1] = -threshold
+            if heavy is not None:
+                rows, much = heavy
+                lower = values[int((1 - much) * (len(values) - 1))].item()
+                x[torch.randperm(M, device=device)[: int(rows * M)], -1] = lower / threshold
+            down = torch.randn(K, N, **like).mul_(0.2)
+            if shape.gated:
+                up = torch.randn(N, K, **like).mul_(K**-0.5)
+                self.blocks.append(Gated(gate, up, down))
+            else:
+                self.blocks.append(Plain(gate, down))
+        self.x = x
+        first = self.blocks[0]
+        weight = first.gate if isinstance(first, Gated) else first.up
+        with torch.no_grad():
+            count = (F.linear(x[:8192], weight) > 0).sum(1).float()
+        self.active, self.most = count.mean().item(), int(count.max())
+        self.grad = torch.randn(M, K, **like)
+
+    @property
+    def label(self) -> str:
+        """For the tables: the shape and what is active."""
+        return f"{self.shape} {self.pattern}, {self.active:.3g} active"
+
+    def contender(self, name: str, kind: str) -> Work:
+        """One way of running the blocks; compiled in its first call."""
+        make = compiled if name == "compile" else lambda m: rewritten(m, "relu_ffn")
+        programs = [make(block) for block in self.blocks[:1]]
+        if len(self.blocks) > 1:
+            programs = [make(block) for block in self.blocks]
+        x = self.x
+
+        def inference() -> Tensor:
+            with torch.no_grad():
+                for program in programs:
+                    y = program(x)
+            return y
+
+        leaf = x.detach().requires_grad_(kind == TRAINING)
+        inputs = (leaf, *self.blocks[0].parameters())
+
+        def training() -> tuple[Tensor, ...]:
+            y = programs[0](leaf)
+            return (y, *torch.autograd.grad(y, inputs, self.grad))
+
+        return training if kind == TRAINING else inference
+
+    def works(self, kind: str, graphs: bool, remark: str = "") -> dict[Label, Work]:
+        """What `Bench.race` takes."""
+        found: dict[Label, Work] = {}
+        for name in ("compile", "ours"):
+            work = self.contender(name, kind)
+            found[f"{self.label}{remark}, {kind}", name] = _graphed(work) if graphs else work
+        return found
+
+
+def _coupling(x: Tensor, gate: Tensor, noise: int, share: float) -> float:
+    """The factor of the fit at which five sixths of the active neurons are among the POOL that fit best."""
+    rows = x[:: max(1, len(x) // 256)][:256].float()
+    g = gate.float()
+    random = rows[:, :noise] @ g[:, :noise].T
+    fit = rows[:, noise:-1] @ g[:, noise:-1].T
+    pool = torch.zeros_like(fit, dtype=torch.bool)
+    pool.scatter_(1, fit.topk(min(POOL, fit.shape[1]), dim=1).indices, True)
+    best, found = 1.0, 2.0
+    for step in range(1, 80):
+        values = random + 0.05 * step * fit
+        ordered = values.flatten().sort().values
+        active = values > ordered[int((1 - share) * (len(ordered) - 1))]
+        away = abs((active & pool).sum().item() / max(1, active.sum().item()) - 5 / 6)
+        if away < found:
+            best, found = 0.05 * step, away
+    return best
+
+
+def _graphed(work: Work) -> Work:
+    """The work as one CUDA graph: what the host costs is not what is measured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def _compare(
+    bench: Bench,
+    case: Case,
+    kind: str,
+    name: str,
+    floor: float | None = None,
+    goal: float | None = None,
+    graphs: bool = False,
+) -> dict[Label, Timing]:
+    """Race both, and a row with the ratio."""
+    works = case.works(kind, graphs)
+    taken = bench.race(works, 0.2 if bench.quick else 1.0 if bench.cuda else 10.0, weigh=False)
+    theirs, mine = taken.values()
+    note = f"{theirs.ms:.4g} ms / {mine.ms:.4g} ms; {case.active:.3g} active a row, {case.most} at most"
+    bench.row(f"{name}: time, compile over ours", ratio(theirs, mine), "x", floor, goal, True, note)
+    return taken
+
+
+# --- The tables -------------------------------------------------------------------------------------------------------
+
+
+def _small(bench: Bench, M: int) -> int:
+    return min(M, 64) if bench.quick else M
+
+
+def _inference(bench: Bench) -> None:
+    """Many tokens, both patterns."""
+    limits = {
+        (131072, "I"): (1.6, 2.2), (131072, "C"): (1.9, 2.7), (8192, "I"): (1.5, 1.8), (8192, "C"): (1.6, 2.3),
+        (2048, "I"): (1.25, 1.5),
+    }  # fmt: skip
+    for (M, pattern), (floor, goal) in limits.items():
+        case = Case(Shape(_small(bench, M)), bench.device, pattern=pattern)
+        name = f"inference, {M} tokens, {pattern}"
+        _compare(bench, case, INFERENCE, name, floor, goal, graphs=M <= 8192)
+        del case
+        gc.collect()
+
+
+def _decode(bench: Bench) -> None:
+    """A few rows through six blocks in one CUDA graph."""
+    for M, floor, goal in ((1, 2.0, 2.8), (16, 1.25, 1.9)):
+        case = Case(Shape(M, layers=6), bench.device)
+        name = f"decode under CUDA graphs, {M} row{'s' * (M > 1)}, six blocks"
+        _compare(bench, case, INFERENCE, name, floor, goal, graphs=True)
+
+
+def _not_gated(bench: Bench) -> None:
+    case = Case(Shape(_small(bench, 4096), N=8192, gated=False), bench.device, share=30 / 8192)
+    _compare(bench, case, INFERENCE, "not gated, N 8192, 4096 tokens", 1.2, 1.6, graphs=True)
+
+
+def _training(bench: Bench) -> None:
+    """A training step, and what is kept between its forward and backward."""
+    case = Case(Shape(_small(bench, 8192)), bench.device)
+    _compare(bench, case, TRAINING, "training step, 8192 tokens, I", 1.7, 2.4)
+    kept = {name: _kept(case, name) for name in ("compile", "ours")}
+    note = (
+        " / ".join(f"{kept[n] / 2**20:,.1f} MiB" for n in ("ours", "compile"))
+        + " beyond the output"
+    )
+    value = kept["ours"] / max(1, kept["compile"])
+    bench.row(
+        "training memory saved for backward, ours over compile", value, "x", 0.4, 0.15, note=note
+    )
+
+
+def _kept(case: Case, name: str) -> int:
+    """Bytes that live between forward and backward, without output and inputs."""
+    program = (compiled if name == "compile" else lambda m: rewritten(m, "relu_ffn"))(
+        case.blocks[0]
+    )
+    leaf = case.x.detach().requires_grad_()
+    for _ in range(2):
+        program(leaf).sum().backward()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = program(leaf)
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated() - before - y.nbytes
+
+
+def _half_active(bench: Bench) -> None:
+    """An untrained model: it must not cost."""
+    for M, kind, layers in ((8192, INFERENCE, 1), (2048, INFERENCE, 1), (16, INFERENCE, 6), (1, INFERENCE, 6), (8192, TRAINING, 1)):  # fmt: skip
+        case = Case(Shape(_small(bench, M), layers=layers), bench.device, share=0.5)
+        name = f"half the gates active, {M} row{'s' * (M > 1)}, {kind}"
+        _compare(bench, case, kind, name, 0.9, 0.99, graphs=kind == INFERENCE)
+
+
+def _heavy_rows(bench: Bench) -> None:
+    """One row in a hundred with 900 active neurons, against the same without them."""
+    shape = Shape(_small(bench, 8192))
+    works: dict[Label, Work] = {}
+    for heavy in (None, (0.01, 900 / 5632)):
+        case = Case(shape, bench.device, heavy=heavy)
+        works[f"{shape}, {'1 % heavy rows' if heavy else 'no heavy rows'}", "ours"] = _graphed(
+            case.contender("ours", INFERENCE)
+        )
+    without, beside = bench.race(works, weigh=False).values()
+    note = f"{without.ms:.4g} ms / {beside.ms:.4g} ms"
+    bench.row("1 % of rows with 900 active, speed over that without them", ratio(without, beside), "x", 0.9, 0.97, True, note)  # fmt: skip
+
+
+def _other_shapes(bench: Bench) -> None:
+    for M, K, N in ((8191, 768, 3072), (4097, 4096, 14336), (2049, 8192, 28672)):
+        case = Case(Shape(_small(bench, M), K, N), bench.device)
+        _compare(bench, case, INFERENCE, f"other shapes: {M} tokens, K {K}, N {N}", graphs=True)
+
+
+def _cpu_decode(bench: Bench) -> None:
+    case = Case(Shape(1), bench.device, share=0.01)
+    _compare(bench, case, INFERENCE, "CPU fp32 decode of one row, 1 % active", 1.5, 2.5)
+
+
+def _cpu_half_active(bench: Bench) -> None:
+    case = Case(Shape(_small(bench, 64)), bench.device, share=0.5)
+    _compare(bench, case, INFERENCE, "CPU fp32, 64 rows, half the gates active", 0.9, 0.99)
+
+
+GPU: Sequence[Callable[[Bench], None]] = (
+    _inference, _decode, _not_gated, _training, _half_active, _heavy_rows, _other_shapes,
+)  # fmt: skip
+CPU: Sequence[Callable[[Bench], None]] = (_cpu_decode, _cpu_half_active)
+
+
+# --- Sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def _sweeps(bench: Bench) -> None:
+    """Inference over the number of tokens, and over the active neurons a row."""
+    bench.results.fixed = {"M": 8192, "active": 30}
+    tokens = [64] if bench.quick else [1, 16, 64, 256, 1024, 4096, 16384, 65536]
+    active = [30] if bench.quick else [8, 15, 30, 60, 90, 120, 240, 1000, 2800]
+    for axis, sizes in (("M", tokens), ("active", active)):
+        for size in sizes:
+            M = size if axis == "M" else _small(bench, 8192)
+            share = (30 if axis == "M" else size) / 5632
+            for name in ("compile", "ours"):
+                ms = None
+                if not bench.late():
+                    torch._dynamo.reset()
+                    work = Case(Shape(M), bench.device, share).contender(name, INFERENCE)
+                    work = _graphed(work) if M <= 8192 else work
+                    ms = race({name: work}, bench.device, 0.1 if bench.quick else 0.3, (3, 20))[
+                        name
+                    ].ms
+                note = "" if ms else "not measured: out of time"
+                bench.results.points.append(Point(axis, size, name, ms, None, note))
+        bench.save()

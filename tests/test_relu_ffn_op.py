@@ -1,0 +1,231 @@
+"""The operator relu_ffn: values, gradients, statistics, errors, torch.library's own checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+import sparse_inductor
+from sparse_inductor.epilogue.cut import cut
+from sparse_inductor.epilogue.steps import parse
+from sparse_inductor.ops.relu_ffn import capacity
+
+relu_ffn = sparse_inductor.ops.relu_ffn
+K, N, D = 6, 20, 5
+
+
+def weights(dtype=torch.float64, gated=True, bias=True, N=N, requires_grad=False):
+    torch.manual_seed(0)
+    draw = lambda *s: torch.randn(*s, dtype=dtype).div(2).requires_grad_(requires_grad)
+    return {
+        "gate": draw(N, K),
+        "down": draw(D, N),
+        "up": draw(N, K) if gated else None,
+        "gate_bias": draw(N) if bias else None,
+        "up_bias": draw(N) if gated and bias else None,
+        "down_bias": draw(D) if bias else None,
+    }
+
+
+def dense(x, w, f=F.relu, g=lambda u: u):
+    a = f(F.linear(x, w["gate"], w["gate_bias"]))
+    h = a if w["up"] is None else a * g(F.linear(x, w["up"], w["up_bias"]))
+    return F.linear(h, w["down"], w["down_bias"]), a, h
+
+
+def tokens(*shape, dtype=torch.float64, requires_grad=False):
+    torch.manual_seed(1)
+    return torch.randn(*shape, K, dtype=dtype).requires_grad_(requires_grad)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("lead", [(), (1,), (7,), (2, 3), (0,), (2, 0, 3)])
+def test_values(gated, bias, lead):
+    x, w = tokens(*lead), weights(gated=gated, bias=bias)
+    torch.testing.assert_close(relu_ffn(x, **w), dense(x, w)[0])
+
+
+@pytest.mark.parametrize(
+    ("steps", "f"),
+    [
+        ("relu | square", lambda z: F.relu(z) ** 2),
+        ("threshold(0.1, 0.0)", lambda z: F.threshold(z, 0.1, 0.0)),
+        ("add(-0.3) | relu", lambda z: F.relu(z - 0.3)),
+        ("clamp_min(0.0) | clamp_max(6.0)", F.relu6),
+        ("relu | mul(-2.0)", lambda z: -2 * F.relu(z)),
+    ],
+)
+def test_programs(steps, f):
+    x, w = tokens(9), weights()
+    got = relu_ffn(x, **w, gate_steps=steps, up_steps="sigmoid")
+    torch.testing.assert_close(got, dense(x, w, f, torch.sigmoid)[0])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients(gated):
+    x, w = tokens(4, requires_grad=True), weights(gated=gated, requires_grad=True)
+    names = [k for k, v in w.items() if v is not None]
+
+    def fn(x, *ws):
+        return relu_ffn(x, **{**w, **dict(zip(names, ws))}, gate_steps="relu | square")
+
+    assert gradcheck(fn, (x, *(w[k] for k in names)))
+
+
+def test_gradients_of_statistics():
+    x, w = tokens(4, requires_grad=True), weights(requires_grad=True)
+
+    def fn(x, gate, up):
+        y, stats = relu_ffn(x, **{**w, "gate": gate, "up": up}, return_stats=True)
+        return y.sum(), stats[0].double(), stats[2].double()
+
+    y, a, h = fn(x, w["gate"], w["up"])
+    want_y, want_a, want_h = dense(x, w)
+    torch.testing.assert_close(a, want_a.abs().sum(-1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(h, want_h.abs().sum(-1), rtol=1e-6, atol=1e-6)
+    got = torch.autograd.grad(y + 2 * a.sum() + 3 * h.sum(), (x, w["gate"], w["up"]))
+    loss = want_y.sum() + 2 * want_a.abs().sum() + 3 * want_h.abs().sum()
+    want = torch.autograd.grad(loss, (x, w["gate"], w["up"]))
+    torch.testing.assert_close(got, want)
+
+
+def test_counts():
+    x, w = tokens(2, 3), weights()
+    _, stats = relu_ffn(x, **w, return_stats=True)
+    _, a, h = dense(x, w)
+    assert stats.shape == (4, 2, 3) and stats.dtype == torch.float32
+    assert torch.equal(stats[1], (a != 0).sum(-1).float())
+    assert torch.equal(stats[3], (h != 0).sum(-1).float())
+
+
+def test_rows_beyond_the_capacity_have_exact_gradients():
+    """Rows with all 200 neurons active beside rows with none: nothing is dropped, nothing is saved for them."""
+    wide = 200
+    w = weights(N=wide, requires_grad=True)
+    x = tokens(8, requires_grad=True)
+    with torch.no_grad():
+        w["gate_bias"].fill_(5.0)
+        x[::2] *= 0.01
+    active = (F.linear(x, w["gate"], w["gate_bias"]) > 0).sum(1)
+    assert active.max() > capacity(wide)
+    leaves = [x, *(t for t in w.values() if t is not None)]
+    got = torch.autograd.grad(relu_ffn(x, **w).square().sum(), leaves)
+    want = torch.autograd.grad(dense(x, w)[0].square().sum(), leaves)
+    torch.testing.assert_close(got, want)
+
+
+def test_what_is_saved_for_the_backward():
+    x, w = tokens(64, requires_grad=True), weights(N=4096)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        relu_ffn(x, **w)
+    own = {t.data_ptr() for t in (x, *w.values()) if t is not None}
+    kept = sum(t.nbytes for t in saved if t.data_ptr() not in own)
+    assert kept < 0.1 * 2 * 64 * 4096 * 8, "the dense gate and up projections would be twice M * N"
+
+
+@pytest.mark.parametrize("M", [1, 3])
+def test_decoding_reads_few_neurons(M):
+    """Sparse rows take the path that gathers weights: same values as the dense one."""
+    w = weights(N=512, dtype=torch.float32)
+    w["gate_bias"].fill_(-1.8)
+    x = tokens(M, dtype=torch.float32)
+    torch.testing.assert_close(relu_ffn(x, **w), dense(x, w)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_nan_reaches_the_output():
+    x, w = tokens(3), weights()
+    x[1, 2] = float("nan")
+    y = relu_ffn(x, **w)
+    assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+def test_strided_inputs():
+    x, w = tokens(9), weights()
+    w = {k: v if v is None or v.dim() == 1 else v.t().contiguous().t() for k, v in w.items()}
+    wide = torch.stack([x, x], -1).flatten(-2)[:, ::2]
+    torch.testing.assert_close(relu_ffn(wide, **w), dense(x, w)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_as_close_to_the_truth_as_the_dense_block(dtype):
+    w = weights(dtype=dtype, N=256)
+    x = tokens(32, dtype=dtype)
+    truth = dense(x.double(), {k: None if v is None else v.double() for k, v in w.items()})[0]
+    ours = (relu_ffn(x, **w).double() - truth).square().mean()
+    theirs = (dense(x, w)[0].double() - truth).square().mean()
+    assert ours <= 1.1 * theirs
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("stats", [True, False])
+def test_opcheck(train, stats):
+    w = weights(dtype=torch.float32, requires_grad=train)
+    x = tokens(2, 3, dtype=torch.float32, requires_grad=train)
+    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+    args = (x, *(w[k] for k in order), "relu", "", stats)
+    torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
+
+
+def test_autocast():
+    x, w = tokens(4, dtype=torch.float32), weights(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relu_ffn(x, **w).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (
+            {"gate": torch.zeros(N, 3)},
+            ValueError,
+            "gate must be [N, K] with K = 6, got shape (20, 3)",
+        ),
+        (
+            {"down": torch.zeros(D, 7)},
+            ValueError,
+            "down must be [D, N] with N = 20, got shape (5, 7)",
+        ),
+        ({"up": torch.zeros(7, K)}, ValueError, "up must be [N, K] = (20, 6), got shape (7, 6)"),
+        ({"up": None}, ValueError, "up_bias is given without up"),
+        ({"down_bias": torch.zeros(3)}, ValueError, "down_bias must be [5], got shape (3,)"),
+        ({"down": torch.zeros(D, N).half()}, TypeError, "down must have the dtype of x"),
+        ({"gate_steps": "sigmoid"}, ValueError, "must be 0 up to some number, got 'sigmoid'"),
+        ({"gate_steps": "relu | row_mul(0)"}, ValueError, "takes no row operands, got 'row_mul'"),
+        ({"gate_steps": "rellu"}, ValueError, "unknown step 'rellu'"),
+    ],
+)
+def test_errors_name_the_value(change, error, says):
+    x, w = tokens(2, dtype=torch.float32), weights(dtype=torch.float32)
+    with pytest.raises(error) as caught:
+        relu_ffn(x, **{**w, **change})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "at"),
+    [
+        ("relu", 0.0),
+        ("relu | square", 0.0),
+        ("threshold(0.5, 0.0)", 0.5),
+        ("relu | threshold(0.5, 0.0)", 0.5),
+        ("add(-1.0) | relu", 1.0),
+        ("mul(2.0) | add(-1.0) | relu", 0.5),
+        ("relu | add(1.0)", None),
+        ("clamp_min(-1.0)", None),
+        ("leaky_relu(0.1)", None),
+        ("mul(-1.0) | relu", None),
+        ("relu | exp", None),
+        ("relu | expm1", 0.0),
+        ("", None),
+    ],
+)
+def test_cut(steps, at):
+    """Below the cut everything is zero, and what is just above it is not much below the true cut."""
+    found = cut(parse(steps))
+    assert (found is None) == (at is None)
+    if at is not None:
+        assert at - 1e-5 <= found <= at
