@@ -11,11 +11,12 @@ operators:
     relu_ffn_backward   every gradient over the same pattern
 
 Exact for every input: a row with more active neurons than the packed format holds takes a dense path of the same
-result. A neuron that is not active contributes nothing, also where the other factor is infinite or NaN.
+result. Where the other factor of an inactive neuron is infinite or NaN, the neuron may contribute nothing or a NaN.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -103,6 +104,7 @@ def capacity(N: int) -> int:
     return min(-(-N // 32) * 32, max(64, -(-N // (44 * 32)) * 32))
 
 
+@functools.lru_cache(maxsize=256)
 def _programs(gate_steps: str, up_steps: str) -> tuple[Program, Program, float]:
     f, g = parse(gate_steps), parse(up_steps)
     for name, program in (("gate_steps", f), ("up_steps", g)):

@@ -120,7 +120,7 @@ def check_backward(x, b, stats=True, needs=(True,) * 7):
     ):
         assert (g is None) == (w is None), name
         if g is not None:
-            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4, msg=name)
     again = backward_kernel.backward(dy, d_stats, x, b, packed, needs)
     assert all(g is None or torch.equal(g, a) for g, a in zip(got, again)), "not the same bits"
 
