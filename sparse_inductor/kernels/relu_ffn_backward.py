@@ -1,8 +1,8 @@
 """Backward of the ReLU feed-forward block on a GPU: every gradient is a product with the same sparse pattern.
 
 By rows: the gradient of h at the active neurons, from it those of both projections, and the gradient of x. By neurons:
-the gradients of the weights, over lists of the tokens where a neuron is active. The lists are built by counting, in token
-order, so that sums are taken in the same order every time. Rows that were not packed are computed again, densely.
+the gradients of the weights, over lists of the tokens where a neuron is active. The lists are built by counting, in
+token order, so that sums are taken in the same order every time. Rows that were not packed are computed again, densely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK = 1 << 26
 
 @triton.jit
 def _mark_kernel(count, index, marks, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """marks[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes, so the order does not matter."""
+    """marks[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes: any order gives the same."""
     m = tl.program_id(0)
     c = tl.load(count + m)
     if c > CAP:
@@ -120,7 +120,7 @@ def _by_neuron_kernel(
     TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and the same for b."""
+    """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and out_b."""
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     first = tl.load(start + n)

@@ -16,7 +16,7 @@ from sparse_inductor.epilogue.steps import Program
 from .epilogue import encode, evaluate
 from .relu_ffn_rows import slopes
 
-__all__ = ["add_products", "hidden", "product", "row_stats", "slopes_in_place"]
+__all__ = ["add_products", "hidden", "precision", "product", "row_stats", "slopes_in_place"]
 
 
 def _tile(t: torch.Tensor) -> dict[str, int]:
@@ -57,7 +57,7 @@ def _launches(
     return [(ANY.value, a, b, out)]
 
 
-def _precision(t: torch.Tensor) -> str:
+def precision(t: torch.Tensor) -> str:
     fast = t.is_cuda and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if fast and t.dtype == torch.float32 else "ieee"
 
@@ -174,7 +174,7 @@ def hidden(
             a, b, bias, out, rows, length,
             *gate.shape, x.shape[1], *x.stride(), *table.stride(), cut, mode,
             F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-            PRECISION=_precision(x), **tile,
+            PRECISION=precision(x), **tile,
         )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ def product(
             p, q, r, s, bias, to, rows, length,
             a.shape[0], b.shape[0], b.shape[1], *a.stride(), *b.stride(), *c.stride(), *d.stride(), out.stride(0),
             mode, A_LISTED=a_listed, OUT_LISTED=out_listed,
-            TWO=second is not None, HAS_BIAS=bias is not None, PRECISION=_precision(a), **tile,
+            TWO=second is not None, HAS_BIAS=bias is not None, PRECISION=precision(a), **tile,
         )  # fmt: skip
 
 
@@ -384,5 +384,5 @@ def add_products(
     _add_products_kernel[(_programs(a),)](
         a, x, out, bias_out, rows, length,
         a.shape[1], x.shape[1], *x.stride(), *out.stride(),
-        HAS_BIAS=bias_out is not None, PRECISION=_precision(a), **_tile(a),
+        HAS_BIAS=bias_out is not None, PRECISION=precision(a), **_tile(a),
     )  # fmt: skip

@@ -37,6 +37,14 @@ WARPS = 4
 STAGES = 1
 
 
+# Where rows are counted: so many tallies, each in a 32-byte sector of its own, as adds to one address take turns.
+TALLIES = tl.constexpr(32)
+LINE = tl.constexpr(8)
+# Entries of packed rows that cost as much as a row of the dense path, for each neuron: a tensor core does two
+# multiply-adds of 2 N K in the time in which L2 yields the weights of N / 75 neurons (H200: 700 TFLOP/s, 9.3 TB/s).
+DENSE_ROW = 1 / 75
+
+
 def _width(n: int, interpreted: bool) -> int:
     return 32 if interpreted else min(WIDTH, triton.next_power_of_2(n))
 
@@ -54,7 +62,8 @@ def _pack_kernel(
 ):  # fmt: skip
     """A program packs one row of the gate projection [m, N]: reads 2 N bytes (at 16 bits), writes its active entries.
 
-    heavy: how many rows have more than CAP; rows_heavy: which, in no particular order.
+    heavy: how many rows have more than CAP, and from LINE on, in every LINE-th place, tallies of the entries of the
+    others; rows_heavy: which rows, in no particular order.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]  # 16-byte loads
@@ -81,6 +90,8 @@ def _pack_kernel(
     tl.store(count + row, total)
     if total > CAP:
         tl.store(rows_heavy + tl.atomic_add(heavy, 1), row.to(tl.int32))
+    else:
+        tl.atomic_add(heavy + LINE * (1 + row % TALLIES), total)
     if STATS:
         tl.store(stats + row, size)
         tl.store(stats + stride_s + row, nonzero)
@@ -98,7 +109,7 @@ def pack(
     cut: float,
     gated: bool,
 ) -> None:
-    """Pack rows from their gate projection [M, N], contiguous. heavy: a counter set to 0, and [M] for the rows."""
+    """Pack rows from their gate projection [M, N], contiguous. heavy: a `counter`, and [M] for the rows."""
     M, N = gate.shape
     count, index, value = packed
     # Eight numbers a lane of 8 warps are 2 048 a step of the scan; 8 192 in one block while registers last.
@@ -111,14 +122,15 @@ def pack(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M"])
-def _settle_kernel(count, heavy, rows_heavy, dense, M, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Where more than half of the rows are heavy, all are: the dense path then works on rows in their order.
+@triton.jit(do_not_specialize=["M", "ROW"])
+def _settle_kernel(count, heavy, rows_heavy, dense, M, ROW, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Where packed rows do not pay, all rows are heavy: the dense path then works on rows in their order.
 
     dense: how many rows the dense path has. Programs read `heavy` and write `dense`, so that they do not race.
     """
     n = tl.load(heavy)
-    all_of_them = n * 2 > M
+    entries = tl.sum(tl.load(heavy + LINE * (1 + tl.arange(0, TALLIES))).to(tl.float32), 0)
+    all_of_them = (n * 2 > M) | (entries + n.to(tl.float32) * ROW > 0.9 * ROW * M)
     if tl.program_id(0) == 0:
         tl.store(dense, tl.where(all_of_them, M, n))
     if all_of_them:
@@ -151,11 +163,20 @@ def heavy_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tenso
     return heavy, rows
 
 
-def settle(count: torch.Tensor, heavy: tuple[torch.Tensor, torch.Tensor], cap: int) -> torch.Tensor:
+def counter(like: torch.Tensor) -> torch.Tensor:
+    """What `pack` counts in."""
+    return torch.zeros(LINE.value * (1 + TALLIES.value), dtype=torch.int32, device=like.device)
+
+
+def settle(
+    count: torch.Tensor, heavy: tuple[torch.Tensor, torch.Tensor], cap: int, N: int
+) -> torch.Tensor:
     """The number of rows of the dense path, [1] int32 on the device."""
-    dense = torch.empty_like(heavy[0])
-    grid = (triton.cdiv(len(count), 1024),)
-    _settle_kernel[grid](count, heavy[0], heavy[1], dense, len(count), CAP=cap, BLOCK=1024)
+    M = len(count)
+    dense = count.new_empty(1)
+    _settle_kernel[(triton.cdiv(M, 1024),)](
+        count, heavy[0], heavy[1], dense, M, max(N * DENSE_ROW, 1.0), CAP=cap, BLOCK=1024
+    )
     return dense
 
 
@@ -282,12 +303,15 @@ def dots(
 
 @triton.jit
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out,
+    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
     D, stride_a, stride_b, stride_o,
-    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
+    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, POOL_ROWS: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row."""
+    """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
+
+    POOL_ROWS: where the row's block has a pool, its part is in `out` already.
+    """
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
     if c > CAP:
@@ -296,6 +320,9 @@ def _weighted_rows_kernel(
     in_d = d < D
     r = tl.arange(0, FLIGHT)
     total = tl.zeros([WIDTH], tl.float32)
+    if POOL_ROWS > 0:
+        pooled = in_d & (tl.load(pool_size + m // POOL_ROWS) > 0)
+        total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
         valid = e + r < c
         id = tl.load(index + m * CAP + e + r, mask=valid, other=0).to(tl.int64)
@@ -323,19 +350,22 @@ def weighted_rows(
     steps: Program = (),
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
+    pool_size: torch.Tensor | None = None,
+    pool_rows: int = 0,
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
-    Rows that are heavy are left as they are.
+    Rows that are heavy are left as they are. pool_size: of each block of `pool_rows` rows; where it is not 0, `out`
+    is added to.
     """
     M, D = out.shape
     width = _width(D, not out.is_cuda)
     value_b, table_b = second if second is not None else (value, table)
     _weighted_rows_kernel[(M, triton.cdiv(D, width))](
-        count, index, value, table, value_b, table_b, bias, out,
+        count, index, value, table, value_b, table_b, bias, out, pool_size,
         D, table.stride(0), table_b.stride(0), out.stride(0),
         STEPS=encode(steps), TWO=second is not None, HAS_BIAS=bias is not None, CAP=index.shape[1],
-        FLIGHT=_flight(not out.is_cuda), WIDTH=width, STAGES=STAGES, num_warps=WARPS,
+        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=width, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
 
 

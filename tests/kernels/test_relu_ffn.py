@@ -9,6 +9,8 @@ from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import relu_ffn as kernel
 from sparse_inductor.kernels import relu_ffn_backward as backward_kernel
+from sparse_inductor.kernels import relu_ffn_pool as pool
+from sparse_inductor.kernels import relu_ffn_rows as rows
 from sparse_inductor.ops import _relu_ffn_aten as aten
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,6 +85,17 @@ def test_a_few_heavy_rows_among_sparse_ones():
     check_forward(x, b, stats=False, train=False)
 
 
+def test_where_packed_rows_do_not_pay_all_are_dense(monkeypatch):
+    x, b = make(50, share=0.1)
+    packed = empty_packed(x, b)
+    kernel.forward(x, b, None, packed, CAP)
+    assert (packed.count <= CAP).sum() >= 40
+    monkeypatch.setattr(rows, "DENSE_ROW", 1 / 75)
+    kernel.forward(x, b, None, packed, CAP)
+    assert (packed.count > CAP).all()
+    check_forward(x, b)
+
+
 @pytest.mark.parametrize(
     ("steps", "up_steps"),
     [
@@ -150,3 +163,34 @@ def test_only_what_is_needed():
 def test_backward_in_pieces(monkeypatch):
     monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
     check_backward(*make(300, share=0.2))
+
+
+def alike(M, **kwargs):
+    """Rows that resemble one another, so that they have active neurons in common."""
+    x, b = make(M, **kwargs)
+    return x[:1] + 0.3 * x, b
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("M", [128, 300])
+def test_rows_that_share_neurons(monkeypatch, gated, M):
+    """Every block has a pool; some neurons are strays, some rows are heavy, the last block is not full."""
+    monkeypatch.setattr(kernel, "SHARING", 1)
+    monkeypatch.setattr(pool, "SIZE", 32)
+    monkeypatch.setattr(pool, "ENTRIES", 40)
+    x, b = alike(M, gated=gated, share=0.1)
+    x[3::50] *= 9.0
+    sizes = []
+    plain = pool.split
+    monkeypatch.setattr(pool, "split", lambda *a: sizes.append(p := plain(*a)) or p)
+    check_forward(x, b, stats=False, train=False)
+    assert (sizes[0].size[: M // 128] > 0).all()
+
+
+def test_rows_that_share_too_little(monkeypatch):
+    monkeypatch.setattr(kernel, "SHARING", 1)
+    sizes = []
+    plain = pool.split
+    monkeypatch.setattr(pool, "split", lambda *a: sizes.append(p := plain(*a)) or p)
+    check_forward(*make(140, share=0.1), stats=False, train=False)
+    assert (sizes[0].size == 0).all()
