@@ -116,14 +116,5 @@ def forward(
         dense.hidden(x[part], up, b.up_bias, gate, heavy[1], length, b.f, b.g, b.cut)
         if numbers is not None and up is not None:
             dense.row_stats(gate, numbers, heavy[1], length)
-        dense.product(
-            gate,
-            b.down,
-            y[part],
-            heavy[1],
-            length,
-            a_listed=True,
-            out_listed=True,
-            bias=b.down_bias,
-        )
+        dense.product(gate, b.down, y[part], heavy[1], length, bias=b.down_bias)
     return y

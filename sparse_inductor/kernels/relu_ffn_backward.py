@@ -118,7 +118,7 @@ def _by_neuron_kernel(
     entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b,
     K, stride_x, stride_a, stride_b,
     TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
-    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and out_b."""
     n = tl.program_id(0).to(tl.int64)
@@ -132,13 +132,11 @@ def _by_neuron_kernel(
     side_b = tl.full([], 0.0, tl.float32)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
         valid = e + r < c
-        at = tl.load(entry + first + e + r, mask=valid, other=0)
+        at = tl.load(entry + first + tl.minimum(e + r, c - 1))  # past the end, the last again
         token = (at // CAP).to(tl.int64)
-        v = tl.load(
-            x + token[:, None] * stride_x + k[None, :],
-            mask=valid[:, None] & (k < K)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        source = x + token[:, None] * stride_x + k[None, :]
+        v = tl.load(source) if EVEN else tl.load(source, mask=(k < K)[None, :], other=0.0)
+        v = v.to(tl.float32)
         a = tl.load(value_a + at, mask=valid, other=0.0).to(tl.float32)
         sum_a += tl.sum(v * a[:, None], 0)
         side_a += tl.sum(a, 0)
@@ -161,12 +159,12 @@ def _by_neuron(lists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None)
     entry, start, total = lists
     K = x.shape[1]
     # Half the width of the row kernels: two sums, and twice the programs, as neurons have uneven lists.
-    width = 32 if not x.is_cuda else min(1024, triton.next_power_of_2(K))
+    width = min(1024, rows.width(K, not x.is_cuda))
     _by_neuron_kernel[(len(total), triton.cdiv(K, width))](
         entry, start, total, x, a, b, out_a, out_b, bias_a, bias_b,
         K, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
         TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
-        FLIGHT=8 if x.is_cuda else 4, WIDTH=width, STAGES=1, num_warps=4,
+        FLIGHT=8 if x.is_cuda else 4, WIDTH=width, EVEN=K % width == 0, STAGES=1, num_warps=4,
     )  # fmt: skip
 
 
@@ -205,18 +203,23 @@ def backward(
     if dx is not None:
         second = None if up is None or d_up is None else (d_up, up)
         rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
+    # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
+    into_gate = torch.empty_like(gate) if d_wg is None else d_wg
+    into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
     by_gate = d_wg is not None or d_bg is not None
     by_up = d_wu is not None or d_bu is not None
     if by_gate or by_up or d_table is not None:
         lists = token_lists(packed.count, packed.index, N)
         if by_gate or by_up:
-            # What is not wanted has a place to go all the same: one kernel makes both.
-            d_wg_ = torch.empty_like(gate) if d_wg is None else d_wg
-            d_wu_ = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
-            _by_neuron(lists, x, d_gate, d_wg_, d_bg, cap, d_up, d_wu_, d_bu)
+            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
         if d_table is not None:
             _by_neuron(lists, dy, h, d_table, None, cap)
-    _dense_rows(dy, d_stats, x, b, packed.count, cap, dx, (d_wg, d_bg), (d_wu, d_bu), d_table)
+    wanted_gate = (into_gate, d_bg) if by_gate else (None, None)
+    wanted_up = (into_up, d_bu) if by_up else (None, None)
+    wanted_down = (d_table, None)
+    _dense_rows(
+        dy, d_stats, x, b, gate, up, packed.count, cap, dx, wanted_gate, wanted_up, wanted_down
+    )
     d_wd = None
     if d_table is not None:
         d_wd = rows.by_neuron(d_table)
@@ -225,48 +228,26 @@ def backward(
     return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]
 
 
-def _dense_rows(dy, d_stats, x, b, count, cap, dx, d_gate, d_up, d_table) -> None:
-    """Add what the rows that are not packed contribute."""
+def _dense_rows(dy, d_stats, x, b, gate, up, count, cap, dx, d_gate, d_up, d_table) -> None:
+    """Add what the rows that are not packed contribute: to dx their rows, to the others their share of the sum."""
     N = b.gate.shape[0]
-    gated = b.up is not None
+    down = rows_of_table(b.down)
     for part in chunks(len(x), N, CHUNK):
-        m = part.stop - part.start
         length, listed = rows.heavy_rows(count[part], cap)
-        xs, dys = x[part], dy[part]
         numbers = None if d_stats is None else d_stats[:, part]
-        gate, dh = x.new_empty(m, N), x.new_empty(m, N)
-        up = x.new_empty(m, N) if gated else None
-        into = {"a_listed": True, "out_listed": False}
-        dense.product(xs, b.gate, gate, listed, length, bias=b.gate_bias, **into)
-        if up is not None:
-            dense.product(xs, b.up, up, listed, length, bias=b.up_bias, **into)
-        dense.product(dys, b.down.t(), dh, listed, length, **into)
-        dense.slopes_in_place(gate, up, dh, numbers, listed, length, b.f, b.g, b.cut)
+        xs, dys = dense.gather(x[part], dy[part], listed, length)
+        g, dh = x.new_empty(len(xs), N), x.new_empty(len(xs), N)
+        u = None if up is None else x.new_empty(len(xs), N)
+        dense.copied_product(xs, gate, g, listed, length, bias=b.gate_bias)
+        if u is not None:
+            dense.copied_product(xs, up, u, listed, length, bias=b.up_bias)
+        dense.copied_product(dys, down, dh, listed, length, by_row=True)
+        dense.slopes_in_place(g, u, dh, numbers, listed, length, b.f, b.g, b.cut)
         if dx is not None:
-            second = None if up is None else (up, b.up.t())
-            dense.product(
-                gate,
-                b.gate.t(),
-                dx[part],
-                listed,
-                length,
-                a_listed=False,
-                out_listed=True,
-                second=second,
+            second = None if u is None else (u, up)
+            dense.copied_product(
+                g, gate, dx[part], listed, length, by_row=True, scatter=True, second=second
             )
-        for values, tokens, (weight, bias) in (
-            (gate, xs, d_gate),
-            (up, xs, d_up),
-            (dh, dys, (d_table, None)),
-        ):
-            if weight is not None and values is not None:
-                dense.add_products(values, tokens, weight, bias, listed, length)
-            elif bias is not None and values is not None:
-                dense.add_products(
-                    values,
-                    tokens,
-                    torch.zeros_like(tokens[:1]).expand(N, -1).contiguous(),
-                    bias,
-                    listed,
-                    length,
-                )
+        for values, tokens, (weight, bias) in ((g, xs, d_gate), (u, xs, d_up), (dh, dys, d_table)):
+            if values is not None and weight is not None:
+                dense.add_products(values, tokens, weight, bias, length)

@@ -16,7 +16,17 @@ from sparse_inductor.epilogue.steps import Program
 from .epilogue import encode, evaluate
 from .relu_ffn_rows import slopes
 
-__all__ = ["add_products", "hidden", "precision", "product", "row_stats", "slopes_in_place"]
+__all__ = [
+    "PAD",
+    "add_products",
+    "copied_product",
+    "gather",
+    "hidden",
+    "precision",
+    "product",
+    "row_stats",
+    "slopes_in_place",
+]
 
 
 def _tile(t: torch.Tensor) -> dict[str, int]:
@@ -25,8 +35,13 @@ def _tile(t: torch.Tensor) -> dict[str, int]:
         return {"BM": 16, "BN": 32, "BK": 16, "num_warps": 4, "num_stages": 1}
     if t.dtype == torch.float32:
         return {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
-    # 128 x 256 has the fewest operand bytes a flop of what fits the registers of 8 warps; three stages of it are 147 KB.
+    # 128 x 256 has the fewest operand bytes a flop of what fits the registers of 8 warps; three stages are 147 KB.
     return {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _narrow(tile: dict[str, int]) -> dict[str, int]:
+    """The tile where operands come through pointers, which take registers too."""
+    return {**tile, "BN": min(tile["BN"], 128)}
 
 
 def _programs(t: torch.Tensor) -> int:
@@ -46,15 +61,14 @@ def _boxes(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor | TensorDes
     return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else t
 
 
-def _launches(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tile: dict[str, int]
-) -> list[tuple]:
-    """(mode, a, b, out) of each launch of a product of listed rows."""
+def _launches(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[tuple]:
+    """(mode, a, b, out, tile) of each launch of a product of listed rows."""
+    tile = _tile(a)
     BM, BN, BK = tile["BM"], tile["BN"], tile["BK"]
     boxes = _boxes(a, BM, BK), _boxes(b, BN, BK), _boxes(out, BM, BN)
     if all(isinstance(t, TensorDescriptor) for t in boxes):
-        return [(WHOLE.value, *boxes), (PART.value, a, b, out)]
-    return [(ANY.value, a, b, out)]
+        return [(WHOLE.value, *boxes, tile), (PART.value, a, b, out, _narrow(tile))]
+    return [(ANY.value, a, b, out, _narrow(tile))]
 
 
 def precision(t: torch.Tensor) -> str:
@@ -168,8 +182,7 @@ def hidden(
 ) -> None:
     """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
     table = x if up is None else up
-    tile = _tile(x)
-    for mode, a, b, out in _launches(x, table, gate, tile):
+    for mode, a, b, out, tile in _launches(x, table, gate):
         _hidden_kernel[(_programs(x),)](
             a, b, bias, out, rows, length,
             *gate.shape, x.shape[1], *x.stride(), *table.stride(), cut, mode,
@@ -207,12 +220,12 @@ def row_stats(
 
 @triton.jit
 def _product_kernel(
-    a, b, c, d, bias, out, rows, length,
-    M, N, K, stride_am, stride_ak, stride_bn, stride_bk, stride_cm, stride_ck, stride_dn, stride_dk, stride_om,
-    MODE: tl.constexpr, A_LISTED: tl.constexpr, OUT_LISTED: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr,
+    a, b, bias, out, rows, length,
+    M, N, K, stride_am, stride_ak, stride_bn, stride_bk, stride_om,
+    MODE: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out = A B^T (+ C D^T) + bias, entry i of the list being row rows[i] of what is LISTED and row i of what is not."""
+    """out[row] = a[row] b^T + bias for the listed rows."""
     n_rows = _rows_to_do(length, M, MODE)
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(n_rows, BM)
@@ -221,28 +234,20 @@ def _product_kernel(
         i = pm * BM + tl.arange(0, BM)
         in_m = i < n_rows
         row = tl.load(rows + i, mask=in_m, other=0).to(tl.int64)
-        near = tl.where(in_m, i, 0).to(tl.int64)
         n = pn * BN + tl.arange(0, BN)
         in_n = n < N
         col = tl.where(in_n, n, 0).to(tl.int64)
-        source = row if A_LISTED else near
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _dot_tile(
-            acc, a, pm * BM, source, in_m, stride_am, stride_ak,
+            acc, a, pm * BM, row, in_m, stride_am, stride_ak,
             b, pn * BN, col, in_n, stride_bn, stride_bk, K, MODE, BK, PRECISION
         )  # fmt: skip
-        if TWO:
-            acc = _dot_tile(
-                acc, c, pm * BM, source, in_m, stride_cm, stride_ck,
-                d, pn * BN, col, in_n, stride_dn, stride_dk, K, MODE, BK, PRECISION
-            )  # fmt: skip
         if HAS_BIAS:
             acc += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
         if MODE == WHOLE:
             out.store([pm * BM, pn * BN], acc.to(out.dtype))
         else:
-            target = row if OUT_LISTED else near
-            at = out + target[:, None] * stride_om + col[None, :]
+            at = out + row[:, None] * stride_om + col[None, :]
             tl.store(at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
@@ -252,25 +257,180 @@ def product(
     out: torch.Tensor,
     rows: torch.Tensor,
     length: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides."""
+    for mode, p, q, to, tile in _launches(a, b, out):
+        _product_kernel[(_programs(a),)](
+            p, q, bias, to, rows, length,
+            a.shape[0], b.shape[0], b.shape[1], *a.stride(), *b.stride(), out.stride(0),
+            mode, HAS_BIAS=bias is not None, PRECISION=precision(a), **tile,
+        )  # fmt: skip
+
+
+# The backward works on copies of the listed rows, one after the other, so that every product of theirs can go through
+# the bulk copy engine. PAD rows after the last are zeros, for the products that sum over rows.
+PAD = tl.constexpr(64)
+
+
+@triton.jit
+def _gather_kernel(
+    x, dy, x_out, dy_out, rows, length, K, D, stride_x, stride_y, PAD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """x_out[i], dy_out[i] = x[rows[i]], dy[rows[i]], and zeros up to a multiple of PAD rows."""
+    n_rows = tl.load(length)
+    for i in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD, tl.num_programs(0)):
+        row = tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64)
+        at = tl.full([], 0, tl.int64) + i
+        for k0 in range(0, K, BLOCK):
+            k = k0 + tl.arange(0, BLOCK)
+            v = tl.load(x + row * stride_x + k, mask=(k < K) & (i < n_rows), other=0.0)
+            tl.store(x_out + at * K + k, v, mask=k < K)
+        for d0 in range(0, D, BLOCK):
+            d = d0 + tl.arange(0, BLOCK)
+            v = tl.load(dy + row * stride_y + d, mask=(d < D) & (i < n_rows), other=0.0)
+            tl.store(dy_out + at * D + d, v, mask=d < D)
+
+
+def gather(
+    x: torch.Tensor, dy: torch.Tensor, rows: torch.Tensor, length: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of the listed rows of x [M, K] and dy [M, D], with room for PAD more."""
+    M = len(x) + PAD.value
+    x_out, dy_out = x.new_empty(M, x.shape[1]), dy.new_empty(M, dy.shape[1])
+    _gather_kernel[(4 * _programs(x),)](
+        x, dy, x_out, dy_out, rows, length, x.shape[1], dy.shape[1], x.stride(0), dy.stride(0),
+        PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32,
+    )  # fmt: skip
+    return x_out, dy_out
+
+
+@triton.jit
+def _copied_tile(
+    acc, a, m0, b, n0, M, N, K, stride_a, stride_b,
+    BOXES: tl.constexpr, BY_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """acc + A[m0:, :] @ B[n0:, :]^T, or with BY_ROW @ B[:, n0:]."""
+    if BOXES:
+        for k in range(0, K, BK):
+            if BY_ROW:
+                acc = tl.dot(a.load([m0, k]), b.load([k, n0]), acc)
+            else:
+                acc = tl.dot(a.load([m0, k]), b.load([n0, k]).T, acc)
+    else:
+        m = (m0 + tl.arange(0, BM)).to(tl.int64)
+        n = (n0 + tl.arange(0, BN)).to(tl.int64)
+        for k0 in range(0, K, BK):
+            k = (k0 + tl.arange(0, BK)).to(tl.int64)
+            in_k = k < K
+            v = tl.load(
+                a + m[:, None] * stride_a + k[None, :],
+                mask=(m < M)[:, None] & in_k[None, :],
+                other=0.0,
+            )
+            if BY_ROW:
+                at = b + k[:, None] * stride_b + n[None, :]
+            else:
+                at = b + n[None, :] * stride_b + k[:, None]
+            w = tl.load(at, mask=(n < N)[None, :] & in_k[:, None], other=0.0)
+            acc = tl.dot(v, w, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _copied_product_kernel(
+    a, b, c, d, bias, out, rows, length,
+    N, K, stride_a, stride_b, stride_d, stride_o,
+    BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b."""
+    n_rows = tl.load(length)
+    tiles_n = tl.cdiv(N, BN)
+    tiles_m = tl.cdiv(n_rows, BM)
+    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+        pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
+        m0, n0 = pm * BM, pn * BN
+        acc = tl.zeros([BM, BN], tl.float32)
+        acc = _copied_tile(
+            acc,
+            a,
+            m0,
+            b,
+            n0,
+            n_rows,
+            N,
+            K,
+            stride_a,
+            stride_b,
+            BOXES,
+            BY_ROW,
+            BM,
+            BN,
+            BK,
+            PRECISION,
+        )
+        if TWO:
+            acc = _copied_tile(
+                acc,
+                c,
+                m0,
+                d,
+                n0,
+                n_rows,
+                N,
+                K,
+                stride_a,
+                stride_d,
+                BOXES,
+                BY_ROW,
+                BM,
+                BN,
+                BK,
+                PRECISION,
+            )
+        n = n0 + tl.arange(0, BN)
+        if HAS_BIAS:
+            acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        i = m0 + tl.arange(0, BM)
+        row = (
+            tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64) if SCATTER else i.to(tl.int64)
+        )
+        at = out + row[:, None] * stride_o + n[None, :]
+        tl.store(at, acc.to(out.dtype.element_ty), mask=(i < n_rows)[:, None] & (n < N)[None, :])
+
+
+def copied_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    length: torch.Tensor,
     *,
-    a_listed: bool,
-    out_listed: bool,
+    by_row: bool = False,
+    scatter: bool = False,
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """out = a @ b^T (+ second[0] @ second[1]^T) + bias for listed rows. b: [N, K], any strides; see the kernel."""
+    """out[i] (with `scatter` out[rows[i]]) = a[i] @ b^T (+ second[0][i] @ second[1]^T) + bias, i < length.
+
+    a: as `gather` gives it. b: [N, K], or with `by_row` [K, N] and not transposed; unit stride along rows, as a.
+    """
     tile = _tile(a)
+    K, N = a.shape[1], b.shape[1] if by_row else b.shape[0]
     c, d = second or (a, b)
-    first, then = _launches(a, b, out, tile), _launches(c, d, out, tile)
-    if len(first) != len(then):  # one of the two products cannot go through the bulk copy engine
-        first, then = [(ANY.value, a, b, out)], [(ANY.value, c, d, out)]
-    for (mode, p, q, to), (_, r, s, _) in zip(first, then):
-        _product_kernel[(_programs(a),)](
-            p, q, r, s, bias, to, rows, length,
-            a.shape[0], b.shape[0], b.shape[1], *a.stride(), *b.stride(), *c.stride(), *d.stride(), out.stride(0),
-            mode, A_LISTED=a_listed, OUT_LISTED=out_listed,
-            TWO=second is not None, HAS_BIAS=bias is not None, PRECISION=precision(a), **tile,
-        )  # fmt: skip
+    b_box = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
+    boxes = [_boxes(t, *box) for t, box in zip((a, b, c, d), ((tile["BM"], tile["BK"]), b_box) * 2)]
+    able = all(isinstance(t, TensorDescriptor) for t in boxes)
+    if not able:
+        boxes, tile = [a, b, c, d], _narrow(tile)
+    _copied_product_kernel[(_programs(a),)](
+        *boxes, bias, out, rows, length,
+        N, K, a.stride(0), b.stride(0), d.stride(0), out.stride(0),
+        BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter, HAS_BIAS=bias is not None,
+        PRECISION=precision(a), **tile,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -278,12 +438,12 @@ def _slopes_kernel(
     gate, up, dh, d_stats, rows, length,
     N, stride_s, CUT,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i."""
+    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in the rows after them."""
     n_rows = tl.load(length)
     blocks = tl.cdiv(N, BLOCK)
-    for t in range(tl.program_id(0), n_rows * blocks, tl.num_programs(0)):
+    for t in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD * blocks, tl.num_programs(0)):
         i = (t // blocks).to(tl.int64)
         n = (t % blocks) * BLOCK + tl.arange(0, BLOCK)
         at = i * N + n
@@ -294,11 +454,11 @@ def _slopes_kernel(
         da_extra = tl.full([], 0.0, tl.float32)
         dh_extra = tl.full([], 0.0, tl.float32)
         if STATS:
-            row = tl.load(rows + i).to(tl.int64)
+            row = tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64)
             da_extra = tl.load(d_stats + row)
             dh_extra = tl.load(d_stats + 2 * stride_s + row)
         dg, du, h = slopes(g, u, gradient, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
-        off = g <= CUT
+        off = (g <= CUT) | (i >= n_rows)
         tl.store(gate + at, tl.where(off, 0.0, dg).to(gate.dtype.element_ty), mask=mask)
         if GATED:
             tl.store(up + at, tl.where(off, 0.0, du).to(up.dtype.element_ty), mask=mask)
@@ -321,18 +481,17 @@ def slopes_in_place(
         gate, up, dh, d_stats, rows, length,
         gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut,
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, STATS=d_stats is not None,
-        BLOCK=1024 if gate.is_cuda else 32,
+        PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32,
     )  # fmt: skip
 
 
 @triton.jit
 def _add_products_kernel(
-    a, x, out, bias_out, rows, length,
-    N, K, stride_xm, stride_xk, stride_on, stride_ok,
-    HAS_BIAS: tl.constexpr,
+    a, x, out, bias_out, length, N, K, stride_a, stride_x, stride_o,
+    BOXES: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] += sum over entries i of a[i, n] * x[rows[i], k]; bias_out[n] += sum of a[i, n]. fp32 sums."""
+    """out[n, k] += sum over i < length of a[i, n] * x[i, k]; bias_out[n] += sum of a[i, n]."""
     n_rows = tl.load(length)
     if n_rows == 0:
         return
@@ -342,34 +501,31 @@ def _add_products_kernel(
         pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
         n = pm * BM + tl.arange(0, BM)
         k = pn * BN + tl.arange(0, BN)
-        in_n, in_k = n < N, k < K
         acc = tl.zeros([BM, BN], tl.float32)
         total = tl.zeros([BM], tl.float32)
         for i0 in range(0, n_rows, BK):
-            i = i0 + tl.arange(0, BK)
-            in_i = i < n_rows
-            row = tl.load(rows + i, mask=in_i, other=0).to(tl.int64)
-            w = tl.load(
-                a + i[None, :].to(tl.int64) * N + n[:, None],
-                mask=in_i[None, :] & in_n[:, None],
-                other=0.0,
-            )
-            v = tl.load(
-                x + row[:, None] * stride_xm + k[None, :] * stride_xk,
-                mask=in_i[:, None] & in_k[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(w, v, acc, input_precision=PRECISION)
+            if BOXES:
+                w = a.load([i0, pm * BM])
+                v = x.load([i0, pn * BN])
+            else:
+                i = (i0 + tl.arange(0, BK)).to(tl.int64)
+                in_i = (i < n_rows)[:, None]
+                w = tl.load(
+                    a + i[:, None] * stride_a + n[None, :], mask=in_i & (n < N)[None, :], other=0.0
+                )
+                v = tl.load(
+                    x + i[:, None] * stride_x + k[None, :], mask=in_i & (k < K)[None, :], other=0.0
+                )
+            acc = tl.dot(w.T, v, acc, input_precision=PRECISION)
             if HAS_BIAS:
-                total += tl.sum(w.to(tl.float32), 1)
-        at = out + n[:, None].to(tl.int64) * stride_on + k[None, :] * stride_ok
-        mask = in_n[:, None] & in_k[None, :]
+                total += tl.sum(w.to(tl.float32), 0)
+        at = out + n[:, None].to(tl.int64) * stride_o + k[None, :]
+        mask = (n < N)[:, None] & (k < K)[None, :]
         acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
-        if HAS_BIAS:
-            if pn == 0:
-                total += tl.load(bias_out + n, mask=in_n, other=0.0).to(tl.float32)
-                tl.store(bias_out + n, total.to(bias_out.dtype.element_ty), mask=in_n)
+        if HAS_BIAS and pn == 0:
+            total += tl.load(bias_out + n, mask=n < N, other=0.0).to(tl.float32)
+            tl.store(bias_out + n, total.to(bias_out.dtype.element_ty), mask=n < N)
 
 
 def add_products(
@@ -377,12 +533,15 @@ def add_products(
     x: torch.Tensor,
     out: torch.Tensor,
     bias_out: torch.Tensor | None,
-    rows: torch.Tensor,
     length: torch.Tensor,
 ) -> None:
-    """out [N, K] += a^T x[listed rows], a [M, N]; bias_out [N] += the sum of a over rows."""
+    """out [N, K] += a^T x over the first rows of a [M, N] and x [M, K]; bias_out [N] += the sum of a over them."""
+    tile = _tile(a)
+    boxes = [_boxes(a, tile["BK"], tile["BM"]), _boxes(x, tile["BK"], tile["BN"])]
+    able = all(isinstance(t, TensorDescriptor) for t in boxes)
+    if not able:
+        boxes, tile = [a, x], _narrow(tile)
     _add_products_kernel[(_programs(a),)](
-        a, x, out, bias_out, rows, length,
-        a.shape[1], x.shape[1], *x.stride(), *out.stride(),
-        HAS_BIAS=bias_out is not None, PRECISION=precision(a), **_tile(a),
+        *boxes, out, bias_out, length, a.shape[1], x.shape[1], a.stride(0), x.stride(0), out.stride(0),
+        BOXES=able, HAS_BIAS=bias_out is not None, PRECISION=precision(a), **tile,
     )  # fmt: skip

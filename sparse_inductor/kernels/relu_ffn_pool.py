@@ -208,13 +208,16 @@ def products(
     weight = x if up is None else up
     small = not x.is_cuda
     wide = x.dtype == torch.float32
-    # 128 x 128 fp32 are 64 registers of 256 threads, which leaves room for the addresses of gathered rows.
-    bn, bk, warps, stages = (32, 32, 4, 1) if small else (64, 32, 8, 2) if wide else (128, 64, 8, 3)
+    # Up: one warpgroup and 128 x 128, which leaves registers for the addresses of gathered rows and room for a second
+    # program. Down: 256 wide, as the values are read again for every tile of columns.
+    bn, bk, warps, stages = (32, 32, 4, 1) if small else (64, 32, 8, 2) if wide else (128, 64, 4, 3)
     _up_kernel[(pool.blocks, SIZE // bn)](
         x, weight, bias, pool.size, pool.neuron, pool.value, M, K, x.stride(0), weight.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
         SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if not small and not wide:
+        bn, warps = 256, 8
     _down_kernel[(pool.blocks, triton.cdiv(D, bn))](
         pool.value, table, pool.size, pool.neuron, out, M, D, table.stride(0), out.stride(0),
         SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision, num_warps=warps, num_stages=stages,

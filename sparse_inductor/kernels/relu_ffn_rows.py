@@ -45,8 +45,12 @@ LINE = tl.constexpr(8)
 DENSE_ROW = 1 / 75
 
 
-def _width(n: int, interpreted: bool) -> int:
-    return 32 if interpreted else min(WIDTH, triton.next_power_of_2(n))
+def width(n: int, interpreted: bool) -> int:
+    """Columns at once: a divisor of n where one is wide enough, as masks cost a third of the speed."""
+    if interpreted:
+        return 32
+    divisor = n & -n
+    return min(WIDTH, divisor if divisor >= 256 else triton.next_power_of_2(n))
 
 
 def _flight(interpreted: bool) -> int:
@@ -55,49 +59,70 @@ def _flight(interpreted: bool) -> int:
 
 @triton.jit
 def _pack_kernel(
-    gate, count, index, value, stats, heavy, rows_heavy,
+    gate, count, index, value, groups, stats, heavy, rows_heavy,
     N, stride_s, CUT,
     STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr,
-    CAP: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program packs one row of the gate projection [m, N]: reads 2 N bytes (at 16 bits), writes its active entries.
 
-    heavy: how many rows have more than CAP, and from LINE on, in every LINE-th place, tallies of the entries of the
-    others; rows_heavy: which rows, in no particular order.
+    First the groups of eight neurons with an active one among them are listed, in `groups` [m, CAP] (more than CAP of them
+    make the row heavy); then only those are looked at again. heavy: how many rows have more than CAP entries, and from
+    LINE on, in every LINE-th place, tallies of the entries of the others; rows_heavy: which rows, in no particular order.
     """
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]  # 16-byte loads
-    total = tl.full([], 0, tl.int32)
-    size = tl.full([], 0.0, tl.float32)
-    nonzero = tl.full([], 0.0, tl.float32)
+    group = tl.arange(0, BLOCK // 8)
+    lane = tl.arange(0, 8)  # eight 16-bit numbers are one load
+    listed = tl.full([], 0, tl.int32)
+    total = tl.zeros([BLOCK // 8], tl.int32)
+    size = tl.zeros([BLOCK // 8], tl.float32)
+    nonzero = tl.zeros([BLOCK // 8], tl.float32)
     for n0 in range(0, N, BLOCK):
-        n = n0 + lanes
+        n = n0 + group[:, None] * 8 + lane[None, :]
         g = tl.load(gate + row * N + n, mask=n < N, other=0.0).to(tl.float32)
         active = (n < N) & ~(g <= CUT)
-        flags = active.to(tl.int32)
-        inner = tl.cumsum(flags, 1)
-        sums = tl.sum(flags, 1)
-        before = tl.cumsum(sums, 0) - sums
-        slot = total + before[:, None] + inner - 1
-        kept = active & (slot < CAP)
-        tl.store(index + row * CAP + slot, n.to(index.dtype.element_ty), mask=kept)
-        tl.store(value + row * CAP + slot, g.to(value.dtype.element_ty), mask=kept)
-        total += tl.sum(sums, 0)
+        bits = tl.sum(active.to(tl.int32) << lane[None, :], 1)
+        some = (bits != 0).to(tl.int32)
+        at = listed + tl.cumsum(some, 0) - some
+        tl.store(
+            groups + row * CAP + at, ((n0 + group * 8) << 8) | bits, mask=(some != 0) & (at < CAP)
+        )
+        listed += tl.sum(some, 0)
+        ones = bits - ((bits >> 1) & 0x55)
+        ones = (ones & 0x33) + ((ones >> 2) & 0x33)
+        total += (ones + (ones >> 4)) & 0xF
         if STATS:
             a = tl.where(active, evaluate(g, STEPS), 0.0)
-            size += tl.sum(tl.sum(tl.abs(a), 1), 0)
-            nonzero += tl.sum(tl.sum((a != 0.0).to(tl.float32), 1), 0)
-    tl.store(count + row, total)
-    if total > CAP:
+            size += tl.sum(tl.abs(a), 1)
+            nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
+    c = tl.sum(total, 0)
+    tl.store(count + row, c)
+    if STATS:
+        sum_size, sum_nonzero = tl.sum(size, 0), tl.sum(nonzero, 0)
+        tl.store(stats + row, sum_size)
+        tl.store(stats + stride_s + row, sum_nonzero)
+        if not GATED:
+            tl.store(stats + 2 * stride_s + row, sum_size)
+            tl.store(stats + 3 * stride_s + row, sum_nonzero)
+    if c > CAP:
         tl.store(rows_heavy + tl.atomic_add(heavy, 1), row.to(tl.int32))
     else:
-        tl.atomic_add(heavy + LINE * (1 + row % TALLIES), total)
-    if STATS:
-        tl.store(stats + row, size)
-        tl.store(stats + stride_s + row, nonzero)
-        if not GATED:
-            tl.store(stats + 2 * stride_s + row, size)
-            tl.store(stats + 3 * stride_s + row, nonzero)
+        tl.atomic_add(heavy + LINE * (1 + row % TALLIES), c)
+        tl.debug_barrier()  # other threads' groups are read below
+        slot = tl.full([], 0, tl.int32)
+        i = tl.arange(0, CHUNK)
+        for i0 in range(0, listed, CHUNK):
+            word = tl.load(groups + row * CAP + i0 + i, mask=i0 + i < listed, other=0)
+            set_ = (word[:, None] >> lane[None, :]) & 1
+            n = (word >> 8)[:, None] + lane[None, :]
+            within = tl.cumsum(set_, 1)
+            sums = tl.sum(set_, 1)
+            before = tl.cumsum(sums, 0) - sums
+            at = slot + before[:, None] + within - 1
+            g = tl.load(gate + row * N + n, mask=set_ != 0, other=0.0)
+            tl.store(index + row * CAP + at, n.to(index.dtype.element_ty), mask=set_ != 0)
+            tl.store(value + row * CAP + at, g.to(value.dtype.element_ty), mask=set_ != 0)
+            slot += tl.sum(sums, 0)
 
 
 def pack(
@@ -112,13 +137,15 @@ def pack(
     """Pack rows from their gate projection [M, N], contiguous. heavy: a `counter`, and [M] for the rows."""
     M, N = gate.shape
     count, index, value = packed
-    # Eight numbers a lane of 8 warps are 2 048 a step of the scan; 8 192 in one block while registers last.
-    block = 64 if not gate.is_cuda else min(8192, max(256, triton.next_power_of_2(N)))
+    cap = index.shape[1]
+    groups = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
+    # 2 048 numbers are two loads of each thread; the whole of a row at once takes more registers than it gains.
+    block = min(2048, max(64, triton.next_power_of_2(N))) if gate.is_cuda else 64
     _pack_kernel[(M,)](
-        gate, count, index, value, stats, heavy[0], heavy[1],
+        gate, count, index, value, groups, stats, heavy[0], heavy[1],
         N, 0 if stats is None else stats.stride(0), cut,
         STEPS=encode(f), STATS=stats is not None, GATED=gated,
-        CAP=index.shape[1], BLOCK=block, num_warps=4 if block >= 1024 else 1,
+        CAP=cap, BLOCK=block, CHUNK=32 if gate.is_cuda else 4, num_warps=4 if block >= 1024 else 1,
     )  # fmt: skip
 
 
@@ -213,30 +240,19 @@ def by_neuron(weight: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _dot_block(
-    x, table, id, valid, stride_t, K,
-    WIDTH: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """[R] dot products of the token at `x` with table rows `id`, fp32."""
+def _dot_block(x, table, id, stride_t, K, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """[R] dot products of the token at `x` with table rows `id`, fp32. EVEN: K is a multiple of WIDTH."""
     k = tl.arange(0, WIDTH)
-    if WHOLE:
-        token = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-        w = tl.load(
-            table + id[:, None] * stride_t + k[None, :],
-            mask=valid[:, None] & (k < K)[None, :],
-            other=0.0,
-        )
-        return tl.sum(w.to(tl.float32) * token[None, :], 1)
     total = tl.zeros([id.shape[0]], tl.float32)
     for k0 in range(0, K, WIDTH):
-        kk = k0 + k
-        token = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
-        w = tl.load(
-            table + id[:, None] * stride_t + kk[None, :],
-            mask=valid[:, None] & (kk < K)[None, :],
-            other=0.0,
-        )
-        total += tl.sum(w.to(tl.float32) * token[None, :], 1)
+        at = table + id[:, None] * stride_t + (k0 + k)[None, :]
+        if EVEN:
+            token = tl.load(x + k0 + k)
+            w = tl.load(at)
+        else:
+            token = tl.load(x + k0 + k, mask=k0 + k < K, other=0.0)
+            w = tl.load(at, mask=(k0 + k < K)[None, :], other=0.0)
+        total += tl.sum(w.to(tl.float32) * token.to(tl.float32)[None, :], 1)
     return total
 
 
@@ -246,7 +262,7 @@ def _dots_kernel(
     K, stride_x, stride_t, stride_s,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, STATS: tl.constexpr, CAP: tl.constexpr,
-    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program computes h = f(gate) * g(x . up + bias) of one row's active neurons: reads count * K numbers of `table`."""
     m = tl.program_id(0).to(tl.int64)
@@ -258,9 +274,9 @@ def _dots_kernel(
     nonzero = tl.full([], 0.0, tl.float32)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
         valid = e + r < c
-        at = m * CAP + e + r
-        id = tl.load(index + at, mask=valid, other=0).to(tl.int64)
-        u = _dot_block(x + m * stride_x, table, id, valid, stride_t, K, WIDTH, WHOLE)
+        at = m * CAP + tl.minimum(e + r, c - 1)  # past the end, the last again
+        id = tl.load(index + at).to(tl.int64)
+        u = _dot_block(x + m * stride_x, table, id, stride_t, K, WIDTH, EVEN)
         if HAS_BIAS:
             u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
         if KEEP:
@@ -290,13 +306,13 @@ def dots(
     count, index, gates = packed
     out = torch.empty_like(gates)
     M, K = x.shape
-    width = _width(K, not x.is_cuda)
+    wide = width(K, not x.is_cuda)
     _dots_kernel[(M,)](
         x, table, bias, count, index, gates, ups, out, stats,
         K, x.stride(0), table.stride(0), 0 if stats is None else stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
         KEEP=ups is not None, STATS=stats is not None, CAP=index.shape[1],
-        FLIGHT=_flight(not x.is_cuda), WIDTH=width, WHOLE=width >= K, STAGES=STAGES, num_warps=WARPS,
+        FLIGHT=_flight(not x.is_cuda), WIDTH=wide, EVEN=K % wide == 0, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return out
 
@@ -306,7 +322,7 @@ def _weighted_rows_kernel(
     count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, POOL_ROWS: tl.constexpr,
-    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
 
@@ -325,15 +341,17 @@ def _weighted_rows_kernel(
         total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
         valid = e + r < c
-        id = tl.load(index + m * CAP + e + r, mask=valid, other=0).to(tl.int64)
-        mask = valid[:, None] & in_d[None, :]
+        entry = m * CAP + tl.minimum(e + r, c - 1)  # past the end, the last again
+        id = tl.load(index + entry).to(tl.int64)
         v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
         v = tl.where(valid, evaluate(v, STEPS), 0.0)
-        w = tl.load(table_a + id[:, None] * stride_a + d[None, :], mask=mask, other=0.0)
+        at_a = table_a + id[:, None] * stride_a + d[None, :]
+        w = tl.load(at_a) if EVEN else tl.load(at_a, mask=in_d[None, :], other=0.0)
         total += tl.sum(w.to(tl.float32) * v[:, None], 0)
         if TWO:
             v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-            w = tl.load(table_b + id[:, None] * stride_b + d[None, :], mask=mask, other=0.0)
+            at_b = table_b + id[:, None] * stride_b + d[None, :]
+            w = tl.load(at_b) if EVEN else tl.load(at_b, mask=in_d[None, :], other=0.0)
             total += tl.sum(w.to(tl.float32) * v[:, None], 0)
     if HAS_BIAS:
         total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
@@ -359,13 +377,13 @@ def weighted_rows(
     is added to.
     """
     M, D = out.shape
-    width = _width(D, not out.is_cuda)
+    wide = width(D, not out.is_cuda)
     value_b, table_b = second if second is not None else (value, table)
-    _weighted_rows_kernel[(M, triton.cdiv(D, width))](
+    _weighted_rows_kernel[(M, triton.cdiv(D, wide))](
         count, index, value, table, value_b, table_b, bias, out, pool_size,
         D, table.stride(0), table_b.stride(0), out.stride(0),
         STEPS=encode(steps), TWO=second is not None, HAS_BIAS=bias is not None, CAP=index.shape[1],
-        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=width, STAGES=STAGES, num_warps=WARPS,
+        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -393,7 +411,7 @@ def _gradients_kernel(
     dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
     D, stride_y, stride_t, stride_s,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
-    CAP: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    CAP: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program computes the gradients of both projections, and h, of one row's active neurons."""
     m = tl.program_id(0).to(tl.int64)
@@ -408,9 +426,9 @@ def _gradients_kernel(
         dh_extra = tl.load(d_stats + 2 * stride_s + m)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
         valid = e + r < c
-        at = m * CAP + e + r
-        id = tl.load(index + at, mask=valid, other=0).to(tl.int64)
-        dh = _dot_block(dy + m * stride_y, table, id, valid, stride_t, D, WIDTH, WHOLE)
+        at = m * CAP + tl.minimum(e + r, c - 1)  # past the end, the last again
+        id = tl.load(index + at).to(tl.int64)
+        dh = _dot_block(dy + m * stride_y, table, id, stride_t, D, WIDTH, EVEN)
         g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
         u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
         dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
@@ -434,11 +452,11 @@ def gradients(
     d_gate, hidden = torch.empty_like(gates), torch.empty_like(gates)
     d_up = None if ups is None else torch.empty_like(ups)
     M, D = dy.shape
-    width = _width(D, not dy.is_cuda)
+    wide = width(D, not dy.is_cuda)
     _gradients_kernel[(M,)](
         dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
         D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
-        CAP=index.shape[1], FLIGHT=_flight(not dy.is_cuda), WIDTH=width, WHOLE=width >= D, STAGES=STAGES, num_warps=WARPS,
+        CAP=index.shape[1], FLIGHT=_flight(not dy.is_cuda), WIDTH=wide, EVEN=D % wide == 0, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return d_gate, d_up, hidden

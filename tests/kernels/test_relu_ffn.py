@@ -17,6 +17,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAP = 16
 
 
+@pytest.fixture(autouse=True)
+def packed_rows_pay(monkeypatch):
+    """At these sizes too, so that both paths are taken."""
+    monkeypatch.setattr(rows, "DENSE_ROW", 1.0)
+
+
 def make(
     M, K=40, N=72, D=24, *, gated=True, bias=True, steps="relu", up_steps="", share=0.1, seed=0
 ):
