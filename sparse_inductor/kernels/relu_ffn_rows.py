@@ -32,11 +32,15 @@ WIDTH = 2048
 # Table rows in flight a program: 8 x 2 048 16-bit numbers are 64 registers of 128 threads, and enough
 # loads to cover the latency of L2.
 FLIGHT = 8
+# Half as many where a row's end is masked: of 30 entries fewer lanes stay empty.
+FLIGHT_DOTS = 4
 WARPS = 4
 # A kernel of these loops gains nothing from software pipelining: the loads of a block are all in flight already.
 STAGES = 1
 
 
+# Gates of a row that a program of `pack` looks at at once: two 16-byte loads a thread.
+PACK_BLOCK = 2048
 # Where rows are counted: so many tallies, each in a 32-byte sector of its own, as adds to one address take turns.
 TALLIES = tl.constexpr(32)
 LINE = tl.constexpr(8)
@@ -139,8 +143,7 @@ def pack(
     count, index, value = packed
     cap = index.shape[1]
     groups = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
-    # 2 048 numbers are two loads of each thread; the whole of a row at once takes more registers than it gains.
-    block = min(2048, max(64, triton.next_power_of_2(N))) if gate.is_cuda else 64
+    block = min(PACK_BLOCK, max(64, triton.next_power_of_2(N))) if gate.is_cuda else 64
     _pack_kernel[(M,)](
         gate, count, index, value, groups, stats, heavy[0], heavy[1],
         N, 0 if stats is None else stats.stride(0), cut,
@@ -240,56 +243,84 @@ def by_neuron(weight: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _dot_block(x, table, id, stride_t, K, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """[R] dot products of the token at `x` with table rows `id`, fp32. EVEN: K is a multiple of WIDTH."""
+def _token(x, k, K, EVEN: tl.constexpr):
+    v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < K, other=0.0)
+    return v.to(tl.float32)
+
+
+@triton.jit
+def _dot_block(
+    x, token, table, id, valid, stride_t, K, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr
+):  # fmt: skip
+    """[R] dot products of the token at `x` with table rows `id`, fp32.
+
+    EVEN: K is a multiple of WIDTH. ONE: a row is one WIDTH, and `token` is all of the token.
+    """
     k = tl.arange(0, WIDTH)
+    rows = table + id[:, None] * stride_t
+    if ONE:
+        mask = valid[:, None] if EVEN else valid[:, None] & (k < K)[None, :]
+        w = tl.load(rows + k[None, :], mask=mask, other=0.0)
+        return tl.sum(w.to(tl.float32) * token[None, :], 1)
     total = tl.zeros([id.shape[0]], tl.float32)
     for k0 in range(0, K, WIDTH):
-        at = table + id[:, None] * stride_t + (k0 + k)[None, :]
-        if EVEN:
-            token = tl.load(x + k0 + k)
-            w = tl.load(at)
-        else:
-            token = tl.load(x + k0 + k, mask=k0 + k < K, other=0.0)
-            w = tl.load(at, mask=(k0 + k < K)[None, :], other=0.0)
-        total += tl.sum(w.to(tl.float32) * token.to(tl.float32)[None, :], 1)
+        mask = valid[:, None] if EVEN else valid[:, None] & (k0 + k < K)[None, :]
+        w = tl.load(rows + (k0 + k)[None, :], mask=mask, other=0.0)
+        total += tl.sum(w.to(tl.float32) * _token(x, k0 + k, K, EVEN)[None, :], 1)
     return total
 
 
 @triton.jit
 def _dots_kernel(
-    x, table, bias, count, index, gates, ups, out, stats,
-    K, stride_x, stride_t, stride_s,
+    x, table, bias, count, index, gates, ups, out,
+    K, stride_x, stride_t,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEEP: tl.constexpr, STATS: tl.constexpr, CAP: tl.constexpr,
-    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program computes h = f(gate) * g(x . up + bias) of one row's active neurons: reads count * K numbers of `table`."""
+    """A program computes h = f(gate) * g(x . up + bias) of PIECE active neurons of a row: reads K numbers for each."""
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
-    if c > CAP:
+    start = tl.program_id(1) * PIECE
+    if (c > CAP) | (start >= c):
         return
+    end = tl.minimum(c, start + PIECE)
     r = tl.arange(0, FLIGHT)
-    size = tl.full([], 0.0, tl.float32)
-    nonzero = tl.full([], 0.0, tl.float32)
-    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
-        valid = e + r < c
-        at = m * CAP + tl.minimum(e + r, c - 1)  # past the end, the last again
-        id = tl.load(index + at).to(tl.int64)
-        u = _dot_block(x + m * stride_x, table, id, stride_t, K, WIDTH, EVEN)
+    token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
+    # The next neurons are known before the weights of these arrive.
+    after = tl.load(index + m * CAP + start + r, mask=start + r < end, other=0).to(tl.int64)
+    for e in tl.range(start, end, FLIGHT, num_stages=STAGES):
+        id = after
+        valid = e + r < end
+        at = m * CAP + e + r
+        after = tl.load(index + at + FLIGHT, mask=e + FLIGHT + r < end, other=0).to(tl.int64)
+        g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+        u = _dot_block(x + m * stride_x, token, table, id, valid, stride_t, K, WIDTH, EVEN, ONE)
         if HAS_BIAS:
             u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
         if KEEP:
             tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
-        a = evaluate(tl.load(gates + at, mask=valid, other=0.0).to(tl.float32), F_STEPS)
-        h = tl.where(valid, a * evaluate(u, G_STEPS), 0.0)
+        h = tl.where(valid, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
         tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
-        if STATS:
-            size += tl.sum(tl.abs(h), 0)
-            nonzero += tl.sum((h != 0.0).to(tl.float32), 0)
-    if STATS:
-        tl.store(stats + 2 * stride_s + m, size)
-        tl.store(stats + 3 * stride_s + m, nonzero)
+
+
+@triton.jit
+def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of |h| and the number of non-zeros of one packed row."""
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    i = tl.arange(0, BLOCK)
+    h = tl.load(hidden + m * CAP + i, mask=i < c, other=0.0).to(tl.float32)
+    tl.store(stats + 2 * stride_s + m, tl.sum(tl.abs(h), 0))
+    tl.store(stats + 3 * stride_s + m, tl.sum((h != 0.0).to(tl.float32), 0))
+
+
+def _piece(M: int, cap: int) -> int:
+    """Entries a program takes. Rows are uneven, and where all of them run at once the longest one is the time it takes;
+    with many rows it does not matter, and a program that finds nothing to do costs too."""
+    return 64 if M <= 16384 else triton.next_power_of_2(cap)
 
 
 def dots(
@@ -306,14 +337,26 @@ def dots(
     count, index, gates = packed
     out = torch.empty_like(gates)
     M, K = x.shape
+    cap = index.shape[1]
     wide = width(K, not x.is_cuda)
-    _dots_kernel[(M,)](
-        x, table, bias, count, index, gates, ups, out, stats,
-        K, x.stride(0), table.stride(0), 0 if stats is None else stats.stride(0),
+    piece = _piece(M, cap) if x.is_cuda else 8
+    _dots_kernel[(M, triton.cdiv(cap, piece))](
+        x, table, bias, count, index, gates, ups, out,
+        K, x.stride(0), table.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
-        KEEP=ups is not None, STATS=stats is not None, CAP=index.shape[1],
-        FLIGHT=_flight(not x.is_cuda), WIDTH=wide, EVEN=K % wide == 0, STAGES=STAGES, num_warps=WARPS,
+        KEEP=ups is not None, CAP=cap, PIECE=piece,
+        FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
+    if stats is not None:
+        _sum_stats_kernel[(M,)](
+            count,
+            out,
+            stats,
+            stats.stride(0),
+            CAP=cap,
+            BLOCK=triton.next_power_of_2(cap),
+            num_warps=1,
+        )
     return out
 
 
@@ -339,10 +382,12 @@ def _weighted_rows_kernel(
     if POOL_ROWS > 0:
         pooled = in_d & (tl.load(pool_size + m // POOL_ROWS) > 0)
         total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
+    # Past the end, the last again: a mask costs more.
+    after = tl.load(index + m * CAP + tl.minimum(r, tl.maximum(c - 1, 0))).to(tl.int64)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
         valid = e + r < c
-        entry = m * CAP + tl.minimum(e + r, c - 1)  # past the end, the last again
-        id = tl.load(index + entry).to(tl.int64)
+        id = after
+        after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, c - 1)).to(tl.int64)
         v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
         v = tl.where(valid, evaluate(v, STEPS), 0.0)
         at_a = table_a + id[:, None] * stride_a + d[None, :]
@@ -411,26 +456,34 @@ def _gradients_kernel(
     dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
     D, stride_y, stride_t, stride_s,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
-    CAP: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the gradients of both projections, and h, of one row's active neurons."""
+    """A program computes the gradients of both projections, and h, of PIECE active neurons of a row."""
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
     if c > CAP:
         return
+    start = tl.program_id(1) * PIECE
+    if start >= c:
+        return
+    end = tl.minimum(c, start + PIECE)
     r = tl.arange(0, FLIGHT)
+    token = _token(dy + m * stride_y, tl.arange(0, WIDTH), D, EVEN)
     da_extra = tl.full([], 0.0, tl.float32)
     dh_extra = tl.full([], 0.0, tl.float32)
     if STATS:
         da_extra = tl.load(d_stats + m)
         dh_extra = tl.load(d_stats + 2 * stride_s + m)
-    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
-        valid = e + r < c
-        at = m * CAP + tl.minimum(e + r, c - 1)  # past the end, the last again
-        id = tl.load(index + at).to(tl.int64)
-        dh = _dot_block(dy + m * stride_y, table, id, stride_t, D, WIDTH, EVEN)
+    after = tl.load(index + m * CAP + start + r, mask=start + r < end, other=0).to(tl.int64)
+    for e in tl.range(start, end, FLIGHT, num_stages=STAGES):
+        id = after
+        valid = e + r < end
+        at = m * CAP + e + r
+        after = tl.load(index + at + FLIGHT, mask=e + FLIGHT + r < end, other=0).to(tl.int64)
         g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
         u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
+        dh = _dot_block(dy + m * stride_y, token, table, id, valid, stride_t, D, WIDTH, EVEN, ONE)
         dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
         tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
         if GATED:
@@ -452,11 +505,14 @@ def gradients(
     d_gate, hidden = torch.empty_like(gates), torch.empty_like(gates)
     d_up = None if ups is None else torch.empty_like(ups)
     M, D = dy.shape
+    cap = index.shape[1]
     wide = width(D, not dy.is_cuda)
-    _gradients_kernel[(M,)](
+    piece = _piece(M, cap) if dy.is_cuda else 8
+    _gradients_kernel[(M, triton.cdiv(cap, piece))](
         dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
         D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
-        CAP=index.shape[1], FLIGHT=_flight(not dy.is_cuda), WIDTH=wide, EVEN=D % wide == 0, STAGES=STAGES, num_warps=WARPS,
+        CAP=cap, PIECE=piece, FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=D % wide == 0, ONE=wide >= D,
+        STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     return d_gate, d_up, hidden
