@@ -31,24 +31,37 @@ SHARING = 4096
 class Block(Protocol):
     """Weights and programs of a block; gate, up: [N, K]; down: [D, N]."""
 
-    gate: torch.Tensor
-    gate_bias: torch.Tensor | None
-    up: torch.Tensor | None
-    up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-    f: Program
-    g: Program
-    cut: float
+    @property
+    def gate(self) -> torch.Tensor: ...
+    @property
+    def gate_bias(self) -> torch.Tensor | None: ...
+    @property
+    def up(self) -> torch.Tensor | None: ...
+    @property
+    def up_bias(self) -> torch.Tensor | None: ...
+    @property
+    def down(self) -> torch.Tensor: ...
+    @property
+    def down_bias(self) -> torch.Tensor | None: ...
+    @property
+    def f(self) -> Program: ...
+    @property
+    def g(self) -> Program: ...
+    @property
+    def cut(self) -> float: ...
 
 
 class Packed(Protocol):
     """The active neurons of every row: count [M]; index, gate and up [M, cap], up empty without a gate."""
 
-    count: torch.Tensor
-    index: torch.Tensor
-    gate: torch.Tensor
-    up: torch.Tensor
+    @property
+    def count(self) -> torch.Tensor: ...
+    @property
+    def index(self) -> torch.Tensor: ...
+    @property
+    def gate(self) -> torch.Tensor: ...
+    @property
+    def up(self) -> torch.Tensor: ...
 
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:

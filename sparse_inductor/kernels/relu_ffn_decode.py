@@ -63,21 +63,20 @@ def _gate_up_kernel(
     )  # the linear's own rounding, which decides at the cut
     active = in_n & ~(g <= CUT)
     h = evaluate(g, F_STEPS)
-    if GATED:
-        if tl.max(active.to(tl.int32), 0) > 0:
-            u = tl.zeros([BN], tl.float32)
-            for k in range(0, K, WIDTH):
-                kk = k + k0
-                v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
-                w = tl.load(
-                    up + row[:, None] * stride_u + kk[None, :],
-                    mask=active[:, None] & (kk < K)[None, :],
-                    other=0.0,
-                )
-                u += tl.sum(w.to(tl.float32) * v[None, :], 1)
-            if HAS_UP_BIAS:
-                u += tl.load(up_bias + row, mask=active, other=0.0).to(tl.float32)
-            h = h * evaluate(u, G_STEPS)
+    if GATED and tl.max(active.to(tl.int32), 0) > 0:
+        u = tl.zeros([BN], tl.float32)
+        for k in range(0, K, WIDTH):
+            kk = k + k0
+            v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
+            w = tl.load(
+                up + row[:, None] * stride_u + kk[None, :],
+                mask=active[:, None] & (kk < K)[None, :],
+                other=0.0,
+            )
+            u += tl.sum(w.to(tl.float32) * v[None, :], 1)
+        if HAS_UP_BIAS:
+            u += tl.load(up_bias + row, mask=active, other=0.0).to(tl.float32)
+        h = h * evaluate(u, G_STEPS)
     tl.store(out + n, tl.where(active, h, 0.0).to(out.dtype.element_ty), mask=in_n)
 
 

@@ -1,7 +1,7 @@
 """Kernels of the ReLU feed-forward block for rows that are not sparse: tile products over a list of rows.
 
-How long the list is, only the device knows: every kernel is launched with a grid that fills the GPU, reads the length, and
-returns at once where there is nothing to do. So rows may change sides from replay to replay of a CUDA graph.
+How long the list is, only the device knows: every kernel is launched with a grid that fills the GPU, reads the length,
+and returns at once where there is nothing to do. So rows may change sides from replay to replay of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _dot_tile(
     acc, a, m0, a_rows, in_m, stride_am, stride_ak, b, n0, cols, in_n, stride_bn, stride_bk, K,
     MODE: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + A[a_rows] @ B[cols]^T, the sum over K. With WHOLE, a and b are descriptors of boxes from rows m0 and n0 on."""
+    """acc + A[a_rows] @ B[cols]^T, the sum over K. With WHOLE, a and b are descriptors, for boxes from m0 and n0 on."""
     if MODE == WHOLE:
         for k in range(0, K, BK):
             acc = tl.dot(a.load([m0, k]), b.load([n0, k]).T, acc)
@@ -440,7 +440,7 @@ def _slopes_kernel(
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in the rows after them."""
+    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in PAD rows more."""
     n_rows = tl.load(length)
     blocks = tl.cdiv(N, BLOCK)
     for t in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD * blocks, tl.num_programs(0)):

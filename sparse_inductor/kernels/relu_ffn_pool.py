@@ -43,7 +43,7 @@ class Pool:
 def _tally_kernel(
     count, index, counts, N, CAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """counts[m // ROWS, n] += 1 for every packed neuron n of row m. Integers: the order does not matter."""
+    """counts[m // ROWS, n] += 1 for every packed neuron n of row m; integers, so the order does not matter."""
     m = tl.program_id(0)
     c = tl.load(count + m)
     if c > CAP:
@@ -58,7 +58,7 @@ def _select_kernel(
     counts, slot, size, neuron, N,
     SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program chooses one block's pool: the neurons active in at least t of its rows, t the least that SIZE allows."""
+    """A program chooses a block's pool: the neurons active in at least t of its rows, t the least that SIZE allows."""
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     c = tl.load(counts + b * N + n, mask=n < N, other=0)
@@ -108,7 +108,7 @@ def _split_kernel(
 def split(
     x: torch.Tensor, N: int, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
 ) -> Pool:
-    """Find the pools of packed rows and move their entries there. count, index, value: in place, the strays are left."""
+    """Find the pools of packed rows and move their entries there; in count, index and value the strays are left."""
     pool = Pool(x, N)
     M, cap = index.shape
     block = triton.next_power_of_2(cap)

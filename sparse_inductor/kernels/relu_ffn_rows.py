@@ -1,7 +1,7 @@
 """Kernels of the ReLU feed-forward block that work a row at a time, on its active neurons only.
 
-The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in ascending order.
-A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense` computes it.
+The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in ascending
+order. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense` computes it.
 Every weight table read here is [N, *] with unit stride along a row: a neuron's weights are one run of memory. Tables of
 up to about 40 MB stay in L2, which is why up and down are kernels of their own: each reads one table.
 """
@@ -70,9 +70,9 @@ def _pack_kernel(
 ):  # fmt: skip
     """A program packs one row of the gate projection [m, N]: reads 2 N bytes (at 16 bits), writes its active entries.
 
-    First the groups of eight neurons with an active one among them are listed, in `groups` [m, CAP] (more than CAP of them
-    make the row heavy); then only those are looked at again. heavy: how many rows have more than CAP entries, and from
-    LINE on, in every LINE-th place, tallies of the entries of the others; rows_heavy: which rows, in no particular order.
+    First the groups of eight neurons with an active one among them are listed, in `groups` [m, CAP] (more than CAP of
+    them make the row heavy); then only those are looked at again. heavy: how many rows have more than CAP entries, and
+    from LINE on, in every LINE-th place, tallies of the entries of the others; rows_heavy: which rows, in any order.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, BLOCK // 8)
@@ -428,7 +428,8 @@ def weighted_rows(
         count, index, value, table, value_b, table_b, bias, out, pool_size,
         D, table.stride(0), table_b.stride(0), out.stride(0),
         STEPS=encode(steps), TWO=second is not None, HAS_BIAS=bias is not None, CAP=index.shape[1],
-        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0, STAGES=STAGES, num_warps=WARPS,
+        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
+        STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
 
 

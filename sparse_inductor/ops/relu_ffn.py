@@ -159,7 +159,9 @@ def _has_kernels(x: Tensor, block: aten.Block) -> bool:
 
 
 def _block(weights: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block:
-    return aten.Block(*weights, *_programs(gate_steps, up_steps))
+    gate, gate_bias, up, up_bias, down, down_bias = weights
+    f, g, at = _programs(gate_steps, up_steps)
+    return aten.Block(gate, gate_bias, up, up_bias, down, down_bias, f, g, at)
 
 
 def _empty_packed(x: Tensor, N, gated: bool) -> aten.Packed:
