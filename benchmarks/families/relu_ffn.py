@@ -31,7 +31,7 @@ def run(bench: Bench) -> None:
     bench.section(bench.measure_limits)
     for section in GPU if bench.cuda else CPU:
         bench.section(section, bench)
-    bench.save()
+        bench.save()
     if bench.sweep and bench.cuda:
         bench.section(_sweeps, bench)
 
@@ -216,7 +216,7 @@ def _compare(
 ) -> dict[Label, Timing]:
     """Race both, and a row with the ratio."""
     works = case.works(kind, graphs)
-    taken = bench.race(works, 0.2 if bench.quick else 1.0 if bench.cuda else 10.0, weigh=False)
+    taken = bench.race(works, 0.2 if bench.quick else 0.6 if bench.cuda else 10.0, weigh=False)
     theirs, mine = taken.values()
     note = f"{theirs.ms:.4g} ms / {mine.ms:.4g} ms; {case.active:.3g} active a row, {case.most} at most"
     bench.row(f"{name}: time, compile over ours", ratio(theirs, mine), "x", floor, goal, True, note)

@@ -96,7 +96,7 @@ def forward(
     if packed is None and stats is None and decode.applies(x, b):
         return decode.forward(x, b, y)
     up = None if b.up is None else rows_of_table(b.up)
-    table = rows.by_neuron(b.down)
+    table = None
     for part in chunks(M, N, CHUNK):
         m = part.stop - part.start
         gate = F.linear(x[part], b.gate, b.gate_bias)
@@ -111,10 +111,17 @@ def forward(
             ups = packed.up[part] if up is not None else None
         numbers = None if stats is None else stats[:, part]
         heavy = rows.counter(count), torch.empty_like(count)
-        rows.pack(gate, (count, index, value), heavy, numbers, b.f, b.cut, up is not None)
+        # Looked for where it may pay; a training step needs its packed rows whole.
+        shares = packed is None and numbers is None and _may_share(m, N, b.cut)
+        pool = rows_pool.Pool(x[part], N) if shares else None
+        counts = {} if pool is None else {"shared": pool.counts, "block_rows": rows_pool.ROWS}
+        entries = (count, index, value)
+        rows.pack(gate, entries, heavy, numbers, b.f, b.cut, up is not None, **counts)
         length = rows.settle(count, heavy, index.shape[1], N)
-        pools = packed is None and numbers is None and _may_share(m, N, b.cut)
-        pool = rows_pool.split(x[part], N, count, index, value) if pools else None
+        if table is None:  # the first piece of rows; of several all may need it
+            table = rows.by_neuron(b.down, length if m == M else None, m)
+        if pool is not None:
+            rows_pool.split(pool, length, *entries)
         beside: dict[str, Any] = {"bias": b.down_bias}
         if pool is not None:
             precision = dense.precision(x)
@@ -123,7 +130,6 @@ def forward(
         if up is None:
             rows.weighted_rows(count, index, value, table, y[part], steps=b.f, **beside)
         else:
-            entries = (count, index, value)
             h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, b.f, b.g)
             rows.weighted_rows(count, index, h, table, y[part], **beside)
         dense.hidden(x[part], up, b.up_bias, gate, heavy[1], length, b.f, b.g, b.cut)

@@ -40,25 +40,14 @@ class Pool:
 
 
 @triton.jit
-def _tally_kernel(
-    count, index, counts, N, CAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """counts[m // ROWS, n] += 1 for every packed neuron n of row m; integers, so the order does not matter."""
-    m = tl.program_id(0)
-    c = tl.load(count + m)
-    if c > CAP:
-        return
-    i = tl.arange(0, BLOCK)
-    n = tl.load(index + m.to(tl.int64) * CAP + i, mask=i < c, other=0).to(tl.int64)
-    tl.atomic_add(counts + (m // ROWS).to(tl.int64) * N + n, 1, mask=i < c)
-
-
-@triton.jit
 def _select_kernel(
-    counts, slot, size, neuron, N,
+    counts, slot, size, neuron, dense, M, N,
     SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program chooses a block's pool: the neurons active in at least t of its rows, t the least that SIZE allows."""
+    """A program chooses a block's pool: the neurons active in at least t of its rows, t the least that SIZE allows.
+
+    Where all M rows take the dense path, every pool is empty.
+    """
     b = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, BLOCK)
     c = tl.load(counts + b * N + n, mask=n < N, other=0)
@@ -66,7 +55,7 @@ def _select_kernel(
     while tl.sum((c >= least).to(tl.int32), 0) > SIZE:
         least += 1
     keep = (c >= least).to(tl.int32)
-    enough = tl.sum(c * keep, 0) >= ENTRIES
+    enough = (tl.sum(c * keep, 0) >= ENTRIES) & (tl.load(dense) != M)
     keep = tl.where(enough, keep, 0)
     at = tl.cumsum(keep, 0) - keep
     tl.store(slot + b * N + n, tl.where(keep != 0, at, -1).to(tl.int16), mask=n < N)
@@ -106,25 +95,24 @@ def _split_kernel(
 
 
 def split(
-    x: torch.Tensor, N: int, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
-) -> Pool:
-    """Find the pools of packed rows and move their entries there; in count, index and value the strays are left."""
-    pool = Pool(x, N)
+    pool: Pool, dense: torch.Tensor, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Find the pools of packed rows, whose counts are there, and move their entries to them; the strays are left.
+
+    dense: the number of rows of the dense path.
+    """
     M, cap = index.shape
+    N = pool.counts.shape[1]
     block = triton.next_power_of_2(cap)
     warps = 1 if block <= 128 else 4
-    _tally_kernel[(M,)](
-        count, index, pool.counts, N, CAP=cap, ROWS=ROWS, BLOCK=block, num_warps=warps
-    )
     _select_kernel[(pool.blocks,)](
-        pool.counts, pool.slot, pool.size, pool.neuron, N,
+        pool.counts, pool.slot, pool.size, pool.neuron, dense, M, N,
         SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), num_warps=8,
     )  # fmt: skip
     _split_kernel[(M,)](
         count, index, value, pool.slot, pool.size, pool.value, N,
         CAP=cap, ROWS=ROWS, SIZE=SIZE, BLOCK=block, num_warps=warps,
     )  # fmt: skip
-    return pool
 
 
 @triton.jit

@@ -186,17 +186,17 @@ def test_rows_that_share_neurons(monkeypatch, gated, M):
     monkeypatch.setattr(pool, "ENTRIES", 40)
     x, b = alike(M, gated=gated, share=0.1)
     x[3::50] *= 9.0
-    sizes = []
+    pools = []
     plain = pool.split
-    monkeypatch.setattr(pool, "split", lambda *a: sizes.append(p := plain(*a)) or p)
+    monkeypatch.setattr(pool, "split", lambda p, *a: pools.append(p) or plain(p, *a))
     check_forward(x, b, stats=False, train=False)
-    assert (sizes[0].size[: M // 128] > 0).all()
+    assert (pools[0].size[: M // 128] > 0).all()
 
 
 def test_rows_that_share_too_little(monkeypatch):
     monkeypatch.setattr(kernel, "SHARING", 1)
-    sizes = []
+    pools = []
     plain = pool.split
-    monkeypatch.setattr(pool, "split", lambda *a: sizes.append(p := plain(*a)) or p)
+    monkeypatch.setattr(pool, "split", lambda p, *a: pools.append(p) or plain(p, *a))
     check_forward(*make(140, share=0.1), stats=False, train=False)
-    assert (sizes[0].size == 0).all()
+    assert (pools[0].size == 0).all()
