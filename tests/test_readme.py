@@ -44,6 +44,13 @@ def test_the_operators_examples_run():
     assert (space["p"] == 0).any()
 
 
+def test_the_feed_forward_example_runs():
+    (code,) = blocks("ReLU feed-forward blocks: when it pays")
+    space: dict[str, object] = {}
+    exec(code, space)
+    assert space["y"].shape == (2, 16, 64) and space["stats"].shape == (4, 2, 16)
+
+
 def test_the_patterns_in_the_readme_are_patterns():
     from sparse_inductor.pattern import register, unregister
 

@@ -24,6 +24,9 @@ __all__ = ["chunks", "forward", "rows_of_table"]
 
 # Elements of the gate projection at a time: 256 MiB at 16 bits, enough rows to fill any GPU many times over.
 CHUNK = 1 << 27
+# Rows among which one or two with more active neurons than usual are expected, and a tile of the dense path just for
+# them would take longer than to gather for them.
+MANY = 16384
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
 
@@ -96,6 +99,8 @@ def forward(
     if packed is None and stats is None and decode.applies(x, b):
         return decode.forward(x, b, y)
     up = None if b.up is None else rows_of_table(b.up)
+    if packed is None and M > MANY:
+        cap *= 2
     table = None
     for part in chunks(M, N, CHUNK):
         m = part.stop - part.start
