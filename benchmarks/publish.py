@@ -75,6 +75,8 @@ class Results:
     points: list[Point] = dataclasses.field(default_factory=list)
     fixed: dict[str, int] = dataclasses.field(default_factory=dict)
     """The sizes that a sweep holds while it moves another."""
+    swept: str = "Forward and backward"
+    """What a sweep measures at each place."""
 
     @property
     def slug(self) -> str:
@@ -186,7 +188,7 @@ def markdown(results: Results, plot: str | None) -> str:
     if results.points:
         fixed = ", ".join(f"{name} {size}" for name, size in results.fixed.items())
         axes = _listed(list(dict.fromkeys(p.axis for p in results.points)))
-        parts += [f"## Over {axes}\n\nForward and backward; what does not move stays at {fixed}."]
+        parts += [f"## Over {axes}\n\n{results.swept}; what does not move stays at {fixed}."]
         parts += [f"![time and memory]({plot})"] if plot else []
         parts += [markdown_table(points_table(results.points))]
     return "\n\n".join(parts) + "\n"

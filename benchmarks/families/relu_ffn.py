@@ -347,6 +347,7 @@ CPU: Sequence[Callable[[Bench], None]] = (_cpu_decode, _cpu_half_active)
 def _sweeps(bench: Bench) -> None:
     """Inference over the number of tokens, and over the active neurons a row."""
     bench.results.fixed = {"M": 8192, "active": 30}
+    bench.results.swept = "Inference; CUDA graphs up to 8 192 tokens"
     tokens = [64] if bench.quick else [1, 16, 64, 256, 1024, 4096, 16384, 65536]
     active = [30] if bench.quick else [8, 15, 30, 60, 90, 120, 240, 1000, 2800]
     for axis, sizes in (("M", tokens), ("active", active)):
