@@ -24,6 +24,9 @@ __all__ = ["chunks", "forward", "rows_of_table"]
 
 # Elements of the gate projection at a time: 256 MiB at 16 bits, enough rows to fill any GPU many times over.
 CHUNK = 1 << 27
+# Rows up to which nothing is packed: what is saved does not make up for the launches and the longest row (H200: 0.21 ms
+# against 0.20 at 2 048 rows, 0.36 against 0.41 at 4 096).
+FEW = 2048
 # Rows among which one or two with more active neurons than usual are expected, and a tile of the dense path just for
 # them would take longer than to gather for them.
 MANY = 16384
@@ -98,6 +101,10 @@ def forward(
     x = x if x.stride(1) == 1 else x.contiguous()
     if packed is None and stats is None and decode.applies(x, b):
         return decode.forward(x, b, y)
+    if packed is None and stats is None and M <= FEW:
+        gate = F.linear(x, b.gate, b.gate_bias)
+        up = None if b.up is None else F.linear(x, b.up, b.up_bias)
+        return F.linear(dense.activate(gate, up, b.f, b.g, b.cut), b.down, b.down_bias)
     up = None if b.up is None else rows_of_table(b.up)
     if packed is None and M > MANY:
         cap *= 2

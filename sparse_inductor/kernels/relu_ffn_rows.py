@@ -46,17 +46,22 @@ PACK_BLOCK = 2048
 # Where rows are counted: so many tallies, each in a 32-byte sector of its own, as adds to one address take turns.
 TALLIES = tl.constexpr(32)
 LINE = tl.constexpr(8)
-# Entries of packed rows that cost as much as a row of the dense path, for each neuron: a tensor core does two
-# multiply-adds of 2 N K in the time in which L2 yields the weights of N / 75 neurons (H200: 700 TFLOP/s, 9.3 TB/s).
-DENSE_ROW = 1 / 75
+# Entries of packed rows that cost as much as a row of the dense path, for each neuron: the tensor cores multiply by all
+# N up and down weights in the time in which L2 yields those of N / 120 neurons (H200, at 8 192 tokens of K = 2 048).
+DENSE_ROW = 1 / 120
 
 
 def width(n: int, interpreted: bool) -> int:
-    """Columns at once: a divisor of n where one is wide enough, as masks cost a third of the speed."""
+    """Columns that a program holds of rows of n."""
+    return 32 if interpreted else min(WIDTH, triton.next_power_of_2(n))
+
+
+def _whole(n: int, interpreted: bool) -> tuple[int, int]:
+    """(columns, warps) for a dot product over rows of n: all of a row at once, as long as registers last."""
     if interpreted:
-        return 32
-    divisor = n & -n
-    return min(WIDTH, divisor if divisor >= 256 else triton.next_power_of_2(n))
+        return 32, 1
+    columns = min(8192, triton.next_power_of_2(n))
+    return columns, max(WARPS_DOTS, columns // 1024)
 
 
 def _flight(interpreted: bool) -> int:
@@ -86,23 +91,27 @@ def _pack_kernel(
     size = tl.zeros([BLOCK // 8], tl.float32)
     nonzero = tl.zeros([BLOCK // 8], tl.float32)
     for n0 in range(0, N, BLOCK):
-        n = n0 + group[:, None] * 8 + lane[None, :]
-        g = tl.load(gate + row * N + n, mask=n < N, other=0.0).to(tl.float32)
-        active = (n < N) & ~(g <= CUT)
-        bits = tl.sum(active.to(tl.int32) << lane[None, :], 1)
-        some = (bits != 0).to(tl.int32)
-        at = listed + tl.cumsum(some, 0) - some
-        tl.store(
-            groups + row * CAP + at, ((n0 + group * 8) << 8) | bits, mask=(some != 0) & (at < CAP)
-        )
-        listed += tl.sum(some, 0)
-        ones = bits - ((bits >> 1) & 0x55)
-        ones = (ones & 0x33) + ((ones >> 2) & 0x33)
-        total += (ones + (ones >> 4)) & 0xF
-        if STATS:
-            a = tl.where(active, evaluate(g, STEPS), 0.0)
-            size += tl.sum(tl.abs(a), 1)
-            nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
+        # A row that has too many already is heavy, whatever follows.
+        if STATS or tl.sum(total, 0) <= CAP:
+            n = n0 + group[:, None] * 8 + lane[None, :]
+            g = tl.load(gate + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+            active = (n < N) & ~(g <= CUT)
+            bits = tl.sum(active.to(tl.int32) << lane[None, :], 1)
+            some = (bits != 0).to(tl.int32)
+            at = listed + tl.cumsum(some, 0) - some
+            tl.store(
+                groups + row * CAP + at,
+                ((n0 + group * 8) << 8) | bits,
+                mask=(some != 0) & (at < CAP),
+            )
+            listed += tl.sum(some, 0)
+            ones = bits - ((bits >> 1) & 0x55)
+            ones = (ones & 0x33) + ((ones >> 2) & 0x33)
+            total += (ones + (ones >> 4)) & 0xF
+            if STATS:
+                a = tl.where(active, evaluate(g, STEPS), 0.0)
+                size += tl.sum(tl.abs(a), 1)
+                nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
     c = tl.sum(total, 0)
     tl.store(count + row, c)
     if STATS:
@@ -353,14 +362,14 @@ def dots(
     out = torch.empty_like(gates)
     M, K = x.shape
     cap = index.shape[1]
-    wide = width(K, not x.is_cuda)
+    wide, warps = _whole(K, not x.is_cuda)
     piece = _piece(M, cap) if x.is_cuda else 8
     _dots_kernel[(M, triton.cdiv(cap, piece))](
         x, table, bias, count, index, gates, ups, out,
         K, x.stride(0), table.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
         KEEP=ups is not None, CAP=cap, PIECE=piece,
-        FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, num_warps=WARPS_DOTS,
+        FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, num_warps=warps,
     )  # fmt: skip
     if stats is not None:
         _sum_stats_kernel[(M,)](
@@ -522,13 +531,13 @@ def gradients(
     d_up = None if ups is None else torch.empty_like(ups)
     M, D = dy.shape
     cap = index.shape[1]
-    wide = width(D, not dy.is_cuda)
+    wide, warps = _whole(D, not dy.is_cuda)
     piece = _piece(M, cap) if dy.is_cuda else 8
     _gradients_kernel[(M, triton.cdiv(cap, piece))](
         dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
         D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
         CAP=cap, PIECE=piece, FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=D % wide == 0, ONE=wide >= D,
-        STAGES=STAGES, num_warps=WARPS_DOTS,
+        STAGES=STAGES, num_warps=warps,
     )  # fmt: skip
     return d_gate, d_up, hidden

@@ -99,7 +99,7 @@ def relu_ffn(
 def capacity(N: int) -> int:
     """Active neurons a row that the packed format holds: a multiple of 32, all of a small N.
 
-    About three times what is worth having packed on average (N / 75 on an H200 in bf16): rows are uneven, and a few
+    Five times what is worth having packed on average (N / 120 on an H200 in bf16): rows are uneven, and a few
     rows on the dense path take as long as a tile of them.
     """
     return min(-(-N // 32) * 32, max(64, -(-N // (22 * 32)) * 32))

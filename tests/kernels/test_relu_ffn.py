@@ -21,6 +21,7 @@ CAP = 16
 def packed_rows_pay(monkeypatch):
     """At these sizes too, so that both paths are taken."""
     monkeypatch.setattr(rows, "DENSE_ROW", 1.0)
+    monkeypatch.setattr(kernel, "FEW", 0)
 
 
 def make(
@@ -96,7 +97,7 @@ def test_where_packed_rows_do_not_pay_all_are_dense(monkeypatch):
     packed = empty_packed(x, b)
     kernel.forward(x, b, None, packed, CAP)
     assert (packed.count <= CAP).sum() >= 40
-    monkeypatch.setattr(rows, "DENSE_ROW", 1 / 75)
+    monkeypatch.setattr(rows, "DENSE_ROW", 1 / 120)
     kernel.forward(x, b, None, packed, CAP)
     assert (packed.count > CAP).all()
     check_forward(x, b)
@@ -120,6 +121,13 @@ def test_programs(steps, up_steps):
 @pytest.mark.parametrize("share", [0.0001, 0.1, 0.9999])
 def test_decoding(M, gated, share):
     check_forward(*make(M, gated=gated, share=share), stats=False, train=False)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_too_few_to_pack(monkeypatch, gated):
+    monkeypatch.setattr(kernel, "FEW", 100)
+    monkeypatch.setattr(rows, "pack", None)
+    check_forward(*make(50, gated=gated), stats=False, train=False)
 
 
 def test_rows_in_pieces(monkeypatch):
