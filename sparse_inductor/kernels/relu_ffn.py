@@ -101,7 +101,9 @@ def forward(
     x = x if x.stride(1) == 1 else x.contiguous()
     if packed is None and stats is None and decode.applies(x, b):
         return decode.forward(x, b, y)
-    if packed is None and stats is None and M <= FEW:
+    if stats is None and M <= FEW:
+        if packed is not None:
+            packed.count.fill_(cap + 1)  # nothing is kept
         gate = F.linear(x, b.gate, b.gate_bias)
         up = None if b.up is None else F.linear(x, b.up, b.up_bias)
         return F.linear(dense.activate(gate, up, b.f, b.g, b.cut), b.down, b.down_bias)

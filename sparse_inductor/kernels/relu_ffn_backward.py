@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from . import relu_ffn as forward
 from . import relu_ffn_dense as dense
 from . import relu_ffn_rows as rows
 from .relu_ffn import Block, Packed, chunks, rows_of_table
@@ -180,6 +182,8 @@ def backward(
     x = x if x.stride(1) == 1 else x.contiguous()
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     d_stats = None if d_stats is None else d_stats.float().contiguous()
+    if d_stats is None and len(x) <= forward.FEW:
+        return _few(dy, x, b, needs)
     N = b.gate.shape[0]
     cap = packed.index.shape[1]
     gated = b.up is not None
@@ -226,6 +230,38 @@ def backward(
     if d_bd is not None:
         torch.sum(dy, 0, out=d_bd)
     return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]
+
+
+def _few(
+    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients for so few rows that nothing was packed: library products, the projections made again."""
+    M, N = len(x), b.gate.shape[0]
+    room = M + dense.PAD.value  # `slopes_in_place` ends in whole pads
+    g, dh = x.new_empty(room, N), x.new_empty(room, N)
+    u = None if b.up is None else x.new_empty(room, N)
+    g[:M] = F.linear(x, b.gate, b.gate_bias)
+    if u is not None and b.up is not None:
+        u[:M] = F.linear(x, b.up, b.up_bias)
+    torch.mm(dy, b.down, out=dh[:M])
+    rows_all = torch.arange(M, dtype=torch.int32, device=x.device)
+    length = torch.full((1,), M, dtype=torch.int32, device=x.device)
+    dense.slopes_in_place(g, u, dh, None, rows_all, length, b.f, b.g, b.cut)
+    g, h = g[:M], dh[:M]
+    dx = None
+    if needs[0]:
+        dx = g @ b.gate
+        if u is not None and b.up is not None:
+            dx.addmm_(u[:M], b.up)
+    found: list[torch.Tensor | None] = [dx]
+    for d, right, (weight, bias), (n_weight, n_bias) in (
+        (g, x, (b.gate, b.gate_bias), needs[1:3]),
+        (None if u is None else u[:M], x, (b.up, b.up_bias), needs[3:5]),
+        (dy, h, (b.down, b.down_bias), needs[5:7]),
+    ):
+        found.append(d.t() @ right if n_weight and weight is not None and d is not None else None)
+        found.append(d.sum(0) if n_bias and bias is not None and d is not None else None)
+    return found
 
 
 def _dense_rows(dy, d_stats, x, b, gate, up, count, cap, dx, d_gate, d_up, d_table) -> None:

@@ -169,6 +169,17 @@ def test_backward_of_programs():
     check_backward(*make(20, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))
 
 
+@pytest.mark.parametrize("gated", [True, False])
+def test_backward_of_rows_too_few_to_pack(monkeypatch, gated):
+    monkeypatch.setattr(kernel, "FEW", 100)
+    monkeypatch.setattr(rows, "gradients", None)
+    x, b = make(50, gated=gated, steps="relu | square")
+    packed = empty_packed(x, b)
+    kernel.forward(x, b, None, packed, CAP)
+    assert (packed.count > CAP).all()
+    check_backward(x, b, stats=False)
+
+
 def test_only_what_is_needed():
     check_backward(*make(20), needs=(True, False, False, False, False, False, False))
     check_backward(*make(20), needs=(False, True, False, False, True, False, True))
