@@ -72,7 +72,7 @@ class Packed(Protocol):
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:
     """Even pieces of M rows of about so many elements of [M, N]."""
-    pieces = max(1, -(-M * N // elements))
+    pieces = max(1, -(-M * N // elements), -(-M // rows.ROWS_MOST))
     step = -(-M // pieces)
     step = -(-step // 128) * 128  # whole row tiles
     return [slice(i, min(i + step, M)) for i in range(0, M, step)]
@@ -124,19 +124,18 @@ def forward(
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
             ups = packed.up[part] if up is not None else None
         numbers = None if stats is None else stats[:, part]
-        heavy = rows.counter(count), torch.empty_like(count)
+        heavy = count.new_empty(rows.room_for_rows(m))
         # Looked for where it may pay; a training step needs its packed rows whole.
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
         pool = rows_pool.Pool(x[part], N) if shares else None
         counts = {} if pool is None else {"shared": pool.counts, "block_rows": rows_pool.ROWS}
         entries = (count, index, value)
-        rows.pack(gate, entries, heavy, numbers, b.f, b.cut, up is not None, **counts)
-        length = rows.settle(count, heavy, index.shape[1], N)
+        state = rows.pack(gate, entries, heavy, numbers, b.f, b.cut, up is not None, **counts)
         if table is None:  # the first piece of rows; of several all may need it
-            table = rows.by_neuron(b.down, length if m == M else None, m)
+            table = rows.by_neuron(b.down, state if m == M else None, m)
         if pool is not None:
-            rows_pool.split(pool, length, *entries)
-        beside: dict[str, Any] = {"bias": b.down_bias}
+            rows_pool.split(pool, state, *entries)
+        beside: dict[str, Any] = {"bias": b.down_bias, "state": state}
         if pool is not None:
             precision = dense.precision(x)
             rows_pool.products(x[part], up, b.up_bias, table, pool, y[part], b.f, b.g, precision)
@@ -144,10 +143,11 @@ def forward(
         if up is None:
             rows.weighted_rows(count, index, value, table, y[part], steps=b.f, **beside)
         else:
-            h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, b.f, b.g)
+            h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, state, b.f, b.g)
             rows.weighted_rows(count, index, h, table, y[part], **beside)
-        dense.hidden(x[part], up, b.up_bias, gate, heavy[1], length, b.f, b.g, b.cut)
+        listed = state, heavy
+        dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut)
         if numbers is not None and up is not None:
-            dense.row_stats(gate, numbers, heavy[1], length)
-        dense.product(gate, b.down, y[part], heavy[1], length, bias=b.down_bias)
+            dense.row_stats(gate, numbers, listed)
+        dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
     return y

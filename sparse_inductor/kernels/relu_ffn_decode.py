@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -19,6 +18,15 @@ from .epilogue import encode, evaluate
 
 __all__ = ["applies", "forward"]
 
+# One token's down projection: outputs a program, neurons whose weights are in flight, warps.
+ONE_DOWN = (16, 32, 4)
+# Active neurons of one token up to which they are listed; each costs a sector of memory for every output, and the
+# weights of sixteen neurons share a sector.
+MOST_LISTED = 256
+# A few tokens' projections: neurons a program, depth, warps, stages; their down projection: outputs a program, depth,
+# parts of the sum, warps, stages.
+FEW_UP = (16, 256, 1, 3)
+FEW_DOWN = (16, 256, 4, 4, 3)
 # Tokens that still share one pass over the weights: the narrow side of a 16-bit tensor-core product.
 TOKENS = 32
 
@@ -26,7 +34,7 @@ TOKENS = 32
 def applies(x: torch.Tensor, b: Any) -> bool:
     """Whether these kernels take the call."""
     unit = b.gate.stride(1) == 1 and (b.up is None or b.up.stride(1) == 1)
-    return len(x) <= (TOKENS if b.up is not None else 1) and unit
+    return len(x) <= TOKENS and unit
 
 
 def forward(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
@@ -61,7 +69,7 @@ def _gate_up_kernel(
     g = g.to(out.dtype.element_ty).to(
         tl.float32
     )  # the linear's own rounding, which decides at the cut
-    active = in_n & ~(g <= CUT)
+    active = in_n & ~(g <= tl.full([], CUT, tl.float32))
     h = evaluate(g, F_STEPS)
     if GATED and tl.max(active.to(tl.int32), 0) > 0:
         u = tl.zeros([BN], tl.float32)
@@ -82,24 +90,51 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    hidden, down, bias, out, N, D, stride_d, stride_n,
-    HAS_BIAS: tl.constexpr, BD: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, down, bias, out, lists, N, D, stride_d, stride_n,
+    HAS_BIAS: tl.constexpr, BD: tl.constexpr, FLIGHT: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """A program makes BD outputs of one token: reads h, and BD weights of every neuron where h is not zero."""
+    """A program makes BD outputs of one token: reads h, and BD weights of every neuron where h is not zero.
+
+    It lists those neurons first, in a row of its own of lists [programs, MOST], and then reads their weights at once;
+    if there are more than MOST, it goes through all neurons instead.
+    """
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     row = tl.where(in_d, d, 0).to(tl.int64)
-    total = tl.zeros([BD, BLOCK], tl.float32)
-    for n0 in range(0, N, BLOCK):
-        n = n0 + tl.arange(0, BLOCK)
-        h = tl.load(hidden + n, mask=n < N, other=0.0).to(tl.float32)
-        w = tl.load(
-            down + row[:, None] * stride_d + n[None, :].to(tl.int64) * stride_n,
-            mask=in_d[:, None] & (h != 0.0)[None, :],
-            other=0.0,
-        )
-        total += w.to(tl.float32) * h[None, :]
-    y = tl.sum(total, 1)
+    n = tl.arange(0, ALL)
+    h = tl.load(hidden + n, mask=n < N, other=0.0)
+    some = (h != 0.0).to(tl.int32)
+    at = tl.cumsum(some, 0) - some
+    listed = tl.sum(some, 0)
+    own = lists + tl.program_id(0) * MOST
+    tl.store(own + at, n, mask=(some != 0) & (at < MOST))
+    if listed <= MOST:
+        tl.debug_barrier()  # other threads' entries are read below
+        r = tl.arange(0, FLIGHT)
+        few = tl.zeros([BD, FLIGHT], tl.float32)
+        for e in range(0, listed, FLIGHT):
+            k = tl.load(own + e + r, mask=e + r < listed, other=0)
+            v = tl.load(hidden + k, mask=e + r < listed, other=0.0).to(tl.float32)
+            w = tl.load(
+                down + row[:, None] * stride_d + k[None, :].to(tl.int64) * stride_n,
+                mask=in_d[:, None] & (e + r < listed)[None, :],
+                other=0.0,
+            )
+            few += w.to(tl.float32) * v[None, :]
+        y = tl.sum(few, 1)
+    else:
+        total = tl.zeros([BD, BLOCK], tl.float32)
+        for n0 in range(0, N, BLOCK):
+            k = n0 + tl.arange(0, BLOCK)
+            v = tl.load(hidden + k, mask=k < N, other=0.0).to(tl.float32)
+            w = tl.load(
+                down + row[:, None] * stride_d + k[None, :].to(tl.int64) * stride_n,
+                mask=in_d[:, None] & (k < N)[None, :],
+                other=0.0,
+            )
+            total += tl.where((v != 0.0)[None, :], w.to(tl.float32) * v[None, :], 0.0)
+        y = tl.sum(total, 1)
     if HAS_BIAS:
         y += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     tl.store(out + d, y.to(out.dtype.element_ty), mask=in_d)
@@ -122,67 +157,94 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
         BN=bn, WIDTH=width, num_warps=1,
     )  # fmt: skip
-    # Four outputs a program: 512 programs at D = 2 048, four a multiprocessor.
-    bd = 4
-    _down_kernel[(triton.cdiv(D, bd),)](
-        h, b.down, b.down_bias, y, N, D, b.down.stride(0), b.down.stride(1),
-        HAS_BIAS=b.down_bias is not None, BD=bd, BLOCK=64 if small else 1024, num_warps=4,
+    bd, flight, warps = ONE_DOWN
+    programs = triton.cdiv(D, bd)
+    most = 8 if small else MOST_LISTED
+    _down_kernel[(programs,)](
+        h, b.down, b.down_bias, y, torch.empty(programs * most, dtype=torch.int32, device=x.device),
+        N, D, b.down.stride(0), b.down.stride(1),
+        HAS_BIAS=b.down_bias is not None, BD=bd, FLIGHT=4 if small else flight, MOST=most,
+        BLOCK=64 if small else 512, ALL=triton.next_power_of_2(N), num_warps=warps,
     )  # fmt: skip
     return y
 
 
 @triton.jit
-def _up_kernel(
-    x, gate, up, up_bias, M, N, K, stride_x, stride_u, CUT,
-    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+def _projections_kernel(
+    x, gate, gate_bias, up, up_bias, out, arrived, M, N, K, stride_x, stride_g, stride_u, CUT,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
+    HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """gate [M, N] -> h, in place, for BN neurons: reads the up rows of those active in any token."""
+    """h [M, N] of BN neurons: reads their gate rows, then the up rows of those active in any token.
+
+    The first program clears the counters of the next kernel, arrived [TILES].
+    """
+    if tl.program_id(0) == 0:
+        tl.store(arrived + tl.arange(0, TILES), tl.zeros([TILES], tl.int32))
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     in_n = n < N
+    row = tl.where(in_n, n, 0).to(tl.int64)
     m = tl.arange(0, BM)
     in_m = m < M
-    at = gate + m[None, :] * N + n[:, None]
-    g = tl.load(at, mask=in_n[:, None] & in_m[None, :], other=0.0).to(tl.float32)
-    active = in_n[:, None] & in_m[None, :] & ~(g <= CUT)
-    any_of_them = tl.max(active.to(tl.int32), 1) > 0
-    row = tl.where(any_of_them, n, 0).to(tl.int64)
-    u = tl.zeros([BN, BM], tl.float32)
-    if tl.max(any_of_them.to(tl.int32), 0) > 0:
-        for k0 in tl.range(0, K, BK, num_stages=STAGES):
-            k = k0 + tl.arange(0, BK)
-            w = tl.load(
-                up + row[:, None] * stride_u + k[None, :],
-                mask=any_of_them[:, None] & (k < K)[None, :],
-                other=0.0,
-            )
-            v = tl.load(
-                x + m[None, :] * stride_x + k[:, None],
-                mask=in_m[None, :] & (k < K)[:, None],
-                other=0.0,
-            )
-            u = tl.dot(w, v, u, input_precision=PRECISION)
-        if HAS_UP_BIAS:
-            u += tl.load(up_bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    h = tl.where(active, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
-    tl.store(at, h.to(gate.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
+    g = tl.zeros([BN, BM], tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        k = k0 + tl.arange(0, BK)
+        w = tl.load(gate + row[:, None] * stride_g + k[None, :], mask=(k < K)[None, :], other=0.0)
+        v = tl.load(
+            x + m[None, :] * stride_x + k[:, None], mask=in_m[None, :] & (k < K)[:, None], other=0.0
+        )
+        g = tl.dot(w, v, g, input_precision=PRECISION)
+    if HAS_GATE_BIAS:
+        g += tl.load(gate_bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    g = g.to(out.dtype.element_ty).to(tl.float32)  # the linear's rounding decides at the cut
+    active = in_n[:, None] & in_m[None, :] & ~(g <= tl.full([], CUT, tl.float32))
+    h = evaluate(g, F_STEPS)
+    if GATED:
+        any_of_them = tl.max(active.to(tl.int32), 1) > 0
+        u = tl.zeros([BN, BM], tl.float32)
+        if tl.max(any_of_them.to(tl.int32), 0) > 0:
+            for k0 in tl.range(0, K, BK, num_stages=STAGES):
+                k = k0 + tl.arange(0, BK)
+                w = tl.load(
+                    up + row[:, None] * stride_u + k[None, :],
+                    mask=any_of_them[:, None] & (k < K)[None, :],
+                    other=0.0,
+                )
+                v = tl.load(
+                    x + m[None, :] * stride_x + k[:, None],
+                    mask=in_m[None, :] & (k < K)[:, None],
+                    other=0.0,
+                )
+                u = tl.dot(w, v, u, input_precision=PRECISION)
+            if HAS_UP_BIAS:
+                u += tl.load(up_bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+        h = h * evaluate(u, G_STEPS)
+    at = out + m[None, :] * N + n[:, None]
+    tl.store(
+        at, tl.where(active, h, 0.0).to(out.dtype.element_ty), mask=in_n[:, None] & in_m[None, :]
+    )
 
 
 @triton.jit
 def _down_tokens_kernel(
-    hidden, down, out, M, N, D, stride_d, stride_n, PART,
+    hidden, down, bias, parts, arrived, out, M, N, D, stride_d, stride_n, DEPTH,
     PRECISION: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
+    PARTS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out[part, :, BD columns] = hidden [M, PART neurons] @ down[BD rows, PART neurons]^T, fp32."""
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
+    """out[:, BD columns] = hidden [M, N] @ down[BD rows]^T + bias, in PARTS programs of DEPTH neurons each.
+
+    parts [tiles of columns, PARTS, BD, BM]: the program that arrives last adds them, in order.
+    """
+    tile = tl.program_id(0)
+    d = tile * BD + tl.arange(0, BD)
     in_d = d < D
     row = tl.where(in_d, d, 0).to(tl.int64)
     m = tl.arange(0, BM)
     near = tl.where(m < M, m, 0)
     acc = tl.zeros([BD, BM], tl.float32)
-    start = tl.program_id(1) * PART
-    end = tl.minimum(start + PART, N)
+    start = tl.program_id(1) * DEPTH
+    end = tl.minimum(start + DEPTH, N)
     for k0 in tl.range(start, end, BK, num_stages=STAGES):
         k = k0 + tl.arange(0, BK)
         w_at = down + row[:, None] * stride_d + k[None, :] * stride_n
@@ -193,57 +255,51 @@ def _down_tokens_kernel(
             w = tl.load(w_at, mask=(k < end)[None, :], other=0.0)
             h = tl.load(h_at, mask=(k < end)[:, None], other=0.0)
         acc = tl.dot(w, h, acc, input_precision=PRECISION)
-    at = out + (tl.program_id(1) * M + m)[None, :] * D + d[:, None]
-    tl.store(at, acc, mask=in_d[:, None] & (m < M)[None, :])
-
-
-@triton.jit
-def _add_parts_kernel(
-    parts, bias, out, M, D, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[m] = the sum of its parts + bias, in order."""
-    m = tl.program_id(1)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    y = tl.zeros([BLOCK], tl.float32)
-    for p in tl.static_range(PARTS):
-        y += tl.load(parts + (p * M + m) * D + d, mask=d < D, other=0.0)
-    if HAS_BIAS:
-        y += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(out + m * D + d, y.to(out.dtype.element_ty), mask=d < D)
+    at = tl.arange(0, BD)[:, None] * BM + m[None, :]
+    own = parts + tile * (PARTS * BD * BM)
+    tl.store(own + tl.program_id(1) * (BD * BM) + at, acc)
+    tl.debug_barrier()  # all threads' parts are there
+    if tl.atomic_add(arrived + tile, 1) == PARTS - 1:
+        tl.debug_barrier()
+        acc = tl.zeros([BD, BM], tl.float32)
+        for p in tl.static_range(PARTS):
+            acc += tl.load(own + p * (BD * BM) + at, volatile=True)
+        if HAS_BIAS:
+            acc += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)[:, None]
+        to = out + m[None, :] * D + d[:, None]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=in_d[:, None] & (m < M)[None, :])
 
 
 def _few(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
     M, K = x.shape
     N, D = b.gate.shape[0], b.down.shape[0]
-    h = F.linear(x, b.gate, b.gate_bias)
+    h = x.new_empty(M, N)
+    up = b.gate if b.up is None else b.up
     small = not x.is_cuda
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    common = {"PRECISION": "tf32" if tf32 else "ieee", "BM": 16 if M <= 16 else 32, "num_warps": 4}
-    # 32 neurons a program: 176 programs at N = 5 632.
-    bn, bk = 32, 32 if small else 256 if x.element_size() == 2 else 128
-    _up_kernel[(triton.cdiv(N, bn),)](
-        x, h, b.up, b.up_bias, M, N, K, x.stride(0), b.up.stride(0), b.cut,
-        F_STEPS=encode(b.f), G_STEPS=encode(b.g), HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, BK=bk, STAGES=1 if small else 3, **common,
+    bm = 16 if M <= 16 else 32
+    common = {"PRECISION": "tf32" if tf32 else "ieee", "BM": bm}
+    bn, bk, warps, stages = FEW_UP
+    bd, dk, parts, down_warps, down_stages = FEW_DOWN
+    if small:
+        bk, dk, stages, down_stages = 32, 32, 1, 1
+    elif x.element_size() == 4:
+        bk, dk = bk // 2, dk // 2
+    tiles = triton.cdiv(D, bd)
+    arrived = torch.empty(triton.next_power_of_2(tiles), dtype=torch.int32, device=x.device)
+    _projections_kernel[(triton.cdiv(N, bn),)](
+        x, b.gate, b.gate_bias, up, b.up_bias, h, arrived,
+        M, N, K, x.stride(0), b.gate.stride(0), up.stride(0), b.cut,
+        F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
+        HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
+        BN=bn, BK=bk, STAGES=stages, TILES=len(arrived), **common, num_warps=warps,
     )  # fmt: skip
-    # 16 outputs and a quarter of the neurons a program: 512 programs at D = 2 048, whose weights in flight hide the
-    # latency of memory (the library's kernel for this long sum takes half as long again).
-    parts = 4
-    part = triton.cdiv(triton.cdiv(N, parts), bk) * bk
-    sums = torch.empty(parts, M, D, dtype=torch.float32, device=x.device)
-    _down_tokens_kernel[(triton.cdiv(D, 16), parts)](
-        h, b.down, sums, M, N, D, b.down.stride(0), b.down.stride(1), part,
-        BD=16, BK=bk, STAGES=1 if small else 3, EVEN=N % bk == 0, **common,
+    depth = triton.cdiv(triton.cdiv(N, parts), dk) * dk
+    sums = torch.empty(tiles * parts * bd * bm, dtype=torch.float32, device=x.device)
+    _down_tokens_kernel[(tiles, parts)](
+        h, b.down, b.down_bias, sums, arrived, y,
+        M, N, D, b.down.stride(0), b.down.stride(1), depth,
+        BD=bd, BK=dk, STAGES=down_stages, PARTS=parts, EVEN=N % dk == 0,
+        HAS_BIAS=b.down_bias is not None, **common, num_warps=down_warps,
     )  # fmt: skip
-    _add_parts_kernel[(triton.cdiv(D, 512), M)](
-        sums,
-        b.down_bias,
-        y,
-        M,
-        D,
-        PARTS=parts,
-        HAS_BIAS=b.down_bias is not None,
-        BLOCK=512,
-        num_warps=2,
-    )
     return y

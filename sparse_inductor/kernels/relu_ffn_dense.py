@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
-from .relu_ffn_rows import slopes
+from .relu_ffn_rows import ARRIVED, listed_rows, n_listed, slopes
 
 __all__ = [
     "PAD",
@@ -62,16 +62,6 @@ def _boxes(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor | TensorDes
     return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else t
 
 
-def _launches(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[tuple]:
-    """(mode, a, b, out, tile) of each launch of a product of listed rows."""
-    tile = _tile(a)
-    BM, BN, BK = tile["BM"], tile["BN"], tile["BK"]
-    boxes = _boxes(a, BM, BK), _boxes(b, BN, BK), _boxes(out, BM, BN)
-    if all(isinstance(t, TensorDescriptor) for t in boxes):
-        return [(WHOLE.value, *boxes, tile), (PART.value, a, b, out, _narrow(tile))]
-    return [(ANY.value, a, b, out, _narrow(tile))]
-
-
 def precision(t: torch.Tensor) -> str:
     fast = t.is_cuda and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if fast and t.dtype == torch.float32 else "ieee"
@@ -86,88 +76,106 @@ def _tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr):
     return group * GROUP + r % size, r // size
 
 
-# How a kernel of listed rows is run: as it is; or as two launches, of which the device lets one do the work.
-ANY = tl.constexpr(0)
-WHOLE = tl.constexpr(1)  # only where every row is listed, in order: through the bulk copy engine
-PART = tl.constexpr(2)  # only where some are not
-
-
 @triton.jit
-def _rows_to_do(length, M, MODE: tl.constexpr):
-    n = tl.load(length)
-    if MODE == WHOLE:
-        n = tl.where(n == M, n, 0)
-    elif MODE == PART:
-        n = tl.where(n == M, 0, n)
-    return n
-
-
-@triton.jit
-def _dot_tile(
-    acc, a, m0, a_rows, in_m, stride_am, stride_ak, b, n0, cols, in_n, stride_bn, stride_bk, K,
-    MODE: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+def _dot_listed(
+    a, a_rows, in_m, stride_am, stride_ak, b, cols, in_n, stride_bn, stride_bk, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc + A[a_rows] @ B[cols]^T, the sum over K. With WHOLE, a and b are descriptors, for boxes from m0 and n0 on."""
-    if MODE == WHOLE:
-        for k in range(0, K, BK):
-            acc = tl.dot(a.load([m0, k]), b.load([n0, k]).T, acc)
-    else:
-        a_ptr = a + a_rows[:, None] * stride_am
-        b_ptr = b + cols[None, :] * stride_bn
-        for k0 in range(0, K, BK):
-            k = k0 + tl.arange(0, BK)
-            v = tl.load(
-                a_ptr + k[None, :] * stride_ak, mask=in_m[:, None] & (k < K)[None, :], other=0.0
-            )
-            w = tl.load(
-                b_ptr + k[:, None] * stride_bk, mask=in_n[None, :] & (k < K)[:, None], other=0.0
-            )
-            acc = tl.dot(v, w, acc, input_precision=PRECISION)
+    """A[a_rows] @ B[cols]^T."""
+    acc = tl.zeros([BM, BN], tl.float32)
+    a_ptr = a + a_rows[:, None] * stride_am
+    b_ptr = b + cols[None, :] * stride_bn
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        v = tl.load(
+            a_ptr + k[None, :] * stride_ak, mask=in_m[:, None] & (k < K)[None, :], other=0.0
+        )
+        w = tl.load(
+            b_ptr + k[:, None] * stride_bk, mask=in_n[None, :] & (k < K)[:, None], other=0.0
+        )
+        acc = tl.dot(v, w, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
+def _hidden_box(
+    u, box, m, n, cut, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
+):
+    """A box of gates at (m, n) becomes f(gate) * g(u)."""
+    g = box.load([m, n]).to(tl.float32)
+    h = evaluate(g, F_STEPS)
+    if GATED:
+        h = h * evaluate(u, G_STEPS)
+    box.store([m, n], tl.where(g <= cut, 0.0, h).to(box.dtype))
+
+
+@triton.jit
 def _hidden_kernel(
-    x, up, bias, gate, rows, length,
-    M, N, K, stride_xm, stride_xk, stride_un, stride_uk, CUT, MODE: tl.constexpr,
+    x, up, gate, x_box, up_box, gate_box, bias, state, rows,
+    M, N, stride_xm, stride_xk, stride_un, stride_uk, CUT, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous."""
-    n_rows = _rows_to_do(length, M, MODE)
-    tiles_n = tl.cdiv(N, BN)
-    tiles_m = tl.cdiv(n_rows, BM)
-    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
-        i = pm * BM + tl.arange(0, BM)
-        in_m = i < n_rows
-        row = tl.load(rows + i, mask=in_m, other=0).to(tl.int64)
-        n = pn * BN + tl.arange(0, BN)
-        in_n = n < N
-        col = tl.where(in_n, n, 0).to(tl.int64)
-        if GATED:
+    """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous.
+
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns.
+    """
+    n_rows = n_listed(state)
+    cut = tl.full([], CUT, tl.float32)
+    if BOXES and n_rows == M:
+        tiles_m = tl.cdiv(M, BM)
+        tiles_n = tl.cdiv(N, BN)
+        # Flattened, so that the next tile's operands are on their way while a tile ends.
+        for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+            pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
             u = tl.zeros([BM, BN], tl.float32)
-            u = _dot_tile(
-                u, x, pm * BM, row, in_m, stride_xm, stride_xk,
-                up, pn * BN, col, in_n, stride_un, stride_uk, K, MODE, BK, PRECISION
-            )  # fmt: skip
-            if HAS_BIAS:
-                u += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        # After the product: pointers to a whole tile take more registers than its accumulator.
-        if MODE == WHOLE:
-            g = gate.load([pm * BM, pn * BN]).to(tl.float32)
-        else:
+            if GATED:
+                for k in tl.range(0, K, BK):
+                    u = tl.dot(x_box.load([pm * BM, k]), up_box.load([pn * BN, k]).T, u)
+                if HAS_BIAS:
+                    n = pn * BN + tl.arange(0, BN)
+                    u += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            # By halves: what is read and written passes through shared memory, beside the operands' stages.
+            left, right = tl.split(tl.permute(tl.reshape(u, (BM, 2, BN // 2)), (0, 2, 1)))
+            _hidden_box(left, gate_box, pm * BM, pn * BN, cut, F_STEPS, G_STEPS, GATED)
+            _hidden_box(right, gate_box, pm * BM, pn * BN + BN // 2, cut, F_STEPS, G_STEPS, GATED)
+    else:
+        tiles_m = tl.cdiv(n_rows, BM)
+        tiles_n = tl.cdiv(N, PART)
+        for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+            pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
+            i = pm * BM + tl.arange(0, BM)
+            in_m = i < n_rows
+            row = listed_rows(state, rows, i, M).to(tl.int64)
+            n = pn * PART + tl.arange(0, PART)
+            in_n = n < N
+            col = tl.where(in_n, n, 0).to(tl.int64)
+            if GATED:
+                u = _dot_listed(
+                    x, row, in_m, stride_xm, stride_xk, up, col, in_n, stride_un, stride_uk, K,
+                    BM, PART, BK, PRECISION
+                )  # fmt: skip
+                if HAS_BIAS:
+                    u += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
+            # After the product: pointers to a whole tile take more registers than its accumulator.
             at = gate + row[:, None] * N + col[None, :]
             mask = in_m[:, None] & in_n[None, :]
             g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        h = evaluate(g, F_STEPS)
-        if GATED:
-            h = h * evaluate(u, G_STEPS)
-        h = tl.where(g <= CUT, 0.0, h)
-        if MODE == WHOLE:
-            gate.store([pm * BM, pn * BN], h.to(gate.dtype))
-        else:
-            tl.store(at, h.to(gate.dtype.element_ty), mask=mask)
+            h = evaluate(g, F_STEPS)
+            if GATED:
+                h = h * evaluate(u, G_STEPS)
+            tl.store(at, tl.where(g <= cut, 0.0, h).to(gate.dtype.element_ty), mask=mask)
+
+
+def _listed_tile(t: torch.Tensor, boxes: list) -> tuple[list, bool, dict[str, int]]:
+    """(descriptors or Nones, whether they are descriptors, tile) of a kernel of listed rows."""
+    tile = _tile(t)
+    able = all(isinstance(box, TensorDescriptor) for box in boxes)
+    tile["PART"] = min(tile["BN"], 128)  # through pointers, which take registers too
+    if not able:
+        tile["BN"] = tile["PART"]
+    return boxes if able else [None] * len(boxes), able, tile
 
 
 def hidden(
@@ -175,21 +183,23 @@ def hidden(
     up: torch.Tensor | None,
     bias: torch.Tensor | None,
     gate: torch.Tensor,
-    rows: torch.Tensor,
-    length: torch.Tensor,
+    listed: tuple[torch.Tensor, torch.Tensor],
     f: Program,
     g: Program,
     cut: float,
 ) -> None:
     """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
     table = x if up is None else up
-    for mode, a, b, out, tile in _launches(x, table, gate):
-        _hidden_kernel[(_programs(x),)](
-            a, b, bias, out, rows, length,
-            *gate.shape, x.shape[1], *x.stride(), *table.stride(), cut, mode,
-            F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-            PRECISION=precision(x), **tile,
-        )  # fmt: skip
+    tile = _tile(x)
+    shapes = ((x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2))
+    boxes = [_boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
+    boxes, able, tile = _listed_tile(x, boxes)
+    _hidden_kernel[(_programs(x),)](
+        x, table, gate, *boxes, bias, *listed,
+        *gate.shape, *x.stride(), *table.stride(), cut, x.shape[1],
+        F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
+        BOXES=able, PRECISION=precision(x), **tile,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -220,11 +230,11 @@ def activate(
 
 
 @triton.jit
-def _row_stats_kernel(hidden, stats, rows, length, N, stride_s, BLOCK: tl.constexpr):
+def _row_stats_kernel(hidden, stats, state, rows, M, N, stride_s, BLOCK: tl.constexpr):
     """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]."""
-    n_rows = tl.load(length)
+    n_rows = n_listed(state)
     for i in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        row = tl.load(rows + i).to(tl.int64)
+        row = tl.max(listed_rows(state, rows, tl.full([1], i, tl.int32), M), 0).to(tl.int64)
         size = tl.zeros([BLOCK], tl.float32)
         nonzero = tl.zeros([BLOCK], tl.float32)
         for n0 in range(0, N, BLOCK):
@@ -237,63 +247,103 @@ def _row_stats_kernel(hidden, stats, rows, length, N, stride_s, BLOCK: tl.conste
 
 
 def row_stats(
-    hidden: torch.Tensor, stats: torch.Tensor, rows: torch.Tensor, length: torch.Tensor
+    hidden: torch.Tensor, stats: torch.Tensor, listed: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """Fill stats[2:] [4, M] of listed rows from `hidden` [M, N], contiguous."""
     _row_stats_kernel[(8 * _programs(hidden),)](
-        hidden, stats, rows, length, hidden.shape[1], stats.stride(0),
+        hidden, stats, *listed, *hidden.shape, stats.stride(0),
         BLOCK=1024 if hidden.is_cuda else 32,
     )  # fmt: skip
 
 
+# Programs that share a tile of `product` by its sum, where few rows are listed: the sum is over N, 5 632 in the
+# figures, and a tile alone would take as long as a whole wave of them.
+SPLITS = tl.constexpr(16)
+
+
 @triton.jit
 def _product_kernel(
-    a, b, bias, out, rows, length,
-    M, N, K, stride_am, stride_ak, stride_bn, stride_bk, stride_om,
-    MODE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, out, a_box, b_box, out_box, bias, state, rows, parts,
+    M, N, stride_am, stride_ak, stride_bn, stride_bk, stride_om, K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BOXES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = a[row] b^T + bias for the listed rows."""
-    n_rows = _rows_to_do(length, M, MODE)
-    tiles_n = tl.cdiv(N, BN)
-    tiles_m = tl.cdiv(n_rows, BM)
-    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
-        i = pm * BM + tl.arange(0, BM)
-        in_m = i < n_rows
-        row = tl.load(rows + i, mask=in_m, other=0).to(tl.int64)
-        n = pn * BN + tl.arange(0, BN)
-        in_n = n < N
-        col = tl.where(in_n, n, 0).to(tl.int64)
-        acc = tl.zeros([BM, BN], tl.float32)
-        acc = _dot_tile(
-            acc, a, pm * BM, row, in_m, stride_am, stride_ak,
-            b, pn * BN, col, in_n, stride_bn, stride_bk, K, MODE, BK, PRECISION
-        )  # fmt: skip
-        if HAS_BIAS:
-            acc += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
-        if MODE == WHOLE:
-            out.store([pm * BM, pn * BN], acc.to(out.dtype))
-        else:
-            at = out + row[:, None] * stride_om + col[None, :]
-            tl.store(at, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+    """out[row] = a[row] b^T + bias for the listed rows.
+
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. Then if there
+    are fewer tiles than programs, several make parts [tile, split, BM, PART] of a tile's sum, and the one that arrives
+    last adds them, in order.
+    """
+    n_rows = n_listed(state)
+    if BOXES and n_rows == M:
+        tiles_m = tl.cdiv(M, BM)
+        tiles_n = tl.cdiv(N, BN)
+        for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+            pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
+            acc = tl.zeros([BM, BN], tl.float32)
+            for k in tl.range(0, K, BK):
+                acc = tl.dot(a_box.load([pm * BM, k]), b_box.load([pn * BN, k]).T, acc)
+            if HAS_BIAS:
+                n = pn * BN + tl.arange(0, BN)
+                acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+            out_box.store([pm * BM, pn * BN], acc.to(out_box.dtype))
+    else:
+        tiles_m = tl.cdiv(n_rows, BM)
+        tiles_n = tl.cdiv(N, PART)
+        tiles = tiles_m * tiles_n
+        splits = tl.minimum(SPLITS, tl.maximum(1, tl.num_programs(0) // tl.maximum(tiles, 1)))
+        depth = tl.cdiv(tl.cdiv(K, splits), BK) * BK
+        for unit in range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
+            t = unit // splits
+            k0 = (unit % splits) * depth
+            pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
+            i = pm * BM + tl.arange(0, BM)
+            in_m = i < n_rows
+            row = listed_rows(state, rows, i, M).to(tl.int64)
+            n = pn * PART + tl.arange(0, PART)
+            in_n = n < N
+            col = tl.where(in_n, n, 0).to(tl.int64)
+            acc = _dot_listed(
+                a + k0 * stride_ak, row, in_m, stride_am, stride_ak,
+                b + k0 * stride_bk, col, in_n, stride_bn, stride_bk, tl.minimum(depth, K - k0),
+                BM, PART, BK, PRECISION
+            )  # fmt: skip
+            last = splits > 0
+            if splits > 1:
+                at = tl.arange(0, BM)[:, None] * PART + tl.arange(0, PART)[None, :]
+                tl.store(parts + unit * (BM * PART) + at, acc)
+                tl.debug_barrier()  # all threads' parts are there
+                last = tl.atomic_add(state + ARRIVED + t, 1) == splits - 1
+                if last:
+                    tl.debug_barrier()
+                    acc = tl.zeros([BM, PART], tl.float32)
+                    for s in range(splits):
+                        acc += tl.load(parts + (t * splits + s) * (BM * PART) + at, volatile=True)
+            if last:
+                if HAS_BIAS:
+                    acc += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
+                to = out + row[:, None] * stride_om + col[None, :]
+                tl.store(to, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
 def product(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    rows: torch.Tensor,
-    length: torch.Tensor,
+    listed: tuple[torch.Tensor, torch.Tensor],
     bias: torch.Tensor | None = None,
 ) -> None:
     """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides."""
-    for mode, p, q, to, tile in _launches(a, b, out):
-        _product_kernel[(_programs(a),)](
-            p, q, bias, to, rows, length,
-            a.shape[0], b.shape[0], b.shape[1], *a.stride(), *b.stride(), out.stride(0),
-            mode, HAS_BIAS=bias is not None, PRECISION=precision(a), **tile,
-        )  # fmt: skip
+    tile = _tile(a)
+    shapes = ((a, "BM", "BK"), (b, "BN", "BK"), (out, "BM", "BN"))
+    boxes, able, tile = _listed_tile(a, [_boxes(t, tile[i], tile[j]) for t, i, j in shapes])
+    programs = _programs(a)
+    parts = torch.empty(programs * tile["BM"] * tile["PART"], dtype=torch.float32, device=a.device)
+    _product_kernel[(programs,)](
+        a, b, out, *boxes, bias, *listed, parts,
+        a.shape[0], b.shape[0], *a.stride(), *b.stride(), out.stride(0), b.shape[1],
+        HAS_BIAS=bias is not None, BOXES=able, PRECISION=precision(a), **tile,
+    )  # fmt: skip
 
 
 # The backward works on copies of the listed rows, one after the other, so that every product of theirs can go through

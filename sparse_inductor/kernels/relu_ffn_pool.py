@@ -14,6 +14,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
+from .relu_ffn_rows import n_listed
 
 __all__ = ["ROWS", "Pool", "products", "split"]
 
@@ -41,7 +42,7 @@ class Pool:
 
 @triton.jit
 def _select_kernel(
-    counts, slot, size, neuron, dense, M, N,
+    counts, slot, size, neuron, state, M, N,
     SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program chooses a block's pool: the neurons active in at least t of its rows, t the least that SIZE allows.
@@ -55,7 +56,7 @@ def _select_kernel(
     while tl.sum((c >= least).to(tl.int32), 0) > SIZE:
         least += 1
     keep = (c >= least).to(tl.int32)
-    enough = (tl.sum(c * keep, 0) >= ENTRIES) & (tl.load(dense) != M)
+    enough = (tl.sum(c * keep, 0) >= ENTRIES) & (n_listed(state) != M)
     keep = tl.where(enough, keep, 0)
     at = tl.cumsum(keep, 0) - keep
     tl.store(slot + b * N + n, tl.where(keep != 0, at, -1).to(tl.int16), mask=n < N)
@@ -95,18 +96,18 @@ def _split_kernel(
 
 
 def split(
-    pool: Pool, dense: torch.Tensor, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
+    pool: Pool, state: torch.Tensor, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
 ) -> None:
     """Find the pools of packed rows, whose counts are there, and move their entries to them; the strays are left.
 
-    dense: the number of rows of the dense path.
+    state: of `pack`.
     """
     M, cap = index.shape
     N = pool.counts.shape[1]
     block = triton.next_power_of_2(cap)
     warps = 1 if block <= 128 else 4
     _select_kernel[(pool.blocks,)](
-        pool.counts, pool.slot, pool.size, pool.neuron, dense, M, N,
+        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N,
         SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), num_warps=8,
     )  # fmt: skip
     _split_kernel[(M,)](

@@ -17,12 +17,15 @@ from sparse_inductor.epilogue.steps import Program
 from .epilogue import dual, encode, evaluate
 
 __all__ = [
+    "ARRIVED",
     "by_neuron",
     "dots",
     "gradients",
     "heavy_rows",
+    "listed_rows",
+    "n_listed",
     "pack",
-    "settle",
+    "room_for_rows",
     "slopes",
     "weighted_rows",
 ]
@@ -41,11 +44,22 @@ WARPS_DOTS = 2
 STAGES = 1
 
 
-# Gates of a row that a program of `pack` looks at at once: two 16-byte loads a thread.
-PACK_BLOCK = 2048
-# Where rows are counted: so many tallies, each in a 32-byte sector of its own, as adds to one address take turns.
+# Gates of a row that a program of `pack` looks at at once, and its warps: a warp has 64-byte runs of four groups in
+# flight, and a program's threads meet without a barrier where they are one warp.
+PACK_BLOCK = 1024
+PACK_WARPS = 1
+# What `pack` counts: tallies, each in a 32-byte sector of its own, as adds to one address take turns; then how many
+# tallies are full; then the number of rows of the dense path. Row m counts in tally m % TALLIES.
 TALLIES = tl.constexpr(32)
-LINE = tl.constexpr(8)
+LINE = tl.constexpr(4)  # int64 words a sector
+FULL = tl.constexpr(128)
+DENSE = tl.constexpr(129)
+ARRIVED = tl.constexpr(130)  # from here on, a counter for each tile that several programs make
+ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
+# A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
+ONE_ROW = tl.constexpr(1 << 46)
+ONE_HEAVY = tl.constexpr(1 << 29)
+ROWS_MOST = 1 << 21
 # Entries of packed rows that cost as much as a row of the dense path, for each neuron: the tensor cores multiply by all
 # N up and down weights in the time in which L2 yields those of N / 120 neurons (H200, at 8 192 tokens of K = 2 048).
 DENSE_ROW = 1 / 120
@@ -69,51 +83,52 @@ def _flight(interpreted: bool) -> int:
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _pack_kernel(
-    gate, count, index, value, groups, stats, heavy, rows_heavy, shared,
-    N, stride_s, CUT,
+    gate, count, index, value, groups, stats, state, rows_heavy, shared,
+    M, N, stride_s, CUT, ROW,
     STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     CAP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A program packs one row of the gate projection [m, N]: reads 2 N bytes (at 16 bits), writes its active entries.
+    """A program packs one row of the gate projection [M, N]: reads 2 N bytes (at 16 bits), writes its active entries.
 
-    First the groups of eight neurons with an active one among them are listed, in `groups` [m, CAP] (more than CAP of
-    them make the row heavy); then only those are looked at again. heavy: how many rows have more than CAP entries, and
-    from LINE on, in every LINE-th place, tallies of the entries of the others; rows_heavy: which rows, in any order.
+    First the groups of eight neurons with an active one among them are listed, in `groups` [M, CAP]; then only those
+    are looked at again. A row is heavy that has more than CAP such groups or entries, or, without statistics, an active
+    neuron in three of four groups of the first BLOCK columns that are looked at: nothing of it is packed, and where it
+    stops being looked at its count is only a bound. rows_heavy [TALLIES, M / TALLIES]: the heavy rows of each tally.
     shared [blocks of BLOCK_ROWS rows, N], unless that is 0: how many packed rows of a block have a neuron active. They
     are sums of integers: the order of the adds does not matter.
+
+    The program that counts last decides: where packed rows do not pay, all rows take the dense path.
     """
-    row = tl.program_id(0).to(tl.int64)
+    m = tl.program_id(0)
+    row = m.to(tl.int64)
+    cut = tl.full([], CUT, tl.float32)
     group = tl.arange(0, BLOCK // 8)
     lane = tl.arange(0, 8)  # eight 16-bit numbers are one load
     listed = tl.full([], 0, tl.int32)
-    total = tl.zeros([BLOCK // 8], tl.int32)
+    much = tl.full([], CAP, tl.int32)
     size = tl.zeros([BLOCK // 8], tl.float32)
     nonzero = tl.zeros([BLOCK // 8], tl.float32)
     for n0 in range(0, N, BLOCK):
-        # A row that has too many already is heavy, whatever follows.
-        if STATS or tl.sum(total, 0) <= CAP:
+        if STATS or listed <= much:
             n = n0 + group[:, None] * 8 + lane[None, :]
-            g = tl.load(gate + row * N + n, mask=n < N, other=0.0).to(tl.float32)
-            active = (n < N) & ~(g <= CUT)
-            bits = tl.sum(active.to(tl.int32) << lane[None, :], 1)
-            some = (bits != 0).to(tl.int32)
+            g = tl.load(gate + row * N + n, mask=n < N, other=float("-inf")).to(tl.float32)
+            top = tl.reduce(g, 1, _larger)
+            some = (~(top <= cut)).to(tl.int32)
             at = listed + tl.cumsum(some, 0) - some
-            tl.store(
-                groups + row * CAP + at,
-                ((n0 + group * 8) << 8) | bits,
-                mask=(some != 0) & (at < CAP),
-            )
+            tl.store(groups + row * CAP + at, n0 + group * 8, mask=(some != 0) & (at < CAP))
             listed += tl.sum(some, 0)
-            ones = bits - ((bits >> 1) & 0x55)
-            ones = (ones & 0x33) + ((ones >> 2) & 0x33)
-            total += (ones + (ones >> 4)) & 0xF
+            if n0 == 0 and N > BLOCK:
+                much = tl.where(listed * 4 > 3 * (BLOCK // 8), -1, CAP)
             if STATS:
-                a = tl.where(active, evaluate(g, STEPS), 0.0)
+                a = tl.where(g <= cut, 0.0, evaluate(g, STEPS))
                 size += tl.sum(tl.abs(a), 1)
                 nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
-    c = tl.sum(total, 0)
-    tl.store(count + row, c)
     if STATS:
         sum_size, sum_nonzero = tl.sum(size, 0), tl.sum(nonzero, 0)
         tl.store(stats + row, sum_size)
@@ -121,70 +136,109 @@ def _pack_kernel(
         if not GATED:
             tl.store(stats + 2 * stride_s + row, sum_size)
             tl.store(stats + 3 * stride_s + row, sum_nonzero)
-    if c > CAP:
-        tl.store(rows_heavy + tl.atomic_add(heavy, 1), row.to(tl.int32))
-    else:
-        tl.atomic_add(heavy + LINE * (1 + row % TALLIES), c)
+    c = tl.full([], CAP + 1, tl.int32)
+    if listed <= much:
         tl.debug_barrier()  # other threads' groups are read below
-        slot = tl.full([], 0, tl.int32)
+        c = tl.full([], 0, tl.int32)
         i = tl.arange(0, CHUNK)
         for i0 in range(0, listed, CHUNK):
-            word = tl.load(groups + row * CAP + i0 + i, mask=i0 + i < listed, other=0)
-            set_ = (word[:, None] >> lane[None, :]) & 1
-            n = (word >> 8)[:, None] + lane[None, :]
-            within = tl.cumsum(set_, 1)
-            sums = tl.sum(set_, 1)
+            there = (i0 + i < listed)[:, None]
+            first = tl.load(groups + row * CAP + i0 + i, mask=i0 + i < listed, other=0)
+            n = first.to(tl.int32)[:, None] + lane[None, :]
+            raw = tl.load(gate + row * N + n, mask=there & (n < N), other=float("-inf"))
+            active = (there & (n < N) & ~(raw.to(tl.float32) <= cut)).to(tl.int32)
+            within = tl.cumsum(active, 1)
+            sums = tl.sum(active, 1)
             before = tl.cumsum(sums, 0) - sums
-            at = slot + before[:, None] + within - 1
-            g = tl.load(gate + row * N + n, mask=set_ != 0, other=0.0)
-            tl.store(index + row * CAP + at, n.to(index.dtype.element_ty), mask=set_ != 0)
-            tl.store(value + row * CAP + at, g.to(value.dtype.element_ty), mask=set_ != 0)
-            if BLOCK_ROWS > 0:
-                tl.atomic_add(shared + (row // BLOCK_ROWS) * N + n, 1, mask=set_ != 0)
-            slot += tl.sum(sums, 0)
+            at = c + before[:, None] + within - 1
+            mask = (active != 0) & (at < CAP)
+            tl.store(index + row * CAP + at, n.to(index.dtype.element_ty), mask=mask)
+            tl.store(value + row * CAP + at, raw, mask=mask)
+            c += tl.sum(sums, 0)
+        if BLOCK_ROWS > 0 and c <= CAP:
+            tl.debug_barrier()
+            for i0 in range(0, c, CHUNK):
+                n = tl.load(index + row * CAP + i0 + i, mask=i0 + i < c, other=0).to(tl.int32)
+                tl.atomic_add(
+                    shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
+                )
+    tl.store(count + m, c)
+    tally = m % TALLIES
+    heavy = c > CAP
+    add = ONE_ROW + tl.where(heavy, ONE_HEAVY, c.to(tl.int64))
+    old = tl.atomic_add(state + LINE * tally, add, sem="relaxed")
+    of_tally = (M - tally + TALLIES - 1) // TALLIES
+    if heavy:
+        place = (old // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)
+        tl.store(rows_heavy + tally * tl.cdiv(M, TALLIES) + place, m)
+    is_last = old // ONE_ROW == of_tally - 1
+    if is_last:
+        is_last = tl.atomic_add(state + FULL, 1) == tl.minimum(M, TALLIES) - 1
+    if is_last:
+        lines = tl.arange(0, TALLIES)
+        tallies = tl.atomic_add(state + LINE * lines, tl.zeros([TALLIES], tl.int64))
+        n_heavy = tl.sum(((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32), 0)
+        entries = tl.sum((tallies % ONE_HEAVY).to(tl.float32), 0)
+        all_of_them = (n_heavy * 2 > M) | (entries + n_heavy.to(tl.float32) * ROW > 0.9 * ROW * M)
+        tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
 
 
 def pack(
     gate: torch.Tensor,
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    heavy: tuple[torch.Tensor, torch.Tensor],
+    rows_heavy: torch.Tensor,
     stats: torch.Tensor | None,
     f: Program,
     cut: float,
     gated: bool,
     shared: torch.Tensor | None = None,
     block_rows: int = 0,
-) -> None:
-    """Pack rows from their gate projection [M, N], contiguous. heavy: a `counter`, and [M]; shared: zeros."""
+) -> torch.Tensor:
+    """Pack rows from their gate projection [M, N], contiguous: the state, for `listed_rows`.
+
+    rows_heavy: room for `listed` rows. shared: zeros. M is at most ROWS_MOST.
+    """
     M, N = gate.shape
     count, index, value = packed
     cap = index.shape[1]
-    groups = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
+    state = torch.zeros(ARRIVED.value + ARRIVALS, dtype=torch.int64, device=gate.device)
+    groups = torch.empty(M, cap, dtype=index.dtype, device=gate.device)
     block = min(PACK_BLOCK, max(64, triton.next_power_of_2(N))) if gate.is_cuda else 64
     _pack_kernel[(M,)](
-        gate, count, index, value, groups, stats, heavy[0], heavy[1], shared,
-        N, 0 if stats is None else stats.stride(0), cut,
+        gate, count, index, value, groups, stats, state, rows_heavy, shared,
+        M, N, 0 if stats is None else stats.stride(0), cut, max(N * DENSE_ROW, 1.0),
         STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
-        CAP=cap, BLOCK=block, CHUNK=32 if gate.is_cuda else 4, num_warps=4 if block >= 1024 else 1,
+        CAP=cap, BLOCK=block, CHUNK=32 if gate.is_cuda else 4,
+        num_warps=PACK_WARPS,
     )  # fmt: skip
+    return state
 
 
-@triton.jit(do_not_specialize=["M", "ROW"])
-def _settle_kernel(count, heavy, rows_heavy, dense, M, ROW, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Where packed rows do not pay, all rows are heavy: the dense path then works on rows in their order.
+def room_for_rows(M: int) -> int:
+    """Entries of a list of heavy rows."""
+    return TALLIES.value * triton.cdiv(M, TALLIES.value)
 
-    dense: how many rows the dense path has. Programs read `heavy` and write `dense`, so that they do not race.
-    """
-    n = tl.load(heavy)
-    entries = tl.sum(tl.load(heavy + LINE * (1 + tl.arange(0, TALLIES))).to(tl.float32), 0)
-    all_of_them = (n * 2 > M) | (entries + n.to(tl.float32) * ROW > 0.9 * ROW * M)
-    if tl.program_id(0) == 0:
-        tl.store(dense, tl.where(all_of_them, M, n))
-    if all_of_them:
-        m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(rows_heavy + m, m, mask=m < M)
-        c = tl.load(count + m, mask=m < M)
-        tl.store(count + m, tl.maximum(c, CAP + 1), mask=m < M)
+
+@triton.jit
+def n_listed(state):
+    """How many rows take the dense path; all M of them are in order."""
+    return tl.load(state + DENSE).to(tl.int32)
+
+
+@triton.jit
+def listed_rows(state, rows_heavy, i, M):
+    """The rows of places i of the list; those past its end are some row."""
+    lines = tl.arange(0, TALLIES)
+    tallies = tl.load(state + LINE * lines)
+    n = ((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32)
+    ends = tl.cumsum(n, 0)
+    after = (i[:, None] >= ends[None, :]).to(tl.int32)
+    line = tl.sum(after, 1)
+    start = tl.sum(after * n[None, :], 1)
+    in_list = line < TALLIES
+    at = line * tl.cdiv(M, TALLIES) + i - start
+    row = tl.load(rows_heavy + at, mask=in_list, other=0)
+    return tl.where(n_listed(state) == M, tl.where(i < M, i, 0), row)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -210,30 +264,13 @@ def heavy_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tenso
     return heavy, rows
 
 
-def counter(like: torch.Tensor) -> torch.Tensor:
-    """What `pack` counts in."""
-    return torch.zeros(LINE.value * (1 + TALLIES.value), dtype=torch.int32, device=like.device)
-
-
-def settle(
-    count: torch.Tensor, heavy: tuple[torch.Tensor, torch.Tensor], cap: int, N: int
-) -> torch.Tensor:
-    """The number of rows of the dense path, [1] int32 on the device."""
-    M = len(count)
-    dense = count.new_empty(1)
-    _settle_kernel[(triton.cdiv(M, 1024),)](
-        count, heavy[0], heavy[1], dense, M, max(N * DENSE_ROW, 1.0), CAP=cap, BLOCK=1024
-    )
-    return dense
-
-
 @triton.jit
 def _transpose_kernel(
-    weight, out, dense, M, D, N, stride_d, stride_n, stride_o,
+    weight, out, state, M, D, N, stride_d, stride_n, stride_o,
     ASK: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A program copies a tile of weight [D, N] to out [N, D]; with ASK not where all M rows are dense."""
-    if ASK and tl.load(dense) == M:
+    if ASK and n_listed(state) == M:
         return
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -248,10 +285,10 @@ def _transpose_kernel(
     )
 
 
-def by_neuron(weight: torch.Tensor, dense: torch.Tensor | None = None, M: int = 0) -> torch.Tensor:
+def by_neuron(weight: torch.Tensor, state: torch.Tensor | None = None, M: int = 0) -> torch.Tensor:
     """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it).
 
-    dense: the number of rows of the dense path; where it is M nobody will read the copy, and it is not made.
+    state: of `pack`; where all M rows take the dense path nobody will read the copy, and it is not made.
     """
     if weight.stride(0) == 1:
         return weight.t()
@@ -260,8 +297,8 @@ def by_neuron(weight: torch.Tensor, dense: torch.Tensor | None = None, M: int = 
     # 64 x 64 at 16 bits: 128-byte runs on both sides.
     tile = 64 if weight.is_cuda else 32
     _transpose_kernel[(triton.cdiv(D, tile), triton.cdiv(N, tile))](
-        weight, out, dense, M, D, N, *weight.stride(), out.stride(0),
-        ASK=dense is not None, BD=tile, BN=tile, num_warps=4,
+        weight, out, state, M, D, N, *weight.stride(), out.stride(0),
+        ASK=state is not None, BD=tile, BN=tile, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -296,8 +333,8 @@ def _dot_block(
 
 @triton.jit
 def _dots_kernel(
-    x, table, bias, count, index, gates, ups, out,
-    K, stride_x, stride_t,
+    x, table, bias, count, index, gates, ups, out, state,
+    M, K, stride_x, stride_t,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
@@ -306,7 +343,7 @@ def _dots_kernel(
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
     start = tl.program_id(1) * PIECE
-    if (c > CAP) | (start >= c):
+    if (c > CAP) | (start >= c) | (n_listed(state) == M):
         return
     end = tl.minimum(c, start + PIECE)
     r = tl.arange(0, FLIGHT)
@@ -354,6 +391,7 @@ def dots(
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ups: torch.Tensor | None,
     stats: torch.Tensor | None,
+    state: torch.Tensor,
     f: Program,
     g: Program,
 ) -> torch.Tensor:
@@ -365,8 +403,8 @@ def dots(
     wide, warps = _whole(K, not x.is_cuda)
     piece = _piece(M, cap) if x.is_cuda else 8
     _dots_kernel[(M, triton.cdiv(cap, piece))](
-        x, table, bias, count, index, gates, ups, out,
-        K, x.stride(0), table.stride(0),
+        x, table, bias, count, index, gates, ups, out, state,
+        M, K, x.stride(0), table.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
         KEEP=ups is not None, CAP=cap, PIECE=piece,
         FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, num_warps=warps,
@@ -386,18 +424,22 @@ def dots(
 
 @triton.jit
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
-    D, stride_a, stride_b, stride_o,
-    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, POOL_ROWS: tl.constexpr,
-    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state,
+    M, D, stride_a, stride_b, stride_o,
+    STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
+    POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
 
-    POOL_ROWS: where the row's block has a pool, its part is in `out` already.
+    POOL_ROWS: where the row's block has a pool, its part is in `out` already. ASK: where the state says that all rows
+    are dense, the row becomes heavy.
     """
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
     if c > CAP:
+        return
+    if ASK and n_listed(state) == M:
+        tl.store(count + m, CAP + 1)
         return
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     in_d = d < D
@@ -439,20 +481,21 @@ def weighted_rows(
     bias: torch.Tensor | None = None,
     pool_size: torch.Tensor | None = None,
     pool_rows: int = 0,
+    state: torch.Tensor | None = None,
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
-    Rows that are heavy are left as they are. pool_size: of each block of `pool_rows` rows; where it is not 0, `out`
-    is added to.
+    Rows that are heavy are left as they are, and become so where `state` says it of all. pool_size: of each block of
+    `pool_rows` rows; where it is not 0, `out` is added to.
     """
     M, D = out.shape
     wide = width(D, not out.is_cuda)
     value_b, table_b = second if second is not None else (value, table)
     _weighted_rows_kernel[(M, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, bias, out, pool_size,
-        D, table.stride(0), table_b.stride(0), out.stride(0),
-        STEPS=encode(steps), TWO=second is not None, HAS_BIAS=bias is not None, CAP=index.shape[1],
-        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
+        count, index, value, table, value_b, table_b, bias, out, pool_size, state,
+        M, D, table.stride(0), table_b.stride(0), out.stride(0),
+        STEPS=encode(steps), TWO=second is not None, ASK=state is not None, HAS_BIAS=bias is not None,
+        CAP=index.shape[1], POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
         STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
 
