@@ -158,7 +158,7 @@ class ReluFfn:
     def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
         if view.batched:
             return None
-        found = linears(view, node)
+        found = [one for one in linears(view, node) or () if not one.within]
         if not found or not fake(node).dtype.is_floating_point:
             return None
         first: tuple[Linear, Decline] | None = None
@@ -174,6 +174,8 @@ class ReluFfn:
         return Miss(first[1].reason, first[1].node or node)
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
+        if _is_distributed(fake(down.node)):
+            raise Decline("the operator takes whole tensors, not DTensors", node)
         reading = _read(view, down, down.source, node)
         gate = reading.gate
         axis = down.d_dim
@@ -244,6 +246,14 @@ class ReluFfn:
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
+
+
+def _is_distributed(t: torch.Tensor) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(t, DTensor)
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
