@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | gpu-test | docs | clean
+# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test lint bench gpu-test docs clean
+.PHONY: demo test lint bench gpu-test multigpu-test campaign docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -20,6 +20,15 @@ test: $(READY)
 
 gpu-test: $(READY)
 	$(PYTEST) -m gpu tests/kernels $(wildcard tests/test_*_gpu.py) $(ARGS)
+
+# Two GPUs and NCCL.
+multigpu-test: $(READY)
+	$(PYTEST) -m multigpu $(ARGS)
+
+# Random models, 2 000 unless MODELS says otherwise; `make test` runs a handful of them.
+MODELS ?= 2000
+campaign: $(READY)
+	CAMPAIGN=$(MODELS) $(PYTEST) -n $(JOBS) tests/test_random_models.py $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .
