@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -51,6 +51,10 @@ def ops_of(mesh: DeviceMesh) -> dict[str, tuple[Callable[..., Tensor], tuple[Ten
         ),
         "entmax": (lambda x: ops.entmax(x, 1.5, -1), (draw(4, 6, 8),)),
         "entmax_attention": (attend, (q, k, v, draw(1, 4, 5, 7), alpha)),
+        "relu_ffn": (
+            lambda x, gate, up, down: ops.relu_ffn(x, gate, down, up),
+            (draw(5, 3, 8), draw(12, 8), draw(12, 8), draw(8, 12)),
+        ),
     }
 
 
@@ -68,6 +72,11 @@ SHARDED = {
         ([Shard(0), Shard(0), Shard(0), R, R], Shard(0)),
         ([Shard(1), Shard(1), Shard(1), Shard(1), Shard(0)], Shard(1)),  # over the heads
         ([Shard(2), Shard(2), Shard(2), R, R], R),
+    ],
+    "relu_ffn": [
+        ([Shard(0), R, R, R], Shard(0)),
+        ([R, Shard(0), Shard(0), Shard(1)], Partial()),  # over the neurons, by column and by row
+        ([Shard(2), R, R, R], R),
     ],
 }
 

@@ -19,7 +19,9 @@ from torch import Tensor
 
 __all__ = ["Rule", "dims", "share"]
 
-Dims = tuple[str, ...]  # a letter for each dimension, "" for one that is never spread
+# A letter for each dimension, "" for one that is never spread; several where a dimension of something opaque (saved by
+# the forward for its own backward) is taken as spread over each of them.
+Dims = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +131,7 @@ def _choose(
 def _placed(letters: Dims, way: str) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
-    at = next((i for i, c in enumerate(letters) if c and c in way), None)
+    at = next((i for i, named in enumerate(letters) if any(c in way for c in named)), None)
     return Replicate() if at is None else Shard(at)
 
 

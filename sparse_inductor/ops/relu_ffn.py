@@ -16,6 +16,7 @@ result. Where the other factor of an inactive neuron is infinite or NaN, the neu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ from torch.autograd.function import once_differentiable
 from ..epilogue.cut import cut
 from ..epilogue.steps import ROW, Program, parse
 from . import _relu_ffn_aten as aten
-from ._dispatch import autocast_off, below_autograd
+from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
+from ._sharding import Dims, Rule, dims, share
 
 __all__ = ["capacity", "relu_ffn"]
 
@@ -89,7 +91,7 @@ def relu_ffn(
     """
     device = x.device.type
     weights = [gate, gate_bias, up, up_bias, down, down_bias]
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if autocast_on(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weights = x.to(dtype), [None if w is None else w.to(dtype) for w in weights]
     y, stats = torch.ops.sparse_inductor.relu_ffn(x, *weights, gate_steps, up_steps, return_stats)
@@ -236,6 +238,8 @@ class _ReluFfn(torch.autograd.Function):
         )
         ctx.save_for_backward(*tensors, *packed)
         ctx.call = gate_steps, up_steps, stats
+        ctx.set_materialize_grads(False)  # autograd's zeros are no DTensors
+        ctx.shapes = y.shape, numbers.shape
         return y, numbers
 
     @staticmethod
@@ -243,6 +247,10 @@ class _ReluFfn(torch.autograd.Function):
     def backward(ctx, grad, d_stats):
         saved = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[3:])
+        if grad is None:
+            grad = saved[0].new_zeros(ctx.shapes[0])
+        if d_stats is None:
+            d_stats = saved[0].new_zeros(ctx.shapes[1], dtype=torch.float32)
         grads = torch.ops.sparse_inductor.relu_ffn_backward(
             grad, d_stats, *saved[:7], *ctx.call, *saved[7:], needs
         )
@@ -250,6 +258,7 @@ class _ReluFfn(torch.autograd.Function):
 
 
 def _autograd(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+    outside_transforms("relu_ffn")
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _check(*tensors)
@@ -283,6 +292,35 @@ def _fake_backward(
     )
 
 
+# Spread over the tokens, or over the neurons: gate and up by column, down by row, results that are summands.
+
+
+def _shared(x, gate, gate_bias, up, up_bias, down, down_bias, *_) -> Rule:
+    tokens: Dims = ("T",) + ("",) * (x.dim() - 2) if x.dim() > 1 else ()
+    packed: Dims = ("TN", "")
+    return Rule(
+        (
+            (*tokens, ""), dims(gate, "N."), dims(gate_bias, "N"), dims(up, "N."), dims(up_bias, "N"),
+            dims(down, ".N"), dims(down_bias, "."),
+        ),
+        ((*tokens, ""), ("", *tokens), packed, packed, packed, packed),
+        ("T", "N") if down_bias is None else ("T",),  # a bias would be added by everybody
+        sums=True,
+    )  # fmt: skip
+
+
+def _shared_backward(grad, d_stats, *args) -> Rule:
+    rule = _shared(*args)
+    y, stats, packed, *_ = rule.outputs
+    return dataclasses.replace(
+        rule,
+        inputs=(y, stats, *rule.inputs, ("TN",), packed, packed, packed),
+        outputs=rule.inputs,
+        skip=2,
+        deciding=sum(letters is not None for letters in rule.inputs),
+    )
+
+
 for _name, _impl, _meta in (
     ("relu_ffn", _infer, _fake),
     ("relu_ffn_train", _train, _fake_train),
@@ -292,3 +330,7 @@ for _name, _impl, _meta in (
         _lib.impl(_name, _impl, _key)
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("relu_ffn", _autograd, "Autograd")
+decline_vmap(_lib, "relu_ffn")
+share(_lib, "relu_ffn", _shared)
+share(_lib, "relu_ffn_train", _shared)
+share(_lib, "relu_ffn_backward", _shared_backward)
