@@ -96,9 +96,11 @@ def test_counts():
     x, w = tokens(2, 3), weights()
     _, stats = relu_ffn(x, **w, return_stats=True)
     _, a, h = dense(x, w)
-    assert stats.shape == (4, 2, 3) and stats.dtype == torch.float32
-    assert torch.equal(stats[1], (a != 0).sum(-1).float())
-    assert torch.equal(stats[3], (h != 0).sum(-1).float())
+    assert stats.shape == (4, 2, 3) and stats.dtype == x.dtype == torch.float64
+    assert torch.equal(stats[1], (a != 0).sum(-1).double())
+    assert torch.equal(stats[3], (h != 0).sum(-1).double())
+    halves = {name: None if t is None else t.bfloat16() for name, t in w.items()}
+    assert relu_ffn(x.bfloat16(), **halves, return_stats=True)[1].dtype == torch.float32
 
 
 def test_rows_beyond_the_capacity_have_exact_gradients():

@@ -82,8 +82,8 @@ def relu_ffn(
         return_stats: also return statistics of every token.
 
     Returns:
-        y [..., D], or (y, stats), stats [4, ...] in fp32 (fp64 for fp64): of f(gate(x)) the sum of absolute values and the number of
-        non-zeros, then the same of the product h. The sums have a gradient.
+        y [..., D], or (y, stats), stats [4, ...] in fp32 (fp64 for fp64): of f(gate(x)) the sum of absolute values
+        and the number of non-zeros, then the same of the product h. The sums have a gradient.
 
     Raises:
         ValueError: shapes or steps that do not fit, naming the offending value.
