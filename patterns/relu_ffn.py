@@ -36,7 +36,7 @@ from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.spine import Spine
 from sparse_inductor.match.statistics import Statistic, statistics
 from sparse_inductor.match.values import swallowed
-from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
@@ -78,6 +78,11 @@ class BlockMatch:
             b.linear.weight_source for b in r.branches
         ]
         return tuple(dict.fromkeys([*sources, r.down.weight_source]))
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        down = self.reading.down
+        return (Sparse("neurons", down.source, down.d_dim),)
 
     @property
     def note(self) -> str:
@@ -257,7 +262,7 @@ def _is_distributed(t: torch.Tensor) -> bool:
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
-    return view.call(x) is None
+    return x.op in ("placeholder", "get_attr")
 
 
 def _read(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:

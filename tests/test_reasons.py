@@ -30,7 +30,9 @@ def wrong(corpus: str, case: Case) -> str:
         fn.train(case.training)
     with torch.set_grad_enabled(case.training):
         found = sparse_inductor.explain(fn, *args).report.near_misses
-    if any(reason in m.reason and line in m.source and ":" in m.location for m in found):
+    if any(
+        reason in m.reason and line in m.source and (":" in m.location or not line) for m in found
+    ):
         return ""
     said = "; ".join(f"{m.reason} [{m.source}]" for m in found) or "nothing"
     return f"{case.name} ({case.why}): wanted {reason!r} at {line!r}, was told {said}"

@@ -68,6 +68,49 @@ TRUE["splade_spellings"] = {
     "cumulative_logits": ("cumsum", "logits.cumsum(dim=1)"),
 }
 
+TRUE["corpus.ffn"] = {
+    "encoder_layer_with_dropout": (
+        "dropout is active",
+        "",
+    ),  # in torch's own module: no line of the user's
+    "relu_of_the_product": ("mul combines two tensors", "m.gate(x) * m.up(x)"),
+    "activations_returned": ("activations are also returned", "h ="),
+    "sub_norm": ("rms_norm", "F.rms_norm("),
+    "leaky": ("leaky_relu", "F.leaky_relu("),
+    "top_k": ("scatter", ".scatter("),
+    "residual_inside": ("add combines two tensors", "+ m.gate(x)"),
+    "scalar_gate": ("of every token", "[..., :1]"),
+    "fake_quantised": ("fake_quantize", "fake_quantize"),
+    "lib_bitnet": ("mul combines two tensors", "ffn_sub_norm"),  # a norm, written out in the module
+}
+NOTHING_OF_IT["corpus.ffn"] = {
+    "gelu": "no rectifier",
+    "no_down_projection": "one linear",
+}
+
+TRUE["ffn_spellings"] = {
+    "leaky": ("leaky_relu(0.1)", "F.leaky_relu("),
+    "hidden_returned": ("activations are also returned", "h ="),
+    "norm_between": ("layer_norm", "F.layer_norm("),
+    "active_dropout": ("dropout is active", "m.drop("),
+    "sum_of_branches": ("add combines two tensors", "+ m.up(x)"),
+    "shifted_up": ("relu | add(1.0)", "+ 1.0"),
+    "mixed_tokens": ("cumsum", ".cumsum(1)"),
+    "two_inputs": ("read different inputs", "m.norm(x)"),
+    "clamp_below_zero": ("clamp_min(-1.0)", ".clamp(min=-1.0)"),
+    "exp_of_relu": ("relu | exp", "torch.exp("),
+    "detached": ("detach()", ".detach()"),
+    "relu_attention": ("rectified scores", "torch.relu(q @ k"),
+    "input_written": ("read different inputs", "(x @ u)"),
+    "per_neuron": ("every neuron over the tokens", "h.mean((0, 1))"),
+    "softmax_of_relu": ("softmax", ".softmax(-1)"),
+}
+NOTHING_OF_IT["ffn_spellings"] = {
+    "gelu_block": "no rectifier",
+    "silu_gate": "no rectifier",
+    "relu_outside": "no rectifier between the linears",
+}
+
 TRUE["corpus.entmax"] = {
     "pkg_entmax15_dropout": ("dropout is active", "F.dropout(p"),
     "miss_sparsity_statistics": ("also read by eq", "(p == 0)"),

@@ -1,0 +1,142 @@
+"""Mistakes that a rewrite of a ReLU feed-forward block could hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from planted import bug
+from planted.bug import Plant, Program, instead, result
+from sparse_inductor.epilogue.steps import Step
+from sparse_inductor.match.chain import Chain
+from sparse_inductor.ops import _relu_ffn_aten as aten
+
+BlockMatch = importlib.import_module("sparse_inductor.patterns.relu_ffn").BlockMatch
+PATTERN = "relu_ffn"
+K, N = 8, 24
+
+
+class Block(nn.Module):
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.gate, self.up, self.down = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+        self._forward = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._forward(self, x)
+
+
+def _gated(m: Block, x: torch.Tensor) -> torch.Tensor:
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+def _squared(m: Block, x: torch.Tensor) -> torch.Tensor:
+    return m.down(F.relu(m.up(x)).square())
+
+
+def _counted(m: Block, x: torch.Tensor) -> Any:
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), h.abs().mean()
+
+
+def _build(forward: Callable[..., Any]) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    model = Block(forward)
+    torch.manual_seed(0)
+    return model, (torch.randn(2, 6, K, requires_grad=True),)
+
+
+PROGRAMS = {
+    "gated": Program(PATTERN, functools.partial(_build, _gated)),
+    "squared": Program(PATTERN, functools.partial(_build, _squared)),
+    "counted": Program(PATTERN, functools.partial(_build, _counted)),
+}
+Bug = functools.partial(bug.Bug, program="gated")
+
+
+def _reading(change: Callable[[Any], dict[str, Any]]) -> Plant:
+    """How the block was read is changed before it is replaced."""
+
+    def wrong(replace: Callable[..., None], self: Any) -> None:
+        self.reading = dataclasses.replace(self.reading, **change(self.reading))
+        replace(self)
+
+    return instead(BlockMatch, "replace", wrong)
+
+
+def _weights(change: Callable[..., Any]) -> Plant:
+    return instead(Chain, "weight_and_bias", lambda f, self, e: change(e, *f(self, e)))
+
+
+def _halved(stand_in: Callable[..., Any], self: Chain, e: Any, upto: int | None = None) -> Any:
+    return e.method("mul", stand_in(self, e, upto), 0.5)
+
+
+def _exchanged(r: Any) -> dict[str, Any]:
+    return {
+        "gate": dataclasses.replace(r.gate, chain=r.up.chain),
+        "up": dataclasses.replace(r.up, chain=r.gate.chain),
+    }
+
+
+def _program(*steps: Step) -> Callable[[Any], dict[str, Any]]:
+    return lambda r: {"gate": dataclasses.replace(r.gate, program=steps)}
+
+
+def _down(**fields: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
+    return lambda r: {
+        "down": dataclasses.replace(r.down, **{k: f(r.down) for k, f in fields.items()})
+    }
+
+
+def _statistic_of_the_gate(replace: Callable[..., None], self: Any) -> None:
+    self.statistics = tuple((s, "gate") for s, _ in self.statistics)
+    replace(self)
+
+
+def _gradient(at: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
+    return result(
+        aten, "backward", lambda *grads: [g if i != at else change(g) for i, g in enumerate(grads)]
+    )
+
+
+def _few_are_kept(forward: Callable[..., Any], x: Any, b: Any, stats: Any, packed: Any) -> Any:
+    """What the backward needs is kept of neurons above 0.2 alone."""
+    return forward(x, dataclasses.replace(b, cut=b.cut + 0.2), stats, packed)
+
+
+BUGS = (
+    # What the pattern puts in
+    Bug("biases of the neurons dropped", _weights(lambda e, w, b: (w, None))),
+    Bug("weights of the next neuron", _weights(lambda e, w, b: (e.method("roll", w, 1, 0), b))),
+    Bug("gate and up exchanged", _reading(_exchanged)),
+    Bug("up dropped", _reading(lambda r: {"up": None})),
+    Bug("square dropped", _reading(_program(Step("relu"))), program="squared"),
+    Bug("another threshold", _reading(_program(Step("threshold", (0.2, 0.0))))),
+    Bug("bias of the result dropped", _reading(_down(bias=lambda d: None))),
+    Bug("result of the next neuron", _reading(_down(weight=lambda d: lambda e: e.method("roll", d.weight(e), 1, 1)))),
+    Bug("input halved", instead(Chain, "stand_in", _halved)),
+    Bug("statistic of the gate", instead(BlockMatch, "replace", _statistic_of_the_gate), program="counted"),
+    # What the operator computes
+    Bug("last row not written", result(aten, "forward", lambda y: torch.cat([y[:-1], y[:1]]))),
+    # What its backward computes
+    Bug("neurons near zero forgotten", instead(aten, "forward", _few_are_kept), backward=True),
+    Bug("gradient of the input doubled", _gradient(0, lambda g: g * 2), backward=True),
+    Bug("gradient of the gate dropped", _gradient(1, torch.zeros_like), backward=True),
+    Bug("gradient of a neuron's bias dropped", _gradient(2, torch.zeros_like), backward=True),
+    Bug("gradient of the next neuron's weights", _gradient(3, lambda g: g.roll(1, 0)), backward=True),
+    Bug("gradient of the result's weights dropped", _gradient(5, torch.zeros_like), backward=True),
+    Bug(
+        "slope of the square forgotten",
+        result(aten, "dual", lambda a, slope: (a, (slope != 0).to(slope.dtype))),
+        program="squared",
+        backward=True,
+    ),
+)  # fmt: skip
