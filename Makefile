@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | docs | clean
+# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | long-run | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test lint bench gpu-test multigpu-test campaign docs clean
+.PHONY: demo test lint bench gpu-test multigpu-test campaign long-run docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -29,6 +29,10 @@ multigpu-test: $(READY)
 MODELS ?= 2000
 campaign: $(READY)
 	CAMPAIGN=$(MODELS) $(PYTEST) -n $(JOBS) tests/test_random_models.py $(ARGS)
+
+# 2 000 training steps of ever new shapes; `make test` runs 80.
+long-run: $(READY)
+	STEPS=2000 $(PYTEST) tests/test_robustness.py -k long_run $(ARGS)
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

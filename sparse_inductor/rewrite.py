@@ -17,9 +17,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import compat, records
+from .ability import missing
 from .match.fakes import fake
 from .pattern import Match, Miss, Pattern, Sparse
 from .records import Check, NearMiss, Report, Rewrite
@@ -31,6 +33,7 @@ log = logging.getLogger("sparse_inductor")
 
 STAGE = "pre_grad"
 
+_told: set[torch.device] = set()  # devices that a warning has been logged for
 broken: dict[str, str] = {}
 """Patterns that raised in this process, or that verify caught, with the error; they are not asked again."""
 
@@ -178,6 +181,8 @@ class _Run:
                     continue
                 with self._guarded(pattern, node):
                     found = pattern.match(node, view)
+                    if not isinstance(found, Miss | None) and (lacking := _lacking(found)):
+                        found = Miss(f"there is no operator here: {lacking}", node)
                     if isinstance(found, Miss):
                         misses.append((pattern.name, found, node))
                     elif found is not None:
@@ -347,6 +352,18 @@ def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
                 candidate.match.anchor,
             )
     return kept
+
+
+def _lacking(match: Match) -> str:
+    """What the kernels lack on the device of a match; said aloud once for each device."""
+    value = fake(match.anchor)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+    lacking = "" if device is None else missing(device)
+    if lacking and device not in _told:
+        _told.add(device)
+        log.warning("nothing is rewritten on %s: %s", device, lacking)
+    return lacking
 
 
 def _transformed(

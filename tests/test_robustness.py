@@ -1,0 +1,166 @@
+"""Where the operators cannot run the program runs unrewritten, and one line says why; nothing grows with time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparse_inductor
+from programs import batch, encoder
+from sparse_inductor import ability, rewrite
+from sparse_inductor.ops import _linear_max_aten
+from support import compile_without_codegen
+
+ROOT = Path(__file__).parent.parent
+
+
+# What the kernels need
+
+
+def not_installed(name):
+    raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    "where, name, instead, says",
+    [
+        (metadata, "version", not_installed, "triton is not installed"),
+        (metadata, "version", lambda name: "3.2.0", "triton 3.2.0 is older than 3.4"),
+        (shutil, "which", lambda name: None, "triton needs a C compiler"),
+        (
+            ability,
+            "_capability",
+            lambda device: (7, 5),
+            "compute capability 7.5, its kernels need 8.0",
+        ),
+        (torch.version, "hip", "6.4", "made for NVIDIA GPUs"),
+    ],
+    ids=["no triton", "old triton", "no compiler", "old GPU", "other GPU"],
+)
+def test_what_the_kernels_lack(monkeypatch, where, name, instead, says):
+    monkeypatch.setattr(ability, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(where, name, instead)
+    ability.missing.cache_clear()
+    try:
+        assert says in ability.missing(torch.device("cuda"))
+        assert ability.missing(torch.device("cpu")) == ""
+    finally:
+        ability.missing.cache_clear()
+
+
+def test_a_device_without_kernels_leaves_the_program_as_it_is(monkeypatch, caplog):
+    monkeypatch.setattr(rewrite, "missing", lambda device: "triton is not installed")
+    monkeypatch.setattr(rewrite, "_told", set())
+    sparse_inductor.enable()
+    for _ in range(2):
+        torch._dynamo.reset()
+        model = encoder()
+        torch.testing.assert_close(compile_without_codegen(model)(*batch()), model(*batch()))
+    report = sparse_inductor.report()
+    assert not report.rewrites
+    assert {m.pattern for m in report.near_misses} >= {"splade_head", "entmax_attention"}
+    assert all("triton is not installed" in m.reason for m in report.near_misses)
+    said = [r.getMessage() for r in caplog.records if r.name == "sparse_inductor"]
+    assert said == ["nothing is rewritten on cpu: triton is not installed"]
+
+
+def test_running_out_of_memory_is_said_and_leaves_the_program_usable(monkeypatch):
+    sparse_inductor.enable()
+    model = encoder()
+    compiled = compile_without_codegen(model)
+    wanted = compiled(*batch())
+    forward = _linear_max_aten.forward
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(_linear_max_aten, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        compiled(*batch())
+    monkeypatch.setattr(_linear_max_aten, "forward", forward)
+    torch.testing.assert_close(compiled(*batch()), wanted)
+    assert compiled.dynamo_graphs == 1 and not rewrite.broken
+
+
+WITHOUT_COMPILER = """
+import torch, sparse_inductor
+from programs import batch, encoder
+
+sparse_inductor.enable()
+model = encoder()
+try:
+    torch.compile(model)(*batch())
+except Exception as error:
+    print(type(error).__name__, "No working C++ compiler" in str(error) or "InvalidCxxCompiler" in str(error))
+torch._dynamo.reset()
+torch._dynamo.config.suppress_errors = True  # torch's own switch: run what cannot be compiled eagerly
+torch.testing.assert_close(torch.compile(model)(*batch()), model(*batch()))
+print("works")
+"""
+
+
+@pytest.mark.slow
+def test_without_a_compiler_torch_says_so_and_eager_still_works(tmp_path):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, "PYTHONPATH": path, "CXX": str(tmp_path / "none"), "PATH": str(tmp_path)}
+    env["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_COMPILER],
+        env=env, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
+    assert first.endswith("True") and last == "works", done.stdout
+
+
+# A long run
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:sparse_inductor was enabled after")
+def test_a_long_run_does_not_grow():
+    """Training steps of ever new shapes: after the first quarter no graph is compiled, nothing is kept.
+
+    STEPS=2000 in the environment (`make long-run`) is the whole run.
+    """
+    steps = int(os.environ.get("STEPS", "80"))
+    sparse_inductor.enable()
+    model = encoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = compile_without_codegen(model, dynamic=None)
+    generator = torch.Generator().manual_seed(0)
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            B, L = torch.randint(2, 9, (2,), generator=generator).tolist()
+            compiled(*batch(B, 4 * L)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(steps // 4)
+    graphs, tensors, report = compiled.dynamo_graphs, living(), len(str(sparse_inductor.report()))
+    resident = memory()
+    train(steps - steps // 4)
+    assert compiled.dynamo_graphs == graphs <= 4
+    assert living() <= tensors + 8
+    assert len(str(sparse_inductor.report())) == report
+    # The highest it ever was, in KiB: the allocator's own moods are below 32 MiB.
+    assert memory() - resident < 32 * 1024
+
+
+def living() -> int:
+    gc.collect()
+    return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+
+def memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
