@@ -101,6 +101,19 @@ _SIGNATURES: dict[str, str] = {
     "index_select": "input dim index",
     "index": "input indices",
     "gather": "input dim index",
+    "take": "input index",
+    "take_along_dim": "input index dim=None",
+    "embedding": "input weight padding_idx=None max_norm=None",
+    "embedding_bag": "input weight offsets=None max_norm=None norm_type=2.0 scale_grad_by_freq=False mode='mean' "
+    "sparse=False per_sample_weights=None include_last_offset=False padding_idx=None",
+    "index_add": "input dim index source alpha=1",
+    "scatter": "input dim index src reduce=None",
+    "scatter_add": "input dim index src",
+    "scatter_reduce": "input dim index src reduce include_self=True",
+    "bincount": "input weights=None minlength=0",
+    "segment_reduce": "data reduce lengths=None indices=None offsets=None axis=0 unsafe=False initial=None",
+    "vecdot": "input other dim=-1",
+    "cumsum": "input dim",
     "split": "input split_size dim=0",
     "chunk": "input chunks dim=0",
     "tensor_split": "input indices_or_sections dim=0",
@@ -191,11 +204,12 @@ _ALIASES = {
     "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
     "split_with_sizes": "split", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
     "prim_to_local": "to_local", "prim_redistribute": "redistribute",  # torch 2.11
-    "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "take_along_dim": "gather",
+    "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
+    "take_along_dim": "gather",
 }  # fmt: skip
 _KEYWORDS = {
     "self": "input", "x": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
-    "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec2": "other",
+    "indices": "index", "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec2": "other",
     "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
 }  # fmt: skip
 _KEYWORDS_OF = {

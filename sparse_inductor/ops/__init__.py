@@ -3,6 +3,7 @@
 from .entmax import entmax
 from .entmax_attention import entmax_attention
 from .relu_ffn import relu_ffn
+from .sparse_scores import sparse_scores
 from .splade_head import splade_head
 
-__all__ = ["entmax", "entmax_attention", "relu_ffn", "splade_head"]
+__all__ = ["entmax", "entmax_attention", "relu_ffn", "sparse_scores", "splade_head"]

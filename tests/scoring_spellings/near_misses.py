@@ -15,7 +15,7 @@ def best_term(c, q):
     return (q[c.ids] * c.values).amax(-1)
 
 
-@scoring("no_rewrite", "summed over the documents, not over their terms", explained=True)
+@scoring("maybe", "exact where the ids were stored [L, N]; here they are not, and nothing says so")
 def summed_over_documents(c, q):
     """which positions carry the batch"""
     return (q[:, c.ids] * c.values).sum(1)

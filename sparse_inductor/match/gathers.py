@@ -1,0 +1,178 @@
+"""Every spelling of "look entries up along one axis of a table": indexing, take, index_select, gather, embedding.
+
+A gather of query weights is `query[b, ids[i]]`, with `ids` of any shape and at most one batch axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .emit import Emitter
+from .graph import GraphView, fake, same_size
+from .names import Call
+from .values import uniform
+
+__all__ = ["Gather", "expanded_index", "gather_of", "is_transposed"]
+
+Make = Callable[[Emitter], fx.Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """node[*before, *ids.shape, *after] = table, looked up by `ids` along one axis.
+
+    table: builds the table as [V] or [B, V]; ids: builds the ids. batch: the axis of `node` that is
+    the table's batch axis, or None. features: the table was [V, B] as written and nothing says that
+    it is a transposed batch of queries. source, index: the nodes that hold both, which must not
+    change before they are read again.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    index: fx.Node
+    table: Make
+    ids: Make
+    batch: int | None
+    features: bool = False
+
+
+def gather_of(view: GraphView, node: Any) -> Gather | None:
+    """The node as a gather with at most one batch axis, or None."""
+    call = view.call(node)
+    read = None if call is None else _READERS.get(call.name)
+    if call is None or call.inplace or read is None or not view.is_tensor(node):
+        return None
+    return read(view, node, call)
+
+
+def _lookup(view: GraphView, node: fx.Node, table: Any, axis: int, ids: Any) -> Gather | None:
+    """table[:, ids] for a table of one or two axes."""
+    if not (view.is_tensor(table) and _are_ids(view, ids)):
+        return None
+    ndim = len(view.shape(table))
+    if ndim == 1:
+        return Gather(node, table, ids, lambda e: table, lambda e: ids, None)
+    if ndim != 2:
+        return None
+    if axis % 2 == 1:
+        return Gather(node, table, ids, lambda e: table, lambda e: ids, 0)
+    features = not (is_transposed(view, table) or same_size(view.shape(table)[1], 1))
+    at = len(view.shape(ids))
+    return Gather(
+        node, table, ids, lambda e: e.method("t", table), lambda e: ids, at, features
+    )  # fmt: skip
+
+
+def _are_ids(view: GraphView, ids: Any) -> bool:
+    return view.is_tensor(ids) and view.dtype(ids) in (torch.int64, torch.int32)
+
+
+def is_transposed(view: GraphView, node: fx.Node) -> bool:
+    """Whether a matrix is written as the transpose of another one."""
+    call = view.call(node)
+    if call is None or not view.is_tensor(call.get("input")):
+        return False
+    if call.name in ("t", "T", "mT", "transpose", "permute", "movedim"):
+        return True
+    return call.name in ("contiguous", "clone", "cast", "detach") and is_transposed(
+        view, call["input"]
+    )
+
+
+def expanded_index(index: Any, ndim: int) -> list[Any] | None:
+    """An index as one item an axis (and None for new axes), or None where it has too many."""
+    items = list(index) if isinstance(index, (tuple, list)) else [index]
+    missing = ndim - sum(i is not None and i is not Ellipsis for i in items)
+    if missing < 0:
+        return None
+    at = next((k for k, i in enumerate(items) if i is Ellipsis), None)
+    fill = [slice(None)] * missing
+    return items + fill if at is None else items[:at] + fill + items[at + 1 :]
+
+
+def _getitem(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
+    table = call["input"]
+    if not view.is_tensor(table):
+        return None
+    index = call["index"] if call.name == "getitem" else call["indices"]
+    if call.name == "index":
+        index = tuple(slice(None) if i is None else i for i in index)
+    items = expanded_index(index, len(view.shape(table)))
+    if items is None:
+        return None
+    at = [a for a, i in enumerate(items) if isinstance(i, fx.Node)]
+    others = [i for i in items if not isinstance(i, fx.Node)]
+    if len(at) != 1 or any(i != slice(None) for i in others):
+        return None
+    return _lookup(view, node, table, at[0], items[at[0]])
+
+
+def _index_select(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
+    return _lookup(view, node, call["input"], call["dim"], call["index"])
+
+
+def _take(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
+    table = call["input"]
+    if not view.is_tensor(table) or len(view.shape(table)) != 1:
+        return None
+    return _lookup(view, node, table, 0, call["index"])
+
+
+def _embedding(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
+    ids, table = call["input"], call["weight"]
+    if node.target is torch.embedding:  # torch.embedding(weight, indices)
+        ids, table = table, ids
+    if call.get("max_norm") is not None:
+        return None
+    return _lookup(view, node, table, 0, ids)
+
+
+def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
+    """torch.gather: along every other axis either the table or the index repeats itself."""
+    table, index = call["input"], call["index"]
+    if not (view.is_tensor(table) and _are_ids(view, index)) or call["dim"] is None:
+        return None
+    n = len(view.shape(table))
+    if len(view.shape(index)) != n:
+        return None
+    dim = call["dim"] % n
+    batch: int | None = None
+    repeated = []  # axes along which the table is the same
+    for axis in range(n):
+        if axis == dim:
+            continue
+        if n > 1 and uniform(view, table, n - axis, node):
+            repeated.append(axis)
+        elif batch is None and uniform(view, index, n - axis, node):
+            if not same_size(view.shape(index)[axis], view.shape(table)[axis]):
+                return None
+            batch = axis
+        else:
+            return None
+
+    def make_table(e: Emitter) -> fx.Node:
+        t = table
+        for axis in reversed(repeated):
+            t = e.method("select", t, axis, 0)
+        return e.method("t", t) if batch is not None and batch > dim else t
+
+    def make_ids(e: Emitter) -> fx.Node:
+        return index if batch is None else e.method("select", index, batch, 0)
+
+    features = batch is not None and batch > dim and not is_transposed(view, table)
+    return Gather(node, table, index, make_table, make_ids, batch, features)
+
+
+_READERS: dict[str, Callable[[GraphView, fx.Node, Call], Gather | None]] = {
+    "getitem": _getitem,
+    "index": _getitem,
+    "index_select": _index_select,
+    "take": _take,
+    "embedding": _embedding,
+    "gather": _gather,
+}

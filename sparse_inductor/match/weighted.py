@@ -1,0 +1,376 @@
+"""Gathered query weights times document weights, through views, masks and casts.
+
+`weighted` walks up from a tensor of contributions to the gather at its root and collects what it is
+multiplied by. Everything that does not depend on the gather is a factor: it stays in the graph and
+becomes part of the document weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .emit import Emitter
+from .gathers import Gather, gather_of
+from .gemm import is_parameter
+from .graph import GraphView, fake, label, same_size
+from .names import Call
+from .shapes import Decline
+from .values import uniform
+
+__all__ = ["Factor", "Weighted", "reshaped", "weighted"]
+
+_REACH = 24  # nodes between a reduction and its gather; nobody writes more than ten
+
+_IDENTITY = frozenset("contiguous clone alias cast detach lift_fresh".split())
+_VIEWS = frozenset(
+    "view view_as flatten unflatten unsqueeze squeeze permute transpose t T mT movedim expand "
+    "expand_as getitem".split()
+)
+_OF_ONE_WEIGHT = frozenset(
+    "relu log log1p log2 log10 exp expm1 sqrt square tanh sigmoid abs neg pow clamp clamp_min "
+    "clamp_max add sub rsub div mul reciprocal nan_to_num softplus".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """What the contributions are multiplied by, divided by, or kept where it is true.
+
+    shape: of the contributions at this point, batch: their batch axis. make: builds the operand,
+    which broadcasts to `shape`; a number is itself.
+    """
+
+    how: str  # "mul", "div", "keep", "drop"
+    operand: fx.Node | float
+    shape: tuple[Any, ...]
+    batch: int | None
+    make: Callable[[Emitter], fx.Node] | None = None
+
+    @property
+    def entries(self) -> tuple[Any, ...]:
+        return tuple(s for a, s in enumerate(self.shape) if a != self.batch)
+
+    def build(self, e: Emitter, entries: Sequence[Any]) -> fx.Node | float:
+        """The operand with the batch axis gone and the shape `entries`."""
+        if not isinstance(self.operand, fx.Node):
+            return self.operand
+        t = self.operand if self.make is None else self.make(e)
+        n = len(self.shape)
+        if self.batch is not None:
+            axis = fake(t).dim() - (n - self.batch)
+            if axis >= 0:
+                t = e.method("select", t, axis, 0)
+        mine = self.entries
+        have = tuple(fake(t).shape)
+        if len(have) != len(mine) or not all(map(same_size, have, mine)):
+            pad = len(mine) - len(have)
+            sizes = [
+                -1 if a >= pad and same_size(have[a - pad], s) else s for a, s in enumerate(mine)
+            ]
+            if not all(isinstance(s, int) for s in sizes):
+                raise Decline("the document weights broadcast over sizes that are not known")
+            t = e.method("expand", t, tuple(sizes))
+        return reshaped(e, t, entries)
+
+
+def reshaped(e: Emitter, t: fx.Node, shape: Sequence[Any]) -> fx.Node:
+    """`t` in another shape of which at most one size is unknown."""
+    have = tuple(fake(t).shape)
+    if len(have) == len(shape) and all(map(same_size, have, shape)):
+        return t
+    sizes = [s if isinstance(s, int) else -1 for s in shape]
+    if sizes.count(-1) > 1:
+        raise Decline("reshapes by more than one size that is not known")
+    return e.method("reshape", t, tuple(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """A tensor of contributions: node = gathered weights, through `of_one`, times the factors.
+
+    shape, batch: of `node`, and its batch axis (None for a single query). The entries, all axes but
+    the batch axis in order, flattened, are the gather's ids, flattened.
+    """
+
+    node: fx.Node
+    gather: Gather
+    shape: tuple[Any, ...]
+    batch: int | None
+    factors: tuple[Factor, ...] = ()
+    of_one: tuple[fx.Node, ...] = ()
+    nodes: tuple[fx.Node, ...] = ()
+    reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+    @property
+    def entries(self) -> tuple[Any, ...]:
+        return tuple(s for a, s in enumerate(self.shape) if a != self.batch)
+
+    @property
+    def has_weights(self) -> bool:
+        return any(f.how in ("mul", "div") and isinstance(f.operand, fx.Node) for f in self.factors)
+
+    def then(self, node: fx.Node, **changes: Any) -> Weighted:
+        """One node further."""
+        return dataclasses.replace(self, node=node, nodes=(*self.nodes, node), **changes)
+
+    def times(self, view: GraphView, node: fx.Node, factor: Factor, reader: fx.Node) -> Weighted:
+        """With one more factor, read by `reader`."""
+        reads = self.reads
+        if isinstance(factor.operand, fx.Node):
+            _check_shared(view, factor, reader)
+            reads = (*reads, (factor.operand, reader))
+        return self.then(node, factors=(*self.factors, factor), reads=reads)
+
+    def query(self, e: Emitter) -> fx.Node:
+        """The query weights [V] or [B, V]."""
+        t = self.gather.table(e)
+        inner = self.gather.node
+        for n in self.of_one:
+            swap = lambda a, inner=inner, t=t: t if a is inner else a
+            args, kwargs = fx.map_arg((n.args, n.kwargs), swap)
+            insert = e.method if n.op == "call_method" else e.call
+            t, inner = insert(n.target, *args, **kwargs), n  # type: ignore[arg-type]
+        return t
+
+    def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
+        """ids and values, both in the shape of the entries; V is the id of what counts nothing."""
+        entries = self.entries
+        ids = reshaped(e, self.gather.ids(e), entries)
+        values: fx.Node | float | None = None
+        keep: fx.Node | None = None
+        for f in self.factors:
+            t = f.build(e, entries)
+            if f.how in ("keep", "drop"):
+                assert isinstance(t, fx.Node)
+                t = t if fake(t).dtype == torch.bool else e.call(torch.ne, t, 0)
+                t = e.call(torch.logical_not, t) if f.how == "drop" else t
+                keep = t if keep is None else e.call(torch.logical_and, keep, t)
+            elif values is None:
+                values = e.call(torch.reciprocal, t) if f.how == "div" else t  # type: ignore[arg-type]
+            elif f.how == "mul":
+                values = e.call(torch.mul, *((values, t) if isinstance(values, fx.Node) else (t, values)))
+            else:
+                values = e.call(torch.div, values, t)
+        assert isinstance(values, fx.Node)
+        if keep is not None:
+            ids = e.call(torch.where, keep, ids, V)
+            values = e.call(torch.where, keep, values, 0)
+        return ids, values
+
+
+def _check_shared(view: GraphView, f: Factor, reader: fx.Node) -> None:
+    """A factor must be the same for every query."""
+    operand = f.operand
+    assert isinstance(operand, fx.Node)
+    if torch.is_grad_enabled() and view.requires_grad(operand):
+        raise Decline("the document weights are learnt, and the operator has no gradient for them", reader)
+    if f.batch is None or f.make is not None:
+        return
+    from_end = len(f.shape) - f.batch
+    if not uniform(view, operand, from_end, reader):
+        raise Decline("the document weights differ from query to query", reader)
+
+
+def weighted(view: GraphView, node: Any, reader: fx.Node, reach: int = _REACH) -> Weighted | None:
+    """`node`, as `reader` sees it, as contributions; None where no gather is at its root.
+
+    Raises Decline where there is one, and what follows it cannot be moved into the operator.
+    """
+    if not view.is_tensor(node) or reach == 0:
+        return None
+    seen = view.value(node, reader)
+    if seen is None:
+        return None
+    node = seen
+    found = gather_of(view, node)
+    if found is not None:
+        w = Weighted(node, found, view.shape(node), found.batch, nodes=(node,))
+        reads = ((found.source, node), (found.index, node))
+        return dataclasses.replace(w, reads=reads)
+    call = view.call(node)
+    if call is None:
+        return None
+    if call.name in ("mul", "div", "true_divide"):
+        return _product(view, node, call, reach - 1)
+    if call.name in ("where", "masked_fill"):
+        return _masked(view, node, call, reach - 1)
+    inner = call.get("input")
+    if call.name in _IDENTITY:
+        return _through(view, node, call, reach - 1)
+    if call.name in _VIEWS:
+        w = weighted(view, inner, node, reach - 1)
+        return None if w is None else _viewed(view, w, node, call)
+    if call.name in _OF_ONE_WEIGHT:
+        return _function(view, node, call, reach - 1)
+    return None
+
+
+def _through(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
+    w = weighted(view, call["input"], node, reach)
+    if w is None:
+        return None
+    if call.name == "detach" and torch.is_grad_enabled() and view.requires_grad(call["input"]):
+        raise Decline("the contributions are detached", node)
+    if call.name == "cast":
+        if not view.dtype(node).is_floating_point:
+            raise Decline(f"the contributions are cast to {view.dtype(node)}", node)
+        if fake(node).device != fake(w.node).device:
+            raise Decline("the contributions move to another device", node)
+    return w.then(node)
+
+
+def _function(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
+    """A function of the gathered weight alone can be taken of the query before the gather."""
+    tensors = [a for a in node.all_input_nodes if view.is_tensor(a)]
+    if len(tensors) != 1 or call.get("input") is not tensors[0] or call.get("rounding_mode"):
+        return None
+    w = weighted(view, tensors[0], node, reach)
+    if w is None:
+        return None
+    if call.name == "neg":
+        return w.times(view, node, Factor("mul", -1.0, w.shape, w.batch), node)
+    if w.has_weights or any(f.how in ("keep", "drop") for f in w.factors):
+        raise Decline(f"{call.name} of the products: they are no terms of an inner product", node)
+    if w.factors or call.inplace or w.node is not (w.of_one or (w.gather.node,))[-1]:
+        return None  # scaled or reshaped before it: nobody has been seen to write this
+    return w.then(node, of_one=(*w.of_one, node))
+
+
+def _product(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
+    if call.get("rounding_mode"):
+        return None
+    a, b = call["input"], call["other"]
+    sides = [(a, b)] if call.name == "div" else [(a, b), (b, a)]
+    found: list[tuple[Weighted, Any]] = []
+    declined: Decline | None = None
+    for mine, other in sides:
+        try:
+            w = weighted(view, mine, node, reach)
+        except Decline as d:
+            declined = declined or d
+            continue
+        if w is not None:
+            found.append((w, other))
+    if not found:
+        if declined is not None:
+            raise declined
+        return None
+    w, other = min(found, key=lambda f: _preference(view, f[0]))
+    shape = view.shape(node)
+    if len(shape) != len(w.shape) or not all(map(same_size, shape, w.shape)):
+        raise Decline("the document weights have more axes than the gathered query weights", node)
+    how = "div" if call.name == "div" else "mul"
+    if not view.is_tensor(other):
+        const = view.const(other, node)
+        if const is None:
+            raise Decline("the products are scaled by a number that is not known", node)
+        return w.times(view, node, Factor(how, const, w.shape, w.batch), node)
+    other = view.value(other, node) or other
+    return w.times(view, node, Factor(how, other, w.shape, w.batch), node)
+
+
+def _preference(view: GraphView, w: Weighted) -> tuple[bool, bool, bool]:
+    """The query has a batch axis, or gradients, or is no buffer; the documents are the other one."""
+    source = w.gather.source
+    kept = is_parameter(view, source) or "buffers" in source.name
+    return w.batch is None, not view.requires_grad(source), kept
+
+
+def _masked(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
+    if call.name == "masked_fill":
+        x, condition, filler, how = call["input"], call["mask"], call["value"], "drop"
+    else:
+        condition, x, filler, how = call["condition"], call.get("input"), call.get("other"), "keep"
+        if view.const(x, node) == 0:
+            x, filler, how = filler, x, "drop"
+    w = weighted(view, x, node, reach)
+    if w is None:
+        return None
+    if view.const(filler, node) != 0:
+        raise Decline("masked contributions are not 0", node)
+    shape = view.shape(node)
+    if len(shape) != len(w.shape) or not all(map(same_size, shape, w.shape)):
+        raise Decline("the mask has more axes than the contributions", node)
+    return w.times(view, node, Factor(how, condition, w.shape, w.batch), node)
+
+
+def _viewed(view: GraphView, w: Weighted, node: fx.Node, call: Call) -> Weighted:
+    """A view keeps the entries in their order and the batch axis apart from them."""
+    before, after = w.shape, view.shape(node)
+    n = len(before)
+    order = _permutation(call, n)
+    if order is not None:
+        entries = [a for a in order if a != w.batch]
+        if [a for a in entries if not same_size(before[a], 1)] != [
+            a for a in sorted(entries) if not same_size(before[a], 1)
+        ]:
+            raise Decline("reorders the contributions", node)
+        batch = None if w.batch is None else order.index(w.batch)
+        return w.then(node, shape=after, batch=batch)
+    if call.name == "getitem" and not _only_new_axes(call["index"]):
+        raise Decline("takes a part of the contributions", node)
+    if _numel(before) is None or not _same_numel(before, after):
+        raise Decline("expands or reshapes the contributions by sizes that are not known", node)
+    if w.batch is None:
+        return w.then(node, shape=after)
+    batch = _kept_axis(before, w.batch, after)
+    if batch is None:
+        raise Decline("merges queries and documents into one axis", node)
+    return w.then(node, shape=after, batch=batch)
+
+
+def _only_new_axes(index: Any) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or i == slice(None) for i in items)
+
+
+def _permutation(call: Call, n: int) -> list[int] | None:
+    match call.name:
+        case "permute":
+            return [d % n for d in call["dims"]]
+        case "T":
+            return list(range(n))[::-1]
+        case "t" | "mT" | "transpose":
+            order = list(range(n))
+            if n < 2:
+                return order
+            i, j = (call["dim0"] % n, call["dim1"] % n) if call.name == "transpose" else (n - 2, n - 1)
+            order[i], order[j] = order[j], order[i]
+            return order
+        case "movedim":
+            source, target = call["source"], call["destination"]
+            if not (isinstance(source, int) and isinstance(target, int)):
+                return None
+            order = [d for d in range(n) if d != source % n]
+            order.insert(target % n, source % n)
+            return order
+    return None
+
+
+def _numel(shape: Sequence[Any]) -> Any:
+    total: Any = 1
+    for s in shape:
+        total = total * s
+    return total
+
+
+def _same_numel(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    return same_size(_numel(before), _numel(after))
+
+
+def _kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | None:
+    """Where an axis of a reshaped tensor is: as many elements before it and after it."""
+    left, right = _numel(before[:axis]), _numel(before[axis + 1 :])
+    for p, size in enumerate(after):
+        if (
+            same_size(size, before[axis])
+            and same_size(_numel(after[:p]), left)
+            and same_size(_numel(after[p + 1 :]), right)
+        ):
+            return p
+    return None

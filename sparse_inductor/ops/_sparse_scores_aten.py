@@ -1,0 +1,129 @@
+"""Sparse scoring through ATen, a bounded number of scores at a time; every result is the same bits on every run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Documents", "blocks", "compute_dtype", "documents", "transposed"]
+
+BLOCK = 1 << 24  # scores at a time: 64 MiB of fp32, a few milliseconds of work
+_FEW = 8  # queries up to which a sparse product is faster than bags (measured, two cores)
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """N sparse rows: terms [nnz] in [0, V], values [nnz], row n from offsets[n] to offsets[n + 1].
+
+    Term V is padding and counts nothing.
+    """
+
+    offsets: Tensor
+    terms: Tensor
+    values: Tensor
+
+    @property
+    def count(self) -> int:
+        return self.offsets.numel() - 1
+
+
+def compute_dtype(query: Tensor, values: Tensor) -> torch.dtype:
+    """fp32, or fp64 where either side is."""
+    wide = torch.float64 in (query.dtype, values.dtype)
+    return torch.float64 if wide else torch.float32
+
+
+def documents(
+    ids: Tensor, values: Tensor, rows: Tensor | None, offsets: Tensor | None, num_docs: int, V: int
+) -> Documents:
+    """The documents of `sparse_scores`'s arguments, by row.
+
+    Raises IndexError for a term outside [-V, V], a row outside [-N, N) and offsets that do not fit.
+    """
+    if rows is None and offsets is None:
+        L = ids.shape[1]
+        starts = torch.arange(0, num_docs * L + 1, max(L, 1), device=ids.device)
+        starts = starts if L else torch.zeros(num_docs + 1, dtype=torch.int64, device=ids.device)
+        return Documents(starts, _terms(ids.reshape(-1), V), values.reshape(-1))
+    ids, values = ids.reshape(-1), values.reshape(-1)
+    if offsets is not None:
+        _check_offsets(offsets, ids.numel())
+        return Documents(offsets.long(), _terms(ids, V), values)
+    assert rows is not None
+    rows = _wrapped(rows.reshape(-1), num_docs, num_docs - 1, "rows")
+    if rows.numel() and bool((rows[1:] < rows[:-1]).any()):
+        rows, order = torch.sort(rows, stable=True)
+        ids, values = ids[order], values[order]
+    edges = torch.arange(num_docs + 1, device=rows.device, dtype=rows.dtype)
+    return Documents(torch.searchsorted(rows, edges), _terms(ids, V), values)
+
+
+def _terms(ids: Tensor, V: int) -> Tensor:
+    return _wrapped(ids, V, V, "ids")
+
+
+def _wrapped(index: Tensor, size: int, most: int, name: str) -> Tensor:
+    """Indices with negative ones counted from the end, as PyTorch's indexing does."""
+    if index.numel() == 0:
+        return index
+    low, high = torch.aminmax(index)
+    least, largest = int(low), int(high)
+    if least < -size or largest > most:
+        bad = least if least < -size else largest
+        raise IndexError(f"{name} must be in [{-size}, {most}], got {bad}")
+    return torch.where(index < 0, index + size, index) if least < 0 else index
+
+
+def _check_offsets(offsets: Tensor, nnz: int) -> None:
+    falls = bool((offsets[1:] < offsets[:-1]).any())
+    if falls or int(offsets[0]) != 0 or int(offsets[-1]) != nnz:
+        ends = (int(offsets[0]), int(offsets[-1]))
+        raise IndexError(
+            f"offsets must rise from 0 to the number of entries, {nnz}; they go from {ends[0]} to {ends[1]}"
+            + (" and fall in between" if falls else "")
+        )
+
+
+def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple[int, Tensor]]:
+    """(first document, scores [B, n]) for blocks of documents, in the compute dtype."""
+    B, V = query.shape
+    dtype = compute_dtype(query, docs.values)
+    step = max(1024, block // max(B, 1))
+    table = F.pad(query.to(dtype), (0, 1)).t().contiguous()  # [V + 1, B]: term V counts nothing
+    small = max(V + 1, docs.terms.numel()) < 2**31
+    for first in range(0, docs.count, step):
+        offsets = docs.offsets[first : first + step + 1]
+        start, end = int(offsets[0]), int(offsets[-1])
+        terms, values = docs.terms[start:end], docs.values[start:end].to(dtype)
+        offsets = offsets - start
+        if B <= _FEW:
+            kind = torch.int32 if small else torch.int64
+            rows = _csr(offsets.to(kind), terms.to(kind), values, V + 1)
+            yield first, (rows @ table).t()
+        else:
+            yield first, F.embedding_bag(
+                terms.long(), table, offsets, mode="sum", per_sample_weights=values,
+                include_last_offset=True,
+            ).t()  # fmt: skip
+
+
+def _csr(offsets: Tensor, terms: Tensor, values: Tensor, V: int) -> Tensor:
+    size = (offsets.numel() - 1, V)
+    return torch.sparse_csr_tensor(offsets, terms, values, size, check_invariants=False)
+
+
+def transposed(docs: Documents, V: int) -> Documents:
+    """The postings: row v holds the documents of term v."""
+    lengths = docs.offsets.diff()
+    rows = torch.repeat_interleave(
+        torch.arange(docs.count, device=lengths.device), lengths, output_size=docs.terms.numel()
+    )
+    terms, order = torch.sort(docs.terms.long(), stable=True)
+    edges = torch.arange(V + 1, device=terms.device)
+    offsets = torch.searchsorted(terms, edges)
+    end = int(offsets[-1])  # padding is last
+    return Documents(offsets, rows[order][:end], docs.values[order][:end])

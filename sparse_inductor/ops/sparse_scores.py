@@ -1,0 +1,387 @@
+"""Sparse dot products of queries with a collection of sparse documents, and the best of them (GPUSparse, section 4).
+
+    scores[b, n] = sum over the entries p of document n of values[p] * query[b, ids[p]]
+
+Dispatcher operators:
+
+    sparse_scores             all scores
+    sparse_scores_topk        the k best; the [B, N] scores never exist
+    sparse_scores_backward    the gradient of the query
+    sparse_scores_postings    the same sums from posting lists of the query's terms, and ..._postings_topk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _sparse_scores_aten as aten
+from ._dispatch import autocast_off, below_autograd
+from ._top import best_of
+
+__all__ = ["sparse_scores"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_INTEGERS = (torch.int64, torch.int32)
+
+_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+_DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
+_POSTINGS = "Tensor positions, Tensor weights, Tensor? mask, Tensor docs, Tensor values"
+for _schema in (
+    f"sparse_scores(Tensor query, {_DOCS}, SymInt num_docs, ScalarType? out_dtype=None) -> Tensor",
+    f"sparse_scores_topk(Tensor query, {_DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None)"
+    " -> (Tensor, Tensor)",
+    f"sparse_scores_backward(Tensor grad, {_DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype) -> Tensor",
+    f"sparse_scores_postings({_POSTINGS}, SymInt num_docs, ScalarType? out_dtype=None) -> Tensor",
+    f"sparse_scores_postings_topk({_POSTINGS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None)"
+    " -> (Tensor, Tensor)",
+):
+    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def sparse_scores(
+    query: Tensor,
+    ids: Tensor,
+    values: Tensor,
+    *,
+    rows: Tensor | None = None,
+    offsets: Tensor | None = None,
+    num_docs: int | None = None,
+    k: int | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Inner products of queries with sparse documents, all of them or the k largest.
+
+    Args:
+        query: term weights [V] or [B, V]; fp32, fp16, bf16 or fp64. The only operand with a gradient.
+        ids: int32 or int64 term ids in [-V, V]: [N, L] for padded documents, else [nnz]. Id V is padding and counts
+            nothing; negative ids count from the end.
+        values: document weights, the shape of `ids`, any of the float dtypes.
+        rows: the document of every entry [nnz], in any order. With it `num_docs` is required.
+        offsets: the entries of document n are offsets[n] to offsets[n + 1], [N + 1].
+        num_docs: N; known from `ids` or `offsets` where `rows` is not given.
+        k: return only the k largest scores a query; the scores of all documents are then never written.
+        out_dtype: of the scores; default the wider dtype of query and values. Sums are in fp32 (fp64 for fp64).
+
+    Returns:
+        scores [N] or [B, N]; with `k`, (values, int64 document ids), both [k] or [B, k], in descending order, equal
+        scores by lowest id, NaN first. Documents without entries score 0. The bits are the same on every run.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit, naming them.
+        IndexError: on a CPU, ids, rows or offsets out of range.
+    """
+    if rows is not None and num_docs is None:
+        raise ValueError("rows need num_docs: documents at the end may have no entries")
+    if num_docs is None:
+        num_docs = ids.shape[0] if offsets is None else offsets.shape[0] - 1
+    if out_dtype is None:
+        out_dtype = torch.promote_types(query.dtype, values.dtype)
+    ops = torch.ops.sparse_inductor
+    if k is None:
+        return ops.sparse_scores(query, ids, values, rows, offsets, num_docs, out_dtype)
+    return ops.sparse_scores_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype)
+
+
+def _known(*sizes: object) -> bool:
+    """Symbolic sizes are compared when the operator runs: a check must not become a guard."""
+    return all(type(s) is int for s in sizes)
+
+
+def _check(query, ids, values, rows, offsets, num_docs, k=None) -> None:
+    """Raises the errors that `sparse_scores` documents."""
+    if query.dim() not in (1, 2):
+        raise ValueError(f"query must be [V] or [B, V], got shape {tuple(query.shape)}")
+    if rows is not None and offsets is not None:
+        raise ValueError("pass either rows or offsets, not both")
+    plain = rows is None and offsets is None
+    if ids.dim() != (2 if plain else 1):
+        layout = "[N, L] without rows or offsets" if plain else "[nnz] with rows or offsets"
+        raise ValueError(f"ids must be {layout}, got shape {tuple(ids.shape)}")
+    pairs = [("values", values, ids.shape)]
+    if rows is not None:
+        pairs.append(("rows", rows, ids.shape))
+    if offsets is not None:
+        pairs.append(("offsets", offsets, (num_docs + 1,)))
+    for name, t, shape in pairs:
+        differs = any(_known(a, b) and a != b for a, b in zip(t.shape, shape))
+        if t.dim() != len(shape) or differs:
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
+    if plain and _known(num_docs, ids.shape[0]) and num_docs not in (-1, ids.shape[0]):
+        raise ValueError(f"num_docs is {num_docs}, but ids have {ids.shape[0]} rows")
+    if _known(num_docs) and num_docs < (-1 if plain else 0):
+        raise ValueError(f"num_docs must not be negative, got {num_docs}")
+    for name, t, accepted in (
+        ("query", query, _FLOATS),
+        ("values", values, _FLOATS),
+        ("ids", ids, _INTEGERS),
+        ("rows", rows, _INTEGERS),
+        ("offsets", offsets, _INTEGERS),
+    ):
+        if t is not None and t.dtype not in accepted:
+            raise TypeError(f"{name} must be one of {accepted}, got {t.dtype}")
+        if t is not None and t.device != query.device:
+            raise ValueError(f"{name} is on {t.device}, query on {query.device}")
+    if k is not None:
+        _check_k(k, ids.shape[0] if num_docs == -1 else num_docs)
+
+
+def _check_k(k, num_docs) -> None:
+    if _known(k, num_docs) and not 0 <= k <= num_docs:
+        raise ValueError(f"k must be between 0 and the number of documents, {num_docs}; got {k}")
+
+
+def _blocks(query, ids, values, rows, offsets, num_docs, out_dtype) -> Iterator[tuple[int, Tensor]]:
+    if query.is_cuda:
+        from ..kernels import sparse_scores_documents as kernel
+
+        yield from kernel.blocks(query, ids, values, rows, offsets, num_docs, out_dtype)
+        return
+    docs = aten.documents(ids, values, rows, offsets, num_docs, query.shape[1])
+    for first, scores in aten.blocks(query, docs):
+        yield first, scores.to(out_dtype)
+
+
+def _prepare(query, ids, num_docs, values, out_dtype):
+    num_docs = ids.shape[0] if num_docs == -1 else num_docs
+    out_dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
+    return (query if query.dim() == 2 else query.unsqueeze(0)), num_docs, out_dtype
+
+
+def _scores(query, ids, values, rows, offsets, num_docs, out_dtype=None):
+    _check(query, ids, values, rows, offsets, num_docs)
+    q, N, dtype = _prepare(query, ids, num_docs, values, out_dtype)
+    out = torch.empty(q.shape[0], N, device=q.device, dtype=dtype)
+    if out.numel():
+        with autocast_off(q.device.type):
+            for first, scores in _blocks(q, ids, values, rows, offsets, N, dtype):
+                out[:, first : first + scores.shape[1]] = scores
+    return out.view(*query.shape[:-1], N)
+
+
+def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
+    _check(query, ids, values, rows, offsets, num_docs, k)
+    q, N, dtype = _prepare(query, ids, num_docs, values, out_dtype)
+    with autocast_off(q.device.type):
+        parts = _blocks(q, ids, values, rows, offsets, N, dtype) if k and q.shape[0] else ()
+        return _best(parts, q, k, dtype, query.shape[:-1])
+
+
+def _best(parts, like: Tensor, k: int, dtype: torch.dtype, lead) -> tuple[Tensor, Tensor]:
+    if not k or not like.shape[0]:
+        empty = torch.empty(*lead, k, device=like.device, dtype=dtype)
+        return empty, torch.empty_like(empty, dtype=torch.int64)
+    found, ids = best_of(parts, k)
+    return found.to(dtype).view(*lead, k), ids.view(*lead, k)
+
+
+def _backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype):
+    g = grad if grad.dim() == 2 else grad.unsqueeze(0)
+    N = ids.shape[0] if num_docs == -1 else num_docs
+    with autocast_off(grad.device.type):
+        docs = aten.documents(ids, values, rows, offsets, N, num_terms)
+        posts = aten.transposed(docs, num_terms)
+        out = torch.empty(g.shape[0], num_terms, device=g.device, dtype=dtype)
+        if out.numel():
+            parts = _blocks(g, posts.terms, posts.values, None, posts.offsets, num_terms, dtype)
+            for first, part in parts:
+                out[:, first : first + part.shape[1]] = part
+    return out.view(*grad.shape[:-1], num_terms)
+
+
+class _SparseScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, ids, values, rows, offsets, num_docs, out_dtype):
+        ctx.save_for_backward(ids, values, rows, offsets)
+        ctx.sizes = num_docs, query.shape[-1], query.dtype
+        return torch.ops.sparse_inductor.sparse_scores(
+            query, ids, values, rows, offsets, num_docs, out_dtype
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        num_docs, num_terms, dtype = ctx.sizes
+        grad = torch.ops.sparse_inductor.sparse_scores_backward(
+            grad, *ctx.saved_tensors, num_docs, num_terms, dtype
+        )
+        return grad, *(None for _ in range(6))
+
+
+def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None):
+    if torch.is_grad_enabled():
+        _check_no_gradient(values)
+        if query.requires_grad:
+            _check(query, ids, values, rows, offsets, num_docs)
+            return _SparseScores.apply(query, ids, values, rows, offsets, num_docs, out_dtype)
+    with below_autograd():
+        return torch.ops.sparse_inductor.sparse_scores(
+            query, ids, values, rows, offsets, num_docs, out_dtype
+        )
+
+
+def _check_no_gradient(values: Tensor) -> None:
+    if values.requires_grad:
+        raise ValueError("values must not require a gradient: sparse_scores has one for the query only")
+
+
+class _SparseTop(torch.autograd.Function):
+    """The scores of the k best, whose gradient goes to the query through their documents alone."""
+
+    @staticmethod
+    def forward(ctx, query, ids, values, rows, offsets, num_docs, k, out_dtype):
+        found, best = torch.ops.sparse_inductor.sparse_scores_topk(
+            query, ids, values, rows, offsets, num_docs, k, out_dtype
+        )
+        ctx.save_for_backward(best, ids, values, rows, offsets)
+        ctx.sizes = num_docs, query.shape[-1], query.dtype
+        ctx.mark_non_differentiable(best)
+        return found, best
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        best, ids, *rest = ctx.saved_tensors
+        num_docs, num_terms, dtype = ctx.sizes
+        N = ids.shape[0] if num_docs == -1 else num_docs
+        full = grad.new_zeros(*grad.shape[:-1], N).scatter(-1, best, grad)
+        grad = torch.ops.sparse_inductor.sparse_scores_backward(
+            full, ids, *rest, num_docs, num_terms, dtype
+        )
+        return grad, *(None for _ in range(7))
+
+
+def _autograd_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
+    if torch.is_grad_enabled():
+        _check_no_gradient(values)
+        if query.requires_grad:
+            _check(query, ids, values, rows, offsets, num_docs, k)
+            return _SparseTop.apply(query, ids, values, rows, offsets, num_docs, k, out_dtype)
+    with below_autograd():
+        return torch.ops.sparse_inductor.sparse_scores_topk(
+            query, ids, values, rows, offsets, num_docs, k, out_dtype
+        )
+
+
+# Posting lists of the query's own terms
+
+
+def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) -> None:
+    shape = (*positions.shape, *docs.shape[1:])
+    if positions.dim() < 2 or docs.dim() < 1:
+        raise ValueError(
+            f"positions must be [B, ...], docs [R, ...]; got {tuple(positions.shape)}, {tuple(docs.shape)}"
+        )
+    for name, t, want in (("values", values, docs.shape), ("weights", weights, shape), ("mask", mask, shape)):
+        if t is None:
+            continue
+        differs = any(_known(a, b) and a != b and a != 1 for a, b in zip(t.shape, want))
+        if t.dim() != len(want) or differs:
+            raise ValueError(f"{name} must have shape {tuple(want)}, got {tuple(t.shape)}")
+    for name, t, accepted in (
+        ("positions", positions, _INTEGERS),
+        ("docs", docs, _INTEGERS),
+        ("weights", weights, _FLOATS),
+        ("values", values, _FLOATS),
+    ):
+        if t.dtype not in accepted:
+            raise TypeError(f"{name} must be one of {accepted}, got {t.dtype}")
+    if k is not None:
+        _check_k(k, num_docs)
+
+
+def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -> Iterator[Tensor]:
+    """Scores [n, N] of some queries at a time.
+
+    Sums in CSR form: a stable sort by document makes them the same bits on every device and run.
+    """
+    dtype = aten.compute_dtype(weights, values)
+    B = positions.shape[0]
+    lists = positions[0].numel() * docs[0].numel() if B and docs.shape[0] else 0
+    step = max(1, aten.BLOCK // max(lists, num_docs, 1))
+    for first in range(0, B, step):
+        here = positions[first : first + step]
+        rows = docs[here].flatten(1).long()
+        parts = values[here].to(dtype) * weights[first : first + step].to(dtype)
+        if mask is not None:
+            parts = parts.masked_fill(~mask[first : first + step].bool(), 0.0)
+        parts = parts.flatten(1)
+        out = parts.new_zeros(rows.shape[0], num_docs)
+        if out.is_cuda:  # atomics would make the order of the additions a matter of luck
+            rows, order = torch.sort(rows, dim=1, stable=True)
+            parts = parts.gather(1, order)
+            edges = torch.arange(num_docs + 1, device=rows.device).expand(rows.shape[0], -1)
+            ends = torch.searchsorted(rows, edges.contiguous())
+            base = torch.arange(rows.shape[0], device=rows.device)[:, None] * rows.shape[1]
+            starts = torch.cat(((ends[:, :-1] + base).flatten(), ends[-1:, -1] + base[-1:, 0]))
+            out = torch.segment_reduce(parts.flatten(), "sum", offsets=starts).view_as(out)
+        else:
+            out.scatter_add_(1, rows, parts)
+        yield out.to(out_dtype)
+
+
+def _postings(positions, weights, mask, docs, values, num_docs, out_dtype=None):
+    _check_postings(positions, weights, mask, docs, values, num_docs)
+    out_dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
+    rows = [r for r in _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype)]
+    return torch.cat(rows) if rows else weights.new_empty(0, num_docs, dtype=out_dtype)
+
+
+def _postings_topk(positions, weights, mask, docs, values, num_docs, k, out_dtype=None):
+    _check_postings(positions, weights, mask, docs, values, num_docs, k)
+    out_dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
+    found = [
+        _best([(0, r)], r, k, out_dtype, r.shape[:1])
+        for r in _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype)
+    ]
+    if not found:
+        return _best([], weights[:0], k, out_dtype, (0,))
+    return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found])
+
+
+def _fake_scores(query, ids, values, rows, offsets, num_docs, out_dtype=None):
+    _check(query, ids, values, rows, offsets, num_docs)
+    N = ids.shape[0] if _known(num_docs) and num_docs == -1 else num_docs
+    dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
+    return query.new_empty(*query.shape[:-1], N, dtype=dtype)
+
+
+def _fake_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
+    _check(query, ids, values, rows, offsets, num_docs, k)
+    dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
+    found = query.new_empty(*query.shape[:-1], k, dtype=dtype)
+    return found, torch.empty_like(found, dtype=torch.int64)
+
+
+def _fake_backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype):
+    return grad.new_empty(*grad.shape[:-1], num_terms, dtype=dtype)
+
+
+def _fake_postings(positions, weights, mask, docs, values, num_docs, out_dtype=None):
+    _check_postings(positions, weights, mask, docs, values, num_docs)
+    dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
+    return weights.new_empty(positions.shape[0], num_docs, dtype=dtype)
+
+
+def _fake_postings_topk(positions, weights, mask, docs, values, num_docs, k, out_dtype=None):
+    _check_postings(positions, weights, mask, docs, values, num_docs, k)
+    dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
+    found = weights.new_empty(positions.shape[0], k, dtype=dtype)
+    return found, torch.empty_like(found, dtype=torch.int64)
+
+
+for _name, _impl, _meta in (
+    ("sparse_scores", _scores, _fake_scores),
+    ("sparse_scores_topk", _topk, _fake_topk),
+    ("sparse_scores_backward", _backward, _fake_backward),
+    ("sparse_scores_postings", _postings, _fake_postings),
+    ("sparse_scores_postings_topk", _postings_topk, _fake_postings_topk),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _impl, _key)
+    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+_lib.impl("sparse_scores", _autograd, "Autograd")
+_lib.impl("sparse_scores_topk", _autograd_topk, "Autograd")
