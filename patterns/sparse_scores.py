@@ -22,6 +22,7 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.accumulate import ANCHORS, Scores, scores_of
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
+from sparse_inductor.match.postings import Postings, postings_of
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.match.weighted import weighted
@@ -61,7 +62,7 @@ class Top:
 class ScoresMatch:
     """Recognised scoring, ready to be replaced."""
 
-    scores: Scores
+    scores: Scores | Postings
     top: Top | None
     swallowed: tuple[fx.Node, ...]
     bytes_saved: int | None = None
@@ -74,47 +75,30 @@ class ScoresMatch:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        reads = (*self.scores.w.reads, *self.scores.reads)
         inside = set(self.swallowed)
-        return tuple(dict.fromkeys(n for n, _ in reads if n not in inside))
+        return tuple(dict.fromkeys(n for n, _ in self.scores.inputs if n not in inside))
+
+    @property
+    def results(self) -> set[fx.Node]:
+        """What others may read."""
+        if self.top is None:
+            return {self.anchor}
+        return {self.anchor, *self.anchor.users, *self.top.sliced}
 
     @property
     def note(self) -> str:
-        s = self.scores
-        layout = "rows" if s.rows else "segments" if s.offsets else "padded documents"
-        return layout + ("" if self.top is None else ", top-k: the scores are not written")
+        return self.scores.layout + ("" if self.top is None else ", top-k: the scores are not written")
 
     def replace(self) -> None:
         s = self.scores
         e = Emitter(self.anchor)
-        query = s.w.query(e)
-        V = fake(query).shape[-1]
-        V = V if isinstance(V, int) else e.method("size", query, -1)
-        ids, values = s.documents(e, V)
-        rows = None if s.rows is None else s.rows(e)
-        offsets = None if s.offsets is None else s.offsets(e)
-        num_docs = s.num_docs
-        if not isinstance(num_docs, int):
-            num_docs = _size_node(e, s)
-        dtype = fake(s.node).dtype
-        args = (query, ids, values, rows, offsets, num_docs)
-        ops = torch.ops.sparse_inductor
         if self.top is None:
-            scores = s.shaped(e, e.call(ops.sparse_scores.default, *args, dtype))
-            _redirect(s, scores)
-            return
-        found = e.call(ops.sparse_scores_topk.default, *args, self.top.k, dtype)
-        _put_top(e, self.top, found)
+            _redirect(s, s.shaped(e, s.emit(e)))
+        else:
+            _put_top(e, self.top, s.emit(e, self.top.k))
 
 
-def _size_node(e: Emitter, s: Scores) -> Any:
-    """The number of documents where it is no constant: that of padded documents the operator sees itself."""
-    if s.kept is None:
-        raise Decline("the number of documents is not known", s.node)
-    return -1
-
-
-def _redirect(s: Scores, scores: fx.Node) -> None:
+def _redirect(s: Scores | Postings, scores: fx.Node) -> None:
     """Readers of the result, and of the accumulator after it was written, read the scores."""
     target, node = s.accumulator, s.node
     node.replace_all_uses_with(scores)
@@ -175,7 +159,7 @@ class SparseScores:
         try:
             if (why := _OTHER_POOLS.get(view.name_of(node) or "")) is not None:
                 return self._other_pool(node, view, why)
-            found = scores_of(view, node)
+            found = postings_of(view, node) or scores_of(view, node)
             return None if found is None else self._checked(node, view, found)
         except Decline as d:
             return Miss(d.reason, d.node or node)
@@ -189,23 +173,22 @@ class SparseScores:
         family = w is not None and w.has_weights and not w.gather.features
         return Miss(why, node) if family else None
 
-    def _checked(self, node: fx.Node, view: GraphView, s: Scores) -> ScoresMatch:
-        w = s.w
+    def _checked(self, node: fx.Node, view: GraphView, s: Scores | Postings) -> ScoresMatch:
         if fake(node).device.type not in DEVICES:
             raise Decline(f"there is no operator for {fake(node).device}", node)
         if not fake(node).dtype.is_floating_point:
             raise Decline(f"the scores are {fake(node).dtype}", node)
         top = _top(view, s)
-        if w.gather.features and not _documents_first(view, s, top):
+        if s.features and not _documents_first(view, s, top):
             raise Decline(
                 "rows of features are gathered and added up; nothing says that they are weights of queries", node
             )
-        anchor = node if top is None else top.node
+        anchor = s.node if top is None else top.node
         inner = [*s.swallowed] if top is None else [*s.swallowed, *top.path, top.node]
         if s.accumulator is not None:
             _check_accumulator(view, s)
             inner.append(s.accumulator)
-        for source, reader in (*w.reads, *s.reads):
+        for source, reader in s.inputs:
             if not view.effects.unchanged(source, reader, anchor):
                 raise Decline(f"{label(source)} is changed in place before the scores are made", reader)
         nodes = swallowed(view, inner)
@@ -216,15 +199,11 @@ class SparseScores:
         self._rehearse(s, anchor)
         return ScoresMatch(s, top, nodes)
 
-    def _rehearse(self, s: Scores, anchor: fx.Node) -> None:
-        """Build the operands once, so that what cannot be built is a reason and no error."""
+    def _rehearse(self, s: Scores | Postings, anchor: fx.Node) -> None:
+        """Emit once, so that what cannot be emitted is a reason and no error."""
         e = Emitter(anchor)
         try:
-            query = s.w.query(e)
-            V = fake(query).shape[-1]
-            s.documents(e, V if isinstance(V, int) else 0)
-            if not isinstance(s.num_docs, int):
-                _size_node(e, s)
+            s.shaped(e, s.emit(e))
         finally:
             e.undo()
 
@@ -254,7 +233,7 @@ def _outside_reader(
     view: GraphView, m: ScoresMatch, inside: set[fx.Node]
 ) -> tuple[str, fx.Node] | None:
     for n in m.swallowed:
-        if n in (m.anchor, m.scores.node, m.scores.accumulator):
+        if n in (m.scores.node, m.scores.accumulator) or n in m.results:
             continue
         for reader in view.readers(n):
             if reader not in inside:
@@ -265,7 +244,7 @@ def _outside_reader(
     return None
 
 
-def _check_accumulator(view: GraphView, s: Scores) -> None:
+def _check_accumulator(view: GraphView, s: Scores | Postings) -> None:
     """The accumulator was made for this and is known under no other name before the scores are in it."""
     target = s.accumulator
     assert target is not None
@@ -278,7 +257,7 @@ def _check_accumulator(view: GraphView, s: Scores) -> None:
             raise Decline("the accumulator is read before the scores are in it", other)
 
 
-def _documents_first(view: GraphView, s: Scores, top: Top | None) -> bool:
+def _documents_first(view: GraphView, s: Scores | Postings, top: Top | None) -> bool:
     """Whether [N, B] is turned to [B, N] afterwards, or searched along N: then the columns are queries."""
     if s.batch is None or s.batch == 0:
         return False
@@ -290,7 +269,7 @@ def _documents_first(view: GraphView, s: Scores, top: Top | None) -> bool:
     )
 
 
-def _top(view: GraphView, s: Scores) -> Top | None:
+def _top(view: GraphView, s: Scores | Postings) -> Top | None:
     """The selection that alone reads the scores, through views."""
     shape = view.shape(s.node)
     axes: list[str] = []

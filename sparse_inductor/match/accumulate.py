@@ -20,7 +20,7 @@ from .shapes import Decline
 from .values import uniform
 from .weighted import Factor, Weighted, reshaped, weighted
 
-__all__ = ["ANCHORS", "Scores", "scores_of"]
+__all__ = ["ANCHORS", "Scores", "check_zero", "scores_of"]
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -47,6 +47,38 @@ class Scores:
     @property
     def swallowed(self) -> tuple[fx.Node, ...]:
         return (*self.w.nodes, self.node)
+
+    @property
+    def inputs(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """What is read, and by whom."""
+        return (*self.w.reads, *self.reads)
+
+    @property
+    def features(self) -> bool:
+        """Whether the columns may be features as well as queries."""
+        return self.w.gather.features
+
+    @property
+    def layout(self) -> str:
+        return "rows" if self.rows else "segments" if self.offsets else "padded documents"
+
+    def emit(self, e: Emitter, k: Any = None) -> fx.Node:
+        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
+        query = self.w.query(e)
+        V = fake(query).shape[-1]
+        ids, values = self.documents(e, V if isinstance(V, int) else e.method("size", query, -1))
+        rows = None if self.rows is None else self.rows(e)
+        offsets = None if self.offsets is None else self.offsets(e)
+        num_docs = self.num_docs
+        if not isinstance(num_docs, int):
+            if self.kept is None:
+                raise Decline("the number of documents is not known", self.node)
+            num_docs = -1  # of padded documents the operator sees it itself
+        args = (query, ids, values, rows, offsets, num_docs)
+        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
+        if k is None:
+            return e.call(ops.sparse_scores.default, *args, dtype)
+        return e.call(ops.sparse_scores_topk.default, *args, k, dtype)
 
     def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
         """ids and values: [N, L] for a plain sum, else [nnz]."""
@@ -234,7 +266,8 @@ def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 # Row ids
 
 
-def _zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
+def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
+    """Raises Decline unless `node` accumulates into zeros."""
     if view.const(accumulator, node) != 0:
         raise Decline("the accumulator does not start at zero", node)
 
@@ -252,7 +285,7 @@ def _accumulated(
         raise Decline("the contributions have more than one axis beside the queries", node)
     if w.batch == axis:
         raise Decline("it adds up over the queries", node)
-    _zero(view, call["input"], node)
+    check_zero(view, call["input"], node)
     target = call["input"] if call.inplace else None
     reads = ((rows, node),)
     num_docs = view.shape(node)[axis]
@@ -299,7 +332,7 @@ def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             return None
         if len(view.shape(rows)) != len(w.shape):
             return None
-        _zero(view, call["input"], node)
+        check_zero(view, call["input"], node)
         return Scores(
             node, w, view.shape(node)[0], None, reads=((rows, node),),
             rows=lambda e: e.method("reshape", rows, (-1,)),

@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from .emit import Emitter
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, same_size
 from .names import Call
 from .values import uniform
 
-__all__ = ["Gather", "expanded_index", "gather_of", "is_transposed"]
+__all__ = ["Gather", "expanded_index", "gather_of", "is_transposed", "rows_of"]
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -48,6 +48,29 @@ def gather_of(view: GraphView, node: Any) -> Gather | None:
     if call is None or call.inplace or read is None or not view.is_tensor(node):
         return None
     return read(view, node, call)
+
+
+def rows_of(view: GraphView, node: Any) -> Gather | None:
+    """The node as whole rows of a table: node[*ids.shape, ...] = table[ids]. Nothing in it is a batch axis."""
+    call = view.call(node)
+    if call is None or call.inplace or not view.is_tensor(node):
+        return None
+    table, ids = call.get("input"), None
+    match call.name:
+        case "getitem":
+            index = call["index"]
+            ids = index[0] if isinstance(index, tuple) and len(index) == 1 else index
+        case "index" if len(call["indices"]) == 1:
+            ids = call["indices"][0]
+        case "index_select" if call["dim"] == 0:
+            ids = call["index"]
+        case "take" if view.is_tensor(table) and len(view.shape(table)) == 1:
+            ids = call["index"]
+        case "embedding" if node.target is not torch.embedding and call.get("max_norm") is None:
+            table, ids = call["weight"], call["input"]
+    if not (view.is_tensor(table) and _are_ids(view, ids)):
+        return None
+    return Gather(node, table, ids, lambda e: table, lambda e: ids, None)
 
 
 def _lookup(view: GraphView, node: fx.Node, table: Any, axis: int, ids: Any) -> Gather | None:

@@ -22,7 +22,9 @@ from .names import Call
 from .shapes import Decline
 from .values import uniform
 
-__all__ = ["Factor", "Weighted", "reshaped", "weighted"]
+__all__ = ["Factor", "Weighted", "kept_axis", "reshaped", "weighted"]
+
+Read = Callable[[GraphView, Any], Gather | None]
 
 _REACH = 24  # nodes between a reduction and its gather; nobody writes more than ten
 
@@ -176,10 +178,13 @@ def _check_shared(view: GraphView, f: Factor, reader: fx.Node) -> None:
         raise Decline("the document weights differ from query to query", reader)
 
 
-def weighted(view: GraphView, node: Any, reader: fx.Node, reach: int = _REACH) -> Weighted | None:
+def weighted(
+    view: GraphView, node: Any, reader: fx.Node, read: Read = gather_of, reach: int = _REACH
+) -> Weighted | None:
     """`node`, as `reader` sees it, as contributions; None where no gather is at its root.
 
-    Raises Decline where there is one, and what follows it cannot be moved into the operator.
+    `read` says what counts as a gather. Raises Decline where there is one, and what follows it cannot be moved into
+    the operator.
     """
     if not view.is_tensor(node) or reach == 0:
         return None
@@ -187,7 +192,7 @@ def weighted(view: GraphView, node: Any, reader: fx.Node, reach: int = _REACH) -
     if seen is None:
         return None
     node = seen
-    found = gather_of(view, node)
+    found = read(view, node)
     if found is not None:
         w = Weighted(node, found, view.shape(node), found.batch, nodes=(node,))
         reads = ((found.source, node), (found.index, node))
@@ -196,22 +201,24 @@ def weighted(view: GraphView, node: Any, reader: fx.Node, reach: int = _REACH) -
     if call is None:
         return None
     if call.name in ("mul", "div", "true_divide"):
-        return _product(view, node, call, reach - 1)
+        return _product(view, node, call, read, reach - 1)
     if call.name in ("where", "masked_fill"):
-        return _masked(view, node, call, reach - 1)
+        return _masked(view, node, call, read, reach - 1)
     inner = call.get("input")
     if call.name in _IDENTITY:
-        return _through(view, node, call, reach - 1)
+        return _through(view, node, call, read, reach - 1)
     if call.name in _VIEWS:
-        w = weighted(view, inner, node, reach - 1)
+        w = weighted(view, inner, node, read, reach - 1)
         return None if w is None else _viewed(view, w, node, call)
     if call.name in _OF_ONE_WEIGHT:
-        return _function(view, node, call, reach - 1)
+        return _function(view, node, call, read, reach - 1)
     return None
 
 
-def _through(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
-    w = weighted(view, call["input"], node, reach)
+def _through(
+    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
+) -> Weighted | None:
+    w = weighted(view, call["input"], node, read, reach)
     if w is None:
         return None
     if call.name == "detach" and torch.is_grad_enabled() and view.requires_grad(call["input"]):
@@ -224,12 +231,14 @@ def _through(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted
     return w.then(node)
 
 
-def _function(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
+def _function(
+    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
+) -> Weighted | None:
     """A function of the gathered weight alone can be taken of the query before the gather."""
     tensors = [a for a in node.all_input_nodes if view.is_tensor(a)]
     if len(tensors) != 1 or call.get("input") is not tensors[0] or call.get("rounding_mode"):
         return None
-    w = weighted(view, tensors[0], node, reach)
+    w = weighted(view, tensors[0], node, read, reach)
     if w is None:
         return None
     if call.name == "neg":
@@ -241,7 +250,9 @@ def _function(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighte
     return w.then(node, of_one=(*w.of_one, node))
 
 
-def _product(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
+def _product(
+    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
+) -> Weighted | None:
     if call.get("rounding_mode"):
         return None
     a, b = call["input"], call["other"]
@@ -250,7 +261,7 @@ def _product(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted
     declined: Decline | None = None
     for mine, other in sides:
         try:
-            w = weighted(view, mine, node, reach)
+            w = weighted(view, mine, node, read, reach)
         except Decline as d:
             declined = declined or d
             continue
@@ -281,14 +292,16 @@ def _preference(view: GraphView, w: Weighted) -> tuple[bool, bool, bool]:
     return w.batch is None, not view.requires_grad(source), kept
 
 
-def _masked(view: GraphView, node: fx.Node, call: Call, reach: int) -> Weighted | None:
+def _masked(
+    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
+) -> Weighted | None:
     if call.name == "masked_fill":
         x, condition, filler, how = call["input"], call["mask"], call["value"], "drop"
     else:
         condition, x, filler, how = call["condition"], call.get("input"), call.get("other"), "keep"
         if view.const(x, node) == 0:
             x, filler, how = filler, x, "drop"
-    w = weighted(view, x, node, reach)
+    w = weighted(view, x, node, read, reach)
     if w is None:
         return None
     if view.const(filler, node) != 0:
@@ -318,7 +331,7 @@ def _viewed(view: GraphView, w: Weighted, node: fx.Node, call: Call) -> Weighted
         raise Decline("expands or reshapes the contributions by sizes that are not known", node)
     if w.batch is None:
         return w.then(node, shape=after)
-    batch = _kept_axis(before, w.batch, after)
+    batch = kept_axis(before, w.batch, after)
     if batch is None:
         raise Decline("merges queries and documents into one axis", node)
     return w.then(node, shape=after, batch=batch)
@@ -363,7 +376,7 @@ def _same_numel(before: Sequence[Any], after: Sequence[Any]) -> bool:
     return same_size(_numel(before), _numel(after))
 
 
-def _kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | None:
+def kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | None:
     """Where an axis of a reshaped tensor is: as many elements before it and after it."""
     left, right = _numel(before[:axis]), _numel(before[axis + 1 :])
     for p, size in enumerate(after):

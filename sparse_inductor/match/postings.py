@@ -1,0 +1,237 @@
+"""Scoring by posting lists: the lists of the query's own terms, scattered into one accumulator a query.
+
+    acc[b, docs[p]] += values[p] * weight      for every position p of a list of query b
+
+with one accumulator [N], one row a query [B, N], or all of them end to end [B * N].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from .accumulate import check_zero
+from .emit import Emitter
+from .gathers import Gather, rows_of
+from .graph import GraphView, fake, same_size
+from .names import Call
+from .shapes import Decline
+from .weighted import Weighted, kept_axis, reshaped, weighted
+
+__all__ = ["Postings", "postings_of"]
+
+_VIEWS = frozenset("view flatten unflatten squeeze unsqueeze contiguous cast clone getitem".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Postings:
+    """node[b, n], the sums over posting lists. `docs` looks the documents up where `w` looks the values up."""
+
+    node: fx.Node
+    w: Weighted
+    docs: Gather
+    num_docs: int
+    batch: int | None
+    inner: tuple[fx.Node, ...]
+    reads: tuple[tuple[fx.Node, fx.Node], ...]
+    accumulator: fx.Node | None
+
+    layout = "posting lists"
+    features = False
+
+    @property
+    def swallowed(self) -> tuple[fx.Node, ...]:
+        return (*self.w.nodes, *self.inner, self.node)
+
+    @property
+    def inputs(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """What is read, and by whom."""
+        return (*self.w.reads, *self.reads)
+
+    def emit(self, e: Emitter, k: Any = None) -> fx.Node:
+        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
+        shape = tuple(fake(self.w.gather.node).shape)
+        weights: fx.Node | float | None = None
+        mask: fx.Node | None = None
+        for f in self.w.factors:
+            t = f.build(e, shape)
+            if f.how in ("keep", "drop"):
+                assert isinstance(t, fx.Node)
+                t = t if fake(t).dtype == torch.bool else e.call(torch.ne, t, 0)
+                t = e.call(torch.logical_not, t) if f.how == "drop" else t
+                mask = t if mask is None else e.call(torch.logical_and, mask, t)
+            elif weights is None:
+                weights = e.call(torch.reciprocal, t) if f.how == "div" else t  # type: ignore[arg-type]
+            else:
+                first, second = (weights, t) if isinstance(weights, fx.Node) else (t, weights)
+                weights = e.call(torch.mul if f.how == "mul" else torch.div, first, second)
+        assert isinstance(weights, fx.Node)
+        if not fake(weights).dtype.is_floating_point:
+            weights = e.method("to", weights, fake(self.w.gather.source).dtype)
+        positions = self.docs.ids(e)
+        if self.batch is None:
+            positions, weights = (e.method("unsqueeze", t, 0) for t in (positions, weights))
+            mask = None if mask is None else e.method("unsqueeze", mask, 0)
+        args = (positions, weights, mask, self.docs.source, self.w.gather.source, self.num_docs)
+        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
+        if k is None:
+            return e.call(ops.sparse_scores_postings.default, *args, dtype)
+        return e.call(ops.sparse_scores_postings_topk.default, *args, k, dtype)
+
+    def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
+        """[B, N] in the shape of the user's result."""
+        return reshaped(e, scores, tuple(fake(self.node).shape))
+
+
+def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
+    """The accumulation as posting lists, or None. Raises Decline where it nearly is."""
+    call = view.call(node)
+    if call is None or not view.is_tensor(node):
+        return None
+    parts = _scattered(view, node, call)
+    if parts is None:
+        return None
+    rows, source = parts
+    path, inner = _peeled(view, rows, node)
+    shift = None
+    added = view.call(inner)
+    if added is not None and added.name == "add" and added.get("alpha", 1) == 1:
+        for docs_side, shift_side in ((added["input"], added["other"]), (added["other"], added["input"])):
+            more, below = _peeled(view, docs_side, inner)
+            if rows_of(view, below) is not None:
+                path, shift, inner = [*path, inner, *more], shift_side, below
+                break
+    docs = rows_of(view, inner)
+    if docs is None or torch.is_grad_enabled() and view.requires_grad(source):
+        return None
+
+    def same_lists(view: GraphView, node: Any) -> Gather | None:
+        found = rows_of(view, node)
+        return found if found is not None and view.same_value(found.index, docs.index) else None
+
+    w = weighted(view, source, node, same_lists)
+    if w is None or not w.has_weights:
+        return None
+    check_zero(view, call["input"], node)
+    return _placed(view, node, call, w, docs, rows, path, shift)
+
+
+def _placed(
+    view: GraphView,
+    node: fx.Node,
+    call: Call,
+    w: Weighted,
+    docs: Gather,
+    rows: fx.Node,
+    path: list[fx.Node],
+    shift: Any,
+) -> Postings | None:
+    """Which accumulator belongs to which query."""
+    found, size = view.shape(docs.node), view.shape(node)
+    reads = ((docs.source, docs.node), (docs.index, docs.node))
+    inner = (docs.node, *path)
+    target = call["input"] if call.inplace else None
+    if not all(isinstance(s, int) for s in size):
+        raise Decline("the number of documents is not known", node)
+    if len(size) == 2 and shift is None:
+        if kept_axis(found, 0, view.shape(rows)) != 0 or kept_axis(w.shape, 0, found) != 0:
+            raise Decline("merges the posting lists of several queries", node)
+        return Postings(node, w, docs, size[1], 0, inner, reads, target)
+    if len(size) != 1:
+        return None
+    if shift is None:
+        return Postings(node, w, docs, size[0], None, inner, reads, target)
+    readers = [*view.readers(node)] + (
+        [r for r in view.readers(target) if view.order[r] > view.order[node]] if target else []
+    )
+    split = readers[0] if len(readers) == 1 else None
+    if split is None or view.name_of(split) not in ("view", "unflatten"):
+        raise Decline("the accumulators of several queries are not split up by query", node)
+    shape = view.shape(split)
+    if len(shape) != 2 or not same_size(shape[0], found[0]) or not isinstance(shape[1], int):
+        raise Decline("the accumulators of several queries are not split up by query", node)
+    if not _steps(view, shift, shape[0], shape[1], len(found), path[-1]):
+        raise Decline("the documents are shifted in a way that is not followed", node)
+    more = (node, *(() if target is None else (target,)))
+    return Postings(split, w, docs, shape[1], 0, (*inner, *more), reads, None)
+
+
+def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.Node] | None:
+    """The rows and the contributions of an accumulation along the last axis."""
+    ndim = len(view.shape(node))
+    match call.name:
+        case "scatter_add":
+            rows, source = call["index"], call["src"]
+        case "scatter_reduce" | "scatter" if call.get("reduce") in ("sum", "add"):
+            rows, source = call["index"], call["src"]
+        case "index_add" if ndim == 1 and call.get("alpha", 1) == 1:
+            rows, source = call["index"], call["source"]
+        case "index_put" if ndim == 1 and call.get("accumulate") and len(call["indices"]) == 1:
+            rows, source = call["indices"][0], call["values"]
+        case _:
+            return None
+    if not (view.is_tensor(rows) and view.is_tensor(source)):
+        return None
+    if call.get("dim", ndim - 1) not in (ndim - 1, -1):
+        return None
+    same = len(view.shape(rows)) == len(view.shape(source))
+    return (rows, source) if same and all(map(same_size, view.shape(rows), view.shape(source))) else None
+
+
+def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], Any]:
+    """The views on the way up from a tensor, and what they are views of."""
+    path: list[fx.Node] = []
+    while view.is_tensor(x) and rows_of(view, x) is None:
+        call = view.call(x)
+        if call is None or call.inplace or call.name not in _VIEWS or view.value(x, reader) is not x:
+            break
+        if not same_size(_total(view.shape(x)), _total(view.shape(call["input"]))):
+            break
+        path.append(x)
+        reader, x = x, call["input"]
+    return path, x
+
+
+def _total(shape: Any) -> Any:
+    total: Any = 1
+    for s in shape:
+        total = total * s
+    return total
+
+
+def _steps(view: GraphView, x: Any, count: Any, step: int, ndim: int, reader: fx.Node) -> bool:
+    """Whether `x` is 0, step, 2 step, ... along the first of `ndim` axes and the same along the others."""
+    if not view.is_tensor(x):
+        return False
+    shape = view.shape(x)
+    if len(shape) != ndim or not same_size(shape[0], count):
+        return False
+    if not all(same_size(s, 1) for s in shape[1:]):
+        return False
+    while True:
+        call = view.call(x)
+        if call is not None and call.name == "mul":
+            a, b = call["input"], call["other"]
+            if view.const(b, x) == step:
+                x, step = a, 1
+            elif view.const(a, x) == step:
+                x, step = b, 1
+            else:
+                return False
+        elif call is not None and call.name in _VIEWS and not call.inplace:
+            x = call["input"]
+        else:
+            return _is_range(x, step)
+
+
+def _is_range(x: Any, step: int) -> bool:
+    """arange(count), or arange(0, stop, step); its length is known from its shape."""
+    if not isinstance(x, fx.Node) or x.target is not torch.arange:
+        return False
+    args = x.args
+    if len(args) == 1:
+        return step == 1
+    return args[0] == 0 and (args[2] if len(args) > 2 else 1) == step
