@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
+import torch._dynamo
 
 from recognition import check, only
 from scoring_spellings import CASES
@@ -14,6 +18,14 @@ BY_NAME = {case.name: case for case in CASES}
 def test_spelling(name):
     with only("sparse_scores") as report:
         check(BY_NAME[name], "sparse_scores", report)
+
+
+def test_a_bincount_that_is_kept_in_the_graph():
+    """Dynamo breaks the graph at a bincount unless it is told to follow sizes that depend on data."""
+    case = dataclasses.replace(BY_NAME["weighted_bincount__infer"], expect="rewrite")
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        with only("sparse_scores") as report:
+            check(case, "sparse_scores", report)
 
 
 def test_names_are_unique():

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from .emit import Emitter
-from .gathers import Gather, is_transposed
+from .gathers import Gather, gather_of, is_transposed
 from .graph import GraphView, fake, same_size
 from .names import Call
 from .shapes import Decline
@@ -382,15 +382,23 @@ def _scatter(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 def _bincount(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    """bincount(rows, weights, minlength=N)[:N]: rows beyond N are counted and cut off."""
     if not view.is_tensor(call.get("weights")):
         return None
     w = weighted(view, call["weights"], node)
     if w is None or len(w.shape) != 1:
         return None
-    rows = call["input"]
-    return Scores(
-        node, w, view.shape(node)[0], None, rows=lambda e: rows, reads=((rows, node),)
-    )  # fmt: skip
+    rows, N = call["input"], call.get("minlength", 0)
+    readers = list(view.readers(node))
+    cut = view.call(readers[0]) if len(readers) == 1 else None
+    exact = cut is not None and cut.name == "getitem" and cut["index"] in (slice(N), slice(0, N))
+    if not isinstance(N, int) or not exact:
+        raise Decline("the number of documents depends on the rows: cut it with [:minlength]", node)
+    inside = lambda e: e.call(torch.lt, rows, N)
+    factor = Factor("keep", rows, w.shape, None, inside)
+    w = w.then(node, factors=(*w.factors, factor))
+    make = lambda e: e.call(torch.where, inside(e), rows, 0)
+    return Scores(readers[0], w, N, None, rows=make, reads=((rows, node),))
 
 
 def _segment_reduce(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -466,8 +474,48 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     return Scores(node, w, view.shape(node)[0], 1, offsets=starts, reads=((offsets, node),))
 
 
+def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    """sums[offsets[1:]] - sums[offsets[:-1]], sums being 0 and then the prefix sums of the contributions."""
+    ends, starts = (gather_of(view, call[side]) for side in ("input", "other"))
+    if ends is None or starts is None or call.get("alpha", 1) != 1 or ends.source is not starts.source:
+        return None
+    offsets = _cut(view, ends.index, (slice(1, None),))
+    same = _cut(view, starts.index, (slice(None, -1), slice(0, -1)))
+    if offsets is None or same is not offsets or len(view.shape(offsets)) != 1:
+        return None
+    sums = ends.source
+    padded = view.call(sums)
+    if padded is None or len(view.shape(sums)) != 1:
+        return None
+    prefix: Any = None
+    if padded.name == "cat" and len(padded["tensors"]) == 2:
+        zero, prefix = padded["tensors"]
+        if view.const(zero, sums) != 0 or not same_size(view.shape(zero)[0], 1):
+            return None
+    elif padded.name == "pad" and tuple(padded["pad"]) == (1, 0) and not padded.get("value"):
+        prefix = padded["input"]
+    running = view.call(prefix)
+    if running is None or running.name != "cumsum":
+        return None
+    w = weighted(view, running["input"], prefix)
+    if w is None or len(w.entries) != 1 or w.batch is not None:
+        return None
+    for n in (prefix, sums, call["input"], call["other"]):
+        w = w.then(n)
+    N = view.shape(node)[0]
+    return Scores(node, w, N, None, offsets=lambda e: offsets, reads=((offsets, ends.index),))
+
+
+def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:
+    call = view.call(x)
+    if call is None or call.name != "getitem" or call["index"] not in cuts:
+        return None
+    return call["input"]
+
+
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     "sum": _sum,
+    "sub": _differences,
     "einsum": _einsum,
     "matmul": _matmul,
     "bmm": _matmul,

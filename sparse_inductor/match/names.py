@@ -114,6 +114,7 @@ _SIGNATURES: dict[str, str] = {
     "segment_reduce": "data reduce lengths=None indices=None offsets=None axis=0 unsafe=False initial=None",
     "vecdot": "input other dim=-1",
     "cumsum": "input dim",
+    "pad": "input pad mode='constant' value=None",
     "split": "input split_size dim=0",
     "chunk": "input chunks dim=0",
     "tensor_split": "input indices_or_sections dim=0",

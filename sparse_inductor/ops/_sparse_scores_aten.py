@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -111,7 +113,16 @@ def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple
             ).t()  # fmt: skip
 
 
+@functools.cache
+def _say_beta_once() -> None:
+    """PyTorch warns once a process that sparse CSR is beta: that is no news for the user of an operator."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.zeros(1, 1).to_sparse_csr()
+
+
 def _csr(offsets: Tensor, terms: Tensor, values: Tensor, V: int) -> Tensor:
+    _say_beta_once()
     size = (offsets.numel() - 1, V)
     return torch.sparse_csr_tensor(offsets, terms, values, size, check_invariants=False)
 

@@ -61,7 +61,7 @@ def scatter_reduce_sum(c, q):
     return torch.zeros(N).scatter_reduce(0, c.rows, c.vals * q[c.cols], reduce="sum")
 
 
-@scoring(batch=False)
+@scoring("maybe", "the size of a bincount is data: the graph breaks there by default", batch=False)
 def weighted_bincount(c, q):
     """bincount(weights=...)"""
     return torch.bincount(c.rows, weights=q[c.cols] * c.vals, minlength=N)[:N].float()
