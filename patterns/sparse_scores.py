@@ -253,7 +253,7 @@ def _check_accumulator(view: GraphView, s: Scores | Postings) -> None:
     for other in target.users:
         if other is s.node or view.order[other] > view.order[s.node]:
             continue
-        if other in set(view.readers(target)):
+        if other in set(view.readers(target)) and view.name_of(other) not in ("zero", "fill"):
             raise Decline("the accumulator is read before the scores are in it", other)
 
 

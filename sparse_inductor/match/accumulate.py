@@ -268,6 +268,11 @@ def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
     """Raises Decline unless `node` accumulates into zeros."""
+    seen = view.value(accumulator, node) if isinstance(accumulator, fx.Node) else None
+    call = view.call(seen)
+    if call is not None and call.inplace and call.name in ("zero", "fill"):
+        if call.name == "zero" or view.const(call["value"], seen) == 0:
+            return
     if view.const(accumulator, node) != 0:
         raise Decline("the accumulator does not start at zero", node)
 

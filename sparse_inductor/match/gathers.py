@@ -158,7 +158,7 @@ def _embedding(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
 def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
     """torch.gather: along every other axis either the table or the index repeats itself."""
     table, index = call["input"], call["index"]
-    if not (view.is_tensor(table) and _are_ids(view, index)) or call["dim"] is None:
+    if not (view.is_tensor(table) and _are_ids(view, index)) or call.get("dim") is None:
         return None
     n = len(view.shape(table))
     if len(view.shape(index)) != n:
@@ -172,8 +172,8 @@ def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
         if n > 1 and uniform(view, table, n - axis, node):
             repeated.append(axis)
         elif batch is None and uniform(view, index, n - axis, node):
-            if not same_size(view.shape(index)[axis], view.shape(table)[axis]):
-                return None
+            if not same_size(view.shape(node)[axis], view.shape(table)[axis]):
+                return None  # rows of the table beyond the index's are dropped
             batch = axis
         else:
             return None
@@ -198,4 +198,5 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Gather | None]] = {
     "take": _take,
     "embedding": _embedding,
     "gather": _gather,
+    "take_along_dim": _gather,
 }

@@ -159,6 +159,8 @@ class Weighted:
             else:
                 values = e.call(torch.div, values, t)
         assert isinstance(values, fx.Node)
+        if not fake(values).dtype.is_floating_point:  # counts, 8-bit impacts, masks
+            values = e.method("to", values, fake(self.gather.node).dtype)
         if keep is not None:
             ids = e.call(torch.where, keep, ids, V)
             values = e.call(torch.where, keep, values, 0)
