@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from . import ops as ops
     from . import testing as testing
     from .explanation import explain as explain
+    from .index import SparseIndex as SparseIndex
     from .pattern import register as register
     from .records import report as report
     from .session import disable as disable
@@ -43,6 +44,7 @@ _HOME = {
     "Template": "template",
     "ops": "ops",
     "testing": "testing",
+    "SparseIndex": "index",
 }
 
 __all__ = [*_HOME, "__version__"]

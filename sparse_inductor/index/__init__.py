@@ -1,0 +1,6 @@
+"""An exact top-k index over sparse documents; see `SparseIndex`."""
+
+from .sparse_index import SparseIndex
+from .storage import IndexFileError
+
+__all__ = ["IndexFileError", "SparseIndex"]

@@ -1,0 +1,135 @@
+"""A run of documents: their rows as they are kept and saved, and what searching them needs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .sources import Rows
+
+try:
+    from scipy import sparse as scipy_sparse
+except ImportError:  # sorting with torch then, some five times slower
+    scipy_sparse = None
+
+__all__ = ["CAPACITY", "Postings", "Segment", "WEIGHTS"]
+
+# Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting lists
+# go by, and 16 of the chunks that the GPU kernels work on.
+CAPACITY = 1 << 17
+
+WEIGHTS = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "int8": torch.uint8,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Postings:
+    """The segment by term, on a CPU: docs int32 and weights fp32 from offsets[t] to offsets[t + 1]."""
+
+    offsets: Tensor
+    docs: Tensor
+    weights: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Rows of documents.
+
+    offsets: int64 [n + 1]. terms: [nnz], int32, or the low 16 bits as int16 where that holds every term. weights: [nnz]
+    in the index's precision; a weight is `scale * stored` where 8 bits are stored, minus `scale * 127` where `signed`.
+    error: the largest distance of a weight from what was given.
+    """
+
+    offsets: Tensor
+    terms: Tensor
+    weights: Tensor
+    scale: float = 1.0
+    signed: bool = False
+    error: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def nnz(self) -> int:
+        return self.terms.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.offsets, self.terms, self.weights))
+
+    @staticmethod
+    def of(rows: Rows, num_terms: int, precision: str) -> Segment:
+        """Rows in the precision of the index.
+
+        Raises ValueError where a weight overflows it.
+        """
+        terms = rows.terms.to(torch.int16 if num_terms <= 1 << 16 else torch.int32)
+        given = rows.weights
+        scale, signed = 1.0, False
+        if precision == "int8":
+            low, high = (float(x) for x in torch.aminmax(given)) if given.numel() else (0.0, 0.0)
+            signed = low < 0
+            largest = max(-low, high)
+            steps = 127 if signed else 255
+            scale = largest / steps if largest > 0 else 1.0
+            # The dequantised weight is computed in fp32; the scale has to be the number that is used there.
+            scale = float(torch.tensor(scale, dtype=torch.float32))
+            weights = (given / scale).round().clamp(-steps, steps) + (127 if signed else 0)
+            stored = weights.to(torch.uint8)
+        else:
+            stored = given.to(WEIGHTS[precision])
+            if not bool(torch.isfinite(stored).all()):
+                largest = float(given.abs().max())
+                raise ValueError(f"a weight of {largest:g} does not fit {precision}; use float32 or int8")
+        made = Segment(rows.offsets, terms, stored, scale, signed)
+        error = float((made.values() - given).abs().max()) if given.numel() else 0.0
+        return dataclasses.replace(made, error=error)
+
+    def term_ids(self) -> Tensor:
+        """int64 [nnz]."""
+        ids = self.terms.long()
+        return ids & 0xFFFF if self.terms.dtype == torch.int16 else ids
+
+    def values(self) -> Tensor:
+        """The weights as they count, fp32 [nnz]."""
+        w = self.weights.float()
+        if self.weights.dtype != torch.uint8:
+            return w
+        return (w - 127 if self.signed else w) * self.scale
+
+    def rows(self) -> Rows:
+        """The rows again, for adding to them or leaving some out."""
+        return Rows(self.offsets.long(), self.term_ids(), self.values())
+
+    def to(self, device: torch.device) -> Segment:
+        """The same on another device."""
+        move = lambda t: t.to(device)
+        return dataclasses.replace(
+            self, offsets=move(self.offsets), terms=move(self.terms), weights=move(self.weights)
+        )
+
+    def postings(self, num_terms: int) -> Postings:
+        """The segment by term."""
+        terms, values = self.term_ids(), self.values()
+        if scipy_sparse is not None:
+            rows = scipy_sparse.csr_matrix(
+                (values.numpy(), terms.int().numpy(), self.offsets.numpy()), (self.count, num_terms)
+            )
+            columns = rows.tocsc()
+            offsets, docs, weights = (
+                torch.from_numpy(a) for a in (columns.indptr, columns.indices, columns.data)
+            )
+            return Postings(offsets.long(), docs.int(), weights)
+        rows_ = torch.repeat_interleave(
+            torch.arange(self.count, dtype=torch.int32), self.offsets.diff()
+        )
+        ordered, order = torch.sort(terms, stable=True)
+        offsets = torch.searchsorted(ordered, torch.arange(num_terms + 1))
+        return Postings(offsets, rows_[order], values[order])

@@ -1,0 +1,423 @@
+"""SparseIndex: every result equals the dense fp64 product's, whatever was built, appended, deleted, saved, loaded."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import sparse
+
+from sparse_inductor import SparseIndex
+from sparse_inductor.index import IndexFileError
+from sparse_inductor.index import segment as segment_module
+from sparse_inductor.index import sparse_index as index_module
+
+V = 30
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch):
+    """Segments of 16 documents, so that a test's collection has several."""
+    monkeypatch.setattr(segment_module, "CAPACITY", 16)
+    monkeypatch.setattr(index_module, "CAPACITY", 16)
+
+
+def collection(n: int, seed: int = 0, negative: bool = False) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < 0.2)
+    return dense - 0.1 * (dense > 0) if negative else dense
+
+
+def queries(b: int = 4, seed: int = 1) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(b, V, generator=g) * (torch.rand(b, V, generator=g) < 0.5)
+
+
+def truth(dense, q, k, deleted=()):
+    """The true top-k: fp64 products rounded to fp32, ties by lowest id, -inf and -1 where documents run out."""
+    scores = (q.double() @ dense.double().t()).float() + 0.0
+    scores[:, list(deleted)] = float("-inf")
+    wide = max(k, scores.shape[1])
+    scores = torch.nn.functional.pad(scores, (0, wide - scores.shape[1]), value=float("-inf"))
+    best, ids = torch.sort(scores, dim=1, descending=True, stable=True)
+    ids = torch.where(best == float("-inf"), -1, ids)
+    return best[:, :k], ids[:, :k]
+
+
+def assert_true_top(index, dense, q, k, deleted=()):
+    scores, ids = index.search(q, k)
+    best, right = truth(dense, q, k, deleted)
+    assert torch.equal(ids, right)
+    torch.testing.assert_close(scores, best, rtol=2e-7, atol=0)
+
+
+FORMS = {
+    "scipy_csr": lambda d: sparse.csr_matrix(d.numpy()),
+    "scipy_coo": lambda d: sparse.coo_matrix(d.numpy()),
+    "torch_csr": lambda d: d.to_sparse_csr(),
+    "torch_coo": lambda d: d.to_sparse(),
+    "dense": lambda d: d,
+    "lists": lambda d: [(r.nonzero()[:, 0].tolist(), r[r != 0].tolist()) for r in d],
+    "mappings": lambda d: [{int(t): float(r[t]) for t in r.nonzero()[:, 0]} for r in d],
+    "generator_of_batches": lambda d: (part.to_sparse_csr() for part in d.split(7)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_collection_may_be_given_in_any_form(form):
+    dense = collection(50)
+    index = SparseIndex.build(FORMS[form](dense), num_terms=V)
+    assert (len(index), index.num_postings) == (50, int((dense != 0).sum()))
+    assert_true_top(index, dense, queries(), 10)
+
+
+QUERY_FORMS = {
+    "dense": lambda q: q,
+    "torch_csr": lambda q: q.to_sparse_csr(),
+    "torch_coo": lambda q: q.to_sparse(),
+    "scipy": lambda q: sparse.csr_matrix(q.numpy()),
+    "terms_and_weights": lambda q: (q.topk(V, 1).indices, q.topk(V, 1).values),
+    "half": lambda q: q.half().double(),
+}
+
+
+@pytest.mark.parametrize("form", QUERY_FORMS)
+def test_queries_may_be_given_in_any_form(form):
+    dense = collection(50)
+    q = queries().half().float()
+    scores, ids = SparseIndex.build(dense).search(QUERY_FORMS[form](q), 7)
+    best, right = truth(dense, q, 7)
+    assert torch.equal(scores, best) and torch.equal(ids, right)
+
+
+def test_one_query_has_no_batch_axis():
+    dense, q = collection(20), queries()[0]
+    index = SparseIndex.build(dense)
+    scores, ids = index.search(q, 3)
+    assert scores.shape == ids.shape == (3,)
+    assert index.scores(q).shape == (20,)
+    pair = (q.nonzero()[:, 0], q[q > 0])
+    assert torch.equal(index.search(pair, 3)[1], ids)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_history_gives_the_dense_result(data, tmp_path_factory):
+    """Build, append, delete, vacuum, save and load in any order."""
+    integers = lambda low, high: data.draw(st.integers(low, high))
+    weight = st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 1.0, 3.0])
+    documents = st.lists(st.dictionaries(st.integers(0, V - 1), weight, max_size=4), max_size=25)
+
+    def as_dense(docs):
+        dense = torch.zeros(len(docs), V)
+        for n, d in enumerate(docs):
+            for t, w in d.items():
+                dense[n, t] = w
+        return dense
+
+    first = data.draw(documents)
+    index, dense, deleted = SparseIndex.build(first, num_terms=V), as_dense(first), set()
+    for step in data.draw(st.lists(st.sampled_from(["append", "delete", "vacuum", "file"]), max_size=5)):
+        if step == "append":
+            more = data.draw(documents)
+            assert index.append(more) == range(len(dense), len(dense) + len(more))
+            dense = torch.cat((dense, as_dense(more)))
+        elif step == "delete" and len(dense):
+            gone = {integers(0, len(dense) - 1) for _ in range(3)}
+            assert index.delete(gone) == len(gone - deleted)
+            deleted |= gone
+        elif step == "vacuum":
+            index.vacuum()
+        elif step == "file":
+            path = tmp_path_factory.mktemp("index") / "x.index"
+            index.save(path)
+            index = SparseIndex.load(path)
+    q = torch.zeros(2, V)
+    for b in range(2):
+        for t in data.draw(st.sets(st.integers(0, V - 1), max_size=5)):
+            q[b, t] = data.draw(weight)
+    assert len(index) == len(dense) and index.num_live == len(dense) - len(deleted)
+    assert_true_top(index, dense, q, integers(0, len(dense) + 3), deleted)
+
+
+def test_equal_scores_come_by_lowest_id():
+    index = SparseIndex.build([([1], [1.0])] * 40, num_terms=V)
+    q = torch.zeros(V)
+    q[1] = 1.0
+    scores, ids = index.search(q, 20)
+    assert ids.tolist() == list(range(20)) and scores.eq(1.0).all()
+
+
+def test_a_query_without_terms_finds_the_first_documents_with_score_0():
+    scores, ids = SparseIndex.build(collection(40)).search(torch.zeros(V), 3)
+    assert scores.tolist() == [0.0, 0.0, 0.0] and ids.tolist() == [0, 1, 2]
+
+
+def test_a_document_without_terms_scores_0_and_beats_negative_ones():
+    index = SparseIndex.build([([2], [-1.0]), ([], []), ([2], [1.0])], num_terms=V)
+    q = torch.zeros(V)
+    q[2] = 2.0
+    scores, ids = index.search(q, 3)
+    assert ids.tolist() == [2, 1, 0] and scores.tolist() == [2.0, 0.0, -2.0]
+
+
+def test_more_than_there_are_is_filled_up():
+    index = SparseIndex.build(collection(5))
+    index.delete([1])
+    scores, ids = index.search(queries(), 8)
+    assert ids[:, 4:].eq(-1).all() and scores[:, 4:].eq(float("-inf")).all()
+    assert 1 not in ids
+
+
+def test_an_empty_index_answers():
+    index = SparseIndex(V)
+    scores, ids = index.search(queries(), 2)
+    assert ids.eq(-1).all() and scores.eq(float("-inf")).all()
+    assert index.scores(queries()).shape == (4, 0)
+
+
+def test_unknown_and_repeated_query_terms():
+    index, dense = SparseIndex.build(collection(20)), collection(20)
+    terms, weights = torch.tensor([3, -1, V, 3, 7]), torch.tensor([0.5, 9.0, 9.0, 0.5, 1.0])
+    q = torch.zeros(1, V)
+    q[0, 3] = q[0, 7] = 1.0
+    assert torch.equal(index.search((terms, weights), 5)[1], truth(dense, q, 5)[1][0])
+
+
+def test_repeated_terms_of_a_document_add_up():
+    index = SparseIndex.build([([4, 4, 5], [1.0, 2.0, 1.0]), ([4, 4], [1.0, -1.0])], num_terms=V)
+    assert index.num_postings == 2
+    q = torch.zeros(V)
+    q[4] = 1.0
+    assert index.search(q, 2)[0].tolist() == [3.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_query_that_is_not_finite_has_no_result(bad):
+    q = queries(3)
+    q[1, 2] = bad
+    scores, ids = SparseIndex.build(collection(20)).search(q, 4)
+    assert scores[1].isnan().all() and ids[1].eq(-1).all()
+    assert torch.equal(ids[0], truth(collection(20), q[:1], 4)[1][0])
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([([1], [1.0]), ([V], [1.0])], "document 1: term id 30 is not in [0, 30)"),
+        ([([1], [1.0]), ([2, -1], [1.0, 1.0])], "document 1: term id -1"),
+        ([([1], [float("nan")])], "document 0: the weight of term 1 is nan"),
+        ([([1], [float("inf")])], "must be finite"),
+        ([([1, 2], [1.0])], "lists of one length"),
+    ],
+)
+def test_a_bad_document_is_named(documents, message):
+    with pytest.raises(ValueError) as error:
+        SparseIndex.build(documents, num_terms=V)
+    assert message in str(error.value)
+
+
+def test_a_failed_append_changes_nothing():
+    dense = collection(20)
+    index = SparseIndex.build(dense)
+    with pytest.raises(ValueError, match="document 21"):
+        index.append([([1], [1.0]), ([99], [1.0])])
+    assert len(index) == 20
+    assert_true_top(index, dense, queries(), 5)
+
+
+@pytest.mark.parametrize("call", [
+    lambda i: i.search(queries(), -1),
+    lambda i: i.search(queries(), 1.5),
+    lambda i: i.search(torch.rand(2, V + 1), 3),
+    lambda i: i.search((torch.zeros(2, 3).long(), torch.zeros(2, 4)), 3),
+    lambda i: SparseIndex(0),
+    lambda i: SparseIndex(V, weights="int4"),
+])  # fmt: skip
+def test_bad_values_raise_value_errors(call):
+    with pytest.raises(ValueError):
+        call(SparseIndex.build(collection(5)))
+
+
+def test_bad_types_raise_type_errors():
+    index = SparseIndex.build(collection(5))
+    for bad in ("text", 3, {"a": 1}):
+        with pytest.raises(TypeError):
+            SparseIndex.build(bad, num_terms=V)
+    with pytest.raises(TypeError):
+        index.search("query", 3)
+    with pytest.raises(TypeError):
+        index.search((torch.zeros(2, 3), torch.zeros(2, 3)), 3)
+
+
+def test_deleting_what_never_was_is_an_index_error():
+    index = SparseIndex.build(collection(5))
+    for bad in (5, -1):
+        with pytest.raises(IndexError, match=f"no document {bad}"):
+            index.delete([bad])
+
+
+@pytest.mark.parametrize("weights", ["float16", "int8"])
+@pytest.mark.parametrize("negative", [False, True])
+def test_narrow_weights_state_their_error(weights, negative):
+    dense, q = collection(60, negative=negative), queries()
+    exact, narrow = SparseIndex.build(dense), SparseIndex.build(dense, weights=weights)
+    assert 0 < narrow.weight_error < (2e-3 if weights == "float16" else 5e-3)
+    assert exact.weight_error == 0
+    apart = (narrow.scores(q) - exact.scores(q)).abs().amax(1)
+    assert (apart <= narrow.weight_error * q.abs().sum(1) + 1e-6).all()
+    # What is searched is what is kept: the dequantised collection, exactly.
+    kept = torch.cat([torch.sparse_csr_tensor(s.offsets, s.term_ids(), s.values(), (s.count, V)).to_dense()
+                      for s in narrow._segments])  # fmt: skip
+    assert_true_top(narrow, kept, q, 10)
+    assert narrow.nbytes["forward"] < exact.nbytes["forward"]
+
+
+def test_the_bits_are_the_same_on_every_run():
+    index, q = SparseIndex.build(collection(100)), queries(8)
+    first = index.search(q, 20)
+    for _ in range(5):
+        again = index.search(q, 20)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    alone = torch.stack([index.search(q[b], 20)[1] for b in range(8)])
+    assert torch.equal(alone, first[1])
+
+
+def test_scores_are_all_scores_and_carry_a_gradient():
+    dense, q = collection(40), queries().requires_grad_()
+    index = SparseIndex.build(dense)
+    index.delete([7])
+    scores = index.scores(q)
+    assert scores[:, 7].eq(float("-inf")).all()
+    want = q @ dense.t()
+    keep = torch.arange(40) != 7
+    torch.testing.assert_close(scores[:, keep], want[:, keep])
+    (grad,) = torch.autograd.grad(scores[:, keep].square().sum(), q)
+    (right,) = torch.autograd.grad(want[:, keep].square().sum(), q)
+    torch.testing.assert_close(grad, right)
+
+
+def test_it_stands_in_a_compiled_model():
+    dense = collection(40)
+
+    class Retriever(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = torch.nn.Linear(8, V)
+            self.index = SparseIndex.build(dense)
+
+        def forward(self, x):
+            return self.index(torch.relu(self.encoder(x)), 5)
+
+    model, x = Retriever().eval(), torch.randn(3, 8)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x)[1], model(x)[1])
+    assert not any("index" in name for name in model.state_dict())
+
+
+def test_the_search_operator_is_well_formed():
+    index = SparseIndex.build(collection(40))
+    args = (queries(), index._postings, index._counts, index._deleted, 3)
+    torch.library.opcheck(torch.ops.sparse_inductor.index_search, args)
+
+
+# Files
+
+
+@pytest.fixture
+def saved(tmp_path):
+    index = SparseIndex.build(collection(40), weights="float16")
+    index.delete([3])
+    path = tmp_path / "collection.index"
+    index.save(path)
+    return path
+
+
+def test_a_loaded_index_is_the_same(saved):
+    index = SparseIndex.load(saved)
+    assert (len(index), index.num_live, index.weights) == (40, 39, "float16")
+    q = queries()
+    other = SparseIndex.build(collection(40), weights="float16")
+    other.delete([3])
+    assert torch.equal(index.search(q, 9)[0], other.search(q, 9)[0])
+    index.append(collection(3))
+    index.delete([0])
+    assert SparseIndex.load(saved).num_live == 39, "the file does not change with the index"
+
+
+def test_other_tools_can_read_the_file(saved):
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(saved, "pt") as file:
+        assert file.metadata()["format"] == "sparse_inductor.SparseIndex"
+        assert file.get_tensor("deleted").sum() == 1
+
+
+def test_a_truncated_file_says_so(saved, tmp_path):
+    data = saved.read_bytes()
+    for size in (0, 4, 8, 100, len(data) - 1):
+        cut = tmp_path / "cut"
+        cut.write_bytes(data[:size])
+        with pytest.raises(IndexFileError, match="truncated|no sparse_inductor.SparseIndex file"):
+            SparseIndex.load(cut)
+
+
+@settings(max_examples=60, deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_changed_bit_is_found(at, bit, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bits")
+    path = folder / "x"
+    SparseIndex.build(collection(20)).save(path)
+    data = bytearray(path.read_bytes())
+    data[int(at * len(data))] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.raises(IndexFileError):
+        SparseIndex.load(path)
+
+
+def test_a_foreign_file_says_what_it_is(tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("hello " * 1000)
+    with pytest.raises(IndexFileError, match="no sparse_inductor.SparseIndex file"):
+        SparseIndex.load(text)
+    safetensors = pytest.importorskip("safetensors.numpy")
+    weights = tmp_path / "model.safetensors"
+    safetensors.save_file({"weight": np.zeros(3, np.float32)}, weights)
+    with pytest.raises(IndexFileError, match="safetensors file of something else"):
+        SparseIndex.load(weights)
+    with pytest.raises(FileNotFoundError):
+        SparseIndex.load(tmp_path / "nothing")
+
+
+def test_a_newer_file_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_module, "_VERSION", 9)
+    SparseIndex.build(collection(3)).save(tmp_path / "new")
+    monkeypatch.setattr(index_module, "_VERSION", 1)
+    with pytest.raises(IndexFileError, match="newer version"):
+        SparseIndex.load(tmp_path / "new")
+
+
+def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
+    before = saved.read_bytes()
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        SparseIndex.build(collection(5)).save(saved)
+    assert saved.read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == [saved.name]
+
+
+def test_the_header_is_plain_safetensors(saved):
+    data = saved.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert (8 + length) % 8 == 0
+    assert sorted(header)[0] == "0.offsets"
+
+
+def test_progress_is_shown(capsys):
+    SparseIndex.build(list(FORMS["lists"](collection(40))), num_terms=V, progress=True)
+    assert capsys.readouterr().err
