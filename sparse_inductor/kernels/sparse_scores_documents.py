@@ -1,0 +1,155 @@
+"""Exact scores, document by document: each gathers its terms' query weights and adds them up, in one fixed order.
+
+    out[n, b] = sum over the entries p of document n of values[p] * table[ids[p], b]
+
+No atomics: the bits are the same on every run. Portable Triton; the interpreter runs it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["blocks", "score_rows"]
+
+# Scores of one block, and so its keys and what `topk` makes of them: 16 + 32 MiB and about as much again.
+BLOCK = 1 << 22
+_FEW = 4  # queries up to which a tile of documents for one query at a time wastes less than a row of queries
+
+
+@triton.jit
+def _ids(ids, at, mask, V, UNSIGNED16: tl.constexpr):
+    """Term ids, negative ones counted from the end; what is outside [0, V) is V, which counts nothing."""
+    t = tl.load(ids + at, mask=mask, other=0).to(tl.int32)
+    if UNSIGNED16:
+        return t & 0xFFFF
+    t = tl.where(t < 0, t + V, t)
+    return tl.where((t < 0) | (t >= V), V, t)
+
+
+@triton.jit
+def _bounds(offsets, n, L, PADDED: tl.constexpr):
+    if PADDED:
+        return n.to(tl.int64) * L, n.to(tl.int64) * L + L
+    return tl.load(offsets + n).to(tl.int64), tl.load(offsets + n + 1).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["first", "count", "B", "L"])
+def _rows_kernel(
+    table, offsets, ids, values, out, first, count, B, L, V,
+    PADDED: tl.constexpr, UNSIGNED16: tl.constexpr, BB: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """A program owns out[n, b0:b0 + BB]: it reads BB weights of `table` [V + 1, B] an entry."""
+    n = tl.program_id(0)
+    b = tl.program_id(1) * BB + tl.arange(0, BB)
+    start, end = _bounds(offsets, first + n, L, PADDED)
+    acc = tl.zeros([BB], table.dtype.element_ty)
+    for i in range(start, end, UNROLL):
+        at = i + tl.arange(0, UNROLL)
+        t = _ids(ids, at, at < end, V, UNSIGNED16)
+        w = tl.load(values + at, mask=at < end, other=0.0).to(table.dtype.element_ty)
+        mask = (at < end)[:, None] & (b < B)[None, :]
+        q = tl.load(table + t.to(tl.int64)[:, None] * B + b[None, :], mask=mask, other=0.0)
+        acc += tl.sum(q * w[:, None], axis=0)
+    tl.store(out + n.to(tl.int64) * B + b, acc.to(out.dtype.element_ty), mask=b < B)
+
+
+@triton.jit(do_not_specialize=["first", "count", "B", "L"])
+def _few_kernel(
+    table, offsets, ids, values, out, first, count, B, L, V,
+    PADDED: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program owns out[n0:n0 + DOCS, b]: WIDTH entries of DOCS documents at a time."""
+    n = tl.program_id(0) * DOCS + tl.arange(0, DOCS)
+    b = tl.program_id(1)
+    inside = n < count
+    last = tl.where(inside, n, 0)
+    start, end = _bounds(offsets, first + last, L, PADDED)
+    end = tl.where(inside, end, start)
+    longest = tl.max(end - start, axis=0)
+    acc = tl.zeros([DOCS], table.dtype.element_ty)
+    for i in range(0, longest, WIDTH):
+        at = start[:, None] + i + tl.arange(0, WIDTH)[None, :]
+        mask = at < end[:, None]
+        t = _ids(ids, at, mask, V, UNSIGNED16)
+        w = tl.load(values + at, mask=mask, other=0.0).to(table.dtype.element_ty)
+        q = tl.load(table + t.to(tl.int64) * B + b, mask=mask, other=0.0)
+        acc += tl.sum(q * w, axis=1)
+    tl.store(out + n.to(tl.int64) * B + b, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def score_rows(
+    table: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ids: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    count: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Scores [count, B] of the documents first, first + 1, ..., rounded once from the dtype of `table`.
+
+    table [V + 1, B] fp32 or fp64, contiguous, its last row 0. ids and values [nnz] with offsets [N + 1], or padded [N, L]
+    with offsets None. int16 ids are unsigned.
+    """
+    V, B = table.shape[0] - 1, table.shape[1]
+    out = torch.empty(count, B, device=table.device, dtype=out_dtype)
+    if not out.numel():
+        return out
+    padded = offsets is None
+    L = ids.shape[1] if padded else 0
+    args = (table, offsets, ids, values, out, first, count, B, L, V)
+    flags = {"PADDED": padded, "UNSIGNED16": ids.dtype == torch.int16}
+    with torch.cuda.device_of(table):
+        if B <= _FEW:
+            # 16 documents by 32 entries: 512 loads in flight for the 128 threads, a 127-term document in 4 steps
+            _few_kernel[(triton.cdiv(count, 16), B)](*args, DOCS=16, WIDTH=32, num_warps=4, **flags)
+        else:
+            # rows of up to 256 queries, 2 to a thread at 4 warps; 8 entries in flight hide the gather's latency
+            width = min(256, triton.next_power_of_2(B))
+            grid = (count, triton.cdiv(B, width))
+            _rows_kernel[grid](*args, BB=width, UNROLL=8, num_warps=4, **flags)
+    return out
+
+
+def _by_row(
+    rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, num_docs: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coordinates as (offsets, ids, values). Sorted ones are left where they are, which takes one look by the host; while
+    a CUDA graph is captured none is possible, and they are sorted."""
+    rows = torch.where(rows < 0, rows + num_docs, rows)
+    capturing = rows.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or bool((rows[1:] < rows[:-1]).any()):
+        rows, order = torch.sort(rows, stable=True)
+        ids, values = ids[order], values[order]
+    edges = torch.arange(num_docs + 1, device=rows.device, dtype=rows.dtype)
+    return torch.searchsorted(rows, edges), ids, values
+
+
+def blocks(
+    query: torch.Tensor,
+    ids: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    num_docs: int,
+    out_dtype: torch.dtype,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first document, scores [B, n]) for blocks of the documents of `sparse_scores`'s arguments.
+
+    Term ids and rows that are out of range count nothing: looking for them would stop the GPU.
+    """
+    wide = torch.float64 in (query.dtype, values.dtype)
+    dtype = torch.float64 if wide else torch.float32
+    table = torch.nn.functional.pad(query.to(dtype), (0, 1)).t().contiguous()
+    if rows is not None:
+        offsets, ids, values = _by_row(rows, ids, values, num_docs)
+    step = max(1024, BLOCK // max(query.shape[0], 1))
+    ids, values = ids.contiguous(), values.contiguous()
+    offsets = None if offsets is None else offsets.contiguous()
+    for first in range(0, num_docs, step):
+        count = min(step, num_docs - first)
+        yield first, score_rows(table, offsets, ids, values, first, count, out_dtype).t()
