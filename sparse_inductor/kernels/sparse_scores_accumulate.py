@@ -77,19 +77,22 @@ def _add(acc, posting, weight, at, end, SHARED: tl.constexpr, WHOLE: tl.constexp
 @triton.jit
 def _read(acc, place, SHARED: tl.constexpr):
     if SHARED:
-        return tl.inline_asm_elementwise(
+        x = tl.inline_asm_elementwise(
             _LOAD, "=r,r", [acc + place * 4], dtype=tl.int32, is_pure=False, pack=1
         )
-    # .cg: the additions were made in L2, a line in L1 may be older
-    return tl.load(acc + place, cache_modifier=".cg")
+    else:  # .cg: the additions were made in L2, a line in L1 may be older
+        x = tl.load(acc + place, cache_modifier=".cg")
+    return x
 
 
 @triton.jit
 def _doc(chunk_docs, c, place, CHUNK: tl.constexpr, LISTED: tl.constexpr):
     """The ids of the documents at these places of chunk c."""
     if LISTED:
-        return tl.load(chunk_docs + c.to(tl.int64) * CHUNK + place)
-    return tl.load(chunk_docs + c) + place
+        doc = tl.load(chunk_docs + c.to(tl.int64) * CHUNK + place)
+    else:
+        doc = tl.load(chunk_docs + c) + place
+    return doc
 
 
 @triton.jit
