@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_inductor.ops._sparse_scores_aten import say_beta_once
+
 __all__ = ["Rows", "is_single", "query_matrix", "rows_of"]
 
 _LISTS = 4096  # documents given one by one that are checked together
@@ -86,6 +88,7 @@ def _matrix(source: Any) -> tuple[Tensor, Tensor, Tensor, int] | None:
         if source.layout == torch.strided:
             if source.dim() != 2:
                 raise ValueError(f"a matrix must be [N, V], got shape {tuple(source.shape)}")
+            say_beta_once()
             source = source.detach().to_sparse_csr()
         elif source.layout == torch.sparse_coo:
             source = source.detach().coalesce().to_sparse_csr()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Documents", "blocks", "compute_dtype", "documents", "transposed"]
+__all__ = ["Documents", "blocks", "compute_dtype", "documents", "say_beta_once", "transposed"]
 
 BLOCK = 1 << 24  # scores at a time: 64 MiB of fp32, a few milliseconds of work
 _FEW = 8  # queries up to which a sparse product is faster than bags (measured, two cores)
@@ -114,7 +114,7 @@ def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple
 
 
 @functools.cache
-def _say_beta_once() -> None:
+def say_beta_once() -> None:
     """PyTorch warns once a process that sparse CSR is beta: that is no news for the user of an operator."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,7 +122,7 @@ def _say_beta_once() -> None:
 
 
 def _csr(offsets: Tensor, terms: Tensor, values: Tensor, V: int) -> Tensor:
-    _say_beta_once()
+    say_beta_once()
     size = (offsets.numel() - 1, V)
     return torch.sparse_csr_tensor(offsets, terms, values, size, check_invariants=False)
 

@@ -1,0 +1,206 @@
+"""The scoring kernels against fp64: documents, packing, integer scores, search. Interpreter on the CPU, GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_inductor.index.segment import Segment
+from sparse_inductor.index.sources import rows_of
+from sparse_inductor.kernels import sparse_scores_accumulate as accumulate
+from sparse_inductor.kernels import sparse_scores_documents as documents
+from sparse_inductor.kernels import sparse_scores_search as search
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CHUNK = 256
+V = 60
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if request.param == "cpu":
+        from triton import knobs
+
+        if not knobs.runtime.interpret:
+            pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch, device):
+    """Chunks of 256 documents, so that a small collection has many; the bits of a posting stay as they are."""
+    if device.type == "cuda":
+        return  # the shared-memory kernel's array has a size of its own
+    monkeypatch.setattr(search, "CHUNK_DOCS", CHUNK)
+    monkeypatch.setattr(search, "CHUNK_BITS", CHUNK.bit_length() - 1)
+
+
+def collection(n, seed=0, share=0.1, negative=False):
+    g = torch.Generator().manual_seed(seed)
+    dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < share)
+    return dense - 0.2 * (dense > 0) if negative else dense
+
+
+def queries(b=3, seed=1, share=0.2):
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(b, V, generator=g) * (torch.rand(b, V, generator=g) < share)
+
+
+def segments(dense, precision="float32", device="cpu", size=1000):
+    made = [Segment.of(r, V, precision) for part in dense.split(size) for r in rows_of(part, V)]
+    return [s.to(torch.device(device)) for s in made]
+
+
+def dense_of(parts):
+    rows = [
+        torch.zeros(s.count, V).index_put(
+            (torch.repeat_interleave(torch.arange(s.count), s.offsets.diff().cpu()), s.term_ids().cpu()),
+            s.values().cpu(),
+        )
+        for s in parts
+    ]
+    return torch.cat(rows)
+
+
+def truth(dense, q, k, deleted):
+    scores = (q.double() @ dense.double().t()).float() + 0.0
+    scores[:, deleted] = float("-inf")
+    best, ids = torch.sort(scores, dim=1, descending=True, stable=True)
+    return best[:, :k], ids[:, :k]
+
+
+def run(parts, q, k, deleted, device, **options):
+    """A search, and how many queries it had to answer by scoring everything."""
+    packed = search.pack(parts, V)
+    exact, answered = search._exact, []
+    search._exact = lambda query, *rest: answered.append(query.shape[0]) or exact(query, *rest)
+    try:
+        found = search.search(q.to(device), packed, [s.count for s in parts], deleted, k, **options)
+    finally:
+        search._exact = exact
+    return [t.cpu() for t in found], sum(answered)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [1, 3, 20])
+def test_documents_kernels_add_up_rows(batch, dtype, device):
+    g = torch.Generator().manual_seed(0)
+    ids, values = torch.randint(-V, V, (40, 7), generator=g), torch.rand(40, 7, generator=g)
+    q = torch.rand(batch, V, generator=g).to(dtype)
+    want = (q[:, ids] * values).sum(-1)
+    offsets, rows = torch.arange(0, 281, 7), torch.arange(40).repeat_interleave(7)
+    flat = (ids.flatten(), values.flatten())
+    back = (ids.flatten().flip(0), values.flatten().flip(0))
+    for (i, v), r, o in (
+        ((ids, values), None, None),
+        (flat, None, offsets),
+        (flat, rows, None),
+        (back, rows.flip(0), None),
+    ):
+        given = [None if t is None else t.to(device) for t in (q, i, v, r, o)]
+        parts = [s.cpu() for _, s in documents.blocks(*given, 40, dtype)]
+        torch.testing.assert_close(torch.cat(parts, 1), want)
+
+
+def test_out_of_range_terms_count_nothing(device):
+    ids = torch.tensor([[0, V, V + 5, -V - 1]], device=device)
+    values, q = torch.ones(1, 4, device=device), torch.ones(1, V, device=device)
+    ((_, scores),) = documents.blocks(q, ids, values, None, None, 1, torch.float32)
+    assert scores.item() == 1.0
+
+
+def test_packing_keeps_every_posting(small_chunks, device):
+    dense = collection(700)
+    parts = segments(dense, device=device, size=300)
+    p = search.Packed.of([t.cpu() for t in search.pack(parts, V)])
+    got = torch.zeros_like(dense)
+    step = search.CHUNK_DOCS
+    largest = float(dense.max())
+    for c in range(p.chunks.count):
+        for t in range(V):
+            low, high = p.chunks.offsets[c, t], p.chunks.offsets[c, t + 1]
+            x = p.chunks.post[int(p.chunks.bases[c]) + int(low) : int(p.chunks.bases[c]) + int(high)]
+            weights = (x >> search.CHUNK_BITS).float() * (largest / accumulate.WEIGHT_STEPS)
+            got[p.chunks.docs[c] + (x & (step - 1)).long(), t] = weights
+    torch.testing.assert_close(got, dense, rtol=0, atol=largest / accumulate.WEIGHT_STEPS)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+def test_search_is_exact(precision, negative, device):
+    """Chunks as they are on a GPU; deleted documents; weights of every precision and sign."""
+    parts = segments(collection(20000, negative=negative), precision, device, size=9000)
+    deleted = torch.zeros(20000, dtype=torch.bool, device=device)
+    deleted[5:50] = True
+    q = queries()
+    (scores, ids), scored_all = run(parts, q, 20, deleted, device, shared=None if device.type == "cuda" else False)
+    best, right = truth(dense_of(parts), q, 20, deleted.cpu())
+    assert scored_all == 0, "the threshold held for every query"
+    assert torch.equal(ids, right)
+    assert torch.equal(scores, best)
+
+
+def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(device, monkeypatch):
+    monkeypatch.setattr(search, "rank_in_sample", lambda expected, k: 1)
+    parts = segments(collection(8400), device=device)
+    deleted = torch.zeros(8400, dtype=torch.bool, device=device)
+    q = queries()
+    (scores, ids), scored_all = run(parts, q, 50, deleted, device)
+    best, right = truth(dense_of(parts), q, 50, deleted.cpu())
+    assert scored_all == 3
+    assert torch.equal(ids, right) and torch.equal(scores, best)
+
+
+def test_queries_without_enough_matches_ties_and_no_terms(device):
+    """Fewer documents match than are wanted; thousands of equal scores; an empty query; NaN."""
+    dense = torch.zeros(8400, V)
+    dense[:, 0] = 1.0
+    dense[::1000, 1] = 1.0
+    parts = segments(dense, device=device, size=9000)
+    deleted = torch.zeros(8400, dtype=torch.bool, device=device)
+    q = torch.zeros(4, V)
+    q[0, 0], q[1, 1], q[3, 2] = 1.0, 1.0, float("nan")
+    (scores, ids), _ = run(parts, q, 12, deleted, device)
+    best, right = truth(dense, q[:3], 12, deleted.cpu())
+    assert torch.equal(ids[:3], right) and torch.equal(scores[:3], best)
+    assert ids[3].eq(-1).all() and scores[3].isnan().all()
+
+
+def test_a_collection_ordered_by_topic_is_sampled_fairly(device):
+    """Documents of one topic lie together, and a query asks for one topic."""
+    g = torch.Generator().manual_seed(5)
+    topic = torch.arange(20000) // 2000
+    dense = torch.rand(20000, V, generator=g) * (torch.rand(20000, V, generator=g) < 0.05)
+    for t in range(10):
+        dense[topic == t, 6 * t : 6 * t + 3] += torch.rand(2000, 3, generator=g)
+    parts = segments(dense, device=device, size=9000)
+    deleted = torch.zeros(20000, dtype=torch.bool, device=device)
+    q = torch.zeros(2, V)
+    q[0, 0:3] = torch.rand(3, generator=g)
+    q[1, 54:57] = torch.rand(3, generator=g)
+    (scores, ids), scored_all = run(parts, q, 30, deleted, device)
+    best, right = truth(dense, q, 30, deleted.cpu())
+    assert scored_all == 0
+    assert torch.equal(ids, right) and torch.equal(scores, best)
+
+
+@pytest.mark.parametrize("k", [1, 300])
+def test_any_number_of_results(k, device):
+    parts = segments(collection(20000, share=0.3), device=device, size=20000)
+    deleted = torch.zeros(20000, dtype=torch.bool, device=device)
+    q = queries(2, share=0.5)
+    (scores, ids), _ = run(parts, q, k, deleted, device)
+    best, right = truth(dense_of(parts), q, k, deleted.cpu())
+    assert torch.equal(ids, right) and torch.equal(scores, best)
+
+
+def test_a_small_collection_and_too_many_results(device):
+    dense = collection(40)
+    parts = segments(dense, device=device)
+    deleted = torch.zeros(40, dtype=torch.bool, device=device)
+    (scores, ids), _ = run(parts, queries(), 45, deleted, device)
+    best, right = truth(dense, queries(), 40, deleted.cpu())
+    assert torch.equal(ids[:, :40], right) and torch.equal(scores[:, :40], best)
+    assert ids[:, 40:].eq(-1).all() and scores[:, 40:].eq(float("-inf")).all()
