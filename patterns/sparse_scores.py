@@ -87,7 +87,9 @@ class ScoresMatch:
 
     @property
     def note(self) -> str:
-        return self.scores.layout + ("" if self.top is None else ", top-k: the scores are not written")
+        return self.scores.layout + (
+            "" if self.top is None else ", top-k: the scores are not written"
+        )
 
     def replace(self) -> None:
         s = self.scores
@@ -181,7 +183,8 @@ class SparseScores:
         top = _top(view, s)
         if s.features and not _documents_first(view, s, top):
             raise Decline(
-                "rows of features are gathered and added up; nothing says that they are weights of queries", node
+                "rows of features are gathered and added up; nothing says that they are weights of queries",
+                node,
             )
         anchor = s.node if top is None else top.node
         inner = [*s.swallowed] if top is None else [*s.swallowed, *top.path, top.node]
@@ -190,7 +193,9 @@ class SparseScores:
             inner.append(s.accumulator)
         for source, reader in s.inputs:
             if not view.effects.unchanged(source, reader, anchor):
-                raise Decline(f"{label(source)} is changed in place before the scores are made", reader)
+                raise Decline(
+                    f"{label(source)} is changed in place before the scores are made", reader
+                )
         nodes = swallowed(view, inner)
         for n in nodes:
             for target in view.effects.writers.get(n, ()):
@@ -283,7 +288,7 @@ def _top(view: GraphView, s: Scores | Postings) -> Top | None:
     node, path = s.node, []
     written = s.accumulator
     while True:
-        readers = [r for r in view.readers(node)]
+        readers = list(view.readers(node))
         if written is not None and node is s.node:
             after = [r for r in view.readers(written) if view.order[r] > view.order[node]]
             readers += [r for r in after if r not in readers]
@@ -363,11 +368,19 @@ def _cut_sort(
                 return None
             items = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
             if Ellipsis in items:
-                items = (*[slice(None)] * (n - len(items) + 1), *items[1:]) if items[0] is Ellipsis else items
+                items = (
+                    (*[slice(None)] * (n - len(items) + 1), *items[1:])
+                    if items[0] is Ellipsis
+                    else items
+                )
             if len(items) <= dim or any(i != slice(None) for a, i in enumerate(items) if a != dim):
                 return None
             cut = items[dim]
-            if not isinstance(cut, slice) or cut.start not in (None, 0) or cut.step not in (None, 1):
+            if (
+                not isinstance(cut, slice)
+                or cut.start not in (None, 0)
+                or cut.step not in (None, 1)
+            ):
                 return None
             if not isinstance(cut.stop, int) or cut.stop <= 0 or k not in (None, cut.stop):
                 return None
@@ -421,12 +434,16 @@ SparseScores.examples = (
     _example("einsum", lambda c, q: torch.einsum("bnl,nl->bn", q[:, c.ids], c.values)),
     _example(
         "row_ids",
-        lambda c, q: q.new_zeros(20).index_add(0, c.rows, q[c.ids.flatten()] * c.values.flatten()).topk(5),
+        lambda c, q: (
+            q.new_zeros(20).index_add(0, c.rows, q[c.ids.flatten()] * c.values.flatten()).topk(5)
+        ),
         batch=False,
     ),
     _example(
         "embedding_bag",
-        lambda c, q: torch.nn.functional.embedding_bag(c.ids, q.t(), mode="sum", per_sample_weights=c.values).t(),
+        lambda c, q: torch.nn.functional.embedding_bag(
+            c.ids, q.t(), mode="sum", per_sample_weights=c.values
+        ).t(),
     ),
 )
 SparseScores.near_misses = (
@@ -438,7 +455,11 @@ SparseScores.near_misses = (
         reason="does not start at zero",
     ),
     _example(
-        "learnt", lambda c, q: (q[:, c.ids] * c.values).sum(-1), training=True, reason="are learnt", learnt=True
+        "learnt",
+        lambda c, q: (q[:, c.ids] * c.values).sum(-1),
+        training=True,
+        reason="are learnt",
+        learnt=True,
     ),
     _example(
         "message_passing",

@@ -1,20 +1,20 @@
-"""What the recognition tests of any pattern share: one pattern on, one case checked."""
+"""One case of a recogniser's tests, for programs that make tensors of their own (accumulators, for instance)."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-import sparse_inductor
 from corpus.case import Case
 from support import (
-    Compiled,
+    Outcome,
     Result,
+    assert_recognised,
     assert_same_result,
     compile_without_codegen,
     fresh,
@@ -23,45 +23,24 @@ from support import (
 )
 
 
-@contextlib.contextmanager
-def only(pattern: str) -> Iterator[Any]:
-    """Nothing compiled before, the one pattern on, an empty report."""
-    torch._dynamo.reset()
-    sparse_inductor.enable(only=[pattern])
-    report = sparse_inductor.report()
-    report.clear()
-    try:
-        yield report
-    finally:
-        sparse_inductor.disable()
-        torch._dynamo.reset()
-
-
 def check(
     case: Case, pattern: str, report: Any, compiler: Callable[..., Any] = compile_without_codegen
 ) -> None:
     """The case is recognised as it expects, and its numbers are as good as eager's."""
-    eager, truth = _run(case), _run(case, double=True)
     compiled: list[Any] = []
-    got = _run(case, lambda fn: compiled.append(compiler(fn, dynamic=case.dynamic)) or compiled[0])
+
+    def keep(fn: Any) -> Any:
+        compiled.append(compiler(fn, dynamic=case.dynamic))
+        return compiled[0]
+
+    eager, truth, got = _run(case), _run(case, double=True), _run(case, keep)
     assert_same_result(got, eager, truth, case.precision)
-    found = [r for r in report.rewrites if r.pattern == pattern]
-    near = [m for m in report.near_misses if m.pattern == pattern]
-    if case.expect == "rewrite":
-        said = "; ".join(m.reason for m in near) or "nothing"
-        assert len(found) >= case.rewrites, f"{len(found)} of {case.rewrites} rewritten: {said}"
-        if isinstance(compiled[0], Compiled):
-            assert compiled[0].calls(pattern) >= case.rewrites, "the op is not in the graph"
-    elif case.expect in ("no_rewrite", "out_of_graph"):
-        assert not found, f"rewritten although: {case.why}"
-    if case.explained and not found:
-        assert any(m.reason.strip() for m in near), "a near miss of the family without a reason"
+    outcome = Outcome(compiled[0], got, eager, truth)
+    assert_recognised(dataclasses.replace(case, pattern=pattern), outcome, report)
 
 
-def _run(
-    case: Case, wrap: Callable[[Any], Any] = lambda fn: fn, double: bool = False
-) -> Result:
-    """The case once, eagerly unless `wrap` compiles it; tensors it makes itself are double in double too."""
+def _run(case: Case, wrap: Callable[[Any], Any] = lambda fn: fn, double: bool = False) -> Result:
+    """The case once; in double the tensors that it makes itself are double, too."""
     fn, inputs = case.build()
     inputs = fresh(inputs)
     params: list[nn.Parameter] = []

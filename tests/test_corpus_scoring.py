@@ -7,7 +7,8 @@ import torch
 from torch._inductor import config as inductor_config
 
 from corpus.scoring import CASES
-from recognition import check, only
+from recognition import check
+from support import only
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch._dynamo
 
-from recognition import check, only
+from recognition import check
 from scoring_spellings import CASES
+from support import only
 
 BY_NAME = {case.name: case for case in CASES}
 

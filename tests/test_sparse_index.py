@@ -121,7 +121,9 @@ def test_any_history_gives_the_dense_result(data, tmp_path_factory):
 
     first = data.draw(documents)
     index, dense, deleted = SparseIndex.build(first, num_terms=V), as_dense(first), set()
-    for step in data.draw(st.lists(st.sampled_from(["append", "delete", "vacuum", "file"]), max_size=5)):
+    for step in data.draw(
+        st.lists(st.sampled_from(["append", "delete", "vacuum", "file"]), max_size=5)
+    ):
         if step == "append":
             more = data.draw(documents)
             assert index.append(more) == range(len(dense), len(dense) + len(more))

@@ -74,7 +74,7 @@ def test_sums_are_wide_and_results_are_as_asked(dtype):
 
 
 def test_one_query_has_no_batch_axis():
-    ids, values, dense, _ = documents()
+    ids, values, _, _ = documents()
     q = query()[0]
     assert sparse_scores(q, ids, values).shape == (N,)
     found, which = sparse_scores(q, ids, values, k=3)
@@ -100,8 +100,11 @@ def test_top_k_is_a_stable_sort_of_the_scores(data):
     rank = torch.stack([weights.isnan().double(), clean.double()])
     order = sorted(range(len(weights)), key=lambda i: (-float(rank[0, i]), -float(rank[1, i]), i))
     assert which[0].tolist() == order[:k]
-    assert torch.equal(found[0], torch.where(weights.isnan(), weights, weights + 0.0)[order[:k]]) or (
-        found[0].isnan().any() and torch.equal(found[0].nan_to_num(9.0), (weights + 0.0)[order[:k]].nan_to_num(9.0))
+    assert torch.equal(
+        found[0], torch.where(weights.isnan(), weights, weights + 0.0)[order[:k]]
+    ) or (
+        found[0].isnan().any()
+        and torch.equal(found[0].nan_to_num(9.0), (weights + 0.0)[order[:k]].nan_to_num(9.0))
     )
 
 
@@ -155,7 +158,11 @@ def test_empty_inputs():
     [
         ({"ids": torch.zeros(N, L)}, TypeError, "ids must be one of"),
         ({"ids": torch.zeros(N, L + 1).long()}, ValueError, "values must have shape"),
-        ({"ids": torch.zeros(N).long(), "values": torch.zeros(N)}, ValueError, "ids must be [N, L]"),
+        (
+            {"ids": torch.zeros(N).long(), "values": torch.zeros(N)},
+            ValueError,
+            "ids must be [N, L]",
+        ),
         ({"query": torch.zeros(1, 2, V)}, ValueError, "query must be [V] or [B, V]"),
         ({"query": torch.zeros(1, V).long()}, TypeError, "query must be one of"),
         ({"k": N + 1}, ValueError, "k must be between 0 and the number of documents, 25; got 26"),

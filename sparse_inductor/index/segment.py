@@ -14,10 +14,10 @@ try:
 except ImportError:  # sorting with torch then, some five times slower
     scipy_sparse = None
 
-__all__ = ["CAPACITY", "Postings", "Segment", "WEIGHTS"]
+__all__ = ["CAPACITY", "WEIGHTS", "Postings", "Segment"]
 
-# Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting lists
-# go by, and 16 of the chunks that the GPU kernels work on.
+# Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting
+# lists go by; and it is 16 of the chunks that the GPU kernels work on.
 CAPACITY = 1 << 17
 
 WEIGHTS = {
@@ -87,7 +87,9 @@ class Segment:
             stored = given.to(WEIGHTS[precision])
             if not bool(torch.isfinite(stored).all()):
                 largest = float(given.abs().max())
-                raise ValueError(f"a weight of {largest:g} does not fit {precision}; use float32 or int8")
+                raise ValueError(
+                    f"a weight of {largest:g} does not fit {precision}; use float32 or int8"
+                )
         made = Segment(rows.offsets, terms, stored, scale, signed)
         error = float((made.values() - given).abs().max()) if given.numel() else 0.0
         return dataclasses.replace(made, error=error)

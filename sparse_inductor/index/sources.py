@@ -48,7 +48,7 @@ class Rows:
 
 
 def rows_of(source: Any, num_terms: int | None, first: int = 0) -> Iterator[Rows]:
-    """A collection as batches of rows: a matrix (scipy, torch sparse or dense), or an iterable of matrices or documents.
+    """A collection as batches of rows: a matrix (scipy, torch sparse, dense), or an iterable of matrices or documents.
 
     A document is a pair (terms, weights) or a mapping from term to weight. `first` is the number of the first document,
     for messages.
@@ -133,12 +133,19 @@ def _gathered(documents: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, T
 
 
 def _checked(
-    offsets: Tensor, terms: Tensor, weights: Tensor, width: int | None, num_terms: int | None, first: int
+    offsets: Tensor,
+    terms: Tensor,
+    weights: Tensor,
+    width: int | None,
+    num_terms: int | None,
+    first: int,
 ) -> Rows:
     offsets, terms = offsets.long(), terms.long()
     V = num_terms if num_terms is not None else width
     if V is None:
-        raise ValueError("num_terms is needed: a list of documents does not say how many terms there are")
+        raise ValueError(
+            "num_terms is needed: a list of documents does not say how many terms there are"
+        )
     if width is not None and width > V:
         raise ValueError(f"the matrix has {width} columns, more than num_terms = {V}")
     if weights.is_complex():
@@ -148,14 +155,18 @@ def _checked(
     def fail(bad: Tensor, what: str) -> None:
         at = int(bad.nonzero()[0, 0])
         number = first + int(torch.searchsorted(offsets, at, right=True)) - 1
-        raise ValueError(f"document {number}: {what.format(term=int(terms[at]), weight=float(weights[at]))}")
+        raise ValueError(
+            f"document {number}: {what.format(term=int(terms[at]), weight=float(weights[at]))}"
+        )
 
     if terms.numel():
         low, high = torch.aminmax(terms)
         if int(low) < 0 or int(high) >= V:
             fail((terms < 0) | (terms >= V), f"term id {{term}} is not in [0, {V})")
         if not bool(torch.isfinite(weights).all()):
-            fail(~torch.isfinite(weights), "the weight of term {term} is {weight}; it must be finite")
+            fail(
+                ~torch.isfinite(weights), "the weight of term {term} is {weight}; it must be finite"
+            )
     return _merged(offsets, terms, weights, V)
 
 
@@ -219,7 +230,9 @@ def query_matrix(queries: Any, V: int, device: torch.device) -> Tensor:
     if queries.layout != torch.strided:
         queries = queries.to_dense()
     if queries.dim() not in (1, 2) or queries.shape[-1] != V:
-        raise ValueError(f"queries must be [B, V] or [V] with V = {V}, got shape {tuple(queries.shape)}")
+        raise ValueError(
+            f"queries must be [B, V] or [V] with V = {V}, got shape {tuple(queries.shape)}"
+        )
     if queries.is_complex():
         raise TypeError(f"queries must be real, got {queries.dtype}")
     queries = queries if queries.dim() == 2 else queries.unsqueeze(0)

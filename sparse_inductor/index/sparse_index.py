@@ -30,12 +30,13 @@ class SparseIndex(nn.Module):
         scores, ids = index.search(queries, k=1000)              # [B, k] each
         index.save("collection.index"); index = SparseIndex.load("collection.index", device="cuda")
 
-    A score is the inner product in fp64, rounded to fp32. The best come first, equal scores by lowest document id; the
-    bits are the same on every run. Documents keep their number for life: `append` gives the next ones, `delete` takes
-    documents out of every result without renumbering the others. Every live document has a score: one that shares no
-    term with the query scores 0.
+    A score is the inner product in fp64, rounded to fp32. The best come first, equal scores by lowest document id;
+    the bits are the same on every run. Documents keep their number for life: `append` gives the next ones, `delete`
+    takes documents out of every result without renumbering the others. Every live document has a score: one that
+    shares no term with the query scores 0.
 
-    The module has no parameters. It moves with `.to(device)`, and `search` and `scores` may stand in a compiled program.
+    The module has no parameters. It moves with `.to(device)`, and `search` and `scores` may stand in a compiled
+    program.
     """
 
     def __init__(self, num_terms: int, weights: str = "float32") -> None:
@@ -107,10 +108,14 @@ class SparseIndex(nn.Module):
 
         Raises IndexError for an id that was never given.
         """
-        ids = torch.as_tensor(ids if isinstance(ids, Tensor) else list(ids), dtype=torch.int64).reshape(-1)
+        ids = torch.as_tensor(
+            ids if isinstance(ids, Tensor) else list(ids), dtype=torch.int64
+        ).reshape(-1)
         bad = (ids < 0) | (ids >= len(self))
         if bool(bad.any()):
-            raise IndexError(f"there is no document {int(ids[bad][0])}: ids are 0 to {len(self) - 1}")
+            raise IndexError(
+                f"there is no document {int(ids[bad][0])}: ids are 0 to {len(self) - 1}"
+            )
         deleted = self._deleted.clone()  # a running search keeps what it began with
         before = int(deleted.sum())
         deleted[ids.to(deleted.device)] = True
@@ -140,7 +145,9 @@ class SparseIndex(nn.Module):
         kept_error = max((s.error for s in self._segments), default=0.0)
         with _Progress(progress) as shown:
             for rows in batches:
-                pending.append(Rows(*(t.to(device) for t in (rows.offsets, rows.terms, rows.weights))))
+                pending.append(
+                    Rows(*(t.to(device) for t in (rows.offsets, rows.terms, rows.weights)))
+                )
                 waiting += rows.count
                 shown.add(rows.count)
                 while waiting >= CAPACITY:
@@ -171,7 +178,9 @@ class SparseIndex(nn.Module):
                 postings += known.get(id(s)) or _tensors(s.postings(self.num_terms))
         count = sum(s.count for s in segments)
         more = count - self._deleted.numel()
-        deleted = torch.cat((self._deleted, self._deleted.new_zeros(more))) if more else self._deleted
+        deleted = (
+            torch.cat((self._deleted, self._deleted.new_zeros(more))) if more else self._deleted
+        )
         self._segments, self._postings = segments, postings
         self._counts = [s.count for s in segments]
         self._deleted = deleted
@@ -234,7 +243,8 @@ class SparseIndex(nn.Module):
 
         Args:
             queries: dense [B, V] or [V], a torch or scipy sparse matrix [B, V], or a pair (term ids, weights) of
-                tensors [B, T] or [T], where ids outside [0, V) count nothing and terms named twice add up. Read as fp32.
+                tensors [B, T] or [T], where ids outside [0, V) count nothing and terms named twice add up. Read as
+                fp32.
             k: how many; more than there are live documents is allowed.
 
         Returns:
@@ -285,7 +295,9 @@ class SparseIndex(nn.Module):
         """Write the index to a safetensors file with checksums, which appears only when it is complete."""
         tensors = {"deleted": self._deleted}
         for i, s in enumerate(self._segments):
-            tensors.update({f"{i}.offsets": s.offsets, f"{i}.terms": s.terms, f"{i}.weights": s.weights})
+            tensors.update(
+                {f"{i}.offsets": s.offsets, f"{i}.terms": s.terms, f"{i}.weights": s.weights}
+            )
         facts = {
             "num_terms": self.num_terms,
             "weights": self.weights,
@@ -295,7 +307,11 @@ class SparseIndex(nn.Module):
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu", verify: bool = True
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        verify: bool = True,
     ) -> SparseIndex:
         """Read an index; on a CPU its rows stay memory-mapped. `verify=False` skips the checksums of the data.
 
@@ -304,7 +320,9 @@ class SparseIndex(nn.Module):
         tensors, facts = storage.read(path, _KIND, _VERSION, verify)
         index = cls(facts["num_terms"], facts["weights"])
         segments = [
-            Segment(tensors[f"{i}.offsets"], tensors[f"{i}.terms"], tensors[f"{i}.weights"], *facts_of)
+            Segment(
+                tensors[f"{i}.offsets"], tensors[f"{i}.terms"], tensors[f"{i}.weights"], *facts_of
+            )
             for i, facts_of in enumerate(facts["segments"])
         ]
         where = torch.device(device)

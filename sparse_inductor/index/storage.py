@@ -33,7 +33,9 @@ class IndexFileError(ValueError):
     """A file that cannot be loaded, and why."""
 
 
-def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], kind: str, version: int, facts: Any) -> None:
+def write(
+    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], kind: str, version: int, facts: Any
+) -> None:
     """Write tensors (copied to the CPU one at a time) and JSON-able facts; the file appears only when complete."""
     # Wide elements first: every tensor is then aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -60,7 +62,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], kind: str
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".", suffix=".part")
+    handle, temporary = tempfile.mkstemp(
+        dir=target.parent, prefix=target.name + ".", suffix=".part"
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(len(text).to_bytes(8, "little"))
@@ -116,7 +120,9 @@ def _header(path: Path, size: int, kind: str) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
         if not 2 <= length <= _LARGEST_HEADER:
-            raise IndexFileError(f"{path} is no {kind} file: it does not begin with a safetensors header")
+            raise IndexFileError(
+                f"{path} is no {kind} file: it does not begin with a safetensors header"
+            )
         text = file.read(length)
     if len(text) < length:
         # A foreign file also looks so: its first bytes are then no plausible start of a header.

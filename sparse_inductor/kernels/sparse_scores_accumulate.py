@@ -1,11 +1,12 @@
 """Scores of a chunk of documents for one query, added up in integers (GPUSparse, section 4.2, made exact).
 
-A posting is one int32: the weight as a signed 19-bit fraction of the collection's largest, then 13 bits of the document's
-place in its chunk. A query weight is an int32 fraction of the query's sum. The high half of their product is added to the
-document's int32 accumulator. Integer additions commute: whatever order the threads come in, the bits are the same.
+A posting is one int32: the weight as a signed 19-bit fraction of the collection's largest, then 13 bits of the
+document's place in its chunk. A query weight is an int32 fraction of the query's sum. The high half of their product is
+added to the document's int32 accumulator. Integer additions commute: whatever order the threads come in, the bits are
+the same.
 
-Accumulators live in shared memory, through inline PTX (`SHARED`), or in a scratch row of global memory that stays in L2:
-the portable way, which the interpreter runs too.
+Accumulators live in shared memory, through inline PTX (`SHARED`), or in a scratch row of global memory that stays in
+L2: the portable way, which the interpreter runs too.
 
 The kernels here find candidates; `sparse_scores_search` proves the set and rescores it exactly.
 """
@@ -15,10 +16,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["CHUNK_BITS", "CHUNK_DOCS", "MAX_SUM", "WEIGHT_STEPS", "portable_kernel", "shared_kernel"]
+__all__ = [
+    "CHUNK_BITS",
+    "CHUNK_DOCS",
+    "MAX_SUM",
+    "WEIGHT_STEPS",
+    "portable_kernel",
+    "shared_kernel",
+]
 
 CHUNK_BITS = 13
-CHUNK_DOCS = 1 << CHUNK_BITS  # 32 KiB of accumulators: with PTX-declared shared memory at most 48 KiB are allowed
+CHUNK_DOCS = (
+    1 << CHUNK_BITS
+)  # 32 KiB of accumulators: with PTX-declared shared memory at most 48 KiB are allowed
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
 MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
 
@@ -117,7 +127,7 @@ def _score_one(
     SHARED: tl.constexpr,
 ):  # fmt: skip
     """Score chunk c for query q, then append the documents that reach the threshold, or (RANKED) make the threshold:
-    the score of rank `rank` in this chunk. LISTED: a chunk of documents from all over, named in `chunk_docs` [., CHUNK].
+    the score of rank `rank` in this chunk. LISTED: a chunk of sampled documents, named in `chunk_docs` [., CHUNK].
 
     Reads 4 bytes a posting of the query's terms in the chunk and 8 bytes a term of offsets; writes 8 bytes a candidate.
     """
@@ -227,7 +237,7 @@ def portable_kernel(
     CHUNK: tl.constexpr, LONG: tl.constexpr, LISTS: tl.constexpr, WIDTH: tl.constexpr,
     READ: tl.constexpr, RANKED: tl.constexpr, LISTED: tl.constexpr, HAS_DELETED: tl.constexpr,
 ):  # fmt: skip
-    """The same with accumulators in a row of `scratch` [programs, CHUNK]; programs stride over the (chunk, query) pairs."""
+    """The same with accumulators in a row of `scratch` [programs, CHUNK]; programs stride over (chunk, query) pairs."""
     me = tl.program_id(0)
     programs = tl.num_programs(0)
     acc = scratch + me.to(tl.int64) * CHUNK

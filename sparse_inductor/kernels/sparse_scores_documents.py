@@ -92,8 +92,8 @@ def score_rows(
 ) -> torch.Tensor:
     """Scores [count, B] of the documents first, first + 1, ..., rounded once from the dtype of `table`.
 
-    table [V + 1, B] fp32 or fp64, contiguous, its last row 0. ids and values [nnz] with offsets [N + 1], or padded [N, L]
-    with offsets None. int16 ids are unsigned.
+    table [V + 1, B] fp32 or fp64, contiguous, its last row 0. ids and values [nnz] with offsets [N + 1], or padded
+    [N, L] with offsets None. int16 ids are unsigned.
     """
     V, B = table.shape[0] - 1, table.shape[1]
     out = torch.empty(count, B, device=table.device, dtype=out_dtype)
@@ -118,8 +118,8 @@ def score_rows(
 def _by_row(
     rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor, num_docs: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Coordinates as (offsets, ids, values). Sorted ones are left where they are, which takes one look by the host; while
-    a CUDA graph is captured none is possible, and they are sorted."""
+    """Coordinates as (offsets, ids, values). Sorted ones are left where they are, which takes one look by the host;
+    while a CUDA graph is captured none is possible, and they are sorted."""
     rows = torch.where(rows < 0, rows + num_docs, rows)
     capturing = rows.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or bool((rows[1:] < rows[:-1]).any()):

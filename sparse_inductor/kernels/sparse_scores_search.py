@@ -42,7 +42,9 @@ _LOWEST = tl.constexpr(-(1 << 63))
 _SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
 
 _MOST_K = 2048  # candidates of a query are selected and sorted by one program: 4 k and 2 k of them, in registers
-_SAMPLED = 32  # one chunk of sampled documents for so many chunks: three per cent of the postings, twice
+_SAMPLED = (
+    32  # one chunk of sampled documents for so many chunks: three per cent of the postings, twice
+)
 _LONG_LIST = 192  # postings in a chunk from which a list is walked on its own
 
 
@@ -117,16 +119,16 @@ def pack(segments: Sequence[Any], num_terms: int) -> list[torch.Tensor]:
         at += s.nnz
     narrow = torch.int16 if num_terms <= 1 << 16 else torch.int32
     empty = torch.zeros(0, device=device)
-    rows_of = dict(
-        offsets=torch.cat(offsets),
-        terms=torch.cat([s.terms for s in segments] or [empty.to(narrow)]),
-        weights=torch.cat([s.weights for s in segments] or [empty]),
-        scales=torch.cat(scales or [empty.view(0, 2)]).contiguous(),
+    rows = (
+        torch.cat(offsets),
+        torch.cat([s.terms for s in segments] or [empty.to(narrow)]),
+        torch.cat([s.weights for s in segments] or [empty]),
+        torch.cat(scales or [empty.view(0, 2)]).contiguous(),
     )
     chunks = _joined(parts, num_terms, device)
     sample = _sample(segments, N, num_terms, largest, chunks.count, device)
     long = (df.double() * CHUNK_DOCS / max(N, 1) >= _LONG_LIST).to(torch.uint8)
-    return Packed(chunks, sample, long, **rows_of).tensors()
+    return Packed(chunks, sample, long, *rows).tensors()
 
 
 def _chunked(
@@ -412,7 +414,7 @@ def search(
     ids -1, as one with a NaN weight.
     """
     p = Packed.of(tensors)
-    B, V = query.shape
+    B = query.shape[0]
     N = sum(counts)
     query = query.contiguous()
     k_here = min(k, N)
@@ -497,7 +499,9 @@ class _Launch:
     capacity: int
     shared: bool
 
-    def __call__(self, c: Chunks, first: int, last: int, rank: int = 0, listed: bool = False) -> None:
+    def __call__(
+        self, c: Chunks, first: int, last: int, rank: int = 0, listed: bool = False
+    ) -> None:
         s = self.s
         B, V = s.terms.shape
         args = (
@@ -506,10 +510,10 @@ class _Launch:
             first, B, V + 1, V, self.capacity, rank,
         )  # fmt: skip
         # 512: four postings a thread at 128 to a quarter warp; 32 x 32 tiles keep the lanes of a warp on one short list
-        flags: dict[str, Any] = dict(
-            CHUNK=CHUNK_DOCS, LONG=512, LISTS=32, WIDTH=32, READ=2048, RANKED=rank > 0, LISTED=listed,
-            HAS_DELETED=True, num_warps=8,
-        )  # fmt: skip
+        flags: dict[str, Any] = {
+            "CHUNK": CHUNK_DOCS, "LONG": 512, "LISTS": 32, "WIDTH": 32, "READ": min(2048, CHUNK_DOCS),
+            "RANKED": rank > 0, "LISTED": listed, "HAS_DELETED": True, "num_warps": 8,
+        }  # fmt: skip
         work = (last - first) * B
         if self.shared:
             # 40 registers: six blocks of 8 warps an SM, as many as 32 KiB of accumulators each allow

@@ -85,7 +85,7 @@ class Scores:
         ids, values = self.w.documents(e, V)
         w = self.w
         if self.kept is None:
-            return tuple(reshaped(e, t, (_total(w.entries),)) for t in (ids, values))  # type: ignore[return-value]
+            return tuple(reshaped(e, t, (_total(w.entries),)) for t in (ids, values))
         axes = [a for a in range(len(w.shape)) if a != w.batch]
         kept = [a for a in self.kept if a != w.batch]
         order = [axes.index(a) for a in [*kept, *(a for a in axes if a not in kept)]]
@@ -191,7 +191,9 @@ def _labelled(
     if len(set(xs)) != len(xs) or len(set(ys)) != len(ys) or len(xs) != len(w.shape):
         return None
     if any(not same_size(sizes[c], 1) for c in extra):
-        raise Decline("a product with a matrix: the document weights have an axis of their own", node)
+        raise Decline(
+            "a product with a matrix: the document weights have an axis of their own", node
+        )
     if w.batch is not None and xs[w.batch] in ys:
         from_end = len(ys) - ys.index(xs[w.batch])
         if not uniform(view, other, from_end, node):
@@ -217,7 +219,9 @@ def _labelled(
         reads=(*w.reads, (other, node)),
     )
     if torch.is_grad_enabled() and view.requires_grad(other):
-        raise Decline("the document weights are learnt, and the operator has no gradient for them", node)
+        raise Decline(
+            "the document weights are learnt, and the operator has no gradient for them", node
+        )
     kept = tuple(xs.index(c) for c in out if c in xs)
     units = [p for p, c in enumerate(out) if c not in xs]
     return _reduction(node, product, kept, units)
@@ -271,7 +275,8 @@ def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
     seen = view.value(accumulator, node) if isinstance(accumulator, fx.Node) else None
     call = view.call(seen)
     if call is not None and call.inplace and call.name in ("zero", "fill"):
-        if call.name == "zero" or view.const(call["value"], seen) == 0:
+        filler = call["value"] if call.name == "fill" else 0
+        if view.const(filler, seen) == 0:
             return
     if view.const(accumulator, node) != 0:
         raise Decline("the accumulator does not start at zero", node)
@@ -451,7 +456,9 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     if call.get("max_norm") is not None or call.get("padding_idx") is not None:
         raise Decline("the bags renormalise or skip entries", node)
     if torch.is_grad_enabled() and view.requires_grad(values):
-        raise Decline("the document weights are learnt, and the operator has no gradient for them", node)
+        raise Decline(
+            "the document weights are learnt, and the operator has no gradient for them", node
+        )
     entries = view.shape(ids)
     gather = Gather(
         node, table, ids, lambda e: e.method("t", table), lambda e: ids, len(entries), not known
@@ -482,7 +489,12 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     """sums[offsets[1:]] - sums[offsets[:-1]], sums being 0 and then the prefix sums of the contributions."""
     ends, starts = (gather_of(view, call[side]) for side in ("input", "other"))
-    if ends is None or starts is None or call.get("alpha", 1) != 1 or ends.source is not starts.source:
+    if (
+        ends is None
+        or starts is None
+        or call.get("alpha", 1) != 1
+        or ends.source is not starts.source
+    ):
         return None
     offsets = _cut(view, ends.index, (slice(1, None),))
     same = _cut(view, starts.index, (slice(None, -1), slice(0, -1)))

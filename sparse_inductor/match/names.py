@@ -113,7 +113,6 @@ _SIGNATURES: dict[str, str] = {
     "bincount": "input weights=None minlength=0",
     "segment_reduce": "data reduce lengths=None indices=None offsets=None axis=0 unsafe=False initial=None",
     "vecdot": "input other dim=-1",
-    "cumsum": "input dim",
     "pad": "input pad mode='constant' value=None",
     "split": "input split_size dim=0",
     "chunk": "input chunks dim=0",

@@ -64,7 +64,7 @@ class Postings:
                 t = e.call(torch.logical_not, t) if f.how == "drop" else t
                 mask = t if mask is None else e.call(torch.logical_and, mask, t)
             elif weights is None:
-                weights = e.call(torch.reciprocal, t) if f.how == "div" else t  # type: ignore[arg-type]
+                weights = e.call(torch.reciprocal, t) if f.how == "div" else t
             else:
                 first, second = (weights, t) if isinstance(weights, fx.Node) else (t, weights)
                 weights = e.call(torch.mul if f.how == "mul" else torch.div, first, second)
@@ -99,13 +99,16 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     shift = None
     added = view.call(inner)
     if added is not None and added.name == "add" and added.get("alpha", 1) == 1:
-        for docs_side, shift_side in ((added["input"], added["other"]), (added["other"], added["input"])):
+        for docs_side, shift_side in (
+            (added["input"], added["other"]),
+            (added["other"], added["input"]),
+        ):
             more, below = _peeled(view, docs_side, inner)
             if rows_of(view, below) is not None:
                 path, shift, inner = [*path, inner, *more], shift_side, below
                 break
     docs = rows_of(view, inner)
-    if docs is None or torch.is_grad_enabled() and view.requires_grad(source):
+    if docs is None or (torch.is_grad_enabled() and view.requires_grad(source)):
         return None
 
     def same_lists(view: GraphView, node: Any) -> Gather | None:
@@ -178,7 +181,11 @@ def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.
     if call.get("dim", ndim - 1) not in (ndim - 1, -1):
         return None
     same = len(view.shape(rows)) == len(view.shape(source))
-    return (rows, source) if same and all(map(same_size, view.shape(rows), view.shape(source))) else None
+    return (
+        (rows, source)
+        if same and all(map(same_size, view.shape(rows), view.shape(source)))
+        else None
+    )
 
 
 def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], Any]:
@@ -186,7 +193,12 @@ def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], An
     path: list[fx.Node] = []
     while view.is_tensor(x) and rows_of(view, x) is None:
         call = view.call(x)
-        if call is None or call.inplace or call.name not in _VIEWS or view.value(x, reader) is not x:
+        if (
+            call is None
+            or call.inplace
+            or call.name not in _VIEWS
+            or view.value(x, reader) is not x
+        ):
             break
         if not same_size(_total(view.shape(x)), _total(view.shape(call["input"]))):
             break

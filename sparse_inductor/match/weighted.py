@@ -17,7 +17,7 @@ from torch import fx
 from .emit import Emitter
 from .gathers import Gather, gather_of
 from .gemm import is_parameter
-from .graph import GraphView, fake, label, same_size
+from .graph import GraphView, fake, same_size
 from .names import Call
 from .shapes import Decline
 from .values import uniform
@@ -136,7 +136,7 @@ class Weighted:
             swap = lambda a, inner=inner, t=t: t if a is inner else a
             args, kwargs = fx.map_arg((n.args, n.kwargs), swap)
             insert = e.method if n.op == "call_method" else e.call
-            t, inner = insert(n.target, *args, **kwargs), n  # type: ignore[arg-type]
+            t, inner = insert(n.target, *args, **kwargs), n
         return t
 
     def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
@@ -153,9 +153,11 @@ class Weighted:
                 t = e.call(torch.logical_not, t) if f.how == "drop" else t
                 keep = t if keep is None else e.call(torch.logical_and, keep, t)
             elif values is None:
-                values = e.call(torch.reciprocal, t) if f.how == "div" else t  # type: ignore[arg-type]
+                values = e.call(torch.reciprocal, t) if f.how == "div" else t
             elif f.how == "mul":
-                values = e.call(torch.mul, *((values, t) if isinstance(values, fx.Node) else (t, values)))
+                values = e.call(
+                    torch.mul, *((values, t) if isinstance(values, fx.Node) else (t, values))
+                )
             else:
                 values = e.call(torch.div, values, t)
         assert isinstance(values, fx.Node)
@@ -172,7 +174,9 @@ def _check_shared(view: GraphView, f: Factor, reader: fx.Node) -> None:
     operand = f.operand
     assert isinstance(operand, fx.Node)
     if torch.is_grad_enabled() and view.requires_grad(operand):
-        raise Decline("the document weights are learnt, and the operator has no gradient for them", reader)
+        raise Decline(
+            "the document weights are learnt, and the operator has no gradient for them", reader
+        )
     if f.batch is None or f.make is not None:
         return
     from_end = len(f.shape) - f.batch
@@ -210,16 +214,14 @@ def weighted(
     if call.name in _IDENTITY:
         return _through(view, node, call, read, reach - 1)
     if call.name in _VIEWS:
-        w = weighted(view, inner, node, read, reach - 1)
-        return None if w is None else _viewed(view, w, node, call)
+        below = weighted(view, inner, node, read, reach - 1)
+        return None if below is None else _viewed(view, below, node, call)
     if call.name in _OF_ONE_WEIGHT:
         return _function(view, node, call, read, reach - 1)
     return None
 
 
-def _through(
-    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
-) -> Weighted | None:
+def _through(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int) -> Weighted | None:
     w = weighted(view, call["input"], node, read, reach)
     if w is None:
         return None
@@ -252,9 +254,7 @@ def _function(
     return w.then(node, of_one=(*w.of_one, node))
 
 
-def _product(
-    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
-) -> Weighted | None:
+def _product(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int) -> Weighted | None:
     if call.get("rounding_mode"):
         return None
     a, b = call["input"], call["other"]
@@ -294,9 +294,7 @@ def _preference(view: GraphView, w: Weighted) -> tuple[bool, bool, bool]:
     return w.batch is None, not view.requires_grad(source), kept
 
 
-def _masked(
-    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
-) -> Weighted | None:
+def _masked(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int) -> Weighted | None:
     if call.name == "masked_fill":
         x, condition, filler, how = call["input"], call["mask"], call["value"], "drop"
     else:
@@ -354,7 +352,9 @@ def _permutation(call: Call, n: int) -> list[int] | None:
             order = list(range(n))
             if n < 2:
                 return order
-            i, j = (call["dim0"] % n, call["dim1"] % n) if call.name == "transpose" else (n - 2, n - 1)
+            i, j = (
+                (call["dim0"] % n, call["dim1"] % n) if call.name == "transpose" else (n - 2, n - 1)
+            )
             order[i], order[j] = order[j], order[i]
             return order
         case "movedim":

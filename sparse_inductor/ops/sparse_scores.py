@@ -225,7 +225,9 @@ def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None):
 
 def _check_no_gradient(values: Tensor) -> None:
     if values.requires_grad:
-        raise ValueError("values must not require a gradient: sparse_scores has one for the query only")
+        raise ValueError(
+            "values must not require a gradient: sparse_scores has one for the query only"
+        )
 
 
 class _SparseTop(torch.autograd.Function):
@@ -275,7 +277,11 @@ def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) ->
         raise ValueError(
             f"positions must be [B, ...], docs [R, ...]; got {tuple(positions.shape)}, {tuple(docs.shape)}"
         )
-    for name, t, want in (("values", values, docs.shape), ("weights", weights, shape), ("mask", mask, shape)):
+    for name, t, want in (
+        ("values", values, docs.shape),
+        ("weights", weights, shape),
+        ("mask", mask, shape),
+    ):
         if t is None:
             continue
         differs = any(_known(a, b) and a != b and a != 1 for a, b in zip(t.shape, want))
@@ -326,7 +332,7 @@ def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -
 def _postings(positions, weights, mask, docs, values, num_docs, out_dtype=None):
     _check_postings(positions, weights, mask, docs, values, num_docs)
     out_dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
-    rows = [r for r in _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype)]
+    rows = list(_posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype))
     return torch.cat(rows) if rows else weights.new_empty(0, num_docs, dtype=out_dtype)
 
 

@@ -207,11 +207,15 @@ def compacted_by_mask(s, ids, w):
     flat = (start.unsqueeze(-1) + at)[real]
     query = torch.arange(ids.size(0)).view(-1, 1, 1).expand_as(real)[real]
     acc = torch.zeros(ids.size(0) * N)
-    acc.scatter_add_(0, query * N + s.docs[flat], s.vals[flat] * w.unsqueeze(-1).expand_as(real)[real])
+    acc.scatter_add_(
+        0, query * N + s.docs[flat], s.vals[flat] * w.unsqueeze(-1).expand_as(real)[real]
+    )
     return acc.view(-1, N).topk(K, 1)
 
 
-@case("lsr sparse-sparse equality join", padded_terms, expect="maybe", why="a maximum over duplicates")
+@case(
+    "lsr sparse-sparse equality join", padded_terms, expect="maybe", why="a maximum over duplicates"
+)
 def equality_join(s, ids, w):
     same = (ids[:, None, :, None] == s.ids[None, :, None, :]).to(w.dtype)
     products = same * (w[:, None, :, None] * s.weights[None, :, None, :])

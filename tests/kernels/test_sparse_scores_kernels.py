@@ -1,4 +1,4 @@
-"""The scoring kernels against fp64: documents, packing, integer scores, search. Interpreter on the CPU, GPU where there is one."""
+"""The scoring kernels against fp64: documents, packing, integer scores, search; in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def segments(dense, precision="float32", device="cpu", size=1000):
 def dense_of(parts):
     rows = [
         torch.zeros(s.count, V).index_put(
-            (torch.repeat_interleave(torch.arange(s.count), s.offsets.diff().cpu()), s.term_ids().cpu()),
+            (
+                torch.repeat_interleave(torch.arange(s.count), s.offsets.diff().cpu()),
+                s.term_ids().cpu(),
+            ),
             s.values().cpu(),
         )
         for s in parts
@@ -121,7 +124,9 @@ def test_packing_keeps_every_posting(small_chunks, device):
     for c in range(p.chunks.count):
         for t in range(V):
             low, high = p.chunks.offsets[c, t], p.chunks.offsets[c, t + 1]
-            x = p.chunks.post[int(p.chunks.bases[c]) + int(low) : int(p.chunks.bases[c]) + int(high)]
+            x = p.chunks.post[
+                int(p.chunks.bases[c]) + int(low) : int(p.chunks.bases[c]) + int(high)
+            ]
             weights = (x >> search.CHUNK_BITS).float() * (largest / accumulate.WEIGHT_STEPS)
             got[p.chunks.docs[c] + (x & (step - 1)).long(), t] = weights
     torch.testing.assert_close(got, dense, rtol=0, atol=largest / accumulate.WEIGHT_STEPS)
@@ -135,7 +140,9 @@ def test_search_is_exact(precision, negative, device):
     deleted = torch.zeros(20000, dtype=torch.bool, device=device)
     deleted[5:50] = True
     q = queries()
-    (scores, ids), scored_all = run(parts, q, 20, deleted, device, shared=None if device.type == "cuda" else False)
+    (scores, ids), scored_all = run(
+        parts, q, 20, deleted, device, shared=None if device.type == "cuda" else False
+    )
     best, right = truth(dense_of(parts), q, 20, deleted.cpu())
     assert scored_all == 0, "the threshold held for every query"
     assert torch.equal(ids, right)

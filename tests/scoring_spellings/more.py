@@ -42,9 +42,7 @@ def query_by_query(c, q):
 @scoring(rewrites=3)
 def document_blocks(c, q):
     """blocks of documents against memory peaks"""
-    parts = [
-        (q[:, c.ids[i : i + 10]] * c.values[i : i + 10]).sum(-1) for i in range(0, N, 10)
-    ]
+    parts = [(q[:, c.ids[i : i + 10]] * c.values[i : i + 10]).sum(-1) for i in range(0, N, 10)]
     return torch.cat(parts, dim=1).topk(K)
 
 
