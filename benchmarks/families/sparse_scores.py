@@ -1,0 +1,442 @@
+"""Sparse scoring: exact top-k of a batch of sparse queries over a collection of sparse documents.
+
+Contenders, in one process and in turn: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours, graph") and by the
+portable kernel ("ours, portable"); the scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add"); on a
+CPU scipy's and torch's sparse product with torch.topk after it. Data is synthetic, with the paper's statistics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from benchmarks.bench import Bench, Label, ratio
+from benchmarks.measure import MIB, Timing, Work, peak_memory, race
+from benchmarks.publish import Point
+from sparse_inductor import SparseIndex
+
+TERMS = 30522
+FULL = 8_841_823  # passages of MS MARCO
+BATCH = 1 << 16  # documents made at a time
+
+
+def run(bench: Bench) -> None:
+    """Measure everything for this device."""
+    bench.section(bench.measure_limits)
+    if not bench.cuda:
+        bench.section(_cpu, bench, 2_000 if bench.quick else 100_000, 4 if bench.quick else 64)
+        return
+    sizes = [20_000] if bench.quick else [100_000, 1_000_000, FULL]
+    for size in sizes:
+        bench.section(_gpu, bench, size)
+        bench.save()
+    if not bench.quick:
+        bench.section(_orders, bench)
+        bench.section(_precisions, bench)
+
+
+# --- The data ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """How many terms (mean, deviation, least, most), and the share drawn from the common vocabulary."""
+
+    mean: float
+    deviation: float
+    least: int
+    most: int
+    common: float
+
+
+DOCUMENTS = Statistics(127, 34, 20, 250, 0.40)
+QUERIES = Statistics(47, 18, 5, 107, 0.30)
+
+
+class Generator:
+    """Sparse texts: terms by two Zipf-Mandelbrot laws, one common to all and one a topic's own; |normal| weights.
+
+    A topic's law is the common ranking under a permutation of its own, so that topics share few of their terms.
+    """
+
+    def __init__(self, device: torch.device, seed: int = 0, topics: int = 256) -> None:
+        self.device, self.topics = device, topics
+        self._random = torch.Generator(device=device).manual_seed(seed)
+        self._common = self._law(12.0, 0.95)
+        self._topical = self._law(6.0, 1.15)
+        odd = torch.randint(0, TERMS // 2, (topics,), device=device, generator=self._random) * 2 + 1
+        # Factors that share no divisor with 30522 = 2 * 3 * 5087 permute the terms.
+        odd = torch.where(odd % 3 == 0, odd + 2, odd)
+        self._factor = torch.where(odd % 5087 == 0, odd + 6, odd)
+        self._shift = torch.randint(0, TERMS, (topics,), device=device, generator=self._random)
+
+    def _law(self, offset: float, exponent: float) -> Tensor:
+        ranks = torch.arange(TERMS, device=self.device, dtype=torch.float64)
+        mass = torch.cumsum((ranks + offset) ** -exponent, 0)
+        return (mass / mass[-1]).float()
+
+    def _uniform(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, device=self.device, generator=self._random)
+
+    def texts(self, n: int, of: Statistics, topic: Tensor | None = None) -> Tensor:
+        """n texts as CSR [n, TERMS]."""
+        if topic is None:
+            topic = torch.randint(0, self.topics, (n,), device=self.device, generator=self._random)
+        draws = 2 * of.most
+        common = torch.searchsorted(self._common, self._uniform(n, draws)).clamp_(max=TERMS - 1)
+        own = torch.searchsorted(self._topical, self._uniform(n, draws)).clamp_(max=TERMS - 1)
+        own = (own * self._factor[topic, None] + self._shift[topic, None]) % TERMS
+        terms = torch.where(self._uniform(n, draws) < of.common, common, own)
+        normal = torch.randn(n, device=self.device, generator=self._random)
+        wanted = (of.mean + of.deviation * normal).round_().clamp_(of.least, of.most)
+        # The first `wanted` different terms of every row, in the order they were drawn.
+        ordered, order = torch.sort(terms, dim=1, stable=True)
+        again = torch.zeros_like(ordered, dtype=torch.bool)
+        again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+        again = torch.zeros_like(again).scatter_(1, order, again)
+        kept = ~again & ((~again).cumsum(1) <= wanted[:, None])
+        terms = torch.sort(torch.where(kept, terms, TERMS), dim=1).values
+        kept = terms < TERMS
+        offsets = torch.zeros(n + 1, dtype=torch.int64, device=self.device)
+        offsets[1:] = kept.sum(1).cumsum(0)
+        terms = terms[kept]
+        normal = torch.randn(terms.numel(), device=self.device, generator=self._random)
+        weights = (normal.abs_() * 0.7 + 0.03).clamp_(max=3.5)
+        return torch.sparse_csr_tensor(
+            offsets, terms, weights, (n, TERMS), check_invariants=False
+        )  # fmt: skip
+
+    def collection(self, n: int, order: str = "shuffled") -> Iterator[Tensor]:
+        """n documents in batches: "shuffled", "topics" (those of a topic together) or "copies" (blocks of near-copies)."""
+        for first in range(0, n, BATCH):
+            size = min(BATCH, n - first)
+            if order == "topics":
+                topic = torch.arange(first, first + size, device=self.device) * self.topics // n
+                yield self.texts(size, DOCUMENTS, topic)
+            elif order == "copies":
+                yield self._copies(self.texts(-(-size // 64), DOCUMENTS), size)
+            else:
+                yield self.texts(size, DOCUMENTS)
+
+    def _copies(self, originals: Tensor, size: int) -> Tensor:
+        """Each text 64 times in a row, the weights a thousandth apart."""
+        lengths = originals.crow_indices().diff()
+        which = torch.arange(size, device=self.device) // 64
+        counts = lengths[which]
+        offsets = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
+        offsets[1:] = counts.cumsum(0)
+        inside = torch.arange(int(offsets[-1]), device=self.device)
+        inside -= torch.repeat_interleave(offsets[:-1], counts)
+        at = torch.repeat_interleave(originals.crow_indices()[which], counts) + inside
+        weights = originals.values()[at] * (1 + 1e-3 * self._uniform(at.numel()))
+        return torch.sparse_csr_tensor(
+            offsets, originals.col_indices()[at], weights, (size, TERMS), check_invariants=False
+        )
+
+
+@dataclasses.dataclass
+class Collection:
+    """An index over n synthetic documents, and queries for it."""
+
+    index: SparseIndex
+    queries: Tensor
+    build_seconds: float
+
+    @staticmethod
+    def make(
+        n: int, device: torch.device, queries: int, order: str = "shuffled", weights: str = "float32"
+    ) -> Collection:
+        generator = Generator(device)
+        made = generator.texts(queries, QUERIES).to_dense()
+        spent = 0.0
+        index = SparseIndex(TERMS, weights).to(device)
+        batches = generator.collection(n, order)
+        synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+        def timed() -> Iterator[Tensor]:
+            nonlocal spent
+            while True:
+                synchronize()
+                start = time.perf_counter()
+                batch = next(batches, None)
+                synchronize()
+                spent += time.perf_counter() - start
+                if batch is None:
+                    return
+                yield batch
+
+        start = time.perf_counter()
+        index.append(timed())
+        synchronize()
+        return Collection(index, made, time.perf_counter() - start - spent)
+
+
+def exact_top(c: Collection, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """fp64 inner products of one query with all documents, by row and without the index's search."""
+    parts = []
+    for s in c.index._segments:
+        products = s.values().double() * query.double()[s.term_ids()]
+        parts.append(torch.segment_reduce(products, "sum", offsets=s.offsets))
+    return torch.sort(torch.cat(parts).float(), descending=True, stable=True)
+
+
+# --- The paper's scatter-add ------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _scatter_kernel(offsets, docs, weights, terms, query, scores, N, L, BLOCK: tl.constexpr):
+    """One (query, term) a program: its posting list times the query weight, added to the query's row by fp32 atomics."""
+    q = tl.program_id(0).to(tl.int64)
+    term = tl.load(terms + q * L + tl.program_id(1))
+    if term >= 0:
+        w = tl.load(query + q * L + tl.program_id(1))
+        start = tl.load(offsets + term)
+        end = tl.load(offsets + term + 1)
+        for i in range(start, end, BLOCK):
+            at = i + tl.arange(0, BLOCK)
+            doc = tl.load(docs + at, mask=at < end, other=0)
+            value = tl.load(weights + at, mask=at < end, other=0.0) * w
+            tl.atomic_add(scores + q * N + doc, value, mask=at < end, sem="relaxed")
+
+
+class ScatterAdd:
+    """GPUSparse, section 4: term-parallel scatter-add into dense scores [B, N], then torch.topk."""
+
+    def __init__(self, index: SparseIndex, queries: Tensor) -> None:
+        device, segments = index.device, index._segments
+        counts = torch.stack([torch.bincount(s.term_ids(), minlength=TERMS) for s in segments])
+        totals = counts.sum(0)
+        self.offsets = torch.zeros(TERMS + 1, dtype=torch.int64, device=device)
+        self.offsets[1:] = totals.cumsum(0)
+        before = counts.cumsum(0) - counts
+        self.docs = torch.empty(int(self.offsets[-1]), dtype=torch.int32, device=device)
+        self.weights = torch.empty(self.docs.numel(), device=device)
+        first = 0
+        for s, count, skipped in zip(segments, counts, before):
+            rows = torch.repeat_interleave(
+                torch.arange(first, first + s.count, device=device, dtype=torch.int32),
+                s.offsets.diff(), output_size=s.nnz,
+            )  # fmt: skip
+            terms, order = torch.sort(s.term_ids(), stable=True)
+            rank = torch.arange(s.nnz, device=device) - (count.cumsum(0) - count)[terms]
+            at = self.offsets[terms] + skipped[terms] + rank
+            self.docs[at], self.weights[at] = rows[order], s.values()[order]
+            first += s.count
+        self.N = len(index)
+        self.set_queries(queries)
+
+    def set_queries(self, queries: Tensor) -> None:
+        """Queries as padded lists of terms and weights; not part of the timing."""
+        L = int((queries != 0).sum(1).max())
+        values, terms = queries.topk(L, dim=1)
+        self.terms = torch.where(values > 0, terms, -1).int().contiguous()
+        self.query = values.contiguous()
+
+    def __call__(self, k: int) -> tuple[Tensor, Tensor]:
+        B, L = self.terms.shape
+        step = max(1, min(B, (24 << 30) // (4 * self.N)))  # no more than 24 GiB of scores at a time
+        found = []
+        for b in range(0, B, step):
+            terms, query = self.terms[b : b + step], self.query[b : b + step]
+            scores = torch.zeros(terms.shape[0], self.N, device=query.device)
+            _scatter_kernel[(terms.shape[0], L)](
+                self.offsets, self.docs, self.weights, terms, query, scores, self.N, L,
+                BLOCK=1024, num_warps=4,
+            )  # fmt: skip
+            found.append(torch.topk(scores, k))
+        return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
+
+
+# --- GPU --------------------------------------------------------------------------------------------------------------
+
+_LIMITS = {100_000: (5, 9), 1_000_000: (10, 20), FULL: (12, 26)}
+
+
+def _gpu(bench: Bench, n: int) -> None:
+    B, k = (8, 20) if bench.quick else (500, 1000)
+    c = Collection.make(n, bench.device, B)
+    case = f"N {n:,}"
+    bench.row(f"{case}: build on the GPU", c.build_seconds, "s", *((60, 10) if n == FULL else ()))
+    _bytes(bench, c, case)
+    _agreement(bench, c, case, k)
+    scatter = ScatterAdd(c.index, c.queries)
+    label = f"{case}, B {B}, top-{k}"
+    works: dict[Label, Work] = {
+        (label, "ours"): lambda: c.index.search(c.queries, k),
+        (label, "ours, graph"): captured(lambda: c.index.search(c.queries, k)),
+        (label, "ours, portable"): lambda: _portable(c, k),
+        (label, "scatter-add"): lambda: scatter(k),
+    }
+    taken = bench.race(works, 6.0 if n == FULL else None)
+    best = min((taken[label, "ours"], taken[label, "ours, graph"]), key=lambda t: t.ms)
+    theirs = taken[label, "scatter-add"]
+    bench.row(
+        f"{label}: time, scatter-add over ours", ratio(theirs, best), "x",
+        *_LIMITS.get(n, ()), higher=True, note=_times(theirs, best),
+    )  # fmt: skip
+    portable = taken[label, "ours, portable"]
+    bench.row(
+        f"{label}: time, scatter-add over ours, portable kernel", ratio(theirs, portable), "x", 2, 4,
+        higher=True, note=_times(theirs, portable),
+    )  # fmt: skip
+    weight = bench.found(label, "ours")
+    if weight is not None and weight.scratch_bytes is not None:
+        bench.row(f"{label}: workspace", weight.scratch_bytes / MIB, "MiB", 1024, 256)
+    if n == FULL:
+        _single(bench, c, scatter)
+    if bench.sweep:
+        _sweep(bench, c, scatter, n)
+
+
+def captured(work: Callable[[], Any]) -> Work:
+    """The work as a CUDA graph."""
+    for _ in range(2):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def _portable(c: Collection, k: int) -> tuple[Tensor, Tensor]:
+    from sparse_inductor.kernels.sparse_scores_search import search
+
+    i = c.index
+    return search(c.queries, i._postings, i._counts, i._deleted, k, shared=False)
+
+
+def _single(bench: Bench, c: Collection, scatter: ScatterAdd) -> None:
+    one = c.queries[:1].contiguous()
+    scatter.set_queries(one)
+    for k in (10, 1000):
+        label = f"N {len(c.index):,}, one query, top-{k}"
+        works: dict[Label, Work] = {
+            (label, "ours"): lambda k=k: c.index.search(one, k),
+            (label, "ours, graph"): captured(lambda k=k: c.index.search(one, k)),
+            (label, "scatter-add"): lambda k=k: scatter(k),
+        }
+        taken = bench.race(works, weigh=False)
+        mine, theirs = taken[label, "ours, graph"], taken[label, "scatter-add"]
+        # The floor is set against the best public time, 16.9 ms.
+        bench.row(f"{label}: public best (16.9 ms) over ours", 16.9 / mine.ms, "x", 60, 200, True)
+        bench.row(f"{label}: scatter-add over ours", ratio(theirs, mine), "x", higher=True, note=_times(theirs, mine))
+    scatter.set_queries(c.queries)
+
+
+def _bytes(bench: Bench, c: Collection, case: str) -> None:
+    taken, postings = c.index.nbytes, max(c.index.num_postings, 1)
+    lists = taken["postings"] - taken["forward"]  # a GPU's postings hold the rows in one piece, too
+    if not bench.cuda:
+        lists = taken["postings"]
+    bench.row(f"{case}: index bytes a posting", lists / postings, "", 4.5, 3)
+    both = (lists + taken["forward"]) / postings
+    bench.row(f"{case}: index bytes a posting, with the rows", both, "", 10.5, 8)
+
+
+def _agreement(bench: Bench, c: Collection, case: str, k: int) -> None:
+    """Of a few queries: every document and every score of fp64's top-k, in its order up to equal scores."""
+    scores, ids = c.index.search(c.queries, k)
+    right = 0
+    some = range(0, c.queries.shape[0], max(1, c.queries.shape[0] // 8))
+    for b in some:
+        best, order = exact_top(c, c.queries[b], k)
+        right += torch.equal(ids[b], order[:k]) and torch.allclose(scores[b], best[:k], rtol=2e-7)
+    bench.row(f"{case}: queries whose top-{k} is fp64's", right / len(some), "", 1, 1, True)
+
+
+def _orders(bench: Bench) -> None:
+    """A collection ordered by topic, and one of blocks of near-copies, against a shuffled one."""
+    n, B, k = 1_000_000, 500, 1000
+    taken: dict[str, Timing] = {}
+    for order in ("shuffled", "topics", "copies"):
+        c = Collection.make(n, bench.device, B, order)
+        _agreement(bench, c, f"N {n:,}, {order}", k)
+        label = f"N {n:,}, B {B}, top-{k}, {order}"
+        found = bench.race({(label, "ours"): lambda c=c: c.index.search(c.queries, k)}, 1.5)
+        taken[order] = found[label, "ours"]
+        del c
+        gc.collect()
+    for order in ("topics", "copies"):
+        base = taken["shuffled"]
+        bench.row(f"N {n:,}: time, {order} over shuffled", ratio(taken[order], base), "x", 1.5, 1.1,
+                  note=_times(taken[order], base))  # fmt: skip
+
+
+def _precisions(bench: Bench) -> None:
+    """What narrower weights save."""
+    n, B, k = 1_000_000, 500, 1000
+    for weights in ("float16", "int8"):
+        c = Collection.make(n, bench.device, B, weights=weights)
+        _bytes(bench, c, f"N {n:,}, {weights}")
+        label = f"N {n:,}, B {B}, top-{k}, {weights}"
+        bench.race({(label, "ours"): lambda c=c: c.index.search(c.queries, k)}, 1.5)
+        bench.note(f"{weights}: a weight is off by at most {c.index.weight_error:.2g}")
+
+
+def _sweep(bench: Bench, c: Collection, scatter: ScatterAdd, n: int) -> None:
+    """Over the batch size, at this collection size."""
+    bench.results.fixed = {"k": 1000}
+    for B in [1, 8, 64, 250, 500]:
+        if bench.late() or B > c.queries.shape[0]:
+            continue
+        q = c.queries[:B].contiguous()
+        scatter.set_queries(q)
+        k = min(1000, n)
+        for name, work in (("ours", lambda: c.index.search(q, k)), ("scatter-add", lambda: scatter(k))):
+            ms = race({name: work}, bench.device, 0.4, (3, 20))[name].ms
+            peak = peak_memory(work, bench.device).peak
+            bench.results.points.append(Point(f"B at N {n:,}", B, name, ms, peak))
+    scatter.set_queries(c.queries)
+
+
+def _times(a: Timing, b: Timing) -> str:
+    return f"{a.ms:.4g} ms / {b.ms:.4g} ms"
+
+
+# --- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def _cpu(bench: Bench, n: int, B: int) -> None:
+    """Against the libraries' sparse products, each with torch.topk after it."""
+    from scipy import sparse
+
+    k = 10 if bench.quick else 1000
+    c = Collection.make(n, bench.device, B)
+    case = f"N {n:,}"
+    bench.row(f"{case}: build", c.build_seconds, "s")
+    _agreement(bench, c, case, k)
+    rows = [s.rows() for s in c.index._segments]
+    lengths = torch.cat([r.offsets.diff() for r in rows])
+    offsets = torch.zeros(n + 1, dtype=torch.int64)
+    offsets[1:] = lengths.cumsum(0)
+    terms, weights = torch.cat([r.terms for r in rows]), torch.cat([r.weights for r in rows])
+    matrix = torch.sparse_csr_tensor(
+        offsets.int(), terms.int(), weights, (n, TERMS), check_invariants=False
+    )
+    scipy_matrix = sparse.csr_matrix((weights.numpy(), terms.int().numpy(), offsets.int().numpy()), (n, TERMS))
+    columns = c.queries.t().contiguous()
+    label = f"{case}, B {B}, top-{k}"
+    works: dict[Label, Work] = {
+        (label, "ours"): lambda: c.index.search(c.queries, k),
+        (label, "torch.sparse.mm"): lambda: torch.sparse.mm(matrix, columns).t().topk(k),
+        (label, "scipy"): lambda: torch.from_numpy(scipy_matrix @ columns.numpy()).t().topk(k),
+        (label, "torch.sparse.mm, no top-k"): lambda: torch.sparse.mm(matrix, columns),
+        (label, "scipy, no top-k"): lambda: scipy_matrix @ columns.numpy(),
+    }
+    taken = bench.race(works)
+    mine = taken[label, "ours"]
+    for kind, limits in (("", (1, 3)), (", no top-k", ())):
+        theirs = min((taken[label, name + kind] for name in ("torch.sparse.mm", "scipy")), key=lambda t: t.ms)
+        bench.row(
+            f"{label}: time, the better library{kind} over ours", ratio(theirs, mine), "x", *limits,
+            higher=True, note=_times(theirs, mine),
+        )  # fmt: skip
