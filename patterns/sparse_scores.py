@@ -27,6 +27,7 @@ from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.match.weighted import weighted
 from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.records import watch_sparse_breaks
 
 NAME = "sparse_scores"
 OP = "sparse_inductor::sparse_scores"
@@ -154,6 +155,10 @@ class SparseScores:
     op = OP
     summary = "topk(sum_t values * query[ids]) -> sparse_scores(query, ids, values)"
     anchors = ANCHORS | frozenset(_OTHER_POOLS)
+
+    def setup(self) -> Callable[[], None]:
+        """Sparse layouts never reach a graph: the report says so where Dynamo gave up because of one."""
+        return watch_sparse_breaks(self.name)
 
     def match(self, node: fx.Node, view: GraphView) -> ScoresMatch | Miss | None:
         if view.batched:

@@ -297,6 +297,15 @@ def count(name: str, by: int = 1) -> None:
     counters["inductor"][name] += by
 
 
+def sparse_graph_breaks() -> int:
+    """How often Dynamo has ended a graph in this process because of a torch.sparse tensor."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return 0
+    breaks = dict(utils.counters["graph_break"])
+    return sum(times for reason, times in breaks.items() if "sparse" in str(reason).lower())
+
+
 def trace_artifact(name: str, payload: dict[str, Any]) -> None:
     """Put a JSON artifact into the structured trace (TORCH_TRACE), where tlparse shows it."""
     from torch._logging import trace_structured

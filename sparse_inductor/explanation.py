@@ -139,7 +139,8 @@ class Explanation:
 
     def __str__(self) -> str:
         if not self.graphs:
-            return "sparse_inductor: torch.compile captured no graph of this function"
+            none = "sparse_inductor: torch.compile captured no graph of this function"
+            return f"{none}\n\n{self.report}" if self.report else none
         parts = [str(self.report)]
         if self.graph_breaks:
             lines = ["graph breaks: no rewrite reaches across them"]

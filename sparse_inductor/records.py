@@ -8,7 +8,7 @@ import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -93,6 +93,33 @@ class Density:
         return f"{shown} of {self.row} {self.what} a row are not zero ({share:.2%})"
 
 
+class _Watch:
+    """Graph breaks that a pattern has to explain although no pass ever sees them."""
+
+    def __init__(self) -> None:
+        self.on = 0
+        self.reports: weakref.WeakSet[Report] = weakref.WeakSet()
+
+
+_watch = _Watch()
+_SPARSE_WAY_OUT = (
+    "torch.sparse tensors end the graph before any pass can run: keep the collection in a "
+    "sparse_inductor.SparseIndex, whose search() and scores() stand in a compiled program"
+)
+
+
+def watch_sparse_breaks(pattern: str) -> Callable[[], None]:
+    """Until the result is called, graphs that end because of a torch.sparse tensor are near misses of `pattern`."""
+    _watch.on += 1
+
+    def stop() -> None:
+        for one in list(_watch.reports):
+            one.settle(pattern)
+        _watch.on -= 1
+
+    return stop
+
+
 class Report:
     """Everything since the last `clear()`, of the whole process; safe to read while other threads
     compile."""
@@ -100,6 +127,7 @@ class Report:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._clear()
+        _watch.reports.add(self)
 
     def _clear(self) -> None:
         self._rewrites: list[Rewrite] = []
@@ -111,6 +139,17 @@ class Report:
         self._pattern_ms: Counter[str] = Counter()
         self._pass_ms = 0.0
         self._graphs = 0
+        self._sparse_breaks = compat.sparse_graph_breaks()
+
+    def settle(self, pattern: str = "sparse_scores") -> None:
+        """Record what only Dynamo knows: that it ended graphs because of torch.sparse tensors."""
+        if not _watch.on:
+            return
+        now = compat.sparse_graph_breaks()
+        with self._lock:
+            if now > self._sparse_breaks:
+                self._near_misses.append(NearMiss(pattern, "dynamo", "?", _SPARSE_WAY_OUT))
+            self._sparse_breaks = now
 
     @property
     def rewrites(self) -> list[Rewrite]:
@@ -121,6 +160,7 @@ class Report:
     @property
     def near_misses(self) -> list[NearMiss]:
         """The near misses, oldest first; the same one is listed once a compile."""
+        self.settle()
         with self._lock:
             return list(self._near_misses)
 
@@ -195,6 +235,7 @@ class Report:
             return new
 
     def __bool__(self) -> bool:
+        self.settle()
         with self._lock:
             return bool(self._rewrites or self._near_misses)
 
@@ -221,6 +262,7 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """What `to_json` writes, as plain dictionaries and lists."""
+        self.settle()
         with self._lock:
             return {
                 "version": JSON_VERSION,
@@ -291,7 +333,7 @@ def log_graph(
 
 def _render(report: Report) -> list[str]:
     rewrites, near_misses = report.rewrites, report.near_misses
-    if not report.graphs:
+    if not report.graphs and not near_misses:
         return [
             "sparse_inductor: no graph seen yet "
             "(enable() before torch.compile, then call the compiled function)"

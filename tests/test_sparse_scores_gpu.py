@@ -1,0 +1,121 @@
+"""Sparse scoring on a GPU, end to end: rewritten programs, the index, CUDA graphs, repeatability."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from corpus.scoring import CASES as CORPUS
+from scoring_spellings import CASES as SPELLINGS
+from sparse_inductor import SparseIndex
+from sparse_inductor.ops import sparse_scores
+from support import flatten, only, rewrites
+
+pytestmark = pytest.mark.gpu
+
+V = 300
+
+
+def collection(n=40000, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < 0.05)
+
+
+def queries(b=16, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return torch.rand(b, V, generator=g) * (torch.rand(b, V, generator=g) < 0.1)
+
+
+def on_gpu(case):
+    fn, inputs = case.build()
+    fn = fn.cuda().eval() if isinstance(fn, torch.nn.Module) else fn
+    return fn, tuple(t.detach().cuda() for t in inputs)
+
+
+REWRITTEN = [
+    c for c in (*CORPUS, *SPELLINGS) if c.expect == "rewrite" and not (c.training or c.autocast)
+]
+
+
+@pytest.mark.parametrize("case", REWRITTEN[::4], ids=lambda c: c.name)
+def test_a_rewritten_program_gives_the_same_on_a_gpu(case):
+    with torch.device("cuda"), torch.no_grad(), only("sparse_scores") as report:
+        fn, inputs = on_gpu(case)
+        want = flatten(fn(*inputs))
+        got = flatten(torch.compile(fn)(*inputs))
+        assert rewrites(report, "sparse_scores")
+        for g, w in zip(got, want, strict=True):
+            torch.testing.assert_close(g, w, rtol=2e-3, atol=2e-3)
+
+
+def test_the_operator_is_exact_and_repeatable():
+    g = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, V, (5000, 40), generator=g).cuda()
+    values, q = torch.rand(5000, 40, generator=g).cuda(), queries(20).cuda()
+    want = (q.double()[:, ids] * values.double()).sum(-1)
+    scores = sparse_scores(q, ids, values)
+    torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-5)
+    found, which = sparse_scores(q, ids, values, k=10)
+    best, right = torch.sort(scores, dim=1, descending=True, stable=True)
+    assert torch.equal(found, best[:, :10]) and torch.equal(which, right[:, :10])
+    for _ in range(3):
+        assert torch.equal(sparse_scores(q, ids, values), scores)
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("k", [1, 100, 1000])
+def test_the_index_gives_the_cpus_bits(weights, k):
+    dense, q = collection(), queries()
+    here = SparseIndex.build(dense, weights=weights)
+    there = SparseIndex.build(dense, weights=weights, device="cuda")
+    for index in (here, there):
+        index.append(collection(500, seed=7))
+        index.delete(range(10, 90))
+    scores, ids = there.search(q.cuda(), k)
+    right, places = here.search(q, k)
+    assert torch.equal(scores.cpu(), right) and torch.equal(ids.cpu(), places)
+    again = there.search(q.cuda(), k)
+    assert torch.equal(again[0], scores) and torch.equal(again[1], ids)
+
+
+def test_moving_saving_and_loading(tmp_path):
+    index, q = SparseIndex.build(collection()), queries()
+    want = index.search(q, 50)
+    moved = index.to("cuda")
+    assert torch.equal(moved.search(q.cuda(), 50)[1].cpu(), want[1])
+    moved.save(tmp_path / "x")
+    loaded = SparseIndex.load(tmp_path / "x", device="cuda")
+    assert torch.equal(loaded.search(q.cuda(), 50)[0].cpu(), want[0])
+
+
+def test_search_in_a_cuda_graph():
+    index = SparseIndex.build(collection(), device="cuda")
+    q = queries().cuda()
+    want = index.search(q, 100)
+    static = torch.zeros_like(q)
+    index.search(static, 100)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores, ids = index.search(static, 100)
+    static.copy_(q)
+    graph.replay()
+    assert torch.equal(ids, want[1]) and torch.equal(scores, want[0])
+
+
+def test_search_under_torch_compile():
+    index, q = SparseIndex.build(collection(), device="cuda"), queries().cuda()
+    compiled = torch.compile(lambda q: index.search(q * 2, 20), fullgraph=True)
+    assert torch.equal(compiled(q)[1], index.search(q * 2, 20)[1])
+
+
+@pytest.mark.parametrize("kind", ["empty", "negative", "one_term", "ties"])
+def test_queries_that_no_threshold_fits(kind):
+    dense = collection()
+    if kind == "ties":
+        dense[:, 0] = 1.0
+    q = torch.zeros(2, V)
+    if kind != "empty":
+        q[0, 0] = -1.0 if kind == "negative" else 1.0
+    here, there = SparseIndex.build(dense), SparseIndex.build(dense, device="cuda")
+    want, got = here.search(q, 200), there.search(q.cuda(), 200)
+    assert torch.equal(got[1].cpu(), want[1]) and torch.equal(got[0].cpu(), want[0])

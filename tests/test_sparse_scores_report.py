@@ -1,0 +1,73 @@
+"""What the report says of scoring that no pass can see, and how encoding, indexing and search go together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sparse_inductor
+from sparse_inductor import SparseIndex
+from support import compile_without_codegen, only, rewrites
+
+
+@pytest.mark.parametrize("where", ["closure", "made_inside"])
+def test_torch_sparse_is_a_near_miss_that_names_the_way_out(where):
+    dense = torch.rand(30, 20) * (torch.rand(30, 20) < 0.3)
+    held = dense.to_sparse_csr()
+
+    def score(q):
+        matrix = held if where == "closure" else dense.to_sparse_csr()
+        return torch.sparse.mm(matrix, (q * 2).t()).t().topk(3)
+
+    with only("sparse_scores") as report:
+        compile_without_codegen(score)(torch.rand(2, 20))
+        (miss,) = [m for m in report.near_misses if m.stage == "dynamo"]
+        assert "sparse_inductor.SparseIndex" in miss.reason
+        assert "sparse_inductor.SparseIndex" in str(report)
+        assert "SparseIndex" in report.to_json()
+    assert "SparseIndex" in str(report), "it stays when the session is over"
+
+
+def test_nothing_is_said_where_nobody_asked():
+    held = torch.eye(4).to_sparse_csr()
+    with only("splade_head") as report:
+        compile_without_codegen(lambda q: torch.sparse.mm(held, q))(torch.rand(4, 2))
+        assert not report.near_misses
+
+
+class Encoder(nn.Module):
+    """SPLADE max pooling over a tiny embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.decoder = nn.Embedding(50, 16), nn.Linear(16, 200)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        logits = self.decoder(self.embed(ids))
+        return (torch.log1p(torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
+
+
+def test_encode_index_and_search_in_one_compiled_function():
+    """The head is rewritten and its result goes to the index in the same graph."""
+    encoder = Encoder().eval()
+    texts, queries = torch.randint(0, 50, (40, 6)), torch.randint(0, 50, (3, 4))
+    mask = torch.ones_like
+    with torch.no_grad():
+        index = SparseIndex.build(encoder(texts, mask(texts)))
+        want = index.search(encoder(queries, mask(queries)), 5)
+        with only("splade_head", "sparse_scores") as report:
+            both = compile_without_codegen(
+                lambda ids: index.search(encoder(ids, mask(ids)), 5), fullgraph=True
+            )
+            scores, ids = both(queries)
+            assert len(rewrites(report, "splade_head")) == 1
+            assert both.calls("index_search") == 1
+    assert torch.equal(ids, want[1])
+    torch.testing.assert_close(scores, want[0])
+
+
+def test_it_is_a_public_name():
+    assert sparse_inductor.SparseIndex is SparseIndex
+    assert "SparseIndex" in sparse_inductor.__all__
