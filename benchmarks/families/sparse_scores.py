@@ -1,13 +1,14 @@
 """Sparse scoring: exact top-k of a batch of sparse queries over a collection of sparse documents.
 
-Contenders, in one process and in turn: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours, graph") and by the
-portable kernel ("ours, portable"); the scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add"); on a
-CPU scipy's and torch's sparse product with torch.topk after it. Data is synthetic, with the paper's statistics.
+Contenders, in one process and in turn: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours, graph") and by
+the portable kernel ("ours, portable"); the scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add");
+on a CPU scipy's and torch's sparse product with torch.topk after it. Data is synthetic, with the paper's statistics.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -115,7 +116,7 @@ class Generator:
         )  # fmt: skip
 
     def collection(self, n: int, order: str = "shuffled") -> Iterator[Tensor]:
-        """n documents in batches: "shuffled", "topics" (those of a topic together) or "copies" (blocks of near-copies)."""
+        """n documents in batches: "shuffled", "topics" (those of a topic together), "copies" (blocks of near-copies)."""
         for first in range(0, n, BATCH):
             size = min(BATCH, n - first)
             if order == "topics":
@@ -152,7 +153,11 @@ class Collection:
 
     @staticmethod
     def make(
-        n: int, device: torch.device, queries: int, order: str = "shuffled", weights: str = "float32"
+        n: int,
+        device: torch.device,
+        queries: int,
+        order: str = "shuffled",
+        weights: str = "float32",
     ) -> Collection:
         generator = Generator(device)
         made = generator.texts(queries, QUERIES).to_dense()
@@ -193,7 +198,7 @@ def exact_top(c: Collection, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _scatter_kernel(offsets, docs, weights, terms, query, scores, N, L, BLOCK: tl.constexpr):
-    """One (query, term) a program: its posting list times the query weight, added to the query's row by fp32 atomics."""
+    """One (query, term) a program: its posting list times the query weight, added to the query's row by atomics."""
     q = tl.program_id(0).to(tl.int64)
     term = tl.load(terms + q * L + tl.program_id(1))
     if term >= 0:
@@ -328,15 +333,19 @@ def _single(bench: Bench, c: Collection, scatter: ScatterAdd) -> None:
         mine, theirs = taken[label, "ours, graph"], taken[label, "scatter-add"]
         # The floor is set against the best public time, 16.9 ms.
         bench.row(f"{label}: public best (16.9 ms) over ours", 16.9 / mine.ms, "x", 60, 200, True)
-        bench.row(f"{label}: scatter-add over ours", ratio(theirs, mine), "x", higher=True, note=_times(theirs, mine))
+        bench.row(
+            f"{label}: scatter-add over ours",
+            ratio(theirs, mine),
+            "x",
+            higher=True,
+            note=_times(theirs, mine),
+        )
     scatter.set_queries(c.queries)
 
 
 def _bytes(bench: Bench, c: Collection, case: str) -> None:
     taken, postings = c.index.nbytes, max(c.index.num_postings, 1)
-    lists = taken["postings"] - taken["forward"]  # a GPU's postings hold the rows in one piece, too
-    if not bench.cuda:
-        lists = taken["postings"]
+    lists = taken["postings"]
     bench.row(f"{case}: index bytes a posting", lists / postings, "", 4.5, 3)
     both = (lists + taken["forward"]) / postings
     bench.row(f"{case}: index bytes a posting, with the rows", both, "", 10.5, 8)
@@ -386,12 +395,16 @@ def _sweep(bench: Bench, c: Collection, scatter: ScatterAdd, n: int) -> None:
     """Over the batch size, at this collection size."""
     bench.results.fixed = {"k": 1000}
     for B in [1, 8, 64, 250, 500]:
-        if bench.late() or B > c.queries.shape[0]:
+        if bench.late() or c.queries.shape[0] < B:
             continue
         q = c.queries[:B].contiguous()
         scatter.set_queries(q)
         k = min(1000, n)
-        for name, work in (("ours", lambda: c.index.search(q, k)), ("scatter-add", lambda: scatter(k))):
+        works = {
+            "ours": functools.partial(c.index.search, q, k),
+            "scatter-add": functools.partial(scatter, k),
+        }
+        for name, work in works.items():
             ms = race({name: work}, bench.device, 0.4, (3, 20))[name].ms
             peak = peak_memory(work, bench.device).peak
             bench.results.points.append(Point(f"B at N {n:,}", B, name, ms, peak))
@@ -422,7 +435,9 @@ def _cpu(bench: Bench, n: int, B: int) -> None:
     matrix = torch.sparse_csr_tensor(
         offsets.int(), terms.int(), weights, (n, TERMS), check_invariants=False
     )
-    scipy_matrix = sparse.csr_matrix((weights.numpy(), terms.int().numpy(), offsets.int().numpy()), (n, TERMS))
+    scipy_matrix = sparse.csr_matrix(
+        (weights.numpy(), terms.int().numpy(), offsets.int().numpy()), (n, TERMS)
+    )
     columns = c.queries.t().contiguous()
     label = f"{case}, B {B}, top-{k}"
     works: dict[Label, Work] = {
@@ -435,7 +450,9 @@ def _cpu(bench: Bench, n: int, B: int) -> None:
     taken = bench.race(works)
     mine = taken[label, "ours"]
     for kind, limits in (("", (1, 3)), (", no top-k", ())):
-        theirs = min((taken[label, name + kind] for name in ("torch.sparse.mm", "scipy")), key=lambda t: t.ms)
+        theirs = min(
+            (taken[label, name + kind] for name in ("torch.sparse.mm", "scipy")), key=lambda t: t.ms
+        )
         bench.row(
             f"{label}: time, the better library{kind} over ours", ratio(theirs, mine), "x", *limits,
             higher=True, note=_times(theirs, mine),

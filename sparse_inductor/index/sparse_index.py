@@ -170,9 +170,7 @@ class SparseIndex(nn.Module):
         known = {id(s): p for s, p in zip(self._segments, self._by_segment())}
         postings: list[Tensor] = []
         if self._deleted.is_cuda:
-            from ..kernels import sparse_scores_search as kernel
-
-            postings = kernel.pack(segments, self.num_terms)
+            segments, postings = self._packed(segments)
         else:
             for s in segments:
                 postings += known.get(id(s)) or _tensors(s.postings(self.num_terms))
@@ -184,6 +182,25 @@ class SparseIndex(nn.Module):
         self._segments, self._postings = segments, postings
         self._counts = [s.count for s in segments]
         self._deleted = deleted
+
+    def _packed(self, segments: list[Segment]) -> tuple[list[Segment], list[Tensor]]:
+        """The GPU's tensors, and the segments as views of the rows in them."""
+        from ..kernels import sparse_scores_search as kernel
+
+        kept = 0
+        while (
+            kept < min(len(segments), len(self._segments))
+            and segments[kept] is self._segments[kept]
+        ):
+            kept += 1
+        postings = kernel.pack(segments, self.num_terms, kept, self._postings)
+        terms, weights = postings[-3:-1]
+        views, at = [], 0
+        for s in segments:
+            part = slice(at, at + s.nnz)
+            views.append(dataclasses.replace(s, terms=terms[part], weights=weights[part]))
+            at += s.nnz
+        return views, postings
 
     def _by_segment(self) -> list[list[Tensor]]:
         if self._deleted.is_cuda:
@@ -219,9 +236,14 @@ class SparseIndex(nn.Module):
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of the rows ("forward"), and of what searching adds ("postings")."""
+        lists = self._postings
+        if self._deleted.is_cuda:  # these hold the rows, too
+            from ..kernels.sparse_scores_search import LISTS
+
+            lists = lists[:LISTS]
         return {
             "forward": sum(s.nbytes for s in self._segments),
-            "postings": sum(t.numel() * t.element_size() for t in self._postings),
+            "postings": sum(t.numel() * t.element_size() for t in lists),
         }
 
     @property

@@ -35,7 +35,9 @@ from .sparse_scores_accumulate import (
     shared_kernel,
 )
 
-__all__ = ["Packed", "pack", "search"]
+__all__ = ["LISTS", "Packed", "pack", "search"]
+
+LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
 
 _DOC_MAX = tl.constexpr(0x7FFFFFFF)
 _LOWEST = tl.constexpr(-(1 << 63))
@@ -64,6 +66,13 @@ class Chunks:
     def count(self) -> int:
         return self.bases.numel()
 
+    def first(self, chunks: int) -> Chunks:
+        """The first of them."""
+        end = int(self.bases[chunks]) if chunks < self.count else self.post.numel()
+        return Chunks(
+            self.post[:end], self.offsets[:chunks], self.bases[:chunks], self.docs[:chunks]
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
@@ -72,6 +81,8 @@ class Packed:
     chunks: Chunks
     sample: Chunks
     is_long: torch.Tensor  # uint8 [V]
+    df: torch.Tensor  # int64 [V], documents a term
+    largest: torch.Tensor  # fp64, the weight that is a fraction of 1
     offsets: torch.Tensor  # int64 [N + 1], of the rows
     terms: torch.Tensor  # [nnz]
     weights: torch.Tensor  # [nnz]
@@ -81,7 +92,7 @@ class Packed:
         c, s = self.chunks, self.sample
         return [
             c.post, c.offsets, c.bases, c.docs, s.post, s.offsets, s.bases, s.docs,
-            self.is_long, self.offsets, self.terms, self.weights, self.scales,
+            self.is_long, self.df, self.largest, self.offsets, self.terms, self.weights, self.scales,
         ]  # fmt: skip
 
     @staticmethod
@@ -92,16 +103,38 @@ class Packed:
 # Packing
 
 
-def pack(segments: Sequence[Any], num_terms: int) -> list[torch.Tensor]:
+def pack(
+    segments: Sequence[Any], num_terms: int, kept: int = 0, old: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
     """The tensors of a `Packed` for an index's segments, on their device; a segment at a time.
 
-    4 bytes a posting and 4 (V + 1) a chunk, a thirtieth of that again for the sample, and the rows in one piece.
+    4 bytes a posting and 4 (V + 1) a chunk, a thirtieth of that again for the sample, and the rows in one piece. The
+    chunks of the first `kept` segments are taken over from `old`, unless a larger weight has come that changes the
+    fraction all weights are kept as.
     """
     device = segments[0].offsets.device if segments else torch.device("cuda")
-    largest = max((float(s.values().abs().max()) for s in segments if s.nnz), default=0.0)
+    new = segments[kept:]
+    largest = max((float(s.values().abs().max()) for s in new if s.nnz), default=0.0)
+    before = Packed.of(old) if kept else None
+    if before is not None:
+        known = float(before.largest)
+        if largest > known:
+            return pack(segments, num_terms)
+        largest = known
     parts, scales, first = [], [], 0
     df = torch.zeros(num_terms, dtype=torch.int64, device=device)
-    for s in segments:
+    if before is not None:
+        df += before.df
+        first = sum(s.count for s in segments[:kept])
+        chunks = sum(-(-s.count // CHUNK_DOCS) for s in segments[:kept])
+        parts.append(before.chunks.first(chunks))
+        scales.append(before.scales[:chunks])
+        gone = before.offsets.numel() - 1 - first
+        if gone:  # the last segment is made anew: its terms are counted again
+            start = int(before.offsets[first])
+            ids = before.terms[start:].long() & (0xFFFF if num_terms <= 1 << 16 else -1)
+            df -= torch.bincount(ids, minlength=num_terms)
+    for s in new:
         terms, values, lengths = s.term_ids(), s.values(), s.offsets.diff()
         rows = torch.repeat_interleave(
             torch.arange(s.count, device=device), lengths, output_size=s.nnz
@@ -128,7 +161,8 @@ def pack(segments: Sequence[Any], num_terms: int) -> list[torch.Tensor]:
     chunks = _joined(parts, num_terms, device)
     sample = _sample(segments, N, num_terms, largest, chunks.count, device)
     long = (df.double() * CHUNK_DOCS / max(N, 1) >= _LONG_LIST).to(torch.uint8)
-    return Packed(chunks, sample, long, *rows).tensors()
+    peak = torch.tensor(largest, dtype=torch.float64, device=device)
+    return Packed(chunks, sample, long, df, peak, *rows).tensors()
 
 
 def _chunked(

@@ -132,6 +132,19 @@ def test_packing_keeps_every_posting(small_chunks, device):
     torch.testing.assert_close(got, dense, rtol=0, atol=largest / accumulate.WEIGHT_STEPS)
 
 
+@pytest.mark.parametrize("larger", [False, True])
+def test_packing_more_is_packing_all(larger, small_chunks, device):
+    """Appending keeps the chunks there are, unless a larger weight changes the fractions."""
+    dense = collection(1500)
+    if larger:
+        dense[1400] *= 3
+    whole = segments(dense, device=device, size=600)
+    before = segments(dense[:900], device=device, size=600)
+    grown = search.pack([before[0], *whole[1:]], V, 1, search.pack(before, V))
+    for got, want in zip(grown, search.pack(whole, V), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("negative", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_search_is_exact(precision, negative, device):
