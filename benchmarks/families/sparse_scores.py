@@ -116,7 +116,7 @@ class Generator:
         )  # fmt: skip
 
     def collection(self, n: int, order: str = "shuffled") -> Iterator[Tensor]:
-        """n documents in batches: "shuffled", "topics" (those of a topic together), "copies" (blocks of near-copies)."""
+        """n documents in batches: "shuffled", "topics" (a topic's together) or "copies" (blocks of near-copies)."""
         for first in range(0, n, BATCH):
             size = min(BATCH, n - first)
             if order == "topics":

@@ -28,6 +28,9 @@ _lib.define(
 _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of the time of a full selection
 
 
+_APART = 1 << 14  # documents in a segment from which a thread's work outweighs handing it over
+
+
 def _search_cpu(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], deleted: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
@@ -55,7 +58,9 @@ def _search_cpu(
     sound = torch.isfinite(query).all(1).tolist()
     jobs = [(b, s) for b in range(B) for s in range(len(counts)) if sound[b] and counts[s] and k]
     keys: dict[int, list[Tensor]] = {}
-    for (b, _), found in zip(jobs, _workers().map(lambda job: search(*job), jobs)):
+    apart = len(jobs) > 1 and max(counts) >= _APART
+    each = _workers().map if apart else map
+    for (b, _), found in zip(jobs, each(lambda job: search(*job), jobs)):
         kept = keys.setdefault(b, [])
         kept.append(found)
         if len(kept) == 16:  # a collection of many segments: hold few of their results
