@@ -350,7 +350,7 @@ def _selection(view: GraphView, axes: list[str], node: fx.Node, path: list[fx.No
     if any(u.target is not operator.getitem or u.args[1] not in (0, 1) for u in node.users):
         return None
     match call.name:
-        case "topk" if call.get("largest", True) is True:
+        case "topk" if call.get("largest", True) is True and call.get("sorted", True) is True:
             k = call["k"]
             return Top(node, k, dim, tuple(path), batch) if isinstance(k, int) else None
         case "max_dim":
