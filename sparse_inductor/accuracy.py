@@ -183,8 +183,8 @@ def _number(value: Any) -> str:
 class InDouble(TorchDispatchMode):
     """Runs a program in fp64, casts that it makes to lower precisions included.
 
-    What the program creates or reads from elsewhere (constants, a closure's tensors) is widened
-    where it meets an operation. Inputs and parameters whose gradient matters are best converted
+    What the program creates is widened at once, what it reads from elsewhere (constants, a closure's
+    tensors) where it meets an operation. Inputs and parameters whose gradient matters are best converted
     beforehand (`to_double`): autograd rounds a gradient to its leaf's dtype.
     """
 
@@ -196,9 +196,12 @@ class InDouble(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not func._schema.is_mutable:
-            args, kwargs = pytree.tree_map(_widen, (args, kwargs))
-        return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return func(*args, **kwargs)
+        made = not tensors_in((args, kwargs))  # zeros(n) of the default dtype: an accumulator, perhaps
+        args, kwargs = pytree.tree_map(_widen, (args, kwargs))
+        out = func(*args, **kwargs)
+        return pytree.tree_map(_widen, out) if made else out
 
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
