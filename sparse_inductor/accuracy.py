@@ -198,7 +198,8 @@ class InDouble(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             return func(*args, **kwargs)
-        made = not tensors_in((args, kwargs))  # zeros(n) of the default dtype: an accumulator, perhaps
+        # zeros(n) of the default dtype is an accumulator, perhaps
+        made = not tensors_in((args, kwargs))
         args, kwargs = pytree.tree_map(_widen, (args, kwargs))
         out = func(*args, **kwargs)
         return pytree.tree_map(_widen, out) if made else out

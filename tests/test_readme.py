@@ -51,6 +51,15 @@ def test_the_feed_forward_example_runs():
     assert space["y"].shape == (2, 16, 64) and space["stats"].shape == (4, 2, 16)
 
 
+def test_the_indexs_example_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("An index over sparse documents")
+    space: dict[str, object] = {}
+    exec(code, space)
+    assert space["scores"].shape == space["ids"].shape == (4, 10)
+    assert space["more"] == range(1000, 1001) and len(space["index"]) == 1001
+
+
 def test_the_patterns_in_the_readme_are_patterns():
     from sparse_inductor.pattern import register, unregister
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["best_of", "keys_of", "scores_and_ids"]
+__all__ = ["best_of", "keys_of", "keys_with_ids", "scores_and_ids"]
 
 _ID_BITS = 32
 _ID_MASK = (1 << _ID_BITS) - 1
@@ -19,10 +19,15 @@ def keys_of(scores: Tensor, first: int) -> Tensor:
     The high half is the score's bits in the order of the numbers (-0 as 0, every NaN as one), the low half the id,
     turned round, so that all keys are different and any selection is the selection.
     """
+    ids = torch.arange(first, first + scores.shape[-1], device=scores.device)
+    return keys_with_ids(scores, ids)
+
+
+def keys_with_ids(scores: Tensor, ids: Tensor) -> Tensor:
+    """The same for documents named one by one."""
     scores = torch.where(scores.isnan(), float("nan"), scores + 0.0)
     bits = scores.contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    ids = torch.arange(first, first + scores.shape[-1], device=scores.device)
     return (ordered << _ID_BITS) | (_ID_MASK - ids)
 
 

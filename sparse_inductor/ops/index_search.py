@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ._top import keys_of, scores_and_ids
+from ._top import keys_of, keys_with_ids, scores_and_ids
 
 __all__: list[str] = []
 
@@ -91,9 +91,7 @@ def _best_keys(scores: Tensor, first: int, k: int) -> Tensor:
         bound = torch.topk(scores, k).values[-1]
         above, equal = (scores > bound).nonzero().squeeze(1), (scores == bound).nonzero().squeeze(1)
         chosen = torch.cat((above, equal[: k - above.numel()]))  # of equal ones the lowest ids
-    picked = keys_of(scores[chosen][None], 0)[0]
-    mask = (1 << 32) - 1
-    return (picked & ~mask) | (mask - (chosen + first))
+    return keys_with_ids(scores[chosen], chosen + first)
 
 
 def _largest(keys: Tensor, k: int) -> Tensor:

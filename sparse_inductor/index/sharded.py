@@ -1,0 +1,147 @@
+"""One index over the documents of several processes: each searches its own, the best of all are merged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sparse_inductor.ops._top import keys_with_ids, scores_and_ids
+
+from .sparse_index import SparseIndex
+
+__all__ = ["ShardedIndex"]
+
+
+class ShardedIndex(nn.Module):
+    """A `SparseIndex` whose documents are split over the processes of a torch.distributed group.
+
+        index = ShardedIndex(SparseIndex.build(my_documents, num_terms=V, device="cuda"))
+        scores, ids = index.search(queries, k)          # the same on every process
+
+    Documents are numbered through: those of the first process first. Every method is a collective: all processes call
+    it, with the same arguments (queries, ids, documents). Results equal those of one index over all documents, bit by
+    bit.
+    """
+
+    def __init__(self, local: SparseIndex, group: dist.ProcessGroup | None = None) -> None:
+        """`local` holds this process's documents; `group` defaults to all processes.
+
+        Raises RuntimeError where torch.distributed is not initialised, ValueError where the processes' indexes differ
+        in their number of terms.
+        """
+        super().__init__()
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(
+                "torch.distributed is not initialised: call init_process_group first"
+            )
+        self.local = local
+        self.group = group
+        self._count()
+
+    def _count(self) -> None:
+        """How many documents come before this process's."""
+        mine = torch.tensor([len(self.local), self.local.num_terms], device=self.local.device)
+        all_ = torch.stack(self._gather(mine)).tolist()
+        terms = {t for _, t in all_}
+        if len(terms) > 1:
+            raise ValueError(
+                f"the processes' indexes have different numbers of terms: {sorted(terms)}"
+            )
+        counts = [n for n, _ in all_]
+        rank = dist.get_rank(self.group)
+        self.first, self._total = sum(counts[:rank]), sum(counts)
+
+    def _gather(self, t: Tensor) -> list[Tensor]:
+        out = [torch.empty_like(t) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(out, t.contiguous(), group=self.group)
+        return out
+
+    def __len__(self) -> int:
+        """Documents ever added, of all processes."""
+        return self._total
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process's part lives."""
+        return self.local.device
+
+    def search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
+        """The k best documents of all processes; see `SparseIndex.search`."""
+        scores, ids = self.local.search(queries, k)
+        lost = ids < 0
+        keys = keys_with_ids(scores, torch.where(lost, 0, ids + self.first))
+        keys = keys.masked_fill(lost, torch.iinfo(torch.int64).min)
+        best = torch.topk(torch.cat(self._gather(keys), -1), k).values
+        none = best == torch.iinfo(torch.int64).min
+        found, which = scores_and_ids(best)
+        found = found.masked_fill(none, float("-inf"))
+        # A query that is not finite is so on every process.
+        return found.masked_fill(scores.isnan(), float("nan")), which.masked_fill(none, -1)
+
+    def scores(self, queries: Any) -> Tensor:
+        """All scores, gathered; no gradient. See `SparseIndex.scores`."""
+        mine = self.local.scores(queries).detach()
+        counts = [
+            int(n)
+            for n in torch.cat(self._gather(torch.tensor([len(self.local)], device=self.device)))
+        ]
+        padded = torch.nn.functional.pad(mine, (0, max(counts) - mine.shape[-1]))
+        return torch.cat([t[..., :n] for t, n in zip(self._gather(padded), counts)], -1)
+
+    def forward(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
+        """`search`."""
+        return self.search(queries, k)
+
+    def append(self, documents: Any) -> range:
+        """Add documents, the same on every process; the last process keeps them. Returns their ids."""
+        before = self._total
+        if dist.get_rank(self.group) == dist.get_world_size(self.group) - 1:
+            self.local.append(documents)
+        self._count()
+        return range(before, self._total)
+
+    def delete(self, ids: Iterable[int] | Tensor) -> int:
+        """Take documents out; returns how many were there. See `SparseIndex.delete`."""
+        ids = torch.as_tensor(
+            ids if isinstance(ids, Tensor) else list(ids), dtype=torch.int64
+        ).reshape(-1)
+        bad = (ids < 0) | (ids >= self._total)
+        if bool(bad.any()):
+            raise IndexError(
+                f"there is no document {int(ids[bad][0])}: ids are 0 to {self._total - 1}"
+            )
+        mine = ids[(ids >= self.first) & (ids < self.first + len(self.local))] - self.first
+        gone = torch.tensor([self.local.delete(mine)], device=self.device)
+        return int(torch.stack(self._gather(gone)).sum())
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write each process's part into a folder, as part-0-of-2 and so on."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        self.local.save(path / self._part())
+        dist.barrier(self.group)
+
+    def _part(self) -> str:
+        return f"part-{dist.get_rank(self.group)}-of-{dist.get_world_size(self.group)}"
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        verify: bool = True,
+    ) -> ShardedIndex:
+        """Read what `save` wrote, with as many processes.
+
+        Raises FileNotFoundError where it was written by another number of processes.
+        """
+        name = f"part-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
+        return cls(SparseIndex.load(Path(folder) / name, device=device, verify=verify), group)
