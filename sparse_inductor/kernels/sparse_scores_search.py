@@ -43,11 +43,12 @@ _DOC_MAX = tl.constexpr(0x7FFFFFFF)
 _LOWEST = tl.constexpr(-(1 << 63))
 _SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
 
-_MOST_K = 2048  # candidates of a query are selected and sorted by one program: 4 k and 2 k of them, in registers
-_SAMPLED = (
-    32  # one chunk of sampled documents for so many chunks: three per cent of the postings, twice
-)
-_LONG_LIST = 192  # postings in a chunk from which a list is walked on its own
+# Candidates of a query are selected and sorted by one program: 4 k and 2 k of them, in registers.
+_MOST_K = 2048
+# One chunk of sampled documents for so many chunks: three per cent more postings.
+_SAMPLED = 32
+# Postings in a chunk from which a list is walked on its own.
+_LONG_LIST = 192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +206,9 @@ def _sample(
     """Chunks of documents taken at even steps from the whole collection, each chunk itself such a sample."""
     if chunks < 2:
         return _joined([], V, device)
-    count = max(1, chunks // _SAMPLED)
+    # One chunk is enough for a small collection; a large one has a second, wider look, of four at least: fewer would
+    # leave the number of candidates at the mercy of some fifty sampled documents.
+    count = 1 if chunks <= _SAMPLED else max(4, chunks // _SAMPLED)
     wanted = torch.arange(count * CHUNK_DOCS, device=device)
     # Chunk c takes every count-th of the sampled documents, so that its first is spread as widely as all of them.
     wanted = wanted.view(CHUNK_DOCS, count).t().reshape(-1)
@@ -485,7 +488,8 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared) -> torch.Tensor:
     B, V = query.shape
     k = scores.shape[1]
     device = query.device
-    capacity = max(1024, triton.next_power_of_2(3 * k))
+    # The threshold lets 1.3 k to 2.4 k documents through, and for a small k some hundreds.
+    capacity = max(2048, triton.next_power_of_2(3 * k))
     s = _Scratch.of(B, V, capacity, device)
     _prepare_kernel[(B,)](
         query, p.is_long, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.status, V,
