@@ -19,10 +19,12 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.match.accumulate import ANCHORS, Scores, scores_of
+from sparse_inductor.match.accumulate import ANCHORS, scores_of
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
 from sparse_inductor.match.postings import Postings, postings_of
+from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
+from sparse_inductor.match.scored import Scores
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.match.weighted import weighted
@@ -80,11 +82,12 @@ class ScoresMatch:
         return tuple(dict.fromkeys(n for n, _ in self.scores.inputs if n not in inside))
 
     @property
-    def results(self) -> set[fx.Node]:
-        """What others may read."""
-        if self.top is None:
-            return {self.anchor}
-        return {self.anchor, *self.anchor.users, *self.top.sliced}
+    def inner(self) -> tuple[fx.Node, ...]:
+        """What nobody else may read, but for the anchor."""
+        free = {self.scores.accumulator}
+        if self.top is not None:
+            free |= {*self.anchor.users, *self.top.sliced}
+        return tuple(n for n in self.swallowed if n not in free)
 
     @property
     def note(self) -> str:
@@ -195,17 +198,12 @@ class SparseScores:
         inner = [*s.swallowed] if top is None else [*s.swallowed, *top.path, top.node]
         if s.accumulator is not None:
             _check_accumulator(view, s)
-            inner.append(s.accumulator)
-        for source, reader in s.inputs:
-            if not view.effects.unchanged(source, reader, anchor):
-                raise Decline(
-                    f"{label(source)} is changed in place before the scores are made", reader
-                )
+            # The accumulator goes, with what cleared it.
+            clears = [n for n in s.accumulator.users if view.name_of(n) in ("zero", "fill")]
+            inner += [s.accumulator, *(n for n in clears if view.order[n] < view.order[s.node])]
         nodes = swallowed(view, inner)
-        for n in nodes:
-            for target in view.effects.writers.get(n, ()):
-                if view.effects.creator(target) not in set(nodes):
-                    raise Decline(f"{label(target)} is written in place and lives on outside", n)
+        check_memory(view, s.inputs, nodes, anchor, "before the scores are made")
+        check_gradient(view, [s.w.gather.source], s.swallowed)
         self._rehearse(s, anchor)
         return ScoresMatch(s, top, nodes)
 
@@ -221,37 +219,22 @@ class SparseScores:
         self, matches: Sequence[ScoresMatch], view: GraphView
     ) -> tuple[list[ScoresMatch], list[Miss]]:
         """Nobody else may read what is swallowed; two scorings may share a gather."""
-        accepted, misses = list(matches), []
-        while True:
-            inside = {n for m in accepted for n in m.swallowed}
-            kept = []
-            for m in accepted:
-                reader = _outside_reader(view, m, inside)
-                if reader is None:
-                    kept.append(m)
-                else:
-                    misses.append(Miss(*reader))
-            if len(kept) == len(accepted):
-                return kept, misses
-            accepted = kept
+        inner = [_Inner(m, m.anchor, m.inner) for m in matches]
+        called = lambda _, node: f"the result of {label(node)} is"
+        kept, misses = without_outside_readers(inner, view, called)
+        return [i.match for i in kept], misses
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
 
 
-def _outside_reader(
-    view: GraphView, m: ScoresMatch, inside: set[fx.Node]
-) -> tuple[str, fx.Node] | None:
-    for n in m.swallowed:
-        if n in (m.scores.node, m.scores.accumulator) or n in m.results:
-            continue
-        for reader in view.readers(n):
-            if reader not in inside:
-                what = f"the result of {label(n)}"
-                if reader.op == "output":
-                    return f"{what} is also returned", n
-                return f"{what} is also read by {label(reader)}", reader
-    return None
+@dataclasses.dataclass
+class _Inner:
+    """A match without what others may read of it: the result, in whatever form."""
+
+    match: ScoresMatch
+    anchor: fx.Node
+    swallowed: tuple[fx.Node, ...]
 
 
 def _check_accumulator(view: GraphView, s: Scores | Postings) -> None:

@@ -1,7 +1,4 @@
-"""Every spelling of "add contributions up into scores": sums, products, row ids, segments, bags.
-
-Each reader turns an anchor node into `Scores`: whose contributions, and where the documents are.
-"""
+"""Every spelling of "add contributions up into scores" by row ids, segments, bags or prefix sums."""
 
 from __future__ import annotations
 
@@ -12,109 +9,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import sums
 from .emit import Emitter
 from .gathers import Gather, gather_of, is_transposed
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, same_size
 from .names import Call
+from .scored import Scores, check_zero
 from .shapes import Decline
 from .values import uniform
-from .weighted import Factor, Weighted, reshaped, weighted
+from .weighted import Factor, Weighted, weighted
 
-__all__ = ["ANCHORS", "Scores", "check_zero", "scores_of"]
+__all__ = ["ANCHORS", "scores_of"]
 
 Make = Callable[[Emitter], fx.Node]
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """node[b, n] = sum of the contributions of document n to query b.
-
-    kept: for a plain sum the axes of the contributions that stay, in the order of the result. rows,
-    offsets: how the entries of the other layouts belong to documents. num_docs: a size, batch: the
-    axis of the result that is the batch. fresh: the accumulator that was written, if any.
-    """
-
-    node: fx.Node
-    w: Weighted
-    num_docs: Any
-    batch: int | None
-    kept: tuple[int, ...] | None = None
-    rows: Make | None = None
-    offsets: Make | None = None
-    reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
-    accumulator: fx.Node | None = None
-
-    @property
-    def swallowed(self) -> tuple[fx.Node, ...]:
-        return (*self.w.nodes, self.node)
-
-    @property
-    def inputs(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        """What is read, and by whom."""
-        return (*self.w.reads, *self.reads)
-
-    @property
-    def features(self) -> bool:
-        """Whether the columns may be features as well as queries."""
-        return self.w.gather.features
-
-    @property
-    def layout(self) -> str:
-        return "rows" if self.rows else "segments" if self.offsets else "padded documents"
-
-    def emit(self, e: Emitter, k: Any = None) -> fx.Node:
-        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
-        query = self.w.query(e)
-        V = fake(query).shape[-1]
-        ids, values = self.documents(e, V if isinstance(V, int) else e.method("size", query, -1))
-        rows = None if self.rows is None else self.rows(e)
-        offsets = None if self.offsets is None else self.offsets(e)
-        num_docs = self.num_docs
-        if not isinstance(num_docs, int):
-            if self.kept is None:
-                raise Decline("the number of documents is not known", self.node)
-            num_docs = -1  # of padded documents the operator sees it itself
-        args = (query, ids, values, rows, offsets, num_docs)
-        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
-        if k is None:
-            return e.call(ops.sparse_scores.default, *args, dtype)
-        return e.call(ops.sparse_scores_topk.default, *args, k, dtype)
-
-    def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
-        """ids and values: [N, L] for a plain sum, else [nnz]."""
-        ids, values = self.w.documents(e, V)
-        w = self.w
-        if self.kept is None:
-            return tuple(reshaped(e, t, (_total(w.entries),)) for t in (ids, values))
-        axes = [a for a in range(len(w.shape)) if a != w.batch]
-        kept = [a for a in self.kept if a != w.batch]
-        order = [axes.index(a) for a in [*kept, *(a for a in axes if a not in kept)]]
-        sizes = [w.entries[i] for i in order]
-        shape = (_total(sizes[: len(kept)]), _total(sizes[len(kept) :]))
-        out = []
-        for t in (ids, values):
-            t = t if order == sorted(order) else e.method("permute", t, tuple(order))
-            out.append(reshaped(e, t, shape))
-        return out[0], out[1]
-
-    def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
-        """[N] or [B, N] in the shape of the user's result."""
-        want = tuple(fake(self.node).shape)
-        if self.batch is None:
-            return reshaped(e, scores, want)
-        docs = [s for a, s in enumerate(want) if a != self.batch]
-        scores = reshaped(e, scores, (want[self.batch], *docs))
-        if self.batch == 0:
-            return scores
-        order = [*range(1, self.batch + 1), 0, *range(self.batch + 1, len(want))]
-        return e.method("permute", scores, tuple(order))
-
-
-def _total(sizes: Sequence[Any]) -> Any:
-    total: Any = 1
-    for s in sizes:
-        total = total * s
-    return total
 
 
 def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
@@ -127,159 +34,10 @@ def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
     if found is None:
         return None
     if not found.w.has_weights:
+        if found.features:
+            raise Decline("rows of features are gathered and added up", node)
         raise Decline("there are no document weights: the gathered entries are only added up", node)
     return found
-
-
-# Plain sums
-
-
-def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    w = weighted(view, call["input"], node)
-    return None if w is None else _summed(node, w, call.get("dim"), call.get("keepdim", False))
-
-
-def _summed(node: fx.Node, w: Weighted, dim: Any, keepdim: bool) -> Scores | None:
-    n = len(w.shape)
-    dims = range(n) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
-    reduced = {d % n for d in dims}
-    kept = tuple(a for a in range(n) if a not in reduced)
-    return _reduction(node, w, kept, sorted(reduced) if keepdim else ())
-
-
-def _reduction(
-    node: fx.Node, w: Weighted, kept: tuple[int, ...], units: Sequence[int] = ()
-) -> Scores | None:
-    """units: the places of the result that have size 1 beside the kept axes."""
-    if w.batch is not None and w.batch not in kept:
-        raise Decline("it adds up over the queries", node)
-    docs = [a for a in kept if a != w.batch]
-    if not docs:
-        return None  # a single document: a dot product
-    if all(same_size(s, 1) for a, s in enumerate(w.shape) if a not in kept):
-        return None
-    order: list[int | None] = list(kept)
-    for place in units:
-        order.insert(place, None)
-    batch = None if w.batch is None else order.index(w.batch)
-    return Scores(node, w, _total([w.shape[a] for a in docs]), batch, kept)
-
-
-def _labelled(
-    view: GraphView, node: fx.Node, operands: Sequence[Any], letters: Sequence[str], out: str
-) -> Scores | None:
-    """A product of two operands with lettered axes, summed over the letters that `out` lacks."""
-    found: list[tuple[Weighted, int]] = []
-    declined: Decline | None = None
-    for i in (0, 1):
-        try:
-            w = weighted(view, operands[i], node)
-        except Decline as d:
-            declined = declined or d
-            continue
-        if w is not None:
-            found.append((w, i))
-    if not found:
-        if declined is not None:
-            raise declined
-        return None
-    # The operand with a batch axis is the query's.
-    w, mine = min(found, key=lambda f: f[0].batch is None)
-    xs, ys, other = letters[mine], letters[1 - mine], operands[1 - mine]
-    sizes = dict(zip(ys, view.shape(other)))
-    extra = [c for c in ys if c not in xs]
-    if len(set(xs)) != len(xs) or len(set(ys)) != len(ys) or len(xs) != len(w.shape):
-        return None
-    if any(not same_size(sizes[c], 1) for c in extra):
-        raise Decline(
-            "a product with a matrix: the document weights have an axis of their own", node
-        )
-    if w.batch is not None and xs[w.batch] in ys:
-        from_end = len(ys) - ys.index(xs[w.batch])
-        if not uniform(view, other, from_end, node):
-            raise Decline("the document weights differ from query to query", node)
-
-    def aligned(e: Emitter) -> fx.Node:
-        t, have = other, list(ys)
-        for c in [*extra, *([] if w.batch is None else [xs[w.batch]])]:
-            if c in have:
-                t = e.method("select", t, have.index(c), 0)
-                have.remove(c)
-        order = [have.index(c) for c in xs if c in have]
-        t = t if order == sorted(order) else e.method("permute", t, tuple(order))
-        for at, c in enumerate(xs):
-            if c not in have:
-                t = e.method("unsqueeze", t, at)
-        return t
-
-    factor = Factor("mul", other, w.shape, w.batch, aligned)
-    product = dataclasses.replace(
-        w,
-        factors=(*w.factors, factor),
-        reads=(*w.reads, (other, node)),
-    )
-    if torch.is_grad_enabled() and view.requires_grad(other):
-        raise Decline(
-            "the document weights are learnt, and the operator has no gradient for them", node
-        )
-    kept = tuple(xs.index(c) for c in out if c in xs)
-    units = [p for p, c in enumerate(out) if c not in xs]
-    return _reduction(node, product, kept, units)
-
-
-def _einsum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    operands, equation = call.get("operands", ()), call["equation"]
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "." in equation:
-        return None
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if len(terms) != 2:
-        return None
-    if not arrow:
-        joined = "".join(terms)
-        out = "".join(sorted(c for c in set(joined) if joined.count(c) == 1))
-    return _labelled(view, node, operands, terms, out)
-
-
-def _matmul(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    a, b = call["input"], call.get("other", call.get("weight"))
-    if not (view.is_tensor(a) and view.is_tensor(b)):
-        return None
-    n, m = len(view.shape(a)), len(view.shape(b))
-    if n < 2 and m < 2:
-        return None
-    batch = "abcdefgh"[: max(n, m) - 2] if max(n, m) > 2 else ""
-    xs = batch[len(batch) - (n - 2) :] + "xz" if n > 1 else "z"
-    ys = batch[len(batch) - (m - 2) :] + "zy" if m > 1 else "z"
-    out = batch + ("x" if n > 1 else "") + ("y" if m > 1 else "")
-    return _labelled(view, node, (a, b), (xs, ys), out)
-
-
-def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    a, b = call["input"], call["other"]
-    n, m = len(view.shape(a)), len(view.shape(b))
-    if call.get("dim", -1) != -1:
-        return None
-    letters = "abcdefghijk"[: max(n, m)]
-    out = letters[:-1]
-    return _labelled(view, node, (a, b), (letters[-n:], letters[-m:]), out)
-
-
-# Row ids
-
-
-def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
-    """Raises Decline unless `node` accumulates into zeros."""
-    seen = view.value(accumulator, node) if isinstance(accumulator, fx.Node) else None
-    call = view.call(seen)
-    if call is not None and call.inplace and call.name in ("zero", "fill"):
-        filler = call["value"] if call.name == "fill" else 0
-        if view.const(filler, seen) == 0:
-            return
-    if view.const(accumulator, node) != 0:
-        raise Decline("the accumulator does not start at zero", node)
 
 
 def _accumulated(
@@ -531,13 +289,8 @@ def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:
 
 
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
-    "sum": _sum,
+    **sums.READERS,
     "sub": _differences,
-    "einsum": _einsum,
-    "matmul": _matmul,
-    "bmm": _matmul,
-    "mm": _matmul,
-    "vecdot": _vecdot,
     "index_add": _index_add,
     "index_put": _index_put,
     "scatter": _scatter,

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .accumulate import check_zero
 from .emit import Emitter
 from .gathers import Gather, rows_of
 from .graph import GraphView, fake, same_size
 from .names import Call
+from .scored import check_zero, total
 from .shapes import Decline
 from .weighted import Weighted, kept_axis, reshaped, weighted
 
@@ -53,24 +53,7 @@ class Postings:
 
     def emit(self, e: Emitter, k: Any = None) -> fx.Node:
         """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
-        shape = tuple(fake(self.w.gather.node).shape)
-        weights: fx.Node | float | None = None
-        mask: fx.Node | None = None
-        for f in self.w.factors:
-            t = f.build(e, shape)
-            if f.how in ("keep", "drop"):
-                assert isinstance(t, fx.Node)
-                t = t if fake(t).dtype == torch.bool else e.call(torch.ne, t, 0)
-                t = e.call(torch.logical_not, t) if f.how == "drop" else t
-                mask = t if mask is None else e.call(torch.logical_and, mask, t)
-            elif weights is None:
-                weights = e.call(torch.reciprocal, t) if f.how == "div" else t
-            else:
-                first, second = (weights, t) if isinstance(weights, fx.Node) else (t, weights)
-                weights = e.call(torch.mul if f.how == "mul" else torch.div, first, second)
-        assert isinstance(weights, fx.Node)
-        if not fake(weights).dtype.is_floating_point:
-            weights = e.method("to", weights, fake(self.w.gather.source).dtype)
+        weights, mask = self.w.weights(e, tuple(fake(self.w.gather.node).shape))
         positions = self.docs.ids(e)
         if self.batch is None:
             positions, weights = (e.method("unsqueeze", t, 0) for t in (positions, weights))
@@ -200,18 +183,11 @@ def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], An
             or view.value(x, reader) is not x
         ):
             break
-        if not same_size(_total(view.shape(x)), _total(view.shape(call["input"]))):
+        if not same_size(total(view.shape(x)), total(view.shape(call["input"]))):
             break
         path.append(x)
         reader, x = x, call["input"]
     return path, x
-
-
-def _total(shape: Any) -> Any:
-    total: Any = 1
-    for s in shape:
-        total = total * s
-    return total
 
 
 def _steps(view: GraphView, x: Any, count: Any, step: int, ndim: int, reader: fx.Node) -> bool:

@@ -8,6 +8,7 @@ becomes part of the document weights.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,34 +140,48 @@ class Weighted:
             t, inner = insert(n.target, *args, **kwargs), n
         return t
 
-    def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
-        """ids and values, both in the shape of the entries; V is the id of what counts nothing."""
-        entries = self.entries
-        ids = reshaped(e, self.gather.ids(e), entries)
-        values: fx.Node | float | None = None
+    def weights(self, e: Emitter, shape: Sequence[Any]) -> tuple[fx.Node, fx.Node | None]:
+        """The factors as one tensor of document weights, and where the contributions count (None: everywhere)."""
+        dtype = fake(self.gather.node).dtype
+        tensors = [
+            f for f in self.factors if f.how in ("mul", "div") and isinstance(f.operand, fx.Node)
+        ]
+        if len(tensors) > 1 and dtype != torch.float64:
+            dtype = torch.float32  # their product may have no place in 16 bits
+        weights: fx.Node | float | None = None
         keep: fx.Node | None = None
         for f in self.factors:
-            t = f.build(e, entries)
+            t = f.build(e, shape)
             if f.how in ("keep", "drop"):
                 assert isinstance(t, fx.Node)
                 t = t if fake(t).dtype == torch.bool else e.call(torch.ne, t, 0)
                 t = e.call(torch.logical_not, t) if f.how == "drop" else t
                 keep = t if keep is None else e.call(torch.logical_and, keep, t)
-            elif values is None:
-                values = e.call(torch.reciprocal, t) if f.how == "div" else t
-            elif f.how == "mul":
-                values = e.call(
-                    torch.mul, *((values, t) if isinstance(values, fx.Node) else (t, values))
-                )
+                continue
+            if isinstance(t, fx.Node) and (len(tensors) > 1 or not fake(t).dtype.is_floating_point):
+                t = e.method(
+                    "to", t, dtype
+                )  # counts, 8-bit impacts, masks: products in floating point
+            apply = operator.mul if f.how == "mul" else operator.truediv
+            if weights is None:
+                weights = t if f.how == "mul" else _applied(e, operator.truediv, 1.0, t)
             else:
-                values = e.call(torch.div, values, t)
-        assert isinstance(values, fx.Node)
-        if not fake(values).dtype.is_floating_point:  # counts, 8-bit impacts, masks
-            values = e.method("to", values, fake(self.gather.node).dtype)
+                weights = _applied(e, apply, weights, t)
+        assert isinstance(weights, fx.Node)
+        return weights, keep
+
+    def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
+        """ids and values, both in the shape of the entries; V is the id of what counts nothing."""
+        ids = reshaped(e, self.gather.ids(e), self.entries)
+        values, keep = self.weights(e, self.entries)
         if keep is not None:
             ids = e.call(torch.where, keep, ids, V)
             values = e.call(torch.where, keep, values, 0)
         return ids, values
+
+
+def _applied(e: Emitter, apply: Callable[..., Any], a: Any, b: Any) -> Any:
+    return e.call(apply, a, b) if isinstance(a, fx.Node) or isinstance(b, fx.Node) else apply(a, b)
 
 
 def _check_shared(view: GraphView, f: Factor, reader: fx.Node) -> None:

@@ -188,3 +188,34 @@ def rows_of_each_query(c, q):
     """every query has candidates of its own"""
     rows = torch.stack([c.rows.roll(i) for i in range(B)])
     return torch.zeros(B, N).scatter_add(1, rows, q[:, c.cols] * c.vals)
+
+
+@scoring(batch=False)
+def divided_before_multiplied(c, q):
+    """norms divide, constants too, the weights come last"""
+    norms = c.values.norm(dim=-1, keepdim=True).clamp(min=0.1)
+    return (q[c.ids] / 2 / norms * c.values).sum(-1)
+
+
+@scoring()
+def two_factors_of_eight_bits(c, q):
+    """impact times field boost, both integers that would overflow together"""
+    impacts = (c.values * 255).to(torch.uint8)
+    boosts = (c.mask * 200).to(torch.uint8)
+    return (q[:, c.ids] * impacts * boosts).sum(-1).topk(K)
+
+
+@scoring(dtype=torch.float16, precision=torch.float16, batch=False)
+def two_factors_of_sixteen_bits(c, q):
+    """weights whose product has no place in half precision"""
+    return (q[c.ids].float() * (c.values * 1e-2) * (c.values * 1e-2) * 1e4).sum(-1)
+
+
+@scoring(
+    "maybe", "no gradient goes through the scores, and must not with an operator", modes=(True,)
+)
+def scored_without_gradients(c, q):
+    """hard negatives are mined under no_grad inside a training step"""
+    with torch.no_grad():
+        best = (q[:, c.ids] * c.values).sum(-1).topk(K).indices
+    return (q.unsqueeze(1) * torch.ones_like(best, dtype=q.dtype).unsqueeze(-1)).sum(-1)

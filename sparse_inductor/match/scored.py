@@ -1,0 +1,124 @@
+"""What a recogniser of scoring found: whose contributions are added up, and where the documents are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .emit import Emitter
+from .graph import GraphView, fake
+from .shapes import Decline
+from .weighted import Weighted, reshaped
+
+__all__ = ["Scores", "check_zero", "total"]
+
+Make = Callable[[Emitter], fx.Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """node[b, n] = sum of the contributions of document n to query b.
+
+    kept: for a plain sum the axes of the contributions that stay, in the order of the result. rows,
+    offsets: how the entries of the other layouts belong to documents. num_docs: a size, batch: the
+    axis of the result that is the batch. fresh: the accumulator that was written, if any.
+    """
+
+    node: fx.Node
+    w: Weighted
+    num_docs: Any
+    batch: int | None
+    kept: tuple[int, ...] | None = None
+    rows: Make | None = None
+    offsets: Make | None = None
+    reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    accumulator: fx.Node | None = None
+
+    @property
+    def swallowed(self) -> tuple[fx.Node, ...]:
+        return (*self.w.nodes, self.node)
+
+    @property
+    def inputs(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """What is read, and by whom."""
+        return (*self.w.reads, *self.reads)
+
+    @property
+    def features(self) -> bool:
+        """Whether the columns may be features as well as queries."""
+        return self.w.gather.features
+
+    @property
+    def layout(self) -> str:
+        return "rows" if self.rows else "segments" if self.offsets else "padded documents"
+
+    def emit(self, e: Emitter, k: Any = None) -> fx.Node:
+        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
+        query = self.w.query(e)
+        V = fake(query).shape[-1]
+        ids, values = self.documents(e, V if isinstance(V, int) else e.method("size", query, -1))
+        rows = None if self.rows is None else self.rows(e)
+        offsets = None if self.offsets is None else self.offsets(e)
+        num_docs = self.num_docs
+        if not isinstance(num_docs, int):
+            if self.kept is None:
+                raise Decline("the number of documents is not known", self.node)
+            num_docs = -1  # of padded documents the operator sees it itself
+        args = (query, ids, values, rows, offsets, num_docs)
+        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
+        if k is None:
+            return e.call(ops.sparse_scores.default, *args, dtype)
+        return e.call(ops.sparse_scores_topk.default, *args, k, dtype)
+
+    def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
+        """ids and values: [N, L] for a plain sum, else [nnz]."""
+        ids, values = self.w.documents(e, V)
+        w = self.w
+        if self.kept is None:
+            return tuple(reshaped(e, t, (total(w.entries),)) for t in (ids, values))
+        axes = [a for a in range(len(w.shape)) if a != w.batch]
+        kept = [a for a in self.kept if a != w.batch]
+        order = [axes.index(a) for a in [*kept, *(a for a in axes if a not in kept)]]
+        sizes = [w.entries[i] for i in order]
+        shape = (total(sizes[: len(kept)]), total(sizes[len(kept) :]))
+        out = []
+        for t in (ids, values):
+            t = t if order == sorted(order) else e.method("permute", t, tuple(order))
+            out.append(reshaped(e, t, shape))
+        return out[0], out[1]
+
+    def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
+        """[N] or [B, N] in the shape of the user's result."""
+        want = tuple(fake(self.node).shape)
+        if self.batch is None:
+            return reshaped(e, scores, want)
+        docs = [s for a, s in enumerate(want) if a != self.batch]
+        scores = reshaped(e, scores, (want[self.batch], *docs))
+        if self.batch == 0:
+            return scores
+        order = [*range(1, self.batch + 1), 0, *range(self.batch + 1, len(want))]
+        return e.method("permute", scores, tuple(order))
+
+
+def total(sizes: Sequence[Any]) -> Any:
+    """The product of sizes."""
+    product: Any = 1
+    for s in sizes:
+        product = product * s
+    return product
+
+
+def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
+    """Raises Decline unless `node` accumulates into zeros."""
+    seen = view.value(accumulator, node) if isinstance(accumulator, fx.Node) else None
+    call = view.call(seen)
+    if call is not None and call.inplace and call.name in ("zero", "fill"):
+        filler = call["value"] if call.name == "fill" else 0
+        if view.const(filler, seen) == 0:
+            return
+    if view.const(accumulator, node) != 0:
+        raise Decline("the accumulator does not start at zero", node)

@@ -1,0 +1,163 @@
+"""Every spelling of "multiply and add up over an axis": sums, einsum, matrix products, vecdot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .emit import Emitter
+from .graph import GraphView, same_size
+from .names import Call
+from .scored import Scores, total
+from .shapes import Decline
+from .values import uniform
+from .weighted import Factor, Weighted, weighted
+
+__all__ = ["READERS"]
+
+
+def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    w = weighted(view, call["input"], node)
+    return None if w is None else _summed(node, w, call.get("dim"), call.get("keepdim", False))
+
+
+def _summed(node: fx.Node, w: Weighted, dim: Any, keepdim: bool) -> Scores | None:
+    n = len(w.shape)
+    dims = range(n) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    reduced = {d % n for d in dims}
+    kept = tuple(a for a in range(n) if a not in reduced)
+    return _reduction(node, w, kept, sorted(reduced) if keepdim else ())
+
+
+def _reduction(
+    node: fx.Node, w: Weighted, kept: tuple[int, ...], units: Sequence[int] = ()
+) -> Scores | None:
+    """units: the places of the result that have size 1 beside the kept axes."""
+    if w.batch is not None and w.batch not in kept:
+        raise Decline("it adds up over the queries", node)
+    docs = [a for a in kept if a != w.batch]
+    if not docs:
+        return None  # a single document: a dot product
+    if all(same_size(s, 1) for a, s in enumerate(w.shape) if a not in kept):
+        return None
+    order: list[int | None] = list(kept)
+    for place in units:
+        order.insert(place, None)
+    batch = None if w.batch is None else order.index(w.batch)
+    return Scores(node, w, total([w.shape[a] for a in docs]), batch, kept)
+
+
+def _labelled(
+    view: GraphView, node: fx.Node, operands: Sequence[Any], letters: Sequence[str], out: str
+) -> Scores | None:
+    """A product of two operands with lettered axes, summed over the letters that `out` lacks."""
+    found: list[tuple[Weighted, int]] = []
+    declined: Decline | None = None
+    for i in (0, 1):
+        try:
+            w = weighted(view, operands[i], node)
+        except Decline as d:
+            declined = declined or d
+            continue
+        if w is not None:
+            found.append((w, i))
+    if not found:
+        if declined is not None:
+            raise declined
+        return None
+    # The operand with a batch axis is the query's.
+    w, mine = min(found, key=lambda f: f[0].batch is None)
+    xs, ys, other = letters[mine], letters[1 - mine], operands[1 - mine]
+    sizes = dict(zip(ys, view.shape(other)))
+    extra = [c for c in ys if c not in xs]
+    if len(set(xs)) != len(xs) or len(set(ys)) != len(ys) or len(xs) != len(w.shape):
+        return None
+    if any(not same_size(sizes[c], 1) for c in extra):
+        raise Decline(
+            "a product with a matrix: the document weights have an axis of their own", node
+        )
+    if w.batch is not None and xs[w.batch] in ys:
+        from_end = len(ys) - ys.index(xs[w.batch])
+        if not uniform(view, other, from_end, node):
+            raise Decline("the document weights differ from query to query", node)
+
+    def aligned(e: Emitter) -> fx.Node:
+        t, have = other, list(ys)
+        for c in [*extra, *([] if w.batch is None else [xs[w.batch]])]:
+            if c in have:
+                t = e.method("select", t, have.index(c), 0)
+                have.remove(c)
+        order = [have.index(c) for c in xs if c in have]
+        t = t if order == sorted(order) else e.method("permute", t, tuple(order))
+        for at, c in enumerate(xs):
+            if c not in have:
+                t = e.method("unsqueeze", t, at)
+        return t
+
+    factor = Factor("mul", other, w.shape, w.batch, aligned)
+    product = dataclasses.replace(
+        w,
+        factors=(*w.factors, factor),
+        reads=(*w.reads, (other, node)),
+    )
+    if torch.is_grad_enabled() and view.requires_grad(other):
+        raise Decline(
+            "the document weights are learnt, and the operator has no gradient for them", node
+        )
+    kept = tuple(xs.index(c) for c in out if c in xs)
+    units = [p for p, c in enumerate(out) if c not in xs]
+    return _reduction(node, product, kept, units)
+
+
+def _einsum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    operands, equation = call.get("operands", ()), call["equation"]
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation:
+        return None
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2:
+        return None
+    if not arrow:
+        joined = "".join(terms)
+        out = "".join(sorted(c for c in set(joined) if joined.count(c) == 1))
+    return _labelled(view, node, operands, terms, out)
+
+
+def _matmul(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    a, b = call["input"], call.get("other", call.get("weight"))
+    if not (view.is_tensor(a) and view.is_tensor(b)):
+        return None
+    n, m = len(view.shape(a)), len(view.shape(b))
+    if n < 2 and m < 2:
+        return None
+    batch = "abcdefgh"[: max(n, m) - 2] if max(n, m) > 2 else ""
+    xs = batch[len(batch) - (n - 2) :] + "xz" if n > 1 else "z"
+    ys = batch[len(batch) - (m - 2) :] + "zy" if m > 1 else "z"
+    out = batch + ("x" if n > 1 else "") + ("y" if m > 1 else "")
+    return _labelled(view, node, (a, b), (xs, ys), out)
+
+
+def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    a, b = call["input"], call["other"]
+    n, m = len(view.shape(a)), len(view.shape(b))
+    if call.get("dim", -1) != -1:
+        return None
+    letters = "abcdefghijk"[: max(n, m)]
+    out = letters[:-1]
+    return _labelled(view, node, (a, b), (letters[-n:], letters[-m:]), out)
+
+
+READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
+    "sum": _sum,
+    "einsum": _einsum,
+    "matmul": _matmul,
+    "bmm": _matmul,
+    "mm": _matmul,
+    "vecdot": _vecdot,
+}
