@@ -26,9 +26,8 @@ __all__ = [
 ]
 
 CHUNK_BITS = 13
-CHUNK_DOCS = (
-    1 << CHUNK_BITS
-)  # 32 KiB of accumulators: with PTX-declared shared memory at most 48 KiB are allowed
+# 32 KiB of accumulators: with PTX-declared shared memory at most 48 KiB are allowed.
+CHUNK_DOCS = 1 << CHUNK_BITS
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
 MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
 

@@ -25,16 +25,22 @@ def _ids(ids, at, mask, V, UNSIGNED16: tl.constexpr):
     """Term ids, negative ones counted from the end; what is outside [0, V) is V, which counts nothing."""
     t = tl.load(ids + at, mask=mask, other=0).to(tl.int32)
     if UNSIGNED16:
-        return t & 0xFFFF
-    t = tl.where(t < 0, t + V, t)
-    return tl.where((t < 0) | (t >= V), V, t)
+        t = t & 0xFFFF
+    else:
+        t = tl.where(t < 0, t + V, t)
+        t = tl.where((t < 0) | (t >= V), V, t)
+    return t
 
 
 @triton.jit
 def _bounds(offsets, n, L, PADDED: tl.constexpr):
     if PADDED:
-        return n.to(tl.int64) * L, n.to(tl.int64) * L + L
-    return tl.load(offsets + n).to(tl.int64), tl.load(offsets + n + 1).to(tl.int64)
+        start = n.to(tl.int64) * L
+        end = start + L
+    else:
+        start = tl.load(offsets + n).to(tl.int64)
+        end = tl.load(offsets + n + 1).to(tl.int64)
+    return start, end
 
 
 @triton.jit(do_not_specialize=["first", "count", "B", "L"])
