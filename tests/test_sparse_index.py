@@ -279,6 +279,18 @@ def test_narrow_weights_state_their_error(weights, negative):
     assert narrow.nbytes["forward"] < exact.nbytes["forward"]
 
 
+@pytest.mark.parametrize("weights", ["float16", "int8"])
+def test_appending_does_not_round_twice(weights):
+    """What was kept stays as it was kept, and the error stays the largest there is."""
+    index = SparseIndex.build(collection(20), weights=weights)
+    before, error = index.scores(queries()), index.weight_error
+    index.append(3 * collection(20, seed=9))
+    assert torch.equal(index.scores(queries())[:, :20], before)
+    assert index.weight_error >= error
+    index.append(collection(1, seed=3))
+    assert torch.equal(index.scores(queries())[:, :20], before)
+
+
 def test_the_bits_are_the_same_on_every_run():
     index, q = SparseIndex.build(collection(100)), queries(8)
     first = index.search(q, 20)
