@@ -8,6 +8,7 @@ import torch
 from corpus.scoring import CASES as CORPUS
 from scoring_spellings import CASES as SPELLINGS
 from sparse_inductor import SparseIndex
+from sparse_inductor.kernels import sparse_scores_search as kernel
 from sparse_inductor.ops import sparse_scores
 from support import flatten, only, rewrites
 
@@ -108,14 +109,77 @@ def test_search_under_torch_compile():
     assert torch.equal(compiled(q)[1], index.search(q * 2, 20)[1])
 
 
-@pytest.mark.parametrize("kind", ["empty", "negative", "one_term", "ties"])
+def unproved(index, q, k):
+    """How many of the queries were answered by scoring every document, and the answer."""
+    made, new = [], kernel._Scratch.of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            kernel._Scratch, "of", staticmethod(lambda *sizes: made.append(new(*sizes)) or made[-1])
+        )
+        found = index.search(q, k)
+    return sum(int((s.status == 1).sum()) for s in made), found
+
+
+@pytest.mark.parametrize("kind", ["empty", "negative", "one_term", "rare", "ties"])
 def test_queries_that_no_threshold_fits(kind):
+    """Few matches are no reason to score everything; negative weights and more ties than can be kept are."""
     dense = collection()
+    dense[:, 1] = 0
+    dense[::4000, 1] = 0.5
     if kind == "ties":
         dense[:, 0] = 1.0
     q = torch.zeros(2, V)
     if kind != "empty":
-        q[0, 0] = -1.0 if kind == "negative" else 1.0
+        q[0, int(kind == "rare")] = -1.0 if kind == "negative" else 1.0
     here, there = SparseIndex.build(dense), SparseIndex.build(dense, device="cuda")
-    want, got = here.search(q, 200), there.search(q.cuda(), 200)
+    want = here.search(q, 200)
+    scored_all, got = unproved(there, q.cuda(), 200)
+    assert torch.equal(got[1].cpu(), want[1]) and torch.equal(got[0].cpu(), want[0])
+    assert scored_all == {"negative": 1, "ties": 1}.get(kind, 0)
+
+
+def test_a_wrong_threshold_in_a_cuda_graph(monkeypatch):
+    """A query whose sampled threshold proves wrong is scored again, in the same graph, more of them than go together."""
+    monkeypatch.setattr(kernel, "rank_in_sample", lambda expected, k: 1)
+    index = SparseIndex.build(collection(), device="cuda")
+    index.delete(range(100, 200))
+    q = queries(11).cuda()
+    static = torch.zeros_like(q)
+    index.search(static, 300)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scores, ids = index.search(static, 300)
+    here = SparseIndex.build(collection())
+    here.delete(range(100, 200))
+    want = here.search(q.cpu(), 300)
+    assert unproved(index, q, 300)[0] == 11
+    for _ in range(2):
+        static.copy_(q)
+        graph.replay()
+        assert torch.equal(ids.cpu(), want[1]) and torch.equal(scores.cpu(), want[0])
+
+
+def test_a_search_never_waits_for_the_gpu():
+    index, q = SparseIndex.build(collection(), device="cuda"), queries().cuda()
+    index.search(q, 100)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        index.search(q, 100)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("terms", [300, 5000])
+def test_queries_of_many_terms_and_large_vocabularies(terms):
+    """Beyond what a query's map in shared memory holds, and beyond what is scored by integers."""
+    g = torch.Generator().manual_seed(3)
+    V = 40_000
+    ids = torch.randint(0, V, (10_000, 60), generator=g)
+    documents = (torch.arange(0, 600_001, 60), ids.flatten(), torch.rand(600_000, generator=g))
+    matrix = torch.sparse_csr_tensor(*documents, (10_000, V), check_invariants=False)
+    q = torch.zeros(2, V)
+    q[0, torch.randperm(V, generator=g)[:terms]] = torch.rand(terms, generator=g)
+    q[1, :20] = 1.0
+    here, there = SparseIndex.build(matrix), SparseIndex.build(matrix, device="cuda")
+    want, got = here.search(q, 50), there.search(q.cuda(), 50)
     assert torch.equal(got[1].cpu(), want[1]) and torch.equal(got[0].cpu(), want[0])

@@ -1,9 +1,9 @@
 """Scores of a chunk of documents for one query, added up in integers (GPUSparse, section 4.2, made exact).
 
 A posting is one int32: the weight as a signed 19-bit fraction of the collection's largest, then 13 bits of the
-document's place in its chunk. A query weight is an int32 fraction of the query's sum. The high half of their product is
-added to the document's int32 accumulator. Integer additions commute: whatever order the threads come in, the bits are
-the same.
+document's place in its chunk. A query weight is an int32 fraction of the query's sum. The high half of their product,
+and 1, is added to the document's int32 accumulator. Integer additions commute: whatever order the threads come in, the
+bits are the same.
 
 Accumulators live in shared memory, through inline PTX (`SHARED`), or in a scratch row of global memory that stays in
 L2: the portable way, which the interpreter runs too.
@@ -32,16 +32,19 @@ WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
 MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
 
 _ID_MASK = tl.constexpr(CHUNK_DOCS - 1)
-_WEIGHT_MASK = tl.constexpr(-CHUNK_DOCS)
 _DOC_MAX = tl.constexpr(0x7FFFFFFF)
 
 # One scalar asm declares the array, so that there is one of it; Triton places its own shared memory elsewhere.
 _DECLARE = tl.constexpr(
     f"{{ .shared .align 16 .b8 sparse_scores_acc[{4 * CHUNK_DOCS}]; mov.u32 $0, sparse_scores_acc; }}"
 )
-_ADD = tl.constexpr("{ red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }")
+# A contribution is the high half of the product and 1, see `_contribution`.
+_ADD = tl.constexpr(
+    "{ .reg .s32 t; mad.hi.s32 t, $2, $3, 1; red.shared.add.u32 [$1], t; mov.u32 $0, 0; }"
+)
 _ADD_IF = tl.constexpr(
-    "{ .reg .pred p; setp.lt.s32 p, $3, $4; @p red.shared.add.u32 [$1], $2; mov.u32 $0, 0; }"
+    "{ .reg .s32 t; .reg .pred p; setp.lt.s32 p, $4, $5; mad.hi.s32 t, $2, $3, 1; "
+    "@p red.shared.add.u32 [$1], t; mov.u32 $0, 0; }"
 )
 _LOAD = tl.constexpr("ld.shared.u32 $0, [$1];")
 _STORE = tl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
@@ -58,28 +61,30 @@ def _barrier(SHARED: tl.constexpr):
 
 @triton.jit
 def _contribution(posting, weight):
-    """The high half of fraction times weight: mul.hi.s32."""
-    fraction = (posting & _WEIGHT_MASK).to(tl.int64)
-    return ((fraction * weight.to(tl.int64)) >> 32).to(tl.int32)
+    """mad.hi.s32 of the whole posting, the document's place being too small to matter, and the weight; plus 1, so that
+    what is positive stays so."""
+    return ((posting.to(tl.int64) * weight.to(tl.int64)) >> 32).to(tl.int32) + 1
 
 
 @triton.jit
 def _add(acc, posting, weight, at, end, SHARED: tl.constexpr, WHOLE: tl.constexpr):
     """Add one block of postings; those with at >= end are none of the list (WHOLE: all are)."""
-    value = _contribution(posting, weight)
     if SHARED:
         address = acc + ((posting & _ID_MASK) << 2)
         if WHOLE:
             tl.inline_asm_elementwise(
-                _ADD, "=r,r,r", [address, value], dtype=tl.int32, is_pure=False, pack=1
+                _ADD, "=r,r,r,r", [address, posting, weight], dtype=tl.int32, is_pure=False, pack=1
             )
         else:
             tl.inline_asm_elementwise(
-                _ADD_IF, "=r,r,r,r,r", [address, value, at, end], dtype=tl.int32, is_pure=False, pack=1
+                _ADD_IF, "=r,r,r,r,r,r", [address, posting, weight, at, end],
+                dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
     elif WHOLE:
+        value = _contribution(posting, weight)
         tl.atomic_add(acc + (posting & _ID_MASK), value, sem="relaxed")
     else:
+        value = _contribution(posting, weight)
         tl.atomic_add(acc + (posting & _ID_MASK), value, mask=at < end, sem="relaxed")
 
 
@@ -153,12 +158,13 @@ def _score_one(
         length = tl.load(lists + t + 1) - start
         list_ = chunk + start
         whole = (length // LONG) * LONG
+        wide = w + tl.zeros([LONG], tl.int32)
         for i in range(0, whole, LONG):
             at = i + tl.arange(0, LONG)
-            _add(acc, tl.load(list_ + at), w, at, at, SHARED, True)
+            _add(acc, tl.load(list_ + at), wide, at, at, SHARED, True)
         at = whole + tl.arange(0, LONG)
         end = length + tl.zeros([LONG], tl.int32)
-        _add(acc, tl.load(list_ + at, mask=at < length, other=0), w, at, end, SHARED, False)
+        _add(acc, tl.load(list_ + at, mask=at < length, other=0), wide, at, end, SHARED, False)
     for j in range(long, n, LISTS):
         which = j + tl.arange(0, LISTS)
         some = which < n

@@ -5,15 +5,16 @@
     3. All chunks are scored; documents that reach the threshold are appended to their query's candidates.
     4. The k-th best candidate less twice the error bound is a proved limit: nobody below it can be among the k best.
        Candidates above are rescored from the rows, in fp64, rounded to fp32, and sorted with ties by lowest id.
-    5. A query whose threshold proves wrong (too few or too many candidates, or a limit below the threshold) is answered
-       by exact scores of all documents.
+    5. A query of which nothing is proved (too many candidates, or too few although there are matches enough, or a limit
+       below the threshold) is answered by exact scores of all documents, in a launch that else does nothing.
 
-The [B, N] scores never exist. Launches have shapes that depend on sizes alone; only step 5 needs a look by the host.
+The [B, N] scores never exist. Launches have shapes that depend on sizes alone, and the host never looks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -34,19 +35,27 @@ from .sparse_scores_accumulate import (
     portable_kernel,
     shared_kernel,
 )
+from .sparse_scores_rescore import LOWEST, MAP_VOCABULARY, everything_kernel, rescore_kernel
 
 __all__ = ["LISTS", "Packed", "pack", "search"]
 
 LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
 
 _DOC_MAX = tl.constexpr(0x7FFFFFFF)
-_LOWEST = tl.constexpr(-(1 << 63))
+_LOWEST = tl.constexpr(LOWEST)
+_UNIT = tl.constexpr(2.0 ** (32 - CHUNK_BITS) / WEIGHT_STEPS)
 _SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
 
 # Candidates of a query are selected and sorted by one program: 4 k and 2 k of them, in registers.
 _MOST_K = 2048
 # One chunk of sampled documents for so many chunks: three per cent more postings.
 _SAMPLED = 32
+# Queries that go together: their candidates take 64 MiB and more.
+_MOST_QUERIES = 2048
+# A query of more terms is scored by the rows.
+_MOST_TERMS = 4096
+# Exact scores of all documents for some queries at once: the larger part of what a search needs besides the index.
+_EVERYTHING_BYTES = 80 << 20
 # Postings in a chunk from which a list is walked on its own.
 _LONG_LIST = 192
 
@@ -83,7 +92,9 @@ class Packed:
     sample: Chunks
     is_long: torch.Tensor  # uint8 [V]
     df: torch.Tensor  # int64 [V], documents a term
-    largest: torch.Tensor  # fp64, the weight that is a fraction of 1
+    extremes: (
+        torch.Tensor
+    )  # fp64 [2]: the largest weight, which is a fraction of 1, and the least, or 0
     offsets: torch.Tensor  # int64 [N + 1], of the rows
     terms: torch.Tensor  # [nnz]
     weights: torch.Tensor  # [nnz]
@@ -93,7 +104,7 @@ class Packed:
         c, s = self.chunks, self.sample
         return [
             c.post, c.offsets, c.bases, c.docs, s.post, s.offsets, s.bases, s.docs,
-            self.is_long, self.df, self.largest, self.offsets, self.terms, self.weights, self.scales,
+            self.is_long, self.df, self.extremes, self.offsets, self.terms, self.weights, self.scales,
         ]  # fmt: skip
 
     @staticmethod
@@ -115,13 +126,17 @@ def pack(
     """
     device = segments[0].offsets.device if segments else torch.device("cuda")
     new = segments[kept:]
-    largest = max((float(s.values().abs().max()) for s in new if s.nnz), default=0.0)
+    largest = least = 0.0
+    for s in new:
+        if s.nnz:
+            low, high = torch.stack(torch.aminmax(s.values())).tolist()
+            largest, least = max(largest, high, -low), min(least, low)
     before = Packed.of(old) if kept else None
     if before is not None:
-        known = float(before.largest)
-        if largest > known:
+        known = before.extremes.tolist()
+        if largest > known[0]:
             return pack(segments, num_terms)
-        largest = known
+        largest, least = known[0], min(least, known[1])
     parts, scales, first = [], [], 0
     df = torch.zeros(num_terms, dtype=torch.int64, device=device)
     if before is not None:
@@ -162,8 +177,8 @@ def pack(
     chunks = _joined(parts, num_terms, device)
     sample = _sample(segments, N, num_terms, largest, chunks.count, device)
     long = (df.double() * CHUNK_DOCS / max(N, 1) >= _LONG_LIST).to(torch.uint8)
-    peak = torch.tensor(largest, dtype=torch.float64, device=device)
-    return Packed(chunks, sample, long, df, peak, *rows).tensors()
+    extremes = torch.tensor([largest, least], dtype=torch.float64, device=device)
+    return Packed(chunks, sample, long, df, extremes, *rows).tensors()
 
 
 def _chunked(
@@ -181,7 +196,9 @@ def _chunked(
     for c in range(count):
         offsets[c] = (starts[c * V : (c + 1) * V + 1] - bases[c]).int()
     fraction = values[order].double() * (WEIGHT_STEPS / largest if largest else 0.0)
-    post = (fraction.round().long() << CHUNK_BITS) | (rows[order] & (CHUNK_DOCS - 1))
+    # Never 0: a document that matches has a positive score where all weights are positive.
+    fraction = torch.where((fraction > 0) & (fraction < 1), 1.0, fraction.round())
+    post = (fraction.long() << CHUNK_BITS) | (rows[order] & (CHUNK_DOCS - 1))
     docs = torch.arange(count, device=device, dtype=torch.int32) * CHUNK_DOCS
     return Chunks(post.int(), offsets, bases.clone(), docs)
 
@@ -238,60 +255,75 @@ def _sample(
 
 @triton.jit
 def _prepare_kernel(
-    query, is_long, terms, weights, counts, long_counts, margin, status, V, BLOCK: tl.constexpr
-):
-    """One program a query: reads its V weights twice, writes its terms, 8 bytes each.
+    query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
+    arrived, V, L, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a query: reads its V weights (twice where they are more than a block), writes its terms, 8 bytes
+    each, and sets up what the other kernels count in.
 
-    status: 0, or 2 where a weight is NaN or infinite. margin: twice the error bound of an integer score, in its units.
+    status: 0; 1 where integers cannot be trusted or there are more than L terms; 2 where a weight is NaN or infinite.
+    margin: twice the error bound of an integer score, in its units of `unit`. positive: whether no weight of query and
+    index is negative. counts are 0 but for status 0.
     """
     q = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     n = tl.zeros([BLOCK], tl.int32)
     long = tl.zeros([BLOCK], tl.int32)
+    least = tl.zeros([BLOCK], tl.float32)
     for i in range(0, V, BLOCK):
-        t = i + tl.arange(0, BLOCK)
-        w = tl.load(query + q * V + t, mask=t < V, other=0.0)
+        w = tl.load(query + q * V + i + at, mask=i + at < V, other=0.0)
         some = (w != 0).to(tl.int32)
         total += tl.abs(w).to(tl.float64)
         n += some
-        long += some * tl.load(is_long + t, mask=t < V, other=0).to(tl.int32)
+        long += some * tl.load(is_long + i + at, mask=i + at < V, other=0).to(tl.int32)
+        least = tl.minimum(least, w)
     sum_ = tl.sum(total, axis=0)
     terms_of = tl.sum(n, axis=0)
+    all_long = tl.sum(long, axis=0)
     sound = sum_ < float("inf")
-    usable = sound.to(tl.int32)
+    # Scores that overflow fp32, or lose bits to denormal numbers, are equal where integers differ.
+    most = sum_ * tl.load(extremes)
+    trusted = (most < 1e38) & ((most > 1e-24) | (most == 0)) & (terms_of <= L)
+    usable = (sound & trusted).to(tl.int32)
     # The power of two, by its bits, that takes the sum just below MAX_SUM: scaling by it is exact.
-    bits = tl.where(sound & (sum_ > 0), sum_, 1.0).to(tl.int64, bitcast=True)
+    bits = tl.where((usable != 0) & (sum_ > 0), sum_, 1.0).to(tl.int64, bitcast=True)
     biased = -((bits >> 52) & 0x7FF) + (2 * 1023 + _SUM_BITS - 1)
     scale = (biased << 52).to(tl.float64, bitcast=True)
-    # Each term: less than 1 by the shift, at most 1/4 by the rounded query weight; and half a step of every document
-    # weight, 2^-20 of the query's sum.
-    bound = 1.25 * terms_of + sum_ * scale * (1.0 / (1 << 20)) + 2.0
-    tl.store(margin + q, (2.0 * bound).to(tl.int32) + 1)
-    tl.store(status + q, tl.where(sound, 0, 2))
-    all_long = tl.sum(long, axis=0)
-    tl.store(counts + q, tl.where(sound, terms_of, 0))
-    tl.store(long_counts + q, tl.where(sound, all_long, 0))
+    # Each term: 1 by the shift and 1/4 by the rounded query weight. A step of every document weight, 2^-19 of the
+    # query's sum: half by rounding, half by never rounding to 0. As much again by the bits of the document's place.
+    bound = 1.25 * terms_of + sum_ * scale * (2.0 / (1 << 19)) + 2.0
+    tl.store(margin + q, (2.0 * tl.where(usable != 0, bound, 0.0)).to(tl.int32) + 1)
+    tl.store(status + q, tl.where(sound, tl.where(trusted, 0, 1), 2))
+    tl.store(unit + q, (tl.load(extremes) * _UNIT / scale).to(tl.float32))
+    tl.store(positive + q, (tl.min(least, axis=0) >= 0) & (tl.load(extremes + 1) >= 0))
+    tl.store(counts + q, terms_of * usable)
+    tl.store(long_counts + q, all_long * usable)
+    # Threshold 1: without a sample every document with a positive score is a candidate.
+    tl.store(threshold + q, 1)
+    tl.store(found + q, 0)
+    if q == 0:
+        tl.store(arrived, 0)
     next_long = 0
     next_short = all_long
     for i in range(0, V, BLOCK):
-        t = i + tl.arange(0, BLOCK)
+        t = i + at
         w = tl.load(query + q * V + t, mask=t < V, other=0.0)
         is_ = tl.load(is_long + t, mask=t < V, other=0).to(tl.int32)
         some = (w != 0).to(tl.int32)
         first = some * is_
-        second = some - first
+        both = first + ((some - first) << 16)  # one scan for two: a block is less than 2^16
+        rank = tl.cumsum(both, axis=0) - both
         place = tl.where(
-            first != 0,
-            next_long + tl.cumsum(first, axis=0) - first,
-            next_short + tl.cumsum(second, axis=0) - second,
+            first != 0, next_long + (rank & 0xFFFF), next_short + ((rank >> 16) & 0xFFFF)
         )
         scaled = w.to(tl.float64) * scale
         whole = tl.where(scaled < 0, scaled - 0.5, scaled + 0.5).to(tl.int32)
-        keep = some * usable != 0
-        tl.store(terms + q * V + place, t, mask=keep)
-        tl.store(weights + q * V + place, whole, mask=keep)
+        keep = (some != 0) & (usable != 0)
+        tl.store(terms + q * L + place, t, mask=keep)
+        tl.store(weights + q * L + place, whole, mask=keep)
         next_long += tl.sum(first, axis=0)
-        next_short += tl.sum(second, axis=0)
+        next_short += tl.sum(some - first, axis=0)
 
 
 @triton.jit
@@ -308,12 +340,14 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
 
 @triton.jit
 def _select_kernel(
-    candidates, found, threshold, margin, status, kept, kept_counts, k, capacity,
-    BLOCK: tl.constexpr, ROOM: tl.constexpr,
+    candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the documents that may be among the k best, and whether that is proved.
 
-    Reads 8 bytes a candidate, writes 4 a document kept. status: 1 where it is not proved.
+    Where fewer than k documents match at all, the first k documents there are come along: they score 0 or are among
+    the matches. Reads 8 bytes a candidate, writes 4 a document kept. status: 1 where nothing is proved. Without PROVED
+    the k best by their integers are the answer: keys are written.
     """
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(found + q)
@@ -321,75 +355,94 @@ def _select_kernel(
     x = tl.load(candidates + q * capacity + at, mask=at < tl.minimum(n, capacity), other=0)
     score = (x >> 32).to(tl.int32)
     kth = kth_largest(score, k, 29, 30)
-    # fp32 rounding may make scores equal that differ by an ulp, 2^-23 of them.
-    limit = kth - tl.load(margin + q) - (kth >> 22) - 1
+    least = tl.load(threshold + q)
+    all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
+    if PROVED:
+        # fp32 rounding may make scores equal that differ by an ulp, 2^-23 of them.
+        limit = kth - tl.load(margin + q) - (kth >> 22) - 1
+    else:
+        limit = kth
     keep = (score >= limit) & (at < n)
     rank = tl.cumsum(keep.to(tl.int32), axis=0)
     many = tl.sum(keep.to(tl.int32), axis=0)
     doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
-    tl.store(kept + q * ROOM + rank - 1, doc, mask=keep & (rank <= ROOM))
-    proved = (n >= k) & (n <= capacity) & (limit >= tl.load(threshold + q)) & (many <= ROOM)
-    tl.store(kept_counts + q, tl.where(proved, many, 0))
+    if PROVED:
+        tl.store(kept + q * ROOM + rank - 1, doc, mask=keep & (rank <= ROOM))
+        proved = (n >= k) & (n <= capacity) & (limit >= least) & (many <= ROOM)
+    else:
+        key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
+        tl.store(keys + q * ROOM + rank - 1, key, mask=keep & (rank <= ROOM))
+        proved = (n >= k) & (n <= capacity) & (many <= ROOM)
     before = tl.load(status + q)
+    if all_matches & (before == 0):
+        more = 0
+        i = 0
+        while (i < N) & (more < k):
+            id_ = i + tl.arange(0, BLOCK)
+            live = (tl.load(deleted + id_, mask=id_ < N, other=1) == 0).to(tl.int32)
+            place = more + tl.cumsum(live, axis=0) - 1
+            fits = (live != 0) & (place < k)
+            tl.store(kept + q * ROOM + many + place, id_, mask=fits)
+            more += tl.sum(live, axis=0)
+            i += BLOCK
+        many += tl.minimum(more, k)
+        proved = proved | (more >= 0)
+    tl.store(kept_counts + q, tl.where(proved & (before == 0), many, 0))
     tl.store(status + q, tl.where(proved, before, tl.maximum(before, 1)))
 
 
 @triton.jit
-def _rescore_kernel(
-    query, offsets, terms, weights, scales, chunk_of_docs, chunks, kept, kept_counts, keys, V,
-    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr,
-    ROOM: tl.constexpr, DOCS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """A program owns keys[q, i0:i0 + DOCS]: the exact score of each, in fp64 from the document's row, rounded once."""
-    q = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * DOCS + tl.arange(0, DOCS)
-    n = tl.load(kept_counts + q)
-    mine = i < n
-    doc = tl.load(kept + q * ROOM + i, mask=mine, other=0)
-    start = tl.load(offsets + doc, mask=mine, other=0)
-    end = tl.load(offsets + doc + 1, mask=mine, other=0)
-    if BYTES:  # the chunk that holds the document: the last that begins at or before it
-        low = tl.zeros([DOCS], tl.int32)
-        high = tl.zeros([DOCS], tl.int32) + chunks
-        for _ in range(DEPTH):
-            middle = (low + high) // 2
-            begins = tl.load(chunk_of_docs + middle, mask=middle < chunks, other=2147483647)
-            low = tl.where(begins <= doc, middle, low)
-            high = tl.where(begins <= doc, high, middle)
-        scale = tl.load(scales + 2 * low)
-        zero = tl.load(scales + 2 * low + 1)
-    acc = tl.zeros([DOCS], tl.float64)
-    longest = tl.max((end - start).to(tl.int32), axis=0)
-    for j in range(0, longest, WIDTH):
-        at = start[:, None] + j + tl.arange(0, WIDTH)[None, :]
-        some = at < end[:, None]
-        t = tl.load(terms + at, mask=some, other=0).to(tl.int32)
-        if UNSIGNED16:
-            t = t & 0xFFFF
-        w = tl.load(weights + at, mask=some, other=0).to(tl.float32)
-        if BYTES:
-            w = (w - zero[:, None]) * scale[:, None]
-        x = tl.load(query + q * V + t, mask=some, other=0.0)
-        acc += tl.sum(tl.where(some, w.to(tl.float64) * x.to(tl.float64), 0.0), axis=1)
-    bits = (acc.to(tl.float32) + 0.0).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    key = (ordered << 32) | (4294967295 - doc.to(tl.int64))
-    tl.store(keys + q * ROOM + i, tl.where(mine, key, _LOWEST), mask=i < ROOM)
+def _write_best(mine, many, unit, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr):
+    """Write keys [SIZE] in order. A document that came twice has two equal keys, and counts once."""
+    at = tl.arange(0, SIZE)
+    key = tl.sort(tl.load(mine + at, mask=at < many, other=_LOWEST), descending=True)
+    if PROVED:
+        tl.store(mine + at, key)
+        tl.debug_barrier()
+        after = tl.load(mine + at - 1, mask=at > 0, other=_LOWEST)
+        again = (after == key) & (key != _LOWEST)
+        if tl.max(again.to(tl.int32), axis=0) > 0:
+            key = tl.sort(tl.where(again, _LOWEST, key), descending=True)
+    ordered = (key >> 32).to(tl.int32)
+    if PROVED:
+        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        value = ordered.to(tl.float32) * unit
+    none = key == _LOWEST
+    doc = tl.where(none, -1, 4294967295 - (key & 4294967295))
+    tl.store(scores + at, tl.where(none, float("-inf"), value), mask=at < k)
+    tl.store(ids + at, doc, mask=at < k)
 
 
 @triton.jit
-def _sort_kernel(keys, status, scores, ids, k, ROOM: tl.constexpr):
-    """One program a query: the k largest keys in order; NaN and -1 where the query is not answered here."""
+def _write_nan(scores, ids, k, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(scores + at, float("nan"), mask=at < k)
+    tl.store(ids + at, -1, mask=at < k)
+
+
+@triton.jit
+def _sort_kernel(
+    keys, kept_counts, status, unit, scores, ids, k,
+    SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
+):  # fmt: skip
+    """One program a query: the k largest keys in order; NaN and -1 for a query that is not finite.
+
+    Most often hardly more than k keys are kept: SMALL of them sort in half the time.
+    """
     q = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, ROOM)
-    key = tl.sort(tl.load(keys + q * ROOM + at), descending=True)
-    ordered = (key >> 32).to(tl.int32)
-    bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-    answered = tl.load(status + q) == 0
-    value = tl.where(answered, bits.to(tl.float32, bitcast=True), float("nan"))
-    doc = tl.where(answered, 4294967295 - (key & 4294967295), -1)
-    tl.store(scores + q * k + at, value, mask=at < k)
-    tl.store(ids + q * k + at, doc, mask=at < k)
+    many = tl.load(kept_counts + q)
+    mine = keys + q * ROOM
+    found = scores + q * k
+    which = ids + q * k
+    one = tl.load(unit + q)
+    if tl.load(status + q) == 2:
+        _write_nan(found, which, k, ROOM)
+    elif many <= SMALL:
+        _write_best(mine, many, one, found, which, k, SMALL, PROVED)
+    else:
+        _write_best(mine, many, one, found, which, k, ROOM, PROVED)
 
 
 # Searching
@@ -406,27 +459,30 @@ def _uses_shared(device: torch.device) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Scratch:
-    """Per-query state between the launches: 8 V bytes a query for the lists, 8 a candidate."""
+    """Per-query state between the launches: 8 bytes a term of the longest query allowed, 8 a candidate."""
 
     terms: torch.Tensor
     weights: torch.Tensor
     counts: torch.Tensor
     long_counts: torch.Tensor
     margin: torch.Tensor
+    positive: torch.Tensor
     status: torch.Tensor
     threshold: torch.Tensor
     found: torch.Tensor
+    kept_counts: torch.Tensor
+    unit: torch.Tensor
     candidates: torch.Tensor
+    kept: torch.Tensor
+    keys: torch.Tensor
+    arrived: torch.Tensor
 
     @staticmethod
-    def of(B: int, V: int, capacity: int, device: torch.device) -> _Scratch:
+    def of(B: int, L: int, capacity: int, room: int, device: torch.device) -> _Scratch:
         new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=device)
-        # Threshold 1: without a sample every document with a positive score is a candidate.
         return _Scratch(
-            new(B, V), new(B, V), new(B), new(B), new(B), new(B),
-            torch.ones(B, dtype=torch.int32, device=device),
-            torch.zeros(B, dtype=torch.int32, device=device),
-            new(B, capacity, dtype=torch.int64),
+            new(B, L), new(B, L), *new(8, B).unbind(0), new(B, dtype=torch.float32),
+            new(B, capacity, dtype=torch.int64), new(B, room), new(B, room, dtype=torch.int64), new(1),
         )  # fmt: skip
 
 
@@ -442,13 +498,15 @@ def search(
     deleted: torch.Tensor,
     k: int,
     shared: bool | None = None,
+    proved: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 scores and int64 ids [B, k] of the best documents; see `SparseIndex.search`.
 
-    query fp32 [B, V]. `shared` chooses between the shared-memory kernel and the portable one (default: by the machine).
+    query fp32 [B, V]. `shared` chooses between the shared-memory kernels and the portable ones (default: by the
+    machine). Without `proved` the integer scores are the answer, near but not exact: what exactness costs is measured
+    against that.
 
-    While a CUDA graph is captured the host cannot look: a query whose threshold proves wrong then has scores NaN and
-    ids -1, as one with a NaN weight.
+    The host never waits for the GPU, so that it can all be captured in a CUDA graph.
     """
     p = Packed.of(tensors)
     B = query.shape[0]
@@ -459,18 +517,14 @@ def search(
     ids = torch.empty(B, k_here, dtype=torch.int64, device=query.device)
     if not (B and k_here):
         return _filled(scores, ids, k)
-    capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
     if p.sample.count == 0 or k_here > _MOST_K:
         _exact(query, p, counts, deleted, scores, ids)
         return _filled(scores, ids, k)
+    shared = _uses_shared(query.device) if shared is None else shared
     with torch.cuda.device_of(query):
-        status = _candidates(query, p, deleted, scores, ids, shared)
-    if not capturing:
-        wrong = (status == 1).nonzero().squeeze(1)
-        if wrong.numel():
-            found, which = scores[wrong], ids[wrong]
-            _exact(query[wrong], p, counts, deleted, found, which)
-            scores[wrong], ids[wrong] = found, which
+        for b in range(0, B, _MOST_QUERIES):
+            part = slice(b, b + _MOST_QUERIES)
+            _candidates(query[part], p, deleted, scores[part], ids[part], shared, proved)
     return _filled(scores, ids, k)
 
 
@@ -484,20 +538,23 @@ def _filled(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tens
     return (scores if lost is None else scores.masked_fill(lost, float("nan"))), ids
 
 
-def _candidates(query, p: Packed, deleted, scores, ids, shared) -> torch.Tensor:
+def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bool) -> None:
     B, V = query.shape
+    N = p.offsets.numel() - 1
     k = scores.shape[1]
-    device = query.device
     # The threshold lets 1.3 k to 2.4 k documents through, and for a small k some hundreds.
     capacity = max(2048, triton.next_power_of_2(3 * k))
-    s = _Scratch.of(B, V, capacity, device)
+    # All matches of a query and k documents besides, or the k best and some that may be as good.
+    room = triton.next_power_of_2(max(2 * k, k + 24))
+    s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, query.device)
+    # A row of a usual vocabulary in one piece: 32 elements a thread
+    block = min(triton.next_power_of_2(V), 1 << 15)
     _prepare_kernel[(B,)](
-        query, p.is_long, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.status, V,
-        BLOCK=2048, num_warps=8,
+        query, p.is_long, p.extremes, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.unit, s.positive,
+        s.status, s.threshold, s.found, s.arrived, V, s.terms.shape[1],
+        BLOCK=block, num_warps=32 if block == 1 << 15 else 8,
     )  # fmt: skip
-    shared = _uses_shared(device) if shared is None else shared
     run = _Launch(s, p, deleted, capacity, shared)
-    N = p.offsets.numel() - 1
     share = CHUNK_DOCS / N
     rank = rank_in_sample(k * share, k)
     run(p.sample, 0, 1, rank=rank, listed=True)
@@ -509,22 +566,52 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared) -> torch.Tensor:
             s.candidates, s.found, s.threshold, capacity, better, BLOCK=capacity, num_warps=8
         )
     run(p.chunks, 0, p.chunks.count)
-    room = triton.next_power_of_2(k + max(24, k // 8))
-    kept = torch.empty(B, room, dtype=torch.int32, device=device)
-    kept_counts = torch.empty(B, dtype=torch.int32, device=device)
-    keys = torch.empty(B, room, dtype=torch.int64, device=device)
     _select_kernel[(B,)](
-        s.candidates, s.found, s.threshold, s.margin, s.status, kept, kept_counts, k, capacity,
-        BLOCK=capacity, ROOM=room, num_warps=8,
+        s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts, s.keys,
+        N, k, capacity, BLOCK=capacity, ROOM=room, PROVED=proved, num_warps=8,
     )  # fmt: skip
-    _rescore_kernel[(B, triton.cdiv(room, 16))](
-        query, p.offsets, p.terms, p.weights, p.scales, p.chunks.docs, p.chunks.count,
-        kept, kept_counts, keys, V,
-        BYTES=p.weights.dtype == torch.uint8, UNSIGNED16=p.terms.dtype == torch.int16,
-        ROOM=room, DOCS=16, WIDTH=32, DEPTH=max(1, p.chunks.count.bit_length()), num_warps=4,
+    if proved:
+        _rescore(query, p, deleted, s, k, shared)
+    _sort_kernel[(B,)](
+        s.keys, s.kept_counts, s.status, s.unit, scores, ids, k,
+        SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8,
     )  # fmt: skip
-    _sort_kernel[(B,)](keys, s.status, scores, ids, k, ROOM=room, num_warps=8)
-    return s.status
+
+
+def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool) -> None:
+    """Exact keys of what is kept, and of the best of all documents for queries of which nothing is proved."""
+    B, V = query.shape
+    N = p.offsets.numel() - 1
+    room = s.kept.shape[1]
+    rows = (query, p.offsets, p.terms, p.weights, p.scales, p.chunks.docs, p.chunks.count)
+    kinds = {
+        "BYTES": p.weights.dtype == torch.uint8, "UNSIGNED16": p.terms.dtype == torch.int16, "ROOM": room,
+        "DEPTH": max(1, p.chunks.count.bit_length()),
+    }  # fmt: skip
+    # 32 documents by 64 entries: 8 an entry a thread in flight. Some 2000 programs fill the machine, and each sets a
+    # map of the query up: a microsecond.
+    parts = max(1, min(triton.cdiv(k, 32), 2048 // B))
+    rescore_kernel[(B, parts)](
+        *rows, s.terms, s.counts, s.kept, s.kept_counts, s.keys, V, s.terms.shape[1],
+        DOCS=32, WIDTH=64, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, **kinds,
+    )  # fmt: skip
+    group = max(1, min(4, _EVERYTHING_BYTES // (4 * N)))
+    group = 1 << (group.bit_length() - 1)
+    new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
+    cuda = query.is_cuda
+    programs = _multiprocessors(query.device) if cuda else 1
+    # 16 warps on every multiprocessor, all at once: they wait for each other
+    everything_kernel[(programs,)](
+        *rows, deleted, s.status, s.keys, s.kept_counts,
+        new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.arrived,
+        V, N, B, k, GROUP=group, DOCS=32, WIDTH=32, READ=1024, num_warps=16, **kinds,
+        **({"launch_cooperative_grid": True} if cuda else {}),
+    )  # fmt: skip
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -541,11 +628,12 @@ class _Launch:
         self, c: Chunks, first: int, last: int, rank: int = 0, listed: bool = False
     ) -> None:
         s = self.s
-        B, V = s.terms.shape
+        B, L = s.terms.shape
+        V1 = self.p.is_long.numel() + 1
         args = (
             c.post, c.offsets, c.bases, c.docs, s.terms, s.weights, s.counts, s.long_counts,
             s.threshold, s.found, s.candidates, self.deleted,
-            first, B, V + 1, V, self.capacity, rank,
+            first, B, V1, L, self.capacity, rank,
         )  # fmt: skip
         # 512: four postings a thread at 128 to a quarter warp; 32 x 32 tiles keep the lanes of a warp on one short list
         flags: dict[str, Any] = {
@@ -559,8 +647,9 @@ class _Launch:
             return
         programs = work
         if self.deleted.is_cuda:
-            sms = torch.cuda.get_device_properties(self.deleted.device).multi_processor_count
-            programs = min(work, 4 * sms)  # 32 KiB each: 16 MiB of scratch, well within L2
+            programs = min(
+                work, 4 * _multiprocessors(self.deleted.device)
+            )  # 32 KiB each: 16 MiB of scratch, well within L2
         else:
             programs = min(work, 4)
         scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=self.deleted.device)

@@ -17,9 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LISTS = "*i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i1"
 SIZES = "i32 i32 i32 i32 i32 i32"
 SCORE = {"CHUNK": 8192, "LONG": 512, "LISTS": 32, "WIDTH": 32, "READ": 2048, "HAS_DELETED": True}
-SELECT = "*i64 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32"
-RESCORE = "*fp32 *i64 *i16 {} *fp32 *i32 i32 *i32 *i32 *i64 i32"
-TILE = {"ROOM": 2048, "DOCS": 16, "WIDTH": 32, "DEPTH": 11}
+PREPARE = "*fp32 *u8 *fp64 *i32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i32 *i32 i32 i32"
+SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i32 *i32 *i64 i32 i32 i32"
+ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
+RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i64 i32 i32"
+EVERYTHING = f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32 i32 i32"
+KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
 
 
 def forms():
@@ -35,19 +38,21 @@ def forms():
             {"num_warps": 8, **registers},
         )
         yield "accumulate", "portable_kernel", f"*i32 i32 {LISTS} {SIZES}", const, {"num_warps": 8}
-    yield (
-        "search",
-        "_prepare_kernel",
-        "*fp32 *u8 *i32 *i32 *i32 *i32 *i32 *i32 i32",
-        {"BLOCK": 2048},
-        {},
-    )
+    for block, warps in ((1 << 15, 32), (1024, 8)):
+        yield "search", "_prepare_kernel", PREPARE, {"BLOCK": block}, {"num_warps": warps}
     yield "search", "_threshold_kernel", "*i64 *i32 *i32 i32 i32", {"BLOCK": 4096}, {}
-    yield "search", "_select_kernel", SELECT, {"BLOCK": 4096, "ROOM": 2048}, {}
-    yield "search", "_sort_kernel", "*i64 *i32 *fp32 *i64 i32", {"ROOM": 2048}, {}
+    for proved in (True, False):
+        const = {"ROOM": 2048, "PROVED": proved}
+        yield "search", "_select_kernel", SELECT, {**const, "BLOCK": 4096}, {"num_warps": 8}
+        types = "*i64 *i32 *i32 *fp32 *fp32 *i64 i32"
+        yield "search", "_sort_kernel", types, {**const, "SMALL": 1024}, {"num_warps": 8}
     for weight, by in (("*fp32", False), ("*fp16", False), ("*u8", True)):
-        const = {**TILE, "BYTES": by, "UNSIGNED16": True}
-        yield "search", "_rescore_kernel", RESCORE.format(weight), const, {}
+        for map_ in (True, False):
+            const = {**KINDS, "BYTES": by, "DOCS": 32, "WIDTH": 64, "MAP": map_}
+            yield "rescore", "rescore_kernel", RESCORE.format(weight), const, {"num_warps": 8}
+        const = {**KINDS, "BYTES": by, "DOCS": 32, "WIDTH": 32, "GROUP": 2, "READ": 1024}
+        options = {"num_warps": 16, "launch_cooperative_grid": True}
+        yield "rescore", "everything_kernel", EVERYTHING.format(weight), const, options
     for table, ids, padded in (
         ("*fp32", "*i64", True),
         ("*fp64", "*i16", False),

@@ -1,0 +1,311 @@
+"""Exact scores from the rows: of a query's candidates, and of all documents where candidates prove nothing.
+
+A score is an fp64 sum over the document's row, rounded once to fp32. Scores and ids travel as one int64 key that sorts
+as (score, lower id first).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["LOWEST", "MAP_TERMS", "MAP_VOCABULARY", "everything_kernel", "rescore_kernel"]
+
+LOWEST = -(1 << 63)  # the key of no document
+_LOWEST = tl.constexpr(LOWEST)
+_DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
+_NONE = tl.constexpr(0x7FFFFFFF)  # no query
+
+# A query in shared memory: a byte a term, the place of its weight in a table behind (0: not in the query). One byte
+# gathered from shared memory in place of four from a row of V floats, which is a cache line an entry.
+MAP_VOCABULARY = 1 << 15  # with the table below the 48 KiB that PTX may declare
+MAP_TERMS = 255
+_MAP_WORDS = tl.constexpr(MAP_VOCABULARY // 4)
+_WEIGHTS = tl.constexpr(MAP_VOCABULARY)  # where the table begins
+_DECLARE = tl.constexpr(
+    f"{{ .shared .align 16 .b8 sparse_scores_map[{MAP_VOCABULARY + 4 * (MAP_TERMS + 1)}]; "
+    "mov.u32 $0, sparse_scores_map; }"
+)
+_STORE = tl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
+_STORE_BYTE_IF = tl.constexpr(
+    "{ .reg .pred p; setp.lt.s32 p, $3, $4; @p st.shared.u8 [$1], $2; mov.u32 $0, 0; }"
+)
+_LOOK_UP = tl.constexpr(
+    "{ .reg .u32 a; ld.shared.u8 a, [$1]; shl.b32 a, a, 2; add.u32 a, a, $2; "
+    f"ld.shared.f32 $0, [a+{MAP_VOCABULARY}]; }}"
+)
+_BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
+
+
+@triton.jit
+def _ordered(score):
+    """fp32 as an int32 that sorts the same way; -0 as 0."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _key(ordered, doc):
+    return (ordered.to(tl.int64) << 32) | (4294967295 - doc.to(tl.int64))
+
+
+@triton.jit
+def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr):
+    """(scale, zero) of 8-bit documents: of the last chunk that begins at or before them."""
+    low = tl.zeros([N], tl.int32)
+    high = tl.zeros([N], tl.int32) + chunks
+    for _ in range(DEPTH):
+        middle = (low + high) // 2
+        begins = tl.load(chunk_docs + middle, mask=middle < chunks, other=2147483647)
+        low = tl.where(begins <= doc, middle, low)
+        high = tl.where(begins <= doc, high, middle)
+    return tl.load(scales + 2 * low), tl.load(scales + 2 * low + 1)
+
+
+@triton.jit
+def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNED16: tl.constexpr):
+    """Terms and fp32 weights of rows; 0 and 0 where there is none."""
+    t = tl.load(terms + at, mask=some, other=0).to(tl.int32)
+    if UNSIGNED16:
+        t = t & 0xFFFF
+    w = tl.load(weights + at, mask=some, other=0).to(tl.float32)
+    if BYTES:
+        w = tl.where(some, (w - zero[:, None]) * scale[:, None], 0.0)
+    return t, w
+
+
+@triton.jit
+def _look_up(query, table, t, some, mapped, MAP: tl.constexpr):
+    """The query's weights of these terms."""
+    if MAP:
+        if mapped:
+            x = tl.inline_asm_elementwise(
+                _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=False, pack=1
+            )  # fmt: skip
+        else:
+            x = tl.load(query + t, mask=some, other=0.0)
+    else:
+        x = tl.load(query + t, mask=some, other=0.0)
+    return x
+
+
+@triton.jit
+def rescore_kernel(
+    query, offsets, terms, weights, scales, chunk_docs, chunks,
+    query_terms, query_counts, kept, kept_counts, keys, V, L,
+    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
+    DOCS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
+):  # fmt: skip
+    """Exact scores of the kept documents of a query: programs (q, part) take DOCS of them in turn.
+
+    MAP: the query is looked up in shared memory, where it has few enough terms. Reads the rows (6 bytes an entry) once
+    a kept document; writes 8 bytes each.
+    """
+    q = tl.program_id(0).to(tl.int64)
+    n = tl.load(kept_counts + q)
+    mine = query + q * V
+    mapped = 0
+    table = 0
+    if MAP:
+        table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+        count = tl.load(query_counts + q)
+        if count <= 255:
+            mapped = 1
+            words = table + tl.arange(0, _MAP_WORDS) * 4
+            nothing = tl.zeros([_MAP_WORDS], tl.int32)
+            tl.inline_asm_elementwise(
+                _STORE, "=r,r,r", [words, nothing], dtype=tl.int32, is_pure=False, pack=1
+            )
+            tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+            i = tl.arange(0, 256)
+            t = tl.load(query_terms + q * L + i, mask=i < count, other=0)
+            w = tl.load(mine + t, mask=i < count, other=0.0)
+            last = count + tl.zeros([256], tl.int32)
+            tl.inline_asm_elementwise(
+                _STORE_BYTE_IF, "=r,r,r,r,r", [table + t, i + 1, i, last],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+            place = table + _WEIGHTS + ((i + 1) & 255) * 4  # the last is the first, which is 0
+            w = tl.where(i < 255, w, 0.0).to(tl.int32, bitcast=True)
+            tl.inline_asm_elementwise(
+                _STORE, "=r,r,r", [place, w], dtype=tl.int32, is_pure=False, pack=1
+            )
+            tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
+        i = first + tl.arange(0, DOCS)
+        here = i < n
+        doc = tl.load(kept + q * ROOM + i, mask=here, other=0)
+        start = tl.load(offsets + doc, mask=here, other=0)
+        length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
+        if BYTES:
+            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
+        else:
+            scale, zero = 1.0, 0.0
+        acc = tl.zeros([DOCS], tl.float64)
+        for j in range(0, tl.max(length, axis=0), WIDTH):
+            within = j + tl.arange(0, WIDTH)[None, :]
+            some = within < length[:, None]
+            t, w = _entries(
+                terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
+            )
+            x = _look_up(mine, table, t, some, mapped, MAP)
+            acc += tl.sum(w.to(tl.float64) * x.to(tl.float64), axis=1)
+        tl.store(keys + q * ROOM + i, _key(_ordered(acc.to(tl.float32)), doc), mask=here)
+
+
+# --- All documents ----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _all_programs(arrived, turn):
+    """Wait until every program of the grid, all of which run at once, has come here `turn` times."""
+    tl.debug_barrier()
+    tl.atomic_add(arrived, 1, sem="acq_rel")
+    while tl.atomic_add(arrived, 0, sem="acquire") < turn * tl.num_programs(0):
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def _next_unproved(status, after, B):
+    """The first query from `after` on whose answer is not proved."""
+    found = _NONE
+    for b in range(0, B, 1024):
+        q = b + tl.arange(0, 1024)
+        wrong = tl.load(status + q, mask=(q >= after) & (q < B), other=0) == 1
+        found = tl.minimum(found, tl.min(tl.where(wrong, q, _NONE), axis=0))
+    return found
+
+
+@triton.jit(do_not_specialize=["N", "B", "k"])
+def everything_kernel(
+    query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
+    table, scores, counts, tallies, arrived, V, N, B, k,
+    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
+    DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The k best of all documents, exactly, for the queries of status 1; nothing where there are none.
+
+    One launch whose programs all run at once and wait for each other, as many times as there are such queries: in a
+    CUDA graph, too, and without a look by the host. GROUP queries go together: their weights lie side by side in
+    `table` [V, GROUP], so that an entry gathers one sector for all. A program scores a range of the documents into
+    `scores` [GROUP, N]; the k-th best score is found bit by bit, counts [32, GROUP]; documents above it, and of those
+    equal to it the lowest, are written to keys, at places that follow from every program's tallies [programs, 2].
+    """
+    me = tl.program_id(0)
+    programs = tl.num_programs(0)
+    span = tl.cdiv(N, programs)
+    low = me * span
+    high = tl.minimum(low + span, N)
+    g = tl.arange(0, GROUP)
+    turn = 0
+    wrong = _next_unproved(status, 0, B)
+    while wrong < B:
+        which = tl.full([GROUP], _NONE, tl.int32)
+        for i in tl.static_range(GROUP):
+            which = tl.where(g == i, wrong, which)
+            wrong = _next_unproved(status, wrong + 1, B) if wrong < B else wrong
+        for t0 in range(me * READ, V, programs * READ):
+            t = t0 + tl.arange(0, READ)
+            row = tl.where(which < B, which, 0).to(tl.int64) * V
+            x = tl.load(query + row[None, :] + t[:, None], mask=(t < V)[:, None], other=0.0)
+            tl.store(table + t[:, None] * GROUP + g[None, :], x, mask=(t < V)[:, None])
+        if me == 0:
+            at = tl.arange(0, 32)[:, None] * GROUP + g[None, :]
+            tl.store(counts + at, tl.zeros([32, GROUP], tl.int32))
+        turn += 1
+        _all_programs(arrived, turn)
+
+        for first in range(low, high, DOCS):
+            doc = first + tl.arange(0, DOCS)
+            here = doc < high
+            start = tl.load(offsets + doc, mask=here, other=0)
+            length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
+            if BYTES:
+                scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
+            else:
+                scale, zero = 1.0, 0.0
+            acc = tl.zeros([DOCS, GROUP], tl.float64)
+            for j in range(0, tl.max(length, axis=0), WIDTH):
+                within = j + tl.arange(0, WIDTH)[None, :]
+                some = within < length[:, None]
+                t, w = _entries(
+                    terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
+                )
+                x = tl.load(table + (t * GROUP)[:, :, None] + g[None, None, :])
+                acc += tl.sum(w.to(tl.float64)[:, :, None] * x.to(tl.float64), axis=1)
+            gone = tl.load(deleted + doc, mask=here, other=0) != 0
+            ordered = tl.where(gone[:, None], _DELETED, _ordered(acc.to(tl.float32)))
+            place = g.to(tl.int64)[None, :] * N + doc[:, None]
+            tl.store(scores + place, ordered, mask=here[:, None])
+        tl.debug_barrier()
+
+        kth = tl.zeros([GROUP], tl.int64) - 2147483648
+        for step in range(32):
+            trial = kth + (tl.full([], 1, tl.int64) << (31 - step))
+            reached = tl.zeros([GROUP], tl.int32)
+            for first in range(low, high, READ):
+                doc = first + tl.arange(0, READ)
+                place = g.to(tl.int64)[:, None] * N + doc[None, :]
+                x = tl.load(scores + place, mask=(doc < high)[None, :], other=_DELETED)
+                reached += tl.sum((x.to(tl.int64) >= trial[:, None]).to(tl.int32), axis=1)
+            tl.atomic_add(counts + step * GROUP + g, reached, sem="relaxed")
+            turn += 1
+            _all_programs(arrived, turn)
+            enough = tl.load(counts + step * GROUP + g, cache_modifier=".cg") >= k
+            kth = tl.where(enough, trial, kth)
+
+        for i in tl.static_range(GROUP):
+            q = tl.sum(tl.where(g == i, which, 0), axis=0).to(tl.int64)
+            limit = tl.sum(tl.where(g == i, kth, 0), axis=0)
+            mine = scores + tl.full([], i, tl.int64) * N
+            above = 0
+            equal = 0
+            for first in range(low, high, READ):
+                doc = first + tl.arange(0, READ)
+                x = tl.load(mine + doc, mask=doc < high, other=_DELETED).to(tl.int64)
+                live = x != _DELETED
+                above += tl.sum((live & (x > limit)).to(tl.int32), axis=0)
+                equal += tl.sum((live & (x == limit)).to(tl.int32), axis=0)
+            tl.store(tallies + 2 * me, above)
+            tl.store(tallies + 2 * me + 1, equal)
+            turn += 1
+            _all_programs(arrived, turn)
+            all_above = 0
+            all_equal = 0
+            next_above = 0
+            next_equal = 0
+            for p in range(0, programs, 256):
+                other = p + tl.arange(0, 256)
+                a = tl.load(
+                    tallies + 2 * other, mask=other < programs, other=0, cache_modifier=".cg"
+                )
+                e = tl.load(
+                    tallies + 2 * other + 1, mask=other < programs, other=0, cache_modifier=".cg"
+                )
+                all_above += tl.sum(a, axis=0)
+                all_equal += tl.sum(e, axis=0)
+                next_above += tl.sum(tl.where(other < me, a, 0), axis=0)
+                next_equal += tl.sum(tl.where(other < me, e, 0), axis=0)
+            if q < B:
+                if me == 0:
+                    tl.store(kept_counts + q, tl.minimum(all_above + all_equal, k))
+                if above + equal > 0:
+                    for first in range(low, high, READ):
+                        doc = first + tl.arange(0, READ)
+                        x = tl.load(mine + doc, mask=doc < high, other=_DELETED)
+                        live = x != _DELETED
+                        better = (live & (x.to(tl.int64) > limit)).to(tl.int32)
+                        same = (live & (x.to(tl.int64) == limit)).to(tl.int32)
+                        rank = next_equal + tl.cumsum(same, axis=0) - 1
+                        place = tl.where(
+                            better != 0,
+                            next_above + tl.cumsum(better, axis=0) - 1,
+                            all_above + rank,
+                        )
+                        wanted = (better != 0) | ((same != 0) & (all_above + rank < k))
+                        tl.store(keys + q * ROOM + place, _key(x, doc), mask=wanted)
+                        next_above += tl.sum(better, axis=0)
+                        next_equal += tl.sum(same, axis=0)
+            turn += 1
+            _all_programs(arrived, turn)
