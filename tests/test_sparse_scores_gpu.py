@@ -139,7 +139,7 @@ def test_queries_that_no_threshold_fits(kind):
 
 
 def test_a_wrong_threshold_in_a_cuda_graph(monkeypatch):
-    """A query whose sampled threshold proves wrong is scored again, in the same graph, more of them than go together."""
+    """Queries whose sampled threshold proves wrong are scored again in the same graph, more than go together."""
     monkeypatch.setattr(kernel, "rank_in_sample", lambda expected, k: 1)
     index = SparseIndex.build(collection(), device="cuda")
     index.delete(range(100, 200))

@@ -1,7 +1,8 @@
 """Sparse scoring: exact top-k of a batch of sparse queries over a collection of sparse documents.
 
 Contenders, in one process and in turn: `SparseIndex.search` ("ours"), the same in a CUDA graph ("ours, graph"), by the
-portable kernels ("ours, portable") and by integer scores alone, in a graph ("ours, not exact, graph"); the scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add");
+portable kernels ("ours, portable") and by integer scores alone, in a graph ("ours, not exact, graph"); the
+scatter-add-then-topk of the GPUSparse paper, written anew ("scatter-add");
 on a CPU scipy's and torch's sparse product with torch.topk after it. Data is synthetic, with the paper's statistics.
 """
 

@@ -75,18 +75,63 @@ def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNE
 
 
 @triton.jit
-def _look_up(query, table, t, some, mapped, MAP: tl.constexpr):
-    """The query's weights of these terms."""
-    if MAP:
-        if mapped:
-            x = tl.inline_asm_elementwise(
-                _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=False, pack=1
-            )  # fmt: skip
+def _map_query(query, query_terms, count):
+    """Set the query's map up in shared memory; its address. No more than 255 terms, ids below MAP_VOCABULARY."""
+    table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+    words = table + tl.arange(0, _MAP_WORDS) * 4
+    nothing = tl.zeros([_MAP_WORDS], tl.int32)
+    tl.inline_asm_elementwise(
+        _STORE, "=r,r,r", [words, nothing], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    i = tl.arange(0, 256)
+    t = tl.load(query_terms + i, mask=i < count, other=0)
+    w = tl.load(query + t, mask=i < count, other=0.0)
+    last = count + tl.zeros([256], tl.int32)
+    tl.inline_asm_elementwise(
+        _STORE_BYTE_IF, "=r,r,r,r,r", [table + t, i + 1, i, last],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    place = table + _WEIGHTS + ((i + 1) & 255) * 4  # the last is the first, which is 0
+    w = tl.where(i < 255, w, 0.0).to(tl.int32, bitcast=True)
+    tl.inline_asm_elementwise(_STORE, "=r,r,r", [place, w], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    return table
+
+
+@triton.jit
+def _score_kept(
+    query, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr,
+    DOCS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
+):  # fmt: skip
+    """DOCS documents at a time, every program_id(1)-th lot; the query by its map or by its row."""
+    for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
+        i = first + tl.arange(0, DOCS)
+        here = i < n
+        doc = tl.load(kept + i, mask=here, other=0)
+        start = tl.load(offsets + doc, mask=here, other=0)
+        length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
+        if BYTES:
+            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
-            x = tl.load(query + t, mask=some, other=0.0)
-    else:
-        x = tl.load(query + t, mask=some, other=0.0)
-    return x
+            scale, zero = 1.0, 0.0
+        acc = tl.zeros([DOCS, WIDTH], tl.float64)
+        for j in range(0, tl.max(length, axis=0), WIDTH):
+            within = j + tl.arange(0, WIDTH)[None, :]
+            some = within < length[:, None]
+            t, w = _entries(
+                terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
+            )
+            if MAP:
+                x = tl.inline_asm_elementwise(
+                    _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=True, pack=1
+                )  # fmt: skip
+            else:
+                x = tl.load(query + t, mask=some, other=0.0)
+            acc += w.to(tl.float64) * x.to(tl.float64)
+        score = tl.sum(acc, axis=1).to(tl.float32)
+        tl.store(keys + i, _key(_ordered(score), doc), mask=here)
 
 
 @triton.jit
@@ -96,61 +141,32 @@ def rescore_kernel(
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
     DOCS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Exact scores of the kept documents of a query: programs (q, part) take DOCS of them in turn.
+    """Exact scores of the kept documents of a query; programs (query, part).
 
     MAP: the query is looked up in shared memory, where it has few enough terms. Reads the rows (6 bytes an entry) once
     a kept document; writes 8 bytes each.
     """
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(kept_counts + q)
-    mine = query + q * V
-    mapped = 0
-    table = 0
+    count = tl.load(query_counts + q)
+    row = query + q * V
     if MAP:
-        table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-        count = tl.load(query_counts + q)
         if count <= 255:
-            mapped = 1
-            words = table + tl.arange(0, _MAP_WORDS) * 4
-            nothing = tl.zeros([_MAP_WORDS], tl.int32)
-            tl.inline_asm_elementwise(
-                _STORE, "=r,r,r", [words, nothing], dtype=tl.int32, is_pure=False, pack=1
-            )
-            tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-            i = tl.arange(0, 256)
-            t = tl.load(query_terms + q * L + i, mask=i < count, other=0)
-            w = tl.load(mine + t, mask=i < count, other=0.0)
-            last = count + tl.zeros([256], tl.int32)
-            tl.inline_asm_elementwise(
-                _STORE_BYTE_IF, "=r,r,r,r,r", [table + t, i + 1, i, last],
-                dtype=tl.int32, is_pure=False, pack=1,
+            table = _map_query(row, query_terms + q * L, count)
+            _score_kept(
+                row, table, offsets, terms, weights, scales, chunk_docs, chunks, kept + q * ROOM, n, keys + q * ROOM,
+                BYTES, UNSIGNED16, DOCS, WIDTH, DEPTH, True,
             )  # fmt: skip
-            place = table + _WEIGHTS + ((i + 1) & 255) * 4  # the last is the first, which is 0
-            w = tl.where(i < 255, w, 0.0).to(tl.int32, bitcast=True)
-            tl.inline_asm_elementwise(
-                _STORE, "=r,r,r", [place, w], dtype=tl.int32, is_pure=False, pack=1
-            )
-            tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
-        i = first + tl.arange(0, DOCS)
-        here = i < n
-        doc = tl.load(kept + q * ROOM + i, mask=here, other=0)
-        start = tl.load(offsets + doc, mask=here, other=0)
-        length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
-        if BYTES:
-            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
-            scale, zero = 1.0, 0.0
-        acc = tl.zeros([DOCS], tl.float64)
-        for j in range(0, tl.max(length, axis=0), WIDTH):
-            within = j + tl.arange(0, WIDTH)[None, :]
-            some = within < length[:, None]
-            t, w = _entries(
-                terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
-            )
-            x = _look_up(mine, table, t, some, mapped, MAP)
-            acc += tl.sum(w.to(tl.float64) * x.to(tl.float64), axis=1)
-        tl.store(keys + q * ROOM + i, _key(_ordered(acc.to(tl.float32)), doc), mask=here)
+            _score_kept(
+                row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept + q * ROOM, n, keys + q * ROOM,
+                BYTES, UNSIGNED16, DOCS, WIDTH, DEPTH, False,
+            )  # fmt: skip
+    else:
+        _score_kept(
+            row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept + q * ROOM, n, keys + q * ROOM,
+            BYTES, UNSIGNED16, DOCS, WIDTH, DEPTH, False,
+        )  # fmt: skip
 
 
 # --- All documents ----------------------------------------------------------------------------------------------------

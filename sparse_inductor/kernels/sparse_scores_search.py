@@ -90,7 +90,7 @@ class Packed:
 
     chunks: Chunks
     sample: Chunks
-    is_long: torch.Tensor  # uint8 [V]
+    is_long: torch.Tensor  # int32 [V / 32], a bit a term: whether its lists are walked one by one
     df: torch.Tensor  # int64 [V], documents a term
     extremes: (
         torch.Tensor
@@ -176,7 +176,7 @@ def pack(
     )
     chunks = _joined(parts, num_terms, device)
     sample = _sample(segments, N, num_terms, largest, chunks.count, device)
-    long = (df.double() * CHUNK_DOCS / max(N, 1) >= _LONG_LIST).to(torch.uint8)
+    long = _bits(df.double() * CHUNK_DOCS / max(N, 1) >= _LONG_LIST)
     extremes = torch.tensor([largest, least], dtype=torch.float64, device=device)
     return Packed(chunks, sample, long, df, extremes, *rows).tensors()
 
@@ -250,10 +250,23 @@ def _sample(
     return dataclasses.replace(made, docs=docs.view(count, CHUNK_DOCS).int().contiguous())
 
 
+def _bits(flags: torch.Tensor) -> torch.Tensor:
+    """Booleans as the bits of int32 words, the first the lowest."""
+    words = torch.nn.functional.pad(flags.long(), (0, -flags.numel() % 32)).view(-1, 32)
+    packed = (words << torch.arange(32, device=flags.device)).sum(1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
 # Kernels around the scoring
 
 
 @triton.jit
+def _long(is_long, t, V):
+    """Bit t of the words of `is_long`."""
+    return (tl.load(is_long + (t >> 5), mask=t < V, other=0) >> (t & 31)) & 1
+
+
+@triton.jit(do_not_specialize=["V", "L"])
 def _prepare_kernel(
     query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
     arrived, V, L, BLOCK: tl.constexpr,
@@ -267,20 +280,18 @@ def _prepare_kernel(
     """
     q = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float64)
-    n = tl.zeros([BLOCK], tl.int32)
-    long = tl.zeros([BLOCK], tl.int32)
-    least = tl.zeros([BLOCK], tl.float32)
+    sum_ = tl.full([], 0.0, tl.float64)
+    terms_of = 0
+    all_long = 0
+    least = 0.0
     for i in range(0, V, BLOCK):
-        w = tl.load(query + q * V + i + at, mask=i + at < V, other=0.0)
+        t = i + at
+        w = tl.load(query + q * V + t, mask=t < V, other=0.0)
         some = (w != 0).to(tl.int32)
-        total += tl.abs(w).to(tl.float64)
-        n += some
-        long += some * tl.load(is_long + i + at, mask=i + at < V, other=0).to(tl.int32)
-        least = tl.minimum(least, w)
-    sum_ = tl.sum(total, axis=0)
-    terms_of = tl.sum(n, axis=0)
-    all_long = tl.sum(long, axis=0)
+        sum_ += tl.sum(tl.abs(w).to(tl.float64), axis=0)
+        terms_of += tl.sum(some, axis=0)
+        all_long += tl.sum(some * _long(is_long, t, V), axis=0)
+        least = tl.minimum(least, tl.min(w, axis=0))
     sound = sum_ < float("inf")
     # Scores that overflow fp32, or lose bits to denormal numbers, are equal where integers differ.
     most = sum_ * tl.load(extremes)
@@ -296,7 +307,7 @@ def _prepare_kernel(
     tl.store(margin + q, (2.0 * tl.where(usable != 0, bound, 0.0)).to(tl.int32) + 1)
     tl.store(status + q, tl.where(sound, tl.where(trusted, 0, 1), 2))
     tl.store(unit + q, (tl.load(extremes) * _UNIT / scale).to(tl.float32))
-    tl.store(positive + q, (tl.min(least, axis=0) >= 0) & (tl.load(extremes + 1) >= 0))
+    tl.store(positive + q, (least >= 0) & (tl.load(extremes + 1) >= 0))
     tl.store(counts + q, terms_of * usable)
     tl.store(long_counts + q, all_long * usable)
     # Threshold 1: without a sample every document with a positive score is a candidate.
@@ -309,9 +320,8 @@ def _prepare_kernel(
     for i in range(0, V, BLOCK):
         t = i + at
         w = tl.load(query + q * V + t, mask=t < V, other=0.0)
-        is_ = tl.load(is_long + t, mask=t < V, other=0).to(tl.int32)
         some = (w != 0).to(tl.int32)
-        first = some * is_
+        first = some * _long(is_long, t, V)
         both = first + ((some - first) << 16)  # one scan for two: a block is less than 2^16
         rank = tl.cumsum(both, axis=0) - both
         place = tl.where(
@@ -480,9 +490,21 @@ class _Scratch:
     @staticmethod
     def of(B: int, L: int, capacity: int, room: int, device: torch.device) -> _Scratch:
         new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=device)
+        names = (
+            "counts",
+            "long_counts",
+            "margin",
+            "positive",
+            "status",
+            "threshold",
+            "found",
+            "kept_counts",
+        )
         return _Scratch(
-            new(B, L), new(B, L), *new(8, B).unbind(0), new(B, dtype=torch.float32),
-            new(B, capacity, dtype=torch.int64), new(B, room), new(B, room, dtype=torch.int64), new(1),
+            terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
+            candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
+            keys=new(B, room, dtype=torch.int64), arrived=new(1),
+            **dict(zip(names, new(len(names), B))),
         )  # fmt: skip
 
 
@@ -547,12 +569,10 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     # All matches of a query and k documents besides, or the k best and some that may be as good.
     room = triton.next_power_of_2(max(2 * k, k + 24))
     s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, query.device)
-    # A row of a usual vocabulary in one piece: 32 elements a thread
-    block = min(triton.next_power_of_2(V), 1 << 15)
     _prepare_kernel[(B,)](
         query, p.is_long, p.extremes, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.unit, s.positive,
         s.status, s.threshold, s.found, s.arrived, V, s.terms.shape[1],
-        BLOCK=block, num_warps=32 if block == 1 << 15 else 8,
+        BLOCK=min(triton.next_power_of_2(V), 4096), num_warps=8,
     )  # fmt: skip
     run = _Launch(s, p, deleted, capacity, shared)
     share = CHUNK_DOCS / N
@@ -568,7 +588,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     run(p.chunks, 0, p.chunks.count)
     _select_kernel[(B,)](
         s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts, s.keys,
-        N, k, capacity, BLOCK=capacity, ROOM=room, PROVED=proved, num_warps=8,
+        N, k, capacity, BLOCK=capacity, ROOM=room, PROVED=proved, num_warps=16,
     )  # fmt: skip
     if proved:
         _rescore(query, p, deleted, s, k, shared)
@@ -588,12 +608,12 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool) -> No
         "BYTES": p.weights.dtype == torch.uint8, "UNSIGNED16": p.terms.dtype == torch.int16, "ROOM": room,
         "DEPTH": max(1, p.chunks.count.bit_length()),
     }  # fmt: skip
-    # 32 documents by 64 entries: 8 an entry a thread in flight. Some 2000 programs fill the machine, and each sets a
-    # map of the query up: a microsecond.
-    parts = max(1, min(triton.cdiv(k, 32), 2048 // B))
+    # 16 documents by 64 entries: 4 entries a thread in flight, four blocks an SM. Some 2000 programs fill the machine,
+    # and each sets a map of the query up: a microsecond.
+    parts = max(1, min(triton.cdiv(k, 16), 2048 // B))
     rescore_kernel[(B, parts)](
         *rows, s.terms, s.counts, s.kept, s.kept_counts, s.keys, V, s.terms.shape[1],
-        DOCS=32, WIDTH=64, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, **kinds,
+        DOCS=16, WIDTH=64, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, **kinds,
     )  # fmt: skip
     group = max(1, min(4, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
@@ -629,7 +649,7 @@ class _Launch:
     ) -> None:
         s = self.s
         B, L = s.terms.shape
-        V1 = self.p.is_long.numel() + 1
+        V1 = self.p.df.numel() + 1
         args = (
             c.post, c.offsets, c.bases, c.docs, s.terms, s.weights, s.counts, s.long_counts,
             s.threshold, s.found, s.candidates, self.deleted,
