@@ -40,8 +40,8 @@ REWRITTEN = [
 
 @pytest.mark.parametrize("case", REWRITTEN[::4], ids=lambda c: c.name)
 def test_a_rewritten_program_gives_the_same_on_a_gpu(case):
+    fn, inputs = on_gpu(case)
     with torch.device("cuda"), torch.no_grad(), only("sparse_scores") as report:
-        fn, inputs = on_gpu(case)
         want = flatten(fn(*inputs))
         got = flatten(torch.compile(fn)(*inputs))
         assert rewrites(report, "sparse_scores")

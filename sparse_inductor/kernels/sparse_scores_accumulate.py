@@ -111,13 +111,26 @@ def _doc(chunk_docs, c, place, CHUNK: tl.constexpr, LISTED: tl.constexpr):
 
 @triton.jit
 def kth_largest(x, k, HIGH: tl.constexpr, STEPS: tl.constexpr):
-    """The k-th largest of non-negative int32, by bisection from bit HIGH down; a lower bound of it after STEPS bits."""
+    """The k-th largest of less than 2^20 non-negative int32, two bits at a step from bits HIGH + 1 and HIGH down; a
+    lower bound of it after STEPS steps."""
     found = 0
     for step in range(STEPS):
-        trial = found + (1 << (HIGH - step))
-        enough = tl.sum((x >= trial).to(tl.int32), axis=0) >= k
-        found = tl.where(enough, trial, found)
+        low = HIGH - 2 * step
+        one = (x >= found + (1 << low)).to(tl.int64)
+        two = (x >= found + (2 << low)).to(tl.int64)
+        three = (x >= found + (3 << low)).to(tl.int64)
+        counts = tl.sum(one + (two << 20) + (three << 40), axis=0)
+        digit = ((counts & 0xFFFFF) >= k).to(tl.int32)
+        digit += (((counts >> 20) & 0xFFFFF) >= k).to(tl.int32)
+        digit += ((counts >> 40) >= k).to(tl.int32)
+        found += digit << low
     return found
+
+
+@triton.jit
+def place_of_term(i, long, n, L):
+    """Where term i of n stands in its query's row of L: long ones first, the others at the end."""
+    return tl.where(i < long, i, L - n + i)
 
 
 @triton.jit
@@ -166,8 +179,8 @@ def _score_one(
         end = length + tl.zeros([LONG], tl.int32)
         _add(acc, tl.load(list_ + at, mask=at < length, other=0), wide, at, end, SHARED, False)
     for j in range(long, n, LISTS):
-        which = j + tl.arange(0, LISTS)
-        some = which < n
+        which = L - n + j + tl.arange(0, LISTS)
+        some = which < L
         t = tl.load(my_terms + which, mask=some, other=0)
         w = tl.load(my_weights + which, mask=some, other=0)
         start = tl.load(lists + t, mask=some, other=0)
@@ -188,7 +201,7 @@ def _score_one(
             doc = _doc(chunk_docs, c, place, CHUNK, LISTED)
             score = tl.where(tl.load(deleted + doc, mask=score > 0, other=0) != 0, 0, score)
         # 18 of 30 bits: a bound from below, 2^-18 of the range away, for little more than half the time
-        tl.store(threshold + q, tl.maximum(kth_largest(score, rank, 29, 18), 1))
+        tl.store(threshold + q, tl.maximum(kth_largest(score, rank, 28, 9), 1))
         tl.store(found + q, 0)
     else:
         least = tl.load(threshold + q)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .sparse_scores_accumulate import place_of_term
+
 __all__ = ["LOWEST", "MAP_TERMS", "MAP_VOCABULARY", "everything_kernel", "rescore_kernel"]
 
 LOWEST = -(1 << 63)  # the key of no document
@@ -75,7 +77,7 @@ def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNE
 
 
 @triton.jit
-def _map_query(query, query_terms, count):
+def _map_query(query, query_terms, count, long, L):
     """Set the query's map up in shared memory; its address. No more than 255 terms, ids below MAP_VOCABULARY."""
     table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     words = table + tl.arange(0, _MAP_WORDS) * 4
@@ -85,7 +87,7 @@ def _map_query(query, query_terms, count):
     )
     tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     i = tl.arange(0, 256)
-    t = tl.load(query_terms + i, mask=i < count, other=0)
+    t = tl.load(query_terms + place_of_term(i, long, count, L), mask=i < count, other=0)
     w = tl.load(query + t, mask=i < count, other=0.0)
     last = count + tl.zeros([256], tl.int32)
     tl.inline_asm_elementwise(
@@ -101,24 +103,24 @@ def _map_query(query, query_terms, count):
 
 @triton.jit
 def _score_kept(
-    query, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr,
-    DOCS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
+    query, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
     """DOCS documents at a time, every program_id(1)-th lot; the query by its map or by its row."""
     for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
         i = first + tl.arange(0, DOCS)
         here = i < n
         doc = tl.load(kept + i, mask=here, other=0)
-        start = tl.load(offsets + doc, mask=here, other=0)
+        start = tl.load(starts + i, mask=here, other=0)
         length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
         if BYTES:
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
             scale, zero = 1.0, 0.0
-        acc = tl.zeros([DOCS, WIDTH], tl.float64)
-        for j in range(0, tl.max(length, axis=0), WIDTH):
-            within = j + tl.arange(0, WIDTH)[None, :]
+        # A row is one warp's, 32 entries at a time, and four such steps are under way at once.
+        acc = tl.zeros([DOCS, 32], tl.float64)
+        for j in tl.range(0, tl.max(length, axis=0), 32, loop_unroll_factor=4):
+            within = j + tl.arange(0, 32)[None, :]
             some = within < length[:, None]
             t, w = _entries(
                 terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
@@ -137,11 +139,11 @@ def _score_kept(
 @triton.jit
 def rescore_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks,
-    query_terms, query_counts, kept, kept_counts, keys, V, L,
+    query_terms, query_counts, long_counts, kept, starts, kept_counts, keys, V, L,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
-    DOCS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
+    DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Exact scores of the kept documents of a query; programs (query, part).
+    """Exact scores of the kept documents of a query; programs (q, part). `starts` are where their rows begin.
 
     MAP: the query is looked up in shared memory, where it has few enough terms. Reads the rows (6 bytes an entry) once
     a kept document; writes 8 bytes each.
@@ -150,22 +152,25 @@ def rescore_kernel(
     n = tl.load(kept_counts + q)
     count = tl.load(query_counts + q)
     row = query + q * V
+    kept += q * ROOM
+    starts += q * ROOM
+    keys += q * ROOM
     if MAP:
         if count <= 255:
-            table = _map_query(row, query_terms + q * L, count)
+            table = _map_query(row, query_terms + q * L, count, tl.load(long_counts + q), L)
             _score_kept(
-                row, table, offsets, terms, weights, scales, chunk_docs, chunks, kept + q * ROOM, n, keys + q * ROOM,
-                BYTES, UNSIGNED16, DOCS, WIDTH, DEPTH, True,
+                row, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+                BYTES, UNSIGNED16, DOCS, DEPTH, True,
             )  # fmt: skip
         else:
             _score_kept(
-                row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept + q * ROOM, n, keys + q * ROOM,
-                BYTES, UNSIGNED16, DOCS, WIDTH, DEPTH, False,
+                row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+                BYTES, UNSIGNED16, DOCS, DEPTH, False,
             )  # fmt: skip
     else:
         _score_kept(
-            row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept + q * ROOM, n, keys + q * ROOM,
-            BYTES, UNSIGNED16, DOCS, WIDTH, DEPTH, False,
+            row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+            BYTES, UNSIGNED16, DOCS, DEPTH, False,
         )  # fmt: skip
 
 

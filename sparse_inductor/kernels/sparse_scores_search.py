@@ -32,6 +32,7 @@ from .sparse_scores_accumulate import (
     MAX_SUM,
     WEIGHT_STEPS,
     kth_largest,
+    place_of_term,
     portable_kernel,
     shared_kernel,
 )
@@ -260,19 +261,16 @@ def _bits(flags: torch.Tensor) -> torch.Tensor:
 # Kernels around the scoring
 
 
-@triton.jit
-def _long(is_long, t, V):
-    """Bit t of the words of `is_long`."""
-    return (tl.load(is_long + (t >> 5), mask=t < V, other=0) >> (t & 31)) & 1
-
-
 @triton.jit(do_not_specialize=["V", "L"])
 def _prepare_kernel(
     query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
-    arrived, V, L, BLOCK: tl.constexpr,
+    slots, arrived, V, L, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program a query: reads its V weights (twice where they are more than a block), writes its terms, 8 bytes
-    each, and sets up what the other kernels count in.
+    """One program a query: reads its V weights once, writes its terms, 8 bytes each, and sets up what the other kernels
+    count in.
+
+    Terms of long lists are terms[q, :long_counts], the others the last ones of the row. They come in any order, which
+    sums of integers do not depend on: a counter gives each its place, where a scan would wait for all threads.
 
     status: 0; 1 where integers cannot be trusted or there are more than L terms; 2 where a weight is NaN or infinite.
     margin: twice the error bound of an integer score, in its units of `unit`. positive: whether no weight of query and
@@ -280,18 +278,34 @@ def _prepare_kernel(
     """
     q = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    sum_ = tl.full([], 0.0, tl.float64)
-    terms_of = 0
-    all_long = 0
-    least = 0.0
+    mine = terms + q * L
+    raw = weights + q * L
+    slot = slots + 2 * q
+    tl.store(slot, 0)
+    tl.store(slot + 1, 0)
+    tl.debug_barrier()
+    least = tl.zeros([BLOCK], tl.float32)
     for i in range(0, V, BLOCK):
         t = i + at
         w = tl.load(query + q * V + t, mask=t < V, other=0.0)
-        some = (w != 0).to(tl.int32)
-        sum_ += tl.sum(tl.abs(w).to(tl.float64), axis=0)
-        terms_of += tl.sum(some, axis=0)
-        all_long += tl.sum(some * _long(is_long, t, V), axis=0)
-        least = tl.minimum(least, tl.min(w, axis=0))
+        some = w != 0
+        short = 1 - ((tl.load(is_long + (t >> 5), mask=some, other=0) >> (t & 31)) & 1)
+        n = tl.atomic_add(slot + short, 1, mask=some, sem="relaxed")
+        place = tl.where(short != 0, L - 1 - n, n)
+        kept = some & (n < L)
+        tl.store(mine + place, t, mask=kept)
+        tl.store(raw + place, w.to(tl.int32, bitcast=True), mask=kept)
+        least = tl.minimum(least, w)
+    tl.debug_barrier()
+    all_long = tl.load(slot, cache_modifier=".cg")
+    all_short = tl.load(slot + 1, cache_modifier=".cg")
+    terms_of = all_long + all_short
+    stored = tl.minimum(terms_of, L)
+    sum_ = tl.full([], 0.0, tl.float64)
+    for i in range(0, stored, BLOCK):
+        place = place_of_term(i + at, all_long, terms_of, L)
+        w = tl.load(raw + place, mask=i + at < stored, other=0, cache_modifier=".cg")
+        sum_ += tl.sum(tl.abs(w.to(tl.float32, bitcast=True)).to(tl.float64), axis=0)
     sound = sum_ < float("inf")
     # Scores that overflow fp32, or lose bits to denormal numbers, are equal where integers differ.
     most = sum_ * tl.load(extremes)
@@ -307,7 +321,7 @@ def _prepare_kernel(
     tl.store(margin + q, (2.0 * tl.where(usable != 0, bound, 0.0)).to(tl.int32) + 1)
     tl.store(status + q, tl.where(sound, tl.where(trusted, 0, 1), 2))
     tl.store(unit + q, (tl.load(extremes) * _UNIT / scale).to(tl.float32))
-    tl.store(positive + q, (least >= 0) & (tl.load(extremes + 1) >= 0))
+    tl.store(positive + q, (tl.min(least, axis=0) >= 0) & (tl.load(extremes + 1) >= 0))
     tl.store(counts + q, terms_of * usable)
     tl.store(long_counts + q, all_long * usable)
     # Threshold 1: without a sample every document with a positive score is a candidate.
@@ -315,25 +329,13 @@ def _prepare_kernel(
     tl.store(found + q, 0)
     if q == 0:
         tl.store(arrived, 0)
-    next_long = 0
-    next_short = all_long
-    for i in range(0, V, BLOCK):
-        t = i + at
-        w = tl.load(query + q * V + t, mask=t < V, other=0.0)
-        some = (w != 0).to(tl.int32)
-        first = some * _long(is_long, t, V)
-        both = first + ((some - first) << 16)  # one scan for two: a block is less than 2^16
-        rank = tl.cumsum(both, axis=0) - both
-        place = tl.where(
-            first != 0, next_long + (rank & 0xFFFF), next_short + ((rank >> 16) & 0xFFFF)
-        )
-        scaled = w.to(tl.float64) * scale
+    for i in range(0, stored, BLOCK):
+        place = place_of_term(i + at, all_long, terms_of, L)
+        keep = (i + at < stored) & (usable != 0)
+        w = tl.load(raw + place, mask=keep, other=0, cache_modifier=".cg")
+        scaled = w.to(tl.float32, bitcast=True).to(tl.float64) * scale
         whole = tl.where(scaled < 0, scaled - 0.5, scaled + 0.5).to(tl.int32)
-        keep = (some != 0) & (usable != 0)
-        tl.store(terms + q * L + place, t, mask=keep)
-        tl.store(weights + q * L + place, whole, mask=keep)
-        next_long += tl.sum(first, axis=0)
-        next_short += tl.sum(some - first, axis=0)
+        tl.store(raw + place, whole, mask=keep)
 
 
 @triton.jit
@@ -343,14 +345,15 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
     n = tl.minimum(tl.load(found + q), capacity)
     at = tl.arange(0, BLOCK)
     x = tl.load(candidates + q * capacity + at, mask=at < n, other=0)
-    better = kth_largest((x >> 32).to(tl.int32), rank, 29, 18)
+    better = kth_largest((x >> 32).to(tl.int32), rank, 28, 9)
     tl.store(threshold + q, tl.maximum(tl.load(threshold + q), better))
     tl.store(found + q, 0)
 
 
 @triton.jit
 def _select_kernel(
-    candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
+    candidates, found, threshold, margin, positive, deleted, status, offsets, kept, starts, kept_counts, keys,
+    N, k, capacity,
     BLOCK: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the documents that may be among the k best, and whether that is proved.
@@ -362,9 +365,9 @@ def _select_kernel(
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(found + q)
     at = tl.arange(0, BLOCK)
-    x = tl.load(candidates + q * capacity + at, mask=at < tl.minimum(n, capacity), other=0)
-    score = (x >> 32).to(tl.int32)
-    kth = kth_largest(score, k, 29, 30)
+    mine = candidates + q * capacity + at
+    score = (tl.load(mine, mask=at < tl.minimum(n, capacity), other=0) >> 32).to(tl.int32)
+    kth = kth_largest(score, k, 28, 15)
     least = tl.load(threshold + q)
     all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
     if PROVED:
@@ -375,13 +378,18 @@ def _select_kernel(
     keep = (score >= limit) & (at < n)
     rank = tl.cumsum(keep.to(tl.int32), axis=0)
     many = tl.sum(keep.to(tl.int32), axis=0)
+    fits = keep & (rank <= ROOM)
+    # Read again: to hold the documents through the bisection takes the registers of another program.
+    x = tl.load(mine, mask=fits, other=0)
     doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
+    place = q * ROOM + rank - 1
     if PROVED:
-        tl.store(kept + q * ROOM + rank - 1, doc, mask=keep & (rank <= ROOM))
+        tl.store(kept + place, doc, mask=fits)
+        tl.store(starts + place, tl.load(offsets + doc, mask=fits, other=0), mask=fits)
         proved = (n >= k) & (n <= capacity) & (limit >= least) & (many <= ROOM)
     else:
         key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
-        tl.store(keys + q * ROOM + rank - 1, key, mask=keep & (rank <= ROOM))
+        tl.store(keys + place, key, mask=fits)
         proved = (n >= k) & (n <= capacity) & (many <= ROOM)
     before = tl.load(status + q)
     if all_matches & (before == 0):
@@ -390,9 +398,11 @@ def _select_kernel(
         while (i < N) & (more < k):
             id_ = i + tl.arange(0, BLOCK)
             live = (tl.load(deleted + id_, mask=id_ < N, other=1) == 0).to(tl.int32)
-            place = more + tl.cumsum(live, axis=0) - 1
-            fits = (live != 0) & (place < k)
-            tl.store(kept + q * ROOM + many + place, id_, mask=fits)
+            nth = more + tl.cumsum(live, axis=0) - 1
+            wanted = (live != 0) & (nth < k)
+            first = tl.load(offsets + id_, mask=wanted, other=0)
+            tl.store(kept + q * ROOM + many + nth, id_, mask=wanted)
+            tl.store(starts + q * ROOM + many + nth, first, mask=wanted)
             more += tl.sum(live, axis=0)
             i += BLOCK
         many += tl.minimum(more, k)
@@ -485,6 +495,8 @@ class _Scratch:
     candidates: torch.Tensor
     kept: torch.Tensor
     keys: torch.Tensor
+    starts: torch.Tensor
+    slots: torch.Tensor
     arrived: torch.Tensor
 
     @staticmethod
@@ -503,7 +515,8 @@ class _Scratch:
         return _Scratch(
             terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
             candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
-            keys=new(B, room, dtype=torch.int64), arrived=new(1),
+            keys=new(B, room, dtype=torch.int64), starts=new(B, room, dtype=torch.int64),
+            slots=new(B, 2), arrived=new(1),
             **dict(zip(names, new(len(names), B))),
         )  # fmt: skip
 
@@ -571,8 +584,8 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, query.device)
     _prepare_kernel[(B,)](
         query, p.is_long, p.extremes, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.unit, s.positive,
-        s.status, s.threshold, s.found, s.arrived, V, s.terms.shape[1],
-        BLOCK=min(triton.next_power_of_2(V), 4096), num_warps=8,
+        s.status, s.threshold, s.found, s.slots, s.arrived, V, s.terms.shape[1],
+        BLOCK=min(triton.next_power_of_2(V), 2048), num_warps=8,
     )  # fmt: skip
     run = _Launch(s, p, deleted, capacity, shared)
     share = CHUNK_DOCS / N
@@ -587,14 +600,14 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         )
     run(p.chunks, 0, p.chunks.count)
     _select_kernel[(B,)](
-        s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts, s.keys,
-        N, k, capacity, BLOCK=capacity, ROOM=room, PROVED=proved, num_warps=16,
+        s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, p.offsets, s.kept, s.starts,
+        s.kept_counts, s.keys, N, k, capacity, BLOCK=capacity, ROOM=room, PROVED=proved, num_warps=16, maxnreg=64,
     )  # fmt: skip
     if proved:
         _rescore(query, p, deleted, s, k, shared)
     _sort_kernel[(B,)](
         s.keys, s.kept_counts, s.status, s.unit, scores, ids, k,
-        SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8,
+        SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64,
     )  # fmt: skip
 
 
@@ -612,8 +625,8 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool) -> No
     # and each sets a map of the query up: a microsecond.
     parts = max(1, min(triton.cdiv(k, 16), 2048 // B))
     rescore_kernel[(B, parts)](
-        *rows, s.terms, s.counts, s.kept, s.kept_counts, s.keys, V, s.terms.shape[1],
-        DOCS=16, WIDTH=64, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, **kinds,
+        *rows, s.terms, s.counts, s.long_counts, s.kept, s.starts, s.kept_counts, s.keys, V, s.terms.shape[1],
+        DOCS=32, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, **kinds,
     )  # fmt: skip
     group = max(1, min(4, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
@@ -663,7 +676,7 @@ class _Launch:
         work = (last - first) * B
         if self.shared:
             # 40 registers: six blocks of 8 warps an SM, as many as 32 KiB of accumulators each allow
-            shared_kernel[(work,)](*args, **flags, maxnreg=None if rank else 40)
+            shared_kernel[(work,)](*args, **flags, maxnreg=64 if rank else 40)
             return
         programs = work
         if self.deleted.is_cuda:

@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 LISTS = "*i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i1"
 SIZES = "i32 i32 i32 i32 i32 i32"
 SCORE = {"CHUNK": 8192, "LONG": 512, "LISTS": 32, "WIDTH": 32, "READ": 2048, "HAS_DELETED": True}
-PREPARE = "*fp32 *i32 *fp64 *i32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i32 *i32 i32 i32"
-SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i32 *i32 *i64 i32 i32 i32"
+PREPARE = "*fp32 *i32 *fp64 *i32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32"
+SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i64 *i32 *i64 *i32 *i64 i32 i32 i32"
 ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
-RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i64 i32 i32"
+RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i64 *i32 *i64 i32 i32"
 EVERYTHING = f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32 i32 i32"
 KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
 
@@ -30,7 +30,7 @@ def forms():
     """(module, kernel, types of the arguments, constants, options) of everything that is launched."""
     for ranked, listed in ((False, False), (True, True), (False, True)):
         const = {**SCORE, "RANKED": ranked, "LISTED": listed}
-        registers = {} if ranked else {"maxnreg": 40}
+        registers = {"maxnreg": 64 if ranked else 40}
         yield (
             "accumulate",
             "shared_kernel",
@@ -39,20 +39,31 @@ def forms():
             {"num_warps": 8, **registers},
         )
         yield "accumulate", "portable_kernel", f"*i32 i32 {LISTS} {SIZES}", const, {"num_warps": 8}
-    yield "search", "_prepare_kernel", PREPARE, {"BLOCK": 4096}, {"num_warps": 8}
+    yield "search", "_prepare_kernel", PREPARE, {"BLOCK": 2048}, {"num_warps": 8}
     yield "search", "_threshold_kernel", "*i64 *i32 *i32 i32 i32", {"BLOCK": 4096}, {}
     for proved in (True, False):
         const = {"ROOM": 2048, "PROVED": proved}
-        yield "search", "_select_kernel", SELECT, {**const, "BLOCK": 4096}, {"num_warps": 16}
+        yield (
+            "search",
+            "_select_kernel",
+            SELECT,
+            {**const, "BLOCK": 4096},
+            {"num_warps": 16, "maxnreg": 64},
+        )
         types = "*i64 *i32 *i32 *fp32 *fp32 *i64 i32"
-        yield "search", "_sort_kernel", types, {**const, "SMALL": 1024}, {"num_warps": 8}
+        yield (
+            "search",
+            "_sort_kernel",
+            types,
+            {**const, "SMALL": 1024},
+            {"num_warps": 8, "maxnreg": 64},
+        )
     for weight, by in (("*fp32", False), ("*fp16", False), ("*u8", True)):
         for map_ in (True, False):
             const = {
                 **KINDS,
                 "BYTES": by,
-                "DOCS": 16,
-                "WIDTH": 64,
+                "DOCS": 32,
                 "MAP": map_,
             }
             yield "rescore", "rescore_kernel", RESCORE.format(weight), const, {"num_warps": 8}
