@@ -202,7 +202,7 @@ class SparseScores:
             clears = [n for n in s.accumulator.users if view.name_of(n) in ("zero", "fill")]
             inner += [s.accumulator, *(n for n in clears if view.order[n] < view.order[s.node])]
         nodes = swallowed(view, inner)
-        check_memory(view, s.inputs, nodes, anchor, "before the scores are made")
+        check_memory(view, s.inputs, nodes, anchor, "before the scores are made", "the scores")
         check_gradient(view, [s.w.gather.source], s.swallowed)
         self._rehearse(s, anchor)
         return ScoresMatch(s, top, nodes)

@@ -205,7 +205,6 @@ _ALIASES = {
     "split_with_sizes": "split", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
     "prim_to_local": "to_local", "prim_redistribute": "redistribute",  # torch 2.11
     "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
-    "take_along_dim": "gather",
 }  # fmt: skip
 _KEYWORDS = {
     "self": "input", "x": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
