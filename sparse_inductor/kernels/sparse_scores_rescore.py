@@ -103,47 +103,55 @@ def _map_query(query, query_terms, count, long, L):
 
 @triton.jit
 def _score_kept(
-    query, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+    query, table, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
     """DOCS documents at a time, every program_id(1)-th lot; the query by its map or by its row."""
-    for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
-        i = first + tl.arange(0, DOCS)
+    step = tl.num_programs(1) * DOCS
+    i = tl.program_id(1) * DOCS + tl.arange(0, DOCS)
+    next_start = tl.load(starts + i, mask=i < n, other=0)
+    next_length = tl.load(lengths + i, mask=i < n, other=0)
+    for _ in range(tl.program_id(1) * DOCS, n, step):
         here = i < n
         doc = tl.load(kept + i, mask=here, other=0)
-        start = tl.load(starts + i, mask=here, other=0)
-        length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
+        start = next_start
+        length = next_length
+        # Where the next rows are is on its way while these are read.
+        next_start = tl.load(starts + i + step, mask=i + step < n, other=0)
+        next_length = tl.load(lengths + i + step, mask=i + step < n, other=0)
         if BYTES:
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
             scale, zero = 1.0, 0.0
-        # A row is one warp's, 32 entries at a time, and four such steps are under way at once.
+        # A row is one warp's, 32 entries at a time; the steps of 256 entries, most rows' all, are under way at once.
         acc = tl.zeros([DOCS, 32], tl.float64)
-        for j in tl.range(0, tl.max(length, axis=0), 32, loop_unroll_factor=4):
-            within = j + tl.arange(0, 32)[None, :]
-            some = within < length[:, None]
-            t, w = _entries(
-                terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
-            )
-            if MAP:
-                x = tl.inline_asm_elementwise(
-                    _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=True, pack=1
-                )  # fmt: skip
-            else:
-                x = tl.load(query + t, mask=some, other=0.0)
-            acc += w.to(tl.float64) * x.to(tl.float64)
+        for j in range(0, tl.max(length, axis=0), 256):
+            for u in tl.static_range(8):
+                within = j + 32 * u + tl.arange(0, 32)[None, :]
+                some = within < length[:, None]
+                t, w = _entries(
+                    terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
+                )
+                if MAP:
+                    x = tl.inline_asm_elementwise(
+                        _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=True, pack=1
+                    )  # fmt: skip
+                else:
+                    x = tl.load(query + t, mask=some, other=0.0)
+                acc += w.to(tl.float64) * x.to(tl.float64)
         score = tl.sum(acc, axis=1).to(tl.float32)
         tl.store(keys + i, _key(_ordered(score), doc), mask=here)
+        i += step
 
 
 @triton.jit
 def rescore_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks,
-    query_terms, query_counts, long_counts, kept, starts, kept_counts, keys, V, L,
+    query_terms, query_counts, long_counts, kept, starts, lengths, kept_counts, keys, V, L,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
     DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Exact scores of the kept documents of a query; programs (q, part). `starts` are where their rows begin.
+    """Exact scores of the kept documents of a query; programs (q, part). Their rows are `starts` and `lengths`.
 
     MAP: the query is looked up in shared memory, where it has few enough terms. Reads the rows (6 bytes an entry) once
     a kept document; writes 8 bytes each.
@@ -154,22 +162,23 @@ def rescore_kernel(
     row = query + q * V
     kept += q * ROOM
     starts += q * ROOM
+    lengths += q * ROOM
     keys += q * ROOM
     if MAP:
         if count <= 255:
             table = _map_query(row, query_terms + q * L, count, tl.load(long_counts + q), L)
             _score_kept(
-                row, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+                row, table, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
                 BYTES, UNSIGNED16, DOCS, DEPTH, True,
             )  # fmt: skip
         else:
             _score_kept(
-                row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+                row, 0, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
                 BYTES, UNSIGNED16, DOCS, DEPTH, False,
             )  # fmt: skip
     else:
         _score_kept(
-            row, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, starts, n, keys,
+            row, 0, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
             BYTES, UNSIGNED16, DOCS, DEPTH, False,
         )  # fmt: skip
 

@@ -285,9 +285,12 @@ def _prepare_kernel(
     tl.store(slot + 1, 0)
     tl.debug_barrier()
     least = tl.zeros([BLOCK], tl.float32)
+    row = query + q * V + at
+    coming = tl.load(row, mask=at < V, other=0.0)
     for i in range(0, V, BLOCK):
         t = i + at
-        w = tl.load(query + q * V + t, mask=t < V, other=0.0)
+        w = coming
+        coming = tl.load(row + i + BLOCK, mask=t + BLOCK < V, other=0.0)
         some = w != 0
         short = 1 - ((tl.load(is_long + (t >> 5), mask=some, other=0) >> (t & 31)) & 1)
         n = tl.atomic_add(slot + short, 1, mask=some, sem="relaxed")
@@ -345,16 +348,15 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
     n = tl.minimum(tl.load(found + q), capacity)
     at = tl.arange(0, BLOCK)
     x = tl.load(candidates + q * capacity + at, mask=at < n, other=0)
-    better = kth_largest((x >> 32).to(tl.int32), rank, 28, 9)
+    better = kth_largest((x >> 32).to(tl.int32), rank, 14)
     tl.store(threshold + q, tl.maximum(tl.load(threshold + q), better))
     tl.store(found + q, 0)
 
 
 @triton.jit
 def _select_kernel(
-    candidates, found, threshold, margin, positive, deleted, status, offsets, kept, starts, kept_counts, keys,
-    N, k, capacity,
-    BLOCK: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
+    candidates, found, threshold, margin, positive, deleted, status, offsets, kept, starts, lengths, kept_counts,
+    keys, N, k, capacity, BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the documents that may be among the k best, and whether that is proved.
 
@@ -365,9 +367,10 @@ def _select_kernel(
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(found + q)
     at = tl.arange(0, BLOCK)
-    mine = candidates + q * capacity + at
-    score = (tl.load(mine, mask=at < tl.minimum(n, capacity), other=0) >> 32).to(tl.int32)
-    kth = kth_largest(score, k, 28, 15)
+    mine = candidates + q * capacity
+    stored = tl.minimum(n, capacity)
+    score = (tl.load(mine + at, mask=at < stored, other=0) >> 32).to(tl.int32)
+    kth = kth_largest(score, k, 31)
     least = tl.load(threshold + q)
     all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
     if PROVED:
@@ -375,36 +378,44 @@ def _select_kernel(
         limit = kth - tl.load(margin + q) - (kth >> 22) - 1
     else:
         limit = kth
-    keep = (score >= limit) & (at < n)
-    rank = tl.cumsum(keep.to(tl.int32), axis=0)
-    many = tl.sum(keep.to(tl.int32), axis=0)
-    fits = keep & (rank <= ROOM)
-    # Read again: to hold the documents through the bisection takes the registers of another program.
-    x = tl.load(mine, mask=fits, other=0)
-    doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
-    place = q * ROOM + rank - 1
+    many = 0
+    # Read again, a part at a time: to hold all through the bisection takes the registers of two more programs.
+    for i in range(0, stored, PART):
+        here = i + tl.arange(0, PART)
+        x = tl.load(mine + here, mask=here < stored, other=0)
+        keep = ((x >> 32).to(tl.int32) >= limit) & (here < stored)
+        place = many + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+        many += tl.sum(keep.to(tl.int32), axis=0)
+        keep = keep & (place < ROOM)
+        doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
+        if PROVED:
+            first = tl.load(offsets + doc, mask=keep, other=0)
+            last = tl.load(offsets + doc + 1, mask=keep, other=0)
+            tl.store(kept + q * ROOM + place, doc, mask=keep)
+            tl.store(starts + q * ROOM + place, first, mask=keep)
+            tl.store(lengths + q * ROOM + place, (last - first).to(tl.int32), mask=keep)
+        else:
+            key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
+            tl.store(keys + q * ROOM + place, key, mask=keep)
+    proved = (n >= k) & (n <= capacity) & (many <= ROOM)
     if PROVED:
-        tl.store(kept + place, doc, mask=fits)
-        tl.store(starts + place, tl.load(offsets + doc, mask=fits, other=0), mask=fits)
-        proved = (n >= k) & (n <= capacity) & (limit >= least) & (many <= ROOM)
-    else:
-        key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
-        tl.store(keys + place, key, mask=fits)
-        proved = (n >= k) & (n <= capacity) & (many <= ROOM)
+        proved = proved & (limit >= least)
     before = tl.load(status + q)
     if all_matches & (before == 0):
         more = 0
         i = 0
         while (i < N) & (more < k):
-            id_ = i + tl.arange(0, BLOCK)
+            id_ = i + tl.arange(0, PART)
             live = (tl.load(deleted + id_, mask=id_ < N, other=1) == 0).to(tl.int32)
             nth = more + tl.cumsum(live, axis=0) - 1
             wanted = (live != 0) & (nth < k)
             first = tl.load(offsets + id_, mask=wanted, other=0)
             tl.store(kept + q * ROOM + many + nth, id_, mask=wanted)
             tl.store(starts + q * ROOM + many + nth, first, mask=wanted)
+            size = (tl.load(offsets + id_ + 1, mask=wanted, other=0) - first).to(tl.int32)
+            tl.store(lengths + q * ROOM + many + nth, size, mask=wanted)
             more += tl.sum(live, axis=0)
-            i += BLOCK
+            i += PART
         many += tl.minimum(more, k)
         proved = proved | (more >= 0)
     tl.store(kept_counts + q, tl.where(proved & (before == 0), many, 0))
@@ -496,6 +507,7 @@ class _Scratch:
     kept: torch.Tensor
     keys: torch.Tensor
     starts: torch.Tensor
+    lengths: torch.Tensor
     slots: torch.Tensor
     arrived: torch.Tensor
 
@@ -515,7 +527,7 @@ class _Scratch:
         return _Scratch(
             terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
             candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
-            keys=new(B, room, dtype=torch.int64), starts=new(B, room, dtype=torch.int64),
+            keys=new(B, room, dtype=torch.int64), starts=new(B, room, dtype=torch.int64), lengths=new(B, room),
             slots=new(B, 2), arrived=new(1),
             **dict(zip(names, new(len(names), B))),
         )  # fmt: skip
@@ -601,7 +613,8 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     run(p.chunks, 0, p.chunks.count)
     _select_kernel[(B,)](
         s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, p.offsets, s.kept, s.starts,
-        s.kept_counts, s.keys, N, k, capacity, BLOCK=capacity, ROOM=room, PROVED=proved, num_warps=16, maxnreg=64,
+        s.lengths, s.kept_counts, s.keys, N, k, capacity, BLOCK=capacity, PART=1024, ROOM=room, PROVED=proved,
+        num_warps=8, maxnreg=64,
     )  # fmt: skip
     if proved:
         _rescore(query, p, deleted, s, k, shared)
@@ -625,8 +638,8 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool) -> No
     # and each sets a map of the query up: a microsecond.
     parts = max(1, min(triton.cdiv(k, 16), 2048 // B))
     rescore_kernel[(B, parts)](
-        *rows, s.terms, s.counts, s.long_counts, s.kept, s.starts, s.kept_counts, s.keys, V, s.terms.shape[1],
-        DOCS=32, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, **kinds,
+        *rows, s.terms, s.counts, s.long_counts, s.kept, s.starts, s.lengths, s.kept_counts, s.keys, V,
+        s.terms.shape[1], DOCS=16, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, maxnreg=64, **kinds,
     )  # fmt: skip
     group = max(1, min(4, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
@@ -668,10 +681,8 @@ class _Launch:
             s.threshold, s.found, s.candidates, self.deleted,
             first, B, V1, L, self.capacity, rank,
         )  # fmt: skip
-        # 512: four postings a thread at 128 to a quarter warp; 32 x 32 tiles keep the lanes of a warp on one short list
         flags: dict[str, Any] = {
-            "CHUNK": CHUNK_DOCS, "LONG": 512, "LISTS": 32, "WIDTH": 32, "READ": min(2048, CHUNK_DOCS),
-            "RANKED": rank > 0, "LISTED": listed, "HAS_DELETED": True, "num_warps": 8,
+            "CHUNK": CHUNK_DOCS, "RANKED": rank > 0, "LISTED": listed, "num_warps": 8,
         }  # fmt: skip
         work = (last - first) * B
         if self.shared:
@@ -680,13 +691,15 @@ class _Launch:
             return
         programs = work
         if self.deleted.is_cuda:
-            programs = min(
-                work, 4 * _multiprocessors(self.deleted.device)
-            )  # 32 KiB each: 16 MiB of scratch, well within L2
+            # 32 KiB each: 16 MiB of scratch, well within L2
+            programs = min(work, 4 * _multiprocessors(self.deleted.device))
         else:
             programs = min(work, 4)
         scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=self.deleted.device)
-        portable_kernel[(programs,)](scratch, work, *args, **flags)
+        # 512: two postings a thread; 32 x 32 tiles keep the lanes of a warp on one short list
+        portable_kernel[(programs,)](
+            scratch, work, *args, **flags, LONG=512, LISTS=32, WIDTH=32, READ=min(2048, CHUNK_DOCS)
+        )
 
 
 def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:

@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LISTS = "*i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i1"
 SIZES = "i32 i32 i32 i32 i32 i32"
-SCORE = {"CHUNK": 8192, "LONG": 512, "LISTS": 32, "WIDTH": 32, "READ": 2048, "HAS_DELETED": True}
+SCORE = {"LONG": 512, "LISTS": 32, "WIDTH": 32, "READ": 2048}
 PREPARE = "*fp32 *i32 *fp64 *i32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32"
-SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i64 *i32 *i64 *i32 *i64 i32 i32 i32"
+SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i64 *i32 *i64 *i32 *i32 *i64 i32 i32 i32"
 ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
-RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i64 *i32 *i64 i32 i32"
+RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i64 *i32 *i32 *i64 i32 i32"
 EVERYTHING = f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32 i32 i32"
 KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
 
@@ -29,7 +29,7 @@ KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
 def forms():
     """(module, kernel, types of the arguments, constants, options) of everything that is launched."""
     for ranked, listed in ((False, False), (True, True), (False, True)):
-        const = {**SCORE, "RANKED": ranked, "LISTED": listed}
+        const = {"CHUNK": 8192, "RANKED": ranked, "LISTED": listed}
         registers = {"maxnreg": 64 if ranked else 40}
         yield (
             "accumulate",
@@ -38,7 +38,13 @@ def forms():
             const,
             {"num_warps": 8, **registers},
         )
-        yield "accumulate", "portable_kernel", f"*i32 i32 {LISTS} {SIZES}", const, {"num_warps": 8}
+        yield (
+            "accumulate",
+            "portable_kernel",
+            f"*i32 i32 {LISTS} {SIZES}",
+            {**const, **SCORE},
+            {"num_warps": 8},
+        )
     yield "search", "_prepare_kernel", PREPARE, {"BLOCK": 2048}, {"num_warps": 8}
     yield "search", "_threshold_kernel", "*i64 *i32 *i32 i32 i32", {"BLOCK": 4096}, {}
     for proved in (True, False):
@@ -47,8 +53,8 @@ def forms():
             "search",
             "_select_kernel",
             SELECT,
-            {**const, "BLOCK": 4096},
-            {"num_warps": 16, "maxnreg": 64},
+            {**const, "BLOCK": 4096, "PART": 1024},
+            {"num_warps": 8, "maxnreg": 64},
         )
         types = "*i64 *i32 *i32 *fp32 *fp32 *i64 i32"
         yield (
@@ -63,10 +69,16 @@ def forms():
             const = {
                 **KINDS,
                 "BYTES": by,
-                "DOCS": 32,
+                "DOCS": 16,
                 "MAP": map_,
             }
-            yield "rescore", "rescore_kernel", RESCORE.format(weight), const, {"num_warps": 8}
+            yield (
+                "rescore",
+                "rescore_kernel",
+                RESCORE.format(weight),
+                const,
+                {"num_warps": 8, "maxnreg": 64},
+            )
         const = {**KINDS, "BYTES": by, "DOCS": 32, "WIDTH": 32, "GROUP": 2, "READ": 1024}
         options = {"num_warps": 16, "launch_cooperative_grid": True}
         yield "rescore", "everything_kernel", EVERYTHING.format(weight), const, options
