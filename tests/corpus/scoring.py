@@ -93,7 +93,7 @@ def case(source: str, inputs: Callable[[], tuple], **fields: Any) -> Callable[[C
 def _lists(s: Index, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Positions [Q, T, P] of the posting lists of the terms, and which of them are real."""
     start, length = s.indptr[ids], s.indptr[ids + 1] - s.indptr[ids]
-    at = torch.arange(s.longest)
+    at = torch.arange(s.longest, device=ids.device)
     positions = (start.unsqueeze(-1) + at).clamp(max=s.docs.numel() - 1)
     return positions, at < length.unsqueeze(-1)
 
