@@ -107,8 +107,8 @@ def shared_kernel(
     CHUNK: tl.constexpr, RANKED: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, query) a program, accumulators in shared memory: score the chunk, then append the documents that
-    reach the threshold, or (RANKED) make the threshold. LISTED: a chunk of sampled documents, named in `chunk_docs`
-    [., CHUNK].
+    reach the threshold, or make the threshold from the first RANKED of them. LISTED: a chunk of sampled documents,
+    named in `chunk_docs` [., CHUNK].
 
     Queries run fastest, so that a chunk's postings are in L2 while all queries pass over them. Reads 4 bytes a posting
     of the query's terms in the chunk and 8 bytes a term of offsets; writes 8 bytes a candidate.
@@ -130,7 +130,7 @@ def shared_kernel(
     )  # fmt: skip
     tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     if RANKED:
-        place = tl.arange(0, CHUNK)
+        place = tl.arange(0, RANKED)
         score = tl.inline_asm_elementwise(
             _LOAD, "=r,r", [acc + place * 4], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -200,7 +200,7 @@ def _score_one(
     tl.debug_barrier()
     # .cg: the additions were made in L2, a line in L1 may be older
     if RANKED:
-        place = tl.arange(0, CHUNK)
+        place = tl.arange(0, RANKED)
         score = tl.load(acc + place, cache_modifier=".cg")
         _threshold_of(score, c, place, chunk_docs, deleted, threshold + q, found + q, rank, CHUNK)
     else:

@@ -19,22 +19,24 @@ _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
 
 # A query in shared memory: a byte a term, the place of its weight in a table behind (0: not in the query). One byte
-# gathered from shared memory in place of four from a row of V floats, which is a cache line an entry.
+# gathered from shared memory in place of four from a row of V floats, which is a cache line an entry. The weights are
+# fp64: a conversion takes as long as eight other instructions, and so it is made once a query, not once an entry.
 MAP_VOCABULARY = 1 << 15  # with the table below the 48 KiB that PTX may declare
 MAP_TERMS = 255
 _MAP_WORDS = tl.constexpr(MAP_VOCABULARY // 4)
 _WEIGHTS = tl.constexpr(MAP_VOCABULARY)  # where the table begins
 _DECLARE = tl.constexpr(
-    f"{{ .shared .align 16 .b8 sparse_scores_map[{MAP_VOCABULARY + 4 * (MAP_TERMS + 1)}]; "
+    f"{{ .shared .align 16 .b8 sparse_scores_map[{MAP_VOCABULARY + 8 * (MAP_TERMS + 1)}]; "
     "mov.u32 $0, sparse_scores_map; }"
 )
 _STORE = tl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
+_STORE_WEIGHT = tl.constexpr("{ st.shared.f64 [$1], $2; mov.u32 $0, 0; }")
 _STORE_BYTE_IF = tl.constexpr(
     "{ .reg .pred p; setp.lt.s32 p, $3, $4; @p st.shared.u8 [$1], $2; mov.u32 $0, 0; }"
 )
 _LOOK_UP = tl.constexpr(
-    "{ .reg .u32 a; ld.shared.u8 a, [$1]; shl.b32 a, a, 2; add.u32 a, a, $2; "
-    f"ld.shared.f32 $0, [a+{MAP_VOCABULARY}]; }}"
+    "{ .reg .u32 a; ld.shared.u8 a, [$1]; mad.lo.u32 a, a, 8, $2; "
+    f"ld.shared.f64 $0, [a+{MAP_VOCABULARY}]; }}"
 )
 _BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
 
@@ -72,7 +74,7 @@ def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNE
         t = t & 0xFFFF
     w = tl.load(weights + at, mask=some, other=0).to(tl.float32)
     if BYTES:
-        w = tl.where(some, (w - zero[:, None]) * scale[:, None], 0.0)
+        w = tl.where(some, (w - zero) * scale, 0.0)
     return t, w
 
 
@@ -94,9 +96,11 @@ def _map_query(query, query_terms, count, long, L):
         _STORE_BYTE_IF, "=r,r,r,r,r", [table + t, i + 1, i, last],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    place = table + _WEIGHTS + ((i + 1) & 255) * 4  # the last is the first, which is 0
-    w = tl.where(i < 255, w, 0.0).to(tl.int32, bitcast=True)
-    tl.inline_asm_elementwise(_STORE, "=r,r,r", [place, w], dtype=tl.int32, is_pure=False, pack=1)
+    place = table + _WEIGHTS + ((i + 1) & 255) * 8  # the last is the first, which is 0
+    w = tl.where(i < 255, w, 0.0).to(tl.float64)
+    tl.inline_asm_elementwise(
+        _STORE_WEIGHT, "=r,r,d", [place, w], dtype=tl.int32, is_pure=False, pack=1
+    )
     tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     return table
 
@@ -122,24 +126,26 @@ def _score_kept(
         if BYTES:
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
-            scale, zero = 1.0, 0.0
+            scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
         # A row is one warp's, 32 entries at a time; the steps of 256 entries, most rows' all, are under way at once.
-        acc = tl.zeros([DOCS, 32], tl.float64)
+        # Entries are the first axis, which Triton lets lanes run along where it cannot tell which is better.
+        acc = tl.zeros([32, DOCS], tl.float64)
         for j in range(0, tl.max(length, axis=0), 256):
             for u in tl.static_range(8):
-                within = j + 32 * u + tl.arange(0, 32)[None, :]
-                some = within < length[:, None]
+                within = j + 32 * u + tl.arange(0, 32)[:, None]
+                some = within < length[None, :]
+                at = start[None, :] + within
                 t, w = _entries(
-                    terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
+                    terms, weights, at, some, scale[None, :], zero[None, :], BYTES, UNSIGNED16
                 )
                 if MAP:
                     x = tl.inline_asm_elementwise(
-                        _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=True, pack=1
+                        _LOOK_UP, "=d,r,r", [table + t, table + t * 0], dtype=tl.float64, is_pure=True, pack=1
                     )  # fmt: skip
                 else:
                     x = tl.load(query + t, mask=some, other=0.0)
                 acc += w.to(tl.float64) * x.to(tl.float64)
-        score = tl.sum(acc, axis=1).to(tl.float32)
+        score = tl.sum(acc, axis=0).to(tl.float32)
         tl.store(keys + i, _key(_ordered(score), doc), mask=here)
         i += step
 
@@ -254,13 +260,14 @@ def everything_kernel(
             if BYTES:
                 scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
             else:
-                scale, zero = 1.0, 0.0
+                scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
             acc = tl.zeros([DOCS, GROUP], tl.float64)
             for j in range(0, tl.max(length, axis=0), WIDTH):
                 within = j + tl.arange(0, WIDTH)[None, :]
                 some = within < length[:, None]
+                at = start[:, None] + within
                 t, w = _entries(
-                    terms, weights, start[:, None] + within, some, scale, zero, BYTES, UNSIGNED16
+                    terms, weights, at, some, scale[:, None], zero[:, None], BYTES, UNSIGNED16
                 )
                 x = tl.load(table + (t * GROUP)[:, :, None] + g[None, None, :])
                 acc += tl.sum(w.to(tl.float64)[:, :, None] * x.to(tl.float64), axis=1)

@@ -176,7 +176,7 @@ def pack(
         torch.cat(scales or [empty.view(0, 2)]).contiguous(),
     )
     chunks = _joined(parts, num_terms, device)
-    sample = _sample(segments, N, num_terms, largest, chunks.count, device)
+    sample = _sample(segments, N, num_terms, largest, device)
     long = _bits(df.double() * CHUNK_DOCS / max(N, 1) >= _LONG_LIST)
     extremes = torch.tensor([largest, least], dtype=torch.float64, device=device)
     return Packed(chunks, sample, long, df, extremes, *rows).tensors()
@@ -218,19 +218,29 @@ def _joined(parts: Sequence[Chunks], V: int, device: torch.device) -> Chunks:
     )
 
 
+def sampled(N: int) -> tuple[int, int]:
+    """(chunks, documents in each) of the sample of a collection; none of less than two chunks."""
+    chunks = -(-N // CHUNK_DOCS)
+    if chunks < 2:
+        return 0, 0
+    # One chunk is enough for a small collection, a twenty-fifth of the documents; a large one has a second, wider look,
+    # of four chunks at least: fewer would leave the number of candidates at the mercy of some fifty documents.
+    if chunks <= _SAMPLED:
+        return 1, min(CHUNK_DOCS, max(N // 25, CHUNK_DOCS // 8))
+    return max(4, chunks // _SAMPLED), CHUNK_DOCS
+
+
 def _sample(
-    segments: Sequence[Any], N: int, V: int, largest: float, chunks: int, device: torch.device
+    segments: Sequence[Any], N: int, V: int, largest: float, device: torch.device
 ) -> Chunks:
     """Chunks of documents taken at even steps from the whole collection, each chunk itself such a sample."""
-    if chunks < 2:
+    count, size = sampled(N)
+    if not count:
         return _joined([], V, device)
-    # One chunk is enough for a small collection; a large one has a second, wider look, of four at least: fewer would
-    # leave the number of candidates at the mercy of some fifty sampled documents.
-    count = 1 if chunks <= _SAMPLED else max(4, chunks // _SAMPLED)
-    wanted = torch.arange(count * CHUNK_DOCS, device=device)
+    wanted = torch.arange(count * size, device=device)
     # Chunk c takes every count-th of the sampled documents, so that its first is spread as widely as all of them.
-    wanted = wanted.view(CHUNK_DOCS, count).t().reshape(-1)
-    docs = (wanted * N) // (count * CHUNK_DOCS)
+    wanted = wanted.view(size, count).t().reshape(-1)
+    docs = (wanted * N) // (count * size)
     rows, terms, values, first = [], [], [], 0
     for s in segments:
         here = ((docs >= first) & (docs < first + s.count)).nonzero().squeeze(1)
@@ -248,6 +258,7 @@ def _sample(
     made = _chunked(
         torch.cat(rows), torch.cat(terms), torch.cat(values), count * CHUNK_DOCS, V, largest
     )
+    docs = torch.nn.functional.pad(docs, (0, count * CHUNK_DOCS - docs.numel()))
     return dataclasses.replace(made, docs=docs.view(count, CHUNK_DOCS).int().contiguous())
 
 
@@ -423,17 +434,16 @@ def _select_kernel(
 
 
 @triton.jit
-def _write_best(mine, many, unit, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr):
-    """Write keys [SIZE] in order. A document that came twice has two equal keys, and counts once."""
+def _write_best(mine, many, twice, unit, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr):
+    """Write keys [SIZE] in order. Where documents may have come twice, two equal keys count once."""
     at = tl.arange(0, SIZE)
     key = tl.sort(tl.load(mine + at, mask=at < many, other=_LOWEST), descending=True)
-    if PROVED:
+    if twice:
         tl.store(mine + at, key)
         tl.debug_barrier()
         after = tl.load(mine + at - 1, mask=at > 0, other=_LOWEST)
         again = (after == key) & (key != _LOWEST)
-        if tl.max(again.to(tl.int32), axis=0) > 0:
-            key = tl.sort(tl.where(again, _LOWEST, key), descending=True)
+        key = tl.sort(tl.where(again, _LOWEST, key), descending=True)
     ordered = (key >> 32).to(tl.int32)
     if PROVED:
         bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
@@ -455,7 +465,7 @@ def _write_nan(scores, ids, k, SIZE: tl.constexpr):
 
 @triton.jit
 def _sort_kernel(
-    keys, kept_counts, status, unit, scores, ids, k,
+    keys, kept_counts, status, unit, found, scores, ids, k,
     SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the k largest keys in order; NaN and -1 for a query that is not finite.
@@ -465,15 +475,16 @@ def _sort_kernel(
     q = tl.program_id(0).to(tl.int64)
     many = tl.load(kept_counts + q)
     mine = keys + q * ROOM
-    found = scores + q * k
+    best = scores + q * k
     which = ids + q * k
     one = tl.load(unit + q)
+    twice = tl.load(found + q) < k
     if tl.load(status + q) == 2:
-        _write_nan(found, which, k, ROOM)
+        _write_nan(best, which, k, ROOM)
     elif many <= SMALL:
-        _write_best(mine, many, one, found, which, k, SMALL, PROVED)
+        _write_best(mine, many, twice, one, best, which, k, SMALL, PROVED)
     else:
-        _write_best(mine, many, one, found, which, k, ROOM, PROVED)
+        _write_best(mine, many, twice, one, best, which, k, ROOM, PROVED)
 
 
 # Searching
@@ -600,7 +611,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         BLOCK=min(triton.next_power_of_2(V), 2048), num_warps=8,
     )  # fmt: skip
     run = _Launch(s, p, deleted, capacity, shared)
-    share = CHUNK_DOCS / N
+    share = sampled(N)[1] / N
     rank = rank_in_sample(k * share, k)
     run(p.sample, 0, 1, rank=rank, listed=True)
     # The threshold lets through about rank / share: where that is too many, all sampled documents give a better one.
@@ -619,7 +630,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     if proved:
         _rescore(query, p, deleted, s, k, shared)
     _sort_kernel[(B,)](
-        s.keys, s.kept_counts, s.status, s.unit, scores, ids, k,
+        s.keys, s.kept_counts, s.status, s.unit, s.found, scores, ids, k,
         SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64,
     )  # fmt: skip
 
@@ -681,8 +692,10 @@ class _Launch:
             s.threshold, s.found, s.candidates, self.deleted,
             first, B, V1, L, self.capacity, rank,
         )  # fmt: skip
+        size = sampled(self.p.offsets.numel() - 1)[1]
+        ranked = triton.next_power_of_2(size) if rank else 0
         flags: dict[str, Any] = {
-            "CHUNK": CHUNK_DOCS, "RANKED": rank > 0, "LISTED": listed, "num_warps": 8,
+            "CHUNK": CHUNK_DOCS, "RANKED": ranked, "LISTED": listed, "num_warps": 8,
         }  # fmt: skip
         work = (last - first) * B
         if self.shared:

@@ -28,7 +28,7 @@ KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
 
 def forms():
     """(module, kernel, types of the arguments, constants, options) of everything that is launched."""
-    for ranked, listed in ((False, False), (True, True), (False, True)):
+    for ranked, listed in ((0, False), (8192, True), (0, True)):
         const = {"CHUNK": 8192, "RANKED": ranked, "LISTED": listed}
         registers = {"maxnreg": 64 if ranked else 40}
         yield (
@@ -56,7 +56,7 @@ def forms():
             {**const, "BLOCK": 4096, "PART": 1024},
             {"num_warps": 8, "maxnreg": 64},
         )
-        types = "*i64 *i32 *i32 *fp32 *fp32 *i64 i32"
+        types = "*i64 *i32 *i32 *fp32 *i32 *fp32 *i64 i32"
         yield (
             "search",
             "_sort_kernel",
