@@ -21,6 +21,7 @@ from . import sparse_scores_ptx as ptx
 __all__ = [
     "CHUNK_BITS",
     "CHUNK_DOCS",
+    "COUNTERS_APART",
     "MAX_SUM",
     "WEIGHT_STEPS",
     "portable_kernel",
@@ -33,6 +34,10 @@ CHUNK_DOCS = 1 << CHUNK_BITS
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
 MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
 
+# Words from one query's count of candidates to the next: in a line each, or additions to neighbours wait for each other.
+COUNTERS_APART = 32
+
+_APART = tl.constexpr(COUNTERS_APART)
 _ID_MASK = tl.constexpr(CHUNK_DOCS - 1)
 _DOC_MAX = tl.constexpr(0x7FFFFFFF)
 
@@ -134,10 +139,12 @@ def shared_kernel(
         score = tl.inline_asm_elementwise(
             _LOAD, "=r,r", [acc + place * 4], dtype=tl.int32, is_pure=False, pack=1
         )
-        _threshold_of(score, c, place, chunk_docs, deleted, threshold + q, found + q, rank, CHUNK)
+        _threshold_of(
+            score, c, place, chunk_docs, deleted, threshold + q, found + q * _APART, rank, CHUNK
+        )
     else:
         least = tl.load(threshold + q)
-        count = (found + q).to(tl.int64)
+        count = (found + q * _APART).to(tl.int64)
         mine = (candidates + q * capacity).to(tl.int64)
         gone = deleted.to(tl.int64)
         if LISTED:
@@ -202,7 +209,9 @@ def _score_one(
     if RANKED:
         place = tl.arange(0, RANKED)
         score = tl.load(acc + place, cache_modifier=".cg")
-        _threshold_of(score, c, place, chunk_docs, deleted, threshold + q, found + q, rank, CHUNK)
+        _threshold_of(
+            score, c, place, chunk_docs, deleted, threshold + q, found + q * _APART, rank, CHUNK
+        )
     else:
         least = tl.load(threshold + q)
         mine = candidates + q.to(tl.int64) * capacity
@@ -214,9 +223,8 @@ def _score_one(
                 doc = _doc(chunk_docs, c, place, CHUNK, LISTED)
                 gone = tl.load(deleted + doc, mask=reached, other=0)
                 reached = reached & (gone == 0)
-                slot = tl.atomic_add(
-                    found + q + tl.zeros([READ], tl.int32), 1, mask=reached, sem="relaxed"
-                )
+                count = found + q * _APART + tl.zeros([READ], tl.int32)
+                slot = tl.atomic_add(count, 1, mask=reached, sem="relaxed")
                 key = (score.to(tl.int64) << 32) | (doc ^ _DOC_MAX).to(tl.int64)
                 tl.store(mine + slot, key, mask=reached & (slot < capacity))
 

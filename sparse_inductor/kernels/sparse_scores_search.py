@@ -29,6 +29,7 @@ from . import sparse_scores_documents as documents
 from .sparse_scores_accumulate import (
     CHUNK_BITS,
     CHUNK_DOCS,
+    COUNTERS_APART,
     MAX_SUM,
     WEIGHT_STEPS,
     kth_largest,
@@ -44,6 +45,7 @@ LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
 
 _DOC_MAX = tl.constexpr(0x7FFFFFFF)
 _LOWEST = tl.constexpr(LOWEST)
+_APART = tl.constexpr(COUNTERS_APART)
 _UNIT = tl.constexpr(2.0 ** (32 - CHUNK_BITS) / WEIGHT_STEPS)
 _SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
 
@@ -340,7 +342,7 @@ def _prepare_kernel(
     tl.store(long_counts + q, all_long * usable)
     # Threshold 1: without a sample every document with a positive score is a candidate.
     tl.store(threshold + q, 1)
-    tl.store(found + q, 0)
+    tl.store(found + q * _APART, 0)
     if q == 0:
         tl.store(arrived, 0)
     for i in range(0, stored, BLOCK):
@@ -356,12 +358,12 @@ def _prepare_kernel(
 def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.constexpr):
     """One program a query: raise its threshold to the score of rank `rank` among the sampled candidates."""
     q = tl.program_id(0).to(tl.int64)
-    n = tl.minimum(tl.load(found + q), capacity)
+    n = tl.minimum(tl.load(found + q * _APART), capacity)
     at = tl.arange(0, BLOCK)
     x = tl.load(candidates + q * capacity + at, mask=at < n, other=0)
     better = kth_largest((x >> 32).to(tl.int32), rank, 14)
     tl.store(threshold + q, tl.maximum(tl.load(threshold + q), better))
-    tl.store(found + q, 0)
+    tl.store(found + q * _APART, 0)
 
 
 @triton.jit
@@ -376,7 +378,7 @@ def _select_kernel(
     the k best by their integers are the answer: keys are written.
     """
     q = tl.program_id(0).to(tl.int64)
-    n = tl.load(found + q)
+    n = tl.load(found + q * _APART)
     at = tl.arange(0, BLOCK)
     mine = candidates + q * capacity
     stored = tl.minimum(n, capacity)
@@ -478,7 +480,7 @@ def _sort_kernel(
     best = scores + q * k
     which = ids + q * k
     one = tl.load(unit + q)
-    twice = tl.load(found + q) < k
+    twice = tl.load(found + q * _APART) < k
     if tl.load(status + q) == 2:
         _write_nan(best, which, k, ROOM)
     elif many <= SMALL:
@@ -532,15 +534,15 @@ class _Scratch:
             "positive",
             "status",
             "threshold",
-            "found",
             "kept_counts",
         )
+        # Rows begin at 16 bytes whatever B is: Triton compiles a kernel anew for pointers that do not.
+        numbers = new(len(names), -(-B // 4) * 4)[:, :B]
         return _Scratch(
             terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
-            candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
+            found=new(B, COUNTERS_APART), candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
             keys=new(B, room, dtype=torch.int64), starts=new(B, room, dtype=torch.int64), lengths=new(B, room),
-            slots=new(B, 2), arrived=new(1),
-            **dict(zip(names, new(len(names), B))),
+            slots=new(B, 2), arrived=new(1), **dict(zip(names, numbers)),
         )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def padded_scatter_add_end_to_end(s, ids, w):
     positions, real = _lists(s, ids)
     real = real & (w.unsqueeze(-1) > 0)
     parts = torch.where(real, s.vals[positions] * w.unsqueeze(-1), 0.0)
-    key = s.docs[positions] + torch.arange(ids.size(0)).view(-1, 1, 1) * N
+    key = s.docs[positions] + torch.arange(ids.size(0), device=ids.device).view(-1, 1, 1) * N
     acc = torch.zeros(ids.size(0) * N).scatter_add_(0, key.reshape(-1), parts.reshape(-1))
     return acc.view(ids.size(0), N).topk(K, dim=1)
 
