@@ -34,7 +34,7 @@ CHUNK_DOCS = 1 << CHUNK_BITS
 WEIGHT_STEPS = (1 << 18) - 1  # the largest weight; 19 bits with the sign
 MAX_SUM = 1 << 30  # of a query's |integer weights|: accumulators stay within 2^29 and some carries
 
-# Words from one query's count of candidates to the next: in a line each, or additions to neighbours wait for each other.
+# Words from one query's count of candidates to the next, a line: additions to neighbours would wait for each other.
 COUNTERS_APART = 32
 
 _APART = tl.constexpr(COUNTERS_APART)
