@@ -125,15 +125,20 @@ def pre_grad_passes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.Gra
 
 
 def compile_graph(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], codegen: bool = True
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    codegen: bool = True,
+    see: Callable[[fx.Graph], Any] = lambda graph: None,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph as Inductor does, caches off; without `codegen` every pass and
-    AOTAutograd run, and the resulting graphs of ATen operations are executed as they are."""
+    AOTAutograd run, and the resulting graphs of ATen operations are shown to `see` and executed as
+    they are."""
     from functorch.compile import make_boxed_func
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx
 
     def as_it_is(inner: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
+        see(inner.graph)
         return make_boxed_func(inner.forward)
 
     # With fallback_random a seeded program draws the same numbers as eager.

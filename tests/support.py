@@ -5,91 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
+
+from sparse_inductor.accuracy import TOLERANCE, compare, tensors_in, to_double
+from sparse_inductor.testing import Compiled, compile_without_codegen
 
 SPLADE = "splade_head"
-
-# How much worse than eager's a rewritten program's error against an fp64 truth may be, by the
-# lowest precision it computes in. In bf16 neighbouring logits tie and the winner of a max changes
-# with the order of summation, so there errors are averaged over a tensor, not the worst element's.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 1e-2}
-
-
-class Compiled:
-    """A callable compiled by Dynamo, Inductor's pre-grad passes and AOTAutograd, run as ATen ops.
-
-    `dynamo_graphs` counts the graphs Dynamo produced (1 where nothing broke); `graphs` holds every
-    ATen graph (inference, or forward and backward) that code would have been generated for.
-    """
-
-    def __init__(
-        self, fn: Callable[..., Any], dynamic: bool | None = None, fullgraph: bool = False
-    ):
-        self.dynamo_graphs = 0
-        self.graphs: list[torch.fx.Graph] = []
-        self._fn = torch.compile(fn, backend=self._backend, dynamic=dynamic, fullgraph=fullgraph)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fn(*args, **kwargs)
-
-    def _backend(self, gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
-        self.dynamo_graphs += 1
-        # With fallback_random a seeded program draws the same numbers as eager.
-        with (
-            inductor_config.patch(fx_graph_cache=False, fallback_random=True),
-            functorch_config.patch(enable_autograd_cache=False),
-        ):
-            return compile_fx(gm, example_inputs, inner_compile=self._inner)
-
-    def _inner(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
-        self.graphs.append(gm.graph)
-        return make_boxed_func(gm.forward)
-
-    def calls(self, op: str, namespace: str = "sparse_inductor") -> int:
-        """How many nodes call `namespace::op` or one of its parts (`op_forward`, ...); entmax_attention is no
-        part of entmax."""
-        names = [n.target._schema.name for g in self.graphs for n in g.nodes if _is_aten_like(n)]
-        other = f"{namespace}::{op}_attention"
-        return sum(
-            name.startswith(f"{namespace}::{op}") and not name.startswith(other) for name in names
-        )
-
-    def matmuls(self, numel: int) -> list[torch.fx.Node]:
-        """Matrix products with at least `numel` results: a [B, S, V] that was left behind."""
-        products = {"mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "matmul"}
-        return [
-            n
-            for g in self.graphs
-            for n in g.nodes
-            if _is_aten_like(n)
-            and n.target._schema.name.removeprefix("aten::") in products
-            and isinstance(n.meta.get("val"), torch.Tensor)
-            and _hint(n.meta["val"].numel()) >= numel
-        ]
-
-
-def _is_aten_like(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-
-
-def _hint(size: Any) -> int:
-    return size if isinstance(size, int) else size.node.hint
-
-
-def compile_without_codegen(
-    fn: Callable[..., Any], dynamic: bool | None = None, fullgraph: bool = False
-) -> Compiled:
-    """torch.compile up to code generation: every pass runs, no compiler is started."""
-    return Compiled(fn, dynamic, fullgraph)
 
 
 @contextlib.contextmanager
@@ -129,24 +55,6 @@ class Result:
     grads: list[torch.Tensor | None]
 
 
-def flatten(value: Any) -> list[torch.Tensor]:
-    """The tensors of nested tuples, lists, mappings (model outputs too) and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [t for v in value.values() for t in flatten(v)]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in flatten(v)]
-    if dataclasses.is_dataclass(value):
-        return [t for f in dataclasses.fields(value) for t in flatten(getattr(value, f.name))]
-    return []
-
-
-def to_double(t: Any) -> Any:
-    is_real = isinstance(t, torch.Tensor) and t.is_floating_point()
-    return t.detach().double().requires_grad_(t.requires_grad) if is_real else t
-
-
 def fresh(inputs: tuple) -> tuple:
     """Copies of the example inputs: a program may write to what it is given."""
 
@@ -170,10 +78,10 @@ def run(
     torch.manual_seed(0)
     region = torch.autocast("cpu", dtype=autocast) if autocast else contextlib.nullcontext()
     with region, torch.set_grad_enabled(training):
-        outputs = flatten(fn(*inputs))
+        outputs = tensors_in(fn(*inputs))
     if not training:
         return Result(outputs, [])
-    leaves = [t for t in [*params, *flatten(inputs)] if t.requires_grad]
+    leaves = [t for t in [*params, *tensors_in(inputs)] if t.requires_grad]
     wanted = [o for o in outputs if o.requires_grad]
     generator = torch.Generator().manual_seed(7)
     cotangents = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in wanted]
@@ -192,40 +100,19 @@ def error(got: torch.Tensor, truth: torch.Tensor, precision: torch.dtype) -> flo
     return float(gap.square().mean().sqrt() if low else gap.max())
 
 
-def assert_as_accurate(
-    got: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor, precision: torch.dtype, what: str
-) -> None:
-    """`got` is as close to `truth` as `eager` is, and infinite or NaN exactly where eager is."""
-    assert got.shape == eager.shape, f"{what}: {tuple(got.shape)}, eager {tuple(eager.shape)}"
-    assert got.dtype == eager.dtype, f"{what}: dtype {got.dtype}, eager {eager.dtype}"
-    if not eager.is_floating_point():
-        assert torch.equal(got, eager), f"{what}: differs from eager"
-        return
-    assert torch.equal(got.isnan(), eager.isnan()), f"{what}: NaN in other places than eager"
-    assert torch.equal(got.isinf(), eager.isinf()), f"{what}: infinite in other places than eager"
-    huge = eager.detach().double().abs() >= 1e30
-    assert torch.allclose(got[huge], eager[huge], equal_nan=True), (
-        f"{what}: huge values differ from eager's"
-    )
-    ours, theirs = error(got, truth, precision), error(eager, truth, precision)
-    limit = theirs + TOLERANCE[precision]
-    assert ours <= limit, f"{what}: error {ours:.2e} against the truth, eager's is {theirs:.2e}"
-
-
 def assert_same_result(got: Result, eager: Result, truth: Result, precision: torch.dtype) -> None:
+    """Every tensor is as close to the truth as eager's; `precision` is the lowest that was computed in."""
     assert len(got.outputs) == len(eager.outputs) == len(truth.outputs)
-    for i, (g, e, t) in enumerate(zip(got.outputs, eager.outputs, truth.outputs, strict=True)):
-        assert_as_accurate(g, e, t, precision, f"output {i}")
-    for i, (g, e, t) in enumerate(zip(got.grads, eager.grads, truth.grads, strict=True)):
-        if g is None or e is None:
-            # A gradient that is nowhere used may come back as None or as zeros.
-            assert all(x is None or not x.any() for x in (g, e)), (
-                f"gradient {i}: None on one side only"
-            )
-        else:
-            assert_as_accurate(
-                g, e, t if t is not None else torch.zeros_like(e), precision, f"gradient {i}"
-            )
+    found = [
+        compare(f"output {i}", *three, precision=precision)
+        for i, three in enumerate(zip(got.outputs, eager.outputs, truth.outputs, strict=True))
+    ]
+    found += [
+        compare(f"gradient {i}", *three, ties=True, precision=precision)
+        for i, three in enumerate(zip(got.grads, eager.grads, truth.grads, strict=True))
+    ]
+    wrong = [str(c) for c in found if not c.ok]
+    assert not wrong, "\n".join(wrong)
 
 
 @dataclasses.dataclass

@@ -14,12 +14,15 @@ only generated on request. A failure shows the nearest miss, the graph and what 
 """
 
 from ._assertions import assert_graph, assert_not_rewritten, assert_pattern, assert_rewrites
+from ._compiled import Compiled, compile_without_codegen
 from ._reference import assert_matches_reference
 
 __all__ = [
+    "Compiled",
     "assert_graph",
     "assert_matches_reference",
     "assert_not_rewritten",
     "assert_pattern",
     "assert_rewrites",
+    "compile_without_codegen",
 ]
