@@ -111,6 +111,36 @@ NOTHING_OF_IT["ffn_spellings"] = {
     "relu_outside": "no rectifier between the linears",
 }
 
+TRUE["corpus.scoring"] = {
+    "message_passing": ("rows of features", "index_add_(0, s.row, x[s.terms]"),
+    "accumulate_into_prior": ("does not start at zero", "q.new_ones(N)"),
+    "learnt_document_weights": ("weights are learnt", "self.weights"),
+}
+NOTHING_OF_IT["corpus.scoring"] = {
+    "dense_product": "a dense product",
+    "expert_combine": "nothing is gathered",
+}
+
+TRUE["scoring_spellings"] = {
+    "gathered_weights_reused": ("also read by gt", "(picked > 0)"),
+    "into_the_callers_buffer": ("does not start at zero", "(c.lengths * 0.1).index_add_("),
+    "rows_of_each_query": ("differ from query to query", "scatter_add(1, rows"),
+    "best_term": ("largest contribution is no sum", ".amax(-1)"),
+    "prior_accumulated_into": ("does not start at zero", "torch.linspace(0, 1, N).index_add("),
+    "saturated_products": ("clamp of the products", ".clamp(max=0.5)"),
+    "contributions_returned": ("also returned", "contributions ="),
+    "scatter_max": ("only sums are inner products", 'reduce="amax"'),
+    "mean_contribution": ("'mean', not added up", "torch.segment_reduce("),
+    "learnt_documents": ("weights are learnt", "self.values"),
+    "message_passing": ("rows of features", "x[edges[0]] * w[:, None]"),
+    "expert_combine": ("rows of features", "(outputs[slots]"),
+    "bag_of_words": ("rows of features", "F.embedding_bag("),
+    "query_changed_between": ("does not start at zero", "scores.index_add_("),
+}
+NOTHING_OF_IT["scoring_spellings"] = {
+    "document_lengths": "no query takes part",
+}
+
 TRUE["corpus.entmax"] = {
     "pkg_entmax15_dropout": ("dropout is active", "F.dropout(p"),
     "miss_sparsity_statistics": ("also read by eq", "(p == 0)"),
