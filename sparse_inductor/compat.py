@@ -292,6 +292,28 @@ def autograd_on() -> Iterator[None]:
         yield
 
 
+def functional_mode() -> type:
+    """The mode under which AOTAutograd traces what a compiler gets."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    return FunctionalTensorMode
+
+
+def plain_when_traced(kind: type) -> bool:
+    """Whether `functional_mode` may look at a tensor of this type: no other subclass has a say before it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return kind in (torch.Tensor, FunctionalTensor) or issubclass(kind, FakeTensor)
+
+
+def keeps_operators() -> bool:
+    """Whether an operator stays whole when traced: in torch.export, whose programs outlive their kernels."""
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    return custom_triton_ops_decomposition_disabled()
+
+
 # --- Counters and logs ----------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
 from sparse_inductor.ops import entmax, entmax_attention
 
@@ -75,6 +76,49 @@ def test_rows_of_every_layout(shape, dim, dtype, alpha):
     for got, true in zip(ours[1:], truth[1:], strict=True):
         # A 16-bit probability is rounded before its gradient is.
         assert _relative(got, true) < (2e-5 if dtype == torch.float32 else 2e-2)
+
+
+def _leaves_and_function(alpha):
+    torch.manual_seed(0)
+    leaves = [(torch.randn(6, 4, 300, device="cuda") * 2).requires_grad_()]
+    if alpha == "learned":
+        leaves.append((torch.rand(4, 1, device="cuda") * 0.6 + 1.2).requires_grad_())
+    return leaves, lambda x, *a: entmax(x, *(a or (alpha,)))
+
+
+@pytest.mark.parametrize("alpha", [1.5, 2.0, 1.3, "learned"])
+def test_inductor_launches_the_kernels_of_rows_itself(alpha):
+    """No Python of ours and no dispatcher between the kernels of a compiled graph, forward and backward."""
+    leaves, fn = _leaves_and_function(alpha)
+    eager = _gradients(fn, leaves)
+    got, code = run_and_get_code(_gradients, torch.compile(fn), leaves)
+    assert not any("sparse_inductor.entmax" in text for text in code)
+    assert sum("_backward_kernel" in text for text in code) == 1
+    for ours, theirs in zip(got, eager, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_of_symbolic_sizes_stay_an_operator():
+    fn = torch.compile(lambda x: entmax(x, 1.5), dynamic=True)
+    with torch.no_grad():
+        _, code = run_and_get_code(fn, torch.randn(30, 70, device="cuda"))
+        assert "sparse_inductor.entmax" in code[0]
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for rows, columns in ((31, 64), (8, 3000), (100, 65)):
+                x = torch.randn(rows, columns, device="cuda")
+                torch.testing.assert_close(fn(x), entmax(x, 1.5), rtol=0, atol=0)
+
+
+def test_kernels_in_a_graph_take_what_inductor_made_of_their_inputs():
+    """Views with an offset, transposed products, and a producer that Inductor may lay out as it likes."""
+
+    def fn(a, b):
+        scores = (a @ b).transpose(1, 2) + 1
+        return entmax(scores[:, 1:, 3:], 1.5, dim=1), entmax(a[1:, :, 1:], 1.5).sin()
+
+    a, b = (torch.randn(s, device="cuda") for s in ((3, 70, 33), (3, 33, 90)))
+    for got, truth in zip(torch.compile(fn)(a, b), fn(a, b), strict=True):
+        torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5)
 
 
 def _attention_inputs(dtype, B=2, H=4, Hkv=2, Lq=130, Lk=200, D=64, Dv=64):

@@ -15,12 +15,15 @@ three) and once for the output; the programs that run together leave their rows 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .launch import Launcher, launch
 
 __all__ = ["applies", "backward", "forward"]
 
@@ -111,6 +114,14 @@ def _spread(row, AXIS: tl.constexpr):
 def _partial(d, e, p, POWER: tl.constexpr):
     """Sums over J of r^p, r^(p-1) and, where it is of use, the support's size: [.., 2, 2], or [.., 2]."""
     top, slope = _terms(d, e, p, POWER)
+    if d.shape[1] == 1 and POWER != 1:
+        # Lanes that hold the same row must find the same sums, or they part in the iterations. What follows adds
+        # what other lanes send: a product contracted with that is rounded once here and twice there. A choice
+        # between them keeps the two apart; where J is more, a sum does.
+        inside = ~(slope <= 0)
+        top = tl.where(inside, top, 0.0)
+        if POWER != 2:
+            slope = tl.where(inside, slope, 0.0)
     s, s1 = tl.sum(top, 1), tl.sum(slope, 1)
     if POWER == 2:
         k = tl.sum(tl.where(slope > 0, 1.0, 0.0), 1)
@@ -455,12 +466,6 @@ class _Tile:
     def programs(self, A: int, C: int) -> int:
         return triton.cdiv(A * C, self.M) if self.flat else A * triton.cdiv(C, self.M)
 
-    def constants(self) -> dict:
-        return {
-            "M": self.M, "J": self.J, "T": self.T, "AXIS": self.axis, "FLAT": self.flat,
-            "RESIDENT": self.resident, "num_warps": self.warps,
-        }  # fmt: skip
-
 
 def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) -> _Tile:
     """The tile of rows of n columns `stride` apart, of which a thread holds about `held` entries.
@@ -493,39 +498,79 @@ def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) 
     return _Tile(rows, columns // width, width, 1, flat=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A launch but for its tensors. order: the other dimensions in the order of A * C."""
+
+    grid: tuple[int]
+    numbers: tuple[int | float, ...]
+    constants: dict[str, int]
+    warps: int
+    order: list[int]
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    itemsize: int,
+    exact: bool,
+    alpha: float | None,
+    dim: int,
+    held: int,
+    resident: int,
+) -> _Plan | None:
+    """How rows of tensors with these strides are launched; None where the strides do not allow it.
+
+    alpha: None if each row has its own. held: entries a thread holds, half of them where a column takes a logarithm.
+    """
+    layout = _layout(shape, strides, dim)
+    if layout is None:
+        return None
+    A, C, groups, order = layout
+    n = shape[dim]
+    scale, power = (0.0, _BY_ROW) if alpha is None else (alpha - 1, _power(alpha, exact))
+    tile = _tile(n, C, groups[1][2], itemsize, held if power > 0 else 32, resident)
+    constants = {
+        "POWER": power, "RESIDENT": tile.resident, "WIDE": any(n * g[2] >= 2**31 for g in groups),
+        "FLAT": tile.flat, "M": tile.M, "J": tile.J, "T": tile.T, "AXIS": tile.axis, "EXACT": exact,
+    }  # fmt: skip
+    numbers = (n, A, C, scale, *(stride for group in groups for stride in group))
+    return _Plan((tile.programs(A, C),), numbers, constants, tile.warps, order)
+
+
 def applies(x: Tensor) -> bool:
     """Whether the kernels take the rows of x: anything on a GPU but fp64 and nothing at all."""
     return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0
 
 
-def forward(x: Tensor, alpha: float | Tensor, dim: int, *, resident: int = _RESIDENT) -> Tensor:
+def captures() -> bool:
+    """Whether `launch.captured` takes the kernels: the interpreter's are plain Python."""
+    return isinstance(_forward_kernel, triton.JITFunction)
+
+
+def forward(
+    x: Tensor,
+    alpha: float | Tensor,
+    dim: int,
+    *,
+    resident: int = _RESIDENT,
+    run: Launcher = launch,
+) -> Tensor:
     """Probabilities along `dim`, in the dtype and layout of x (fp32, fp16 or bf16, any strides); arithmetic is fp32.
 
     alpha: above 1; a number, or a tensor with the dimensions of x that broadcasts to it and has size 1 at `dim`.
-    resident: the most columns held in registers.
+    resident: the most columns held in registers. run: what launches the kernel.
     """
     out = torch.empty_like(x)
-    layout = _layout([x, out], dim)
-    if layout is None:
-        out.copy_(forward(x.contiguous(), alpha, dim, resident=resident))
-        return out
-    A, C, (sx, so), order = layout
-    n = x.shape[dim]
-    scales, scale, power = _alpha(alpha, x, dim, order)
-    # A logarithm a column needs its registers too.
-    held = 64 if power > 0 else 32
-    tile = _tile(n, C, sx[2], x.element_size(), held, resident)
-    # Lanes that hold the same row must find the same sums, or they part in the iterations. A product
-    # contracted with the addition of what another lane sends is rounded once there and twice here.
-    options: dict[str, int] = {"enable_fp_fusion": False}
-    if not _exact(x):
-        # A few registers more than are spilled here would cost a quarter of the programs that run together.
-        options["maxnreg"] = min(128, 65536 // (32 * tile.warps))
-    with torch.cuda.device_of(x):
-        _forward_kernel[(tile.programs(A, C),)](
-            x, out, scales, n, A, C, scale, *sx, *so,
-            POWER=power, WIDE=_wide(n, sx, so), EXACT=_exact(x), **tile.constants(), **options,
-        )  # fmt: skip
+    number = None if isinstance(alpha, Tensor) else alpha
+    strides = x.stride(), out.stride()
+    plan = _plan(x.shape, strides, x.element_size(), _exact(x), number, dim, 64, resident)
+    if plan is None:
+        return out.copy_(forward(x.contiguous(), alpha, dim, resident=resident, run=run))
+    scales = _scales(alpha, x, dim, plan.order) if isinstance(alpha, Tensor) else None
+    args = (x, out, scales, *plan.numbers)
+    run(_forward_kernel, plan.grid, args, plan.constants, plan.warps)
     return out
 
 
@@ -537,52 +582,48 @@ def backward(
     needs: Sequence[bool],
     *,
     resident: int = _RESIDENT,
+    run: Launcher = launch,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x, as `needs[0]`, and of a tensor alpha, as `needs[1]`, from the probabilities y."""
     dx = torch.empty_like(y) if needs[0] else None
-    layout = _layout([grad, y, y if dx is None else dx], dim)
-    if layout is None:
+    number = None if isinstance(alpha, Tensor) else alpha
+    strides = grad.stride(), y.stride(), (y if dx is None else dx).stride()
+    # Two operands are held.
+    plan = _plan(y.shape, strides, y.element_size(), _exact(y), number, dim, 32, resident // 2)
+    if plan is None:
         got, d_alpha = backward(
-            grad.contiguous(), y.contiguous(), alpha, dim, needs, resident=resident
+            grad.contiguous(), y.contiguous(), alpha, dim, needs, resident=resident, run=run
         )
         return None if dx is None or got is None else dx.copy_(got), d_alpha
-    A, C, (sg, sy, sd), order = layout
-    n = y.shape[dim]
-    scales, scale, power = _alpha(alpha, y, dim, order)
-    # Two operands are held.
-    tile = _tile(n, C, sy[2], y.element_size(), 32, resident // 2)
-    per_row = None
-    if needs[1] and isinstance(alpha, Tensor):
-        per_row = torch.empty(A * C, device=y.device, dtype=torch.float32)
-    with torch.cuda.device_of(y):
-        _backward_kernel[(tile.programs(A, C),)](
-            grad, y, dx, per_row, scales, n, A, C, scale, *sg, *sy, *sd,
-            POWER=power, WIDE=_wide(n, sg, sy, sd), EXACT=_exact(y), **tile.constants(),
-        )  # fmt: skip
+    scales = per_row = None
+    if isinstance(alpha, Tensor):
+        scales = _scales(alpha, y, dim, plan.order)
+        per_row = torch.empty_like(scales) if needs[1] else None
+    args = (grad, y, dx, per_row, scales, *plan.numbers)
+    run(_backward_kernel, plan.grid, args, plan.constants, plan.warps)
     if per_row is None or not isinstance(alpha, Tensor):
         return dx, None
     others = [i for i in range(y.dim()) if i != dim % y.dim()]
-    sizes = [y.shape[i] for i in order]
-    back = per_row.view(sizes).permute([order.index(i) for i in others]).unsqueeze(dim)
+    back = per_row.permute([plan.order.index(i) for i in others]).unsqueeze(dim)
     return dx, back.sum_to_size(alpha.shape).to(alpha.dtype)
 
 
-def _alpha(
-    alpha: float | Tensor, x: Tensor, dim: int, order: list[int]
-) -> tuple[Tensor | None, float, int]:
-    """(alpha - 1 of each row or None, alpha - 1 of all, POWER)."""
-    if isinstance(alpha, Tensor):
-        rows = list(x.shape)
-        rows[dim] = 1
-        scales = (alpha - 1).float().expand(rows).squeeze(dim)
-        others = [i for i in range(x.dim()) if i != dim % x.dim()]
-        return scales.permute([others.index(i) for i in order]).contiguous(), 0.0, _BY_ROW
+def _scales(alpha: Tensor, x: Tensor, dim: int, order: list[int]) -> Tensor:
+    """alpha - 1 of each row, fp32, contiguous."""
+    rows = list(x.shape)
+    rows[dim] = 1
+    scales = (alpha - 1).float().expand(rows).squeeze(dim)
+    others = [i for i in range(x.dim()) if i != dim % x.dim()]
+    return scales.permute([others.index(i) for i in order]).contiguous()
+
+
+def _power(alpha: float, exact: bool) -> int:
+    """POWER of a number."""
     power = 1 / (alpha - 1)
     # Products are cheaper than a logarithm and an exponential up to here.
     if 1 <= power < 8.5 and abs(power - round(power)) < 1e-9:
-        return None, alpha - 1, round(power)
-    mild = power <= 8 and not _exact(x)
-    return None, alpha - 1, _MILD if mild else _ANY
+        return round(power)
+    return _MILD if power <= 8 and not exact else _ANY
 
 
 def _exact(x: Tensor) -> bool:
@@ -590,32 +631,27 @@ def _exact(x: Tensor) -> bool:
     return not x.is_cuda or torch.version.hip is not None
 
 
-def _wide(n: int, *strides: Sequence[int]) -> bool:
-    return any(n * s[2] >= 2**31 for s in strides)
-
-
 def _layout(
-    tensors: list[Tensor], dim: int
+    shape: tuple[int, ...], strides: Sequence[tuple[int, ...]], dim: int
 ) -> tuple[int, int, list[tuple[int, int, int]], list[int]] | None:
     """(A, C, strides (a, c, column) of each tensor, the other dimensions in the order of A * C).
 
     The dimensions but `dim` as two, the inner one the finer; None where the strides do not allow it.
     """
-    first = tensors[0]
-    dim %= first.dim()
-    order = [i for i in range(first.dim()) if i != dim]
-    order.sort(key=lambda i: [-t.stride(i) for t in tensors[-1:]])
+    dim %= len(shape)
+    order = [i for i in range(len(shape)) if i != dim]
+    order.sort(key=lambda i: -strides[-1][i])
     groups: list[tuple[int, list[int]]] = []
     for i in order:
-        size, strides = first.shape[i], [t.stride(i) for t in tensors]
+        size, steps = shape[i], [s[i] for s in strides]
         if size == 1:
             continue
-        if groups and all(o == s * size for o, s in zip(groups[-1][1], strides)):
-            groups[-1] = groups[-1][0] * size, strides
+        if groups and all(o == s * size for o, s in zip(groups[-1][1], steps)):
+            groups[-1] = groups[-1][0] * size, steps
         else:
-            groups.append((size, strides))
+            groups.append((size, steps))
     if len(groups) > 2:
         return None
-    zeros = [0] * len(tensors)
+    zeros = [0] * len(strides)
     (A, sa), (C, sc) = [(1, zeros)] * (2 - len(groups)) + groups
-    return A, C, [(a, c, t.stride(dim)) for a, c, t in zip(sa, sc, tensors)], order
+    return A, C, [(a, c, s[dim]) for a, c, s in zip(sa, sc, strides)], order

@@ -1,32 +1,53 @@
 """Launching a Triton kernel that has been launched before, without what Triton does anew at each launch.
 
-Triton binds the arguments, classifies them and compares every global the kernel reads, about half of
-what a launch costs the host; a GPU with nothing queued waits for it.
+Triton binds the arguments, classifies them and compares every global the kernel reads, half of what a launch costs
+the host; a GPU with nothing queued waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import operator
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["launch"]
+__all__ = ["Launcher", "captured", "launch"]
 
+Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
+"""What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
+
+# Compiled kernels by all that their code depends on; and by the arguments' very numbers, which is quicker to look up.
 _compiled: dict[Hashable, Any] = {}
+_seen: dict[Hashable, Any] = {}
+# Where in arguments of such types the tensors are, where tuples and descriptors, and what takes out the rest.
+_Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
+_sorts: dict[tuple[type, ...], _Sorts] = {}
+# Programs of many shapes start over here: a few hundred bytes each.
+_MOST_SEEN = 16384
 
 
 def _kind(argument: Any) -> Hashable:
     """All that compiled code may depend on: types, alignment to 16, and which integers are 1."""
-    if isinstance(argument, torch.Tensor):
+    if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, (bool, float)):
+        return type(argument), argument is True  # a bool is an integer that may be 1
     if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, argument < 2**31
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31, argument < 2**63
     if isinstance(argument, tuple):
         return tuple(map(_kind, argument))
     if argument is None:
         return None
     return argument.base.dtype  # a tensor descriptor; its block shape and layout are the kernel's
+
+
+def _sorted(args: tuple[Any, ...]) -> _Sorts:
+    tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    plain = [i for i, a in enumerate(args) if a is None or isinstance(a, (int, float))]
+    others = sorted({*range(len(args))} - {*tensors, *plain})
+    return tensors, others, operator.itemgetter(*plain) if plain else lambda args: None
 
 
 def launch(
@@ -35,16 +56,60 @@ def launch(
     args: tuple[Any, ...],
     constants: Mapping[str, Hashable],
     num_warps: int,
+    **options: Hashable,
 ) -> None:
-    """kernel[grid](*args, **constants, num_warps=num_warps) on the current device.
+    """kernel[grid](*args, **constants, num_warps=num_warps, **options) on the device of args.
 
-    `constants` are the kernel's last parameters, in their order.
+    args: tensors, tensor descriptors, integers, floats, None, tuples of these; at least one of the first two.
+    constants: the kernel's last parameters, in their order. options: of the compiler, as num_stages.
     """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-    key = (id(kernel), device, num_warps, *constants.values(), *map(_kind, args))
-    compiled = _compiled.get(key)
+    types = tuple(map(type, args))
+    sorts = _sorts.get(types)
+    if sorts is None:
+        sorts = _sorts[types] = _sorted(args)
+    tensors, others, plain = sorts
+    passed = list(args)
+    key: list[Hashable] = [id(kernel), num_warps, types, plain(args)]
+    device, pointers = -1, 0
+    for i in tensors:
+        tensor = args[i]
+        device = tensor.get_device()
+        passed[i] = pointer = tensor.data_ptr()
+        pointers |= pointer
+        key.append(tensor.dtype)
+    for i in others:
+        key.append(_kind(args[i]))
+        if not isinstance(args[i], tuple):
+            device = args[i].base.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, args, constants, num_warps, **options)
+        return
+    if pointers % 16:
+        key.append(tuple(args[i].data_ptr() % 16 == 0 for i in tensors))
+    settled = (device, *constants.values(), *options.items())
+    exact = (*key, settled)
+    compiled = _seen.get(exact)
     if compiled is None:
-        # None under the interpreter: nothing to keep.
-        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps)
-    else:
-        compiled[(*grid, 1, 1)[:3]](*args, *constants.values())
+        general = (id(kernel), num_warps, types, *map(_kind, args), settled)
+        compiled = _compiled.get(general)
+        if compiled is None:
+            compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
+            if compiled is not None:  # under the interpreter there is nothing to keep
+                _compiled[general] = compiled
+            return
+        if len(_seen) >= _MOST_SEEN:
+            _seen.clear()
+        _seen[exact] = compiled
+    compiled[(*grid, 1, 1)[:3]](*passed, *constants.values())
+
+
+def captured(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: Mapping[str, Hashable],
+    num_warps: int,
+) -> None:
+    """The launch as a node of the graph that is being traced: Inductor then launches it as one of its own."""
+    torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)

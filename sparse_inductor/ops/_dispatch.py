@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
+
+from .. import compat
 
 
 def below_autograd() -> contextlib.AbstractContextManager[None]:
@@ -20,7 +24,44 @@ def autocast_on(device_type: str) -> bool:
 
 def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
     """An operator's body computes in the dtypes it was given, whatever the caller's autocast says."""
+    if not autocast_on(device_type):
+        return contextlib.nullcontext()
     return torch.amp.autocast(device_type, enabled=False)
+
+
+def inline(
+    lib: torch.library.Library,
+    op: str,
+    body: Callable[..., Any],
+    applies: Callable[..., bool],
+) -> None:
+    """Where AOTAutograd traces the operator for a compiler, the graph gets `body` instead: launches that Inductor makes
+    as its own, without the dispatcher and this package's Python. `body` takes the operator's arguments and computes
+    with ATen operators and `kernels.launch.captured`.
+
+    Only if sizes, strides and numbers are all known and `applies` says so of the arguments: a launch is planned from
+    them, and must not become a guard. An exported program keeps the operator.
+    """
+
+    def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not all(map(compat.plain_when_traced, types)):
+            return NotImplemented
+        if compat.keeps_operators() or not _settled(args) or not applies(*args):
+            return mode.__torch_dispatch__(func, types, args, kwargs)
+        with mode:
+            return body(*args)
+
+    name = f"sparse_inductor::{op}"
+    torch.library.register_torch_dispatch(name, compat.functional_mode(), rule, lib=lib)
+
+
+def _settled(args: Sequence[Any]) -> bool:
+    """Whether nothing about the arguments is symbolic."""
+    for a in args:
+        numbers = (*a.shape, *a.stride(), a.storage_offset()) if isinstance(a, Tensor) else (a,)
+        if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers):
+            return False
+    return True
 
 
 def outside_transforms(op: str) -> None:

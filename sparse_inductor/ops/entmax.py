@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _entmax_aten as aten
-from ._dispatch import autocast_off, below_autograd, decline_vmap, outside_transforms
+from ._dispatch import autocast_off, below_autograd, decline_vmap, inline, outside_transforms
 from ._sharding import Rule, dims, share
 
 __all__ = ["entmax"]
@@ -119,6 +119,36 @@ def _forward(x, alpha, alpha_value, dim):
 def _backward(grad, y, alpha, alpha_value, dim, needs):
     with autocast_off(y.device.type):
         dx, d_alpha = _rows(y).backward(grad, y, _full(alpha, alpha_value, y), dim, needs)
+    return _both(dx, d_alpha, alpha, y)
+
+
+def _takes_kernels(rows: Tensor) -> bool:
+    """Whether the rows are a matter of kernels that Inductor can launch."""
+    if not rows.is_cuda:
+        return False
+    from ..kernels import entmax as kernels
+
+    return kernels.applies(rows) and kernels.captures()
+
+
+def _inlined_forward(x, alpha, alpha_value, dim):
+    from ..kernels import entmax as kernels
+    from ..kernels.launch import captured
+
+    return kernels.forward(x, _full(alpha, alpha_value, x), dim, run=captured)
+
+
+def _inlined_backward(grad, y, alpha, alpha_value, dim, needs):
+    from ..kernels import entmax as kernels
+    from ..kernels.launch import captured
+
+    full = _full(alpha, alpha_value, y)
+    dx, d_alpha = kernels.backward(grad, y, full, dim, needs, run=captured)
+    return _both(dx, d_alpha, alpha, y)
+
+
+def _both(dx, d_alpha, alpha, y):
+    """What `entmax_backward` returns."""
     d_alpha = y.new_empty(0) if d_alpha is None else d_alpha.view(alpha.shape)
     return y.new_empty(0) if dx is None else dx, d_alpha
 
@@ -195,3 +225,5 @@ _lib.impl("entmax", _autograd, "Autograd")
 decline_vmap(_lib, "entmax")
 share(_lib, "entmax", _shared)
 share(_lib, "entmax_backward", _shared_backward)
+inline(_lib, "entmax", _inlined_forward, lambda x, *_: _takes_kernels(x))
+inline(_lib, "entmax_backward", _inlined_backward, lambda grad, y, *_: _takes_kernels(y))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from sparse_inductor.epilogue.plan import lower, plan
-from sparse_inductor.kernels import launch as launching
 from sparse_inductor.kernels.splade_head_positions import ADDED, classify
 
 hopper = pytest.importorskip("sparse_inductor.kernels.splade_head_hopper")
@@ -170,48 +169,3 @@ def test_the_list_holds_what_is_kept(device, B, S, blocks, mask):
     check_list(add, None, B, S, device, blocks)
     check_list(add, (torch.rand(B, generator=g) < 0.5).to(device), B, S, device, blocks)
     check_list(add, torch.ones(B, dtype=torch.bool, device=device), B, S, device, blocks)
-
-
-class Recorder:
-    """A kernel that writes down how it was launched."""
-
-    def __init__(self):
-        self.bound, self.direct = [], []
-
-    def __getitem__(self, grid):
-        def bind(*args, num_warps, **constants):
-            self.bound.append((grid, args, constants, num_warps))
-            return Compiled(self.direct)
-
-        return bind
-
-
-class Compiled:
-    def __init__(self, direct):
-        self.direct = direct
-
-    def __getitem__(self, grid):
-        return lambda *args: self.direct.append((grid, args))
-
-
-def test_a_kernel_is_bound_once_for_what_its_code_may_depend_on():
-    kernel, x = Recorder(), torch.zeros(64)
-    for n in (32, 48, 2**20):
-        launching.launch(kernel, (n,), (x, n, None), {"FLAG": True}, num_warps=4)
-    assert len(kernel.bound) == 1
-    assert kernel.direct == [((n, 1, 1), (x, n, None, True)) for n in (48, 2**20)]
-    different = [
-        ((x, 33, None), {"FLAG": True}, 4),  # not a multiple of 16
-        ((x, 1, None), {"FLAG": True}, 4),
-        ((x, 2**31, None), {"FLAG": True}, 4),  # 64 bits
-        ((x[1:], 32, None), {"FLAG": True}, 4),  # not aligned
-        ((x.half(), 32, None), {"FLAG": True}, 4),
-        ((x, 32, x), {"FLAG": True}, 4),
-        ((x, 32, (32, 16)), {"FLAG": True}, 4),
-        ((x, 32, (32, 17)), {"FLAG": True}, 4),
-        ((x, 32, None), {"FLAG": False}, 4),
-        ((x, 32, None), {"FLAG": True}, 8),
-    ]
-    for args, constants, warps in different:
-        launching.launch(kernel, (1,), args, constants, num_warps=warps)
-    assert len(kernel.bound) == 1 + len(different)

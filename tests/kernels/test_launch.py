@@ -1,0 +1,124 @@
+"""Launches: a kernel compiled for some arguments is launched again where its code fits the new ones, and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_inductor.kernels import launch as module
+from sparse_inductor.kernels.launch import launch
+
+
+class Kernel:
+    """Stands for a Triton kernel: counts what is compiled and keeps what is launched."""
+
+    def __init__(self, compiles: bool = True) -> None:
+        self.compiled, self.compiles = 0, compiles
+        self.launched: list[tuple] = []
+
+    def __getitem__(self, grid):
+        def run(*args, **constants):
+            self.compiled += 1
+            return Compiled(self) if self.compiles else None
+
+        return run
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.launched.append((grid, args))
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(module, "_seen", {})
+
+
+X = torch.zeros(64)
+UNALIGNED = torch.zeros(65)[1:]
+CONSTANTS = {"BLOCK": 16}
+
+
+def test_the_second_launch_is_of_what_the_first_compiled():
+    kernel = Kernel()
+    for _ in range(3):
+        launch(kernel, (7,), (X, None, 48, 0.5), CONSTANTS, 4)
+    assert kernel.compiled == 1
+    assert kernel.launched == [((7, 1, 1), (X.data_ptr(), None, 48, 0.5, 16))] * 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (X.half(), 48, 0.5, True),
+        (UNALIGNED, 48, 0.5, True),
+        (X, 49, 0.5, True),
+        (X, 2**31, 0.5, True),
+        (X, 1, 0.5, True),
+        (X, 48.0, 0.5, True),
+        (X, 48, None, True),
+        (X, 48, 1, True),
+        (X, 48, 0.5, False),
+        (X, 48, 0.5, 1),
+        ((X,), 48, 0.5, True),
+    ],
+)
+def test_what_the_code_depends_on_is_compiled_for(other):
+    kernel = Kernel()
+    launch(kernel, (1,), (X, 48, 0.5, True), CONSTANTS, 4)
+    launch(kernel, (1,), other, CONSTANTS, 4)
+    assert (kernel.compiled, kernel.launched) == (2, [])
+
+
+@pytest.mark.parametrize("other", [(X[32:], 48, 0.5), (X, 64, 0.5), (X, 2**30, 0.5), (X, 48, 1.5)])
+def test_what_it_does_not_depend_on_is_not(other):
+    kernel = Kernel()
+    launch(kernel, (1,), (X, 48, 0.5), CONSTANTS, 4)
+    launch(kernel, (1,), other, CONSTANTS, 4)
+    assert kernel.compiled == 1
+    assert kernel.launched[0][1][1:] == (*other[1:], 16)
+
+
+@pytest.mark.parametrize("tensors", [(X, UNALIGNED), (UNALIGNED, X)])
+def test_the_alignment_of_each_tensor_counts(tensors):
+    kernel = Kernel()
+    launch(kernel, (1,), (UNALIGNED, UNALIGNED), CONSTANTS, 4)
+    launch(kernel, (1,), tensors, CONSTANTS, 4)
+    assert kernel.compiled == 2
+
+
+def test_constants_warps_and_options_are_compiled_for():
+    kernel = Kernel()
+    launch(kernel, (1,), (X,), CONSTANTS, 4)
+    launch(kernel, (1,), (X,), {"BLOCK": 32}, 4)
+    launch(kernel, (1,), (X,), CONSTANTS, 8)
+    launch(kernel, (1,), (X,), CONSTANTS, 4, num_stages=2)
+    launch(kernel, (1,), (X,), CONSTANTS, 4, num_stages=3)
+    assert (kernel.compiled, kernel.launched) == (5, [])
+
+
+def test_tuples_count_by_what_is_in_them():
+    kernel = Kernel()
+    for numbers in ((32, 16), (32, 17), (64, 16)):
+        launch(kernel, (1,), (X, numbers), CONSTANTS, 4)
+    assert (kernel.compiled, len(kernel.launched)) == (2, 1)
+
+
+def test_the_interpreter_leaves_nothing_to_keep():
+    kernel = Kernel(compiles=False)
+    for _ in range(2):
+        launch(kernel, (1,), (X,), CONSTANTS, 4)
+    assert kernel.compiled == 2
+
+
+def test_many_shapes_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_SEEN", 10)
+    kernel = Kernel()
+    for n in range(100):
+        launch(kernel, (1,), (X, 32 * n + 32), CONSTANTS, 4)
+    assert kernel.compiled == 1
+    assert len(module._seen) <= 10

@@ -1,0 +1,72 @@
+"""Operators whose kernels Inductor launches itself: where a graph gets what they do, and where it keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_inductor.ops._dispatch import inline
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[str]]:
+    """An operator that multiplies, whose body adds, and the graphs it was traced into."""
+    lib = torch.library.Library("inline_test", "FRAGMENT")
+    lib.define("twice(Tensor x, float factor) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    lib.impl("twice", lambda x, factor: x * factor, "CPU")
+    torch.library.register_fake("inline_test::twice", lambda x, factor: x * 1, lib=lib)
+    inline(lib, "twice", lambda x, factor: x + x, lambda x, factor: factor == 2.0)
+    yield []
+    lib._destroy()
+
+
+def traced(graphs: list[str], fn, *args, **options) -> str:
+    def backend(gm, inputs):
+        from torch._dynamo.backends.common import aot_autograd
+
+        def keep(traced, _):
+            graphs.append(traced.code)
+            return traced.forward
+
+        return aot_autograd(fw_compiler=keep, bw_compiler=keep)(gm, inputs)
+
+    result = torch.compile(fn, backend=backend, **options)(*args)
+    torch.testing.assert_close(result, fn(*args))
+    return graphs[-1]
+
+
+def test_a_graph_gets_the_body(graphs):
+    code = traced(graphs, lambda x: torch.ops.inline_test.twice(x, 2.0), torch.randn(4, 3))
+    assert "aten.add" in code
+    assert "inline_test" not in code
+
+
+def test_what_the_body_does_not_take_stays_the_operator(graphs):
+    code = traced(graphs, lambda x: torch.ops.inline_test.twice(x, 3.0), torch.randn(4, 3))
+    assert "inline_test.twice" in code
+
+
+def test_symbolic_sizes_keep_the_operator(graphs):
+    def fn(x: Tensor) -> Tensor:
+        return torch.ops.inline_test.twice(x, 2.0)
+
+    code = traced(graphs, fn, torch.randn(4, 3), dynamic=True)
+    assert "inline_test.twice" in code
+
+
+def test_an_exported_program_keeps_the_operator(graphs):
+    class Twice(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.inline_test.twice(x, 2.0)
+
+    program = torch.export.export(Twice(), (torch.randn(4, 3),))
+    for kept in (program, program.run_decompositions()):
+        assert "inline_test.twice" in kept.graph_module.code
+
+
+def test_eager_calls_run_the_operator(graphs):
+    x = torch.randn(4)
+    torch.testing.assert_close(torch.ops.inline_test.twice(x, 2.0), x * 2)
