@@ -24,6 +24,7 @@ from .entmax_attention_problem import (
     tile_for,
 )
 from .entmax_attention_tau import class_bound, clip, compensated, newton, powers, step
+from .launch import relaunched
 
 __all__ = ["forward_blocks"]
 
@@ -115,6 +116,7 @@ def _outputs(
     return acc, f, f_lost, g
 
 
+@relaunched
 @triton.jit
 def _threshold_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,
@@ -210,6 +212,7 @@ def _threshold_kernel(
             tiles = every
 
 
+@relaunched
 @triton.jit
 def _output_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,

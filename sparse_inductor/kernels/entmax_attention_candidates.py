@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .entmax_attention_problem import load_tile, product, row_constants
 from .entmax_attention_tau import bound_step
+from .launch import relaunched
 
 __all__ = ["CAPACITY", "GROUP", "KEYS", "RECORD_BYTES", "candidates_kernel"]
 
@@ -203,6 +204,7 @@ def _stream(
     return off, top, bound
 
 
+@relaunched
 @triton.jit
 def candidates_kernel(
     q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,

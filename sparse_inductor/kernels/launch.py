@@ -6,14 +6,16 @@ the host; a GPU with nothing queued waits for it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
-__all__ = ["Launcher", "captured", "launch"]
+__all__ = ["Launcher", "captured", "launch", "relaunched"]
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
@@ -113,3 +115,21 @@ def captured(
 ) -> None:
     """The launch as a node of the graph that is being traced: Inductor then launches it as one of its own."""
     torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
+
+
+def relaunched(kernel: Any) -> Any:
+    """Decorates a kernel: what is written kernel[grid](*args, **constants, num_warps=...) goes through `launch`."""
+    return _Relaunched(kernel) if isinstance(kernel, triton.JITFunction) else kernel
+
+
+class _Relaunched:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._names = kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._run, grid)
+
+    def _run(self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **named: Any) -> None:
+        constants = {name: named.pop(name) for name in self._names[len(args) :]}
+        launch(self.kernel, grid, args, constants, num_warps, **named)

@@ -30,6 +30,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 from sparse_inductor.kernels.epilogue import dual, dual_rows, encode
+from sparse_inductor.kernels.launch import relaunched
 
 __all__ = ["backward"]
 
@@ -85,6 +86,7 @@ def _winner_and_gain(
     return s, tl.where(alive, g, 0.0)
 
 
+@relaunched
 @triton.jit
 def _list_by_entry(
     grad, grad_stride_b, grad_stride_v, winner, peak, per_element, B, S, V, v0, v_end,
@@ -129,6 +131,7 @@ def _first_not_below(keys, n, target, STEPS: tl.constexpr):
     return low
 
 
+@relaunched
 @triton.jit
 def _sort_tiles(
     grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
@@ -172,6 +175,7 @@ def _sort_tiles(
     tl.store(starts + S, n)
 
 
+@relaunched
 @triton.jit
 def _place_tiles(
     starts, offsets, hot, hot_stride, S, tiles,
@@ -208,6 +212,7 @@ def _place_tiles(
     tl.store(hot + tl.arange(0, 1), hots)
 
 
+@relaunched
 @triton.jit
 def _merge_tiles(
     grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
@@ -238,6 +243,7 @@ def _merge_tiles(
         tl.store(gains + slot, g, mask=j < n)
 
 
+@relaunched
 @triton.jit
 def _general_gains(
     hidden, weight, bias, winner, peak, rows, row_stride, per_element, S, D, V, first,
@@ -304,6 +310,7 @@ def _sum_listed_rows(entries, gains, n, table, D, d, R: tl.constexpr, BD: tl.con
     return acc
 
 
+@relaunched
 @triton.jit
 def _weight_rows(
     rows, gains, counts, hidden, grad_weight, grad_bias, B, D, v0, v_end,
@@ -335,6 +342,7 @@ def _weight_rows(
                     tl.store(grad_bias + v, tl.sum(total, 0).to(grad_bias.dtype.element_ty))
 
 
+@relaunched
 @triton.jit
 def _hidden_rows(
     entries, gains, offsets, weight, grad_hidden, S, D, V, b0,
@@ -360,6 +368,7 @@ def _hidden_rows(
             tl.store(out, acc.to(grad_hidden.dtype.element_ty), mask=d < D)
 
 
+@relaunched
 @triton.jit
 def _hot_hidden_rows(
     entries, gains, offsets, hot, hot_stride, weight, grad_hidden, S, D, V, b0, programs,

@@ -22,6 +22,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate, evaluate_rows
+from .launch import relaunched
 from .splade_head_positions import Positions
 
 try:
@@ -67,6 +68,7 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
     return Tile(128, 256, 64, 8, 3)
 
 
+@relaunched
 @triton.jit
 def _select_kernel(per_element, order, count, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
     """One program: order[:count] = the sequences b with per_element[b] == WANT, ascending.
@@ -83,6 +85,7 @@ def _select_kernel(per_element, order, count, B, WANT: tl.constexpr, BLOCK: tl.c
     tl.store(count, n)
 
 
+@relaunched
 @triton.jit(do_not_specialize=["B"])  # B == 1 would be a constexpr, which has no .to
 def _peak_kernel(
     hidden, weight, bias, add, fill, rows, order, count,
