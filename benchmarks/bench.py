@@ -18,6 +18,7 @@ from torch import nn
 
 import sparse_inductor
 
+from . import measure
 from .measure import MIB, Ceilings, Memory, Timing, Work, ceilings, peak_memory, race
 from .publish import Results, Row, Sample, write
 
@@ -52,11 +53,11 @@ class Bench:
         """Progress, with the seconds since the start."""
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", flush=True)
 
-    def section(self, measure: Callable[..., None], *args: Any) -> None:
+    def section(self, part: Callable[..., None], *args: Any) -> None:
         """Run one part; where it fails the others still count, and the page and the exit status say so."""
-        name = measure.__name__.strip("_").replace("_", " ")
+        name = part.__name__.strip("_").replace("_", " ")
         try:
-            measure(*args)
+            part(*args)
         except Exception as error:
             traceback.print_exc()
             self.failed.append(name)
@@ -122,6 +123,19 @@ class Bench:
         after = f", latency {timing.latency:.4g} ms" if timing.latency is not None else ""
         said = f" ({note})" if note else ""
         self.say(f"{case}: {name} {timing.ms:.4g} ms{after}{weight}{said}")
+
+    def host(self, name: str, ours: Work, plain: Work, theirs: Work) -> None:
+        """Write down what the host does for a call of our compiled graph beyond one of `plain`.
+
+        plain: a compiled graph of the same inputs in which Inductor launches next to nothing.
+        theirs: the unrewritten graph.
+        """
+        much = (2, 2) if self.quick else (15, 40)
+        mine, least, other = (measure.host_us(work, *much) for work in (ours, plain, theirs))
+        note = f"{mine:.3g} us / {least:.3g} us; unrewritten {other:.3g} us"
+        label = f"{name}: host time of a call over that of a graph of Inductor's least"
+        self.row(label, mine - least, "us", 5, 0, note=note)
+        self.say(f"{label} {mine - least:.3g} us ({note})")
 
     def left_out(self, case: str, name: str, why: str) -> None:
         """Write down that a contender was not measured."""

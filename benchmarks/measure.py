@@ -199,6 +199,21 @@ class _CpuWatch(_Watch):
         self._taken.append((taken * 1e3, _others() - others <= allowed))
 
 
+def host_us(work: Work, batches: int, calls: int) -> float:
+    """Microseconds that the host takes for a call of work that a GPU has no trouble to keep up with: median."""
+    for _ in range(calls):
+        work()
+    taken = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        taken.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(taken)
+
+
 _OTHERS = 0.1
 
 

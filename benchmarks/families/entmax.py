@@ -63,7 +63,7 @@ class Case:
         """What `Bench.race` takes."""
         runs = {name: self._contender(name) for name in names}
         return {
-            (f"{self.label}, {kind}", name): self._work(kind, runs[name])
+            (f"{self.label}, {kind}", name): self.work(kind, runs[name])
             for kind in kinds
             for name in names
         }
@@ -76,7 +76,7 @@ class Case:
         made = {"eager": lambda m: m, "compile": compiled, "ours": lambda m: rewritten(m, "entmax")}
         return made[name](self.rows)
 
-    def _work(self, kind: str, run: Callable[[Tensor], Tensor]) -> Work:
+    def work(self, kind: str, run: Callable[[Tensor], Tensor]) -> Work:
         def inference() -> Tensor:
             with torch.no_grad():
                 return run(self.x)
@@ -112,7 +112,27 @@ def _gpu_sections(bench: Bench) -> list[Section]:
 
         return against_the_copy
 
-    return [section(shape, alpha) for shape in shapes for alpha in (1.5, 2.0, 1.25)]
+    rows = [section(shape, alpha) for shape in shapes for alpha in (1.5, 2.0, 1.25)]
+    return [*rows, _host]
+
+
+class Doubled(nn.Module):
+    """One kernel of Inductor's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def _host(bench: Bench) -> None:
+    """The host's part of a call, at a size at which the GPU's is next to nothing."""
+    if importlib.util.find_spec("entmax") is None:
+        return
+    case = Case((64, 64), bench.device, 1.5)
+    runs = {"ours": rewritten(case.rows, "entmax"), "compile": compiled(case.rows)}
+    for kind in (INFERENCE, TRAINING):
+        plain = case.work(kind, compiled(Doubled()))
+        ours, theirs = (case.work(kind, runs[name]) for name in ("ours", "compile"))
+        bench.host(f"{case.label}, {kind}", ours, plain, theirs)
 
 
 def _against_copy(bench: Bench, case: Case, judged: bool) -> None:

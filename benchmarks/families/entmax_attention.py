@@ -159,12 +159,12 @@ class Case:
         """What `Bench.race` takes: each kind of work by each contender."""
         runs = {name: self.contender(name) for name in names}
         return {
-            (f"{self.label}, {kind}", name): self._work(kind, runs[name])
+            (f"{self.label}, {kind}", name): self.work(kind, runs[name])
             for kind in kinds
             for name in names
         }
 
-    def _work(self, kind: str, run: Callable[..., Tensor]) -> Work:
+    def work(self, kind: str, run: Callable[..., Tensor]) -> Work:
         inputs = (self.q, self.k, self.v)
 
         def forward() -> Tensor:  # of a training step: what the backward needs is kept
@@ -248,7 +248,24 @@ def _gpu_sections(bench: Bench) -> list[Section]:
         _longest(bench, H, [256, 512] if tiny else [131072, 1048576])
 
     return [paper_causal, paper_short, paper_full, regimes, alphas, unrewritten, workspace, longest,
-            row_sums]  # fmt: skip
+            row_sums, _host]  # fmt: skip
+
+
+class Product(nn.Module):
+    """One kernel of Inductor's."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q * k * v
+
+
+def _host(bench: Bench) -> None:
+    """The host's part of a call, at a size at which the GPU's is small."""
+    case = Case(Shape(1, 2, 256, 64), bench.device)
+    runs = {name: case.contender(name) for name in ("ours", "compile")}
+    for kind in (INFERENCE, TRAINING):
+        plain = case.work(kind, compiled(Product()))
+        ours, theirs = (case.work(kind, runs[name]) for name in ("ours", "compile"))
+        bench.host(f"{case.label}, {kind}", ours, plain, theirs)
 
 
 def _times(a: Timing | None, b: Timing | None) -> str:

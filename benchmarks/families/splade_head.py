@@ -133,11 +133,11 @@ class Case:
         runs = {name: self.contender(name) for name in names}
         pairs = [(kind, name) for kind in kinds for name in names]
         return {
-            (f"{self.label}{remark}, {kind}", name): self._work(kind, runs[name])
+            (f"{self.label}{remark}, {kind}", name): self.work(kind, runs[name])
             for kind, name in pairs
         }
 
-    def _work(self, kind: str, run: Callable[[Tensor, Tensor], Tensor]) -> Work:
+    def work(self, kind: str, run: Callable[[Tensor, Tensor], Tensor]) -> Work:
         inputs = (self.hidden, self.head.decoder.weight, self.head.decoder.bias)
 
         def forward() -> Tensor:  # of a training step: what the backward needs is kept
@@ -228,7 +228,29 @@ def _gpu_sections(bench: Bench) -> list[Section]:
     def padding(bench: Bench) -> None:
         _padding(bench, main)
 
-    return [first, all_active, padding, second, scratch, _long]
+    return [first, all_active, padding, second, scratch, _long, _host]
+
+
+class Touched(nn.Module):
+    """What a head reads and writes, in next to no kernels of Inductor's."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.decoder = head.decoder
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        sums = hidden.sum((1, 2)) * attention_mask.sum(1)
+        return sums[:, None] * self.decoder.weight[:, 0] + self.decoder.bias
+
+
+def _host(bench: Bench) -> None:
+    """The host's part of a call, at a size at which the GPU's is small."""
+    case = Case(Shape(4, 32, 64, 1000), bench.device)
+    runs = {name: case.contender(name) for name in ("ours", "compile")}
+    for kind in (INFERENCE, TRAINING):
+        plain = case.work(kind, compiled(Touched(case.head)))
+        ours, theirs = (case.work(kind, runs[name]) for name in ("ours", "compile"))
+        bench.host(f"{case.label}, {kind}", ours, plain, theirs)
 
 
 def _against_limits(

@@ -122,3 +122,14 @@ def test_many_shapes_do_not_pile_up(monkeypatch):
         launch(kernel, (1,), (X, 32 * n + 32), CONSTANTS, 4)
     assert kernel.compiled == 1
     assert len(module._seen) <= 10
+
+
+def test_a_decorated_kernel_is_written_as_any_and_launched_with_its_constants_in_order():
+    kernel = Kernel()
+    kernel.arg_names = ["x", "n", "BLOCK", "FLAG"]
+    decorated = module._Relaunched(kernel)
+    for _ in range(2):
+        decorated[(3,)](X, 48, FLAG=True, BLOCK=16, num_warps=2, num_stages=1)
+    assert kernel.launched == [((3, 1, 1), (X.data_ptr(), 48, 16, True))]
+    with pytest.raises(KeyError, match="BLOCK"):
+        decorated[(3,)](X, 48, FLAG=True)
