@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from benchmarks import measure
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="shares the GPU: no times"),
+]
 
 GPU = torch.device("cuda")
 
