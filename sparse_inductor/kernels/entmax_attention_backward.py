@@ -34,7 +34,6 @@ from .entmax_attention_problem import (
     tile_for,
 )
 from .entmax_attention_tau import clip, powers
-from .launch import relaunched
 
 __all__ = ["bias_gradient", "keys_blocks", "rows_blocks"]
 
@@ -95,7 +94,6 @@ def _rows_pass(
     return gdpk, gk, gdp, gs, pdp, sdp, s
 
 
-@relaunched
 @triton.jit
 def _rows_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,
@@ -248,7 +246,6 @@ def _head_pass(
     )  # fmt: skip
 
 
-@relaunched
 @triton.jit
 def _keys_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,
@@ -348,7 +345,6 @@ def _keys_kernel(
     tl.store(dv + at * DV + c[None, :], acc_v.to(dv.dtype.element_ty), mask=inside)
 
 
-@relaunched
 @triton.jit
 def _bias_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,
@@ -433,7 +429,6 @@ def _low_heads(problem: Problem, reference: torch.Tensor, shift: torch.Tensor) -
     return (shift < low - reference).any(-1).view(torch.uint8)
 
 
-@relaunched
 @triton.jit
 def _order_kernel(flags, order, earlier, blocks, CHUNK: tl.constexpr):
     """Of head program_id(0): the flagged blocks, ascending, and how many come before each block."""

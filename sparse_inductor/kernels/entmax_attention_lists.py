@@ -14,7 +14,6 @@ import triton.language as tl
 from .entmax_attention_candidates import CAPACITY, KEYS, RECORD_BYTES, candidates_kernel
 from .entmax_attention_problem import Problem, row_constants
 from .entmax_attention_tau import class_bound, powers, step
-from .launch import relaunched
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -102,7 +101,6 @@ def _pack(number, value):
     return (number.to(tl.int64) << 32) | bits
 
 
-@relaunched
 @triton.jit
 def _finalize_kernel(
     v, alpha, sab, sah, sal, svb, svh, svl, svd,
@@ -193,7 +191,6 @@ def _finalize_kernel(
     tl.store(out + row[:, None] * DV + dd[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@relaunched
 @triton.jit
 def _rows_kernel(
     k, v, alpha, sab, sah, sal, skb, skh, skl, skd, svb, svh, svl, svd,
@@ -357,7 +354,6 @@ def _write_keys(
     tl.store(at, acc_v.to(dv.dtype.element_ty), mask=inside)
 
 
-@relaunched
 @triton.jit
 def _keys_kernel(
     q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
@@ -409,7 +405,6 @@ def _keys_kernel(
     _write_keys(dk, dv, acc_k, acc_v, key, want, tl.load(partial + bg) != 0, scale, D, BD, DV, BDV)
 
 
-@relaunched
 @triton.jit
 def _long_keys_kernel(
     q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
