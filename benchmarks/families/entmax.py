@@ -26,6 +26,7 @@ def run(bench: Bench) -> None:
     bench.section(bench.measure_limits)
     for section in _gpu_sections(bench) if bench.cuda else _cpu_sections(bench):
         bench.section(section, bench)
+        bench.save()  # the unrewritten bisection takes long to compile: what is known is kept
 
 
 class Rows(nn.Module):
