@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +81,57 @@ def test_a_pattern_and_its_tests_are_short():
     template, test, _ = blocks("Adding a pattern")
     written = [line for line in (template + test).splitlines() if line.strip()]
     assert len(written) <= 40
+
+
+# What a section's code expects to be there.
+MODEL = """
+import torch
+from torch import nn
+
+class Head(nn.Module):
+    def __init__(self, also_logits=False):
+        super().__init__()
+        self.embed, self.decoder, self.also_logits = nn.Embedding(50, 8), nn.Linear(8, 50), also_logits
+    def forward(self, ids, mask):
+        logits = self.decoder(self.embed(ids))
+        values = (torch.log1p(torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
+        return (values, logits) if self.also_logits else values
+
+model, other = Head(), Head(also_logits=True)
+ids, mask = torch.randint(0, 50, (2, 6)), torch.ones(2, 6)
+input_ids, attention_mask = ids, mask
+"""
+SECTIONS = re.findall(r"^## (.+)$", TEXT, re.M)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", [s for s in SECTIONS if s != "Adding a pattern" and blocks(s)])
+def test_the_code_of_a_section_runs(section, tmp_path):
+    script = tmp_path / "section.py"  # a file: reports show its lines
+    script.write_text(MODEL + "\n".join(blocks(section)))
+    env = {**os.environ, "PYTHONPATH": str(readme.ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_commands_exist():
+    """Those of the README and of the documentation."""
+    texts = [TEXT, *(page.read_text() for page in (readme.ROOT / "docs").rglob("*.md"))]
+    makefile = (readme.ROOT / "Makefile").read_text()
+    for text in texts:
+        for target in re.findall(r"(?:^    |`)make ([a-z-]+)", text, re.M):
+            assert re.search(rf"^{target}:", makefile, re.M), f"make {target}"
+        for module, first in re.findall(
+            r"python -m ((?:sparse_inductor|benchmarks)[.\w]*) ?([\w-]*)", text
+        ):
+            if module == "sparse_inductor":
+                assert first in ("demo", "doctor", "patterns", "explain"), first
+            elif module == "benchmarks":
+                assert (readme.ROOT / "benchmarks" / "families" / f"{first}.py").exists(), first
+            else:
+                assert importlib.util.find_spec(module), module
 
 
 def test_links_lead_somewhere():
