@@ -59,21 +59,18 @@ def saved_like(
 ) -> tuple[torch.Tensor, ...]:
     """Empty tensors of the shapes and dtypes of what `forward` saves: a function of sizes only.
 
-    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; where candidate lists are
-    tried, also entries int64 [B, H, Lq, SLOTS], counts int32 [B, H, Lq], flags int32 [B, H, blocks]
-    and key_counts int32 [B, Hkv, Lk].
+    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; where lists are tried, also
+    entries int64 [B, H, Lq, SLOTS], starts and counts int32 [B, H, Lq], left int32 [B, H, Lq],
+    earlier int32 [B, H, blocks + 1] and key_counts int32 [B, Hkv, Lk].
     """
     B, H, Lq, _d = q.shape
     saved = [q.new_empty((B, H, Lq), dtype=torch.float32) for _ in range(2)]
     if lists.applies(q, k, v, bias, mask, scale):
         rows = lists.block_rows(q)
-        for shape, dtype in (
-            ((B, H, Lq, lists.SLOTS), torch.int64),
-            ((B, H, Lq), torch.int32),
-            ((B, H, (Lq + rows - 1) // rows), torch.int32),
-            ((B, k.shape[1], k.shape[2]), torch.int32),
-        ):
-            saved.append(q.new_empty(shape, dtype=dtype))
+        saved.append(q.new_empty((B, H, Lq, lists.SLOTS), dtype=torch.int64))
+        saved += [q.new_empty((B, H, Lq), dtype=torch.int32) for _ in range(3)]
+        for shape in ((B, H, (Lq + rows - 1) // rows + 1), (B, k.shape[1], k.shape[2])):
+            saved.append(q.new_empty(shape, dtype=torch.int32))
     return tuple(saved)
 
 
@@ -106,17 +103,11 @@ def forward(
     )  # fmt: skip
     out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
     saved = saved_like(q, k, v, bias=bias, mask=mask, scale=scale)
-    reference, shift, *listed = saved
     if out.numel():
-        flags = None
         with torch.cuda.device_of(q):
-            if listed:
-                entries, counts, flags, key_counts = listed
-                if training:
-                    key_counts.zero_()
-                wanted = key_counts if training else None
-                lists.forward_lists(problem, out, reference, shift, entries, counts, flags, wanted)
-            forward_blocks(problem, out, reference, shift, flags, lists.block_rows(q), training)
+            if len(saved) > 2:
+                lists.forward_lists(problem, out, saved, training)
+            forward_blocks(problem, out, *saved[:2], lists.left_rows(q, saved), training)
     return out, saved if training else ()
 
 
@@ -154,24 +145,20 @@ def backward(
             for x, need in zip(inputs, needs)
         )
     reference, shift, *listed = saved
-    flags = listed[2] if listed else None
-    flag_rows = lists.block_rows(q)
+    rest = lists.left_rows(q, saved)
     out = out.contiguous()
     dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
     delta = torch.empty_like(shift)
     by_row = torch.empty_like(shift) if needs[4] and alpha is not None else None
     dbias = dalpha = None
     with torch.cuda.device_of(q):
-        rows_blocks(problem, grad, out, reference, shift, flags, flag_rows, dq, delta, by_row)
+        rows_blocks(problem, grad, out, reference, shift, rest, dq, delta, by_row)
         if needs[1] or needs[2]:
-            keys_blocks(problem, grad, reference, shift, delta, flags, flag_rows, dk, dv)
-        if flags is not None:
-            by_key, ends = lists.rows_backward(problem, grad, tuple(listed), dq, delta, by_row)
+            keys_blocks(problem, grad, reference, shift, delta, rest, dk, dv)
+        if listed:
+            by_key, ends = lists.rows_backward(problem, grad, saved, dq, delta, by_row)
             if needs[1] or needs[2]:
-                partial = flags.view(*k.shape[:2], -1).amax(-1)
-                lists.add_keys_from_lists(
-                    problem, grad, tuple(listed), by_key, ends, delta, partial, dk, dv
-                )
+                lists.add_keys_from_lists(problem, grad, saved, by_key, ends, delta, dk, dv)
         if needs[3] and bias is not None:
             dbias = bias_gradient(problem, bias, grad, reference, shift, delta)
     if by_row is not None and alpha is not None:

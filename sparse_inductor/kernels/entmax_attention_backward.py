@@ -20,18 +20,19 @@ import triton
 import triton.language as tl
 
 from .entmax_attention_problem import (
+    Left,
     Problem,
     Tile,
     add_product,
     dropped_score,
     head_offsets,
     key_tiles,
-    left_to_lists,
     load_tile,
     product,
     row_constants,
     row_scores,
     tile_for,
+    tile_rows,
 )
 from .entmax_attention_tau import clip, powers
 
@@ -100,24 +101,22 @@ def _rows_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    out, grad, reference, shift, flags, dq, delta, dalpha, sgb, sgh, sgl, sgd,
+    out, grad, reference, shift, left, earlier, dq, delta, dalpha, sgb, sgh, sgl, sgd,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    WANT_ALPHA: tl.constexpr, FLAG_ROWS: tl.constexpr,
+    WANT_ALPHA: tl.constexpr, LEFT_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns dq[b, h, i0:i0 + BM], delta of its rows and, if wanted, dalpha of each row."""
     blocks = tl.cdiv(Lq, BM)
     bh = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    if CAUSAL:
-        block = blocks - 1 - block
-    if left_to_lists(flags, bh, block * BM, Lq, FLAG_ROWS):
+    i, first_row, end_row = tile_rows(left, earlier, bh, block, Lq, CAUSAL, LEFT_ROWS, BM)
+    if LEFT_ROWS > 0 and first_row >= Lq:
         return
     b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
-    i = block * BM + tl.arange(0, BM)
     last_key = Lk
     if HAS_KLEN:
         last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
@@ -139,7 +138,7 @@ def _rows_kernel(
     o = load_tile(out + bh.to(tl.int64) * Lq * DV, i, DV, Lq, 1, True, DV, BDV)
     guess = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
 
-    whole, tiles, every = key_tiles(block * BM, last_key, Lq, diagonal, CAUSAL, BM, BN)
+    whole, tiles, every = key_tiles(first_row, end_row, last_key, diagonal, CAUSAL, BN)
     if CAUSAL and FINITE_FILL:
         tiles = tl.where(tl.max((d < fill).to(tl.int32), 0) > 0, every, tiles)
     zero = tl.zeros([BM], tl.float32)
@@ -169,8 +168,8 @@ def _rows_kernel(
 
 @triton.jit
 def _keys_pass(
-    dk, dv, kt, vt, j, queries, grads, stats, row_source, side, ends, order, first, last,
-    EDGE: tl.constexpr, ONLY_LOW: tl.constexpr, FLAG_ROWS: tl.constexpr,
+    dk, dv, kt, vt, j, queries, grads, stats, row_source, side, ends, left, first, last,
+    EDGE: tl.constexpr, ONLY_LOW: tl.constexpr, LISTED: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -179,8 +178,8 @@ def _keys_pass(
     """Add to dk / scale and dv over query tiles first:last.
 
     EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: skip tiles without a row
-    whose threshold lies under `fill`, all keys of which are after the diagonal here. FLAG_ROWS:
-    first:last count tiles of the flagged blocks that `order` names.
+    whose threshold lies under `fill`, all keys of which are after the diagonal here. LISTED:
+    first:last count tiles of the rows that `left` = (rows, how many) names.
     """
     q, stride_ql, stride_qd = queries
     grad, stride_gl, stride_gd = grads
@@ -189,9 +188,8 @@ def _keys_pass(
     last_row, last_key, diagonal = ends
     for n in tl.range(first, last, num_stages=STAGES):
         i = n * BM + tl.arange(0, BM)
-        if FLAG_ROWS > 0:
-            split = FLAG_ROWS // BM
-            i += (tl.load(order + n // split) - n // split) * FLAG_ROWS
+        if LISTED:
+            i = tl.load(left[0] + i, mask=i < left[1], other=last_row)
         factor, am1, beta = row_constants(
             alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA
         )
@@ -221,27 +219,27 @@ def _keys_pass(
 @triton.jit
 def _head_pass(
     dk, dv, kt, vt, j, head_data, spread, start, plain, rows,
-    FLAG_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    LISTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add one head to dk / scale and dv: query tiles start:plain have an edge, plain:rows none."""
-    queries, grads, stats, source, side, ends, order = head_data
+    queries, grads, stats, source, side, ends, left = head_data
     if CAUSAL and FINITE_FILL:
         dk, dv = _keys_pass(
-            dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, order,
-            0, tl.where(spread != 0, start, 0), True, True, FLAG_ROWS, D, DV, BD, BDV, KIND,
+            dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
+            0, tl.where(spread != 0, start, 0), True, True, LISTED, D, DV, BD, BDV, KIND,
             HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, 1,
         )  # fmt: skip
     dk, dv = _keys_pass(
-        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, order,
-        start, plain, True, False, FLAG_ROWS, D, DV, BD, BDV, KIND,
+        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
+        start, plain, True, False, LISTED, D, DV, BD, BDV, KIND,
         HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
     )  # fmt: skip
     return _keys_pass(
-        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, order,
-        plain, rows, False, False, FLAG_ROWS, D, DV, BD, BDV, KIND,
+        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
+        plain, rows, False, False, LISTED, D, DV, BD, BDV, KIND,
         HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
     )  # fmt: skip
 
@@ -252,18 +250,18 @@ def _keys_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    grad, reference, shift, delta, low, order, earlier, dk, dv, sgb, sgh, sgl, sgd,
+    grad, reference, shift, delta, low, left, earlier, dk, dv, sgb, sgh, sgl, sgd,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    LEFT_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns dk and dv[b, hkv, j0:j0 + BN], over the rows of all heads that read them.
 
     low[b, h] tells whether some row of the head has its threshold under `fill`, so that keys after
-    the diagonal receive a gradient too. FLAG_ROWS: only rows of the blocks order[b, h], whose first
-    earlier[b, h, t] come before block t; dk and dv of a key head without any are not written.
+    the diagonal receive a gradient too. LEFT_ROWS: only the rows left[b, h], the first
+    earlier[b, h, t] of which come before block t; dk and dv of a key head without any are not written.
     """
     blocks = tl.cdiv(Lk, BN)
     bg = tl.program_id(0) // blocks
@@ -295,23 +293,24 @@ def _keys_kernel(
     if block * BN + BN > last_key:
         plain = rows
     chosen = 0
-    row_blocks = tl.cdiv(Lq, FLAG_ROWS) if FLAG_ROWS > 0 else 0
-    split = FLAG_ROWS // BM
+    row_blocks = tl.cdiv(Lq, LEFT_ROWS) if LEFT_ROWS > 0 else 0
     for head in range(G):
         h = (hkv * G + head).to(tl.int64)
         bh = b.to(tl.int64) * H + h
         first, middle, final = start, plain, rows
-        mine = order
         here = 0
-        if FLAG_ROWS > 0:
-            before_block = earlier + bh * (row_blocks + 1)
-            mine = order + bh * row_blocks
-            first = tl.load(before_block + start // split) * split
-            middle = tl.load(before_block + tl.cdiv(plain, split)) * split
-            final = tl.load(before_block + tl.cdiv(rows, split)) * split
-            middle = tl.minimum(middle, final)
-            here = tl.load(before_block + row_blocks)
+        if LEFT_ROWS > 0:
+            before = earlier + bh * (row_blocks + 1)
+            first = tl.load(before + start * BM // LEFT_ROWS) // BM
+            middle = tl.minimum(tl.cdiv(plain * BM, LEFT_ROWS), row_blocks)
+            middle = tl.cdiv(tl.load(before + middle), BM)
+            final = tl.minimum(tl.cdiv(rows * BM, LEFT_ROWS), row_blocks)
+            final = tl.cdiv(tl.load(before + final), BM)
+            first = tl.minimum(first, final)
+            middle = tl.maximum(tl.minimum(middle, final), first)
+            here = tl.load(before + row_blocks)
             chosen += here
+        mine = (left + bh * Lq, here)
         queries = (q + b * sqb + h * sqh, sql, sqd)
         grads = (grad + b * sgb + h * sgh, sgl, sgd)
         stats = (reference + bh * Lq, shift + bh * Lq, delta + bh * Lq)
@@ -321,19 +320,19 @@ def _keys_kernel(
         if CAUSAL and FINITE_FILL:
             spread = tl.load(low + bh).to(tl.int32)
         head_data = (queries, grads, stats, source, side, ends, mine)
-        if FLAG_ROWS > 0 and here < row_blocks:
+        if LEFT_ROWS > 0 and here < Lq:
             acc_k, acc_v = _head_pass(
                 acc_k, acc_v, kt, vt, j, head_data, spread, first, middle, final,
-                FLAG_ROWS, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
                 FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
         else:
             acc_k, acc_v = _head_pass(
                 acc_k, acc_v, kt, vt, j, head_data, spread, start, plain, rows,
-                0, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
                 FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
-    if FLAG_ROWS > 0 and chosen == 0:
+    if LEFT_ROWS > 0 and chosen == 0:
         return
     at = (bg.to(tl.int64) * Lk + j)[:, None]
     c = tl.arange(0, BD)
@@ -429,40 +428,25 @@ def _low_heads(problem: Problem, reference: torch.Tensor, shift: torch.Tensor) -
     return (shift < low - reference).any(-1).view(torch.uint8)
 
 
-@triton.jit
-def _order_kernel(flags, order, earlier, blocks, CHUNK: tl.constexpr):
-    """Of head program_id(0): the flagged blocks, ascending, and how many come before each block."""
-    bh = tl.program_id(0).to(tl.int64)
-    n = 0
-    for t0 in range(0, blocks, CHUNK):
-        t = t0 + tl.arange(0, CHUNK)
-        flag = tl.load(flags + bh * blocks + t, mask=t < blocks, other=0)
-        place = n + tl.cumsum(flag, 0) - flag
-        tl.store(order + bh * blocks + place, t, mask=flag != 0)
-        tl.store(earlier + bh * (blocks + 1) + t, place, mask=t < blocks)
-        n += tl.sum(flag, 0)
-    tl.store(earlier + bh * (blocks + 1) + blocks, n)
-
-
 def rows_blocks(
     problem: Problem,
     grad: torch.Tensor,
     out: torch.Tensor,
     reference: torch.Tensor,
     shift: torch.Tensor,
-    flags: torch.Tensor | None,
-    flag_rows: int,
+    left: Left | None,
     dq: torch.Tensor,
     delta: torch.Tensor,
     dalpha: torch.Tensor | None,
 ) -> None:
-    """Fill dq, delta and, if given, dalpha (fp32 [B, H, Lq]); of flagged blocks, if there are flags."""
+    """Fill dq, delta and, if given, dalpha (fp32 [B, H, Lq]); with `left` only its rows."""
     tile = tile_for(problem, "rows")
+    rows = (shift, shift) if left is None else left[:2]
     _rows_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *problem.operands(), out, grad, reference, shift, shift if flags is None else flags,
-        dq, delta, delta if dalpha is None else dalpha, *grad.stride(),
+        *problem.operands(), out, grad, reference, shift, *rows, dq, delta,
+        delta if dalpha is None else dalpha, *grad.stride(),
         **problem.constants(), WANT_ALPHA=dalpha is not None,
-        FLAG_ROWS=0 if flags is None else flag_rows,
+        LEFT_ROWS=0 if left is None else left.block,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
@@ -473,25 +457,20 @@ def keys_blocks(
     reference: torch.Tensor,
     shift: torch.Tensor,
     delta: torch.Tensor,
-    flags: torch.Tensor | None,
-    flag_rows: int,
+    left: Left | None,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Fill dk and dv; with flags, from flagged blocks, and only key heads that have one."""
-    low = order = earlier = delta
+    """Fill dk and dv; with `left` from its rows, and only key heads that have one."""
+    low = delta
     if problem.causal and problem.finite_fill:
         low = _low_heads(problem, reference, shift)
-    if flags is not None:
-        B, H, blocks = flags.shape
-        order = torch.empty_like(flags)
-        earlier = flags.new_empty(B, H, blocks + 1)
-        _order_kernel[(B * H,)](flags, order, earlier, blocks, CHUNK=256)
+    rows = (delta, delta) if left is None else left[:2]
     k = problem.k
     tile = tile_for(problem, "keys")
     _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(k.shape[2], tile.keys),)](
-        *problem.operands(), grad, reference, shift, delta, low, order, earlier, dk, dv,
-        *grad.stride(), **problem.constants(), FLAG_ROWS=0 if flags is None else flag_rows,
+        *problem.operands(), grad, reference, shift, delta, low, *rows, dk, dv,
+        *grad.stride(), **problem.constants(), LEFT_ROWS=0 if left is None else left.block,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 

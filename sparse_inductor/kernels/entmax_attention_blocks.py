@@ -12,16 +12,18 @@ import triton
 import triton.language as tl
 
 from .entmax_attention_problem import (
+    Left,
     Problem,
     add_product,
     dropped_score,
     head_offsets,
     key_tiles,
-    left_to_lists,
     load_tile,
+    product,
     row_constants,
     row_scores,
     tile_for,
+    tile_rows,
 )
 from .entmax_attention_tau import class_bound, clip, compensated, newton, powers, step
 from .launch import relaunched
@@ -90,13 +92,17 @@ def _sums(
 
 @triton.jit
 def _outputs(
-    acc, f, f_lost, g, d, beta, q, keys, values, i, row, side, ends, first, last,
+    sums, d, beta, q, keys, values, i, row, side, ends, first, last,
     EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    REFINE: tl.constexpr,
+    REFINE: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Add p @ v to acc, sum p to f and, if wanted, sum u^(beta - 1) to g over tiles first:last."""
+    """sums = (acc, lost, f, lost, g): add p @ v, p and, if wanted, u^(beta - 1) over tiles first:last.
+
+    CAREFUL: acc too is a compensated sum of the tiles'.
+    """
+    acc, acc_lost, f, f_lost, g = sums
     k, stride_kl, stride_kd = keys
     v, stride_vl, stride_vd = values
     last_row, last_key, diagonal = ends
@@ -112,8 +118,13 @@ def _outputs(
         if REFINE:
             g += tl.sum(pg, 1)
         vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
-        acc = add_product(p.to(vt.dtype), vt, acc, PRECISION, WIDEN)
-    return acc, f, f_lost, g
+        if CAREFUL:
+            acc, acc_lost = compensated(
+                acc, acc_lost, product(p.to(vt.dtype), vt, PRECISION, WIDEN)
+            )
+        else:
+            acc = add_product(p.to(vt.dtype), vt, acc, PRECISION, WIDEN)
+    return acc, acc_lost, f, f_lost, g
 
 
 @relaunched
@@ -123,27 +134,27 @@ def _threshold_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    reference, shift, flags,
+    reference, shift, left, earlier,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    EXACT_SUM: tl.constexpr, FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    LEFT_ROWS: tl.constexpr, EXACT_SUM: tl.constexpr, BOUNDED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program finds reference and shift of rows i0:i0 + BM; tau = reference + shift.
 
-    shift is +inf for a row without support (past query_lengths, or all scores -inf). Every pass
-    reads the head's keys: from L2, since the programs of a head run together.
+    shift is +inf for a row without support (past query_lengths, or all scores -inf). BOUNDED: they
+    hold the maximum and a lower bound of the shift, which saves a pass. Every pass reads the head's
+    keys: from L2, since the programs of a head run together.
     """
     blocks = tl.cdiv(Lq, BM)
     bh = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    if CAUSAL:
-        block = blocks - 1 - block  # the longest rows first
-    if left_to_lists(flags, bh, block * BM, Lq, FLAG_ROWS):
+    i, first_row, end_row = tile_rows(left, earlier, bh, block, Lq, CAUSAL, LEFT_ROWS, BM)
+    if LEFT_ROWS > 0 and first_row >= Lq:
         return
     b, h, q_at, k_at, _v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
-    i = block * BM + tl.arange(0, BM)
     last_key = Lk
     if HAS_KLEN:
         last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
@@ -160,29 +171,34 @@ def _threshold_kernel(
     last_row = Lq
     if HAS_QLEN:
         last_row = tl.minimum(Lq, tl.load(query_lengths + b).to(tl.int32))
-    whole, tiles, every = key_tiles(block * BM, last_key, Lq, diagonal, CAUSAL, BM, BN)
+    whole, tiles, every = key_tiles(first_row, end_row, last_key, diagonal, CAUSAL, BN)
     zero = tl.zeros([BM], tl.float32)
     unfinished = 1
     while unfinished > 0:
-        top = tl.full([BM, BN], NEG_INF, tl.float32)
-        row = (factor, am1, zero, fill)
-        top = _maxima(
-            top, qt, keys, i, row, side, ends, 0, whole,
-            False, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
-        )  # fmt: skip
-        top = _maxima(
-            top, qt, keys, i, row, side, ends, whole, tiles,
-            True, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
-        )  # fmt: skip
-        m = tl.reduce(top, 1, _larger)
-        dead = (m == NEG_INF) | (i >= last_row)
-        m = tl.where(dead, 0.0, m)
-        row = (factor, am1, m, fill - m)
         # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
         entries = tl.maximum(tiles * BN, 1).to(tl.float32)
-        lo = class_bound(top - m[:, None], zero - 1.0, beta, KIND, 6)
-        lo = tl.maximum(lo - 1e-6, -1.0)
         hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
+        if BOUNDED:
+            m = tl.load(reference + at_row, mask=i < Lq, other=0.0)
+            lo = tl.load(shift + at_row, mask=i < Lq, other=-1.0)
+            dead = i >= last_row
+        else:
+            top = tl.full([BM, BN], NEG_INF, tl.float32)
+            row = (factor, am1, zero, fill)
+            top = _maxima(
+                top, qt, keys, i, row, side, ends, 0, whole,
+                False, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+            )  # fmt: skip
+            top = _maxima(
+                top, qt, keys, i, row, side, ends, whole, tiles,
+                True, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+            )  # fmt: skip
+            m = tl.reduce(top, 1, _larger)
+            dead = (m == NEG_INF) | (i >= last_row)
+            m = tl.where(dead, 0.0, m)
+            lo = class_bound(top - m[:, None], zero - 1.0, beta, KIND, 6)
+            lo = tl.maximum(lo - 1e-6, -1.0)
+        row = (factor, am1, m, fill - m)
         d = tl.minimum(lo, hi)
         old = (d, zero + POS_INF, zero)
         turn = 0
@@ -219,12 +235,13 @@ def _output_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    out, reference, shift, flags,
+    out, reference, shift, left, earlier,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    REFINE: tl.constexpr, FLAG_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    LEFT_ROWS: tl.constexpr, REFINE: tl.constexpr, CAREFUL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns out[b, h, i0:i0 + BM], from the rows' thresholds.
 
@@ -233,12 +250,10 @@ def _output_kernel(
     blocks = tl.cdiv(Lq, BM)
     bh = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    if CAUSAL:
-        block = blocks - 1 - block  # the longest rows first
-    if left_to_lists(flags, bh, block * BM, Lq, FLAG_ROWS):
+    i, first_row, end_row = tile_rows(left, earlier, bh, block, Lq, CAUSAL, LEFT_ROWS, BM)
+    if LEFT_ROWS > 0 and first_row >= Lq:
         return
     b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
-    i = block * BM + tl.arange(0, BM)
     last_key = Lk
     if HAS_KLEN:
         last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
@@ -256,18 +271,20 @@ def _output_kernel(
     m = tl.load(reference + at_row, mask=i < Lq, other=0.0)
     d = tl.load(shift + at_row, mask=i < Lq, other=POS_INF)
     row = (factor, am1, m, fill - m)
-    whole, tiles, every = key_tiles(block * BM, last_key, Lq, diagonal, CAUSAL, BM, BN)
+    whole, tiles, every = key_tiles(first_row, end_row, last_key, diagonal, CAUSAL, BN)
     if CAUSAL and FINITE_FILL:
         tiles = tl.where(tl.max((d < fill - m).to(tl.int32), 0) > 0, every, tiles)
-    acc = tl.zeros([BM, BDV], tl.float32)
+    wide = tl.zeros([BM, BDV], tl.float32)
     zero = tl.zeros([BM], tl.float32)
-    acc, f, f_lost, g = _outputs(
-        acc, zero, zero, zero, d, beta, qt, keys, values, i, row, side, ends, 0, whole,
-        False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES, REFINE,
+    sums = _outputs(
+        (wide, wide if CAREFUL else zero, zero, zero, zero), d, beta, qt, keys, values, i, row, side,
+        ends, 0, whole, False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN,
+        STAGES, REFINE, CAREFUL,
     )  # fmt: skip
-    acc, f, f_lost, g = _outputs(
-        acc, f, f_lost, g, d, beta, qt, keys, values, i, row, side, ends, whole, tiles,
-        True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES, REFINE,
+    acc, _lost, f, _f_lost, g = _outputs(
+        sums, d, beta, qt, keys, values, i, row, side,
+        ends, whole, tiles, True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+        BN, STAGES, REFINE, CAREFUL,
     )  # fmt: skip
     if REFINE:
         better = newton(d, f, g, beta, KIND)
@@ -284,24 +301,27 @@ def forward_blocks(
     out: torch.Tensor,
     reference: torch.Tensor,
     shift: torch.Tensor,
-    flags: torch.Tensor | None,
-    flag_rows: int,
+    left: Left | None,
     training: bool,
 ) -> None:
     """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift.
 
-    With flags [B, H, ceil(Lq / flag_rows)], only the rows of blocks whose flag is set.
+    With `left` only its rows, whose reference and shift hold their maximum and a lower bound of the
+    shift (not where a finite fill may reach keys after the diagonal).
     """
     operands, constants = problem.operands(), problem.constants()
+    blocks = {"LEFT_ROWS": 0 if left is None else left.block}
+    rows = (shift, shift) if left is None else left[:2]
     tile = tile_for(problem, "threshold")
     _threshold_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *operands, reference, shift, shift if flags is None else flags, **constants,
-        EXACT_SUM=EXACT[problem.q.element_size()], FLAG_ROWS=0 if flags is None else flag_rows,
+        *operands, reference, shift, *rows, **constants, **blocks,
+        EXACT_SUM=EXACT[problem.q.element_size()],
+        BOUNDED=left is not None and not (problem.causal and problem.finite_fill),
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     tile = tile_for(problem, "output")
     _output_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *operands, out, reference, shift, shift if flags is None else flags, **constants,
-        REFINE=training, FLAG_ROWS=0 if flags is None else flag_rows,
+        *operands, out, reference, shift, *rows, **constants, **blocks,
+        REFINE=training, CAREFUL=problem.q.element_size() == 4,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

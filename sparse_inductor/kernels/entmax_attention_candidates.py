@@ -6,7 +6,8 @@ distinct entries of the row. The pass then appends every group of four scores wi
 bound to a list that only one thread writes, so that no atomics are needed and the order is fixed.
 A bound from the final maxima thins the lists, and what is left goes to the row's list.
 
-Blocks of rows that are not peaked, or whose lists overflow, are flagged for the block passes.
+Blocks of rows that are not peaked, or whose lists overflow, are flagged for a second look, by
+`entmax_attention_broad`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entmax_attention_problem import load_tile, product, row_constants
+from .entmax_attention_problem import key_tiles, load_tile, product, row_constants
 from .entmax_attention_tau import bound_step
 from .launch import relaunched
 
-__all__ = ["CAPACITY", "GROUP", "KEYS", "RECORD_BYTES", "candidates_kernel"]
+__all__ = [
+    "ABSENT",
+    "CAPACITY",
+    "FAR",
+    "GROUP",
+    "KEYS",
+    "PEAKED",
+    "RECORD_BYTES",
+    "candidates_kernel",
+    "load_keys",
+    "open_block",
+    "split_lanes",
+    "unseen",
+]
 
 # Keys a tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
 KEYS = tl.constexpr(64)
@@ -29,9 +43,11 @@ RECORD_WORDS = tl.constexpr(6)
 # Records of one row and lane. A row of support 7 appends 24 in all, and a few before its bound is
 # tight; 40 in one of four lanes is beyond what the density test lets through.
 CAPACITY = tl.constexpr(40)
+# Entries that a row may keep here.
+PEAKED = tl.constexpr(64)
 # Above this many classes with a maximum over the bound (mean of the block's rows, of 16) the support
-# is about 25 or more, where block passes are faster.
-DENSE_CLASSES = tl.constexpr(12.0)
+# is about 14 or more: appending by branches costs more than a second look at all keys.
+DENSE_CLASSES = tl.constexpr(9.0)
 ABSENT = tl.constexpr(-1e30)
 FAR = tl.constexpr(1e30)
 
@@ -100,6 +116,16 @@ def _split8(x, BM: tl.constexpr):
 
 
 @triton.jit
+def split_lanes(s, BM: tl.constexpr):
+    """Tile s [BM, 64] as two tuples of eight [BM, 4]: columns 8 n + 2 l and 8 n + 2 l + 1 of lane l.
+
+    The accumulator as its threads hold it: no data moves.
+    """
+    x, y = tl.split(tl.permute(tl.reshape(s, (BM, 8, 4, 2)), (0, 2, 1, 3)))
+    return _split8(x, BM), _split8(y, BM)
+
+
+@triton.jit
 def _append_group(off, top, bound, records, column, limit, a, b, c, d, NUMBER: tl.constexpr):
     """Append one group in plain Triton: (offset, class maximum)."""
     best = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
@@ -121,15 +147,11 @@ def _append(
     s, off, top, bound, records, column, limit,
     FLOAT: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Append the groups of tile s [BM, 64] with a score above bound: (offset, class maxima).
-
-    The accumulator as its threads hold it: lane l of a row has columns 8 n + 2 l and 8 n + 2 l + 1.
-    No data moves.
-    """
+    """Append the groups of tile s [BM, 64] with a score above bound: (offset, class maxima)."""
     t0, t1, t2, t3 = top
-    x, y = tl.split(tl.permute(tl.reshape(s, (BM, 8, 4, 2)), (0, 2, 1, 3)))
-    x0, x1, x2, x3, x4, x5, x6, x7 = _split8(x, BM)
-    y0, y1, y2, y3, y4, y5, y6, y7 = _split8(y, BM)
+    x, y = split_lanes(s, BM)
+    x0, x1, x2, x3, x4, x5, x6, x7 = x
+    y0, y1, y2, y3, y4, y5, y6, y7 = y
     if ASM:
         base = records.to(tl.int64, bitcast=True)
         if FLOAT:
@@ -169,7 +191,7 @@ def _class_maxima(s, top, BM: tl.constexpr):
 
 
 @triton.jit
-def _load(
+def load_keys(
     desc, base, first, j, stride, limit, EDGE: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr
 ):
     if TMA:
@@ -178,11 +200,12 @@ def _load(
 
 
 @triton.jit
-def _edge(s, i, j, last_key, diagonal, CAUSAL: tl.constexpr):
+def unseen(s, i, j, last_key, diagonal, absent, CAUSAL: tl.constexpr):
+    """s [M, N] with `absent` where key j is beyond the end or the diagonal."""
     seen = (j < last_key)[None, :]
     if CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + diagonal)
-    return tl.where(seen, s, ABSENT)
+    return tl.where(seen, s, absent)
 
 
 @triton.jit
@@ -196,7 +219,7 @@ def _stream(
     k_desc, k, key_row, stride_kl, last_key = keys
     for n in tl.range(first, last, num_stages=STAGES):
         j = n * KEYS + tl.arange(0, KEYS)
-        kt = _load(k_desc, k, key_row + n * KEYS, j, stride_kl, last_key, False, TMA, D)
+        kt = load_keys(k_desc, k, key_row + n * KEYS, j, stride_kl, last_key, False, TMA, D)
         s = product(qt, tl.trans(kt), PRECISION, WIDEN)
         off, top = _append(s, off, top, bound, records, lane + n * KEYS, limit, FLOAT, ASM, BM)
         if n % UPDATE == UPDATE - 1:
@@ -206,11 +229,54 @@ def _stream(
 
 @relaunched
 @triton.jit
+def open_block(
+    unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, blocks, heads,
+    D: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr,
+    CAUSAL: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Block `unit` of BM rows, of `blocks` in each of `heads`: where it is, what it sees, its queries.
+
+    (bh, block, rows i, end of the rows and of the keys, diagonal, factor and beta of each row, key
+    tiles without an edge and with a key to see, what `load_keys` takes, queries [BM, D]).
+    """
+    if CAUSAL:  # the longest rows first
+        block = blocks - 1 - unit // heads
+        bh = unit % heads
+    else:
+        block = unit % blocks
+        bh = unit // blocks
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    i = block * BM + tl.arange(0, BM)
+    last_row = Lq
+    if HAS_QLEN:
+        last_row = tl.minimum(Lq, tl.load(query_lengths + b).to(tl.int32))
+    last_key = Lk
+    if HAS_KLEN:
+        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
+    diagonal = Lk - Lq
+    factor, _am1, beta = row_constants(
+        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
+    )
+    whole, tiles, _every = key_tiles(
+        block * BM, tl.minimum(block * BM + BM, Lq), last_key, diagonal, CAUSAL, KEYS
+    )
+    k_head = k + b * skb + (h // G) * skh
+    key_row = ((b * (H // G) + h // G) * Lk).to(tl.int32)
+    query_row = (bh * Lq + block * BM).to(tl.int32)
+    qt = load_keys(q_desc, q + b * sqb + h * sqh, query_row, i, sql, Lq, True, TMA, D)
+    keys = (k_desc, k_head, key_row, skl, last_key)
+    return bh, block, i, last_row, last_key, diagonal, factor, beta, whole, tiles, keys, qt
+
+
+@triton.jit
 def candidates_kernel(
     q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
     sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    scratch, entries, counts, flags, total, before,
+    scratch, entries, starts, counts, flags, total, before,
     D: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr,
     HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
@@ -218,10 +284,10 @@ def candidates_kernel(
 ):  # fmt: skip
     """Programs stride over blocks of BM rows; each owns entries and counts of its rows.
 
-    entries[row, :counts[row]] = column << 32 | bits of the raw score q . k, in a fixed order, of all
-    scores above a lower bound of the row's threshold; flags[block] = 1 where some row is left to the
-    block passes. scratch: BM * 4 * CAPACITY records a program, reused from block to block. `before`
-    key tiles are looked at ahead of the pass.
+    The first counts[row] entries from SLOTS * row on are column << 32 | bits of the raw score q . k, in
+    a fixed order, of all scores above a lower bound of the row's threshold; starts[row] counts from the
+    block's first entry. flags[block] = 1 where some row needs another look. scratch: BM * 4 * CAPACITY
+    records a program, reused from block to block. `before` key tiles are looked at ahead of the pass.
     """
     blocks = tl.cdiv(Lq, BM)
     heads = total // blocks
@@ -233,51 +299,28 @@ def candidates_kernel(
     own = scratch + tl.program_id(0).to(tl.int64) * (BM * 4 * CAPACITY * RECORD_WORDS)
     records = own + tl.zeros([BM, 4], tl.int32)
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):
-        if CAUSAL:  # the longest rows first
-            block = blocks - 1 - unit // heads
-            bh = unit % heads
-        else:
-            block = unit % blocks
-            bh = unit // blocks
-        b = (bh // H).to(tl.int64)
-        h = (bh % H).to(tl.int64)
-        i = block * BM + rows
-        last_row = Lq
-        if HAS_QLEN:
-            last_row = tl.minimum(Lq, tl.load(query_lengths + b).to(tl.int32))
-        last_key = Lk
-        if HAS_KLEN:
-            last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
-        diagonal = Lk - Lq
-        row_factor, _am1, row_beta = row_constants(
-            alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-        )
+        bh, block, i, last_row, last_key, diagonal, row_factor, row_beta, whole, tiles, keys, qt = (
+            open_block(
+                unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
+                sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
+                H, G, Lq, Lk, am1_value, scale, blocks, heads,
+                D, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, TMA, BM,
+            )
+        )  # fmt: skip
+        _k_desc, k_head, key_row, _skl, _last_key = keys
         factor = row_factor[:, None] + tl.zeros([BM, 4], tl.float32)
         beta = row_beta[:, None] + tl.zeros([BM, 4], tl.float32)
-        whole = last_key // KEYS
-        tiles = tl.cdiv(last_key, KEYS)
-        if CAUSAL:
-            whole = tl.maximum(tl.minimum(whole, (block * BM + diagonal + 1) // KEYS), 0)
-            reach = tl.minimum(block * BM + BM, Lq) + diagonal
-            tiles = tl.maximum(tl.minimum(tiles, tl.cdiv(reach, KEYS)), 0)
-            whole = tl.minimum(whole, tiles)
-        k_head = k + b * skb + (h // G) * skh
-        key_row = ((b * (H // G) + h // G) * Lk).to(tl.int32)
-        keys = (k_desc, k_head, key_row, skl, last_key)
-        query_row = (bh * Lq + block * BM).to(tl.int32)
-        qt = _load(q_desc, q + b * sqb + h * sqh, query_row, i, sql, Lq, True, TMA, D)
-
         none = tl.full([BM, 4], ABSENT, tl.float32)
         top = (none, none, none, none)
         for n in tl.range(0, tl.minimum(before, whole), num_stages=STAGES):
             j = n * KEYS + tl.arange(0, KEYS)
-            kt = _load(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+            kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
             top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
         for n in tl.range(whole, tiles, num_stages=1):
             j = n * KEYS + tl.arange(0, KEYS)
-            kt = _load(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
+            kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
             s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-            top = _class_maxima(_edge(s, i, j, last_key, diagonal, CAUSAL), top, BM)
+            top = _class_maxima(unseen(s, i, j, last_key, diagonal, ABSENT, CAUSAL), top, BM)
         t0, t1, t2, t3 = top
         best = tl.max(tl.maximum(tl.maximum(t0, t1), tl.maximum(t2, t3)), 1)[:, None]
         bound = bound_step(top, best - 1.0 / factor, factor, beta, KIND, 3)
@@ -293,9 +336,9 @@ def candidates_kernel(
         off = start
         for n in tl.range(whole, edge_tiles, num_stages=1):
             j = n * KEYS + tl.arange(0, KEYS)
-            kt = _load(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
+            kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
             s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-            s = _edge(s, i, j, last_key, diagonal, CAUSAL)
+            s = unseen(s, i, j, last_key, diagonal, ABSENT, CAUSAL)
             off, top = _append(s, off, top, bound, records, lane + n * KEYS, limit, True, ASM, BM)
         low = tl.min(tl.min(bound, 1), 0) < 0.0
         signed = tl.where(low, last, 0)
@@ -331,23 +374,24 @@ def candidates_kernel(
             k3 = (live & ((v3 <= bound) == 0)).to(tl.int32)
             mine = k0 + k1 + k2 + k3
             place = used + tl.cumsum(mine, 1) - mine
-            _keep(slots, place, v0, column, k0, SLOTS)
-            _keep(slots, place + k0, v1, column + 1, k1, SLOTS)
-            _keep(slots, place + k0 + k1, v2, column + 8, k2, SLOTS)
-            _keep(slots, place + k0 + k1 + k2, v3, column + 9, k3, SLOTS)
+            _keep(slots, place, v0, column, k0)
+            _keep(slots, place + k0, v1, column + 1, k1)
+            _keep(slots, place + k0 + k1, v2, column + 8, k2)
+            _keep(slots, place + k0 + k1 + k2, v3, column + 9, k3)
             used += tl.sum(mine, 1)[:, None]
-        bad = (full | (used > SLOTS)) & row_ok
+        bad = (full | (used > PEAKED)) & row_ok
         if FINITE_FILL:
             # A dropped key may be in the support.
             bad = bad | ((bound * scale < fill_value) & row_ok)
         flag = tl.max(tl.max(bad.to(tl.int32), 1), 0) | dense.to(tl.int32)
         tl.store(flags + bh * blocks + block, flag)
+        tl.store(starts + row_at, rows * SLOTS, mask=i < Lq)
         tl.store(counts + row_at, tl.sum(tl.where(four[None, :] == 0, used, 0), 1), mask=i < Lq)
         tl.debug_barrier()
 
 
 @triton.jit
-def _keep(slots, place, value, column, keep, SLOTS: tl.constexpr):
+def _keep(slots, place, value, column, keep):
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     entry = (column.to(tl.int64) << 32) | bits
-    tl.store(slots + place, entry, mask=(keep != 0) & (place < SLOTS))
+    tl.store(slots + place, entry, mask=(keep != 0) & (place < PEAKED))

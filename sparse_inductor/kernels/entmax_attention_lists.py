@@ -1,8 +1,9 @@
-"""Entmax attention for peaked rows, second half: everything from the rows' candidate lists.
+"""Entmax attention of rows with few keys: everything from the rows' lists.
 
-`entmax_attention_candidates` leaves each row with the few scores that can be in its support. Here
-the threshold is solved on them, the values gathered, and in the backward the lists are turned into
-lists of rows by key. Blocks of rows that were flagged are left to the block passes.
+`entmax_attention_candidates` leaves each peaked row with the few scores that can be in its support,
+`entmax_attention_broad` each broad row with its support. Here the thresholds of the former are solved,
+the values gathered, and in the backward the lists are turned into lists of rows by key. Other rows
+are left to the block passes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .entmax_attention_candidates import CAPACITY, KEYS, RECORD_BYTES, candidates_kernel
-from .entmax_attention_problem import Problem, row_constants
+from .entmax_attention_broad import LIST, broad_kernel, gather_left, pack, unpack
+from .entmax_attention_candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel
+from .entmax_attention_problem import Left, Problem, row_constants
 from .entmax_attention_tau import class_bound, powers, step
 
 try:
@@ -26,6 +28,7 @@ __all__ = [
     "applies",
     "block_rows",
     "forward_lists",
+    "left_rows",
     "rows_backward",
 ]
 
@@ -33,17 +36,18 @@ NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 LN2 = tl.constexpr(0.6931471805599453)
-# Entries a row: 2.5 times the support at which block passes take over. Half would send one row in a
-# few thousand, and the 127 beside it, to them.
-SLOTS = 64
+# Entries a row, shared by the rows of a block: the mean of 128 rows hardly varies, and block passes
+# are about as fast for rows with twice as many.
+SLOTS = 80
 # Fewer keys: the block passes' launches are the shorter ones.
 MIN_KEYS = 1024
-# Rows of a key that one warp sorts, with those of its neighbours, and that four warps sort. A key with
-# more is searched for in the rows' lists.
-SORTED = tl.constexpr(128)
+# Rows of a key that one warp sorts, up to NARROW with those of its neighbours, and that four warps
+# sort. A key with more is searched for in the rows' lists.
+NARROW = tl.constexpr(64)
+SORTED = tl.constexpr(512)
 LONG = tl.constexpr(1024)
-# Programs of 128 threads a multiprocessor, and the registers a thread that lets them be.
-RESIDENT, REGISTERS = 4, 128
+# Threads a multiprocessor, and the registers a thread that lets them be.
+THREADS, REGISTERS = 512, 128
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
@@ -83,55 +87,29 @@ def applies(
     )
 
 
+def left_rows(q: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> Left | None:
+    """The rows that the lists leave to the block passes; None: all, there are no lists."""
+    return Left(saved[5], saved[6], block_rows(q)) if len(saved) > 2 else None
+
+
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
 
 
 @triton.jit
-def _unpack(entry):
-    """(column or row number, float) of an entry."""
-    low = (entry & 0xFFFFFFFF).to(tl.int32)
-    return (entry >> 32).to(tl.int32), low.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _pack(number, value):
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return (number.to(tl.int64) << 32) | bits
-
-
-@triton.jit
-def _finalize_kernel(
-    v, alpha, sab, sah, sal, svb, svh, svl, svd,
-    H, G, Lq, Lk, am1_value, scale,
-    entries, counts, flags, key_counts, out, reference, shift,
-    DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    TRAINING: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-    CHUNK: tl.constexpr,
+def _solve(
+    pool, first, n, row, factor, beta, key_counts, counts, reference, shift, inside,
+    KIND: tl.constexpr, TRAINING: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A program owns R rows: their threshold, out, and entries as column << 32 | bits of u.
+    """Thresholds of R rows from n candidates each: their entries become column << 32 | bits of u.
 
-    Reads and writes 8 bytes a candidate and gathers DV values for each of the support; counts each
-    key's rows (integer atomics: the order does not matter).
+    Returns the sizes of the supports.
     """
-    blocks = tl.cdiv(Lq, R)
-    bh = tl.program_id(0) // blocks
-    i = tl.program_id(0) % blocks * R + tl.arange(0, R)
-    if tl.load(flags + bh * tl.cdiv(Lq, BM) + (tl.program_id(0) % blocks * R) // BM) != 0:
-        return
-    b = (bh // H).to(tl.int64)
-    h = (bh % H).to(tl.int64)
-    factor, _am1, beta = row_constants(
-        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-    )
-    row = bh.to(tl.int64) * Lq + i
-    n = tl.load(counts + row, mask=i < Lq, other=0)
-    key = (b * (H // G) + h // G) * Lk
-    slot = tl.arange(0, SLOTS)
+    slot = tl.arange(0, PEAKED)
     live = slot[None, :] < n[:, None]
-    at = entries + row[:, None] * SLOTS + slot[None, :]
-    column, score = _unpack(tl.load(at, mask=live, other=0))
+    at = pool + first[:, None] + slot[None, :]
+    column, score = unpack(tl.load(at, mask=live, other=0))
     score = tl.where(live, score, NEG_INF)
     best = tl.reduce(score, 1, _larger)
     dead = best == NEG_INF
@@ -161,41 +139,81 @@ def _finalize_kernel(
     keep = (live & (u != 0.0)).to(tl.int32)
     place = tl.cumsum(keep, 1) - keep
     support = tl.sum(keep, 1)
-    w, g = powers(u, beta[:, None], KIND)
-    f = tl.sum(w, 1)
     tl.debug_barrier()
-    to = entries + row[:, None] * SLOTS + place
-    tl.store(to, _pack(column, u), mask=keep != 0)
-    tl.store(counts + row, support, mask=i < Lq)
-    tl.store(reference + row, best * factor, mask=i < Lq)
-    tl.store(shift + row, tl.where(dead, POS_INF, d), mask=i < Lq)
+    tl.store(pool + first[:, None] + place, pack(column, u), mask=keep != 0)
+    tl.store(counts + row, support, mask=inside)
+    tl.store(reference + row, best * factor, mask=inside)
+    tl.store(shift + row, tl.where(dead, POS_INF, d), mask=inside)
     if TRAINING:
-        tl.atomic_add(key_counts + key + column, 1, mask=keep != 0, sem="relaxed")
+        tl.atomic_add(key_counts + column, 1, mask=keep != 0, sem="relaxed")
     tl.debug_barrier()
+    return support
+
+
+@triton.jit
+def _finalize_kernel(
+    v, alpha, sab, sah, sal, svb, svh, svl, svd,
+    H, G, Lq, Lk, am1_value, scale,
+    entries, starts, counts, flags, key_counts, out, reference, shift,
+    DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    TRAINING: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program owns out of R rows; of peaked ones also the threshold and the support.
+
+    Reads and writes 8 bytes a candidate and gathers DV values for each of the support; counts each
+    key's rows (integer atomics: the order does not matter).
+    """
+    blocks = tl.cdiv(Lq, R)
+    bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks * R // BM
+    i = tl.program_id(0) % blocks * R + tl.arange(0, R)
+    row = bh.to(tl.int64) * Lq + i
+    n = tl.load(counts + row, mask=i < Lq, other=-1)
+    if tl.max(n, 0) < 0:
+        return
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    factor, _am1, beta = row_constants(
+        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
+    )
+    inside = n >= 0
+    first = tl.load(starts + row, mask=inside, other=0)
+    pool = entries + (bh.to(tl.int64) * Lq + block * BM) * SLOTS
+    support = tl.maximum(n, 0)
+    if tl.load(flags + bh * tl.cdiv(Lq, BM) + block) == 0:
+        counted = key_counts + (b * (H // G) + h // G) * Lk
+        support = _solve(
+            pool, first, support, row, factor, beta, counted, counts, reference, shift, inside,
+            KIND, TRAINING, R,
+        )  # fmt: skip
     dd = tl.arange(0, BDV)
     v_head = v + b * svb + (h // G) * svh
     acc = tl.zeros([R, BDV], tl.float32)
+    f = tl.zeros([R, CHUNK], tl.float32)
     for c in range(0, tl.max(support, 0), CHUNK):
         s = c + tl.arange(0, CHUNK)
         filled = s[None, :] < support[:, None]
-        chosen, un = _unpack(
-            tl.load(entries + row[:, None] * SLOTS + s[None, :], mask=filled, other=0)
-        )
+        chosen, un = unpack(tl.load(pool + first[:, None] + s[None, :], mask=filled, other=0))
         p, _g = powers(un, beta[:, None], KIND)
+        p = tl.where(filled, p, 0.0)
+        f += p
         source = v_head + chosen.to(tl.int64)[:, :, None] * svl + dd[None, None, :] * svd
         some = filled[:, :, None] & (dd < DV)[None, None, :]
         values = tl.load(source, mask=some, other=0.0).to(tl.float32)
-        acc += tl.sum(values * tl.where(filled, p, 0.0)[:, :, None], 1)
-    acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
-    inside = (i < Lq)[:, None] & (dd < DV)[None, :]
-    tl.store(out + row[:, None] * DV + dd[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        acc += tl.sum(values * p[:, :, None], 1)
+    total = tl.sum(f, 1)
+    # What fp32 leaves of sum p == 1 goes to all entries alike.
+    acc = tl.where((support == 0)[:, None], 0.0, acc / total[:, None])
+    some = inside[:, None] & (dd < DV)[None, :]
+    tl.store(out + row[:, None] * DV + dd[None, :], acc.to(out.dtype.element_ty), mask=some)
 
 
 @triton.jit
 def _rows_kernel(
     k, v, alpha, sab, sah, sal, skb, skh, skl, skd, svb, svh, svl, svd,
     H, G, Lq, Lk, am1_value, scale,
-    entries, counts, flags, cursors, by_key, grad, sgb, sgh, sgl, sgd, dq, delta, dalpha,
+    entries, starts, counts, cursors, by_key, grad, sgb, sgh, sgl, sgd, dq, delta, dalpha,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_ALPHA: tl.constexpr, WANT_ALPHA: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr,
     R: tl.constexpr, CHUNK: tl.constexpr,
@@ -207,19 +225,24 @@ def _rows_kernel(
     """
     blocks = tl.cdiv(Lq, R)
     bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks * R // BM
     i = tl.program_id(0) % blocks * R + tl.arange(0, R)
-    if tl.load(flags + bh * tl.cdiv(Lq, BM) + (tl.program_id(0) % blocks * R) // BM) != 0:
+    row = bh.to(tl.int64) * Lq + i
+    n = tl.load(counts + row, mask=i < Lq, other=-1)
+    if tl.max(n, 0) < 0:
         return
+    listed = n >= 0
+    n = tl.maximum(n, 0)
+    start = tl.load(starts + row, mask=listed, other=0)
+    pool = entries + (bh.to(tl.int64) * Lq + block * BM) * SLOTS
     b = (bh // H).to(tl.int64)
     h = (bh % H).to(tl.int64)
     _factor, am1, beta = row_constants(
         alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
     )
-    row = bh.to(tl.int64) * Lq + i
-    n = tl.load(counts + row, mask=i < Lq, other=0)
     dd = tl.arange(0, BD)
     de = tl.arange(0, BDV)
-    inside = (i < Lq)[:, None] & (de < DV)[None, :]
+    inside = listed[:, None] & (de < DV)[None, :]
     at = grad + b * sgb + h * sgh + i.to(tl.int64)[:, None] * sgl + de[None, :] * sgd
     do = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     k_head = k + b * skb + (h // G) * skh
@@ -237,8 +260,8 @@ def _rows_kernel(
     for c in range(0, tl.max(n, 0), CHUNK):
         s = c + tl.arange(0, CHUNK)
         live = s[None, :] < n[:, None]
-        entry = tl.load(entries + row[:, None] * SLOTS + s[None, :], mask=live, other=0)
-        column, u = _unpack(entry)
+        entry = tl.load(pool + start[:, None] + s[None, :], mask=live, other=0)
+        column, u = unpack(entry)
         p, g = powers(u, beta[:, None], KIND)
         which = column.to(tl.int64)[:, :, None]
         values = tl.load(
@@ -267,16 +290,16 @@ def _rows_kernel(
         gdpk += tl.sum(vectors * w[:, :, None], 1)
         gk += tl.sum(vectors * g[:, :, None], 1)
         place = tl.atomic_add(cursors + key + column, 1, mask=live, sem="relaxed")
-        filed = _pack(tl.broadcast_to(number[:, None], [R, CHUNK]), u)
+        filed = pack(tl.broadcast_to(number[:, None], [R, CHUNK]), u)
         tl.store(by_key + place, filed, mask=live)
     rest = tl.where(n == 0, 0.0, gdp / gs)
-    tl.store(delta + row, guess + rest, mask=i < Lq)
+    tl.store(delta + row, guess + rest, mask=listed)
     x = (gdpk - rest[:, None] * gk) * scale
-    inside = (i < Lq)[:, None] & (dd < D)[None, :]
+    inside = listed[:, None] & (dd < D)[None, :]
     tl.store(dq + row[:, None] * D + dd[None, :], x.to(dq.dtype.element_ty), mask=inside)
     if WANT_ALPHA:
         da = (pdp - rest) / (am1 * am1) - (sdp - rest * ss) / am1
-        tl.store(dalpha + row, tl.where(n == 0, 0.0, da), mask=i < Lq)
+        tl.store(dalpha + row, tl.where(n == 0, 0.0, da), mask=listed)
 
 
 @triton.jit
@@ -355,37 +378,14 @@ def _write_keys(
 
 
 @triton.jit
-def _keys_kernel(
-    q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale,
-    by_key, ends, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
+def _add_rows(
+    q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
+    sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, j, start, n, want, partial, dk, dv,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_ALPHA: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A program owns dk and dv of R keys with at most SORTED rows each, added in the rows' order.
-
-    Gathers D + DV values for each entry.
-    """
-    blocks = tl.cdiv(Lk, R)
-    bg = tl.program_id(0) // blocks
-    j = tl.program_id(0) % blocks * R + tl.arange(0, R)
+    """dk and dv of keys j [R] of key head bg from n rows each, which by_key names from start on."""
     b = (bg // (H // G)).to(tl.int64)
-    key = bg.to(tl.int64) * Lk + j
-    n = tl.load(key_counts + key, mask=j < Lk, other=0)
-    start = tl.load(ends + key, mask=j < Lk, other=0) - n
-    want = (j < Lk) & (n <= SORTED)
-    n = tl.where(want, n, 0)
-    most = tl.max(n, 0)
-    if most > 64:
-        _sort(by_key, start, n, 128, 7)
-    elif most > 32:
-        _sort(by_key, start, n, 64, 7)
-    elif most > 16:
-        _sort(by_key, start, n, 32, 7)
-    elif most > 8:
-        _sort(by_key, start, n, 16, 7)
-    elif most > 1:
-        _sort(by_key, start, n, 8, 7)
     de = tl.arange(0, BDV)
     at = v + b * svb + (bg % (H // G)).to(tl.int64) * svh + j.to(tl.int64)[:, None] * svl
     vk = tl.load(at + de[None, :] * svd, mask=(j < Lk)[:, None] & (de < DV)[None, :], other=0.0).to(
@@ -393,27 +393,107 @@ def _keys_kernel(
     )
     acc_k = tl.zeros([R, BD], tl.float32)
     acc_v = tl.zeros([R, BDV], tl.float32)
-    for c in range(0, most, CHUNK):
+    for c in range(0, tl.max(n, 0), CHUNK):
         s = c + tl.arange(0, CHUNK)
         live = s[None, :] < n[:, None]
-        number, u = _unpack(tl.load(by_key + start[:, None] + s[None, :], mask=live, other=0))
+        number, u = unpack(tl.load(by_key + start[:, None] + s[None, :], mask=live, other=0))
         acc_k, acc_v = _key_terms(
             q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd, sab, sah, sal,
             b, number, u, live, H, Lq, am1_value, scale, vk, acc_k, acc_v,
             D, BD, DV, BDV, KIND, HAS_ALPHA,
         )  # fmt: skip
-    _write_keys(dk, dv, acc_k, acc_v, key, want, tl.load(partial + bg) != 0, scale, D, BD, DV, BDV)
+    key = bg.to(tl.int64) * Lk + j
+    _write_keys(dk, dv, acc_k, acc_v, key, want, partial, scale, D, BD, DV, BDV)
+
+
+@triton.jit
+def _keys_kernel(
+    q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale,
+    by_key, ends, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program owns dk and dv of R keys with at most NARROW rows each, added in the rows' order.
+
+    Gathers D + DV values for each entry. If one key has more, none of them is done here.
+    """
+    blocks = tl.cdiv(Lk, R)
+    bg = tl.program_id(0) // blocks
+    j = tl.program_id(0) % blocks * R + tl.arange(0, R)
+    key = bg.to(tl.int64) * Lk + j
+    n = tl.load(key_counts + key, mask=j < Lk, other=0)
+    most = tl.max(n, 0)
+    if most > NARROW:
+        return
+    start = tl.load(ends + key, mask=j < Lk, other=0) - n
+    if most > 32:
+        _sort(by_key, start, n, 64, 7)
+    elif most > 16:
+        _sort(by_key, start, n, 32, 7)
+    elif most > 8:
+        _sort(by_key, start, n, 16, 7)
+    elif most > 1:
+        _sort(by_key, start, n, 8, 7)
+    _add_rows(
+        q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
+        sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, j, start, n, j < Lk,
+        tl.load(partial + bg) != 0, dk, dv, D, BD, DV, BDV, KIND, HAS_ALPHA, R, CHUNK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _broad_keys_kernel(
+    q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale,
+    by_key, ends, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    SPAN: tl.constexpr,
+):  # fmt: skip
+    """`_keys_kernel` for the keys that it leaves among SPAN a program: one by one, up to SORTED rows."""
+    blocks = tl.cdiv(Lk, SPAN)
+    bg = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * SPAN
+    key = bg.to(tl.int64) * Lk
+    span = first + tl.arange(0, SPAN)
+    if tl.max(tl.load(key_counts + key + span, mask=span < Lk, other=0), 0) <= NARROW:
+        return
+    under = tl.load(partial + bg) != 0
+    for group in range(first, tl.minimum(first + SPAN, Lk), R):
+        j = group + tl.arange(0, R)
+        if tl.max(tl.load(key_counts + key + j, mask=j < Lk, other=0), 0) > NARROW:
+            for r in range(R):
+                one = group + r + tl.arange(0, 1)
+                n = tl.load(key_counts + key + one, mask=one < Lk, other=0)
+                start = tl.load(ends + key + one, mask=one < Lk, other=0) - n
+                want = (one < Lk) & (n <= SORTED)
+                n = tl.where(want, n, 0)
+                many = tl.max(n, 0)
+                if many > 256:
+                    _sort(by_key, start, n, 512, BITS)
+                elif many > 128:
+                    _sort(by_key, start, n, 256, BITS)
+                elif many > 64:
+                    _sort(by_key, start, n, 128, 7)
+                elif many > 1:
+                    _sort(by_key, start, n, 64, 7)
+                _add_rows(
+                    q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
+                    sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, one, start, n, want,
+                    under, dk, dv, D, BD, DV, BDV, KIND, HAS_ALPHA, 1, CHUNK,
+                )  # fmt: skip
 
 
 @triton.jit
 def _long_keys_kernel(
     q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale,
-    by_key, ends, entries, counts, flags, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta,
+    by_key, ends, entries, starts, counts, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta,
     dk, dv,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_ALPHA: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, SLOT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of keys with more than SORTED rows, among SPAN keys a program.
 
@@ -430,7 +510,7 @@ def _long_keys_kernel(
     long = tl.where(n > SORTED, span, Lk)
     j = tl.min(long, 0)
     de = tl.arange(0, BDV)
-    slot = tl.arange(0, SLOTS)
+    slot = tl.arange(0, SLOT)
     while j < Lk:
         one = j + tl.arange(0, 1)
         at = v + b * svb + (bg % (H // G)).to(tl.int64) * svh + one.to(tl.int64)[:, None] * svl
@@ -445,7 +525,7 @@ def _long_keys_kernel(
             for c in range(0, rows, ROWS):
                 s = c + tl.arange(0, ROWS)
                 live = (s < rows)[None, :]
-                number, u = _unpack(
+                number, u = unpack(
                     tl.load(by_key + start[:, None] + s[None, :], mask=live, other=0)
                 )
                 acc_k, acc_v = _key_terms(
@@ -458,15 +538,18 @@ def _long_keys_kernel(
             head = b * H + h
             for i0 in range(0, Lq, ROWS):
                 i = i0 + tl.arange(0, ROWS)
-                skip = tl.load(flags + head * tl.cdiv(Lq, BM) + i // BM, mask=i < Lq, other=1)
                 row = head * Lq + i
-                m = tl.load(counts + row, mask=(i < Lq) & (skip == 0), other=0)
-                live = slot[None, :] < m[:, None]
-                entry = tl.load(entries + row[:, None] * SLOTS + slot[None, :], mask=live, other=0)
-                column, u = _unpack(entry)
-                match = live & (column == j)
-                weight = tl.sum(tl.where(match, u, 0.0), 1)
-                found = tl.max(match.to(tl.int32), 1) != 0
+                m = tl.load(counts + row, mask=i < Lq, other=0)
+                begin = tl.load(starts + row, mask=i < Lq, other=0)
+                pool = entries + ((row - i % BM) * SLOTS + begin)[:, None]
+                weight = tl.zeros([ROWS], tl.float32)
+                found = weight != 0.0
+                for c in range(0, tl.max(m, 0), SLOT):
+                    live = (c + slot)[None, :] < m[:, None]
+                    column, u = unpack(tl.load(pool + (c + slot)[None, :], mask=live, other=0))
+                    match = live & (column == j)
+                    weight += tl.sum(tl.where(match, u, 0.0), 1)
+                    found = found | (tl.max(match.to(tl.int32), 1) != 0)
                 number = (h * Lq + i).to(tl.int32)
                 if tl.max(found.to(tl.int32), 0) != 0:
                     acc_k, acc_v = _key_terms(
@@ -490,19 +573,17 @@ def _schedule(tiles: int) -> tuple[int, int]:
 def forward_lists(
     problem: Problem,
     out: torch.Tensor,
-    reference: torch.Tensor,
-    shift: torch.Tensor,
-    entries: torch.Tensor,
-    counts: torch.Tensor,
-    flags: torch.Tensor,
-    key_counts: torch.Tensor | None,
+    saved: tuple[torch.Tensor, ...],
+    training: bool,
 ) -> None:
-    """Fill out, reference and shift of all rows but those in flagged blocks.
+    """Fill saved and the rows of out that have lists; of the others, what their block passes start from.
 
-    entries int64 [B, H, Lq, SLOTS]: column << 32 | bits of u = max((alpha - 1) z - tau, 0), the
-    first counts [B, H, Lq] of each row. flags int32 [B, H, ceil(Lq / block_rows)]: 1 = left to the
-    block passes. key_counts int32 [B, Hkv, Lk], for a backward: how many rows hold each key.
+    saved, as `entmax_attention.saved_like` has it: reference and shift; entries, whose first counts[row]
+    from starts[row] of the row's block on are column << 32 | bits of u = max((alpha - 1) z - tau, 0);
+    counts -1 for a row without; those rows of each head in left, and how many come before each block
+    in earlier; key_counts, if training: how many rows hold each key.
     """
+    reference, shift, entries, starts, counts, left, earlier, key_counts = saved
     q, k, v = problem.q, problem.k, problem.v
     cuda = q.device.type == "cuda"
     B, H, Lq, D = q.shape
@@ -510,19 +591,29 @@ def forward_lists(
     G = H // k.shape[1]
     rows = block_rows(q)
     tma = cuda and TensorDescriptor is not None
-    if tma:
+    if tma or q.stride(3) != 1 or k.stride(3) != 1:
         q, k = q.contiguous(), k.contiguous()
-    elif q.stride(3) != 1 or k.stride(3) != 1:
-        q, k = q.contiguous(), k.contiguous()
-    total = B * H * triton.cdiv(Lq, rows)
-    if cuda:
-        programs = RESIDENT * torch.cuda.get_device_properties(q.device).multi_processor_count
-    else:
-        programs = 2
-    programs = min(total, programs)
-    words = rows * 4 * CAPACITY.value * RECORD_BYTES.value // 4
-    scratch = torch.empty(programs * words, device=q.device, dtype=torch.float32)
-    tiles = triton.cdiv(Lk, KEYS.value)
+    blocks = triton.cdiv(Lq, rows)
+    total = B * H * blocks
+
+    def programs(warps: int) -> int:
+        if not cuda:
+            return 2
+        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        return min(total, THREADS // (32 * warps) * multiprocessors)
+
+    narrow, wide = programs(4), programs(8)
+    scratch = torch.empty(
+        max(
+            narrow * rows * 4 * CAPACITY.value * RECORD_BYTES.value // 8,
+            wide * rows * 4 * LIST.value,
+        ),
+        device=q.device,
+        dtype=torch.int64,
+    )
+    flags = counts.new_empty(B * H, blocks)
+    if training:
+        key_counts.zero_()
     constants = problem.constants()
     strides = (0, 0, 0) if problem.alpha is None else problem.alpha.stride()[:3]
     unused = q
@@ -534,26 +625,36 @@ def forward_lists(
         )
     alpha = unused if problem.alpha is None else problem.alpha
     lengths = [unused if t is None else t for t in (problem.query_lengths, problem.key_lengths)]
-    options = {"maxnreg": REGISTERS} if cuda else {}
-    before, update = _schedule(tiles)
-    candidates_kernel[(programs,)](
+    head = (
         *descriptors, q, k, alpha, *lengths, *q.stride()[:3], *k.stride()[:3], *strides,
         H, G, Lq, Lk, float(problem.alpha_value - 1), float(problem.scale), float(problem.fill),
-        scratch, entries, counts, flags, total, before,
-        D=D, KIND=constants["KIND"], HAS_ALPHA=problem.alpha is not None,
-        HAS_QLEN=problem.query_lengths is not None, HAS_KLEN=problem.key_lengths is not None,
-        CAUSAL=problem.causal, FINITE_FILL=problem.finite_fill,
-        PRECISION=constants["PRECISION"], WIDEN=constants["WIDEN"], ASM=cuda, TMA=tma,
-        SLOTS=SLOTS, UPDATE=update, BM=rows, STAGES=3 if cuda else 1,
-        num_warps=4, **options,
     )  # fmt: skip
+    options = {
+        "D": D, "KIND": constants["KIND"], "HAS_ALPHA": problem.alpha is not None,
+        "HAS_QLEN": problem.query_lengths is not None, "HAS_KLEN": problem.key_lengths is not None,
+        "CAUSAL": problem.causal, "FINITE_FILL": problem.finite_fill,
+        "PRECISION": constants["PRECISION"], "WIDEN": constants["WIDEN"], "ASM": cuda, "TMA": tma,
+        "SLOTS": SLOTS, "BM": rows, "STAGES": 3 if cuda else 1,
+        **({"maxnreg": REGISTERS} if cuda else {}),
+    }  # fmt: skip
+    before, update = _schedule(triton.cdiv(Lk, KEYS.value))
+    candidates_kernel[(narrow,)](
+        *head, scratch.view(torch.float32), entries, starts, counts, flags, total, before,
+        UPDATE=update, num_warps=4, **options,
+    )  # fmt: skip
+    broad_kernel[(wide,)](
+        *head, scratch, entries, starts, counts, flags, key_counts, reference, shift, total,
+        TRAINING=training, MINE=triton.next_power_of_2(triton.cdiv(total, wide)), num_warps=8,
+        **options,
+    )  # fmt: skip
+    gather_left[(total,)](flags, counts, left, earlier, Lq, BM=rows, CHUNK=256, num_warps=4)
     per = 4
     _finalize_kernel[(B * H * triton.cdiv(Lq, per),)](
         v, alpha, *strides, *v.stride(), H, G, Lq, Lk,
         float(problem.alpha_value - 1), float(problem.scale),
-        entries, counts, flags, counts if key_counts is None else key_counts, out, reference, shift,
+        entries, starts, counts, flags, key_counts, out, reference, shift,
         DV=constants["DV"], BDV=constants["BDV"], KIND=constants["KIND"],
-        HAS_ALPHA=problem.alpha is not None, TRAINING=key_counts is not None, SLOTS=SLOTS, BM=rows,
+        HAS_ALPHA=problem.alpha is not None, TRAINING=training, SLOTS=SLOTS, BM=rows,
         R=per, CHUNK=8, num_warps=1,
     )  # fmt: skip
 
@@ -573,7 +674,7 @@ def rows_backward(
     """
     q, k, v = problem.q, problem.k, problem.v
     B, H, Lq, _d = q.shape
-    entries, counts, flags, key_counts = saved
+    _reference, _shift, entries, starts, counts, _left, _earlier, key_counts = saved
     ends = torch.cumsum(key_counts.view(-1), 0, dtype=torch.int64)
     cursors = ends - key_counts.view(-1)
     by_key = torch.empty(entries.numel(), device=q.device, dtype=torch.int64)
@@ -583,7 +684,7 @@ def rows_backward(
     _rows_kernel[(B * H * triton.cdiv(Lq, per),)](
         k, v, q if problem.alpha is None else problem.alpha, *strides, *k.stride(), *v.stride(),
         H, H // k.shape[1], Lq, k.shape[2], float(problem.alpha_value - 1), float(problem.scale),
-        entries, counts, flags, cursors, by_key, grad, *grad.stride(), dq, delta,
+        entries, starts, counts, cursors, by_key, grad, *grad.stride(), dq, delta,
         delta if dalpha is None else dalpha,
         **{name: constants[name] for name in ("D", "BD", "DV", "BDV", "KIND", "HAS_ALPHA")},
         WANT_ALPHA=dalpha is not None, SLOTS=SLOTS, BM=block_rows(q), R=per, CHUNK=8, num_warps=1,
@@ -598,15 +699,15 @@ def add_keys_from_lists(
     by_key: torch.Tensor,
     ends: torch.Tensor,
     delta: torch.Tensor,
-    partial: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """dk and dv from the lists; added to what they hold where partial [B, Hkv] says so."""
+    """dk and dv from the lists; on top of what they hold in key heads with rows that were left."""
     q, k, v = problem.q, problem.k, problem.v
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    entries, counts, flags, key_counts = saved
+    _reference, _shift, entries, starts, counts, _left, earlier, key_counts = saved
+    partial = earlier[..., -1].reshape(*k.shape[:2], -1).amax(-1)
     constants = problem.constants()
     strides = (0, 0, 0) if problem.alpha is None else problem.alpha.stride()[:3]
     head = (
@@ -618,11 +719,15 @@ def add_keys_from_lists(
     constants = {name: constants[name] for name in names}
     # Two tensors of R x CHUNK x width in registers: 64 each a lane at width 64.
     per = 4 if max(problem.width, problem.value_width) <= 64 else 2
+    tail = (partial, grad, *grad.stride(), delta, dk, dv)
     _keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, per),)](
-        *head, by_key, ends, key_counts, partial, grad, *grad.stride(), delta, dk, dv,
-        **constants, R=per, CHUNK=8, num_warps=1,
+        *head, by_key, ends, key_counts, *tail, **constants, R=per, CHUNK=8, num_warps=1,
+    )  # fmt: skip
+    _broad_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 32),)](
+        *head, by_key, ends, key_counts, *tail, **constants,
+        # 9 bits name one of SORTED entries.
+        BITS=9 if H * Lq < 2**22 else 0, R=per, CHUNK=8 * per, SPAN=32, num_warps=1,
     )  # fmt: skip
     _long_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 64),)](
-        *head, by_key, ends, entries, counts, flags, key_counts, partial, grad, *grad.stride(), delta, dk, dv,
-        **constants, SLOTS=SLOTS, BM=block_rows(q), SPAN=64, ROWS=32, num_warps=4,
+        *head, by_key, ends, entries, starts, counts, key_counts, *tail, **constants, SLOTS=SLOTS, BM=block_rows(q), SPAN=64, ROWS=32, SLOT=64, num_warps=4,
     )  # fmt: skip

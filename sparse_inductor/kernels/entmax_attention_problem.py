@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,12 +13,13 @@ import triton.language as tl
 from .entmax_attention_tau import exponent_kind
 
 __all__ = [
+    "Left",
     "Problem",
     "Tile",
     "key_tiles",
-    "left_to_lists",
     "row_scores",
     "tile_for",
+    "tile_rows",
 ]
 
 # The lowest fp32 number.
@@ -34,6 +35,17 @@ class Tile:
     keys: int
     warps: int
     stages: int
+
+
+class Left(NamedTuple):
+    """The rows that are left to the block passes, ascending: rows int32 [B, H, Lq].
+
+    earlier int32 [B, H, blocks + 1]: how many come before each block of `block` rows, then all.
+    """
+
+    rows: torch.Tensor
+    earlier: torch.Tensor
+    block: int
 
 
 def _interpreted(device: torch.device) -> bool:
@@ -278,25 +290,41 @@ def row_constants(alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA: tl
 
 
 @triton.jit
-def key_tiles(
-    first_row, last_key, Lq, diagonal, CAUSAL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
-):
-    """Of rows first_row:first_row + BM: key tiles without an edge, with a key to see, and all."""
+def key_tiles(first_row, end_row, last_key, diagonal, CAUSAL: tl.constexpr, BN: tl.constexpr):
+    """Of rows first_row:end_row: key tiles without an edge, with a key to see, and all."""
     whole = last_key // BN
     every = tl.cdiv(last_key, BN)
     tiles = every
     if CAUSAL:
         whole = tl.maximum(tl.minimum(whole, (first_row + diagonal + 1) // BN), 0)
-        reach = tl.minimum(first_row + BM, Lq) + diagonal
-        tiles = tl.maximum(tl.minimum(every, tl.cdiv(reach, BN)), 0)
+        tiles = tl.maximum(tl.minimum(every, tl.cdiv(end_row + diagonal, BN)), 0)
     return tl.minimum(whole, tiles), tiles, every
 
 
 @triton.jit
-def left_to_lists(flags, bh, row, Lq, FLAG_ROWS: tl.constexpr):
-    """Whether the block of FLAG_ROWS rows that holds `row` has its flag unset (0: no flags)."""
-    if FLAG_ROWS > 0:
-        unset = tl.load(flags + bh * tl.cdiv(Lq, FLAG_ROWS) + row // FLAG_ROWS) == 0
+def tile_rows(
+    left, earlier, bh, block, Lq,
+    CAUSAL: tl.constexpr, LEFT_ROWS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Rows i [BM] of a tile, ascending, Lq where there is none; the first of them, and the end.
+
+    With LEFT_ROWS only the rows left[bh], as many as the last of earlier[bh] says; the first is Lq in
+    a tile past them. CAUSAL: the last tile, of the longest rows, comes first.
+    """
+    count = Lq
+    if LEFT_ROWS > 0:
+        blocks = tl.cdiv(Lq, LEFT_ROWS)
+        count = tl.load(earlier + bh * (blocks + 1) + blocks)
+    if CAUSAL:
+        block = tl.cdiv(count, BM) - 1 - block
+    at = block * BM + tl.arange(0, BM)
+    if LEFT_ROWS > 0:
+        inside = (at >= 0) & (at < count)
+        i = tl.load(left + bh.to(tl.int64) * Lq + at, mask=inside, other=Lq)
+        first = tl.min(i, 0)
+        end = tl.max(tl.where(i < Lq, i + 1, 0), 0)
     else:
-        unset = False
-    return unset
+        i = at
+        first = block * BM
+        end = tl.minimum(first + BM, Lq)
+    return i, first, end

@@ -26,6 +26,7 @@ __all__ = [
     "exponent_kind",
     "newton",
     "powers",
+    "root",
     "step",
 ]
 
@@ -76,7 +77,7 @@ def powers(u, beta, KIND: tl.constexpr):
 
 
 @triton.jit
-def _root(f, beta, KIND: tl.constexpr):
+def root(f, beta, KIND: tl.constexpr):
     """f^(1 / beta), f >= 0."""
     if KIND == 1:
         h = f
@@ -109,11 +110,11 @@ def class_bound(top, d, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
         if KIND == 0:
             w, g = powers(u, tl.maximum(beta, 1.0)[:, None], KIND)
             f = tl.sum(w, 1)
-            h = _root(f, tl.maximum(beta, 1.0), KIND)
+            h = root(f, tl.maximum(beta, 1.0), KIND)
         else:
             w, g = powers(u, beta, KIND)
             f = tl.sum(w, 1)
-            h = _root(f, beta, KIND)
+            h = root(f, beta, KIND)
         ahead = (h - 1.0) * f / (h * tl.sum(g, 1))
         d = tl.where(ahead > 0.0, d + ahead, d)
     return d
@@ -135,7 +136,7 @@ def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr
         w3, g3 = powers(tl.maximum(t3 - bound, 0.0) * factor, power, KIND)
         f = tl.sum(w0 + w1 + w2 + w3, 1)[:, None]
         g = tl.sum(g0 + g1 + g2 + g3, 1)[:, None]
-        h = _root(f, power, KIND)
+        h = root(f, power, KIND)
         ahead = (h - 1.00001) * f / (h * g * factor)
         bound = tl.where(ahead > 0.0, bound + ahead, bound)
     return bound
@@ -144,7 +145,7 @@ def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr
 @triton.jit
 def newton(d, f, g, beta, KIND: tl.constexpr):
     """One Newton step on h from f = sum u^beta and g = sum u^(beta - 1) at d; d where there is none."""
-    h = _root(f, beta, KIND)
+    h = root(f, beta, KIND)
     moved = d + (h - 1.0) * f / (h * g)
     return tl.where(tl.abs(moved - d) < 1e-3, moved, d)
 
@@ -163,7 +164,7 @@ def step(d, f, g, lo, hi, old, entries, turn, beta, KIND: tl.constexpr):
     better, and NaN in a row with NaN.
     """
     d0, h0, s0 = old
-    h = _root(f, beta, KIND)
+    h = root(f, beta, KIND)
     slope = -f / (h * g)
     lo = tl.where(f >= 1.0, tl.maximum(lo, d), lo)
     hi = tl.where(f <= 1.0, tl.minimum(hi, d), hi)

@@ -25,10 +25,18 @@ def sizes(device, **keywords):  # noqa: F811
     return {"Lq": 40, "Lk": 130, **keywords}
 
 
-def flags(q, k, v, **keywords):
-    """Which blocks of rows were left to the block passes."""
+def left(q, k, v, **keywords):
+    """Which rows [B, H, Lq] were left to the block passes."""
     keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, **keywords}
-    return entmax_attention.forward(q, k, v, training=True, **keywords)[1][4]
+    saved = entmax_attention.forward(q, k, v, training=True, **keywords)[1]
+    counts, rows, earlier = saved[4:7]
+    out = counts < 0
+    assert torch.equal(earlier[..., -1], out.sum(-1))
+    for mask, listed, many in zip(
+        out.flatten(0, 1), rows.flatten(0, 1), earlier.flatten(0, 1)[:, -1]
+    ):
+        assert torch.equal(mask.nonzero()[:, 0], listed[:many])
+    return out
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -36,7 +44,7 @@ def flags(q, k, v, **keywords):
 def test_peaked_rows_need_no_block_pass(lengths, causal, device):  # noqa: F811
     q, k, v, grad = operands(device, **sizes(device, Lq=lengths[0], Lk=lengths[1]))
     check(q, k, v, grad, causal=causal)
-    assert not flags(q, k, v, causal=causal).any()
+    assert not left(q, k, v, causal=causal).any()
 
 
 @pytest.mark.parametrize("alpha", [1.4, 2.0, 3.0])
@@ -52,7 +60,7 @@ def test_alpha_tensor_has_a_gradient(device):  # noqa: F811
 def test_flat_rows_go_to_the_block_passes(device):  # noqa: F811
     q, k, v, grad = operands(device, **sizes(device, variance=1e-3))
     check(q, k, v, grad)
-    assert flags(q, k, v).all()
+    assert left(q, k, v).all()
 
 
 def test_flat_and_peaked_rows_in_one_head(device):  # noqa: F811
@@ -61,8 +69,30 @@ def test_flat_and_peaked_rows_in_one_head(device):  # noqa: F811
     q[:, 1:, rows : 2 * rows] *= 1e-3
     check(q, k, v, grad)
     check(q, k, v, grad, causal=True)
-    chosen = flags(q, k, v)
-    assert chosen[0, 1:, 1].all() and not chosen[0, :, 0].any() and not chosen[0, 0].any()
+    chosen = left(q, k, v)[0].unflatten(1, (3, rows))
+    assert chosen[1:, 1].all() and not chosen[:, 0].any() and not chosen[0].any()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("alpha", [1.25, 1.5])
+def test_broad_rows_need_no_block_pass(causal, alpha, device):  # noqa: F811
+    """Supports of 20 to 100."""
+    variance = {1.25: 12.0, 1.5: 1.0}[alpha]
+    q, k, v, grad = operands(device, **sizes(device, variance=variance, H=4, Hkv=2, Lk=300))
+    check(q, k, v, grad, alpha_value=alpha, causal=causal, tolerance=1e-5)
+    assert left(q, k, v, alpha_value=alpha, causal=causal).float().mean() < 0.3
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_row_goes_its_own_way(causal, device):  # noqa: F811
+    """Peaked, broad and flat rows beside each other."""
+    rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
+    q, k, v, grad = operands(device, **sizes(device, B=2, Lq=2 * rows + 5, Lk=400, variance=1.0))
+    factor = torch.tensor([2.5, 1.0, 1e-2], device=device)[torch.arange(q.shape[2]) % 3]
+    q *= factor[:, None].to(q.dtype)
+    check(q, k, v, grad, causal=causal, tolerance=1e-5)
+    flat = left(q, k, v)
+    assert flat[..., 2::3].all() and not flat[..., ::3].any() and not flat[..., 1::3].any()
 
 
 def test_variable_lengths(device):  # noqa: F811
@@ -77,7 +107,7 @@ def test_variable_lengths(device):  # noqa: F811
 def test_causal_fill(fill, device):  # noqa: F811
     q, k, v, grad = operands(device, **sizes(device, Lq=100, Lk=100, variance=2.0))
     check(q, k, v, grad, causal=True, fill=fill)
-    assert flags(q, k, v, causal=True, fill=fill).any() == (fill == 0.0)
+    assert left(q, k, v, causal=True, fill=fill).any() == (fill == 0.0)
 
 
 def test_negative_scores(device):  # noqa: F811

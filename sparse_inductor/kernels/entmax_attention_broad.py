@@ -1,0 +1,350 @@
+"""Entmax attention for broad rows: supports too large for the one pass of peaked rows, and up to 150.
+
+Two passes over the scores of a block of rows. The first takes the maxima of 64 column classes over all
+keys, which bound the threshold so well that hardly more scores than the support are above (70 for 62,
+80 for 75; 870 for 410). The second appends those to lists that only one thread writes, by predicates
+alone: nearly every warp has a hit, so that a branch would cost more than it saves. The threshold is
+then solved on the lists, and the support goes to the block's entries.
+
+Rows with more than that are left to the block passes, one by one: `gather_left` lists them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .entmax_attention_candidates import FAR, KEYS, load_keys, open_block, split_lanes, unseen
+from .entmax_attention_problem import product
+from .entmax_attention_tau import powers, root, step
+
+__all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left", "pack", "unpack"]
+
+NEG_INF = tl.constexpr(float("-inf"))
+POS_INF = tl.constexpr(float("inf"))
+SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
+# Entries of a row and lane; 512 bytes, a power of two, so that no list has a 4 GiB boundary inside.
+LIST = tl.constexpr(64)
+# A list with more takes no further tile, which may bring 16.
+ROOM = tl.constexpr(48)
+# A row with more of its 64 classes above the bound (about 130 entries at 56) gains nothing from lists.
+FILLED = tl.constexpr(56.0)
+# Entries of each list that are looked at together.
+CHUNK = tl.constexpr(8)
+# In a block's flag, beside the number of rows that are left to the block passes.
+SOLVED = tl.constexpr(256)
+EXACT = tl.constexpr(5e-7)
+TURNS = tl.constexpr(64)
+
+
+@triton.jit
+def unpack(entry):
+    """(column or row number, float) of an entry."""
+    low = (entry & 0xFFFFFFFF).to(tl.int32)
+    return (entry >> 32).to(tl.int32), low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack(number, value):
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    return (number.to(tl.int64) << 32) | bits
+
+
+def _append_source() -> tuple[str, str]:
+    """PTX and constraints of one tile's appends of a thread: 16 scores of one row, without a branch.
+
+    Out: low word of the list's end, whether the list was full. In: the same, low word of its start,
+    high word, bound, first column, 16 scores in the columns' order. NaN is above every bound.
+    """
+    room = ROOM.value * 8
+    lines = ["{", ".reg .pred p; .reg .b32 x, c, n; .reg .b64 a;"]
+    lines.append("mov.b32 $0, $2; mov.b32 $1, $3;")
+    lines.append(f"sub.u32 n, $2, $4; setp.gt.u32 p, n, {room};")
+    lines.append(f"@p mov.b32 $1, 1; @p add.u32 $0, $4, {room};")
+    for e in range(16):
+        lines.append(f"mov.b32 x, ${8 + e}; setp.gtu.f32 p, ${8 + e}, $6;")
+        lines.append(f"mov.b64 a, {{$0, $5}}; add.u32 c, $7, {8 * (e // 2) + e % 2};")
+        lines.append("@p st.global.v2.b32 [a], {x, c}; @p add.u32 $0, $0, 8;")
+    lines.append("}")
+    return "\n".join(lines), ",".join(["=&r", "=&r", "r", "r", "r", "r", "f", "r"] + ["f"] * 16)
+
+
+SOURCE, CONSTRAINTS = (tl.constexpr(x) for x in _append_source())
+
+
+@triton.jit
+def _append_one(off, bound, lists, column, x, NUMBER: tl.constexpr):
+    hit = (x > bound) | (x != x)
+    tl.store(lists + off // 8, pack(column + (8 * (NUMBER // 2) + NUMBER % 2), x), mask=hit)
+    return off + tl.where(hit, 8, 0)
+
+
+@triton.jit
+def _append(s, off, full, first, high, bound, lists, column, ASM: tl.constexpr, BM: tl.constexpr):
+    """Append the scores of tile s [BM, 64] above bound: (end of each list in bytes, whether full)."""
+    x, y = split_lanes(s, BM)
+    if ASM:
+        off, full = tl.inline_asm_elementwise(
+            SOURCE, CONSTRAINTS,
+            [off, full, first, high, bound, column,
+             x[0], y[0], x[1], y[1], x[2], y[2], x[3], y[3],
+             x[4], y[4], x[5], y[5], x[6], y[6], x[7], y[7]],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        over = off - first > ROOM * 8
+        full = tl.where(over, 1, full)
+        off = tl.where(over, first + ROOM * 8, off)
+        for n in tl.static_range(8):
+            off = _append_one(off, bound, lists, column, x[n], 2 * n)
+            off = _append_one(off, bound, lists, column, y[n], 2 * n + 1)
+    return off, full
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
+
+
+@triton.jit
+def _best(x, y):
+    """Maximum [M] of the rows' classes, eight tensors [M, 4] each; NaN stays."""
+    best = _larger(x[0], y[0])
+    for n in tl.static_range(1, 8):
+        best = _larger(best, _larger(x[n], y[n]))
+    return tl.reduce(best, 1, _larger)
+
+
+@triton.jit
+def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
+    """(bound, how many classes are above) [M, 1]: `bound_step` from best - 1 / factor on, of 64 classes."""
+    power = tl.maximum(beta, 1.0) if KIND == 0 else beta
+    bound = best - 1.0 / factor
+    none = tl.zeros_like(x[0])
+    for _ in tl.static_range(STEPS):
+        f = none
+        g = none
+        for n in tl.static_range(8):
+            w0, g0 = powers(tl.maximum(x[n] - bound, 0.0) * factor, power, KIND)
+            w1, g1 = powers(tl.maximum(y[n] - bound, 0.0) * factor, power, KIND)
+            f += w0 + w1
+            g += g0 + g1
+        f = tl.sum(f, 1)[:, None]
+        g = tl.sum(g, 1)[:, None]
+        h = root(f, power, KIND)
+        # A little over 1, so that rounding cannot carry a bound past its root.
+        ahead = (h - 1.00001) * f / (h * g * factor)
+        bound = tl.where(ahead > 0.0, bound + ahead, bound)
+    above = none
+    for n in tl.static_range(8):
+        above += (x[n] > bound).to(tl.float32) + (y[n] > bound).to(tl.float32)
+    return bound, tl.sum(above, 1)[:, None]
+
+
+@triton.jit
+def _list_chunk(lists, size, r, m, factor, d):
+    """Of entries r:r + CHUNK of every list: (which are there, columns, u = max(x - d, 0))."""
+    slot = r + tl.arange(0, CHUNK)[None, None, :]
+    live = slot < size[:, :, None]
+    column, score = unpack(tl.load(lists[:, :, None] + slot, mask=live, other=0))
+    x = (score - m[:, None, None]) * factor[:, None, None]
+    u = tl.maximum(x - d[:, None, None], 0.0, propagate_nan=SPREAD_NAN)
+    return live, column, tl.where(live, u, 0.0)
+
+
+@triton.jit
+def broad_kernel(
+    q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
+    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
+    H, G, Lq, Lk, am1_value, scale, fill_value,
+    scratch, entries, starts, counts, flags, key_counts, reference, shift, total,
+    D: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr,
+    HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
+    TRAINING: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    MINE: tl.constexpr,
+):  # fmt: skip
+    """Programs stride over the flagged blocks of BM rows: thresholds and supports of broad rows.
+
+    Row i of a block has its entries, column << 32 | bits of u = max((alpha - 1) z - tau, 0), from
+    starts[i] of the block's BM * SLOTS on: rows follow each other, so that long ones live off short
+    ones. counts[i] = -1 where the row is left, reference and shift then being its maximum and a lower
+    bound of tau - reference. flags[block] = SOLVED + the number of rows left. scratch: BM * 4 * LIST
+    entries a program. MINE: at least how many blocks a program has.
+    """
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    units = pid + tl.arange(0, MINE) * programs
+    blocks = tl.cdiv(Lq, BM)
+    heads = total // blocks
+    if CAUSAL:
+        places = units % heads * blocks + blocks - 1 - units // heads
+    else:
+        places = units
+    mine = tl.max(tl.load(flags + places, mask=units < total, other=0), 0)
+    if mine == 0:
+        return
+    rows = tl.arange(0, BM)
+    four = tl.arange(0, 4)
+    lane = 2 * four[None, :] + tl.zeros([BM, 1], tl.int32)
+    own = scratch + pid.to(tl.int64) * (BM * 4 * LIST)
+    index = rows[:, None] * 4 + four[None, :]
+    lists = own + index * LIST
+    if ASM:
+        address = lists.to(tl.int64, bitcast=True)
+        first = (address & 0xFFFFFFFF).to(tl.int32)
+        high = (address >> 32).to(tl.int32)
+    else:
+        first = index * (LIST * 8)
+        high = first
+    zero = tl.zeros([BM], tl.float32)
+    none = tl.zeros([BM, 4], tl.int32)
+    for unit in range(pid, total, programs):
+        if CAUSAL:
+            place = unit % heads * blocks + blocks - 1 - unit // heads
+        else:
+            place = unit
+        if tl.load(flags + place) != 0:
+            bh, block, i, last_row, last_key, diagonal, factor, beta, whole, tiles, keys, qt = (
+                open_block(
+                    unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
+                    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
+                    H, G, Lq, Lk, am1_value, scale, blocks, heads,
+                    D, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, TMA, BM,
+                )
+            )  # fmt: skip
+            _k_desc, k_head, key_row, _skl, _last_key = keys
+            row_at = bh.to(tl.int64) * Lq + i
+
+            top = tl.full([BM, KEYS], NEG_INF, tl.float32)
+            for n in tl.range(0, whole, num_stages=STAGES):
+                j = n * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+                top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
+            for n in tl.range(whole, tiles, num_stages=1):
+                j = n * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
+                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+                s = unseen(s, i, j, last_key, diagonal, NEG_INF, CAUSAL)
+                top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
+            # In the lists' layout: a bound in another would take every tile's scores along.
+            x, y = split_lanes(top, BM)
+            best = _best(x, y)
+            dead = i >= last_row
+            if not FINITE_FILL:
+                dead = dead | (best == NEG_INF)
+            # Written so that NaN is left: its row's way is the block passes'.
+            wanted = (best > NEG_INF) & (best < POS_INF) & (dead == 0)
+            m = tl.where(dead, 0.0, best)
+            bound, filled = _bound(x, y, m[:, None], factor[:, None], beta[:, None], KIND, 6)
+            lo = tl.sum((bound - m[:, None]) * factor[:, None], 1)
+            # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
+            most = tl.maximum(tiles * KEYS, 1).to(tl.float32)
+            hi = -tl.exp2(-tl.log2(most) / beta) + 1e-6
+            lo = tl.minimum(tl.maximum(lo, -1.0), hi)
+            wanted = wanted & (tl.sum(filled, 1) <= FILLED)
+            if FINITE_FILL:
+                # A dropped key may be in the support.
+                wanted = wanted & (tl.sum(bound, 1) * scale >= fill_value)
+            limit = tl.where(wanted[:, None], bound, FAR) + none.to(tl.float32)
+            some = tl.max(wanted.to(tl.int32), 0)
+
+            off = first
+            full = none
+            for n in tl.range(0, tl.where(some != 0, whole, 0), num_stages=STAGES):
+                j = n * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+                off, full = _append(s, off, full, first, high, limit, own, lane + n * KEYS, ASM, BM)
+            for n in tl.range(whole, tl.where(some != 0, tiles, whole), num_stages=1):
+                j = n * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
+                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+                s = unseen(s, i, j, last_key, diagonal, NEG_INF, CAUSAL)
+                off, full = _append(s, off, full, first, high, limit, own, lane + n * KEYS, ASM, BM)
+            tl.debug_barrier()
+            size = (off - first) // 8
+            full = tl.maximum(full, (size > ROOM).to(tl.int32))
+            listed = wanted & (tl.max(full, 1) == 0)
+            size = tl.where(listed[:, None], size, 0)
+            longest = tl.max(tl.max(size, 1), 0)
+
+            d = lo
+            old = (d, zero + POS_INF, zero)
+            low = lo
+            number = tl.maximum(tl.sum(size, 1), 1).to(tl.float32)
+            turn = 0
+            searching = (longest > 0).to(tl.int32)
+            while searching > 0:
+                f = tl.zeros([BM, 4, CHUNK], tl.float32)
+                g = tl.zeros([BM, 4, CHUNK], tl.float32)
+                for r in range(0, longest, CHUNK):
+                    live, _column, u = _list_chunk(lists, size, r, m, factor, d)
+                    pw, pg = powers(u, beta[:, None, None], KIND)
+                    f += pw
+                    g += pg
+                d, rest, low, hi, old = step(
+                    d, tl.sum(tl.sum(f, 2), 1), tl.sum(tl.sum(g, 2), 1), low, hi, old, number, turn,
+                    beta, KIND,
+                )  # fmt: skip
+                turn += 1
+                searching = tl.max(((rest > EXACT) & listed).to(tl.int32), 0)
+                if turn >= TURNS:
+                    searching = 0
+
+            kept = none
+            for r in range(0, longest, CHUNK):
+                live, _column, u = _list_chunk(lists, size, r, m, factor, d)
+                kept += tl.sum((live & (u != 0.0)).to(tl.int32), 2)
+            support = tl.sum(kept, 1)
+            end = tl.cumsum(support, 0)
+            space = tl.minimum(Lq - block * BM, BM) * SLOTS
+            listed = listed & (end <= space)
+            solved = listed | dead
+            start = end - support
+            pool = entries + (bh.to(tl.int64) * Lq + block * BM) * SLOTS
+            counted = key_counts + ((bh // H).to(tl.int64) * (H // G) + (bh % H) // G) * Lk
+            at = start[:, None] + tl.cumsum(kept, 1) - kept
+            for r in range(0, longest, CHUNK):
+                live, column, u = _list_chunk(lists, size, r, m, factor, d)
+                keep = live & (u != 0.0) & listed[:, None, None]
+                one = keep.to(tl.int32)
+                where = at[:, :, None] + tl.cumsum(one, 2) - one
+                tl.store(pool + where, pack(column, u), mask=keep)
+                if TRAINING:
+                    tl.atomic_add(counted + column, 1, mask=keep, sem="relaxed")
+                at += tl.sum(one, 2)
+            inside = i < Lq
+            tl.store(starts + row_at, start, mask=inside)
+            tl.store(counts + row_at, tl.where(solved, tl.where(dead, 0, support), -1), mask=inside)
+            tl.store(reference + row_at, m * factor, mask=inside)
+            d = tl.where(listed, d, lo)
+            tl.store(shift + row_at, tl.where(dead, POS_INF, d), mask=inside)
+            left = tl.sum((inside & (solved == 0)).to(tl.int32), 0)
+            tl.store(flags + place, left + SOLVED)
+            tl.debug_barrier()
+
+
+@triton.jit
+def gather_left(flags, counts, left, earlier, Lq, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """Program (head, block): the block's rows that are left, after those of the head's earlier blocks.
+
+    left[bh] lists rows in ascending order, earlier[bh, t] says how many come before block t.
+    """
+    blocks = tl.cdiv(Lq, BM)
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    before = 0
+    for t0 in range(0, block, CHUNK):
+        t = t0 + tl.arange(0, CHUNK)
+        before += tl.sum(tl.load(flags + bh * blocks + t, mask=t < block, other=0) % SOLVED, 0)
+    mine = tl.load(flags + bh * blocks + block) % SOLVED
+    tl.store(earlier + bh * (blocks + 1) + block, before)
+    if block == blocks - 1:
+        tl.store(earlier + bh * (blocks + 1) + blocks, before + mine)
+    if mine > 0:
+        i = block * BM + tl.arange(0, BM)
+        out = (tl.load(counts + bh * Lq + i, mask=i < Lq, other=0) < 0).to(tl.int32)
+        place = before + tl.cumsum(out, 0) - out
+        tl.store(left + bh * Lq + place, i, mask=out != 0)
