@@ -107,7 +107,7 @@ def forward(
         with torch.cuda.device_of(q):
             if len(saved) > 2:
                 lists.forward_lists(problem, out, saved, training)
-            forward_blocks(problem, out, *saved[:2], lists.left_rows(q, saved), training)
+            forward_blocks(problem, out, saved[0], saved[1], lists.left_rows(q, saved), training)
     return out, saved if training else ()
 
 
