@@ -729,5 +729,6 @@ def add_keys_from_lists(
         BITS=9 if H * Lq < 2**22 else 0, R=per, CHUNK=8 * per, SPAN=32, num_warps=1,
     )  # fmt: skip
     _long_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 64),)](
-        *head, by_key, ends, entries, starts, counts, key_counts, *tail, **constants, SLOTS=SLOTS, BM=block_rows(q), SPAN=64, ROWS=32, SLOT=64, num_warps=4,
+        *head, by_key, ends, entries, starts, counts, key_counts, *tail, **constants,
+        SLOTS=SLOTS, BM=block_rows(q), SPAN=64, ROWS=32, SLOT=64, num_warps=4,
     )  # fmt: skip
