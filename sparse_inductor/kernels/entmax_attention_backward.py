@@ -30,6 +30,7 @@ from .entmax_attention_problem import (
     load_tile,
     product,
     row_constants,
+    row_count,
     row_scores,
     tile_for,
     tile_rows,
@@ -113,9 +114,10 @@ def _rows_kernel(
     blocks = tl.cdiv(Lq, BM)
     bh = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    i, first_row, end_row = tile_rows(left, earlier, bh, block, Lq, CAUSAL, LEFT_ROWS, BM)
-    if LEFT_ROWS > 0 and first_row >= Lq:
+    count = row_count(earlier, bh, Lq, LEFT_ROWS)
+    if block * BM >= count:
         return
+    i, first_row, end_row = tile_rows(left, bh, block, count, Lq, CAUSAL, LEFT_ROWS, BM)
     b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
     last_key = Lk
     if HAS_KLEN:

@@ -23,13 +23,14 @@ __all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left", "pack", "unpack"]
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
-# Entries of a row and lane; 512 bytes, a power of two, so that no list has a 4 GiB boundary inside.
+# Records of a row and lane: two neighbours' scores and the first's column, 16 bytes. A list is a power of
+# two, so that none has a 4 GiB boundary inside.
 LIST = tl.constexpr(64)
-# A list with more takes no further tile, which may bring 16.
-ROOM = tl.constexpr(48)
+# A list with more takes no further tile, which may bring 8.
+ROOM = tl.constexpr(56)
 # A row with more of its 64 classes above the bound (about 130 entries at 56) gains nothing from lists.
 FILLED = tl.constexpr(56.0)
-# Entries of each list that are looked at together.
+# Records of each list that are looked at together.
 CHUNK = tl.constexpr(8)
 # In a block's flag, beside the number of rows that are left to the block passes.
 SOLVED = tl.constexpr(256)
@@ -51,20 +52,22 @@ def pack(number, value):
 
 
 def _append_source() -> tuple[str, str]:
-    """PTX and constraints of one tile's appends of a thread: 16 scores of one row, without a branch.
+    """PTX and constraints of one tile's appends of a thread: 8 pairs of one row, without a branch.
 
     Out: low word of the list's end, whether the list was full. In: the same, low word of its start,
     high word, bound, first column, 16 scores in the columns' order. NaN is above every bound.
     """
-    room = ROOM.value * 8
-    lines = ["{", ".reg .pred p; .reg .b32 x, c, n; .reg .b64 a;"]
+    room = ROOM.value * 16
+    lines = ["{", ".reg .pred p; .reg .b32 c, n; .reg .f32 y; .reg .b64 a;"]
     lines.append("mov.b32 $0, $2; mov.b32 $1, $3;")
     lines.append(f"sub.u32 n, $2, $4; setp.gt.u32 p, n, {room};")
     lines.append(f"@p mov.b32 $1, 1; @p add.u32 $0, $4, {room};")
-    for e in range(16):
-        lines.append(f"mov.b32 x, ${8 + e}; setp.gtu.f32 p, ${8 + e}, $6;")
-        lines.append(f"mov.b64 a, {{$0, $5}}; add.u32 c, $7, {8 * (e // 2) + e % 2};")
-        lines.append("@p st.global.v2.b32 [a], {x, c}; @p add.u32 $0, $0, 8;")
+    for e in range(8):
+        one, two = f"${8 + 2 * e}", f"${9 + 2 * e}"
+        lines.append(f"max.NaN.f32 y, {one}, {two}; setp.gtu.f32 p, y, $6;")
+        lines.append(f"mov.b64 a, {{$0, $5}}; add.u32 c, $7, {8 * e};")
+        lines.append(f"@p st.global.v2.f32 [a], {{{one}, {two}}}; @p st.global.b32 [a+8], c;")
+        lines.append("@p add.u32 $0, $0, 16;")
     lines.append("}")
     return "\n".join(lines), ",".join(["=&r", "=&r", "r", "r", "r", "r", "f", "r"] + ["f"] * 16)
 
@@ -73,15 +76,16 @@ SOURCE, CONSTRAINTS = (tl.constexpr(x) for x in _append_source())
 
 
 @triton.jit
-def _append_one(off, bound, lists, column, x, NUMBER: tl.constexpr):
-    hit = (x > bound) | (x != x)
-    tl.store(lists + off // 8, pack(column + (8 * (NUMBER // 2) + NUMBER % 2), x), mask=hit)
-    return off + tl.where(hit, 8, 0)
+def _append_pair(off, bound, lists, column, x, y):
+    hit = (x > bound) | (y > bound) | (x != x) | (y != y)
+    tl.store(lists + off // 8, pack(y.to(tl.int32, bitcast=True), x), mask=hit)
+    tl.store(lists + off // 8 + 1, column.to(tl.int64), mask=hit)
+    return off + tl.where(hit, 16, 0)
 
 
 @triton.jit
 def _append(s, off, full, first, high, bound, lists, column, ASM: tl.constexpr, BM: tl.constexpr):
-    """Append the scores of tile s [BM, 64] above bound: (end of each list in bytes, whether full)."""
+    """Append the pairs of tile s [BM, 64] above bound: (end of each list in bytes, whether full)."""
     x, y = split_lanes(s, BM)
     if ASM:
         off, full = tl.inline_asm_elementwise(
@@ -92,12 +96,11 @@ def _append(s, off, full, first, high, bound, lists, column, ASM: tl.constexpr, 
             dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        over = off - first > ROOM * 8
+        over = off - first > ROOM * 16
         full = tl.where(over, 1, full)
-        off = tl.where(over, first + ROOM * 8, off)
+        off = tl.where(over, first + ROOM * 16, off)
         for n in tl.static_range(8):
-            off = _append_one(off, bound, lists, column, x[n], 2 * n)
-            off = _append_one(off, bound, lists, column, y[n], 2 * n + 1)
+            off = _append_pair(off, bound, lists, column + 8 * n, x[n], y[n])
     return off, full
 
 
@@ -143,13 +146,16 @@ def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _list_chunk(lists, size, r, m, factor, d):
-    """Of entries r:r + CHUNK of every list: (which are there, columns, u = max(x - d, 0))."""
+    """u = max(x - d, 0) of records r:r + CHUNK of every list, of both scores; 0 beyond the end."""
     slot = r + tl.arange(0, CHUNK)[None, None, :]
     live = slot < size[:, :, None]
-    column, score = unpack(tl.load(lists[:, :, None] + slot, mask=live, other=0))
-    x = (score - m[:, None, None]) * factor[:, None, None]
-    u = tl.maximum(x - d[:, None, None], 0.0, propagate_nan=SPREAD_NAN)
-    return live, column, tl.where(live, u, 0.0)
+    high, low = unpack(tl.load(lists[:, :, None] + 2 * slot, mask=live, other=0))
+    m, factor, d = m[:, None, None], factor[:, None, None], d[:, None, None]
+    x = (low - m) * factor - d
+    y = (high.to(tl.float32, bitcast=True) - m) * factor - d
+    u = tl.maximum(x, 0.0, propagate_nan=SPREAD_NAN)
+    v = tl.maximum(y, 0.0, propagate_nan=SPREAD_NAN)
+    return tl.where(live, u, 0.0), tl.where(live, v, 0.0)
 
 
 @triton.jit
@@ -170,7 +176,7 @@ def broad_kernel(
     starts[i] of the block's BM * SLOTS on: rows follow each other, so that long ones live off short
     ones. counts[i] = -1 where the row is left, reference and shift then being its maximum and a lower
     bound of tau - reference. flags[block] = SOLVED + the number of rows left. scratch: BM * 4 * LIST
-    entries a program. MINE: at least how many blocks a program has.
+    records a program, 1024-byte aligned. MINE: at least how many blocks a program has.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -187,15 +193,15 @@ def broad_kernel(
     rows = tl.arange(0, BM)
     four = tl.arange(0, 4)
     lane = 2 * four[None, :] + tl.zeros([BM, 1], tl.int32)
-    own = scratch + pid.to(tl.int64) * (BM * 4 * LIST)
+    own = scratch + pid.to(tl.int64) * (BM * 4 * LIST * 2)
     index = rows[:, None] * 4 + four[None, :]
-    lists = own + index * LIST
+    lists = own + index * (LIST * 2)
     if ASM:
         address = lists.to(tl.int64, bitcast=True)
         first = (address & 0xFFFFFFFF).to(tl.int32)
         high = (address >> 32).to(tl.int32)
     else:
-        first = index * (LIST * 8)
+        first = index * (LIST * 16)
         high = first
     zero = tl.zeros([BM], tl.float32)
     none = tl.zeros([BM, 4], tl.int32)
@@ -264,7 +270,7 @@ def broad_kernel(
                 s = unseen(s, i, j, last_key, diagonal, NEG_INF, CAUSAL)
                 off, full = _append(s, off, full, first, high, limit, own, lane + n * KEYS, ASM, BM)
             tl.debug_barrier()
-            size = (off - first) // 8
+            size = (off - first) // 16
             full = tl.maximum(full, (size > ROOM).to(tl.int32))
             listed = wanted & (tl.max(full, 1) == 0)
             size = tl.where(listed[:, None], size, 0)
@@ -273,17 +279,18 @@ def broad_kernel(
             d = lo
             old = (d, zero + POS_INF, zero)
             low = lo
-            number = tl.maximum(tl.sum(size, 1), 1).to(tl.float32)
+            number = tl.maximum(2 * tl.sum(size, 1), 1).to(tl.float32)
             turn = 0
             searching = (longest > 0).to(tl.int32)
             while searching > 0:
                 f = tl.zeros([BM, 4, CHUNK], tl.float32)
                 g = tl.zeros([BM, 4, CHUNK], tl.float32)
                 for r in range(0, longest, CHUNK):
-                    live, _column, u = _list_chunk(lists, size, r, m, factor, d)
-                    pw, pg = powers(u, beta[:, None, None], KIND)
-                    f += pw
-                    g += pg
+                    u, v = _list_chunk(lists, size, r, m, factor, d)
+                    w0, g0 = powers(u, beta[:, None, None], KIND)
+                    w1, g1 = powers(v, beta[:, None, None], KIND)
+                    f += w0 + w1
+                    g += g0 + g1
                 d, rest, low, hi, old = step(
                     d, tl.sum(tl.sum(f, 2), 1), tl.sum(tl.sum(g, 2), 1), low, hi, old, number, turn,
                     beta, KIND,
@@ -295,8 +302,8 @@ def broad_kernel(
 
             kept = none
             for r in range(0, longest, CHUNK):
-                live, _column, u = _list_chunk(lists, size, r, m, factor, d)
-                kept += tl.sum((live & (u != 0.0)).to(tl.int32), 2)
+                u, v = _list_chunk(lists, size, r, m, factor, d)
+                kept += tl.sum((u != 0.0).to(tl.int32) + (v != 0.0).to(tl.int32), 2)
             support = tl.sum(kept, 1)
             end = tl.cumsum(support, 0)
             space = tl.minimum(Lq - block * BM, BM) * SLOTS
@@ -307,14 +314,23 @@ def broad_kernel(
             counted = key_counts + ((bh // H).to(tl.int64) * (H // G) + (bh % H) // G) * Lk
             at = start[:, None] + tl.cumsum(kept, 1) - kept
             for r in range(0, longest, CHUNK):
-                live, column, u = _list_chunk(lists, size, r, m, factor, d)
-                keep = live & (u != 0.0) & listed[:, None, None]
-                one = keep.to(tl.int32)
-                where = at[:, :, None] + tl.cumsum(one, 2) - one
-                tl.store(pool + where, pack(column, u), mask=keep)
+                u, v = _list_chunk(lists, size, r, m, factor, d)
+                slot = r + tl.arange(0, CHUNK)[None, None, :]
+                column, _ = unpack(
+                    tl.load(lists[:, :, None] + 2 * slot + 1, mask=slot < size[:, :, None], other=0)
+                    << 32
+                )
+                keep_u = (u != 0.0) & listed[:, None, None]
+                keep_v = (v != 0.0) & listed[:, None, None]
+                one = keep_u.to(tl.int32)
+                both = one + keep_v.to(tl.int32)
+                where = at[:, :, None] + tl.cumsum(both, 2) - both
+                tl.store(pool + where, pack(column, u), mask=keep_u)
+                tl.store(pool + where + one, pack(column + 1, v), mask=keep_v)
                 if TRAINING:
-                    tl.atomic_add(counted + column, 1, mask=keep, sem="relaxed")
-                at += tl.sum(one, 2)
+                    tl.atomic_add(counted + column, 1, mask=keep_u, sem="relaxed")
+                    tl.atomic_add(counted + column + 1, 1, mask=keep_v, sem="relaxed")
+                at += tl.sum(both, 2)
             inside = i < Lq
             tl.store(starts + row_at, start, mask=inside)
             tl.store(counts + row_at, tl.where(solved, tl.where(dead, 0, support), -1), mask=inside)

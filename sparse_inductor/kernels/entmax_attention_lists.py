@@ -43,9 +43,11 @@ SLOTS = 80
 MIN_KEYS = 1024
 # Rows of a key that one warp sorts, up to NARROW with those of its neighbours, and that four warps
 # sort. A key with more is searched for in the rows' lists.
-NARROW = tl.constexpr(64)
+NARROW = tl.constexpr(128)
 SORTED = tl.constexpr(512)
 LONG = tl.constexpr(1024)
+# Keys that a program of one warp goes through for those with more than NARROW rows.
+SPAN = 16
 # Threads a multiprocessor, and the registers a thread that lets them be.
 THREADS, REGISTERS = 512, 128
 EXACT = tl.constexpr(5e-7)
@@ -427,7 +429,9 @@ def _keys_kernel(
     if most > NARROW:
         return
     start = tl.load(ends + key, mask=j < Lk, other=0) - n
-    if most > 32:
+    if most > 64:
+        _sort(by_key, start, n, 128, 7)
+    elif most > 32:
         _sort(by_key, start, n, 64, 7)
     elif most > 16:
         _sort(by_key, start, n, 32, 7)
@@ -606,11 +610,12 @@ def forward_lists(
     scratch = torch.empty(
         max(
             narrow * rows * 4 * CAPACITY.value * RECORD_BYTES.value // 8,
-            wide * rows * 4 * LIST.value,
+            wide * rows * 4 * LIST.value * 2 + 128,
         ),
         device=q.device,
         dtype=torch.int64,
     )
+    aligned = scratch[-scratch.data_ptr() % 1024 // 8 :]
     flags = counts.new_empty(B * H, blocks)
     if training:
         key_counts.zero_()
@@ -643,7 +648,7 @@ def forward_lists(
         UPDATE=update, num_warps=4, **options,
     )  # fmt: skip
     broad_kernel[(wide,)](
-        *head, scratch, entries, starts, counts, flags, key_counts, reference, shift, total,
+        *head, aligned, entries, starts, counts, flags, key_counts, reference, shift, total,
         TRAINING=training, MINE=triton.next_power_of_2(triton.cdiv(total, wide)), num_warps=8,
         **options,
     )  # fmt: skip
@@ -688,6 +693,7 @@ def rows_backward(
         delta if dalpha is None else dalpha,
         **{name: constants[name] for name in ("D", "BD", "DV", "BDV", "KIND", "HAS_ALPHA")},
         WANT_ALPHA=dalpha is not None, SLOTS=SLOTS, BM=block_rows(q), R=per, CHUNK=8, num_warps=1,
+        **({"maxnreg": REGISTERS} if q.device.type == "cuda" else {}),
     )  # fmt: skip
     return by_key, ends
 
@@ -723,10 +729,10 @@ def add_keys_from_lists(
     _keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, per),)](
         *head, by_key, ends, key_counts, *tail, **constants, R=per, CHUNK=8, num_warps=1,
     )  # fmt: skip
-    _broad_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 32),)](
+    _broad_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, SPAN),)](
         *head, by_key, ends, key_counts, *tail, **constants,
         # 9 bits name one of SORTED entries.
-        BITS=9 if H * Lq < 2**22 else 0, R=per, CHUNK=8 * per, SPAN=32, num_warps=1,
+        BITS=9 if H * Lq < 2**22 else 0, R=per, CHUNK=8 * per, SPAN=SPAN, num_warps=1,
     )  # fmt: skip
     _long_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 64),)](
         *head, by_key, ends, entries, starts, counts, key_counts, *tail, **constants,

@@ -17,6 +17,7 @@ __all__ = [
     "Problem",
     "Tile",
     "key_tiles",
+    "row_count",
     "row_scores",
     "tile_for",
     "tile_rows",
@@ -302,25 +303,28 @@ def key_tiles(first_row, end_row, last_key, diagonal, CAUSAL: tl.constexpr, BN: 
 
 
 @triton.jit
-def tile_rows(
-    left, earlier, bh, block, Lq,
-    CAUSAL: tl.constexpr, LEFT_ROWS: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Rows i [BM] of a tile, ascending, Lq where there is none; the first of them, and the end.
-
-    With LEFT_ROWS only the rows left[bh], as many as the last of earlier[bh] says; the first is Lq in
-    a tile past them. CAUSAL: the last tile, of the longest rows, comes first.
-    """
+def row_count(earlier, bh, Lq, LEFT_ROWS: tl.constexpr):
+    """How many rows of a head are there for the block passes: all, or the last of earlier[bh]."""
     count = Lq
     if LEFT_ROWS > 0:
         blocks = tl.cdiv(Lq, LEFT_ROWS)
         count = tl.load(earlier + bh * (blocks + 1) + blocks)
+    return count
+
+
+@triton.jit
+def tile_rows(
+    left, bh, block, count, Lq, CAUSAL: tl.constexpr, LEFT_ROWS: tl.constexpr, BM: tl.constexpr
+):
+    """Rows i [BM] of one of `row_count` rows' tiles, ascending, Lq where there is none, first and end.
+
+    With LEFT_ROWS of the rows left[bh]. CAUSAL: the last tile, of the longest rows, comes first.
+    """
     if CAUSAL:
         block = tl.cdiv(count, BM) - 1 - block
     at = block * BM + tl.arange(0, BM)
     if LEFT_ROWS > 0:
-        inside = (at >= 0) & (at < count)
-        i = tl.load(left + bh.to(tl.int64) * Lq + at, mask=inside, other=Lq)
+        i = tl.load(left + bh.to(tl.int64) * Lq + at, mask=at < count, other=Lq)
         first = tl.min(i, 0)
         end = tl.max(tl.where(i < Lq, i + 1, 0), 0)
     else:

@@ -78,7 +78,7 @@ def test_flat_and_peaked_rows_in_one_head(device):  # noqa: F811
 def test_broad_rows_need_no_block_pass(causal, alpha, device):  # noqa: F811
     """Supports of 20 to 100."""
     variance = {1.25: 12.0, 1.5: 1.0}[alpha]
-    q, k, v, grad = operands(device, **sizes(device, variance=variance, H=4, Hkv=2, Lk=300))
+    q, k, v, grad = operands(device, **sizes(device, variance=variance, H=2, Hkv=1, Lk=300))
     check(q, k, v, grad, alpha_value=alpha, causal=causal, tolerance=1e-5)
     assert left(q, k, v, alpha_value=alpha, causal=causal).float().mean() < 0.3
 
@@ -87,7 +87,7 @@ def test_broad_rows_need_no_block_pass(causal, alpha, device):  # noqa: F811
 def test_each_row_goes_its_own_way(causal, device):  # noqa: F811
     """Peaked, broad and flat rows beside each other."""
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
-    q, k, v, grad = operands(device, **sizes(device, B=2, Lq=2 * rows + 5, Lk=400, variance=1.0))
+    q, k, v, grad = operands(device, **sizes(device, H=1, Lq=2 * rows + 5, Lk=400, variance=1.0))
     factor = torch.tensor([2.5, 1.0, 1e-2], device=device)[torch.arange(q.shape[2]) % 3]
     q *= factor[:, None].to(q.dtype)
     check(q, k, v, grad, causal=causal, tolerance=1e-5)
