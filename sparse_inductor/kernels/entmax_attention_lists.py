@@ -36,8 +36,8 @@ NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 LN2 = tl.constexpr(0.6931471805599453)
-# Entries a row, shared by the rows of a block: the mean of 128 rows hardly varies, and block passes
-# are about as fast for rows with twice as many.
+# Entries a row, shared by the rows of a block: a support varies by a quarter from row to row, the mean of
+# 128 hardly. More are little gain: backward, block passes take 19 ns a row of 8192 keys, lists 0.17 an entry.
 SLOTS = 80
 # Fewer keys: the block passes' launches are the shorter ones.
 MIN_KEYS = 1024
