@@ -119,7 +119,7 @@ def test_negative_scores(device):  # noqa: F811
 @pytest.mark.parametrize("weight", [3.0, 30.0])
 def test_a_key_that_every_row_attends_to(weight, device):  # noqa: F811
     """Few rows of a key are ranked, more are sorted, and the lists are searched for most."""
-    q, k, v, grad = operands(device, **sizes(device, H=2, Hkv=1, Lq=200))
+    q, k, v, grad = operands(device, **sizes(device, H=2, Hkv=1, Lq=200, Lk=70))
     q, k = q.abs() * 0.3, k * 0.3
     k[:, :, 7] = weight / 10
     check(q, k, v, grad)
