@@ -285,7 +285,8 @@ _MARKS = ["o", "s", "^", "D"]
 
 
 def draw(results: Results, path: Path) -> bool:
-    """Time above, memory below, one column an axis; False, with a word about it, without matplotlib."""
+    """Time above, memory (where it was measured) below, one column an axis; False, with a word about it, without
+    matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -298,8 +299,13 @@ def draw(results: Results, path: Path) -> bool:
 
     axes = list(dict.fromkeys(p.axis for p in results.points))
     names = list(dict.fromkeys(p.contender for p in results.points))
+    weighed = any(p.peak_bytes for p in results.points)
     figure, grid = pyplot.subplots(
-        2, len(axes), figsize=(3.6 * len(axes), 6), squeeze=False, layout="constrained"
+        1 + weighed,
+        len(axes),
+        figsize=(3.6 * len(axes), 3.3 + 2.7 * weighed),
+        squeeze=False,
+        layout="constrained",
     )
     for column, axis in enumerate(axes):
         for at, name in enumerate(names):
@@ -311,18 +317,18 @@ def draw(results: Results, path: Path) -> bool:
                 "linewidth": 1.5,
             }
             _line(grid[0][column], [(p.at, p.ms) for p in mine], style)
-            _line(
-                grid[1][column],
-                [(p.at, p.peak_bytes and p.peak_bytes / 2**20) for p in mine],
-                style,
-            )
+            if weighed:
+                peaks = [(p.at, p.peak_bytes and p.peak_bytes / 2**20) for p in mine]
+                _line(grid[1][column], peaks, style)
         for line in grid:
             _scales(line[column], sorted({p.at for p in results.points if p.axis == axis}))
         others = ", ".join(f"{n} {size}" for n, size in results.fixed.items() if n != axis)
         grid[0][column].set_title(others, fontsize=9)
-        grid[1][column].set_xlabel(axis)
-    grid[0][0].set_ylabel("forward + backward, ms")
-    grid[1][0].set_ylabel("peak memory over the inputs, MiB")
+        grid[-1][column].set_xlabel(axis)
+    what = results.swept.partition(";")[0].lower().replace(" and ", " + ")
+    grid[0][0].set_ylabel(f"{what}, ms")
+    if weighed:
+        grid[1][0].set_ylabel("peak memory over the inputs, MiB")
     grid[0][0].legend(fontsize=8, frameon=False)
     figure.suptitle(f"{results.family}, {results.machine['device']}", fontsize=11)
     figure.savefig(path, dpi=110)
