@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | long-run | docs | clean
+# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | long-run | examples | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,13 +10,13 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test lint bench gpu-test multigpu-test campaign long-run docs clean
+.PHONY: demo test lint bench gpu-test multigpu-test campaign long-run examples docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
 
 test: $(READY)
-	$(PYTEST) -n $(JOBS) -m "not gpu and not multigpu" $(ARGS)
+	$(PYTEST) -n $(JOBS) -m "not gpu and not multigpu and not heavy" $(ARGS)
 
 gpu-test: $(READY)
 	$(PYTEST) -m gpu tests/kernels $(wildcard tests/test_*_gpu.py) $(ARGS)
@@ -33,6 +33,10 @@ campaign: $(READY)
 # 2 000 training steps of ever new shapes; `make test` runs 80.
 long-run: $(READY)
 	STEPS=2000 $(PYTEST) tests/test_robustness.py -k long_run $(ARGS)
+
+# Every example, unrewritten and rewritten beside each other; ARGS=--small for tiny sizes.
+examples: $(READY)
+	$(foreach file,$(filter-out %/side_by_side.py,$(wildcard examples/*.py)),$(PYTHON) $(file) $(ARGS) &&) true
 
 lint: $(READY)
 	$(PYTHON) -m ruff check .

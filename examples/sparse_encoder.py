@@ -1,0 +1,85 @@
+"""sentence-transformers: a SparseEncoder trained with SpladeLoss, then `encode`.
+
+The encoder's own `forward` puts the logits into the features that it is given and returns them: they then have to exist.
+So what is compiled copies the features, and returns the loss, or for `encode` the representations.
+
+    python examples/sparse_encoder.py        (needs sentence-transformers)
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+from side_by_side import Side, main, sentences, tokenizer
+
+
+def train_and_encode(side: Side) -> None:
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.losses import (
+        SparseMultipleNegativesRankingLoss,
+        SpladeLoss,
+    )
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+    from transformers import BertConfig, BertForMaskedLM
+
+    size, layers, vocabulary, length = (64, 2, 1000, 32) if side.small else (256, 4, 30522, 128)
+    lines = sentences()
+    config = BertConfig(
+        vocab_size=vocabulary, hidden_size=size, num_hidden_layers=layers, num_attention_heads=4,
+        intermediate_size=4 * size, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        BertForMaskedLM(config).save_pretrained(folder)
+        tokenizer(vocabulary).save_pretrained(folder)
+        backbone = Transformer(folder, transformer_task="fill-mask")
+    model = SparseEncoder(modules=[backbone, SpladePooling("max")])
+    model.max_seq_length = length
+    ranking = SparseMultipleNegativesRankingLoss(model)
+    loss = SpladeLoss(
+        model, ranking, query_regularizer_weight=5e-5, document_regularizer_weight=3e-5
+    )
+    compiled = torch.compile(lambda *features: loss([dict(f) for f in features], None))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model.train()
+
+    def step(at: int) -> float:
+        queries, documents = lines[at : at + 16], lines[at + 1 : at + 17]
+        features = [
+            {
+                k: v.to(model.device)
+                for k, v in model.preprocess(texts).items()
+                if torch.is_tensor(v)
+            }
+            for texts in (queries, documents)
+        ]
+        losses = compiled(*features)
+        total = sum(losses.values()) if isinstance(losses, dict) else losses
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    for at in (0, 16):  # they compile
+        step(at)
+    steps = 4
+    with side.clock("training step", steps):
+        for at in range(steps):
+            side.found["loss"] = step(16 * at)
+    model.eval()
+    whole = model.forward
+
+    def representations(features, **kwargs):
+        return {"sentence_embedding": whole(dict(features), **kwargs)["sentence_embedding"]}
+
+    model.forward = torch.compile(representations, dynamic=True)
+    model.encode(lines[:8])
+    with side.clock(f"encode {len(lines)} sentences"):
+        encoded = model.encode(lines, convert_to_sparse_tensor=False)
+    side.found["sum of the representations"] = float(encoded.sum())
+
+
+if __name__ == "__main__":
+    main(train_and_encode)

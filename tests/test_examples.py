@@ -1,0 +1,46 @@
+"""The examples run and are rewritten; `make examples` runs each of them in full, both ways."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+EXAMPLES = {
+    "generate": (["transformers"], "relu_ffn"),
+    "vision_transformer": (["transformers", "entmax"], "entmax_attention"),
+    "trainer": (["transformers", "accelerate"], "splade_head"),
+    "sparse_encoder": (["sentence_transformers"], "splade_head"),
+    "index": (["transformers"], "splade_head"),
+}
+IN_EVERY_RUN = {"index"}  # the others are `heavy`
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.heavy])
+        for name in EXAMPLES
+    ],
+)
+def test_example(name, tmp_path):
+    packages, pattern = EXAMPLES[name]
+    for package in packages:
+        pytest.importorskip(package)
+    command = [str(ROOT / "examples" / f"{name}.py"), "--small", "--side", "rewritten"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command, "--out", str(tmp_path / "found")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "found").read_text())
+    assert any(pattern in said for said in result["patterns"]), result
+    assert all(value == value for value in result["found"].values()), result
