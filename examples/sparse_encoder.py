@@ -1,7 +1,7 @@
 """sentence-transformers: a SparseEncoder trained with SpladeLoss, then `encode`.
 
-The encoder's own `forward` puts the logits into the features that it is given and returns them: they then have to exist.
-So what is compiled copies the features, and returns the loss, or for `encode` the representations.
+The encoder's own `forward` puts the logits into the features that it is given and returns them: then they have to
+exist. So what is compiled copies the features, and returns the loss, or for `encode` the representations.
 
     python examples/sparse_encoder.py        (needs sentence-transformers)
 """

@@ -161,8 +161,6 @@ class ReluFfn:
         return lambda: torch.backends.mha.set_fastpath_enabled(was)
 
     def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
-        if view.batched:
-            return None
         found = [one for one in linears(view, node) or () if not one.within]
         if not found or not fake(node).dtype.is_floating_point:
             return None

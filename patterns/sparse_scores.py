@@ -164,8 +164,6 @@ class SparseScores:
         return watch_sparse_breaks(self.name)
 
     def match(self, node: fx.Node, view: GraphView) -> ScoresMatch | Miss | None:
-        if view.batched:
-            return None
         try:
             if (why := _OTHER_POOLS.get(view.name_of(node) or "")) is not None:
                 return self._other_pool(node, view, why)

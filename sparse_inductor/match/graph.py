@@ -47,8 +47,6 @@ class GraphView:
     transforms: the torch.func transform that a node runs in, for those that run in one.
     """
 
-    batched = False  # what runs in a transform is declined before a pattern is asked
-
     def __init__(self, graph: fx.Graph):
         self.graph = graph
         self.order = {n: i for i, n in enumerate(graph.nodes)}
