@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from . import sparse_scores_ptx as ptx
+from .launch import relaunched
 
 __all__ = [
     "CHUNK_BITS",
@@ -104,6 +105,7 @@ def _threshold_of(
     tl.store(found, 0)
 
 
+@relaunched
 @triton.jit(do_not_specialize=["first_chunk", "B", "L", "rank"])
 def shared_kernel(
     postings, offsets, bases, chunk_docs, terms, weights, counts, long_counts,
@@ -229,6 +231,7 @@ def _score_one(
                 tl.store(mine + slot, key, mask=reached & (slot < capacity))
 
 
+@relaunched
 @triton.jit(do_not_specialize=["first_chunk", "B", "L", "rank", "work"])
 def portable_kernel(
     scratch, work,

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import relaunched
+
 __all__ = ["blocks", "score_rows"]
 
 # Scores of one block, and so its keys and what `topk` makes of them: 16 + 32 MiB and about as much again.
@@ -43,6 +45,7 @@ def _bounds(offsets, n, L, PADDED: tl.constexpr):
     return start, end
 
 
+@relaunched
 @triton.jit(do_not_specialize=["first", "count", "B", "L"])
 def _rows_kernel(
     table, offsets, ids, values, out, first, count, B, L, V,
@@ -63,6 +66,7 @@ def _rows_kernel(
     tl.store(out + n.to(tl.int64) * B + b, acc.to(out.dtype.element_ty), mask=b < B)
 
 
+@relaunched
 @triton.jit(do_not_specialize=["first", "count", "B", "L"])
 def _few_kernel(
     table, offsets, ids, values, out, first, count, B, L, V,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import relaunched
 from .sparse_scores_accumulate import place_of_term
 
 __all__ = ["LOWEST", "MAP_TERMS", "MAP_VOCABULARY", "everything_kernel", "rescore_kernel"]
@@ -150,6 +151,7 @@ def _score_kept(
         i += step
 
 
+@relaunched
 @triton.jit
 def rescore_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks,
@@ -213,6 +215,7 @@ def _next_unproved(status, after, B):
     return found
 
 
+@relaunched
 @triton.jit(do_not_specialize=["N", "B", "k"])
 def everything_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,

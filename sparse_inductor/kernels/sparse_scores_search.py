@@ -26,6 +26,7 @@ import triton.language as tl
 from sparse_inductor.ops._top import best_of
 
 from . import sparse_scores_documents as documents
+from .launch import relaunched
 from .sparse_scores_accumulate import (
     CHUNK_BITS,
     CHUNK_DOCS,
@@ -274,6 +275,7 @@ def _bits(flags: torch.Tensor) -> torch.Tensor:
 # Kernels around the scoring
 
 
+@relaunched
 @triton.jit(do_not_specialize=["V", "L"])
 def _prepare_kernel(
     query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
@@ -354,6 +356,7 @@ def _prepare_kernel(
         tl.store(raw + place, whole, mask=keep)
 
 
+@relaunched
 @triton.jit
 def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.constexpr):
     """One program a query: raise its threshold to the score of rank `rank` among the sampled candidates."""
@@ -366,6 +369,7 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
     tl.store(found + q * _APART, 0)
 
 
+@relaunched
 @triton.jit
 def _select_kernel(
     candidates, found, threshold, margin, positive, deleted, status, offsets, kept, starts, lengths, kept_counts,
@@ -465,6 +469,7 @@ def _write_nan(scores, ids, k, SIZE: tl.constexpr):
     tl.store(ids + at, -1, mask=at < k)
 
 
+@relaunched
 @triton.jit
 def _sort_kernel(
     keys, kept_counts, status, unit, found, scores, ids, k,

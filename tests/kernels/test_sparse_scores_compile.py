@@ -104,7 +104,7 @@ def compile_all() -> None:
 
     for module, name, types, const, options in forms():
         found = importlib.import_module(f"sparse_inductor.kernels.sparse_scores_{module}")
-        kernel = getattr(found, name)
+        kernel = getattr(found, name).kernel  # as it is without `relaunched`
         given = iter(types.split())
         signature = {a: "constexpr" if a in const else next(given) for a in kernel.arg_names}
         const = {**const, **{a: None for a, t in signature.items() if t == "none"}}
