@@ -17,7 +17,6 @@ import triton.language as tl
 
 from .entmax_attention_problem import key_tiles, load_tile, product, row_constants
 from .entmax_attention_tau import bound_step
-from .launch import relaunched
 
 __all__ = [
     "ABSENT",
@@ -227,7 +226,6 @@ def _stream(
     return off, top, bound
 
 
-@relaunched
 @triton.jit
 def open_block(
     unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
