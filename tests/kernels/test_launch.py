@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -133,3 +136,18 @@ def test_a_decorated_kernel_is_written_as_any_and_launched_with_its_constants_in
     assert kernel.launched == [((3, 1, 1), (X.data_ptr(), 48, 16, True))]
     with pytest.raises(KeyError, match="BLOCK"):
         decorated[(3,)](X, 48, FLAG=True)
+
+
+def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
+    """Triton compiles calls of plain kernels only, and here the interpreter would not tell."""
+    sources = {p: p.read_text() for p in Path(module.__file__).parent.glob("*.py")}
+    everything = "\n".join(sources.values())
+    decorated = [
+        (path.name, name)
+        for path, text in sources.items()
+        for name in re.findall(r"^@relaunched\n@triton\.jit.*\ndef (\w+)\(", text, re.M)
+    ]
+    assert len(decorated) == everything.count("@relaunched\n")
+    for file, name in decorated:
+        assert re.search(rf"\b{name}\[", everything), (file, name)
+        assert not re.search(rf"(?<!def )\b{name}\(", everything), (file, name)
