@@ -20,6 +20,7 @@ from sparse_inductor.testing import (
     assert_matches_reference,
     assert_not_rewritten,
     assert_rewrites,
+    compile_without_codegen,
 )
 from sparse_inductor.testing._variation import varied
 
@@ -299,3 +300,19 @@ def test_the_plugin_is_light(tmp_path):
 def test_the_plugin_is_an_entry_point():
     text = (ROOT / "pyproject.toml").read_text()
     assert '"sparse_inductor.pytest_plugin" = "sparse_inductor.pytest_plugin"' in text
+
+
+def test_compiling_without_a_compiler_shows_what_became_of_it():
+    head, (hidden, mask) = Head(), ARGS
+    logits = hidden.shape[0] * hidden.shape[1] * head.decoder.out_features
+    with torch.no_grad():
+        plain = compile_without_codegen(head)
+        torch.testing.assert_close(plain(hidden, mask), head(hidden, mask))
+        assert plain.calls("splade_head") == 0 and len(plain.matmuls(logits)) == 1
+        torch._dynamo.reset()
+        with sparse_inductor.enabled(only="splade_head"):
+            rewritten = compile_without_codegen(head, fullgraph=True)
+            for _ in range(2):
+                torch.testing.assert_close(rewritten(hidden, mask), head(hidden, mask))
+    assert rewritten.dynamo_graphs == len(rewritten.graphs) == 1
+    assert rewritten.calls("splade_head") == 1 and not rewritten.matmuls(logits)
