@@ -51,6 +51,10 @@ def ops_of(mesh: DeviceMesh) -> dict[str, tuple[Callable[..., Tensor], tuple[Ten
         ),
         "entmax": (lambda x: ops.entmax(x, 1.5, -1), (draw(4, 6, 8),)),
         "entmax_attention": (attend, (q, k, v, draw(1, 4, 5, 7), alpha)),
+        "sparse_scores": (
+            lambda query, ids, values: ops.sparse_scores(query, ids, values),
+            (draw(5, 20), torch.randint(0, 20, (9, 4)).to(mesh.device_type), draw(9, 4).detach()),
+        ),
         "relu_ffn": (
             lambda x, gate, up, down: ops.relu_ffn(x, gate, down, up),
             (draw(5, 3, 8), draw(12, 8), draw(12, 8), draw(8, 12)),
@@ -73,6 +77,10 @@ SHARDED = {
         ([Shard(1), Shard(1), Shard(1), Shard(1), Shard(0)], Shard(1)),  # over the heads
         ([Shard(2), Shard(2), Shard(2), R, R], R),
     ],
+    "sparse_scores": [
+        ([Shard(0), R, R], Shard(0)),  # over the queries
+        ([R, Shard(0), Shard(0)], R),  # sharded documents are gathered
+    ],
     "relu_ffn": [
         ([Shard(0), R, R, R], Shard(0)),
         ([R, Shard(0), Shard(0), Shard(1)], Partial()),  # over the neurons, by column and by row
@@ -84,13 +92,13 @@ SHARDED = {
 def sharded_operator(op: str, compiled: bool) -> Callable[[DeviceMesh], None]:
     def run(mesh: DeviceMesh) -> None:
         fn, tensors = ops_of(mesh)[op]
-        whole = [leaf(t) for t in tensors]
+        whole = [leaf(t, op) for t in tensors]
         wanted = fn(*whole)
         cotangent = torch.randn_like(wanted)
         wanted.backward(cotangent)
         for placements, result in SHARDED[op]:
             torch._dynamo.reset()
-            parts = [leaf(distribute_tensor(t, mesh, [p])) for t, p in zip(tensors, placements)]
+            parts = [leaf(distribute_tensor(t, mesh, [p]), op) for t, p in zip(tensors, placements)]
             program = torch.compile(fn, backend="aot_eager") if compiled else fn
             got = program(*parts)
             assert got.placements == (result,), (placements, got.placements)
@@ -111,8 +119,10 @@ for _op in SHARDED:
         CHECKS[f"{_op}_{'compiled' if _compiled else 'eager'}"] = sharded_operator(_op, _compiled)
 
 
-def leaf(t: Tensor) -> Tensor:
-    return t.detach().clone().requires_grad_(t.is_floating_point())
+def leaf(t: Tensor, op: str = "") -> Tensor:
+    # Document weights of sparse_scores have no gradient.
+    learns = t.is_floating_point() and not (op == "sparse_scores" and t.shape[0] == 9)
+    return t.detach().clone().requires_grad_(learns)
 
 
 def close(got: Tensor, wanted: Tensor) -> None:

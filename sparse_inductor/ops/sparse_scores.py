@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _sparse_scores_aten as aten
-from ._dispatch import autocast_off, below_autograd
+from ._dispatch import autocast_off, below_autograd, decline_vmap, outside_transforms
+from ._sharding import Rule, dims, share
 from ._top import best_of
 
 __all__ = ["sparse_scores"]
@@ -212,6 +213,7 @@ class _SparseScores(torch.autograd.Function):
 
 
 def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None):
+    outside_transforms("sparse_scores")
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:
@@ -257,6 +259,7 @@ class _SparseTop(torch.autograd.Function):
 
 
 def _autograd_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
+    outside_transforms("sparse_scores_topk")
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:
@@ -379,6 +382,20 @@ def _fake_postings_topk(positions, weights, mask, docs, values, num_docs, k, out
     return found, torch.empty_like(found, dtype=torch.int64)
 
 
+# Spread over the queries; every process has all documents.
+
+
+def _shared(query, ids, values, rows, offsets, *_) -> Rule:
+    lead = "B." if query.dim() == 2 else "."
+    documents = (ids, values, rows, offsets)
+    inputs = (
+        dims(query, lead),
+        *(dims(t, "." * t.dim()) if t is not None else None for t in documents),
+    )
+    scores = ("B", "") if query.dim() == 2 else ("",)
+    return Rule(inputs, (scores,), ("B",))
+
+
 for _name, _impl, _meta in (
     ("sparse_scores", _scores, _fake_scores),
     ("sparse_scores_topk", _topk, _fake_topk),
@@ -391,3 +408,7 @@ for _name, _impl, _meta in (
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("sparse_scores", _autograd, "Autograd")
 _lib.impl("sparse_scores_topk", _autograd_topk, "Autograd")
+for _name in ("sparse_scores", "sparse_scores_topk"):
+    decline_vmap(_lib, _name)
+    share(_lib, _name, _shared)
+share(_lib, "sparse_scores_backward", _shared)  # a gradient of scores lies as the scores do
