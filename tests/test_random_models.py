@@ -30,6 +30,7 @@ MODELS = int(os.environ.get("CAMPAIGN", "24"))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("number", range((MODELS + A_SEED - 1) // A_SEED))
 def test_random_models(number):
     @seed(number)
@@ -79,8 +80,9 @@ def check(plan: random_models.Plan) -> None:
     assert found >= random_models.must_be(plan), (found, str(report))
     if random_models.must_not_be(plan):
         assert not found, str(report)
-    if any(t.isnan().any() for t in unrewritten.outputs):
-        return  # the same rows
+    values = [*unrewritten.outputs, *(g for g in unrewritten.grads if g is not None)]
+    if any(t.isnan().any() for t in values):
+        return  # the same rows: the operators give zeros or an average there
     precision = torch.bfloat16 if low else plan.dtype
     if (
         low and plan.head == "square_root"
