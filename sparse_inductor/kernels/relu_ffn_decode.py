@@ -19,14 +19,15 @@ from .epilogue import encode, evaluate
 __all__ = ["applies", "forward"]
 
 # One token's down projection: outputs a program, neurons whose weights are in flight, warps.
-ONE_DOWN = (16, 32, 4)
+ONE_DOWN = (16, 32, 8)
+PDL = True
 # Active neurons of one token up to which they are listed; each costs a sector of memory for every output, and the
 # weights of sixteen neurons share a sector.
 MOST_LISTED = 256
 # A few tokens' projections: neurons a program, depth, warps, stages; their down projection: outputs a program, depth,
 # parts of the sum, warps, stages.
-FEW_UP = (16, 256, 1, 3)
-FEW_DOWN = (16, 256, 4, 4, 3)
+FEW_UP = (64, 128, 4, 4)
+FEW_DOWN = (16, 256, 4, 1, 3)
 # Tokens that still share one pass over the weights: the narrow side of a 16-bit tensor-core product.
 TOKENS = 32
 
@@ -34,7 +35,7 @@ TOKENS = 32
 def applies(x: torch.Tensor, b: Any) -> bool:
     """Whether these kernels take the call."""
     unit = b.gate.stride(1) == 1 and (b.up is None or b.up.stride(1) == 1)
-    return len(x) <= TOKENS and unit
+    return unit and len(x) <= (TOKENS if b.down.stride(1) == 1 else 1)
 
 
 def forward(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
@@ -48,22 +49,38 @@ def _gate_up_kernel(
     N, K, stride_g, stride_u, CUT,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
+    ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program makes h of BN neurons of one token: reads BN gate rows, and the up rows of those that are active."""
+    """A program makes h of BN neurons of one token: reads BN gate rows, and the up rows of those that are active.
+
+    ONE: a row is one WIDTH. EARLY: this may start before the kernel in front of it has ended, and reads weights then.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     in_n = n < N
     row = tl.where(in_n, n, 0).to(tl.int64)
     k0 = tl.arange(0, WIDTH)
     g = tl.zeros([BN], tl.float32)
-    for k in range(0, K, WIDTH):
-        kk = k + k0
-        v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
-        w = tl.load(
-            gate + row[:, None] * stride_g + kk[None, :],
-            mask=in_n[:, None] & (kk < K)[None, :],
-            other=0.0,
-        )
+    if ONE:
+        at = gate + row[:, None] * stride_g + k0[None, :]
+        w = tl.load(at, mask=in_n[:, None] & (k0 < K)[None, :], other=0.0)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        v = tl.load(x + k0, mask=k0 < K, other=0.0).to(tl.float32)
         g += tl.sum(w.to(tl.float32) * v[None, :], 1)
+    else:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        for k in range(0, K, WIDTH):
+            kk = k + k0
+            v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
+            w = tl.load(
+                gate + row[:, None] * stride_g + kk[None, :],
+                mask=in_n[:, None] & (kk < K)[None, :],
+                other=0.0,
+            )
+            g += tl.sum(w.to(tl.float32) * v[None, :], 1)
     if HAS_GATE_BIAS:
         g += tl.load(gate_bias + row, mask=in_n, other=0.0).to(tl.float32)
     g = g.to(out.dtype.element_ty).to(
@@ -92,13 +109,16 @@ def _gate_up_kernel(
 def _down_kernel(
     hidden, down, bias, out, lists, N, D, stride_d, stride_n,
     HAS_BIAS: tl.constexpr, BD: tl.constexpr, FLIGHT: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, ALL: tl.constexpr,
+    BLOCK: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program makes BD outputs of one token: reads h, and BD weights of every neuron where h is not zero.
 
     It lists those neurons first, in a row of its own of lists [programs, MOST], and then reads their weights at once;
-    if there are more than MOST, it goes through all neurons instead.
+    if there are more than MOST, it goes through all neurons instead. EARLY: as in `_gate_up_kernel`.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     row = tl.where(in_d, d, 0).to(tl.int64)
@@ -140,6 +160,12 @@ def _down_kernel(
     tl.store(out + d, y.to(out.dtype.element_ty), mask=in_d)
 
 
+def _early(x: torch.Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that waits by itself for the one in front of it (compute capability 9)."""
+    able = PDL and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    return {"EARLY": able, "launch_pdl": True} if able else {"EARLY": False}
+
+
 def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
     N, K = b.gate.shape
     D = b.down.shape[0]
@@ -155,7 +181,7 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         N, K, b.gate.stride(0), up.stride(0), b.cut,
         F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, WIDTH=width, num_warps=1,
+        BN=bn, WIDTH=width, ONE=K <= width, **_early(x), num_warps=1,
     )  # fmt: skip
     bd, flight, warps = ONE_DOWN
     programs = triton.cdiv(D, bd)
@@ -164,9 +190,31 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         h, b.down, b.down_bias, y, torch.empty(programs * most, dtype=torch.int32, device=x.device),
         N, D, b.down.stride(0), b.down.stride(1),
         HAS_BIAS=b.down_bias is not None, BD=bd, FLIGHT=4 if small else flight, MOST=most,
-        BLOCK=64 if small else 512, ALL=triton.next_power_of_2(N), num_warps=warps,
+        BLOCK=64 if small else 512, ALL=triton.next_power_of_2(N), **_early(x), num_warps=warps,
     )  # fmt: skip
     return y
+
+
+@triton.jit
+def _rows_by_tokens(
+    table, row, in_row, stride_w, x, token, stride_x, start, end,
+    BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """table[row] @ x[token]^T over columns start to end, [BN, BM]; rows that are not in_row are not read."""
+    total = tl.zeros([BN, BM], tl.float32)
+    for k0 in tl.range(start, end, BK, num_stages=STAGES):
+        k = k0 + tl.arange(0, BK)
+        w_at = table + row[:, None] * stride_w + k[None, :]
+        v_at = x + token[None, :] * stride_x + k[:, None]
+        if EVEN:
+            w = tl.load(w_at, mask=in_row[:, None], other=0.0)
+            v = tl.load(v_at)
+        else:
+            w = tl.load(w_at, mask=in_row[:, None] & (k < end)[None, :], other=0.0)
+            v = tl.load(v_at, mask=(k < end)[:, None], other=0.0)
+        total = tl.dot(w, v, total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -174,12 +222,16 @@ def _projections_kernel(
     x, gate, gate_bias, up, up_bias, out, arrived, M, N, K, stride_x, stride_g, stride_u, CUT,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    TILES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h [M, N] of BN neurons: reads their gate rows, then the up rows of those active in any token.
 
     The first program clears the counters of the next kernel, arrived [TILES].
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if tl.program_id(0) == 0:
         tl.store(arrived + tl.arange(0, TILES), tl.zeros([TILES], tl.int32))
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -187,14 +239,10 @@ def _projections_kernel(
     row = tl.where(in_n, n, 0).to(tl.int64)
     m = tl.arange(0, BM)
     in_m = m < M
-    g = tl.zeros([BN, BM], tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        k = k0 + tl.arange(0, BK)
-        w = tl.load(gate + row[:, None] * stride_g + k[None, :], mask=(k < K)[None, :], other=0.0)
-        v = tl.load(
-            x + m[None, :] * stride_x + k[:, None], mask=in_m[None, :] & (k < K)[:, None], other=0.0
-        )
-        g = tl.dot(w, v, g, input_precision=PRECISION)
+    g = _rows_by_tokens(
+        gate, row, in_n, stride_g, x, tl.where(in_m, m, 0), stride_x, 0, K,
+        BN, BM, BK, STAGES, EVEN, PRECISION
+    )  # fmt: skip
     if HAS_GATE_BIAS:
         g += tl.load(gate_bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     g = g.to(out.dtype.element_ty).to(tl.float32)  # the linear's rounding decides at the cut
@@ -204,19 +252,10 @@ def _projections_kernel(
         any_of_them = tl.max(active.to(tl.int32), 1) > 0
         u = tl.zeros([BN, BM], tl.float32)
         if tl.max(any_of_them.to(tl.int32), 0) > 0:
-            for k0 in tl.range(0, K, BK, num_stages=STAGES):
-                k = k0 + tl.arange(0, BK)
-                w = tl.load(
-                    up + row[:, None] * stride_u + k[None, :],
-                    mask=any_of_them[:, None] & (k < K)[None, :],
-                    other=0.0,
-                )
-                v = tl.load(
-                    x + m[None, :] * stride_x + k[:, None],
-                    mask=in_m[None, :] & (k < K)[:, None],
-                    other=0.0,
-                )
-                u = tl.dot(w, v, u, input_precision=PRECISION)
+            u = _rows_by_tokens(
+                up, row, any_of_them, stride_u, x, tl.where(in_m, m, 0), stride_x, 0, K,
+                BN, BM, BK, STAGES, EVEN, PRECISION
+            )  # fmt: skip
             if HAS_UP_BIAS:
                 u += tl.load(up_bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
         h = h * evaluate(u, G_STEPS)
@@ -228,33 +267,27 @@ def _projections_kernel(
 
 @triton.jit
 def _down_tokens_kernel(
-    hidden, down, bias, parts, arrived, out, M, N, D, stride_d, stride_n, DEPTH,
+    hidden, down, bias, parts, arrived, out, M, N, D, stride_d, DEPTH,
     PRECISION: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[:, BD columns] = hidden [M, N] @ down[BD rows]^T + bias, in PARTS programs of DEPTH neurons each.
 
     parts [tiles of columns, PARTS, BD, BM]: the program that arrives last adds them, in order.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     d = tile * BD + tl.arange(0, BD)
     in_d = d < D
     row = tl.where(in_d, d, 0).to(tl.int64)
     m = tl.arange(0, BM)
-    near = tl.where(m < M, m, 0)
-    acc = tl.zeros([BD, BM], tl.float32)
     start = tl.program_id(1) * DEPTH
-    end = tl.minimum(start + DEPTH, N)
-    for k0 in tl.range(start, end, BK, num_stages=STAGES):
-        k = k0 + tl.arange(0, BK)
-        w_at = down + row[:, None] * stride_d + k[None, :] * stride_n
-        h_at = hidden + near[None, :] * N + k[:, None]
-        if EVEN:
-            w, h = tl.load(w_at), tl.load(h_at)
-        else:
-            w = tl.load(w_at, mask=(k < end)[None, :], other=0.0)
-            h = tl.load(h_at, mask=(k < end)[:, None], other=0.0)
-        acc = tl.dot(w, h, acc, input_precision=PRECISION)
+    acc = _rows_by_tokens(
+        down, row, in_d, stride_d, hidden, tl.where(m < M, m, 0), N,
+        start, tl.minimum(start + DEPTH, N), BD, BM, BK, STAGES, EVEN, PRECISION
+    )  # fmt: skip
     at = tl.arange(0, BD)[:, None] * BM + m[None, :]
     own = parts + tile * (PARTS * BD * BM)
     tl.store(own + tl.program_id(1) * (BD * BM) + at, acc)
@@ -292,14 +325,14 @@ def _few(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         M, N, K, x.stride(0), b.gate.stride(0), up.stride(0), b.cut,
         F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, BK=bk, STAGES=stages, TILES=len(arrived), **common, num_warps=warps,
+        BN=bn, BK=bk, STAGES=stages, EVEN=K % bk == 0, TILES=len(arrived), **common, **_early(x), num_warps=warps,
     )  # fmt: skip
     depth = triton.cdiv(triton.cdiv(N, parts), dk) * dk
     sums = torch.empty(tiles * parts * bd * bm, dtype=torch.float32, device=x.device)
     _down_tokens_kernel[(tiles, parts)](
         h, b.down, b.down_bias, sums, arrived, y,
-        M, N, D, b.down.stride(0), b.down.stride(1), depth,
-        BD=bd, BK=dk, STAGES=down_stages, PARTS=parts, EVEN=N % dk == 0,
-        HAS_BIAS=b.down_bias is not None, **common, num_warps=down_warps,
+        M, N, D, b.down.stride(0), depth,
+        BD=bd, BK=dk, STAGES=down_stages, EVEN=N % dk == 0, PARTS=parts,
+        HAS_BIAS=b.down_bias is not None, **common, **_early(x), num_warps=down_warps,
     )  # fmt: skip
     return y

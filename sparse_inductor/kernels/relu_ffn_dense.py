@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
+from .relu_ffn_boxes import boxes
 from .relu_ffn_rows import ARRIVED, listed_rows, n_listed, slopes
 
 __all__ = [
@@ -51,17 +51,6 @@ def _programs(t: torch.Tensor) -> int:
     return torch.cuda.get_device_properties(t.device).multi_processor_count
 
 
-def _boxes(t: torch.Tensor, rows: int, columns: int) -> torch.Tensor | TensorDescriptor:
-    """A matrix for the bulk copy engine, in boxes of rows x columns, where the GPU has one and the strides allow it."""
-    aligned = (
-        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
-    )
-    able = (
-        t.is_cuda and torch.cuda.get_device_capability(t.device)[0] >= 9 and t.element_size() == 2
-    )
-    return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else t
-
-
 def precision(t: torch.Tensor) -> str:
     fast = t.is_cuda and torch.backends.cuda.matmul.allow_tf32
     return "tf32" if fast and t.dtype == torch.float32 else "ieee"
@@ -78,21 +67,21 @@ def _tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def _dot_listed(
-    a, a_rows, in_m, stride_am, stride_ak, b, cols, in_n, stride_bn, stride_bk, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    a, a_rows, stride_am, stride_ak, b, cols, stride_bn, stride_bk, K,
+    EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A[a_rows] @ B[cols]^T."""
+    """A[a_rows] @ B[cols]^T. EVEN: K is a multiple of BK. Rows that are not in it repeat another."""
     acc = tl.zeros([BM, BN], tl.float32)
     a_ptr = a + a_rows[:, None] * stride_am
     b_ptr = b + cols[None, :] * stride_bn
     for k0 in range(0, K, BK):
         k = k0 + tl.arange(0, BK)
-        v = tl.load(
-            a_ptr + k[None, :] * stride_ak, mask=in_m[:, None] & (k < K)[None, :], other=0.0
-        )
-        w = tl.load(
-            b_ptr + k[:, None] * stride_bk, mask=in_n[None, :] & (k < K)[:, None], other=0.0
-        )
+        a_at, b_at = a_ptr + k[None, :] * stride_ak, b_ptr + k[:, None] * stride_bk
+        if EVEN:
+            v, w = tl.load(a_at), tl.load(b_at)
+        else:
+            v = tl.load(a_at, mask=(k < K)[None, :], other=0.0)
+            w = tl.load(b_at, mask=(k < K)[:, None], other=0.0)
         acc = tl.dot(v, w, acc, input_precision=PRECISION)
     return acc
 
@@ -153,8 +142,8 @@ def _hidden_kernel(
             col = tl.where(in_n, n, 0).to(tl.int64)
             if GATED:
                 u = _dot_listed(
-                    x, row, in_m, stride_xm, stride_xk, up, col, in_n, stride_un, stride_uk, K,
-                    BM, PART, BK, PRECISION
+                    x, row, stride_xm, stride_xk, up, col, stride_un, stride_uk, K,
+                    K % BK == 0, BM, PART, BK, PRECISION
                 )  # fmt: skip
                 if HAS_BIAS:
                     u += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -168,14 +157,14 @@ def _hidden_kernel(
             tl.store(at, tl.where(g <= cut, 0.0, h).to(gate.dtype.element_ty), mask=mask)
 
 
-def _listed_tile(t: torch.Tensor, boxes: list) -> tuple[list, bool, dict[str, int]]:
+def _listed_tile(t: torch.Tensor, found: list) -> tuple[list, bool, dict[str, int]]:
     """(descriptors or Nones, whether they are descriptors, tile) of a kernel of listed rows."""
     tile = _tile(t)
-    able = all(isinstance(box, TensorDescriptor) for box in boxes)
+    able = None not in found
     tile["PART"] = min(tile["BN"], 128)  # through pointers, which take registers too
     if not able:
         tile["BN"] = tile["PART"]
-    return boxes if able else [None] * len(boxes), able, tile
+    return found if able else [None] * len(found), able, tile
 
 
 def hidden(
@@ -192,10 +181,10 @@ def hidden(
     table = x if up is None else up
     tile = _tile(x)
     shapes = ((x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2))
-    boxes = [_boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
-    boxes, able, tile = _listed_tile(x, boxes)
+    made = [boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
+    made, able, tile = _listed_tile(x, made)
     _hidden_kernel[(_programs(x),)](
-        x, table, gate, *boxes, bias, *listed,
+        x, table, gate, *made, bias, *listed,
         *gate.shape, *x.stride(), *table.stride(), cut, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
         BOXES=able, PRECISION=precision(x), **tile,
@@ -304,9 +293,9 @@ def _product_kernel(
             in_n = n < N
             col = tl.where(in_n, n, 0).to(tl.int64)
             acc = _dot_listed(
-                a + k0 * stride_ak, row, in_m, stride_am, stride_ak,
-                b + k0 * stride_bk, col, in_n, stride_bn, stride_bk, tl.minimum(depth, K - k0),
-                BM, PART, BK, PRECISION
+                a + k0 * stride_ak, row, stride_am, stride_ak,
+                b + k0 * stride_bk, col, stride_bn, stride_bk, tl.minimum(depth, K - k0),
+                K % BK == 0, BM, PART, BK, PRECISION
             )  # fmt: skip
             last = splits > 0
             if splits > 1:
@@ -336,11 +325,11 @@ def product(
     """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides."""
     tile = _tile(a)
     shapes = ((a, "BM", "BK"), (b, "BN", "BK"), (out, "BM", "BN"))
-    boxes, able, tile = _listed_tile(a, [_boxes(t, tile[i], tile[j]) for t, i, j in shapes])
+    made, able, tile = _listed_tile(a, [boxes(t, tile[i], tile[j]) for t, i, j in shapes])
     programs = _programs(a)
     parts = torch.empty(programs * tile["BM"] * tile["PART"], dtype=torch.float32, device=a.device)
     _product_kernel[(programs,)](
-        a, b, out, *boxes, bias, *listed, parts,
+        a, b, out, *made, bias, *listed, parts,
         a.shape[0], b.shape[0], *a.stride(), *b.stride(), out.stride(0), b.shape[1],
         HAS_BIAS=bias is not None, BOXES=able, PRECISION=precision(a), **tile,
     )  # fmt: skip
@@ -499,12 +488,12 @@ def copied_product(
     K, N = a.shape[1], b.shape[1] if by_row else b.shape[0]
     c, d = second or (a, b)
     b_box = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
-    boxes = [_boxes(t, *box) for t, box in zip((a, b, c, d), ((tile["BM"], tile["BK"]), b_box) * 2)]
-    able = all(isinstance(t, TensorDescriptor) for t in boxes)
+    made = [boxes(t, *box) for t, box in zip((a, b, c, d), ((tile["BM"], tile["BK"]), b_box) * 2)]
+    able = None not in made
     if not able:
-        boxes, tile = [a, b, c, d], _narrow(tile)
+        made, tile = [a, b, c, d], _narrow(tile)
     _copied_product_kernel[(_programs(a),)](
-        *boxes, bias, out, rows, length,
+        *made, bias, out, rows, length,
         N, K, a.stride(0), b.stride(0), d.stride(0), out.stride(0),
         BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter, HAS_BIAS=bias is not None,
         PRECISION=precision(a), **tile,
@@ -615,11 +604,11 @@ def add_products(
 ) -> None:
     """out [N, K] += a^T x over the first rows of a [M, N] and x [M, K]; bias_out [N] += the sum of a over them."""
     tile = _tile(a)
-    boxes = [_boxes(a, tile["BK"], tile["BM"]), _boxes(x, tile["BK"], tile["BN"])]
-    able = all(isinstance(t, TensorDescriptor) for t in boxes)
+    made = [boxes(a, tile["BK"], tile["BM"]), boxes(x, tile["BK"], tile["BN"])]
+    able = None not in made
     if not able:
-        boxes, tile = [a, x], _narrow(tile)
+        made, tile = [a, x], _narrow(tile)
     _add_products_kernel[(_programs(a),)](
-        *boxes, out, bias_out, length, a.shape[1], x.shape[1], a.stride(0), x.stride(0), out.stride(0),
+        *made, out, bias_out, length, a.shape[1], x.shape[1], a.stride(0), x.stride(0), out.stride(0),
         BOXES=able, HAS_BIAS=bias_out is not None, PRECISION=precision(a), **tile,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
+from .relu_ffn_boxes import boxes
 from .relu_ffn_rows import n_listed
 
 __all__ = ["ROWS", "Pool", "products", "split"]
@@ -66,33 +67,36 @@ def _select_kernel(
 
 @triton.jit
 def _split_kernel(
-    count, index, value, slot, size, pool_value, N,
-    CAP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    count, index, value, slot, size, pool_value, M, N,
+    CAP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program moves one row's entries that are in its block's pool to the pool; the strays close up, in order."""
-    m = tl.program_id(0)
-    b = (m // ROWS).to(tl.int64)
-    if tl.load(size + b) == 0:
+    """A program moves R rows' entries that are in their block's pool to the pool; the strays close up, in order."""
+    first = tl.program_id(0) * R
+    b = (first // ROWS).to(tl.int64)
+    n_pool = tl.load(size + b)
+    if n_pool == 0:
         return
-    c = tl.load(count + m)
-    i = tl.arange(0, BLOCK)
-    row = m.to(tl.int64)
+    m = first + tl.arange(0, R)
+    c = tl.load(count + m, mask=m < M, other=CAP + 1)
+    row = m.to(tl.int64)[:, None]
+    # Up to whole tiles of `_down_kernel`.
+    s = tl.arange(0, SIZE)[None, :]
+    zero = tl.zeros([R, SIZE], pool_value.dtype.element_ty)
     tl.store(
-        pool_value + row * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], pool_value.dtype.element_ty)
+        pool_value + row * SIZE + s, zero, mask=(m < M)[:, None] & (s < tl.cdiv(n_pool, 64) * 64)
     )
-    if c > CAP:
-        return
-    valid = i < c
+    i = tl.arange(0, BLOCK)[None, :]
+    valid = i < tl.where(c > CAP, 0, c)[:, None]
     n = tl.load(index + row * CAP + i, mask=valid, other=0)
     v = tl.load(value + row * CAP + i, mask=valid, other=0.0)
     s = tl.load(slot + b * N + n.to(tl.int64), mask=valid, other=-1)
     stray = (valid & (s < 0)).to(tl.int32)
-    at = tl.cumsum(stray, 0) - stray
+    at = tl.cumsum(stray, 1) - stray
     tl.debug_barrier()  # all is read, and the zeros are there, before anything is written over them
     tl.store(pool_value + row * SIZE + s.to(tl.int32), v, mask=valid & (s >= 0))
     tl.store(index + row * CAP + at, n, mask=stray != 0)
     tl.store(value + row * CAP + at, v, mask=stray != 0)
-    tl.store(count + m, tl.sum(stray, 0))
+    tl.store(count + m, tl.sum(stray, 1), mask=c <= CAP)
 
 
 def split(
@@ -105,40 +109,53 @@ def split(
     M, cap = index.shape
     N = pool.counts.shape[1]
     block = triton.next_power_of_2(cap)
-    warps = 1 if block <= 128 else 4
+    rows_each = 4  # a row and a warp
     _select_kernel[(pool.blocks,)](
         pool.counts, pool.slot, pool.size, pool.neuron, state, M, N,
         SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), num_warps=8,
     )  # fmt: skip
-    _split_kernel[(M,)](
-        count, index, value, pool.slot, pool.size, pool.value, N,
-        CAP=cap, ROWS=ROWS, SIZE=SIZE, BLOCK=block, num_warps=warps,
+    _split_kernel[(triton.cdiv(M, rows_each),)](
+        count, index, value, pool.slot, pool.size, pool.value, M, N,
+        CAP=cap, ROWS=ROWS, SIZE=SIZE, R=rows_each, BLOCK=block, num_warps=rows_each,
     )  # fmt: skip
 
 
 @triton.jit
 def _up_kernel(
-    x, up, bias, size, neuron, value, M, K, stride_x, stride_u,
+    x, up, value, x_box, bias, size, neuron, M, K, stride_x, stride_u,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BOXES: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """value = f(value) * g(x up^T + bias) for a tile of BM rows and BN neurons of their pool, in place."""
-    b = tl.program_id(0)
-    j = tl.program_id(1) * BN + tl.arange(0, BN)
+    """value = f(value) * g(x up^T + bias) for a tile of BM rows and BN neurons of their pool, in place.
+
+    EVEN: K is a multiple of BK.
+    """
+    b = tl.program_id(1)
+    j = tl.program_id(0) * BN + tl.arange(0, BN)
     n_pool = tl.load(size + b)
-    if tl.program_id(1) * BN >= n_pool:
+    if tl.program_id(0) * BN >= n_pool:
         return
     m = b * BM + tl.arange(0, BM)
     row = tl.where(m < M, m, 0).to(tl.int64)
-    n = tl.load(neuron + b.to(tl.int64) * SIZE + j, mask=j < n_pool, other=0).to(tl.int64)
+    # Past the end, the last again: a mask costs more.
+    n = tl.load(neuron + b.to(tl.int64) * SIZE + tl.minimum(j, n_pool - 1)).to(tl.int64)
     u = tl.zeros([BM, BN], tl.float32)
     if GATED:
-        a_ptr = x + row[:, None] * stride_x
-        b_ptr = up + n[None, :] * stride_u
+        k = tl.arange(0, BK)
+        a_ptr = x + row[:, None] * stride_x + k[None, :]
+        b_ptr = up + n[None, :] * stride_u + k[:, None]
         for k0 in range(0, K, BK):
-            k = k0 + tl.arange(0, BK)
-            v = tl.load(a_ptr + k[None, :], mask=(k < K)[None, :], other=0.0)
-            w = tl.load(b_ptr + k[:, None], mask=(k < K)[:, None], other=0.0)
+            if BOXES:
+                v = x_box.load([b * BM, k0])
+            elif EVEN:
+                v = tl.load(a_ptr + k0)
+            else:
+                v = tl.load(a_ptr + k0, mask=(k0 + k < K)[None, :], other=0.0)
+            if EVEN:
+                w = tl.load(b_ptr + k0)
+            else:
+                w = tl.load(b_ptr + k0, mask=(k0 + k < K)[:, None], other=0.0)
             u = tl.dot(v, w, u, input_precision=PRECISION)
         if HAS_BIAS:
             u += tl.load(bias + n).to(tl.float32)[None, :]
@@ -154,30 +171,43 @@ def _up_kernel(
 
 @triton.jit
 def _down_kernel(
-    value, table, size, neuron, out, M, D, stride_t, stride_o,
-    SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    value, table, out, value_box, out_box, size, neuron, M, D, stride_t, stride_o,
+    BOXES: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[rows of a block, BN columns] = value @ table[the pool's neurons]."""
-    b = tl.program_id(0)
+    """out[rows of a block, BN columns] = value @ table[the pool's neurons]. EVEN: D is a multiple of BN."""
+    b = tl.program_id(1)
     n_pool = tl.load(size + b)
     if n_pool == 0:
         return
     m = b * BM + tl.arange(0, BM)
     row = tl.where(m < M, m, 0).to(tl.int64)
-    d = tl.program_id(1) * BN + tl.arange(0, BN)
+    d = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    listed = neuron + b.to(tl.int64) * SIZE
     acc = tl.zeros([BM, BN], tl.float32)
     for k0 in range(0, n_pool, BK):
-        k = k0 + tl.arange(0, BK)
-        n = tl.load(neuron + b.to(tl.int64) * SIZE + k, mask=k < n_pool, other=0).to(tl.int64)
-        h = tl.load(value + row[:, None] * SIZE + k[None, :], mask=(k < n_pool)[None, :], other=0.0)
-        w = tl.load(
-            table + n[:, None] * stride_t + d[None, :],
-            mask=(k < n_pool)[:, None] & (d < D)[None, :],
-            other=0.0,
+        # The values past the end are 0.
+        n = tl.load(listed + tl.minimum(k0 + k, n_pool - 1)).to(tl.int64)
+        h = (
+            value_box.load([b * BM, k0])
+            if BOXES
+            else tl.load(value + row[:, None] * SIZE + (k0 + k)[None, :])
         )
+        at = table + n[:, None] * stride_t + d[None, :]
+        w = tl.load(at) if EVEN else tl.load(at, mask=(d < D)[None, :], other=0.0)
         acc = tl.dot(h, w, acc, input_precision=PRECISION)
-    at = out + row[:, None] * stride_o + d[None, :]
-    tl.store(at, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (d < D)[None, :])
+    if BOXES:
+        out_box.store([b * BM, tl.program_id(0) * BN], acc.to(out.dtype.element_ty))
+    else:
+        at = out + row[:, None] * stride_o + d[None, :]
+        tl.store(at, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (d < D)[None, :])
+
+
+# Tiles of 16-bit products, ROWS high: (columns, depth, warps, stages). The operand of gathered rows passes through the
+# threads, so that registers for its addresses are left beside the accumulator.
+UP_TILE = (128, 64, 4, 3)
+DOWN_TILE = (128, 64, 4, 3)
 
 
 def products(
@@ -197,17 +227,21 @@ def products(
     weight = x if up is None else up
     small = not x.is_cuda
     wide = x.dtype == torch.float32
-    # Up: one warpgroup and 128 x 128, which leaves registers for the addresses of gathered rows and room for a second
-    # program. Down: 256 wide, as the values are read again for every tile of columns.
-    bn, bk, warps, stages = (32, 32, 4, 1) if small else (64, 32, 8, 2) if wide else (128, 64, 4, 3)
-    _up_kernel[(pool.blocks, SIZE // bn)](
-        x, weight, bias, pool.size, pool.neuron, pool.value, M, K, x.stride(0), weight.stride(0),
+    bn, bk, warps, stages = (32, 32, 4, 1) if small else (64, 32, 8, 2) if wide else UP_TILE
+    x_box = boxes(x, ROWS, bk)
+    _up_kernel[(SIZE // bn, pool.blocks)](
+        x, weight, pool.value, x_box, bias, pool.size, pool.neuron, M, K, x.stride(0), weight.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-        SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision, num_warps=warps, num_stages=stages,
+        BOXES=x_box is not None, EVEN=K % bk == 0, SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if not small and not wide:
-        bn, warps = 256, 8
-    _down_kernel[(pool.blocks, triton.cdiv(D, bn))](
-        pool.value, table, pool.size, pool.neuron, out, M, D, table.stride(0), out.stride(0),
-        SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision, num_warps=warps, num_stages=stages,
+        bn, bk, warps, stages = DOWN_TILE
+    value_box, out_box = boxes(pool.value, ROWS, bk), boxes(out, ROWS, bn)
+    able = value_box is not None and out_box is not None
+    _down_kernel[(triton.cdiv(D, bn), pool.blocks)](
+        pool.value, table, out, value_box if able else None, out_box if able else None,
+        pool.size, pool.neuron, M, D, table.stride(0), out.stride(0),
+        BOXES=able, EVEN=D % bn == 0, SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip

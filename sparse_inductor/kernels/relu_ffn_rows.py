@@ -8,6 +8,8 @@ up to about 40 MB stay in L2, which is why up and down are kernels of their own:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -44,10 +46,10 @@ WARPS_DOTS = 2
 STAGES = 1
 
 
-# Gates of a row that a program of `pack` looks at at once, and its warps: a warp has 64-byte runs of four groups in
-# flight, and a program's threads meet without a barrier where they are one warp.
-PACK_BLOCK = 1024
-PACK_WARPS = 1
+# Gates of a row that a program of `pack` looks at at once, and its warps; first it looks at PACK_HEAD of them.
+PACK_BLOCK = 2048
+PACK_WARPS = 2
+PACK_HEAD = 512
 # What `pack` counts: tallies, each in a 32-byte sector of its own, as adds to one address take turns; then how many
 # tallies are full; then the number of rows of the dense path. Row m counts in tally m % TALLIES.
 TALLIES = tl.constexpr(32)
@@ -88,18 +90,64 @@ def _larger(a, b):
 
 
 @triton.jit
+def _larger_pair(a, b, PAIRS: tl.constexpr):
+    larger: tl.constexpr = "max.NaN." + PAIRS + "x2 $0, $1, $2;"
+    return tl.inline_asm_elementwise(larger, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Which of G groups of eight gates, from n on, have one that is not <= cut (NaN is not): [G // C, C] as int32,
+    each one's place among them, and how many there are.
+
+    PAIRS: "bf16" or "f16", for a program of one warp that looks at two gates an instruction; both halves of cut_pair
+    are the cut, rounded down. A vote of the warp then gives the places among 32 groups.
+    """
+    first = n + tl.arange(0, G) * 8
+    if PAIRS == "":
+        at = first[:, None] + tl.arange(0, 8)[None, :]
+        g = tl.load(gates + at, mask=at < N, other=float("-inf")).to(tl.float32)
+        some = (~(tl.reduce(g, 1, _larger) <= cut)).to(tl.int32)
+        place = tl.cumsum(some, 0) - some
+        count = tl.sum(some, 0)
+        some = tl.reshape(some, (G // C, C))
+        place = tl.reshape(place, (G // C, C))
+    else:
+        words = (gates + first).to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 4)[None, :]
+        w = tl.load(words, mask=(first < N)[:, None], other=0)
+        a, b = tl.split(tl.reshape(w, (G // C, C, 2, 2)))
+        a, b = tl.split(_larger_pair(a, b, PAIRS))
+        top = _larger_pair(a, b, PAIRS)
+        here = tl.reshape(first < N, (G // C, C)).to(tl.int32)
+        vote: tl.constexpr = (
+            "{ .reg .pred p, q; .reg .b32 all, low; setp.gtu."
+            + PAIRS
+            + "x2 p|q, $3, $4; or.pred p, p, q;"
+            " setp.ne.and.b32 p, $5, 0, p; selp.b32 $0, 1, 0, p; vote.sync.ballot.b32 all, p, 0xffffffff;"
+            " popc.b32 $2, all; mov.u32 low, %lanemask_lt; and.b32 low, low, all; popc.b32 $1, low; }"
+        )
+        some, place, of_vote = tl.inline_asm_elementwise(
+            vote, "=&r,=&r,=&r,r,r,r", [top, cut_pair, here],
+            dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        place += tl.cumsum(of_vote, 0) - of_vote
+        count = tl.max(tl.sum(of_vote, 0), 0)
+    return some, place, count
+
+
+@triton.jit
 def _pack_kernel(
     gate, count, index, value, groups, stats, state, rows_heavy, shared,
-    M, N, stride_s, CUT, ROW,
+    M, N, stride_s, CUT, cut_pair, ROW, PAIRS: tl.constexpr,
     STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    CAP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    CAP: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program packs one row of the gate projection [M, N]: reads 2 N bytes (at 16 bits), writes its active entries.
 
     First the groups of eight neurons with an active one among them are listed, in `groups` [M, CAP]; then only those
-    are looked at again. A row is heavy that has more than CAP such groups or entries, or, without statistics, an active
-    neuron in three of four groups of the first BLOCK columns that are looked at: nothing of it is packed, and where it
-    stops being looked at its count is only a bound. rows_heavy [TALLIES, M / TALLIES]: the heavy rows of each tally.
+    are looked at again. A row is heavy that has more than CAP such groups or entries, or an active neuron in three of
+    four groups of the first HEAD columns: nothing of it is packed, and its count may just say so.
+    rows_heavy [TALLIES, M / TALLIES]: the heavy rows of each tally.
     shared [blocks of BLOCK_ROWS rows, N], unless that is 0: how many packed rows of a block have a neuron active. They
     are sums of integers: the order of the adds does not matter.
 
@@ -108,27 +156,28 @@ def _pack_kernel(
     m = tl.program_id(0)
     row = m.to(tl.int64)
     cut = tl.full([], CUT, tl.float32)
-    group = tl.arange(0, BLOCK // 8)
+    gates = gate + row * N
     lane = tl.arange(0, 8)  # eight 16-bit numbers are one load
     listed = tl.full([], 0, tl.int32)
-    much = tl.full([], CAP, tl.int32)
+    if N > HEAD:
+        some, place, few = _list_groups(gates, 0, N, cut, cut_pair, PAIRS, HEAD // 8, C)
+        listed = tl.where(few * 4 > 3 * (HEAD // 8), CAP + 1, 0)
     size = tl.zeros([BLOCK // 8], tl.float32)
     nonzero = tl.zeros([BLOCK // 8], tl.float32)
-    for n0 in range(0, N, BLOCK):
-        if STATS or listed <= much:
-            n = n0 + group[:, None] * 8 + lane[None, :]
-            g = tl.load(gate + row * N + n, mask=n < N, other=float("-inf")).to(tl.float32)
-            top = tl.reduce(g, 1, _larger)
-            some = (~(top <= cut)).to(tl.int32)
-            at = listed + tl.cumsum(some, 0) - some
-            tl.store(groups + row * CAP + at, n0 + group * 8, mask=(some != 0) & (at < CAP))
-            listed += tl.sum(some, 0)
-            if n0 == 0 and N > BLOCK:
-                much = tl.where(listed * 4 > 3 * (BLOCK // 8), -1, CAP)
-            if STATS:
-                a = tl.where(g <= cut, 0.0, evaluate(g, STEPS))
-                size += tl.sum(tl.abs(a), 1)
-                nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
+    if listed == 0:
+        for n0 in range(0, N, BLOCK):
+            some, place, more = _list_groups(gates, n0, N, cut, cut_pair, PAIRS, BLOCK // 8, C)
+            n = n0 + tl.arange(0, BLOCK // 8 // C)[:, None] * (8 * C) + tl.arange(0, C)[None, :] * 8
+            at = listed + place
+            tl.store(groups + row * CAP + at, n, mask=(some != 0) & (at < CAP))
+            listed += more
+    if STATS:
+        for n0 in range(0, N, BLOCK):
+            n = n0 + tl.arange(0, BLOCK // 8)[:, None] * 8 + lane[None, :]
+            g = tl.load(gates + n, mask=n < N, other=float("-inf")).to(tl.float32)
+            a = tl.where(g <= cut, 0.0, evaluate(g, STEPS))
+            size += tl.sum(tl.abs(a), 1)
+            nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
     if STATS:
         sum_size, sum_nonzero = tl.sum(size, 0), tl.sum(nonzero, 0)
         tl.store(stats + row, sum_size)
@@ -137,7 +186,7 @@ def _pack_kernel(
             tl.store(stats + 2 * stride_s + row, sum_size)
             tl.store(stats + 3 * stride_s + row, sum_nonzero)
     c = tl.full([], CAP + 1, tl.int32)
-    if listed <= much:
+    if listed <= CAP:
         tl.debug_barrier()  # other threads' groups are read below
         c = tl.full([], 0, tl.int32)
         i = tl.arange(0, CHUNK)
@@ -145,7 +194,7 @@ def _pack_kernel(
             there = (i0 + i < listed)[:, None]
             first = tl.load(groups + row * CAP + i0 + i, mask=i0 + i < listed, other=0)
             n = first.to(tl.int32)[:, None] + lane[None, :]
-            raw = tl.load(gate + row * N + n, mask=there & (n < N), other=float("-inf"))
+            raw = tl.load(gates + n, mask=there & (n < N), other=float("-inf"))
             active = (there & (n < N) & ~(raw.to(tl.float32) <= cut)).to(tl.int32)
             within = tl.cumsum(active, 1)
             sums = tl.sum(active, 1)
@@ -183,6 +232,16 @@ def _pack_kernel(
         tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
 
 
+@functools.lru_cache(maxsize=256)
+def _pair(cut: float, dtype: torch.dtype) -> int:
+    """Both halves of an int32: the largest 16-bit number of this type that is <= cut."""
+    t = torch.tensor(cut, dtype=torch.float64).to(dtype)
+    bits = int(t.view(torch.int16)) & 0xFFFF
+    if t.item() > cut:
+        bits = 0x8001 if t == 0 else bits - 1 if t > 0 else bits + 1
+    return ((bits << 16 | bits) ^ 0x80000000) - 0x80000000
+
+
 def pack(
     gate: torch.Tensor,
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -203,13 +262,24 @@ def pack(
     cap = index.shape[1]
     state = torch.zeros(ARRIVED.value + ARRIVALS, dtype=torch.int64, device=gate.device)
     groups = torch.empty(M, cap, dtype=index.dtype, device=gate.device)
-    block = min(PACK_BLOCK, max(64, triton.next_power_of_2(N))) if gate.is_cuda else 64
+    block, head = (
+        (min(PACK_BLOCK, max(64, triton.next_power_of_2(N))), PACK_HEAD)
+        if gate.is_cuda
+        else (64, 16)
+    )
+    hopper = gate.is_cuda and torch.cuda.get_device_capability(gate.device)[0] >= 9
+    pairs = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(gate.dtype, "")
+    if N % 8 or not hopper or stats is not None:
+        pairs = ""
+    # Groups that a vote is over; without votes it does not matter.
+    warps, columns = (1, 32) if pairs else (PACK_WARPS, 1)
     _pack_kernel[(M,)](
         gate, count, index, value, groups, stats, state, rows_heavy, shared,
-        M, N, 0 if stats is None else stats.stride(0), cut, max(N * DENSE_ROW, 1.0),
+        M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
+        max(N * DENSE_ROW, 1.0), pairs,
         STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
-        CAP=cap, BLOCK=block, CHUNK=32 if gate.is_cuda else 4,
-        num_warps=PACK_WARPS,
+        CAP=cap, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
+        C=columns, num_warps=warps,
     )  # fmt: skip
     return state
 
@@ -266,12 +336,9 @@ def heavy_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tenso
 
 @triton.jit
 def _transpose_kernel(
-    weight, out, state, M, D, N, stride_d, stride_n, stride_o,
-    ASK: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """A program copies a tile of weight [D, N] to out [N, D]; with ASK not where all M rows are dense."""
-    if ASK and n_listed(state) == M:
-        return
+    weight, out, D, N, stride_d, stride_n, stride_o, BD: tl.constexpr, BN: tl.constexpr
+):
+    """A program copies a tile of weight [D, N] to out [N, D]."""
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     mask = (d < D)[:, None] & (n < N)[None, :]
@@ -285,20 +352,16 @@ def _transpose_kernel(
     )
 
 
-def by_neuron(weight: torch.Tensor, state: torch.Tensor | None = None, M: int = 0) -> torch.Tensor:
-    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it).
-
-    state: of `pack`; where all M rows take the dense path nobody will read the copy, and it is not made.
-    """
+def by_neuron(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it)."""
     if weight.stride(0) == 1:
         return weight.t()
     D, N = weight.shape
-    out = weight.new_empty(N, D)
+    out = weight.new_empty(N, D) if out is None else out
     # 64 x 64 at 16 bits: 128-byte runs on both sides.
     tile = 64 if weight.is_cuda else 32
     _transpose_kernel[(triton.cdiv(D, tile), triton.cdiv(N, tile))](
-        weight, out, state, M, D, N, *weight.stride(), out.stride(0),
-        ASK=state is not None, BD=tile, BN=tile, num_warps=4,
+        weight, out, D, N, *weight.stride(), out.stride(0), BD=tile, BN=tile, num_warps=4
     )  # fmt: skip
     return out
 
@@ -311,7 +374,7 @@ def _token(x, k, K, EVEN: tl.constexpr):
 
 @triton.jit
 def _dot_block(
-    x, token, table, id, valid, stride_t, K, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr
+    x, token, table, id, stride_t, K, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr
 ):  # fmt: skip
     """[R] dot products of the token at `x` with table rows `id`, fp32.
 
@@ -320,15 +383,26 @@ def _dot_block(
     k = tl.arange(0, WIDTH)
     rows = table + id[:, None] * stride_t
     if ONE:
-        mask = valid[:, None] if EVEN else valid[:, None] & (k < K)[None, :]
-        w = tl.load(rows + k[None, :], mask=mask, other=0.0)
+        if EVEN:
+            w = tl.load(rows + k[None, :])
+        else:
+            w = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
         return tl.sum(w.to(tl.float32) * token[None, :], 1)
     total = tl.zeros([id.shape[0]], tl.float32)
     for k0 in range(0, K, WIDTH):
-        mask = valid[:, None] if EVEN else valid[:, None] & (k0 + k < K)[None, :]
-        w = tl.load(rows + (k0 + k)[None, :], mask=mask, other=0.0)
+        at = rows + (k0 + k)[None, :]
+        w = tl.load(at) if EVEN else tl.load(at, mask=(k0 + k < K)[None, :], other=0.0)
         total += tl.sum(w.to(tl.float32) * _token(x, k0 + k, K, EVEN)[None, :], 1)
     return total
+
+
+@triton.jit
+def _own_entries(c, p, programs, PIECE: tl.constexpr):
+    """A bound on how many of c entries are in pieces p, p + programs, p + 2 programs...: the last piece may be short."""
+    pieces = tl.cdiv(c, PIECE)
+    own = tl.cdiv(pieces - p, programs)
+    last = (pieces - 1 - p) % programs == 0
+    return own * PIECE - tl.where(last, pieces * PIECE - c, 0)
 
 
 @triton.jit
@@ -339,24 +413,27 @@ def _dots_kernel(
     KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program computes h = f(gate) * g(x . up + bias) of PIECE active neurons of a row: reads K numbers for each."""
+    """A program computes h = f(gate) * g(x . up + bias) of every so manieth PIECE active neurons of a row: reads K
+    numbers for each."""
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
     start = tl.program_id(1) * PIECE
     if (c > CAP) | (start >= c) | (n_listed(state) == M):
         return
-    end = tl.minimum(c, start + PIECE)
     r = tl.arange(0, FLIGHT)
     token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
-    # The next neurons are known before the weights of these arrive.
-    after = tl.load(index + m * CAP + start + r, mask=start + r < end, other=0).to(tl.int64)
-    for e in tl.range(start, end, FLIGHT, num_stages=STAGES):
+    # The next neurons are known before the weights of these arrive. Past the end, the last again: a mask costs more.
+    after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
+    own = _own_entries(c, tl.program_id(1), tl.num_programs(1), PIECE)
+    for i in tl.range(0, own, FLIGHT, num_stages=STAGES):
         id = after
-        valid = e + r < end
+        e = start + i // PIECE * (tl.num_programs(1) * PIECE) + i % PIECE
+        valid = e + r < c
         at = m * CAP + e + r
-        after = tl.load(index + at + FLIGHT, mask=e + FLIGHT + r < end, other=0).to(tl.int64)
+        then = start + (i + FLIGHT) // PIECE * (tl.num_programs(1) * PIECE) + (i + FLIGHT) % PIECE
+        after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int64)
         g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
-        u = _dot_block(x + m * stride_x, token, table, id, valid, stride_t, K, WIDTH, EVEN, ONE)
+        u = _dot_block(x + m * stride_x, token, table, id, stride_t, K, WIDTH, EVEN, ONE)
         if HAS_BIAS:
             u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
         if KEEP:
@@ -378,10 +455,17 @@ def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: 
     tl.store(stats + 3 * stride_s + m, tl.sum((h != 0.0).to(tl.float32), 0))
 
 
-def _piece(M: int, cap: int) -> int:
-    """Entries a program takes. Rows are uneven, and where all of them run at once the longest one is the time it takes;
-    with many rows it does not matter, and a program that finds nothing to do costs too."""
-    return 64 if M <= 16384 else triton.next_power_of_2(cap)
+# Entries a program of `dots` takes at a time; there are so many programs a row. Rows are uneven: where few rows run, the
+# longest one is the time it takes, and with many rows programs that find nothing to do cost too.
+PIECE = 32
+PROGRAMS = 4
+PROGRAMS_MANY = 2
+
+
+def _pieces(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
+    """(entries a piece, programs a row)."""
+    piece = 8 if interpreted else PIECE
+    return piece, min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
 
 
 def dots(
@@ -401,8 +485,8 @@ def dots(
     M, K = x.shape
     cap = index.shape[1]
     wide, warps = _whole(K, not x.is_cuda)
-    piece = _piece(M, cap) if x.is_cuda else 8
-    _dots_kernel[(M, triton.cdiv(cap, piece))](
+    piece, programs = _pieces(M, cap, not x.is_cuda)
+    _dots_kernel[(M, programs)](
         x, table, bias, count, index, gates, ups, out, state,
         M, K, x.stride(0), table.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
@@ -535,7 +619,6 @@ def _gradients_kernel(
     start = tl.program_id(1) * PIECE
     if start >= c:
         return
-    end = tl.minimum(c, start + PIECE)
     r = tl.arange(0, FLIGHT)
     token = _token(dy + m * stride_y, tl.arange(0, WIDTH), D, EVEN)
     da_extra = tl.full([], 0.0, tl.float32)
@@ -543,15 +626,18 @@ def _gradients_kernel(
     if STATS:
         da_extra = tl.load(d_stats + m)
         dh_extra = tl.load(d_stats + 2 * stride_s + m)
-    after = tl.load(index + m * CAP + start + r, mask=start + r < end, other=0).to(tl.int64)
-    for e in tl.range(start, end, FLIGHT, num_stages=STAGES):
+    after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
+    own = _own_entries(c, tl.program_id(1), tl.num_programs(1), PIECE)
+    for i in tl.range(0, own, FLIGHT, num_stages=STAGES):
         id = after
-        valid = e + r < end
+        e = start + i // PIECE * (tl.num_programs(1) * PIECE) + i % PIECE
+        valid = e + r < c
         at = m * CAP + e + r
-        after = tl.load(index + at + FLIGHT, mask=e + FLIGHT + r < end, other=0).to(tl.int64)
+        then = start + (i + FLIGHT) // PIECE * (tl.num_programs(1) * PIECE) + (i + FLIGHT) % PIECE
+        after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int64)
         g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
         u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
-        dh = _dot_block(dy + m * stride_y, token, table, id, valid, stride_t, D, WIDTH, EVEN, ONE)
+        dh = _dot_block(dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE)
         dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
         tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
         if GATED:
@@ -575,8 +661,8 @@ def gradients(
     M, D = dy.shape
     cap = index.shape[1]
     wide, warps = _whole(D, not dy.is_cuda)
-    piece = _piece(M, cap) if dy.is_cuda else 8
-    _gradients_kernel[(M, triton.cdiv(cap, piece))](
+    piece, programs = _pieces(M, cap, not dy.is_cuda)
+    _gradients_kernel[(M, programs)](
         dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
         D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,

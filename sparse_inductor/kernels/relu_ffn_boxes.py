@@ -1,0 +1,19 @@
+"""Matrices for the bulk copy engine."""
+
+from __future__ import annotations
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["boxes"]
+
+
+def boxes(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """`t` in boxes of rows x columns; None where the GPU has no such engine or the strides do not allow it."""
+    aligned = (
+        t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
+    )
+    able = (
+        t.is_cuda and torch.cuda.get_device_capability(t.device)[0] >= 9 and t.element_size() == 2
+    )
+    return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else None
