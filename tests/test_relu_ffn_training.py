@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sparse_inductor
 from corpus.ffn import LanguageModel, _ids
 from ffn_support import only_relu_ffn, rewrites
 from support import compile_without_codegen
@@ -63,3 +64,19 @@ def test_an_l1_term_makes_the_block_sparse():
         assert len(rewrites(report)) == 1
     assert shares[0] > 0.4 and shares[-1] < 0.5 * shares[0], "sparsity did not rise"
     assert losses[-1] < losses[0], "nothing was learnt"
+
+
+@pytest.mark.parametrize("first_axis", [False, True])
+def test_explain_counts_the_active_neurons(first_axis):
+    torch.manual_seed(0)
+    gate, up, down = torch.randn(96, 16), torch.randn(96, 16), torch.randn(16, 96)
+    x = torch.randn(5, 16)
+
+    def block(x):
+        h = F.relu(x @ gate.T) * (x @ up.T)
+        return (down @ h.T) if first_axis else F.linear(h, down)
+
+    (found,) = sparse_inductor.explain(block, x).report.densities
+    h = F.relu(x @ gate.T) * (x @ up.T)
+    assert (found.pattern, found.what, found.row) == ("relu_ffn", "active neurons", 96)
+    assert (found.active, found.total) == (int((h != 0).sum()), h.numel())

@@ -20,7 +20,8 @@ __all__ = ["applies", "forward"]
 
 # One token's down projection: outputs a program, neurons whose weights are in flight, warps.
 ONE_DOWN = (16, 32, 8)
-PDL = True
+# Whether a kernel starts while the one in front of it ends (H200: 14.4 us a block of one token against 16.6).
+EARLY_STARTS = True
 # Active neurons of one token up to which they are listed; each costs a sector of memory for every output, and the
 # weights of sixteen neurons share a sector.
 MOST_LISTED = 256
@@ -33,9 +34,14 @@ TOKENS = 32
 
 
 def applies(x: torch.Tensor, b: Any) -> bool:
-    """Whether these kernels take the call."""
-    unit = b.gate.stride(1) == 1 and (b.up is None or b.up.stride(1) == 1)
-    return unit and len(x) <= (TOKENS if b.down.stride(1) == 1 else 1)
+    """Whether these kernels take the call.
+
+    Several tokens in fp32 are left to the library, whose sums are shorter: tensor cores would round the factors.
+    """
+    if b.gate.stride(1) != 1 or (b.up is not None and b.up.stride(1) != 1):
+        return False
+    several = b.down.stride(1) == 1 and (x.element_size() == 2 or not x.is_cuda)
+    return len(x) <= (TOKENS if several else 1)
 
 
 def forward(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
@@ -44,43 +50,47 @@ def forward(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _fetch(rows, K, WIDTH: tl.constexpr):
+    """Have L2 fetch the first WIDTH elements of rows [BN, 1]: a hint a line of 128 bytes, which reads nothing."""
+    line: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
+    at = rows + tl.minimum(tl.arange(0, WIDTH // line) * line, K - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _gate_up_kernel(
     x, gate, gate_bias, up, up_bias, out,
     N, K, stride_g, stride_u, CUT,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
-    ONE: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program makes h of BN neurons of one token: reads BN gate rows, and the up rows of those that are active.
 
-    ONE: a row is one WIDTH. EARLY: this may start before the kernel in front of it has ended, and reads weights then.
+    EARLY: this starts before the kernel in front of it has ended, and has L2 fetch the gate rows then. Whatever is read
+    is read after that kernel, which may be the one that writes the weights.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     in_n = n < N
     row = tl.where(in_n, n, 0).to(tl.int64)
     k0 = tl.arange(0, WIDTH)
     g = tl.zeros([BN], tl.float32)
-    if ONE:
-        at = gate + row[:, None] * stride_g + k0[None, :]
-        w = tl.load(at, mask=in_n[:, None] & (k0 < K)[None, :], other=0.0)
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-        v = tl.load(x + k0, mask=k0 < K, other=0.0).to(tl.float32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        _fetch(gate + row[:, None] * stride_g, K, WIDTH)
+        tl.extra.cuda.gdc_wait()
+    for k in range(0, K, WIDTH):
+        kk = k + k0
+        v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
+        w = tl.load(
+            gate + row[:, None] * stride_g + kk[None, :],
+            mask=in_n[:, None] & (kk < K)[None, :],
+            other=0.0,
+        )
         g += tl.sum(w.to(tl.float32) * v[None, :], 1)
-    else:
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-        for k in range(0, K, WIDTH):
-            kk = k + k0
-            v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
-            w = tl.load(
-                gate + row[:, None] * stride_g + kk[None, :],
-                mask=in_n[:, None] & (kk < K)[None, :],
-                other=0.0,
-            )
-            g += tl.sum(w.to(tl.float32) * v[None, :], 1)
     if HAS_GATE_BIAS:
         g += tl.load(gate_bias + row, mask=in_n, other=0.0).to(tl.float32)
     g = g.to(out.dtype.element_ty).to(
@@ -162,7 +172,7 @@ def _down_kernel(
 
 def _early(x: torch.Tensor) -> dict[str, bool]:
     """Launch options of a kernel that waits by itself for the one in front of it (compute capability 9)."""
-    able = PDL and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
+    able = EARLY_STARTS and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
     return {"EARLY": able, "launch_pdl": True} if able else {"EARLY": False}
 
 
@@ -181,7 +191,7 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         N, K, b.gate.stride(0), up.stride(0), b.cut,
         F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, WIDTH=width, ONE=K <= width, **_early(x), num_warps=1,
+        BN=bn, WIDTH=width, **_early(x), num_warps=1,
     )  # fmt: skip
     bd, flight, warps = ONE_DOWN
     programs = triton.cdiv(D, bd)
@@ -223,15 +233,12 @@ def _projections_kernel(
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    TILES: tl.constexpr, EARLY: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     """h [M, N] of BN neurons: reads their gate rows, then the up rows of those active in any token.
 
     The first program clears the counters of the next kernel, arrived [TILES].
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     if tl.program_id(0) == 0:
         tl.store(arrived + tl.arange(0, TILES), tl.zeros([TILES], tl.int32))
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -269,15 +276,12 @@ def _projections_kernel(
 def _down_tokens_kernel(
     hidden, down, bias, parts, arrived, out, M, N, D, stride_d, DEPTH,
     PRECISION: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """out[:, BD columns] = hidden [M, N] @ down[BD rows]^T + bias, in PARTS programs of DEPTH neurons each.
 
     parts [tiles of columns, PARTS, BD, BM]: the program that arrives last adds them, in order.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(0)
     d = tile * BD + tl.arange(0, BD)
     in_d = d < D
@@ -296,7 +300,7 @@ def _down_tokens_kernel(
         tl.debug_barrier()
         acc = tl.zeros([BD, BM], tl.float32)
         for p in tl.static_range(PARTS):
-            acc += tl.load(own + p * (BD * BM) + at, volatile=True)
+            acc += tl.load(own + p * (BD * BM) + at, cache_modifier=".cg")
         if HAS_BIAS:
             acc += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)[:, None]
         to = out + m[None, :] * D + d[:, None]
@@ -325,7 +329,7 @@ def _few(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         M, N, K, x.stride(0), b.gate.stride(0), up.stride(0), b.cut,
         F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, BK=bk, STAGES=stages, EVEN=K % bk == 0, TILES=len(arrived), **common, **_early(x), num_warps=warps,
+        BN=bn, BK=bk, STAGES=stages, EVEN=K % bk == 0, TILES=len(arrived), **common, num_warps=warps,
     )  # fmt: skip
     depth = triton.cdiv(triton.cdiv(N, parts), dk) * dk
     sums = torch.empty(tiles * parts * bd * bm, dtype=torch.float32, device=x.device)
@@ -333,6 +337,6 @@ def _few(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         h, b.down, b.down_bias, sums, arrived, y,
         M, N, D, b.down.stride(0), depth,
         BD=bd, BK=dk, STAGES=down_stages, EVEN=N % dk == 0, PARTS=parts,
-        HAS_BIAS=b.down_bias is not None, **common, **_early(x), num_warps=down_warps,
+        HAS_BIAS=b.down_bias is not None, **common, num_warps=down_warps,
     )  # fmt: skip
     return y

@@ -161,7 +161,8 @@ def _listed_tile(t: torch.Tensor, found: list) -> tuple[list, bool, dict[str, in
     """(descriptors or Nones, whether they are descriptors, tile) of a kernel of listed rows."""
     tile = _tile(t)
     able = None not in found
-    tile["PART"] = min(tile["BN"], 128)  # through pointers, which take registers too
+    # Through pointers, which take registers too; and the fewer rows, the more tiles are needed to fill the GPU.
+    tile["PART"] = min(tile["BN"], 64)
     if not able:
         tile["BN"] = tile["PART"]
     return found if able else [None] * len(found), able, tile
@@ -307,7 +308,9 @@ def _product_kernel(
                     tl.debug_barrier()
                     acc = tl.zeros([BM, PART], tl.float32)
                     for s in range(splits):
-                        acc += tl.load(parts + (t * splits + s) * (BM * PART) + at, volatile=True)
+                        acc += tl.load(
+                            parts + (t * splits + s) * (BM * PART) + at, cache_modifier=".cg"
+                        )
             if last:
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]

@@ -229,7 +229,7 @@ def products(
     wide = x.dtype == torch.float32
     bn, bk, warps, stages = (32, 32, 4, 1) if small else (64, 32, 8, 2) if wide else UP_TILE
     x_box = boxes(x, ROWS, bk)
-    _up_kernel[(SIZE // bn, pool.blocks)](
+    _up_kernel[(triton.cdiv(SIZE, bn), pool.blocks)](
         x, weight, pool.value, x_box, bias, pool.size, pool.neuron, M, K, x.stride(0), weight.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
         BOXES=x_box is not None, EVEN=K % bk == 0, SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision,

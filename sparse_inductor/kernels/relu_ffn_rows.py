@@ -398,7 +398,7 @@ def _dot_block(
 
 @triton.jit
 def _own_entries(c, p, programs, PIECE: tl.constexpr):
-    """A bound on how many of c entries are in pieces p, p + programs, p + 2 programs...: the last piece may be short."""
+    """How many of c entries are in pieces p, p + programs, p + 2 programs and so on; the last piece may be short."""
     pieces = tl.cdiv(c, PIECE)
     own = tl.cdiv(pieces - p, programs)
     last = (pieces - 1 - p) % programs == 0
@@ -422,7 +422,7 @@ def _dots_kernel(
         return
     r = tl.arange(0, FLIGHT)
     token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
-    # The next neurons are known before the weights of these arrive. Past the end, the last again: a mask costs more.
+    # The next neurons are known before the weights of these arrive. Past the end, the last again: masks cost more.
     after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
     own = _own_entries(c, tl.program_id(1), tl.num_programs(1), PIECE)
     for i in tl.range(0, own, FLIGHT, num_stages=STAGES):
@@ -455,8 +455,8 @@ def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: 
     tl.store(stats + 3 * stride_s + m, tl.sum((h != 0.0).to(tl.float32), 0))
 
 
-# Entries a program of `dots` takes at a time; there are so many programs a row. Rows are uneven: where few rows run, the
-# longest one is the time it takes, and with many rows programs that find nothing to do cost too.
+# Entries a program of `dots` takes at a time; there are so many programs a row. Rows are uneven: where few rows run,
+# the longest one is the time it takes, and with many rows programs that find nothing to do cost too.
 PIECE = 32
 PROGRAMS = 4
 PROGRAMS_MANY = 2
