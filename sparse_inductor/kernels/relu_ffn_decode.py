@@ -53,7 +53,7 @@ def forward(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
 def _fetch(rows, K, WIDTH: tl.constexpr):
     """Have L2 fetch the first WIDTH elements of rows [BN, 1]: a hint a line of 128 bytes, which reads nothing."""
     line: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
-    at = rows + tl.minimum(tl.arange(0, WIDTH // line) * line, K - 1)[None, :]
+    at = rows + tl.minimum(tl.arange(0, (WIDTH + line - 1) // line) * line, K - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
         dtype=tl.int32, is_pure=False, pack=1,

@@ -265,7 +265,7 @@ def pack(
     block, head = (
         (min(PACK_BLOCK, max(64, triton.next_power_of_2(N))), PACK_HEAD)
         if gate.is_cuda
-        else (64, 16)
+        else (64, 64)
     )
     hopper = gate.is_cuda and torch.cuda.get_device_capability(gate.device)[0] >= 9
     pairs = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(gate.dtype, "")
