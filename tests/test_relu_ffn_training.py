@@ -67,7 +67,7 @@ def test_an_l1_term_makes_the_block_sparse():
 
 
 @pytest.mark.parametrize("first_axis", [False, True])
-def test_explain_counts_the_active_neurons(first_axis):
+def test_explain_counts_neurons_along_their_axis(first_axis):
     torch.manual_seed(0)
     gate, up, down = torch.randn(96, 16), torch.randn(96, 16), torch.randn(16, 96)
     x = torch.randn(5, 16)
@@ -78,5 +78,5 @@ def test_explain_counts_the_active_neurons(first_axis):
 
     (found,) = sparse_inductor.explain(block, x).report.densities
     h = F.relu(x @ gate.T) * (x @ up.T)
-    assert (found.pattern, found.what, found.row) == ("relu_ffn", "active neurons", 96)
+    assert (found.pattern, found.what, found.row) == ("relu_ffn", "neurons", 96)
     assert (found.active, found.total) == (int((h != 0).sum()), h.numel())
