@@ -103,16 +103,27 @@ def explained(example: Example) -> Any:
 
 
 def code_of(example: Example) -> str:
-    """The expression that an example compiles, from its source; its name where there is none."""
+    """What an example computes, from the source of its function (or of the one its module was built
+    around); its name where that is longer than a few statements."""
     fn, _ = example.build()
-    function = getattr(fn, "pool", fn)
-    if not isinstance(function, types.LambdaType):
+    function = fn
+    if isinstance(fn, torch.nn.Module):
+        inner = [f for f in vars(fn).values() if isinstance(f, types.FunctionType)]
+        function = inner[0] if len(inner) == 1 else fn
+    if not isinstance(function, types.FunctionType):
         return example.name
     path, line = function.__code__.co_filename, function.__code__.co_firstlineno
     text = Path(path).read_text()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Lambda) and node.lineno == line:
-            return " ".join((ast.get_source_segment(text, node.body) or "").split())
+        if not isinstance(node, ast.Lambda | ast.FunctionDef) or node.lineno != line:
+            continue
+        body: list[Any] = [node.body] if isinstance(node, ast.Lambda) else node.body
+        if len(body) > 2:
+            break
+        if isinstance(body[-1], ast.Return) and body[-1].value is not None:
+            body = [*body[:-1], body[-1].value]
+        parts = [ast.get_source_segment(text, part) or "" for part in body]
+        return "; ".join(" ".join(part.split()) for part in parts)
     return example.name
 
 
