@@ -354,11 +354,11 @@ def _gather_kernel(
         at = tl.full([], 0, tl.int64) + i
         for k0 in range(0, K, BLOCK):
             k = k0 + tl.arange(0, BLOCK)
-            v = tl.load(x + row * stride_x + k, mask=(k < K) & (i < n_rows), other=0.0)
+            v = tl.load(x + row * stride_x + k, mask=tl.where(i < n_rows, k < K, False), other=0.0)
             tl.store(x_out + at * K + k, v, mask=k < K)
         for d0 in range(0, D, BLOCK):
             d = d0 + tl.arange(0, BLOCK)
-            v = tl.load(dy + row * stride_y + d, mask=(d < D) & (i < n_rows), other=0.0)
+            v = tl.load(dy + row * stride_y + d, mask=tl.where(i < n_rows, d < D, False), other=0.0)
             tl.store(dy_out + at * D + d, v, mask=d < D)
 
 

@@ -530,7 +530,7 @@ def _weighted_rows_kernel(
     r = tl.arange(0, FLIGHT)
     total = tl.zeros([WIDTH], tl.float32)
     if POOL_ROWS > 0:
-        pooled = in_d & (tl.load(pool_size + m // POOL_ROWS) > 0)
+        pooled = tl.where(tl.load(pool_size + m // POOL_ROWS) > 0, in_d, False)
         total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
     # Past the end, the last again: a mask costs more.
     after = tl.load(index + m * CAP + tl.minimum(r, tl.maximum(c - 1, 0))).to(tl.int64)

@@ -349,7 +349,7 @@ def _prepare_kernel(
         tl.store(arrived, 0)
     for i in range(0, stored, BLOCK):
         place = place_of_term(i + at, all_long, terms_of, L)
-        keep = (i + at < stored) & (usable != 0)
+        keep = tl.where(usable != 0, i + at < stored, False)
         w = tl.load(raw + place, mask=keep, other=0, cache_modifier=".cg")
         scaled = w.to(tl.float32, bitcast=True).to(tl.float64) * scale
         whole = tl.where(scaled < 0, scaled - 0.5, scaled + 0.5).to(tl.int32)
