@@ -198,11 +198,17 @@ class InDouble(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             return func(*args, **kwargs)
-        # zeros(n) of the default dtype is an accumulator, perhaps
-        made = not tensors_in((args, kwargs))
+        # zeros(n) of the default dtype is an accumulator, perhaps, and so is a product of integers and 0.5
+        made = not any(t.is_floating_point() for t in tensors_in((args, kwargs)))
         args, kwargs = pytree.tree_map(_widen, (args, kwargs))
-        out = func(*args, **kwargs)
-        return pytree.tree_map(_widen, out) if made else out
+        if not made:
+            return func(*args, **kwargs)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            return pytree.tree_map(_widen, func(*args, **kwargs))
+        finally:
+            torch.set_default_dtype(default)
 
 
 _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})

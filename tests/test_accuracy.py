@@ -117,6 +117,14 @@ def test_double_runs_through_casts_and_constants():
     torch.testing.assert_close(got, x * weight.double() + 1 / 3, rtol=1e-14, atol=0)
 
 
+def test_what_integers_become_is_double_too():
+    """A running total may start as `lengths * 0.1` and take contributions in fp64."""
+    lengths, x = torch.tensor([3, 7]), torch.tensor([1 / 3, 1 / 7], dtype=torch.float64)
+    with InDouble():
+        got = (lengths * 0.1).index_add_(0, torch.tensor([1, 0]), x)
+    torch.testing.assert_close(got, lengths.double() * 0.1 + x.flip(0), rtol=1e-14, atol=0)
+
+
 def test_cotangents_are_fixed_and_leave_the_random_state_alone():
     outputs = [torch.ones(3, requires_grad=True) * 2, torch.ones(3)]
     state = torch.get_rng_state()

@@ -11,8 +11,7 @@ from torch import nn
 
 import sparse_inductor
 from corpus.ffn import LanguageModel, _ids
-from ffn_support import only_relu_ffn, rewrites
-from support import compile_without_codegen
+from support import compile_without_codegen, only, rewrites
 
 
 @pytest.mark.parametrize("kind", ["llama", "nemotron", "opt", "t5"])
@@ -21,12 +20,12 @@ def test_an_optimiser_step_of_a_library_model(kind):
     model = LanguageModel(kind).train()
     twin = copy.deepcopy(model)
     ids = _ids()
-    with only_relu_ffn() as report:
+    with only("relu_ffn") as report:
         for program, module in ((compile_without_codegen(model), model), (twin, twin)):
             optimiser = torch.optim.SGD(module.parameters(), lr=0.5)
             program(ids).square().mean().backward()
             optimiser.step()
-        assert rewrites(report)
+        assert rewrites(report, "relu_ffn")
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -49,7 +48,7 @@ def test_an_l1_term_makes_the_block_sparse():
     teacher = torch.randn(16, 16)
     optimiser = torch.optim.Adam(block.parameters(), lr=3e-3)
     shares, losses = [], []
-    with only_relu_ffn() as report:
+    with only("relu_ffn") as report:
         program = compile_without_codegen(block)
         for step in range(120):
             torch.manual_seed(step)
@@ -61,7 +60,7 @@ def test_an_l1_term_makes_the_block_sparse():
             optimiser.step()
             shares.append(share.item())
             losses.append(loss.item())
-        assert len(rewrites(report)) == 1
+        assert len(rewrites(report, "relu_ffn")) == 1
     assert shares[0] > 0.4 and shares[-1] < 0.5 * shares[0], "sparsity did not rise"
     assert losses[-1] < losses[0], "nothing was learnt"
 

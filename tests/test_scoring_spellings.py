@@ -9,25 +9,23 @@ import torch
 import torch._dynamo
 
 import sparse_inductor
-from recognition import check
+from cases import assert_case
 from scoring_spellings import CASES
-from support import compile_without_codegen, only
+from sparse_inductor.testing import compile_without_codegen
 
 BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_spelling(name):
-    with only("sparse_scores") as report:
-        check(BY_NAME[name], "sparse_scores", report)
+    assert_case(BY_NAME[name], only=("sparse_scores",))
 
 
 def test_a_bincount_that_is_kept_in_the_graph():
     """Dynamo breaks the graph at a bincount unless it is told to follow sizes that depend on data."""
     case = dataclasses.replace(BY_NAME["weighted_bincount__infer"], expect="rewrite")
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        with only("sparse_scores") as report:
-            check(case, "sparse_scores", report)
+        assert_case(case, only=("sparse_scores",))
 
 
 def test_names_are_unique():
