@@ -97,23 +97,23 @@ class BlockMatch:
         dtype = fake(r.down.node).dtype  # under autocast not that of the inputs
         x = r.gate.chain.stand_in(e)
         if r.down.order is not None:
-            x = _permuted(e, x, r.down.order)
+            x = e.permuted(x, r.down.order)
         ndim, axis = len(fake(x).shape), r.down.v_dim
         rest = [d for d in range(ndim) if d != axis]
-        x = _cast(e, _permuted(e, x, [*rest, axis]), dtype)
+        x = e.cast(e.permuted(x, [*rest, axis]), dtype)
         weights: list[fx.Node | None] = []
         for chain in [b.chain for b in r.branches]:
             pair = chain.weight_and_bias(e)
-            weights += [None if t is None else _cast(e, t, dtype) for t in pair]
+            weights += [None if t is None else e.cast(t, dtype) for t in pair]
         weights += [None] * (4 - len(weights))
-        down_bias = None if r.down.bias is None else _cast(e, r.down.bias, dtype)
+        down_bias = None if r.down.bias is None else e.cast(r.down.bias, dtype)
         op = e.call(
             torch.ops.sparse_inductor.relu_ffn.default,
-            x, *weights, _cast(e, r.down.weight(e), dtype), down_bias,
+            x, *weights, e.cast(r.down.weight(e), dtype), down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.statistics),
         )  # fmt: skip
         y = e.call(operator.getitem, op, 0)
-        y = _permuted(e, y, [[*rest, axis].index(d) for d in range(ndim)])
+        y = e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)])
         self.anchor.replace_all_uses_with(y)
         if self.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
@@ -127,17 +127,9 @@ class BlockMatch:
         for s, of in self.statistics:
             row = {"gate": 0, "hidden": 2}[of] + (s.norm != 1)
             t = e.call(operator.getitem, values, row)
-            t = _permuted(e, t, [order.index(a) for a in axes])
+            t = e.permuted(t, [order.index(a) for a in axes])
             neurons = fake(s.source).shape[axis]
             s.node.replace_all_uses_with(s.emit(e, t, axis, neurons))
-
-
-def _permuted(e: Emitter, t: fx.Node, dims: Sequence[int]) -> fx.Node:
-    return t if list(dims) == sorted(dims) else e.method("permute", t, tuple(dims))
-
-
-def _cast(e: Emitter, t: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return t if fake(t).dtype == dtype else e.method("to", t, dtype)
 
 
 class ReluFfn:

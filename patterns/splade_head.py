@@ -151,13 +151,13 @@ class HeadMatch:
             red.dim,
             chain.v_dim,
         ]
-        hidden = _permuted(e, chain.stand_in(e), order)
-        rows = [e.method("squeeze", _permuted(e, r, order), -1) for r in chain.row_operands(e)]
+        hidden = e.permuted(chain.stand_in(e), order)
+        rows = [e.method("squeeze", e.permuted(r, order), -1) for r in chain.row_operands(e)]
         weight, bias = chain.weight_and_bias(e)
         # Under autocast the linear computes in another dtype than its inputs have.
         dtype = fake(chain.linear.node).dtype
-        hidden, weight = _cast(e, hidden, dtype), _cast(e, weight, dtype)
-        bias = None if bias is None else _cast(e, bias, dtype)
+        hidden, weight = e.cast(hidden, dtype), e.cast(weight, dtype)
+        bias = None if bias is None else e.cast(bias, dtype)
         result = fake(anchor) if red.values is None else fake(anchor)[red.values]
         wide = torch.promote_types(result.dtype, torch.float32) if chain.tail else result.dtype
         op = e.call(
@@ -166,7 +166,7 @@ class HeadMatch:
         )  # fmt: skip
         values = e.call(operator.getitem, op, 0)
         if chain.tail:
-            values = _cast(e, chain.replay_tail(e, values, [*order[:-2], order[-1]]), result.dtype)
+            values = e.cast(chain.replay_tail(e, values, [*order[:-2], order[-1]]), result.dtype)
         values = self._shaped(e, values, order[:-2])
         if red.minimum:
             values = e.call(operator.neg, values)
@@ -187,16 +187,8 @@ class HeadMatch:
     def _shaped(self, e: Emitter, t: fx.Node, others: list[int]) -> fx.Node:
         """[*others, V] in the axis order of the user's result."""
         order = [*others, self.chain.v_dim]
-        t = _permuted(e, t, [order.index(d) for d in sorted(order)])
+        t = e.permuted(t, [order.index(d) for d in sorted(order)])
         return e.method("unsqueeze", t, self.reduction.dim) if self.reduction.keepdim else t
-
-
-def _permuted(e: Emitter, t: fx.Node, dims: Sequence[int]) -> fx.Node:
-    return t if list(dims) == sorted(dims) else e.method("permute", t, tuple(dims))
-
-
-def _cast(e: Emitter, t: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return t if fake(t).dtype == dtype else e.method("to", t, dtype)
 
 
 class SpladeHead:

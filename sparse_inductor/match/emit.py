@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ class Emitter:
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
+
+    def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """t.permute(dims); t itself where they are in order."""
+        return t if list(dims) == sorted(dims) else self.method("permute", t, tuple(dims))
+
+    def cast(self, t: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """t.to(dtype); t itself where it is of that dtype."""
+        return t if fake(t).dtype == dtype else self.method("to", t, dtype)
 
     def undo(self) -> None:
         """Take out everything that was inserted; nothing may use it yet."""

@@ -94,7 +94,7 @@ class Attention:
         kv = (self.batch, self.shared, self.keys, last)
         k = self._laid_out(e, self.k, kv, full=(True, True, True))
         v = self._laid_out(e, self.v, kv, full=(True, True, True))
-        q, k, v = (self._cast(e, t, self.dtype) for t in (q, k, v))
+        q, k, v = (e.cast(t, self.dtype) for t in (q, k, v))
         for factor in self.scores.factors:
             q, k = self._scaled(e, q, k, factor)
         bias, mask = self._bias(e), self._mask(e)
@@ -106,7 +106,7 @@ class Attention:
             q, k, v, bias, mask, alpha, None, None,
             number, self.scores.scale, self.fill, self.causal,
         )  # fmt: skip
-        out = self._cast(e, out, fake(self.node).dtype)
+        out = e.cast(out, fake(self.node).dtype)
         return self._as_user_has_it(e, out)
 
     def _alpha(self, e: Emitter) -> tuple[fx.Node | None, float]:
@@ -119,9 +119,6 @@ class Attention:
         one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=torch.float32)
         return one, 0.0  # a number that is known when it runs
 
-    def _cast(self, e: Emitter, t: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return t if fake(t).dtype == dtype else e.method("to", t, dtype)
-
     def _scaled(
         self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed
     ) -> tuple[fx.Node, fx.Node]:
@@ -130,8 +127,8 @@ class Attention:
         combine = operator.truediv if factor.divides else operator.mul
         if any(atom in self.keys for axis in factor.axes for atom in flat(axis)):
             f = e.method("transpose", f, -1, -2)
-            return q, self._cast(e, e.call(combine, k, f), self.dtype)
-        return self._cast(e, e.call(combine, q, f), self.dtype), k
+            return q, e.cast(e.call(combine, k, f), self.dtype)
+        return e.cast(e.call(combine, q, f), self.dtype), k
 
     def _beside(self, e: Emitter, p: Placed) -> fx.Node:
         """[B, H, Lq, Lk] with 1 where the operand does not vary."""

@@ -87,8 +87,7 @@ class Scores:
         shape = (total(sizes[: len(kept)]), total(sizes[len(kept) :]))
         out = []
         for t in (ids, values):
-            t = t if order == sorted(order) else e.method("permute", t, tuple(order))
-            out.append(reshaped(e, t, shape))
+            out.append(reshaped(e, e.permuted(t, order), shape))
         return out[0], out[1]
 
     def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:

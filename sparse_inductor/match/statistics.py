@@ -48,7 +48,7 @@ class Statistic:
         if self.keepdim:
             for d in sorted(self.dims):
                 t = e.method("unsqueeze", t, d)
-        return t if fake(t).dtype == result.dtype else e.method("to", t, result.dtype)
+        return e.cast(t, result.dtype)
 
 
 def statistics(

@@ -92,7 +92,7 @@ def _labelled(
                 t = e.method("select", t, have.index(c), 0)
                 have.remove(c)
         order = [have.index(c) for c in xs if c in have]
-        t = t if order == sorted(order) else e.method("permute", t, tuple(order))
+        t = e.permuted(t, order)
         for at, c in enumerate(xs):
             if c not in have:
                 t = e.method("unsqueeze", t, at)
