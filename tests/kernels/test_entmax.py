@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import triton
 
 from sparse_inductor.kernels import entmax as kernels
 from sparse_inductor.ops import _entmax_aten as aten
@@ -15,13 +14,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 # fp32 arithmetic and the rounding of the output.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 STREAMED = 64  # columns that fit "the registers", so that small rows take the way of long ones
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cpu" and not triton.knobs.runtime.interpret:
-        pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
-    return request.param
 
 
 def scores(*shape, device, scale=1.0, dtype=torch.float32, seed=0):

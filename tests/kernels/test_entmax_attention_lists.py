@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_entmax_attention import PLAIN, check, device, operands, run  # noqa: F401
+from test_entmax_attention import PLAIN, check, operands, run
 
 from sparse_inductor.kernels import entmax_attention, entmax_attention_lists
 
@@ -18,7 +18,7 @@ def any_length(monkeypatch):
     monkeypatch.setattr(entmax_attention_lists, "MIN_KEYS", 0)
 
 
-def sizes(device, **keywords):  # noqa: F811
+def sizes(device, **keywords):
     """What a GPU's lists take: 16 bits, width 64; the interpreter takes small ones."""
     if device.type == "cuda":
         keywords = {"D": 64, "dtype": torch.bfloat16, **keywords}
@@ -41,29 +41,29 @@ def left(q, k, v, **keywords):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [(40, 130), (130, 130), (16, 64)])
-def test_peaked_rows_need_no_block_pass(lengths, causal, device):  # noqa: F811
+def test_peaked_rows_need_no_block_pass(lengths, causal, device):
     q, k, v, grad = operands(device, **sizes(device, Lq=lengths[0], Lk=lengths[1]))
     check(q, k, v, grad, causal=causal)
     assert not left(q, k, v, causal=causal).any()
 
 
 @pytest.mark.parametrize("alpha", [1.4, 2.0, 3.0])
-def test_any_alpha(alpha, device):  # noqa: F811
+def test_any_alpha(alpha, device):
     check(*operands(device, **sizes(device)), alpha_value=alpha, tolerance=1e-5)
 
 
-def test_alpha_tensor_has_a_gradient(device):  # noqa: F811
+def test_alpha_tensor_has_a_gradient(device):
     alpha = torch.tensor([1.4, 1.9]).view(1, 2, 1, 1).to(device)
     check(*operands(device, **sizes(device)), alpha=alpha, tolerance=1e-5)
 
 
-def test_flat_rows_go_to_the_block_passes(device):  # noqa: F811
+def test_flat_rows_go_to_the_block_passes(device):
     q, k, v, grad = operands(device, **sizes(device, variance=1e-3))
     check(q, k, v, grad)
     assert left(q, k, v).all()
 
 
-def test_flat_and_peaked_rows_in_one_head(device):  # noqa: F811
+def test_flat_and_peaked_rows_in_one_head(device):
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
     q, k, v, grad = operands(device, **sizes(device, Lq=3 * rows, Lk=3 * rows + 150, H=4, Hkv=2))
     q[:, 1:, rows : 2 * rows] *= 1e-3
@@ -75,7 +75,7 @@ def test_flat_and_peaked_rows_in_one_head(device):  # noqa: F811
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("alpha", [1.25, 1.5])
-def test_broad_rows_need_no_block_pass(causal, alpha, device):  # noqa: F811
+def test_broad_rows_need_no_block_pass(causal, alpha, device):
     """Supports of 20 to 100."""
     variance = {1.25: 12.0, 1.5: 1.0}[alpha]
     q, k, v, grad = operands(device, **sizes(device, variance=variance, H=2, Hkv=1, Lk=300))
@@ -84,7 +84,7 @@ def test_broad_rows_need_no_block_pass(causal, alpha, device):  # noqa: F811
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_each_row_goes_its_own_way(causal, device):  # noqa: F811
+def test_each_row_goes_its_own_way(causal, device):
     """Peaked, broad and flat rows beside each other."""
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
     q, k, v, grad = operands(device, **sizes(device, H=1, Lq=2 * rows + 5, Lk=400, variance=1.0))
@@ -95,7 +95,7 @@ def test_each_row_goes_its_own_way(causal, device):  # noqa: F811
     assert flat[..., 2::3].all() and not flat[..., ::3].any() and not flat[..., 1::3].any()
 
 
-def test_variable_lengths(device):  # noqa: F811
+def test_variable_lengths(device):
     lengths = {
         "query_lengths": torch.tensor([20, 0, 40]).to(device),
         "key_lengths": torch.tensor([0, 130, 70]).to(device),
@@ -104,20 +104,20 @@ def test_variable_lengths(device):  # noqa: F811
 
 
 @pytest.mark.parametrize("fill", [-1e4, 0.0])
-def test_causal_fill(fill, device):  # noqa: F811
+def test_causal_fill(fill, device):
     q, k, v, grad = operands(device, **sizes(device, Lq=100, Lk=100, variance=2.0))
     check(q, k, v, grad, causal=True, fill=fill)
     assert left(q, k, v, causal=True, fill=fill).any() == (fill == 0.0)
 
 
-def test_negative_scores(device):  # noqa: F811
+def test_negative_scores(device):
     """Bits of negative floats sort the other way around."""
     q, k, v, grad = operands(device, **sizes(device))
     check(-q.abs(), k.abs(), v, grad)
 
 
 @pytest.mark.parametrize("weight", [3.0, 30.0])
-def test_a_key_that_every_row_attends_to(weight, device):  # noqa: F811
+def test_a_key_that_every_row_attends_to(weight, device):
     """Few rows of a key are ranked, more are sorted, and the lists are searched for most."""
     q, k, v, grad = operands(device, **sizes(device, H=2, Hkv=1, Lq=200, Lk=70))
     q, k = q.abs() * 0.3, k * 0.3
@@ -125,7 +125,7 @@ def test_a_key_that_every_row_attends_to(weight, device):  # noqa: F811
     check(q, k, v, grad)
 
 
-def test_nan_stays_in_its_rows(device):  # noqa: F811
+def test_nan_stays_in_its_rows(device):
     q, k, v, grad = operands(device, **sizes(device))
     clean = run(q, k, v, grad)[0]
     q[0, 1, 7] = math.nan
@@ -137,7 +137,7 @@ def test_nan_stays_in_its_rows(device):  # noqa: F811
     assert (out[others].double() - clean[others].double()).abs().max() <= 0.02
 
 
-def test_gradients_repeat_bitwise(device):  # noqa: F811
+def test_gradients_repeat_bitwise(device):
     grouped = {"B": 2, "H": 4, "Hkv": 2, "Lq": 130} if device.type == "cuda" else {"Hkv": 1}
     tensors = operands(device, **sizes(device, **grouped))
     for a, b in zip(run(*tensors)[:4], run(*tensors)[:4]):

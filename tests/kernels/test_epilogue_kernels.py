@@ -16,13 +16,6 @@ INF = math.inf
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cpu" and not triton.knobs.runtime.interpret:
-        pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
-    return request.param
-
-
 @triton.jit
 def scalar_kernel(x_ptr, value_ptr, dual_ptr, slope_ptr, STEPS: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, N)

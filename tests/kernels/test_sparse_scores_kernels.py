@@ -11,21 +11,8 @@ from sparse_inductor.kernels import sparse_scores_accumulate as accumulate
 from sparse_inductor.kernels import sparse_scores_documents as documents
 from sparse_inductor.kernels import sparse_scores_search as search
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CHUNK = 256
 V = 60
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if request.param == "cpu":
-        from triton import knobs
-
-        if not knobs.runtime.interpret:
-            pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
-    return torch.device(request.param)
 
 
 @pytest.fixture

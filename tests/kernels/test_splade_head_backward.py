@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import triton
 
 from sparse_inductor.epilogue.steps import dual, parse
 from sparse_inductor.kernels import splade_head_backward
@@ -16,13 +15,6 @@ INNER = parse("mul(0.5) | row_add(1) | row_mul(2) | row_where(0, -2.0) | softplu
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
 )  # NumPy on inf and NaN, as intended
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cpu" and not triton.knobs.runtime.interpret:
-        pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
-    return request.param
 
 
 def problem(device, B, S, D, V, dtype=torch.float32, active=0.3, hot=0.3, seed=0):

@@ -13,20 +13,6 @@ RELU_LOG1P = steps.parse("relu | log1p")
 # accumulation order (fp32) and the rounding of the output (16-bit dtypes).
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if request.param == "cpu":
-        from triton import knobs
-
-        if not knobs.runtime.interpret:
-            pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
-    return torch.device(request.param)
-
 
 def make(device, B=3, S=37, D=24, V=50, dtype=torch.float32, bias=True, seed=0):
     g = torch.Generator().manual_seed(seed)

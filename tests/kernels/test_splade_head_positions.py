@@ -22,18 +22,6 @@ PROGRAMS = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if request.param == "cpu":
-        from triton import knobs
-
-        if not knobs.runtime.interpret:
-            pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
-    return torch.device(request.param)
-
-
 def operand(kind, B, S, g):
     """A row operand: a mask of random lengths, or that times real values, or added."""
     keep = torch.arange(S)[None] < torch.randint(0, S + 1, (B, 1), generator=g)
