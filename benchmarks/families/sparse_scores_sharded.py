@@ -66,6 +66,7 @@ def _work(rank: int, folder: str, kind: str, n: int, B: int, k: int, rounds: int
         two = _time(lambda: sharded.search(queries, k), device, rounds, all_ranks=True)
         found = sharded.search(queries, k)
         if rank == 0:
+            print(f"two processes: {two:.4g} ms", flush=True)
             index = _index(device, (part for r in range(RANKS) for part in _half(device, r, n)))
             one = _time(lambda: index.search(queries, k), device, rounds)
             same = all(torch.equal(a, b) for a, b in zip(found, index.search(queries, k)))

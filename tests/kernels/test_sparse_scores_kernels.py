@@ -9,6 +9,7 @@ from sparse_inductor.index.segment import Segment
 from sparse_inductor.index.sources import rows_of
 from sparse_inductor.kernels import sparse_scores_accumulate as accumulate
 from sparse_inductor.kernels import sparse_scores_documents as documents
+from sparse_inductor.kernels import sparse_scores_merge as merge
 from sparse_inductor.kernels import sparse_scores_search as search
 
 CHUNK = 256
@@ -211,3 +212,33 @@ def test_a_small_collection_and_too_many_results(device):
     best, right = truth(dense, queries(), 40, deleted.cpu())
     assert torch.equal(ids[:, :40], right) and torch.equal(scores[:, :40], best)
     assert ids[:, 40:].eq(-1).all() and scores[:, 40:].eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_lists_of_several_processes_are_merged(world, device):
+    """Equal scores across processes, lists that are not full, a query that is not finite."""
+    g = torch.Generator().manual_seed(2)
+    B, k, there = 4, 37, 30
+    scores = torch.randint(-3, 4, (world, B, there), generator=g).float() / 2
+    scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    ids = order.clone()
+    scores[:, 3, :], ids[:, 3, :] = float("nan"), -1
+    if world == 1:
+        k = there
+    else:  # the second process has fewer documents than are asked for
+        scores[1, :3, 12:], ids[1, :3, 12:] = float("-inf"), -1
+        scores = torch.nn.functional.pad(scores, (0, k - there), value=float("-inf"))
+        ids = torch.nn.functional.pad(ids, (0, k - there), value=-1)
+        scores[:, 3] = float("nan")
+    offered = [
+        (-s, 100 * r + i)
+        for r in range(world)
+        for s, i in zip(scores[r, 0].tolist(), ids[r, 0].tolist())
+        if i >= 0
+    ]
+    lists = [merge.keys(scores[r].to(device), ids[r].to(device), 100 * r) for r in range(world)]
+    found, which = merge.merged(torch.stack(lists), scores[0].to(device))
+    want = sorted(offered)[:k]
+    assert [(-s, i) for s, i in zip(found[0].tolist(), which[0].tolist())][: len(want)] == want
+    assert which[0, len(want) :].eq(-1).all() and which[3].eq(-1).all() and found[3].isnan().all()
+    assert found[:3, len(want) :].eq(float("-inf")).all()
