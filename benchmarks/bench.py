@@ -171,17 +171,17 @@ def ratio(a: Timing | None, b: Timing | None) -> float | None:
 # --- An unchanged module, unrewritten and rewritten, in one process ---------------------------------------------------
 
 
-def compiled(module: nn.Module) -> Callable[..., Any]:
-    """The module under torch.compile, unrewritten."""
-    return torch.compile(_twin(module), dynamic=False)
+def compiled(module: nn.Module, **how: Any) -> Callable[..., Any]:
+    """The module under torch.compile, unrewritten; how: more of torch.compile's arguments."""
+    return torch.compile(_twin(module), dynamic=False, **how)
 
 
-def rewritten(module: nn.Module, pattern: str) -> Callable[..., Any]:
+def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]:
     """The module under torch.compile with `pattern` enabled; raises NotRewritten where nothing was.
 
     The rewriting is on during the first call in each grad mode, which is when it is compiled.
     """
-    program = torch.compile(_twin(module), dynamic=False)
+    program = torch.compile(_twin(module), dynamic=False, **how)
     seen: set[bool] = set()
 
     def call(*args: Any) -> Any:

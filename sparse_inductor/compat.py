@@ -292,6 +292,11 @@ def autograd_on() -> Iterator[None]:
         yield
 
 
+def modes_active() -> bool:
+    """Whether somebody has a mode on that every operator's call goes through."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def functional_mode() -> type:
     """The mode under which AOTAutograd traces what a compiler gets."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -312,6 +317,32 @@ def keeps_operators() -> bool:
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return custom_triton_ops_decomposition_disabled()
+
+
+# --- Launching kernels -----------------------------------------------------------------------------
+
+
+def launch_settings() -> tuple[Any, ...]:
+    """What the launch code of kernels may ask torch for, beside what is to be seen of the tensors."""
+    return torch._C._get_float32_matmul_precision(), torch._C._get_cublas_allow_tf32()
+
+
+def raw_stream(device: torch.device) -> int:
+    """The handle of the device's current stream; 0 for a CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def current_device() -> int:
+    """The current GPU's number, of a process that has used one."""
+    return torch._C._cuda_getDevice()
+
+
+def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """`torch.empty_strided(size, stride, dtype)` on the device (on the current one of several GPUs): what Inductor's
+    own code allocates with, a third of the host's time."""
+    if device.type == "cuda":
+        return torch._C._dynamo.guards._empty_strided_cuda
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 # --- Counters and logs ----------------------------------------------------------------------------

@@ -6,16 +6,18 @@ the host; a GPU with nothing queued waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Launcher", "captured", "launch", "relaunched"]
+__all__ = ["Launcher", "bound", "captured", "counted", "hooked", "launch", "relaunched", "watch"]
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
@@ -28,6 +30,10 @@ _Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
 _sorts: dict[tuple[type, ...], _Sorts] = {}
 # Programs of many shapes start over here: a few hundred bytes each.
 _MOST_SEEN = 16384
+
+# Who is told of each launch that a thread makes: (thread, told).
+Told = Callable[[Any, tuple[int, ...], Sequence[Any], Sequence[Any]], None]
+_watcher: tuple[int, Told] | None = None
 
 
 def _kind(argument: Any) -> Hashable:
@@ -99,11 +105,66 @@ def launch(
             compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
             if compiled is not None:  # under the interpreter there is nothing to keep
                 _compiled[general] = compiled
+            _tell(compiled, grid, args, constants)
             return
         if len(_seen) >= _MOST_SEEN:
             _seen.clear()
         _seen[exact] = compiled
     compiled[(*grid, 1, 1)[:3]](*passed, *constants.values())
+    if _watcher is not None:
+        _tell(compiled, grid, args, constants)
+
+
+def watch(told: Told | None) -> None:
+    """Have `told` called with (compiled kernel, grid, args, constants) after each launch of this thread, until this is
+    called with None. The kernel is None where the next launch would not be the same (Triton's interpreter)."""
+    global _watcher
+    _watcher = None if told is None else (threading.get_ident(), told)
+
+
+def _tell(
+    compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Hashable]
+) -> None:
+    watcher = _watcher
+    if watcher is not None and watcher[0] == threading.get_ident():
+        watcher[1](compiled, grid, args, [*constants.values()])
+
+
+def bound(compiled: Any, grid: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `compiled.run` takes in front of the stream's handle, and between that and the kernel's arguments, which are
+    addresses for tensors and include the constants. Nobody is told of the launch: see `hooked`."""
+    return (*grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata, None, None, None)
+
+
+def hooked() -> bool:
+    """Whether somebody (a profiler) has asked Triton to be told of each launch."""
+    runtime = triton.knobs.runtime
+    return any(
+        hook is not None and getattr(hook, "calls", True)
+        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    )
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[Any] | None]:
+    """Collects an entry for each launch that Triton makes for this thread, whoever asks for it; None where this Triton
+    does not say."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    if not (hasattr(hook, "add") and hasattr(hook, "remove")):
+        yield None
+        return
+    found: list[Any] = []
+    thread = threading.get_ident()
+
+    def count(metadata: Any) -> None:
+        if threading.get_ident() == thread:
+            found.append(metadata)
+
+    hook.add(count)
+    try:
+        yield found
+    finally:
+        hook.remove(count)
 
 
 def captured(

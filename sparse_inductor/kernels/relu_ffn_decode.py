@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import encode, evaluate
+from .launch import relaunched
 
 __all__ = ["applies", "forward"]
 
@@ -60,6 +61,7 @@ def _fetch(rows, K, WIDTH: tl.constexpr):
     )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _gate_up_kernel(
     x, gate, gate_bias, up, up_bias, out,
@@ -115,6 +117,7 @@ def _gate_up_kernel(
     tl.store(out + n, tl.where(active, h, 0.0).to(out.dtype.element_ty), mask=in_n)
 
 
+@relaunched
 @triton.jit
 def _down_kernel(
     hidden, down, bias, out, lists, N, D, stride_d, stride_n,
@@ -227,6 +230,7 @@ def _rows_by_tokens(
     return total
 
 
+@relaunched
 @triton.jit
 def _projections_kernel(
     x, gate, gate_bias, up, up_bias, out, arrived, M, N, K, stride_x, stride_g, stride_u, CUT,
@@ -272,6 +276,7 @@ def _projections_kernel(
     )
 
 
+@relaunched
 @triton.jit
 def _down_tokens_kernel(
     hidden, down, bias, parts, arrived, out, M, N, D, stride_d, DEPTH,

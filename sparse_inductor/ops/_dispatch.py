@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +17,43 @@ from .. import compat
 def below_autograd() -> contextlib.AbstractContextManager[None]:
     """Calls inside skip the Autograd keys: an operator's Autograd kernel uses it to reach the device kernels."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+# What arguments an operator's device function can be handed as they are.
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
+
+
+def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The operator without its Autograd kernel: at once `on_gpu(fn)`, its CUDA kernel, where nobody else (a mode, a
+    tensor subclass) wants to see the call, which saves the dispatcher's second turn; else through the dispatcher.
+
+    The first argument is a tensor, and lists among the arguments hold tensors.
+    """
+    if args[0].is_cuda and not compat.modes_active():
+        for a in args:
+            kind = type(a)
+            if kind not in _PLAIN and not (kind is list and all(type(e) in _PLAIN for e in a)):
+                break
+        else:
+            return on_gpu(fn)(*args)
+    with below_autograd():
+        return op(*args)
+
+
+@functools.cache
+def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What to register as the CUDA kernel of an operator that `fn` computes: `fn`, whose launches are kept and replayed
+    (`kernels.replay`)."""
+
+    @functools.cache
+    def replaying() -> Callable[..., Any]:
+        if importlib.util.find_spec("triton") is None:  # what has no kernel still works
+            return fn
+        from ..kernels.replay import replayed
+
+        return replayed(fn)
+
+    return lambda *args: replaying()(*args)
 
 
 def autocast_on(device_type: str) -> bool:

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _entmax_aten as aten
-from ._dispatch import autocast_off, below_autograd, decline_vmap, inline, outside_transforms
+from ._dispatch import (
+    autocast_off,
+    below_autograd,
+    call_below_autograd,
+    decline_vmap,
+    inline,
+    on_gpu,
+    outside_transforms,
+)
 from ._sharding import Rule, dims, share
 
 __all__ = ["entmax"]
@@ -178,8 +186,8 @@ def _autograd(x, alpha, alpha_value, dim):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, alpha)):
         _check(x, alpha, alpha_value, dim)
         return _Entmax.apply(x, alpha, alpha_value, dim)
-    with below_autograd():
-        return torch.ops.sparse_inductor.entmax(x, alpha, alpha_value, dim)
+    args = (x, alpha, alpha_value, dim)
+    return call_below_autograd(torch.ops.sparse_inductor.entmax, _forward, args)
 
 
 def _fake(x, alpha, alpha_value, dim):
@@ -218,8 +226,8 @@ for _name, _impl, _meta in (
     ("entmax", _forward, _fake),
     ("entmax_backward", _backward, _fake_backward),
 ):
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _impl, _key)
+    _lib.impl(_name, _impl, "CPU")
+    _lib.impl(_name, on_gpu(_impl), "CUDA")
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("entmax", _autograd, "Autograd")
 decline_vmap(_lib, "entmax")

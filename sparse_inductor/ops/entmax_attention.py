@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _entmax_attention_aten as aten
-from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
+from ._dispatch import (
+    autocast_off,
+    autocast_on,
+    call_below_autograd,
+    decline_vmap,
+    on_gpu,
+    outside_transforms,
+)
 from ._sharding import Dims, Rule, dims, share
 from .entmax import FLOATS, check_alpha, fits
 
@@ -266,8 +273,7 @@ def _autograd(*args):
     if torch.is_grad_enabled() and wanted:
         _check(*args)
         return _EntmaxAttention.apply(*args)
-    with below_autograd():
-        return torch.ops.sparse_inductor.entmax_attention(*args)
+    return call_below_autograd(torch.ops.sparse_inductor.entmax_attention, _infer, args)
 
 
 def _fake(q, k, v, *terms):
@@ -330,8 +336,8 @@ for _name, _impl, _meta in (
     ("entmax_attention_train", _train, _fake_train),
     ("entmax_attention_backward", _backward, _fake_backward),
 ):
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _impl, _key)
+    _lib.impl(_name, _impl, "CPU")
+    _lib.impl(_name, on_gpu(_impl), "CUDA")
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("entmax_attention", _autograd, "Autograd")
 decline_vmap(_lib, "entmax_attention")

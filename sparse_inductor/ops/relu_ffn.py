@@ -29,7 +29,14 @@ from torch.autograd.function import once_differentiable
 from ..epilogue.cut import cut
 from ..epilogue.steps import ROW, Program, parse
 from . import _relu_ffn_aten as aten
-from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
+from ._dispatch import (
+    autocast_off,
+    autocast_on,
+    call_below_autograd,
+    decline_vmap,
+    on_gpu,
+    outside_transforms,
+)
 from ._sharding import Dims, Rule, dims, share
 
 __all__ = ["capacity", "relu_ffn"]
@@ -268,8 +275,8 @@ def _autograd(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_s
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _check(*tensors)
         return _ReluFfn.apply(gate_steps, up_steps, stats, *tensors)
-    with below_autograd():
-        return torch.ops.sparse_inductor.relu_ffn(*tensors, gate_steps, up_steps, stats)
+    args = (*tensors, gate_steps, up_steps, stats)
+    return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
 
 
 def _fake(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
@@ -331,8 +338,8 @@ for _name, _impl, _meta in (
     ("relu_ffn_train", _train, _fake_train),
     ("relu_ffn_backward", _backward, _fake_backward),
 ):
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _impl, _key)
+    _lib.impl(_name, _impl, "CPU")
+    _lib.impl(_name, on_gpu(_impl), "CUDA")
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("relu_ffn", _autograd, "Autograd")
 decline_vmap(_lib, "relu_ffn")

@@ -21,7 +21,14 @@ from torch.autograd.function import once_differentiable
 
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
-from ._dispatch import autocast_off, autocast_on, below_autograd, decline_vmap, outside_transforms
+from ._dispatch import (
+    autocast_off,
+    autocast_on,
+    call_below_autograd,
+    decline_vmap,
+    on_gpu,
+    outside_transforms,
+)
 from ._sharding import Dims, Rule, dims, share
 
 __all__ = ["DEFAULT_STEPS", "splade_head"]
@@ -315,10 +322,8 @@ def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _check(hidden, weight, bias, rows, steps, out_dtype)
         return _SpladeHead.apply(hidden, weight, bias, steps, out_dtype, argmax, *rows)
-    with below_autograd():
-        return torch.ops.sparse_inductor.splade_head(
-            hidden, weight, bias, rows, steps, out_dtype, argmax
-        )
+    args = (hidden, weight, bias, rows, steps, out_dtype, argmax)
+    return call_below_autograd(torch.ops.sparse_inductor.splade_head, _infer, args)
 
 
 def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
@@ -395,8 +400,8 @@ for _name, _impl, _meta in (
     ("splade_head_train", _train, _fake_train),
     ("splade_head_backward", _backward, _fake_backward),
 ):
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _impl, _key)
+    _lib.impl(_name, _impl, "CPU")
+    _lib.impl(_name, on_gpu(_impl), "CUDA")
     torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
 _lib.impl("splade_head", _autograd, "Autograd")
 decline_vmap(_lib, "splade_head")

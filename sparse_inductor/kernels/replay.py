@@ -1,0 +1,592 @@
+"""An operator's call that has been made before, made again without the Python that plans it.
+
+Between a call and its kernels lie checks, plans, allocations and views: 0.1 to 0.5 ms of the host's time, which is more
+than the kernels of a small batch take. None of it depends on what the tensors hold. So the second call with the same
+shapes, strides, dtypes, alignments and options is recorded, as what it allocates, launches and calls of ATen; from the
+third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned.
+
+A call that does anything else on the way (reads a number off the GPU, uses another stream or a tensor of its own from
+before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to allocate, whose kernels
+take longer than the host.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import compat
+from . import launch as launches
+
+__all__ = ["forget", "replayed"]
+
+# Bytes that are not returned: what is freed on the way is not used again in a replayed call.
+MOST_SCRATCH = 64 * 2**20
+# Bytes that the recorded call may keep until its end, once.
+MOST_KEPT = 256 * 2**20
+# Programs of many shapes start over here: some kilobytes each.
+MOST_PLANS = 1024
+# What addresses may have in common with those recorded: kernels align their own buffers up to this.
+_PAGE = 1024
+
+_aten = torch.ops.aten
+_ALLOCATES = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}
+
+# By operator and all that its launches depend on: a plan; _ONCE after one call; None where there is no plan.
+_plans: dict[Hashable, Any] = {}
+_ONCE = object()
+_one_at_a_time = threading.Lock()
+
+
+def forget() -> None:
+    """Drop all plans."""
+    _plans.clear()
+
+
+def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the device function of an operator: arguments are tensors, None, numbers, strings, dtypes and lists
+    of these; it returns new tensors, None, or tuples and lists of them, and decides by nothing but the arguments'
+    layouts and `compat.launch_settings`."""
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        key: list[Hashable] = [fn, compat.launch_settings()]
+        inputs: list[Tensor] = []
+        addresses: list[int] = []
+        _describe(args, key, inputs, addresses)
+        if not inputs:
+            return fn(*args)
+        key.append(inputs[0].get_device())
+        settled = tuple(key)
+        plan = _plans.get(settled)
+        if type(plan) is _Plan:
+            if not launches.hooked():
+                return plan.run(inputs, addresses)
+        elif plan is _ONCE:
+            return _record(fn, args, settled, inputs)
+        elif settled not in _plans:
+            if len(_plans) >= MOST_PLANS:
+                _plans.clear()
+            _plans[settled] = _ONCE
+        return fn(*args)
+
+    return call
+
+
+def _describe(
+    args: Sequence[Any], key: list[Hashable], inputs: list[Tensor], addresses: list[int]
+) -> None:
+    """Appends what launches depend on to `key`, and the tensors and their addresses to the others."""
+    for a in args:
+        if isinstance(a, Tensor):
+            address = a.data_ptr()
+            key += a.shape, a.stride(), a.dtype, address & 15
+            inputs.append(a)
+            addresses.append(address)
+        elif a.__class__ is list or a.__class__ is tuple:
+            key.append(len(a))
+            _describe(a, key, inputs, addresses)
+        else:
+            key.append(a)
+
+
+# --- Recording --------------------------------------------------------------------------------------------------------
+
+
+class _Unplannable(Exception):
+    """The call does what a plan cannot repeat."""
+
+
+class _At(NamedTuple):
+    """A place in memory: bytes after the beginning of a base. The bases are the inputs, then what the call makes; in a
+    finished plan the inputs, what it allocates to return, its scratch memory, then what ATen operators returned."""
+
+    base: int
+    offset: int
+
+
+class _View(NamedTuple):
+    """A tensor somewhere."""
+
+    at: _At
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _record(fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor]) -> Any:
+    """Make the call and keep its plan, or that it has none."""
+    if not _one_at_a_time.acquire(blocking=False):
+        return fn(*args)
+    try:
+        recording = _Recording(inputs)
+        launches.watch(recording.launched)
+        try:
+            with recording, launches.counted() as made:
+                result = fn(*args)
+        finally:
+            launches.watch(None)
+        try:
+            _plans[key] = recording.plan(result, made)
+        except _Unplannable:
+            _plans[key] = None
+        return result
+    finally:
+        _one_at_a_time.release()
+
+
+class _Recording(TorchDispatchMode):
+    """What a call does, in order."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._device = inputs[0].device
+        self._stream = compat.raw_stream(self._device)
+        self._made: list[Tensor] = []  # kept, so that no address is given out twice
+        self._results: set[int] = set()  # which of them an ATen operator returned
+        self._steps: list[_Launch | _Call] = []
+        self._sound = all(t.device == self._device for t in inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._sound and not func.is_view:
+            try:
+                if func in _ALLOCATES:
+                    self._keep(out)
+                else:
+                    self._called(func, args, kwargs, out)
+            except _Unplannable:
+                self._give_up()
+        return out
+
+    def _keep(self, t: Tensor) -> None:
+        self._made.append(t)
+        if t.device != self._device or sum(map(_storage_bytes, self._made)) > MOST_KEPT:
+            raise _Unplannable
+
+    def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self._check_stream()
+        if func.namespace != "aten" or any(isinstance(v, Tensor) for v in kwargs.values()):
+            raise _Unplannable  # out= among them: what they return is what they were given
+        call = _Call(func, self._views(args), kwargs)
+        results = out if isinstance(out, (tuple, list)) else (out,)
+        for i, t in enumerate(results):
+            if not isinstance(t, Tensor):
+                raise _Unplannable  # a number: what follows may depend on it
+            if not self._known(t):
+                self._results.add(len(self._made))
+                self._keep(t)
+                call.new.append(i)
+        self._steps.append(call)
+
+    def _views(self, args: Any) -> Any:
+        if isinstance(args, Tensor):
+            return self._view(args)
+        if isinstance(args, (tuple, list)):
+            return [self._views(a) for a in args]
+        return args
+
+    def _view(self, t: Tensor) -> _View:
+        at = self._locate(t)
+        if at is None:
+            raise _Unplannable
+        return _View(at, tuple(t.shape), tuple(t.stride()), t.dtype)
+
+    def _give_up(self) -> None:
+        self._sound = False
+        self._made.clear()
+        self._steps.clear()
+
+    def _check_stream(self) -> None:
+        if compat.raw_stream(self._device) != self._stream:
+            raise _Unplannable
+
+    def launched(
+        self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Sequence[Any]
+    ) -> None:
+        """The next launch; compiled: what was launched, None if there is nothing to launch again."""
+        if not self._sound:
+            return
+        try:
+            self._check_stream()
+            if compiled is None:
+                raise _Unplannable
+            self._steps.append(_Launch(compiled, grid, [*args, *constants], self._locate))
+        except _Unplannable:
+            self._give_up()
+
+    def _known(self, t: Tensor) -> bool:
+        storage = t.untyped_storage().data_ptr()
+        return any(storage == x.untyped_storage().data_ptr() for x in (*self._inputs, *self._made))
+
+    def _locate(self, t: Tensor) -> _At | None:
+        """Where the tensor's first element is; None for an empty one."""
+        address = t.data_ptr()
+        if address == 0:
+            return None
+        storage = t.untyped_storage().data_ptr()
+        for i, made in enumerate(self._made):
+            if made.untyped_storage().data_ptr() == storage:
+                return _At(len(self._inputs) + i, address - made.data_ptr())
+        given = [i for i, x in enumerate(self._inputs) if x.untyped_storage().data_ptr() == storage]
+        if len(given) > 1:  # inputs that share a storage today may not do so in the next call
+            given = [i for i in given if self._inputs[i].data_ptr() == address]
+        if len(given) != 1:
+            raise _Unplannable
+        return _At(given[0], address - self._inputs[given[0]].data_ptr())
+
+    def plan(self, result: Any, launched: list[Any] | None) -> _Plan:
+        """What was recorded, of a call that returned `result` and of which Triton says that it launched so much."""
+        told = sum(isinstance(step, _Launch) for step in self._steps)
+        if not self._sound or not self._steps or launched is None:
+            raise _Unplannable
+        if len(launched) != told:  # not all of it through `launch`
+            raise _Unplannable
+        returned: list[_View | None] = []
+        shape = self._returned(result, returned)
+        count = len(self._inputs)
+        own = [v.at.base - count for v in returned if v is not None]
+        if len(set(own)) != len(own):
+            raise _Unplannable  # two of one storage
+        allocated = [i for i in own if i not in self._results]
+        bases: dict[int, _At] = {}
+        size = kept = 0
+        for i, t in enumerate(self._made):
+            if i in self._results:
+                place = sorted(self._results).index(i)
+                bases[count + i] = _At(count + len(allocated) + 1 + place, 0)
+                kept += _storage_bytes(t)
+            elif i in allocated:
+                bases[count + i] = _At(count + allocated.index(i), 0)
+            else:
+                size += (t.data_ptr() - size) % _PAGE
+                bases[count + i] = _At(count + len(allocated), size)
+                size += _storage_bytes(t)
+        if size + kept > MOST_SCRATCH:
+            raise _Unplannable
+
+        def moved(at: _At) -> _At:
+            to = bases.get(at.base, _At(at.base, 0))
+            return _At(to.base, to.offset + at.offset)
+
+        for step in self._steps:
+            step.move(moved)
+        views = [None if v is None else v._replace(at=moved(v.at)) for v in returned]
+        owned = {v.at.base: v for v in views if v is not None}
+        layouts = [owned[count + i][1:] for i in range(len(allocated))]
+        return _Plan(
+            _Writer(self._device, count, layouts, size).function(self._steps, views, shape)
+        )
+
+    def _returned(self, result: Any, found: list[_View | None]) -> Any:
+        """The result with its tensors replaced by their numbers in `found`, where an empty one is None."""
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._returned(r, found) for r in result)
+        if result is None:
+            return None
+        if not result.numel():
+            found.append(None)
+            return _Empty((tuple(result.shape), tuple(result.stride()), result.dtype))
+        view = self._view(result)
+        if view.at.base < len(self._inputs) or view.at.offset:
+            raise _Unplannable
+        if _storage_bytes(result) > _bytes(result):
+            raise _Unplannable  # a part of what was made
+        found.append(view)
+        return _Number(len(found) - 1)
+
+
+def _storage_bytes(t: Tensor) -> int:
+    return t.untyped_storage().nbytes()
+
+
+def _bytes(t: Tensor) -> int:
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride()))
+    return (last + 1) * t.element_size()
+
+
+class _Number(int):
+    """Which tensor of those that are returned."""
+
+
+class _Empty(tuple):
+    """The layout of an empty tensor that is returned."""
+
+
+# --- Replaying --------------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """`run(inputs, addresses)` makes the call; inputs and their addresses are lists."""
+
+    run: Callable[[list[Tensor], list[int]], Any]
+
+
+class _Writer:
+    """Writes a plan's function: what has no loop and looks nothing up costs the host the launches and little more.
+
+    Bases are tensors t0, t1, ... that begin at addresses b0, b1, ...
+    """
+
+    def __init__(self, device: torch.device, inputs: int, layouts: list[Any], scratch: int) -> None:
+        self._device = device
+        self._names: dict[str, Any] = {
+            "empty": compat.allocator(device),
+            "view": _view_of,
+            "piece": _piece_of,
+            "stream_of": functools.partial(compat.raw_stream, device),
+        }
+        self._inputs, self._layouts, self._size = inputs, layouts, scratch
+        self._scratch = inputs + len(layouts)
+        self._results = self._scratch + 1
+
+    def function(
+        self, steps: Sequence[_Launch | _Call], views: Sequence[_View | None], shape: Any
+    ) -> Callable[[list[Tensor], list[int]], Any]:
+        """The function of these steps that returns `shape`."""
+        calls = any(isinstance(step, _Call) for step in steps)
+        lines = [f"{_listed('b', self._inputs)} = addresses"]
+        if calls:
+            lines.append(f"{_listed('t', self._inputs)} = inputs")
+        for i, layout in enumerate(self._layouts, self._inputs):
+            lines += [f"t{i} = empty({self._all(layout)})", f"b{i} = t{i}.data_ptr()"]
+        if self._size:
+            # It begins at a multiple of _PAGE within its allocation.
+            i = self._scratch
+            layout = (self._size + _PAGE,), (1,), torch.uint8
+            lines += [
+                f"t{i} = empty({self._all(layout)})",
+                f"b{i} = -(-t{i}.data_ptr() // {_PAGE}) * {_PAGE}",
+            ]
+        lines.append("stream = stream_of()")
+        for step in steps:
+            lines += step.written(self)
+        lines.append(f"return {self._returned(shape, views)}")
+        body = "".join(f"    {line}\n" for line in lines)
+        exec(f"def run(inputs, addresses):\n{body}", self._names)
+        run = self._names["run"]
+        device, current_device = self._device, compat.current_device
+        if not calls and device.type != "cuda":
+            return run
+
+        def guarded(inputs: list[Tensor], addresses: list[int]) -> Any:
+            # Autocast had its say when the call was recorded.
+            with torch.amp.autocast(device.type, enabled=False):
+                return run(inputs, addresses)
+
+        made = guarded if calls else run
+        if device.type != "cuda":
+            return made
+
+        def on_device(inputs: list[Tensor], addresses: list[int]) -> Any:
+            if current_device() == device.index:
+                return made(inputs, addresses)
+            with torch.cuda.device(device):
+                return made(inputs, addresses)
+
+        return on_device
+
+    def named(self, value: Any) -> str:
+        """The value as an expression."""
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
+            return f"({''.join(f'{self.named(v)}, ' for v in value)})"
+        name = f"c{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _all(self, values: Sequence[Any]) -> str:
+        return ", ".join(map(self.named, values))
+
+    def address(self, at: _At) -> str:
+        """The address as an expression."""
+        return f"b{at.base} + {at.offset}" if at.offset else f"b{at.base}"
+
+    def tensor(self, view: _View) -> str:
+        """A tensor that is seen so, as an expression."""
+        (base, offset), *layout = view
+        if base == self._scratch:
+            start = f"b{base} - t{base}.data_ptr() + {offset}"
+            return f"piece(t{base}, {start}, {self._all(layout)})"
+        allocated = dict(enumerate(self._layouts, self._inputs))
+        if allocated.get(base) == tuple(layout) and not offset:
+            return f"t{base}"
+        return f"view(t{base}, {offset}, {self._all(layout)})"
+
+    def result(self) -> str:
+        """The number of the next tensor that an ATen operator makes."""
+        self._results += 1
+        return str(self._results - 1)
+
+    def _returned(self, shape: Any, views: Sequence[_View | None]) -> str:
+        kind = type(shape)
+        if kind is _Number:
+            view = views[shape]
+            assert view is not None
+            return self.tensor(view)
+        if kind is _Empty:
+            return f"empty({self._all(shape)})"
+        if shape is None:
+            return "None"
+        parts = "".join(f"{self._returned(s, views)}, " for s in shape)
+        return f"[{parts}]" if kind is list else f"({parts})"
+
+
+def _listed(letter: str, count: int) -> str:
+    return "".join(f"{letter}{i}, " for i in range(count))
+
+
+def _view_of(t: Tensor, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    if t.dtype != dtype:
+        t = t.view(-1).view(dtype)  # what has been allocated is dense
+    if not offset and t.shape == size and t.stride() == stride:
+        return t
+    return t.as_strided(size, stride, t.storage_offset() + offset // dtype.itemsize)
+
+
+def _piece_of(scratch: Tensor, start: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    last = sum((n - 1) * s for n, s in zip(size, stride))
+    end = start + (last + 1) * dtype.itemsize
+    return scratch[start:end].view(dtype).as_strided(size, stride)
+
+
+class _Call:
+    """An ATen operator's call; `new` are those of its results that it allocated."""
+
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._func, self._args, self._kwargs = func, args, kwargs
+        self.new: list[int] = []
+
+    def move(self, moved: Callable[[_At], _At]) -> None:
+        """Where things are in the plan."""
+
+        def all_of(args: Any) -> Any:
+            if isinstance(args, _View):
+                return args._replace(at=moved(args.at))
+            return [all_of(a) for a in args] if isinstance(args, list) else args
+
+        self._args = all_of(self._args)
+
+    def written(self, writer: _Writer) -> list[str]:
+        """The call as lines of code."""
+
+        def expression(a: Any) -> str:
+            if isinstance(a, _View):
+                return writer.tensor(a)
+            if isinstance(a, list):
+                return f"[{', '.join(map(expression, a))}]"
+            return writer.named(a)
+
+        given = ", ".join(map(expression, self._args))
+        lines = [f"out = {writer.named(self._func)}({given}, **{writer.named(self._kwargs)})"]
+        several = len(self._func._schema.returns) > 1
+        for i in self.new:
+            n = writer.result()
+            lines += [f"t{n} = out[{i}]" if several else f"t{n} = out", f"b{n} = t{n}.data_ptr()"]
+        return lines
+
+
+class _Launch:
+    """A launch: its arguments, of which some are addresses and some hold addresses."""
+
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        locate: Callable[[Tensor], _At | None],
+    ) -> None:
+        self._compiled, self._grid = compiled, grid
+
+        def placed(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                return locate(a) or 0  # an empty tensor's address
+            if type(a) is tuple:
+                return tuple(map(placed, a))
+            if hasattr(a, "block_shape"):
+                at = locate(a.base)
+                if at is None:
+                    raise _Unplannable
+                return _Descriptors(a, at)
+            return a
+
+        self._args = [placed(a) for a in args]
+
+    def move(self, moved: Callable[[_At], _At]) -> None:
+        """Where things are in the plan."""
+
+        def all_of(a: Any) -> Any:
+            if isinstance(a, _At):
+                return moved(a)
+            if isinstance(a, _Descriptors):
+                a.at = moved(a.at)
+            return tuple(map(all_of, a)) if type(a) is tuple else a
+
+        self._args = [all_of(a) for a in self._args]
+
+    def written(self, writer: _Writer) -> list[str]:
+        """The launch as a line of code."""
+
+        def expression(a: Any) -> str:
+            if isinstance(a, _At):
+                return writer.address(a)
+            if isinstance(a, _Descriptors):
+                return f"{writer.named(a.from_address)}({writer.address(a.at)})"
+            if type(a) is tuple:
+                return f"({''.join(f'{expression(e)}, ' for e in a)})"
+            return writer.named(a)
+
+        first, more = launches.bound(self._compiled, self._grid)
+        given = [*map(writer.named, first), "stream", *map(writer.named, more)]
+        given += map(expression, self._args)
+        return [f"{writer.named(self._compiled.run)}({', '.join(given)})"]
+
+
+class _Descriptors:
+    """A tensor descriptor at other addresses; the allocator hands out the same few."""
+
+    MOST = 64
+
+    def __init__(self, like: Any, at: _At) -> None:
+        self.at = at
+        self._like = copy.copy(like)
+        self._like.base = None
+        self._dtype = like.base.dtype
+        self._kept: dict[int, Any] = {}
+
+    def from_address(self, address: int) -> Any:
+        """The descriptor of what is there."""
+        found = self._kept.get(address)
+        if found is None:
+            if len(self._kept) >= self.MOST:
+                self._kept.clear()
+            found = self._kept[address] = copy.copy(self._like)
+            found.base = _Address(address, self._dtype)
+        return found
+
+
+class _Address:
+    """As much of a tensor as a descriptor's launch looks at."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address

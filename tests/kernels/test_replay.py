@@ -1,0 +1,323 @@
+"""Calls that are made again from what an earlier one allocated and launched: with the new tensors' values, and only
+where nothing else happened on the way."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from sparse_inductor.kernels import launch as launching
+from sparse_inductor.kernels import replay
+from sparse_inductor.kernels.launch import launch
+
+
+class Kernel:
+    """Stands for a Triton kernel: `body` gets addresses and numbers, here of the CPU's memory."""
+
+    def __init__(self, body) -> None:
+        self.body, self.launched = body, 0
+
+    def __getitem__(self, grid):
+        def first(*args, num_warps, **constants):
+            addresses = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+            compiled = Compiled(self)
+            compiled[grid](*addresses, *constants.values())
+            return compiled
+
+        return first
+
+
+class Compiled:
+    function = packed_metadata = None
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.run(*(*grid, 1, 1)[:3], *(None,) * 6, *args)
+
+    def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *args) -> None:
+        self.kernel.launched += 1
+        triton.knobs.runtime.launch_enter_hook(metadata)
+        self.kernel.body(*args)
+
+
+def floats(address: int, n: int):
+    return (ctypes.c_float * n).from_address(address)
+
+
+def double(source: int, target: int, n: int, factor: int) -> None:
+    for i, value in enumerate(floats(source, n)):
+        floats(target, n)[i] = factor * value
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    for name in ("_compiled", "_seen", "_sorts"):
+        monkeypatch.setattr(launching, name, {})
+    monkeypatch.setattr(replay, "_plans", {})
+
+
+def operator(kernel: Kernel, between=lambda t: t, end=lambda out: out):
+    """y = 4 x + 0 by two launches through scratch memory; how often it was planned is kept in `.planned`."""
+
+    def fn(x: Tensor, rows: list[Tensor], name: str):
+        call.planned += 1
+        scratch = torch.empty(x.numel() + 8)
+        out = x.new_empty(x.shape)
+        launch(kernel, (1,), (x, scratch[8:], x.numel()), {"F": 2}, 4)
+        between(scratch)
+        launch(kernel, (1,), (scratch[8:], out, x.numel()), {"F": 2}, 4)
+        return end(out)
+
+    call = replay.replayed(fn)
+    call.planned = 0
+    return call
+
+
+ELSEWHERE = torch.ones(28)
+
+
+def draws(n: int = 6) -> list[Tensor]:
+    return [torch.randn(4, 5) for _ in range(n)]
+
+
+def test_the_third_call_is_replayed_with_its_own_values():
+    kernel = Kernel(double)
+    call = operator(kernel)
+    kept = []
+    for x in draws():
+        y = call(x, [], "a")
+        torch.testing.assert_close(y, 4 * x)
+        kept.append((x, y))
+    assert call.planned == 2
+    assert kernel.launched == 12
+    for x, y in kept:  # no call wrote into another's result
+        torch.testing.assert_close(y, 4 * x)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (torch.randn(4, 6), [], "a"),
+        (torch.randn(5, 4).t(), [], "a"),
+        (torch.randn(21)[1:].view(4, 5), [], "a"),
+        (torch.randn(4, 5), [], "b"),
+        (torch.randn(4, 5), [torch.randn(3)], "a"),
+    ],
+    ids=["shape", "strides", "alignment", "option", "list"],
+)
+def test_another_layout_is_planned_anew(args):
+    call = operator(Kernel(double))
+    for x in draws(3):
+        call(x, [], "a")
+    call(*args)
+    assert call.planned == 3
+
+
+def test_another_setting_is_planned_anew(monkeypatch):
+    call = operator(Kernel(double))
+    for x in draws(3):
+        call(x, [], "a")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium" if before == "highest" else "highest")
+    try:
+        call(draws(1)[0], [], "a")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert call.planned == 3
+
+
+@pytest.mark.parametrize(
+    "between",
+    [lambda t: t.sum().item(), lambda t: t.add_(ELSEWHERE), lambda t: torch.tensor([1.0]) * t],
+    ids=["reads a number", "a tensor of its own", "a tensor from the host"],
+)
+def test_a_call_that_depends_on_more_than_its_arguments_goes_its_usual_way(between):
+    call = operator(Kernel(double), between)
+    for x in draws(5):
+        call(x, [], "a")
+    assert call.planned == 5
+
+
+def scaled_twice(factor: float):
+    """Between its two launches ATen multiplies the scratch memory, in place and out of place."""
+    kernel = Kernel(double)
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        scratch = torch.empty(40)
+        launch(kernel, (1,), (x, scratch[20:], 20), {"F": 2}, 4)
+        scratch[20:].mul_(factor)
+        total = torch.cumsum(scratch.view(2, 20)[1], 0)
+        pairs = torch.stack([total, x.view(-1)]).to(torch.float64).sum(0)
+        out = x.new_zeros(20)
+        launch(kernel, (1,), (total[1:], out, 19), {"F": 2}, 4)
+        return out, pairs.view(4, 5)
+
+    return replay.replayed(fn)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_aten_computes_on_the_way_is_computed_again(autocast):
+    call = scaled_twice(3.0)
+    for x in draws(5):
+        with torch.autocast("cpu", enabled=autocast):
+            out, pairs = call(x)
+        total = torch.cumsum(6 * x.view(-1), 0)
+        torch.testing.assert_close(out[:19], 2 * total[1:])
+        assert out[19] == 0
+        torch.testing.assert_close(pairs, (total + x.view(-1)).double().view(4, 5))
+    assert [type(plan) for plan in replay._plans.values()] == [replay._Plan]
+
+
+def test_views_and_allocations_are_nothing_more():
+    call = operator(Kernel(double), lambda t: torch.empty_like(t.view(2, -1).t()))
+    for x in draws(5):
+        torch.testing.assert_close(call(x, [], "a"), 4 * x)
+    assert call.planned == 2
+
+
+@pytest.mark.parametrize(
+    "end", [lambda out: out[1:], lambda out: (out, out.view(-1))], ids=["a part", "one twice"]
+)
+def test_results_that_share_memory_are_not_replayed(end):
+    call = operator(Kernel(double), end=end)
+    for x in draws(5):
+        call(x, [], "a")
+    assert call.planned == 5
+
+
+def test_nested_results_with_empty_ones_and_none():
+    call = operator(Kernel(double), end=lambda out: (out.view(20), [None, out.new_empty(0, 3)]))
+    for x in draws(5):
+        y, (none, empty) = call(x, [], "a")
+        torch.testing.assert_close(y, 4 * x.view(20))
+        assert none is None and empty.shape == (0, 3)
+    assert call.planned == 2
+
+
+def test_a_tensor_from_before_is_not_written_into_a_plan():
+    constant = torch.ones(20)
+    kernel = Kernel(double)
+
+    def fn(x):
+        out = torch.empty_like(x)
+        launch(kernel, (1,), (constant, out, 20), {"F": 2}, 4)
+        return out
+
+    call = replay.replayed(fn)
+    for x in draws(4):
+        call(x)
+    assert list(replay._plans.values()) == [None]
+
+
+def test_inputs_that_share_a_storage_are_told_apart():
+    """Gate and up as halves of one weight in one call, and as two weights in the next."""
+
+    def add(a: int, b: int, out: int, n: int) -> None:
+        for i in range(n):
+            floats(out, n)[i] = floats(a, n)[i] + floats(b, n)[i]
+
+    kernel = Kernel(add)
+
+    def fn(a, b):
+        out = torch.empty_like(a)
+        launch(kernel, (1,), (a, b, out, 8), {}, 4)
+        return out
+
+    call = replay.replayed(fn)
+    for _ in range(3):
+        both = torch.randn(2, 8)
+        torch.testing.assert_close(call(*both), both.sum(0))
+    a, b = torch.randn(8), torch.randn(8)
+    torch.testing.assert_close(call(a, b), a + b)
+    same = torch.randn(8)
+    for _ in range(3):  # the same layout: replayed, with one tensor twice
+        torch.testing.assert_close(call(same, same), 2 * same)
+
+
+def test_one_tensor_given_twice_is_no_plan_for_two():
+    kernel = Kernel(double)
+
+    def fn(a, b):
+        out = torch.empty_like(a)
+        launch(kernel, (1,), (b, out, 8), {"F": 2}, 4)
+        return out
+
+    call = replay.replayed(fn)
+    same = torch.randn(8)
+    for _ in range(3):
+        call(same, same)
+    a, b = torch.randn(8), torch.randn(8)
+    torch.testing.assert_close(call(a, b), 2 * b)
+
+
+def test_tuples_and_descriptors_get_the_new_addresses():
+    seen = []
+    kernel = Kernel(lambda pair, box, out: seen.append((pair, box.base.data_ptr(), box.shape)))
+
+    def fn(x):
+        out = torch.empty_like(x)
+        box = types.SimpleNamespace(base=x, shape=[4, 5], block_shape=[2, 5])
+        launch(kernel, (1,), ((x, 3), box, out), {}, 4)
+        return out
+
+    call = replay.replayed(fn)
+    for x in draws(4):
+        call(x)
+        pair, address, shape = seen[-1]
+        assert (address, shape) == (x.data_ptr(), [4, 5])
+        assert pair[0] is x or pair == (x.data_ptr(), 3)
+
+
+def test_a_launch_that_nobody_told_of_is_no_part_of_a_plan():
+    kernel, other = Kernel(double), Kernel(double)
+    kept = torch.empty(20)
+    call = operator(
+        kernel, lambda t: other[(1,)](t[8:], kept, 20, F=3, num_warps=4)
+    )  # not through `launch`
+    for x in draws(4):
+        call(x, [], "a")
+        torch.testing.assert_close(kept, 6 * x.view(20))
+    assert call.planned == 4
+
+
+def test_much_scratch_memory_is_freed_on_the_way_instead(monkeypatch):
+    monkeypatch.setattr(replay, "MOST_SCRATCH", 100)
+    call = operator(Kernel(double))
+    for x in draws(4):
+        torch.testing.assert_close(call(x, [], "a"), 4 * x)
+    assert call.planned == 4
+
+
+def test_a_failing_call_leaves_no_plan():
+    def fn(x):
+        raise ValueError("no")
+
+    call = replay.replayed(fn)
+    for x in draws(4):
+        with pytest.raises(ValueError):
+            call(x)
+    assert launching._watcher is None
+
+
+def test_many_shapes_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(replay, "MOST_PLANS", 10)
+    call = operator(Kernel(double))
+    for n in range(1, 100):
+        call(torch.randn(n), [], "a")
+    assert len(replay._plans) <= 10
+
+
+def test_a_profiler_of_launches_sees_them_all(monkeypatch):
+    call = operator(Kernel(double))
+    for x in draws(3):
+        call(x, [], "a")
+    monkeypatch.setattr(launching, "hooked", lambda: True)
+    call(draws(1)[0], [], "a")
+    assert call.planned == 3
