@@ -53,6 +53,9 @@ _one_at_a_time = threading.Lock()
 
 def forget() -> None:
     """Drop all plans."""
+    for plan in _plans.values():
+        if type(plan) is _Plan:
+            plan.current = False
     _plans.clear()
 
 
@@ -61,29 +64,43 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
     of these; it returns new tensors, None, or tuples and lists of them, and decides by nothing but the arguments'
     layouts and `compat.launch_settings`."""
 
+    last: tuple[list[Hashable], Any] = [], None
+
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
-        key: list[Hashable] = [fn, compat.launch_settings()]
+        nonlocal last
+        key: list[Hashable] = [compat.launch_settings()]
         inputs: list[Tensor] = []
         addresses: list[int] = []
         _describe(args, key, inputs, addresses)
         if not inputs:
             return fn(*args)
         key.append(inputs[0].get_device())
-        settled = tuple(key)
-        plan = _plans.get(settled)
-        if type(plan) is _Plan:
-            if not launches.hooked():
-                return plan.run(inputs, addresses)
-        elif plan is _ONCE:
-            return _record(fn, args, settled, inputs)
-        elif settled not in _plans:
-            if len(_plans) >= MOST_PLANS:
-                _plans.clear()
-            _plans[settled] = _ONCE
-        return fn(*args)
+        before = last
+        if before[0] == key and before[1].current:  # the layers of a model are alike
+            plan = before[1]
+        else:
+            settled = (fn, *key)
+            plan = _plans.get(settled)
+            if type(plan) is not _Plan:
+                return _first(fn, args, settled, plan, inputs)
+            last = key, plan
+        return fn(*args) if launches.hooked() else plan.run(inputs, addresses)
 
     return call
+
+
+def _first(
+    fn: Callable[..., Any], args: Any, key: Hashable, found: Any, inputs: list[Tensor]
+) -> Any:
+    """A call that there is no plan for: found is _ONCE where it is the second one."""
+    if found is _ONCE:
+        return _record(fn, args, key, inputs)
+    if key not in _plans:
+        if len(_plans) >= MOST_PLANS:
+            forget()
+        _plans[key] = _ONCE
+    return fn(*args)
 
 
 def _describe(
@@ -331,10 +348,12 @@ class _Empty(tuple):
 # --- Replaying --------------------------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
+class _Plan:
     """`run(inputs, addresses)` makes the call; inputs and their addresses are lists."""
 
-    run: Callable[[list[Tensor], list[int]], Any]
+    def __init__(self, run: Callable[[list[Tensor], list[int]], Any]) -> None:
+        self.run = run
+        self.current = True  # until `forget`
 
 
 class _Writer:

@@ -1,0 +1,160 @@
+"""On a GPU: a replayed call of each operator gives the bits of one that is planned, in eager code and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_inductor import ops
+from sparse_inductor.kernels import replay
+
+pytestmark = pytest.mark.gpu
+
+Made = tuple[Callable[..., Tensor], Callable[[], list[Tensor | None]]]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    replay.forget()
+    yield
+    replay.forget()
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def splade(B: int, S: int, V: int, dtype: torch.dtype = torch.bfloat16) -> Made:
+    def inputs() -> list[Tensor | None]:
+        mask = torch.rand(B, S, device="cuda") < 0.8
+        return [draw(B, S, 64, dtype=dtype), draw(V, 64, dtype=dtype), draw(V, dtype=dtype), mask]
+
+    return ops.splade_head, inputs
+
+
+def ffn(tokens: int, gated: bool = True, dtype: torch.dtype = torch.bfloat16) -> Made:
+    def inputs() -> list[Tensor | None]:
+        up = draw(1024, 256, dtype=dtype) if gated else None
+        gate = draw(1024, 256, dtype=dtype)
+        return [draw(tokens, 256, dtype=dtype), gate, draw(256, 1024, dtype=dtype), up]
+
+    return ops.relu_ffn, inputs
+
+
+def attention(heads: int, keys: int, causal: bool) -> Made:
+    def inputs() -> list[Tensor | None]:
+        return [4 * draw(2, heads, keys, 64), draw(2, 2, keys, 64), draw(2, 2, keys, 64)]
+
+    return lambda q, k, v: ops.entmax_attention(q, k, v, causal=causal), inputs
+
+
+def rows(*shape: int, dim: int) -> Made:
+    return lambda x: ops.entmax(x, 1.5, dim), lambda: [draw(*shape, dtype=torch.float32)]
+
+
+CASES = {
+    "head": splade(4, 32, 1000),
+    "head, several parts": splade(2, 1100, 3000),
+    "head in fp32": splade(3, 40, 500, torch.float32),
+    "block of a token": ffn(1),
+    "block of a few": ffn(16),
+    "block of 300, not gated": ffn(300, gated=False),
+    "block of 5000": ffn(5000),
+    "block in fp32": ffn(16, dtype=torch.float32),
+    "attention": attention(2, 256, True),
+    "attention, long": attention(4, 2048, True),
+    "attention, full": attention(2, 700, False),
+    "rows": rows(64, 500, dim=-1),
+    "columns": rows(8, 300, 40, dim=1),
+}
+# The ones that a small batch waits for.
+REPLAYED = {"head", "head in fp32", "block of a token", "block of a few", "attention", "rows"}
+
+
+def bits(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.detach().clone() for t in tensors]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_calls_give_the_bits_of_planned_ones(name, training):
+    fn, inputs = CASES[name]
+    torch.manual_seed(0)
+    sets = [inputs() for _ in range(4)]
+
+    def call(given: list[Tensor | None]) -> list[Tensor]:
+        leaves = [
+            t.requires_grad_(training) if t is not None and t.is_floating_point() else t
+            for t in given
+        ]
+        out = fn(*leaves)
+        if not training:
+            return bits([out])
+        learnt = [t for t in leaves if t is not None and t.requires_grad]
+        cotangent = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape).to(out.dtype)
+        return bits([out, *torch.autograd.grad(out, learnt, cotangent)])
+
+    replayed = [call(given) for given in sets]
+    plans = [type(p) for p in replay._plans.values()]
+    for given, got in zip(sets, replayed):
+        replay.forget()
+        wanted = call(given)
+        for a, b in zip(got, wanted):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    if name in REPLAYED:
+        assert replay._Plan in plans
+        assert training or plans == [replay._Plan]
+
+
+def test_in_a_cuda_graph():
+    fn, inputs = CASES["head"]
+    held = [t.clone() for t in inputs()]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn(*held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fn(*held)
+    for _ in range(2):
+        given = inputs()
+        for mine, theirs in zip(held, given):
+            mine.copy_(theirs)
+        graph.replay()
+        replay.forget()
+        assert torch.equal(out, fn(*given))
+
+
+def test_on_another_stream_and_thread():
+    """What is recorded on one stream is replayed on the one that the caller is on."""
+    fn, inputs = CASES["block of a few"]
+    sets = [inputs() for _ in range(6)]
+    wanted = []
+    for given in sets:
+        replay.forget()
+        wanted.append(fn(*given))
+    for given in sets[:3]:
+        fn(*given)
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    got = []
+    for _ in range(20):
+        for i, given in enumerate(sets):
+            with torch.cuda.stream(streams[i % 2]):
+                got.append((i, fn(*given)))
+    torch.cuda.synchronize()
+    for i, y in got:
+        assert torch.equal(y, wanted[i])
+
+
+@pytest.mark.multigpu
+def test_on_the_device_of_the_tensors():
+    fn, inputs = CASES["head"]
+    for _ in range(4):
+        given = inputs()
+        torch.testing.assert_close(fn(*(t.to("cuda:1") for t in given)).cpu(), fn(*given).cpu())
+    assert torch.cuda.current_device() == 0
