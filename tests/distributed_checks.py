@@ -145,6 +145,33 @@ def a_mesh_of_two_dimensions(mesh: DeviceMesh) -> None:
 
 
 @check
+def posting_lists_over_the_queries(mesh: DeviceMesh) -> None:
+    """Positions and weights of the queries' terms are spread, posting lists are everybody's."""
+    torch.manual_seed(0)
+    like = {"device": mesh.device_type}
+    positions, docs = torch.randint(0, 8, (5, 3), **like), torch.randint(0, 9, (8, 4), **like)
+    weights, values = torch.rand(5, 3, 1, **like), torch.rand(8, 4, **like)
+    mask = torch.rand(5, 3, 4, **like) < 0.8
+    postings = torch.ops.sparse_inductor.sparse_scores_postings
+    best = torch.ops.sparse_inductor.sparse_scores_postings_topk
+    tensors = positions, weights, mask, docs, values
+    for spread, result in (
+        ([Shard(0), Shard(0), Shard(0), R, R], Shard(0)),
+        ([R, R, R, R, R], R),
+        ([R, R, R, Shard(0), Shard(0)], R),  # sharded lists are gathered
+    ):
+        parts = [distribute_tensor(t, mesh, [p]) for t, p in zip(tensors, spread)]
+        for program in (postings, torch.compile(postings, backend="aot_eager")):
+            torch._dynamo.reset()
+            got = program(*parts, 9)
+            assert got.placements == (result,), (spread, got.placements)
+            close(got.full_tensor(), postings(*tensors, 9))
+        for mine, whole in zip(best(*parts, 9, 3), best(*tensors, 9, 3)):
+            assert mine.placements == (result,), (spread, mine.placements)
+            assert torch.equal(mine.full_tensor(), whole)
+
+
+@check
 def a_plain_tensor_among_dtensors_is_an_error(mesh: DeviceMesh) -> None:
     fn, (hidden, weight, bias, mask) = ops_of(mesh)["splade_head"]
     try:

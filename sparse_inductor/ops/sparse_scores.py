@@ -396,6 +396,15 @@ def _shared(query, ids, values, rows, offsets, *_) -> Rule:
     return Rule(inputs, (scores,), ("B",))
 
 
+def _shared_postings(positions, weights, mask, docs, values, *_) -> Rule:
+    queries = (positions, weights, mask)
+    inputs = (
+        *(None if t is None else dims(t, "B" + "." * (t.dim() - 1)) for t in queries),
+        *(dims(t, "." * t.dim()) for t in (docs, values)),
+    )
+    return Rule(inputs, (("B", ""),), ("B",))
+
+
 for _name, _impl, _meta in (
     ("sparse_scores", _scores, _fake_scores),
     ("sparse_scores_topk", _topk, _fake_topk),
@@ -412,3 +421,5 @@ for _name in ("sparse_scores", "sparse_scores_topk"):
     decline_vmap(_lib, _name)
     share(_lib, _name, _shared)
 share(_lib, "sparse_scores_backward", _shared)  # a gradient of scores lies as the scores do
+for _name in ("sparse_scores_postings", "sparse_scores_postings_topk"):
+    share(_lib, _name, _shared_postings)
