@@ -70,7 +70,7 @@ CASES = {
     "rows": rows(64, 500, dim=-1),
     "columns": rows(8, 300, 40, dim=1),
 }
-# The ones that a small batch waits for.
+# The ones that a small batch waits for; of these blocks in inference only.
 REPLAYED = {"head", "head in fp32", "block of a token", "block of a few", "attention", "rows"}
 
 
@@ -104,9 +104,10 @@ def test_replayed_calls_give_the_bits_of_planned_ones(name, training):
         wanted = call(given)
         for a, b in zip(got, wanted):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    if name in REPLAYED:
+    if name in REPLAYED and not training:
+        assert plans == [replay._Plan]
+    elif name in REPLAYED and not name.startswith("block"):
         assert replay._Plan in plans
-        assert training or plans == [replay._Plan]
 
 
 def test_in_a_cuda_graph():
