@@ -33,7 +33,7 @@ from sparse_inductor.match.gemm import Linear, linears
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.region import check_memory, outside_readers
 from sparse_inductor.match.shapes import Decline
-from sparse_inductor.match.spine import Spine
+from sparse_inductor.match.spine import Spine, Term
 from sparse_inductor.match.statistics import Statistic, statistics
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
@@ -52,6 +52,9 @@ class Reading:
     down: Linear
     gate: Branch
     up: Branch | None
+    factors: list[
+        tuple[Chain, Term]
+    ]  # of every neuron, after the rectifier: they go into the weight
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -109,7 +112,7 @@ class BlockMatch:
         down_bias = None if r.down.bias is None else e.cast(r.down.bias, dtype)
         op = e.call(
             torch.ops.sparse_inductor.relu_ffn.default,
-            x, *weights, e.cast(r.down.weight(e), dtype), down_bias,
+            x, *weights, self._down(e, dtype), down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.statistics),
         )  # fmt: skip
         y = e.call(operator.getitem, op, 0)
@@ -117,6 +120,13 @@ class BlockMatch:
         self.anchor.replace_all_uses_with(y)
         if self.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
+
+    def _down(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
+        """The weight [D, N] of the down projection, times what the neurons are scaled by: (IA)^3, say."""
+        weight = self.reading.down.weight(e)
+        for chain, term in self.reading.factors:
+            weight = e.call(operator.mul, weight, chain.vector(e, term, fake(weight).shape[1]))
+        return e.cast(weight, dtype)
 
     def _emit_statistics(self, e: Emitter, values: fx.Node, rest: list[int]) -> None:
         down = self.reading.down
@@ -138,7 +148,9 @@ class ReluFfn:
     name = NAME
     op = OP
     summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
-    anchors = frozenset("linear matmul mm addmm einsum tensordot inner conv1d bmm".split())
+    anchors = frozenset(
+        "linear matmul mm addmm einsum tensordot inner conv1d conv2d conv3d bmm".split()
+    )
 
     def match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
         try:
@@ -257,7 +269,7 @@ def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
 
 def _read(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
     """The gate and up branches of a value. Raises Decline."""
-    found = _branches(view, value, reader)
+    found, factors = _branches(view, value, reader)
     cuts = [cut(b.program) for b in found]
     if all(c is None for c in cuts):
         raise Decline("no factor is zero below some number: " + _programs(found), value)
@@ -265,22 +277,23 @@ def _read(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Rea
         raise Decline(f"a product of {len(found)} projections", value)
     at = next(i for i, c in enumerate(cuts) if c is not None)
     rest = [b for i, b in enumerate(found) if i != at]
-    return Reading(down, found[at], rest[0] if rest else None)
+    return Reading(down, found[at], rest[0] if rest else None, factors)
 
 
 def _programs(found: Sequence[Branch]) -> str:
     return ", ".join(render(b.program) or "a projection as it is" for b in found)
 
 
-def _branches(view: GraphView, value: fx.Node, reader: fx.Node) -> list[Branch]:
+def _branches(
+    view: GraphView, value: fx.Node, reader: fx.Node
+) -> tuple[list[Branch], list[tuple[Chain, Term]]]:
+    """The branches whose product a value is, and the factors of every neuron that follow them."""
     chains = [_chain(view, s) for s in branches(view, value, reader)]
     found = merged(chains)
-    for b in found:
-        if b.chain.rows:
-            raise Decline("a factor or term of every token between the projections", value)
-        if b.chain.tail:
-            raise Decline("a factor or term of every neuron after the rectifier", value)
-    return found
+    rows = [row.node for c in chains for row in c.rows]
+    if rows:
+        raise Decline("a factor or term of every token between the projections", rows[0])
+    return found, [(c, term) for c in chains for term in c.factors(value)]
 
 
 def _chain(view: GraphView, spine: Spine) -> Chain:
@@ -300,6 +313,8 @@ def _activation(
     """Which activation a swallowed node is: ("gate" or "hidden", whether only its zeros are the same)."""
     other = _read(view, reading.down, source, reader)
     gate = reading.gate
+    if other.factors:
+        raise Decline("scaled activations", source)
     if other.gate.linear.node is not gate.linear.node:
         raise Decline("another branch", source)
     if other.up is not None:

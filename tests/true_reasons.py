@@ -40,7 +40,10 @@ TRUE["splade_spellings"] = {
     "hook_replaces_logits": ("softmax", "register_forward_hook"),
     "logits_kept_in_an_attribute": ("logits are also returned", "self.last_logits ="),
     "mask_of_tokens_and_terms": ("differs by token and by vocabulary", "masked_fill(itself"),
-    "gate_of_tokens_and_terms": ("two tensors of logits", "torch.sigmoid(self.gate(h))"),
+    "gate_of_tokens_and_terms": (
+        "two tensors that come from linears",
+        "torch.sigmoid(self.gate(h))",
+    ),
     "maximum_with_a_prior": ("maximum with a tensor", "torch.maximum(self.decoder(h), prior)"),
     "mean_by_length": ("sum pooling", "weights.sum(dim=1)"),
     "attention_pooled": ("weighted sum over the sequence", "torch.einsum("),
@@ -64,7 +67,7 @@ TRUE["splade_spellings"] = {
     "straight_through": ("differs by token and by vocabulary", ".detach()"),
     "gradient_rescaled": ("gradient of its own", "Half.apply(logits)"),
     "words_summed_before_max": ("index_add", "words.index_add("),
-    "bigram_logits": ("two tensors of logits", "logits[:, 1:] + logits[:, :-1]"),
+    "bigram_logits": ("two tensors that come from linears", "logits[:, 1:] + logits[:, :-1]"),
     "cumulative_logits": ("cumsum", "logits.cumsum(dim=1)"),
 }
 
@@ -81,7 +84,7 @@ TRUE["corpus.ffn"] = {
     "residual_inside": ("add combines two tensors", "+ m.gate(x)"),
     "scalar_gate": ("of every token", "[..., :1]"),
     "fake_quantised": ("fake_quantize", "fake_quantize"),
-    "lib_bitnet": ("mul combines two tensors", "ffn_sub_norm"),  # a norm, written out in the module
+    "lib_bitnet": ("of every token", "torch.rsqrt("),  # a norm, written out in the module
 }
 NOTHING_OF_IT["corpus.ffn"] = {
     "gelu": "no rectifier",
@@ -104,8 +107,12 @@ TRUE["ffn_spellings"] = {
     "input_written": ("read different inputs", "(x @ u)"),
     "per_neuron": ("every neuron over the tokens", "h.mean((0, 1))"),
     "softmax_of_relu": ("softmax", ".softmax(-1)"),
+    "neuron_shift": ("more than a factor of every neuron", "+ m.scale"),
+    "statistic_after_the_scale": ("also read by abs", "h.abs()"),
 }
 NOTHING_OF_IT["ffn_spellings"] = {
+    "conv_window": "a convolution that is no linear",
+    "conv_stride": "a convolution that is no linear",
     "gelu_block": "no rectifier",
     "silu_gate": "no rectifier",
     "relu_outside": "no rectifier between the linears",

@@ -20,7 +20,7 @@ from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, same_size
 from .shapes import SHAPE_OPS, Decline
-from .spine import Element, Spine
+from .spine import Element, Spine, Term
 
 __all__ = ["Branch", "branches", "merged", "same_input"]
 
@@ -66,13 +66,19 @@ def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) ->
         for a, b in ((x, other), (other, x)):
             c = view.const(b, seen)
             if c is not None:
-                return _scaled(up(a), seen, c)
-        if all(_full(view, t, seen) for t in (x, other)):
+                return _times(up(a), seen, Step("mul", (c,)))
+        full = [_full(view, t, seen) for t in (x, other)]
+        if all(full):
             return [s.then(Element(seen)) for s in up(x) + up(other)]
+        if any(full) and all(
+            map(view.is_tensor, (x, other))
+        ):  # a factor of every neuron, or of every token
+            product, factor = (x, other) if full[0] else (other, x)
+            return _times(up(product), seen, Term("mul", factor))
     elif name == "div" and call.get("rounding_mode") is None:
         c = view.const(call["other"], seen)
         if c:
-            return _scaled(up(x), seen, 1 / c)
+            return _times(up(x), seen, Step("mul", (1 / c,)))
     elif name == "square":
         return [s.then(Element(seen, (Step("square"),))) for s in up(x)]
     elif name == "pow":
@@ -109,10 +115,10 @@ def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
     return len(own) == len(shape) and all(map(same_size, own, shape))
 
 
-def _scaled(spines: list[Spine], node: fx.Node, factor: float) -> list[Spine]:
-    return [spines[0].then(Element(node, (Step("mul", (factor,)),)))] + [
-        s.then(Element(node)) for s in spines[1:]
-    ]
+def _times(spines: list[Spine], node: fx.Node, factor: Step | Term) -> list[Spine]:
+    """A product with a further factor, which its first spine takes."""
+    first, *rest = spines
+    return [first.then(Element(node, (factor,))), *(s.then(Element(node)) for s in rest)]
 
 
 def merged(chains: list[Chain]) -> list[Branch]:

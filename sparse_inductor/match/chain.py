@@ -35,10 +35,11 @@ Pair = tuple[fx.Node, fx.Node | None]
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A per-token operand: how many moves come after it was read, and the index of its step's operand."""
+    """A per-token operand, read by `node` after `at` moves."""
 
     at: int
     term: Term
+    node: fx.Node
 
 
 class Chain:
@@ -62,6 +63,7 @@ class Chain:
         if linear.bias is not None:
             self.reads.append((linear.bias, linear.node))
         self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
+        self._turns: Decline | None = None  # why a maximum may not move past the tail
         for element in spine.elements:
             self._pass(element)
 
@@ -116,7 +118,7 @@ class Chain:
         )
         if self.tail and not commutes:
             raise Decline("a token mask comes after a vocabulary mask", node)
-        self.rows.append(_Row(len(self.moves), term))
+        self.rows.append(_Row(len(self.moves), term, node))
         self.steps.append(Step("row_" + term.fn, term.const, len(self.rows) - 1))
 
     def _column(self, term: Term, node: fx.Node, kind: str) -> None:
@@ -124,17 +126,18 @@ class Chain:
         if kind == "column" and self._linear_so_far():
             self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
             return
-        if (
-            isinstance(term.operand, fx.Node)
-            and term.fn == "mul"
-            and not not_negative(self.view, term.operand)
-        ):
-            raise Decline(
+        if term.fn == "mul" and self._turns is None:
+            self._turns = self._turning(term, node)
+        self.tail.append(term)
+
+    def _turning(self, term: Term, node: fx.Node) -> Decline | None:
+        if isinstance(term.operand, fx.Node) and not not_negative(self.view, term.operand):
+            return Decline(
                 "a factor over the vocabulary may be negative, which turns the maximum around", node
             )
-        if term.prepare is not None and term.fn == "mul":
-            raise Decline("division by a vector over the vocabulary after the activation", node)
-        self.tail.append(term)
+        if term.prepare is not None:
+            return Decline("division by a vector over the vocabulary after the activation", node)
+        return None
 
     def _linear_so_far(self) -> bool:
         """Whether the chain is still a non-zero multiple of the linear."""
@@ -231,7 +234,10 @@ class Chain:
         return True
 
     def tail_fits(self, dim: int) -> bool:
-        """Whether no operand of the tail varies along the reduced axis."""
+        """Whether no operand of the tail varies along the reduced axis. Raises Decline where one may turn a maximum
+        around."""
+        if self._turns is not None:
+            raise self._turns
         for item in self.tail:
             if isinstance(item, Term) and isinstance(item.operand, fx.Node):
                 shape = self.view.shape(item.operand)
@@ -254,6 +260,20 @@ class Chain:
                 x = REALS if item.fn == "add" or x.lo < 0 else Interval(0.0, math.inf)
         return True
 
+    def factors(self, node: fx.Node) -> list[Term]:
+        """The tail where it is factors alone, one number a vocabulary entry each. Raises Decline where it is more."""
+        found = []
+        for item in self.tail:
+            if not (
+                isinstance(item, Term)
+                and item.fn == "mul"
+                and isinstance(item.operand, fx.Node)
+                and self._kind(item.operand, node) == "column"
+            ):
+                raise Decline("more than a factor of every neuron after the rectifier", node)
+            found.append(item)
+        return found
+
     # Building the operator's inputs
 
     def stand_in(self, e: Emitter, upto: int | None = None) -> fx.Node:
@@ -274,7 +294,7 @@ class Chain:
     def _fold(self, e: Emitter, pair: Pair, term: Term, scale: float) -> Pair:
         """s (w x + b) with a column operand, as s (w' x + b')."""
         weight, bias = pair
-        r = self._vector(e, term, fake(weight).shape[0])
+        r = self.vector(e, term, fake(weight).shape[0])
         if term.fn == "add":
             r = r if scale == 1 else e.call(operator.mul, r, 1 / scale)
             if bias is not None:
@@ -290,7 +310,7 @@ class Chain:
         masked = e.call(torch.where, r, kept, term.const[0] / scale)
         return weight, e.method("to", masked, fake(weight).dtype)
 
-    def _vector(self, e: Emitter, term: Term, columns: int) -> fx.Node:
+    def vector(self, e: Emitter, term: Term, columns: int) -> fx.Node:
         """A column operand as [V], prepared."""
         if isinstance(term.operand, Assigned):
             index = next(i for i in term.operand.items() if i is not None and not _is_full(i))
@@ -364,7 +384,7 @@ class Chain:
         """An operand of the tail, to go with values in `order`."""
         t = term.operand
         if not isinstance(t, fx.Node) or sum(not same_size(s, 1) for s in fake(t).shape) <= 1:
-            return self._vector(e, term, columns)
+            return self.vector(e, term, columns)
         reduced = next(d for d in range(len(self.origin)) if d not in order)
         t = e.method("permute", _raised(e, t, len(self.origin)), (reduced, *order))
         t = e.method("squeeze", t, 0)

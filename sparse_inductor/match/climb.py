@@ -240,8 +240,10 @@ class _Climber:
         if len(found) == 1:
             return found[0]
         if found:
-            raise self.decline(f"{self.call.name} combines two tensors of logits")
-        raise first or self.decline(f"{self.call.name} of operands that are not logits")
+            raise self.decline(f"{self.call.name} combines two tensors that come from linears")
+        raise first or self.decline(
+            f"{self.call.name} of operands of which none comes from a linear"
+        )
 
     def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> Spine:
         """f(a, b) with the logits in a (`forward`) or in b (`backward`); each maps (operand, constant) to terms."""

@@ -64,7 +64,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
 
 def _linear(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     x, w, b = call["input"], call["weight"], call.get("bias")
-    if len(view.shape(w)) != 2 or len(view.shape(x)) < 2:
+    if len(view.shape(w)) != 2 or len(view.shape(x)) < 1:
         return []
     return [Linear(node, x, w, len(view.shape(node)) - 1, lambda e: x, lambda e: w, b)]
 
@@ -93,13 +93,14 @@ def _product(view: GraphView, node: fx.Node, a: Any, b: Any) -> list[Linear]:
     if not (view.is_tensor(a) and view.is_tensor(b)):
         return []
     n = len(view.shape(node))
-    if len(view.shape(a)) < 2 or len(view.shape(b)) < 2:
+    if len(view.shape(a)) < 1 or len(view.shape(b)) < 2:
         return []
     found = []
     if (right := _matrix(view, b)) is not None and len(view.shape(a)) == n:
         base, flipped = right  # b is [D, V]: the weight is its transpose
         found.append(Linear(node, a, base, n - 1, lambda e: a, _oriented(base, not flipped)))
-    if (left := _matrix(view, a)) is not None and len(view.shape(b)) == n:
+    left = _matrix(view, a) if len(view.shape(a)) > 1 else None
+    if left is not None and len(view.shape(b)) == n:
         base, flipped = left  # a is [V, D]
         found.append(Linear(node, b, base, n - 2, lambda e: b, _oriented(base, flipped)))
     return found
@@ -231,20 +232,21 @@ def _inner(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     return [f for f in found if f is not None]
 
 
-def _conv1d(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    """A convolution of width 1 is a linear over the channel axis: [B, D, S] -> [B, V, S]."""
+def _conv(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    """A convolution of width 1 is a linear over the channel axis: [B, D, S, ...] -> [B, V, S, ...]."""
     x, w = call["input"], call["weight"]
+    sizes = view.shape(w)[2:]
 
-    def single(value: Any) -> Any:
-        return value[0] if isinstance(value, (tuple, list)) and len(value) == 1 else value
+    def every(value: Any, *accepted: Any) -> bool:
+        return all(v in accepted for v in (value if isinstance(value, (tuple, list)) else [value]))
 
-    plain = single(call.get("stride", 1)) == 1 and single(call.get("padding", 0)) in (0, "valid")
-    if not plain or call.get("groups", 1) != 1 or view.shape(w)[-1] != 1:
+    plain = every(call.get("stride", 1), 1) and every(call.get("padding", 0), 0, "valid", "same")
+    if not plain or call.get("groups", 1) != 1 or not all(same_size(s, 1) for s in sizes):
         return []
-    v_dim = len(view.shape(node)) - 2
+    v_dim = len(view.shape(node)) - len(sizes) - 1
     return [
         Linear(
-            node, x, w, v_dim, lambda e: x, lambda e: e.method("select", w, -1, 0), call.get("bias")
+            node, x, w, v_dim, lambda e: x, lambda e: e.method("flatten", w, 1), call.get("bias")
         )
     ]
 
@@ -285,7 +287,9 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear] | None]] =
     "einsum": _einsum,
     "tensordot": _tensordot,
     "inner": _inner,
-    "conv1d": _conv1d,
+    "conv1d": _conv,
+    "conv2d": _conv,
+    "conv3d": _conv,
     "to_local": _local,
 }
 

@@ -81,6 +81,8 @@ _SIGNATURES: dict[str, str] = {
     "einsum": "equation *operands",
     "tensordot": "input other dims=2",
     "conv1d": "input weight bias=None stride=1 padding=0 dilation=1 groups=1",
+    "conv2d": "input weight bias=None stride=1 padding=0 dilation=1 groups=1",
+    "conv3d": "input weight bias=None stride=1 padding=0 dilation=1 groups=1",
     "permute": "input *dims",
     "transpose": "input dim0 dim1",
     "movedim": "input source destination",

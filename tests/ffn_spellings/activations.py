@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ffn_spellings.registry import INFER, TRAIN, block
+from ffn_spellings.registry import INFER, TRAIN, Block, N, block, program, tokens
 
 
 @block()
@@ -225,3 +226,70 @@ def autocast_square(x, m):
 def dynamic_shapes(x, m):
     """dynamic=True"""
     return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+class Scaled(Block):
+    """A block whose neurons have a learned scale each, of either sign."""
+
+    def __init__(self, forward):
+        super().__init__(forward)
+        self.scale = nn.Parameter(torch.randn(N, generator=torch.Generator().manual_seed(38)))
+
+
+def scaled(*args, **kwargs):
+    """Register `forward(x, m)` as `block` does, with `m.scale` [N]."""
+
+    def register(forward):
+        def build():
+            return Scaled(forward), (tokens(),)
+
+        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
+        program(*args, **kwargs)(build)
+        return forward
+
+    return register
+
+
+@scaled()
+def neuron_scale(x, m):
+    """One learned factor a neuron after the rectifier."""
+    return m.down(F.relu(m.up(x)) * m.scale)
+
+
+@scaled()
+def ia3(x, m):
+    """(IA)^3 of peft: the input of the down projection times a learned vector."""
+    return m.down(F.relu(m.gate(x)) * m.up(x) * m.scale.view(1, -1))
+
+
+@scaled()
+def scale_in_one_factor(x, m):
+    """The scale stands in the second of two factors of one projection."""
+    u = m.up(x)
+    return m.down(u * (F.relu(u) * m.scale))
+
+
+@scaled()
+def neuron_divisor(x, m):
+    """Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may."""
+    return m.down(F.relu(m.up(x)) / m.scale)
+
+
+@scaled(modes=TRAIN)
+def statistic_before_the_scale(x, m):
+    """The L1 term reads what has no scale yet."""
+    h = F.relu(m.up(x))
+    return m.down(h * m.scale), h.abs().mean()
+
+
+@scaled("no_rewrite", "the operator's statistics are of what has no scale", TRAIN)
+def statistic_after_the_scale(x, m):
+    """The L1 term reads scaled activations."""
+    h = F.relu(m.up(x)) * m.scale
+    return m.down(h), h.abs().mean()
+
+
+@scaled("no_rewrite", "a shift makes every neuron active")
+def neuron_shift(x, m):
+    """A learned shift after the rectifier."""
+    return m.down(F.relu(m.up(x)) + m.scale)

@@ -157,3 +157,55 @@ def flattened_between(x, m):
 def cast_back(x, m):
     """.to(x.dtype), which does nothing here."""
     return m.down((F.relu(m.gate(x)) * m.up(x)).to(x.dtype).contiguous())
+
+
+class Convolutions(nn.Module):
+    """Two convolutions over images; those of width 1 are linears over the channels."""
+
+    def __init__(self, dims, width=1, **kwargs):
+        super().__init__()
+        torch.manual_seed(37)
+        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+        self.up, self.down = kind(K, N, width, **kwargs), kind(N, K, 1)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+@program()
+def conv2d():
+    """A pointwise feed-forward block of a vision model."""
+    return Convolutions(2), (tokens(shape=(B, K, 3, S)),)
+
+
+@program()
+def conv3d():
+    """The same over video, without a bias, the padding given by name."""
+    return Convolutions(3, bias=False, padding="same"), (tokens(shape=(B, K, 2, 3, S)),)
+
+
+@program("no_rewrite", "a window of 3 by 3")
+def conv_window():
+    """The first convolution looks at its neighbours."""
+    return Convolutions(2, 3, padding=1), (tokens(shape=(B, K, 3, S)),)
+
+
+@program("no_rewrite", "every second position is left out")
+def conv_stride():
+    """A stride of 2."""
+    return Convolutions(2, stride=2), (tokens(shape=(B, K, 4, 6)),)
+
+
+@block(shape=(K,))
+def one_token(x, m):
+    """A vector, not a batch of them."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@program()
+def one_token_matmul():
+    """A vector times matrices."""
+    return (
+        lambda x, u, d: torch.relu(x @ u) @ d,
+        (tokens(shape=(K,)), weight(K, N), weight(N, K, seed=36)),
+    )

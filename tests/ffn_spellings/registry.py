@@ -8,38 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corpus.case import Case, Expectation
+from corpus.case import BOTH, Case, Expectation, registrar
+from corpus.case import INFER as INFER
+from corpus.case import TRAIN as TRAIN
 
 B, S, K, N = 2, 5, 8, 48
 CASES: list[Case] = []
 
-BOTH, INFER, TRAIN = (False, True), (False,), (True,)
-
-
-def program(
-    expect: Expectation = "rewrite", why: str = "", modes: Iterable[bool] = BOTH, **fields: Any
-) -> Callable[[Callable[[], tuple]], Callable[[], tuple]]:
-    """Register a builder, `build() -> (callable, inputs)`, in inference, training or both.
-
-    The docstring says who writes a block like this.
-    """
-
-    def register(build: Callable[[], tuple]) -> Callable[[], tuple]:
-        for training in modes:
-            CASES.append(
-                Case(
-                    f"{build.__name__}__{'train' if training else 'infer'}",
-                    (build.__doc__ or "").strip(),
-                    build,
-                    expect,
-                    why,
-                    training,
-                    **fields,
-                )
-            )
-        return build
-
-    return register
+program = registrar(CASES)
 
 
 def block(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scoring_spellings.registry import L, N, V, program, scoring
+from scoring_spellings.registry import INFER, TRAIN, L, N, V, program, scoring
 
 
 @scoring("no_rewrite", "the best term of a document is no sum", explained=True, batch=False)
@@ -71,13 +71,13 @@ class LearntDocuments(nn.Module):
         return (q[self.ids] * self.values).sum(-1)
 
 
-@program("no_rewrite", "the document weights are learnt", (True,), explained=True)
+@program("no_rewrite", "the document weights are learnt", TRAIN, explained=True)
 def learnt_documents():
     """doc2query-like tuning"""
     return LearntDocuments(), (torch.rand(V, requires_grad=True),)
 
 
-@program("no_rewrite", "rows of features travel along edges")
+@program("no_rewrite", "rows of features travel along edges", INFER)
 def message_passing():
     """a graph convolution"""
     torch.manual_seed(1)
@@ -89,7 +89,7 @@ def message_passing():
     return convolve, (torch.rand(N, 8),)
 
 
-@program("no_rewrite", "experts' outputs are rows of features")
+@program("no_rewrite", "experts' outputs are rows of features", INFER)
 def expert_combine():
     """mixture of experts"""
     torch.manual_seed(2)
@@ -101,7 +101,7 @@ def expert_combine():
     return combine, (torch.rand(30, 8), torch.rand(N, 2).softmax(-1))
 
 
-@program("no_rewrite", "a weighted bag of word embeddings")
+@program("no_rewrite", "a weighted bag of word embeddings", INFER)
 def bag_of_words():
     """text classifier"""
     torch.manual_seed(3)

@@ -8,25 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corpus.case import Case, Expectation
+from corpus.case import INFER as INFER
+from corpus.case import TRAIN as TRAIN
+from corpus.case import Case, Expectation, registrar
 
 B, N, V, L, K = 3, 23, 41, 6, 5
 CASES: list[Case] = []
-
-
-def program(
-    expect: Expectation = "rewrite", why: str = "", modes: Iterable[bool] = (False,), **fields: Any
-) -> Callable[[Callable[[], tuple]], Callable[[], tuple]]:
-    """Register a builder, `build() -> (callable, inputs)`; its docstring says who writes this."""
-
-    def register(build: Callable[[], tuple]) -> Callable[[], tuple]:
-        for training in modes:
-            name = f"{build.__name__}__{'train' if training else 'infer'}"
-            source = (build.__doc__ or "").strip()
-            CASES.append(Case(name, source, build, expect, why, training, **fields))
-        return build
-
-    return register
+program = registrar(CASES, pattern="sparse_scores")
 
 
 class Collection(nn.Module):
@@ -69,7 +57,7 @@ class Collection(nn.Module):
 def scoring(
     expect: Expectation = "rewrite",
     why: str = "",
-    modes: Iterable[bool] = (False,),
+    modes: Iterable[bool] = INFER,
     *,
     batch: bool = True,
     terms: bool = False,
