@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import os
 
 import pytest
@@ -88,7 +89,65 @@ def check(plan: random_models.Plan) -> None:
         low and plan.head == "square_root"
     ):  # its slope near zero turns any rounding into any gradient
         rewritten.grads, unrewritten.grads, truth.grads = [], [], []
-    assert_same_result(rewritten, unrewritten, truth, precision)
+    try:
+        assert_same_result(rewritten, unrewritten, truth, precision)
+    except AssertionError as far_off:
+        if not low or not plan.training:
+            raise
+        # Gates and supports of several layers turn a rounding into another gradient: right in fp32, and no further off
+        # than the unrewritten program is for inputs that are rounded otherwise.
+        check(dataclasses.replace(plan, dtype=torch.float32, autocast=False))
+        others = [nearby(model, inputs, plan, autocast, seed) for seed in range(NEARBY)]
+        within_rounding(rewritten, unrewritten, others, truth, far_off)
+
+
+NEARBY = 8
+
+
+def nearby(
+    model: torch.nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    plan: random_models.Plan,
+    autocast: torch.dtype | None,
+    seed: int,
+) -> Result:
+    """What the unrewritten program computes if all that goes into it is off by about a rounding of bf16."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rounded(t: torch.Tensor) -> torch.Tensor:
+        if not t.is_floating_point():
+            return t
+        factor = 1 + (torch.rand(t.shape, generator=generator) - 0.5) * 2**-7
+        return (t.detach() * factor).to(t.dtype).requires_grad_(t.requires_grad)
+
+    program = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in program.parameters():
+            p.copy_(rounded(p))
+    args = tuple(map(rounded, fresh(inputs)))
+    return run(
+        program, args, training=plan.training, params=parameters(program), autocast=autocast
+    )
+
+
+def within_rounding(
+    rewritten: Result,
+    unrewritten: Result,
+    others: list[Result],
+    truth: Result,
+    far_off: AssertionError,
+) -> None:
+    """Raises far_off where a tensor is further from the truth than the unrewritten one and all of the others."""
+    for i, true in enumerate([*truth.outputs, *truth.grads]):
+        if true is None:
+            continue
+
+        def gap(result: Result, i: int = i, true: torch.Tensor = true) -> float:
+            t = [*result.outputs, *result.grads][i]
+            return 0.0 if t is None else float((t.double() - true.double()).abs().max())
+
+        if gap(rewritten) > 1.5 * max(map(gap, [unrewritten, *others])):
+            raise far_off
 
 
 def parameters(program: torch.nn.Module) -> list[torch.nn.Parameter]:
