@@ -87,8 +87,7 @@ def _spread(op: str, func: Any, args: Any, kwargs: Any, rule: Callable[..., Rule
     sizes = {c: s for letters, t in zip(inputs, tensors) for c, s in zip(letters, t.shape) if c}
     ways = _choose(said, inputs, tensors, mesh, sizes)
     moved = iter(
-        t.redistribute(placements=[_placed(letters, way) for way in ways]).to_local()
-        for letters, t in zip(inputs, tensors)
+        _part(t, [_placed(letters, way) for way in ways]) for letters, t in zip(inputs, tensors)
     )
     local = pytree.tree_map(lambda x: next(moved) if isinstance(x, Tensor) else x, leaves)
     args, kwargs = pytree.tree_unflatten(local, structure)
@@ -98,6 +97,14 @@ def _spread(op: str, func: Any, args: Any, kwargs: Any, rule: Callable[..., Rule
         for i, r in enumerate(results)
     ]
     return pytree.tree_unflatten(wrapped, form)
+
+
+def _part(t: Any, placements: list[Any]) -> Tensor:
+    """This process's part of a DTensor that is placed so."""
+    if list(t.placements) != placements:
+        # Autograd is above this; in torch 2.11 `redistribute` fails below it for what requires a gradient.
+        t = t.detach().redistribute(placements=placements)
+    return t.to_local()
 
 
 def _choose(
