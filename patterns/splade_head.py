@@ -160,9 +160,11 @@ class HeadMatch:
         bias = None if bias is None else e.cast(bias, dtype)
         result = fake(anchor) if red.values is None else fake(anchor)[red.values]
         wide = torch.promote_types(result.dtype, torch.float32) if chain.tail else result.dtype
+        # None says the same; an AOTInductor package of torch 2.11 takes another dtype for the one that is named.
+        named = None if wide == dtype else wide
         op = e.call(
             torch.ops.sparse_inductor.splade_head.default,
-            hidden, weight, bias, rows, render(self.program), wide, self.wants_argmax,
+            hidden, weight, bias, rows, render(self.program), named, self.wants_argmax,
         )  # fmt: skip
         values = e.call(operator.getitem, op, 0)
         if chain.tail:
