@@ -125,9 +125,7 @@ def nearby(
         for p in program.parameters():
             p.copy_(rounded(p))
     args = tuple(map(rounded, fresh(inputs)))
-    return run(
-        program, args, training=plan.training, params=parameters(program), autocast=autocast
-    )
+    return run(program, args, training=plan.training, params=parameters(program), autocast=autocast)
 
 
 def within_rounding(
