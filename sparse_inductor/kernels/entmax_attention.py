@@ -156,9 +156,9 @@ def backward(
         if needs[1] or needs[2]:
             keys_blocks(problem, grad, reference, shift, delta, rest, dk, dv)
         if listed:
-            by_key, ends = lists.rows_backward(problem, grad, saved, dq, delta, by_row)
+            filed = lists.rows_backward(problem, grad, saved, dq, delta, by_row)
             if needs[1] or needs[2]:
-                lists.add_keys_from_lists(problem, grad, saved, by_key, ends, delta, dk, dv)
+                lists.add_keys_from_lists(problem, grad, saved, *filed, delta, dk, dv)
         if needs[3] and bias is not None:
             dbias = bias_gradient(problem, bias, grad, reference, shift, delta)
     if by_row is not None and alpha is not None:

@@ -212,6 +212,26 @@ def _finalize_kernel(
 
 
 @triton.jit
+def _places_kernel(
+    key_counts, earlier, cursors, partial, H, G, Lq, Lk, BM: tl.constexpr, CHUNK: tl.constexpr
+):
+    """A program owns a key head: where each key's entries begin, and how many rows of it are left."""
+    bg = tl.program_id(0).to(tl.int64)
+    head = bg // (H // G) * H + bg % (H // G) * G
+    blocks = tl.cdiv(Lq, BM)
+    left = 0
+    for g in range(G):
+        left += tl.load(earlier + (head + g) * (blocks + 1) + blocks)
+    tl.store(partial + bg, left)
+    before = 0
+    for c in range(0, Lk, CHUNK):
+        j = c + tl.arange(0, CHUNK)
+        n = tl.load(key_counts + bg * Lk + j, mask=j < Lk, other=0)
+        tl.store(cursors + bg * Lk + j, before + tl.cumsum(n, 0) - n, mask=j < Lk)
+        before += tl.sum(n, 0)
+
+
+@triton.jit
 def _rows_kernel(
     k, v, alpha, sab, sah, sal, skb, skh, skl, skd, svb, svh, svl, svd,
     H, G, Lq, Lk, am1_value, scale,
@@ -222,8 +242,8 @@ def _rows_kernel(
 ):  # fmt: skip
     """A program owns dq, delta and dalpha of R rows, and files their entries under their keys.
 
-    by_key takes row << 32 | bits of u at the place that the key's cursor names: in any order, the
-    keys' kernel sorts. Gathers D + DV values for each entry.
+    by_key takes row << 32 | bits of u at the place that the key's cursor names, which moves on: in any
+    order, the keys' kernel sorts. Gathers D + DV values for each entry.
     """
     blocks = tl.cdiv(Lq, R)
     bh = tl.program_id(0) // blocks
@@ -249,7 +269,9 @@ def _rows_kernel(
     do = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     k_head = k + b * skb + (h // G) * skh
     v_head = v + b * svb + (h // G) * svh
-    key = (b * (H // G) + h // G) * Lk
+    bg = b * (H // G) + h // G
+    key = bg * Lk
+    by_key += bg * G * Lq * SLOTS
     number = (h * Lq + i).to(tl.int32)
     gdpk = tl.zeros([R, BD], tl.float32)
     gk = tl.zeros([R, BD], tl.float32)
@@ -304,23 +326,125 @@ def _rows_kernel(
         tl.store(dalpha + row, tl.where(n == 0, 0.0, da), mask=listed)
 
 
-@triton.jit
-def _sort(by_key, start, n, WIDTH: tl.constexpr, BITS: tl.constexpr):
-    """Sort each of R segments of at most WIDTH entries by row number, in place.
+def _network(pack: int) -> tuple[str, str]:
+    """PTX and constraints: a warp sorts 32 * pack integers in registers, ascending.
 
-    With BITS, row numbers have 31 - BITS bits: half the network's work is saved by sorting them with
-    the place of their entry, in 32 bits.
+    Bitonic, each round beginning with mirrored partners, so that every comparison is in one direction.
+    Out: pack sorted numbers and their places. In: pack numbers.
     """
+    low = pack.bit_length() - 1  # bits of an element's number that say which register, not which lane
+    x = [f"x{r}" for r in range(pack)]
+    lines = [f"{{ .reg .pred p<5>; .reg .b32 l, t, x<{pack}>, y<{pack}>;", "mov.u32 l, %laneid;"]
+    for bit in range(5):
+        lines.append(f"and.b32 t, l, {1 << bit}; setp.eq.u32 p{bit}, t, 0;")
+    lines += [f"mov.b32 {x[r]}, ${2 * pack + r};" for r in range(pack)]
+
+    def exchange(first: int, second: int) -> None:
+        lines.append(f"min.s32 t, {x[first]}, {x[second]};")
+        lines.append(f"max.s32 {x[second]}, {x[first]}, {x[second]}; mov.b32 {x[first]}, t;")
+
+    def across(lanes: int, registers: int) -> None:
+        lines.extend(
+            f"shfl.sync.bfly.b32 y{r}, {x[r ^ registers]}, {lanes}, 31, -1;" for r in range(pack)
+        )
+        bit = lanes.bit_length() - 1
+        for r in range(pack):
+            lines.append(f"@p{bit} min.s32 {x[r]}, {x[r]}, y{r};")
+            lines.append(f"@!p{bit} max.s32 {x[r]}, {x[r]}, y{r};")
+
+    for size in range(1, low + 6):  # sorted runs of 2 ** size
+        for step in range(size - 1, -1, -1):
+            partner = (2 << step) - 1 if step == size - 1 else 1 << step
+            lanes, registers = partner >> low, partner & (pack - 1)
+            if lanes:
+                across(lanes, registers)
+            else:
+                for r in range(pack):
+                    if r < r ^ registers:
+                        exchange(r, r ^ registers)
+    for r in range(pack):
+        lines.append(f"mov.b32 ${r}, {x[r]}; mad.lo.u32 ${pack + r}, l, {pack}, {r};")
+    lines.append("}")
+    return "\n".join(lines), ",".join(["=&r"] * (2 * pack) + ["r"] * pack)
+
+
+NETWORK1, CONSTRAINTS1 = (tl.constexpr(x) for x in _network(1))
+NETWORK2, CONSTRAINTS2 = (tl.constexpr(x) for x in _network(2))
+NETWORK4, CONSTRAINTS4 = (tl.constexpr(x) for x in _network(4))
+NETWORK8, CONSTRAINTS8 = (tl.constexpr(x) for x in _network(8))
+NETWORK16, CONSTRAINTS16 = (tl.constexpr(x) for x in _network(16))
+LAST = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _sorted(order, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """(order [WIDTH] ascending, the place of each element)."""
+    if ASM:
+        # A warp's registers: `tl.sort` takes six times the instructions.
+        network: tl.constexpr = (
+            NETWORK1 if WIDTH == 32 else NETWORK2 if WIDTH == 64 else NETWORK4 if WIDTH == 128
+            else NETWORK8 if WIDTH == 256 else NETWORK16
+        )  # fmt: skip
+        constraints: tl.constexpr = (
+            CONSTRAINTS1 if WIDTH == 32 else CONSTRAINTS2 if WIDTH == 64 else CONSTRAINTS4 if WIDTH == 128
+            else CONSTRAINTS8 if WIDTH == 256 else CONSTRAINTS16
+        )  # fmt: skip
+        order, place = tl.inline_asm_elementwise(
+            network, constraints, [order], dtype=(tl.int32, tl.int32), is_pure=True,
+            pack=WIDTH // 32,
+        )  # fmt: skip
+    else:
+        order = tl.sort(order, 0)
+        place = tl.arange(0, WIDTH)
+    return order, place
+
+
+@triton.jit
+def _in_order(segment, n, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """(entries of a segment of n <= WIDTH, their places by row number, which are there).
+
+    Row numbers times WIDTH fit 31 bits: they are sorted together with where their entry is.
+    """
+    s = tl.arange(0, WIDTH)
+    number = (tl.load(segment + s, mask=s < n, other=0) >> 32).to(tl.int32)
+    order, place = _sorted(tl.where(s < n, number * WIDTH + s, LAST), WIDTH, ASM)
+    there = order != LAST
+    return tl.load(segment + (order & (WIDTH - 1)), mask=there, other=0), place, there
+
+
+@triton.jit
+def _sort_pairs(by_key, start, n, WIDTH: tl.constexpr, R: tl.constexpr, ASM: tl.constexpr):
+    """Sort each of R segments of at most WIDTH entries by row number, in place; two at a time."""
+    r = tl.arange(0, R)
+    for first in tl.static_range(0, R, 2):
+        start0 = by_key + tl.sum(tl.where(r == first, start, 0), 0)
+        start1 = by_key + tl.sum(tl.where(r == first + 1, start, 0), 0)
+        n0 = tl.sum(tl.where(r == first, n, 0), 0)
+        n1 = tl.sum(tl.where(r == first + 1, n, 0), 0)
+        entry0, place0, there0 = _in_order(start0, n0, WIDTH, ASM)
+        entry1, place1, there1 = _in_order(start1, n1, WIDTH, ASM)
+        tl.debug_barrier()
+        tl.store(start0 + place0, entry0, mask=there0)
+        tl.store(start1 + place1, entry1, mask=there1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _sort_one(segment, n, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """Sort a segment of at most WIDTH entries by row number, in place."""
+    entry, place, there = _in_order(segment, n, WIDTH, ASM)
+    tl.debug_barrier()
+    tl.store(segment + place, entry, mask=there)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _sort_wide(by_key, start, n, WIDTH: tl.constexpr):
+    """As `_sort_one` for row numbers of any size and more entries, in 64 bits; start and n are [1]."""
     s = tl.arange(0, WIDTH)
     live = s[None, :] < n[:, None]
     at = by_key + start[:, None] + s[None, :]
-    if BITS > 0:
-        number = (tl.load(at, mask=live, other=0) >> 32).to(tl.int32)
-        order = tl.sort(tl.where(live, (number << BITS) + s[None, :], 0x7FFFFFFF), 1)
-        chosen = by_key + start[:, None] + (order & (WIDTH - 1))
-        entry = tl.load(chosen, mask=live, other=0)
-    else:
-        entry = tl.sort(tl.load(at, mask=live, other=0x7FFFFFFFFFFFFFFF), 1)
+    entry = tl.sort(tl.load(at, mask=live, other=0x7FFFFFFFFFFFFFFF), 1)
     tl.debug_barrier()
     tl.store(at, entry, mask=live)
     tl.debug_barrier()
@@ -414,7 +538,8 @@ def _keys_kernel(
     H, G, Lq, Lk, am1_value, scale,
     by_key, ends, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, SLOTS: tl.constexpr, ASM: tl.constexpr, R: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program owns dk and dv of R keys with at most NARROW rows each, added in the rows' order.
 
@@ -428,17 +553,14 @@ def _keys_kernel(
     most = tl.max(n, 0)
     if most > NARROW:
         return
+    by_key += bg.to(tl.int64) * G * Lq * SLOTS
     start = tl.load(ends + key, mask=j < Lk, other=0) - n
     if most > 64:
-        _sort(by_key, start, n, 128, 7)
+        _sort_pairs(by_key, start, n, 128, R, ASM)
     elif most > 32:
-        _sort(by_key, start, n, 64, 7)
-    elif most > 16:
-        _sort(by_key, start, n, 32, 7)
-    elif most > 8:
-        _sort(by_key, start, n, 16, 7)
+        _sort_pairs(by_key, start, n, 64, R, ASM)
     elif most > 1:
-        _sort(by_key, start, n, 8, 7)
+        _sort_pairs(by_key, start, n, 32, R, ASM)
     _add_rows(
         q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
         sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, j, start, n, j < Lk,
@@ -452,12 +574,16 @@ def _broad_keys_kernel(
     H, G, Lq, Lk, am1_value, scale,
     by_key, ends, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, BITS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
-    SPAN: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, SLOTS: tl.constexpr, ASM: tl.constexpr, SMALL: tl.constexpr,
+    R: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """`_keys_kernel` for the keys that it leaves among SPAN a program: one by one, up to SORTED rows."""
+    """`_keys_kernel` for the keys that it leaves among SPAN a program: one by one, up to SORTED rows.
+
+    SMALL: row numbers times SORTED fit 31 bits.
+    """
     blocks = tl.cdiv(Lk, SPAN)
     bg = tl.program_id(0) // blocks
+    by_key += bg.to(tl.int64) * G * Lq * SLOTS
     first = tl.program_id(0) % blocks * SPAN
     key = bg.to(tl.int64) * Lk
     span = first + tl.arange(0, SPAN)
@@ -474,14 +600,19 @@ def _broad_keys_kernel(
                 want = (one < Lk) & (n <= SORTED)
                 n = tl.where(want, n, 0)
                 many = tl.max(n, 0)
-                if many > 256:
-                    _sort(by_key, start, n, 512, BITS)
-                elif many > 128:
-                    _sort(by_key, start, n, 256, BITS)
+                segment = by_key + tl.sum(start, 0)
+                if many > 128:
+                    if SMALL:
+                        if many > 256:
+                            _sort_one(segment, many, 512, ASM)
+                        else:
+                            _sort_one(segment, many, 256, ASM)
+                    else:
+                        _sort_wide(by_key, start, n, 512)
                 elif many > 64:
-                    _sort(by_key, start, n, 128, 7)
+                    _sort_one(segment, many, 128, ASM)
                 elif many > 1:
-                    _sort(by_key, start, n, 64, 7)
+                    _sort_one(segment, many, 64, ASM)
                 _add_rows(
                     q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
                     sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, one, start, n, want,
@@ -507,6 +638,7 @@ def _long_keys_kernel(
     """
     blocks = tl.cdiv(Lk, SPAN)
     bg = tl.program_id(0) // blocks
+    by_key += bg.to(tl.int64) * G * Lq * SLOTS
     first = tl.program_id(0) % blocks * SPAN
     b = (bg // (H // G)).to(tl.int64)
     span = first + tl.arange(0, SPAN)
@@ -525,7 +657,7 @@ def _long_keys_kernel(
         if rows <= LONG:
             size = rows + tl.zeros([1], tl.int32)
             start = tl.load(ends + bg.to(tl.int64) * Lk + one) - size
-            _sort(by_key, start, size, LONG, 0)
+            _sort_wide(by_key, start, size, LONG)
             for c in range(0, rows, ROWS):
                 s = c + tl.arange(0, ROWS)
                 live = (s < rows)[None, :]
@@ -671,31 +803,36 @@ def rows_backward(
     dq: torch.Tensor,
     delta: torch.Tensor,
     dalpha: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, delta and dalpha of the rows with lists, and their entries by key.
 
-    Returns (by_key, ends): int64 row << 32 | bits of u, row = h * Lq + i, and where each key's
-    segment ends.
+    Returns (by_key, ends, partial): int64 row << 32 | bits of u, row = h * Lq + i; where each key's
+    segment ends, int32, counted from Lq * SLOTS for each head of queries before; how many rows of
+    each key head have no list.
     """
     q, k, v = problem.q, problem.k, problem.v
     B, H, Lq, _d = q.shape
-    _reference, _shift, entries, starts, counts, _left, _earlier, key_counts = saved
-    ends = torch.cumsum(key_counts.view(-1), 0, dtype=torch.int64)
-    cursors = ends - key_counts.view(-1)
-    by_key = torch.empty(entries.numel(), device=q.device, dtype=torch.int64)
+    _reference, _shift, entries, starts, counts, _left, earlier, key_counts = saved
+    G, Lk = H // k.shape[1], k.shape[2]
+    cursors, partial = torch.empty_like(key_counts), key_counts.new_empty(k.shape[:2])
+    _places_kernel[(B * k.shape[1],)](
+        key_counts, earlier, cursors, partial, H, G, Lq, Lk, BM=block_rows(q), CHUNK=4096, num_warps=8
+    )  # fmt: skip
+    by_key = torch.empty_like(entries)
     constants = problem.constants()
     strides = (0, 0, 0) if problem.alpha is None else problem.alpha.stride()[:3]
     per = 4
     _rows_kernel[(B * H * triton.cdiv(Lq, per),)](
         k, v, q if problem.alpha is None else problem.alpha, *strides, *k.stride(), *v.stride(),
-        H, H // k.shape[1], Lq, k.shape[2], float(problem.alpha_value - 1), float(problem.scale),
+        H, G, Lq, Lk, float(problem.alpha_value - 1), float(problem.scale),
         entries, starts, counts, cursors, by_key, grad, *grad.stride(), dq, delta,
         delta if dalpha is None else dalpha,
         **{name: constants[name] for name in ("D", "BD", "DV", "BDV", "KIND", "HAS_ALPHA")},
         WANT_ALPHA=dalpha is not None, SLOTS=SLOTS, BM=block_rows(q), R=per, CHUNK=8, num_warps=1,
         **({"maxnreg": REGISTERS} if q.device.type == "cuda" else {}),
     )  # fmt: skip
-    return by_key, ends
+    # Each cursor has come to the end of its key's entries.
+    return by_key, cursors, partial
 
 
 def add_keys_from_lists(
@@ -704,6 +841,7 @@ def add_keys_from_lists(
     saved: tuple[torch.Tensor, ...],
     by_key: torch.Tensor,
     ends: torch.Tensor,
+    partial: torch.Tensor,
     delta: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
@@ -712,8 +850,7 @@ def add_keys_from_lists(
     q, k, v = problem.q, problem.k, problem.v
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    _reference, _shift, entries, starts, counts, _left, earlier, key_counts = saved
-    partial = earlier[..., -1].reshape(*k.shape[:2], -1).amax(-1)
+    _reference, _shift, entries, starts, counts, _left, _earlier, key_counts = saved
     constants = problem.constants()
     strides = (0, 0, 0) if problem.alpha is None else problem.alpha.stride()[:3]
     head = (
@@ -722,19 +859,19 @@ def add_keys_from_lists(
         float(problem.alpha_value - 1), float(problem.scale),
     )  # fmt: skip
     names = ("D", "BD", "DV", "BDV", "KIND", "HAS_ALPHA")
-    constants = {name: constants[name] for name in names}
+    constants = {name: constants[name] for name in names} | {"SLOTS": SLOTS}
+    asm = q.device.type == "cuda"
     # Two tensors of R x CHUNK x width in registers: 64 each a lane at width 64.
     per = 4 if max(problem.width, problem.value_width) <= 64 else 2
     tail = (partial, grad, *grad.stride(), delta, dk, dv)
     _keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, per),)](
-        *head, by_key, ends, key_counts, *tail, **constants, R=per, CHUNK=8, num_warps=1,
+        *head, by_key, ends, key_counts, *tail, **constants, ASM=asm, R=per, CHUNK=8, num_warps=1,
     )  # fmt: skip
     _broad_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, SPAN),)](
-        *head, by_key, ends, key_counts, *tail, **constants,
-        # 9 bits name one of SORTED entries.
-        BITS=9 if H * Lq < 2**22 else 0, R=per, CHUNK=8 * per, SPAN=SPAN, num_warps=1,
+        *head, by_key, ends, key_counts, *tail, **constants, ASM=asm,
+        SMALL=H * Lq * SORTED.value < 2**31, R=per, CHUNK=8 * per, SPAN=SPAN, num_warps=1,
     )  # fmt: skip
     _long_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 64),)](
         *head, by_key, ends, entries, starts, counts, key_counts, *tail, **constants,
-        SLOTS=SLOTS, BM=block_rows(q), SPAN=64, ROWS=32, SLOT=64, num_warps=4,
+        BM=block_rows(q), SPAN=64, ROWS=32, SLOT=64, num_warps=4,
     )  # fmt: skip
