@@ -236,7 +236,11 @@ def _gpu_sections(bench: Bench) -> list[Section]:
         _regimes(bench, Shape(2, H, middle))
 
     def alphas(bench: Bench) -> None:
-        _alphas(bench, Shape(2, H, long, True))
+        _alphas(bench, Shape(2, H, long, True), "P")
+
+    def alphas_of_broad_rows(bench: Bench) -> None:
+        for name in ("M", "D"):
+            _alphas(bench, Shape(2, H, middle), name)
 
     def unrewritten(bench: Bench) -> None:
         _against_unrewritten(bench, Shape(1, H, short, True))
@@ -247,8 +251,8 @@ def _gpu_sections(bench: Bench) -> list[Section]:
     def longest(bench: Bench) -> None:
         _longest(bench, H, [256, 512] if tiny else [131072, 1048576])
 
-    return [paper_causal, paper_short, paper_full, regimes, alphas, unrewritten, workspace, longest,
-            row_sums, _host]  # fmt: skip
+    return [paper_causal, paper_short, paper_full, regimes, alphas, alphas_of_broad_rows, unrewritten,
+            workspace, longest, row_sums, _host]  # fmt: skip
 
 
 class Product(nn.Module):
@@ -309,20 +313,26 @@ def _against_softmax(
     return taken
 
 
-def _regimes(bench: Bench, shape: Shape) -> None:
-    """Each regime against flash-attention 2, then rows of all three in one batch."""
+def _variances(bench: Bench, shape: Shape) -> dict[str, float]:
+    """The query variances of the regimes."""
     wanted = {"M": 64.0, "D": 0.05 * shape.L}
     if bench.quick:
         wanted = {"M": 0.4 * shape.L, "D": 0.6 * shape.L}
-    variances = {name: variance_for(shape, bench.device, many) for name, many in wanted.items()}
+    found = {name: variance_for(shape, bench.device, many) for name, many in wanted.items()}
+    return {"P": PAPER_VARIANCE, **found}
+
+
+def _regimes(bench: Bench, shape: Shape) -> None:
+    """Each regime against flash-attention 2, then rows of all three in one batch."""
+    variances = _variances(bench, shape)
     limits = {"P": (None, None), "M": (1.2, 0.7), "D": (2.0, 1.0)}
     alone: dict[str, list[Timing]] = {FORWARD: [], TRAINING: []}
     for name, (floor, goal) in limits.items():
-        case = Case(shape, bench.device, variances.get(name, PAPER_VARIANCE), name=name)
+        case = Case(shape, bench.device, variances[name], name=name)
         taken = _against_softmax(bench, case, "flash", (None, floor), (None, goal))
         for kind, found in alone.items():
             found.append(taken[f"{case.label}, {kind}", "ours"])
-    choices = torch.tensor([PAPER_VARIANCE, variances["M"], variances["D"]], device=bench.device)
+    choices = torch.tensor([variances[name] for name in limits], device=bench.device)
     torch.manual_seed(1)
     drawn = torch.randint(0, 3, (shape.B, shape.H, shape.L, 1), device=bench.device)
     mixed = Case(shape, bench.device, choices[drawn], name="mixed")
@@ -335,17 +345,18 @@ def _regimes(bench: Bench, shape: Shape) -> None:
         bench.row(name, mine.ms / mean, "x", 1.3, 1.1, note=note)
 
 
-def _alphas(bench: Bench, shape: Shape) -> None:
-    """Other alphas on the same scores; a smaller alpha keeps more keys."""
+def _alphas(bench: Bench, shape: Shape, regime: str) -> None:
+    """Other alphas on the same scores, called directly; a smaller alpha keeps more keys."""
+    variance = PAPER_VARIANCE if regime == "P" else _variances(bench, shape)[regime]
     works: dict[Label, Work] = {}
-    cases = [Case(shape, bench.device, alpha=alpha) for alpha in (1.5, 2.0, 1.25, None)]
+    cases = [Case(shape, bench.device, variance, alpha, regime) for alpha in (1.5, 2.0, 1.25, None)]
     for case in cases:
-        works |= case.works([FORWARD, TRAINING], ["ours"])
+        works |= case.works([FORWARD, TRAINING], ["operator"])
     taken = bench.race(works, weigh=False)
     for kind in (FORWARD, TRAINING):
-        base, *others = (taken[f"{case.label}, {kind}", "ours"] for case in cases)
+        base, *others = (taken[f"{case.label}, {kind}", "operator"] for case in cases)
         for case, mine in zip(cases[1:], others):
-            name = f"{case.label}, {kind}: time over alpha 1.5"
+            name = f"{case.label}, {kind}: time over alpha 1.5 (operator)"
             bench.row(name, ratio(mine, base), "x", 1.5, 1.2, note=_times(mine, base))
 
 

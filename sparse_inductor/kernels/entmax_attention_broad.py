@@ -28,8 +28,9 @@ SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 LIST = tl.constexpr(64)
 # A list with more takes no further tile, which may bring 8.
 ROOM = tl.constexpr(56)
-# A row with more of its 64 classes above the bound (about 130 entries at 56) gains nothing from lists.
-FILLED = tl.constexpr(56.0)
+# A row with more of its 64 classes above the bound (about 220 entries at 62) would fill its lists. From
+# about 130 entries on block passes are the faster ones, but not for a few rows of a head.
+FILLED = tl.constexpr(62.0)
 # Records of each list that are looked at together.
 CHUNK = tl.constexpr(8)
 # In a block's flag, beside the number of rows that are left to the block passes.

@@ -47,8 +47,7 @@ PEAKED = tl.constexpr(64)
 # Above this many classes with a maximum over the bound (mean of the block's rows, of 16) the support
 # is about 14 or more: appending by branches costs more than a second look at all keys.
 DENSE_CLASSES = tl.constexpr(9.0)
-# As well known after this many tiles as after all where it is above: 5 at a support of 7, 12 at one of 50.
-EARLY = tl.constexpr(8)
+# After EARLY tiles there are 5 at a support of 7 and 12 at one of 50.
 DENSE_EARLY = tl.constexpr(10.5)
 ABSENT = tl.constexpr(-1e30)
 FAR = tl.constexpr(1e30)
@@ -299,18 +298,20 @@ def candidates_kernel(
     q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
     sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    scratch, entries, starts, counts, flags, total, before,
+    scratch, entries, starts, counts, flags, total, part, most,
     D: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr,
     HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
-    SLOTS: tl.constexpr, UPDATE: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    SLOTS: tl.constexpr, UPDATE: tl.constexpr, EARLY: tl.constexpr, BM: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs stride over blocks of BM rows; each owns entries and counts of its rows.
 
     The first counts[row] entries from SLOTS * row on are column << 32 | bits of the raw score q . k, in
     a fixed order, of all scores above a lower bound of the row's threshold; starts[row] counts from the
     block's first entry. flags[block] = 1 where some row needs another look. scratch: BM * 4 * CAPACITY
-    records a program, reused from block to block. `before` key tiles are looked at ahead of the pass.
+    records a program, reused from block to block. A `part` of the key tiles, `most` at most, is looked at
+    ahead of the pass; what EARLY of them (0: all) say of a block may send it on.
     """
     blocks = tl.cdiv(Lq, BM)
     heads = total // blocks
@@ -335,8 +336,9 @@ def candidates_kernel(
         beta = row_beta[:, None] + tl.zeros([BM, 4], tl.float32)
         none = tl.full([BM, 4], ABSENT, tl.float32)
         top = (none, none, none, none)
-        seen = tl.minimum(before, whole)
-        for n in tl.range(0, tl.minimum(EARLY, seen), num_stages=STAGES):
+        seen = tl.minimum(tl.maximum(whole // part, EARLY), tl.minimum(whole, most))
+        few = tl.minimum(EARLY, whole) if EARLY > 0 else seen
+        for n in tl.range(0, few, num_stages=STAGES):
             j = n * KEYS + tl.arange(0, KEYS)
             kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
             top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
@@ -348,15 +350,18 @@ def candidates_kernel(
         row_ok = (i < last_row)[:, None] & (lane >= 0)
         valid = tl.maximum(tl.minimum(last_row - block * BM, BM), 1).to(tl.float32)
         bound = _first_bound(top, factor, beta, row_ok, KIND)
-        dense = _classes_above(top, bound, valid) > DENSE_EARLY
-        seen = tl.where(dense, 0, seen)
-        for n in tl.range(EARLY, seen, num_stages=STAGES):
-            j = n * KEYS + tl.arange(0, KEYS)
-            kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
-            top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
-        if seen > EARLY:
-            bound = _first_bound(top, factor, beta, row_ok, KIND)
-        dense = dense | (_classes_above(top, bound, valid) > DENSE_CLASSES)
+        if EARLY > 0:
+            dense = _classes_above(top, bound, valid) > DENSE_EARLY
+            seen = tl.where(dense, few, seen)
+            for n in tl.range(few, seen, num_stages=STAGES):
+                j = n * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+                top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
+            if seen > few:
+                bound = _first_bound(top, factor, beta, row_ok, KIND)
+            dense = dense | (_classes_above(top, bound, valid) > DENSE_CLASSES)
+        else:
+            dense = _classes_above(top, bound, valid) > DENSE_CLASSES
         edge_tiles = tl.where(dense, whole, tiles)
         last = tl.where(dense, 0, whole)
 

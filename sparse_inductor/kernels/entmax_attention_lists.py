@@ -50,6 +50,8 @@ LONG = tl.constexpr(1024)
 SPAN = 16
 # Threads a multiprocessor, and the registers a thread that lets them be.
 THREADS, REGISTERS = 512, 128
+# Programs of one warp wait for memory: fewer registers, more of them (measured, with those of dq at 128).
+FINALIZE, BY_KEY = 64, 96
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
@@ -326,18 +328,19 @@ def _rows_kernel(
         tl.store(dalpha + row, tl.where(n == 0, 0.0, da), mask=listed)
 
 
-def _network(pack: int) -> tuple[str, str]:
-    """PTX and constraints: a warp sorts 32 * pack integers in registers, ascending.
+def _network(pack: int, bits: int) -> str:
+    """PTX: every 2 ** bits lanes of a warp sort pack integers each, ascending.
 
     Bitonic, each round beginning with mirrored partners, so that every comparison is in one direction.
-    Out: pack sorted numbers and their places. In: pack numbers.
+    Out and in: pack integers. Element lane * pack + register of the result is the next larger one.
     """
-    low = pack.bit_length() - 1  # bits of an element's number that say which register, not which lane
+    # The low bits of an element's number say which register, the others which lane.
+    low = pack.bit_length() - 1
     x = [f"x{r}" for r in range(pack)]
     lines = [f"{{ .reg .pred p<5>; .reg .b32 l, t, x<{pack}>, y<{pack}>;", "mov.u32 l, %laneid;"]
-    for bit in range(5):
+    for bit in range(bits):
         lines.append(f"and.b32 t, l, {1 << bit}; setp.eq.u32 p{bit}, t, 0;")
-    lines += [f"mov.b32 {x[r]}, ${2 * pack + r};" for r in range(pack)]
+    lines += [f"mov.b32 {x[r]}, ${pack + r};" for r in range(pack)]
 
     def exchange(first: int, second: int) -> None:
         lines.append(f"min.s32 t, {x[first]}, {x[second]};")
@@ -352,9 +355,9 @@ def _network(pack: int) -> tuple[str, str]:
             lines.append(f"@p{bit} min.s32 {x[r]}, {x[r]}, y{r};")
             lines.append(f"@!p{bit} max.s32 {x[r]}, {x[r]}, y{r};")
 
-    for size in range(1, low + 6):  # sorted runs of 2 ** size
-        for step in range(size - 1, -1, -1):
-            partner = (2 << step) - 1 if step == size - 1 else 1 << step
+    for size in range(1, low + bits + 1):  # sorted runs of 2 ** size
+        for bit in range(size - 1, -1, -1):
+            partner = (2 << bit) - 1 if bit == size - 1 else 1 << bit
             lanes, registers = partner >> low, partner & (pack - 1)
             if lanes:
                 across(lanes, registers)
@@ -362,85 +365,107 @@ def _network(pack: int) -> tuple[str, str]:
                 for r in range(pack):
                     if r < r ^ registers:
                         exchange(r, r ^ registers)
-    for r in range(pack):
-        lines.append(f"mov.b32 ${r}, {x[r]}; mad.lo.u32 ${pack + r}, l, {pack}, {r};")
+    lines += [f"mov.b32 ${r}, {x[r]};" for r in range(pack)]
     lines.append("}")
-    return "\n".join(lines), ",".join(["=&r"] * (2 * pack) + ["r"] * pack)
+    return "\n".join(lines)
 
 
-NETWORK1, CONSTRAINTS1 = (tl.constexpr(x) for x in _network(1))
-NETWORK2, CONSTRAINTS2 = (tl.constexpr(x) for x in _network(2))
-NETWORK4, CONSTRAINTS4 = (tl.constexpr(x) for x in _network(4))
-NETWORK8, CONSTRAINTS8 = (tl.constexpr(x) for x in _network(8))
-NETWORK16, CONSTRAINTS16 = (tl.constexpr(x) for x in _network(16))
+def _own(pack: int) -> str:
+    """PTX: the numbers lane * pack + register, for whatever a thread holds."""
+    lines = "".join(f"mad.lo.u32 ${r}, l, {pack}, {r};" for r in range(pack))
+    return f"{{ .reg .b32 l; mov.u32 l, %laneid; {lines} }}"
+
+
+def _operands(pack: int) -> str:
+    """Constraints of both: all operands are read before any is written."""
+    return ",".join(["=r"] * pack + ["r"] * pack)
+
+
+# By the elements in a thread's registers: four segments, or one, to a warp.
+FOUR1, FOUR2, FOUR4, FOUR8, FOUR16 = (tl.constexpr(_network(1 << x, 3)) for x in range(5))
+ONE1, ONE2, ONE4, ONE8, ONE16 = (tl.constexpr(_network(1 << x, 5)) for x in range(5))
+OWN1, OWN2, OWN4, OWN8, OWN16 = (tl.constexpr(_own(1 << x)) for x in range(5))
+OPERANDS1, OPERANDS2, OPERANDS4, OPERANDS8, OPERANDS16 = (
+    tl.constexpr(_operands(1 << x)) for x in range(5)
+)
 LAST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _sorted(order, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """(order [WIDTH] ascending, the place of each element)."""
-    if ASM:
-        # A warp's registers: `tl.sort` takes six times the instructions.
-        network: tl.constexpr = (
-            NETWORK1 if WIDTH == 32 else NETWORK2 if WIDTH == 64 else NETWORK4 if WIDTH == 128
-            else NETWORK8 if WIDTH == 256 else NETWORK16
-        )  # fmt: skip
-        constraints: tl.constexpr = (
-            CONSTRAINTS1 if WIDTH == 32 else CONSTRAINTS2 if WIDTH == 64 else CONSTRAINTS4 if WIDTH == 128
-            else CONSTRAINTS8 if WIDTH == 256 else CONSTRAINTS16
-        )  # fmt: skip
-        order, place = tl.inline_asm_elementwise(
-            network, constraints, [order], dtype=(tl.int32, tl.int32), is_pure=True,
-            pack=WIDTH // 32,
-        )  # fmt: skip
-    else:
-        order = tl.sort(order, 0)
-        place = tl.arange(0, WIDTH)
-    return order, place
+def _network_sort(order, segments: tl.constexpr, pack: tl.constexpr):
+    four: tl.constexpr = (
+        FOUR1 if pack == 1 else FOUR2 if pack == 2 else FOUR4 if pack == 4 else FOUR8 if pack == 8
+        else FOUR16
+    )  # fmt: skip
+    one: tl.constexpr = (
+        ONE1 if pack == 1 else ONE2 if pack == 2 else ONE4 if pack == 4 else ONE8 if pack == 8
+        else ONE16
+    )  # fmt: skip
+    operands: tl.constexpr = (
+        OPERANDS1 if pack == 1 else OPERANDS2 if pack == 2 else OPERANDS4 if pack == 4
+        else OPERANDS8 if pack == 8 else OPERANDS16
+    )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        four if segments == 4 else one, operands, [order], dtype=tl.int32, is_pure=False, pack=pack
+    )
 
 
 @triton.jit
-def _in_order(segment, n, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """(entries of a segment of n <= WIDTH, their places by row number, which are there).
+def _own_elements(like, pack: tl.constexpr):
+    own: tl.constexpr = (
+        OWN1 if pack == 1 else OWN2 if pack == 2 else OWN4 if pack == 4 else OWN8 if pack == 8
+        else OWN16
+    )  # fmt: skip
+    operands: tl.constexpr = (
+        OPERANDS1 if pack == 1 else OPERANDS2 if pack == 2 else OPERANDS4 if pack == 4
+        else OPERANDS8 if pack == 8 else OPERANDS16
+    )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        own, operands, [like], dtype=tl.int32, is_pure=False, pack=pack
+    )
 
-    Row numbers times WIDTH fit 31 bits: they are sorted together with where their entry is.
+
+@triton.jit
+def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """Sort R segments of n <= WIDTH entries by row number, in place.
+
+    Row numbers times WIDTH fit 31 bits: they are sorted together with where their entry is. In a
+    warp's registers, which takes a sixth of the instructions of `tl.sort`. That e says where its element
+    is holds for all tensors of this shape here: they have one layout, as none has more than loads and
+    stores of single entries to choose it by.
     """
-    s = tl.arange(0, WIDTH)
-    number = (tl.load(segment + s, mask=s < n, other=0) >> 32).to(tl.int32)
-    order, place = _sorted(tl.where(s < n, number * WIDTH + s, LAST), WIDTH, ASM)
-    there = order != LAST
-    return tl.load(segment + (order & (WIDTH - 1)), mask=there, other=0), place, there
-
-
-@triton.jit
-def _sort_pairs(by_key, start, n, WIDTH: tl.constexpr, R: tl.constexpr, ASM: tl.constexpr):
-    """Sort each of R segments of at most WIDTH entries by row number, in place; two at a time."""
+    segments: tl.constexpr = 1 if R == 1 else 4
+    e = tl.arange(0, segments * WIDTH)
+    given = e % WIDTH
+    if ASM:
+        e = _own_elements(e, segments * WIDTH // 32)
     r = tl.arange(0, R)
-    for first in tl.static_range(0, R, 2):
-        start0 = by_key + tl.sum(tl.where(r == first, start, 0), 0)
-        start1 = by_key + tl.sum(tl.where(r == first + 1, start, 0), 0)
-        n0 = tl.sum(tl.where(r == first, n, 0), 0)
-        n1 = tl.sum(tl.where(r == first + 1, n, 0), 0)
-        entry0, place0, there0 = _in_order(start0, n0, WIDTH, ASM)
-        entry1, place1, there1 = _in_order(start1, n1, WIDTH, ASM)
-        tl.debug_barrier()
-        tl.store(start0 + place0, entry0, mask=there0)
-        tl.store(start1 + place1, entry1, mask=there1)
+    first = tl.zeros_like(e)
+    size = tl.zeros_like(e)
+    for one in tl.static_range(R):
+        mine = e // WIDTH == one
+        first = tl.where(mine, tl.sum(tl.where(r == one, start, 0), 0), first)
+        size = tl.where(mine, tl.sum(tl.where(r == one, n, 0), 0), size)
+    s = e % WIDTH
+    at = by_key + first
+    # Any thread may bring any entry of the one segment: neighbours next to each other.
+    given = given if segments == 1 else s
+    number = (tl.load(at + given, mask=given < size, other=0) >> 32).to(tl.int32)
+    order = tl.where(given < size, number * WIDTH + given, LAST)
+    if ASM:
+        order = _network_sort(order, segments, segments * WIDTH // 32)
+    else:
+        order = tl.reshape(tl.sort(tl.reshape(order, [segments, WIDTH]), 1), [segments * WIDTH])
+    there = order != LAST
+    entry = tl.load(at + order % WIDTH, mask=there, other=0)
     tl.debug_barrier()
-
-
-@triton.jit
-def _sort_one(segment, n, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """Sort a segment of at most WIDTH entries by row number, in place."""
-    entry, place, there = _in_order(segment, n, WIDTH, ASM)
-    tl.debug_barrier()
-    tl.store(segment + place, entry, mask=there)
+    tl.store(at + s, entry, mask=there)
     tl.debug_barrier()
 
 
 @triton.jit
 def _sort_wide(by_key, start, n, WIDTH: tl.constexpr):
-    """As `_sort_one` for row numbers of any size and more entries, in 64 bits; start and n are [1]."""
+    """As `_sort` of one segment, for row numbers of any size and more entries; start and n are [1]."""
     s = tl.arange(0, WIDTH)
     live = s[None, :] < n[:, None]
     at = by_key + start[:, None] + s[None, :]
@@ -556,11 +581,15 @@ def _keys_kernel(
     by_key += bg.to(tl.int64) * G * Lq * SLOTS
     start = tl.load(ends + key, mask=j < Lk, other=0) - n
     if most > 64:
-        _sort_pairs(by_key, start, n, 128, R, ASM)
+        _sort(by_key, start, n, R, 128, ASM)
     elif most > 32:
-        _sort_pairs(by_key, start, n, 64, R, ASM)
+        _sort(by_key, start, n, R, 64, ASM)
+    elif most > 16:
+        _sort(by_key, start, n, R, 32, ASM)
+    elif most > 8:
+        _sort(by_key, start, n, R, 16, ASM)
     elif most > 1:
-        _sort_pairs(by_key, start, n, 32, R, ASM)
+        _sort(by_key, start, n, R, 8, ASM)
     _add_rows(
         q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
         sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, j, start, n, j < Lk,
@@ -600,19 +629,18 @@ def _broad_keys_kernel(
                 want = (one < Lk) & (n <= SORTED)
                 n = tl.where(want, n, 0)
                 many = tl.max(n, 0)
-                segment = by_key + tl.sum(start, 0)
                 if many > 128:
                     if SMALL:
                         if many > 256:
-                            _sort_one(segment, many, 512, ASM)
+                            _sort(by_key, start, n, 1, 512, ASM)
                         else:
-                            _sort_one(segment, many, 256, ASM)
+                            _sort(by_key, start, n, 1, 256, ASM)
                     else:
                         _sort_wide(by_key, start, n, 512)
                 elif many > 64:
-                    _sort_one(segment, many, 128, ASM)
+                    _sort(by_key, start, n, 1, 128, ASM)
                 elif many > 1:
-                    _sort_one(segment, many, 64, ASM)
+                    _sort(by_key, start, n, 1, 64, ASM)
                 _add_rows(
                     q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
                     sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, one, start, n, want,
@@ -701,9 +729,12 @@ def _long_keys_kernel(
         j = tl.min(tl.where(long > j, long, Lk), 0)
 
 
-def _schedule(tiles: int) -> tuple[int, int]:
-    """(key tiles looked at ahead of the pass, tiles between two updates of the bounds)."""
-    return max(1, min(tiles // 2, 32)), 8 if tiles <= 64 else 16
+def _schedule(tiles: int) -> tuple[int, int, int, int]:
+    """Of the candidates' pass: (part of the key tiles looked at ahead, at most, UPDATE, EARLY).
+
+    A hit costs as much as a quarter of a tile: with few tiles bounds are worth more of them.
+    """
+    return (1, 32, 8, 0) if tiles <= 64 else (4, 64, 16, 8)
 
 
 def forward_lists(
@@ -774,10 +805,10 @@ def forward_lists(
         "SLOTS": SLOTS, "BM": rows, "STAGES": 3 if cuda else 1,
         **({"maxnreg": REGISTERS} if cuda else {}),
     }  # fmt: skip
-    before, update = _schedule(triton.cdiv(Lk, KEYS.value))
+    part, most, update, early = _schedule(triton.cdiv(Lk, KEYS.value))
     candidates_kernel[(narrow,)](
-        *head, scratch.view(torch.float32), entries, starts, counts, flags, total, before,
-        UPDATE=update, num_warps=4, **options,
+        *head, scratch.view(torch.float32), entries, starts, counts, flags, total, part, most,
+        UPDATE=update, EARLY=early, num_warps=4, **options,
     )  # fmt: skip
     broad_kernel[(wide,)](
         *head, aligned, entries, starts, counts, flags, key_counts, reference, shift, total,
@@ -792,7 +823,7 @@ def forward_lists(
         entries, starts, counts, flags, key_counts, out, reference, shift,
         DV=constants["DV"], BDV=constants["BDV"], KIND=constants["KIND"],
         HAS_ALPHA=problem.alpha is not None, TRAINING=training, SLOTS=SLOTS, BM=rows,
-        R=per, CHUNK=8, num_warps=1,
+        R=per, CHUNK=8, num_warps=1, **({"maxnreg": FINALIZE} if cuda else {}),
     )  # fmt: skip
 
 
@@ -866,6 +897,7 @@ def add_keys_from_lists(
     tail = (partial, grad, *grad.stride(), delta, dk, dv)
     _keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, per),)](
         *head, by_key, ends, key_counts, *tail, **constants, ASM=asm, R=per, CHUNK=8, num_warps=1,
+        **({"maxnreg": BY_KEY} if asm else {}),
     )  # fmt: skip
     _broad_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, SPAN),)](
         *head, by_key, ends, key_counts, *tail, **constants, ASM=asm,

@@ -142,3 +142,40 @@ def test_gradients_repeat_bitwise(device):
     tensors = operands(device, **sizes(device, **grouped))
     for a, b in zip(run(*tensors)[:4], run(*tensors)[:4]):
         assert torch.equal(a, b)
+
+
+def warp(source, values):
+    """What a warp makes of values [32, n] by the PTX of a sorting network: [32, n]."""
+    lane, n = torch.arange(32), values.shape[1]
+    registers = {f"${n + r}": values[:, r] for r in range(n)} | {"%laneid": lane}
+    functions = {
+        "mov": lambda a: a,
+        "and": lambda a, b: a & b,
+        "setp.eq": lambda a, b: a == b,
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "shfl.sync.bfly": lambda a, mask, *_: a[lane ^ mask],
+    }
+    for statement in source.strip("{}\n ").replace("\n", " ").split(";"):
+        words = statement.replace(",", " ").split()
+        guard = words.pop(0)[1:] if words and words[0].startswith("@") else None
+        if not words or words[0].startswith("."):
+            continue
+        name, to, *operands = words
+        operands = [registers[x] if x in registers else int(x) for x in operands]
+        result = functions[name.rpartition(".")[0]](*operands)
+        if guard is not None:
+            taken = ~registers[guard[1:]] if guard.startswith("!") else registers[guard]
+            result = torch.where(taken, result, registers[to])
+        registers[to] = result
+    return torch.stack([registers[f"${r}"] for r in range(n)], 1)
+
+
+@pytest.mark.parametrize("pack", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("lanes", [8, 32])
+def test_sorting_networks(lanes, pack):
+    """On a GPU a key's rows are sorted in registers; the interpreter has no lanes."""
+    source = entmax_attention_lists._network(pack, lanes.bit_length() - 1)
+    values = torch.randint(0, 40 * pack, (32, pack), generator=torch.Generator().manual_seed(pack))
+    groups = values.reshape(-1, lanes * pack)
+    assert torch.equal(warp(source, values).reshape(-1, lanes * pack), groups.sort(1).values)
