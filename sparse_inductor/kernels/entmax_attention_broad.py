@@ -14,7 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .entmax_attention_candidates import FAR, KEYS, load_keys, open_block, split_lanes, unseen
+from .entmax_attention_candidates import (
+    FAR,
+    KEYS,
+    block_lanes,
+    load_keys,
+    open_block,
+    split_lanes,
+    unseen,
+)
 from .entmax_attention_problem import product
 from .entmax_attention_tau import powers, root, step
 
@@ -191,9 +199,7 @@ def broad_kernel(
     mine = tl.max(tl.load(flags + places, mask=units < total, other=0), 0)
     if mine == 0:
         return
-    rows = tl.arange(0, BM)
-    four = tl.arange(0, 4)
-    lane = 2 * four[None, :] + tl.zeros([BM, 1], tl.int32)
+    rows, four, lane = block_lanes(BM)
     own = scratch + pid.to(tl.int64) * (BM * 4 * LIST * 2)
     index = rows[:, None] * 4 + four[None, :]
     lists = own + index * (LIST * 2)

@@ -26,6 +26,7 @@ __all__ = [
     "KEYS",
     "PEAKED",
     "RECORD_BYTES",
+    "block_lanes",
     "candidates_kernel",
     "load_keys",
     "open_block",
@@ -251,6 +252,14 @@ def _classes_above(top, bound, valid):
 
 
 @triton.jit
+def block_lanes(BM: tl.constexpr):
+    """(rows [BM] of a block, lanes [4] of a row, each lane's first column [BM, 4])."""
+    rows = tl.arange(0, BM)
+    four = tl.arange(0, 4)
+    return rows, four, 2 * four[None, :] + tl.zeros([BM, 1], tl.int32)
+
+
+@triton.jit
 def open_block(
     unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
     sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
@@ -315,9 +324,7 @@ def candidates_kernel(
     """
     blocks = tl.cdiv(Lq, BM)
     heads = total // blocks
-    rows = tl.arange(0, BM)
-    four = tl.arange(0, 4)
-    lane = 2 * four[None, :] + tl.zeros([BM, 1], tl.int32)
+    rows, four, lane = block_lanes(BM)
     start = (rows[:, None] * 4 + four[None, :]) * (CAPACITY * RECORD_BYTES)
     limit = start + (CAPACITY - 1) * RECORD_BYTES
     own = scratch + tl.program_id(0).to(tl.int64) * (BM * 4 * CAPACITY * RECORD_WORDS)

@@ -155,6 +155,17 @@ def _solve(
 
 
 @triton.jit
+def _own_rows(counts, Lq, BM: tl.constexpr, R: tl.constexpr):
+    """A program's R rows: (bh, the block they are in, i [R], their places in [B, H, Lq], counts)."""
+    blocks = tl.cdiv(Lq, R)
+    bh = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * R
+    i = first + tl.arange(0, R)
+    row = bh.to(tl.int64) * Lq + i
+    return bh, first // BM, i, row, tl.load(counts + row, mask=i < Lq, other=-1)
+
+
+@triton.jit
 def _finalize_kernel(
     v, alpha, sab, sah, sal, svb, svh, svl, svd,
     H, G, Lq, Lk, am1_value, scale,
@@ -168,12 +179,7 @@ def _finalize_kernel(
     Reads and writes 8 bytes a candidate and gathers DV values for each of the support; counts each
     key's rows (integer atomics: the order does not matter).
     """
-    blocks = tl.cdiv(Lq, R)
-    bh = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks * R // BM
-    i = tl.program_id(0) % blocks * R + tl.arange(0, R)
-    row = bh.to(tl.int64) * Lq + i
-    n = tl.load(counts + row, mask=i < Lq, other=-1)
+    bh, block, i, row, n = _own_rows(counts, Lq, BM, R)
     if tl.max(n, 0) < 0:
         return
     b = (bh // H).to(tl.int64)
@@ -247,12 +253,7 @@ def _rows_kernel(
     by_key takes row << 32 | bits of u at the place that the key's cursor names, which moves on: in any
     order, the keys' kernel sorts. Gathers D + DV values for each entry.
     """
-    blocks = tl.cdiv(Lq, R)
-    bh = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks * R // BM
-    i = tl.program_id(0) % blocks * R + tl.arange(0, R)
-    row = bh.to(tl.int64) * Lq + i
-    n = tl.load(counts + row, mask=i < Lq, other=-1)
+    bh, block, i, row, n = _own_rows(counts, Lq, BM, R)
     if tl.max(n, 0) < 0:
         return
     listed = n >= 0
