@@ -272,6 +272,14 @@ def _keys_kernel(
     groups = H // G
     b = bg // groups
     hkv = bg % groups
+    chosen = 0
+    row_blocks = tl.cdiv(Lq, LEFT_ROWS) if LEFT_ROWS > 0 else 0
+    if LEFT_ROWS > 0:
+        for head in range(G):
+            bh = b.to(tl.int64) * H + hkv * G + head
+            chosen += tl.load(earlier + bh * (row_blocks + 1) + row_blocks)
+    if LEFT_ROWS > 0 and chosen == 0:
+        return
     last_key = Lk
     if HAS_KLEN:
         last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
@@ -294,8 +302,6 @@ def _keys_kernel(
         plain = tl.maximum(tl.minimum(tl.cdiv(plain, BM), rows), start)
     if block * BN + BN > last_key:
         plain = rows
-    chosen = 0
-    row_blocks = tl.cdiv(Lq, LEFT_ROWS) if LEFT_ROWS > 0 else 0
     for head in range(G):
         h = (hkv * G + head).to(tl.int64)
         bh = b.to(tl.int64) * H + h
@@ -311,7 +317,6 @@ def _keys_kernel(
             first = tl.minimum(first, final)
             middle = tl.maximum(tl.minimum(middle, final), first)
             here = tl.load(before + row_blocks)
-            chosen += here
         mine = (left + bh * Lq, here)
         queries = (q + b * sqb + h * sqh, sql, sqd)
         grads = (grad + b * sgb + h * sgh, sgl, sgd)
@@ -334,8 +339,6 @@ def _keys_kernel(
                 False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
                 FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
-    if LEFT_ROWS > 0 and chosen == 0:
-        return
     at = (bg.to(tl.int64) * Lk + j)[:, None]
     c = tl.arange(0, BD)
     inside = (j < Lk)[:, None] & (c < D)[None, :]

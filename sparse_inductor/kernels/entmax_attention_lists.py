@@ -903,6 +903,7 @@ def add_keys_from_lists(
     _broad_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, SPAN),)](
         *head, by_key, ends, key_counts, *tail, **constants, ASM=asm,
         SMALL=H * Lq * SORTED.value < 2**31, R=per, CHUNK=8 * per, SPAN=SPAN, num_warps=1,
+        **({"maxnreg": REGISTERS} if asm else {}),
     )  # fmt: skip
     _long_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 64),)](
         *head, by_key, ends, entries, starts, counts, key_counts, *tail, **constants,
