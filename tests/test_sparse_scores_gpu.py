@@ -86,6 +86,24 @@ def test_the_index_gives_the_cpus_bits(weights, k):
     assert torch.equal(again[0], scores) and torch.equal(again[1], ids)
 
 
+@pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
+def test_rows_of_all_lengths_by_both_kinds_of_kernels(weights):
+    """One to 700 terms: a lane's, a warp's, several loops'. The portable kernels give the same bits as those in PTX."""
+    g = torch.Generator().manual_seed(4)
+    n, V = 12_000, 3000
+    share = 0.23 * torch.rand(n, 1, generator=g) ** 3
+    dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < share)
+    q = torch.rand(40, V, generator=g) * (torch.rand(40, V, generator=g) < 0.02)
+    here = SparseIndex.build(dense, weights=weights)
+    there = SparseIndex.build(dense, weights=weights, device="cuda")
+    for k in (20, 700):
+        want = here.search(q, k)
+        tensors = q.cuda(), there._postings, there._counts, there._deleted, k
+        for shared in (True, False):
+            scores, ids = kernel.search(*tensors, shared=shared)
+            assert torch.equal(ids.cpu(), want[1]) and torch.equal(scores.cpu(), want[0])
+
+
 def test_moving_saving_and_loading(tmp_path):
     index, q = SparseIndex.build(collection()), queries()
     want = index.search(q, 50)

@@ -278,6 +278,9 @@ def _gpu(bench: Bench, n: int) -> None:
     bench.row(f"{case}: build on the GPU", c.build_seconds, "s", *((60, 10) if n == FULL else ()))
     _bytes(bench, c, case)
     _agreement(bench, c, case, k)
+    both = zip(_search(c, k), _search(c, k, shared=False))
+    same = all(torch.equal(a, b) for a, b in both)
+    bench.row(f"{case}: the portable kernels give the same bits", float(same), "", 1, 1, True)
     scatter = ScatterAdd(c.index, c.queries)
     label = f"{case}, B {B}, top-{k}"
     works: dict[Label, Work] = {

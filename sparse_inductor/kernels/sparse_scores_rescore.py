@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import sparse_scores_ptx as ptx
 from .launch import relaunched
 from .sparse_scores_accumulate import place_of_term
 
@@ -20,26 +21,27 @@ _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
 
 # A query in shared memory: a byte a term, the place of its weight in a table behind (0: not in the query). One byte
-# gathered from shared memory in place of four from a row of V floats, which is a cache line an entry. The weights are
-# fp64: a conversion takes as long as eight other instructions, and so it is made once a query, not once an entry.
+# gathered from shared memory in place of four from a row of V floats, which is a cache line an entry.
 MAP_VOCABULARY = 1 << 15  # with the table below the 48 KiB that PTX may declare
 MAP_TERMS = 255
 _MAP_WORDS = tl.constexpr(MAP_VOCABULARY // 4)
 _WEIGHTS = tl.constexpr(MAP_VOCABULARY)  # where the table begins
 _DECLARE = tl.constexpr(
-    f"{{ .shared .align 16 .b8 sparse_scores_map[{MAP_VOCABULARY + 8 * (MAP_TERMS + 1)}]; "
+    f"{{ .shared .align 16 .b8 sparse_scores_map[{MAP_VOCABULARY + 4 * (MAP_TERMS + 1)}]; "
     "mov.u32 $0, sparse_scores_map; }"
 )
 _STORE = tl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
-_STORE_WEIGHT = tl.constexpr("{ st.shared.f64 [$1], $2; mov.u32 $0, 0; }")
 _STORE_BYTE_IF = tl.constexpr(
     "{ .reg .pred p; setp.lt.s32 p, $3, $4; @p st.shared.u8 [$1], $2; mov.u32 $0, 0; }"
 )
 _LOOK_UP = tl.constexpr(
-    "{ .reg .u32 a; ld.shared.u8 a, [$1]; mad.lo.u32 a, a, 8, $2; "
-    f"ld.shared.f64 $0, [a+{MAP_VOCABULARY}]; }}"
+    "{ .reg .u32 a; ld.shared.u8 a, [$1]; mad.lo.u32 a, a, 4, $2; "
+    f"ld.shared.f32 $0, [a+{MAP_VOCABULARY}]; }}"
 )
 _BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
+_RESCORE = tl.constexpr(ptx.rescore(MAP_VOCABULARY, False))
+_RESCORE_HALF = tl.constexpr(ptx.rescore(MAP_VOCABULARY, True))
+_WARPS = tl.constexpr(8)  # of a program of `rescore_kernel`
 
 
 @triton.jit
@@ -97,42 +99,37 @@ def _map_query(query, query_terms, count, long, L):
         _STORE_BYTE_IF, "=r,r,r,r,r", [table + t, i + 1, i, last],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    place = table + _WEIGHTS + ((i + 1) & 255) * 8  # the last is the first, which is 0
-    w = tl.where(i < 255, w, 0.0).to(tl.float64)
-    tl.inline_asm_elementwise(
-        _STORE_WEIGHT, "=r,r,d", [place, w], dtype=tl.int32, is_pure=False, pack=1
-    )
+    place = table + _WEIGHTS + ((i + 1) & 255) * 4  # the last is the first, which is 0
+    w = tl.where(i < 255, w, 0.0).to(tl.int32, bitcast=True)
+    tl.inline_asm_elementwise(_STORE, "=r,r,r", [place, w], dtype=tl.int32, is_pure=False, pack=1)
     tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     return table
 
 
 @triton.jit
 def _score_kept(
-    query, table, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
+    query, members, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
+    BITS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """DOCS documents at a time, every program_id(1)-th lot; the query by its map or by its row."""
-    step = tl.num_programs(1) * DOCS
-    i = tl.program_id(1) * DOCS + tl.arange(0, DOCS)
-    next_start = tl.load(starts + i, mask=i < n, other=0)
-    next_length = tl.load(lengths + i, mask=i < n, other=0)
-    for _ in range(tl.program_id(1) * DOCS, n, step):
+    """DOCS documents at a time, every program_id(1)-th lot; the query by its map, its bits and row, or its row."""
+    for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
+        i = first + tl.arange(0, DOCS)
         here = i < n
+        # Not loaded an iteration ahead: where the bound of the loop over entries depends on what is carried over,
+        # Triton 3.6 keeps the first iteration's.
         doc = tl.load(kept + i, mask=here, other=0)
-        start = next_start
-        length = next_length
-        # Where the next rows are is on its way while these are read.
-        next_start = tl.load(starts + i + step, mask=i + step < n, other=0)
-        next_length = tl.load(lengths + i + step, mask=i + step < n, other=0)
+        start = tl.load(offsets + doc)
+        length = tl.where(here, tl.load(offsets + doc + 1) - start, 0).to(tl.int32)
         if BYTES:
             scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
         else:
             scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
-        # A row is one warp's, 32 entries at a time; the steps of 256 entries, most rows' all, are under way at once.
+        # A row is one warp's, 32 entries at a time; STEPS times as many are under way at once.
         # Entries are the first axis, which Triton lets lanes run along where it cannot tell which is better.
         acc = tl.zeros([32, DOCS], tl.float64)
-        for j in range(0, tl.max(length, axis=0), 256):
-            for u in tl.static_range(8):
+        for j in range(0, tl.max(length, axis=0), 32 * STEPS):
+            for u in tl.static_range(STEPS):
                 within = j + 32 * u + tl.arange(0, 32)[:, None]
                 some = within < length[None, :]
                 at = start[None, :] + within
@@ -141,53 +138,67 @@ def _score_kept(
                 )
                 if MAP:
                     x = tl.inline_asm_elementwise(
-                        _LOOK_UP, "=d,r,r", [table + t, table + t * 0], dtype=tl.float64, is_pure=True, pack=1
+                        _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=True, pack=1
                     )  # fmt: skip
                 else:
+                    if BITS:
+                        # A query's bits stay in L1; of its row a sector is read for each term that is in it.
+                        word = tl.load(members + (t >> 5), mask=some, other=0)
+                        some = some & (((word >> (t & 31)) & 1) != 0)
                     x = tl.load(query + t, mask=some, other=0.0)
                 acc += w.to(tl.float64) * x.to(tl.float64)
         score = tl.sum(acc, axis=0).to(tl.float32)
         tl.store(keys + i, _key(_ordered(score), doc), mask=here)
-        i += step
 
 
 @relaunched
 @triton.jit
 def rescore_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks,
-    query_terms, query_counts, long_counts, kept, starts, lengths, kept_counts, keys, V, L,
+    query_terms, query_counts, long_counts, members, kept, kept_counts, keys, V, L,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
-    DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
+    DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Exact scores of the kept documents of a query; programs (q, part). Their rows are `starts` and `lengths`.
+    """Exact scores of the kept documents of a query; programs (q, part).
 
-    MAP: the query is looked up in shared memory, where it has few enough terms. Reads the rows (6 bytes an entry) once
-    a kept document; writes 8 bytes each.
+    MAP: the query is looked up in shared memory, where it has few enough terms. BITS: members [B, V / 32] says which
+    terms a query has. Reads the rows (6 bytes an entry) once a kept document; writes 8 bytes each.
     """
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(kept_counts + q)
     count = tl.load(query_counts + q)
     row = query + q * V
+    members += q * tl.cdiv(V, 32)
     kept += q * ROOM
-    starts += q * ROOM
-    lengths += q * ROOM
     keys += q * ROOM
     if MAP:
         if count <= 255:
             table = _map_query(row, query_terms + q * L, count, tl.load(long_counts + q), L)
-            _score_kept(
-                row, table, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
-                BYTES, UNSIGNED16, DOCS, DEPTH, True,
-            )  # fmt: skip
+            if BYTES:
+                _score_kept(
+                    row, members, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+                    BYTES, UNSIGNED16, DOCS, DEPTH, True, False, 8,
+                )  # fmt: skip
+            else:
+                HALF: tl.constexpr = weights.dtype.element_ty == tl.float16
+                CODE: tl.constexpr = _RESCORE_HALF if HALF else _RESCORE
+                tl.inline_asm_elementwise(
+                    CODE, "=r,r,l,l,l,l,l,r,r,r",
+                    [
+                        table, terms.to(tl.int64), weights.to(tl.int64), kept.to(tl.int64), offsets.to(tl.int64),
+                        keys.to(tl.int64), n, tl.program_id(1) * _WARPS, tl.num_programs(1) * _WARPS,
+                    ],
+                    dtype=tl.int32, is_pure=False, pack=1,
+                )  # fmt: skip
         else:
             _score_kept(
-                row, 0, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
-                BYTES, UNSIGNED16, DOCS, DEPTH, False,
+                row, members, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+                BYTES, UNSIGNED16, DOCS, DEPTH, False, False, 4,
             )  # fmt: skip
     else:
         _score_kept(
-            row, 0, terms, weights, scales, chunk_docs, chunks, kept, starts, lengths, n, keys,
-            BYTES, UNSIGNED16, DOCS, DEPTH, False,
+            row, members, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+            BYTES, UNSIGNED16, DOCS, DEPTH, False, BITS, 3,
         )  # fmt: skip
 
 

@@ -60,6 +60,10 @@ _MOST_QUERIES = 2048
 _MOST_TERMS = 4096
 # Exact scores of all documents for some queries at once: the larger part of what a search needs besides the index.
 _EVERYTHING_BYTES = 80 << 20
+# Weights of a query read at a time, by so many warps: 8 a thread of four programs an SM, or of one that has an SM to
+# itself, where there are no more of them than SMs.
+_READ = (2048, 8)
+_READ_ALONE = (8192, 32)
 # Postings in a chunk from which a list is walked on its own.
 _LONG_LIST = 192
 
@@ -279,13 +283,14 @@ def _bits(flags: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["V", "L"])
 def _prepare_kernel(
     query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
-    slots, arrived, V, L, BLOCK: tl.constexpr,
+    slots, arrived, members, V, L, BLOCK: tl.constexpr, SORTED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One program a query: reads its V weights once, writes its terms, 8 bytes each, and sets up what the other kernels
     count in.
 
-    Terms of long lists are terms[q, :long_counts], the others the last ones of the row. They come in any order, which
-    sums of integers do not depend on: a counter gives each its place, where a scan would wait for all threads.
+    Terms of long lists are terms[q, :long_counts], the others the last ones of the row, where they are SORTED; else all
+    count as long. They come in any order, which sums of integers do not depend on: a counter gives each its place,
+    where a scan would wait for all threads. BITS: members [B, V / 32] tells the terms there are.
 
     status: 0; 1 where integers cannot be trusted or there are more than L terms; 2 where a weight is NaN or infinite.
     margin: twice the error bound of an integer score, in its units of `unit`. positive: whether no weight of query and
@@ -302,12 +307,22 @@ def _prepare_kernel(
     least = tl.zeros([BLOCK], tl.float32)
     row = query + q * V + at
     coming = tl.load(row, mask=at < V, other=0.0)
+    after = tl.load(row + BLOCK, mask=at + BLOCK < V, other=0.0)
     for i in range(0, V, BLOCK):
         t = i + at
         w = coming
-        coming = tl.load(row + i + BLOCK, mask=t + BLOCK < V, other=0.0)
+        coming = after
+        after = tl.load(row + i + 2 * BLOCK, mask=t + 2 * BLOCK < V, other=0.0)
         some = w != 0
-        short = 1 - ((tl.load(is_long + (t >> 5), mask=some, other=0) >> (t & 31)) & 1)
+        if BITS:
+            bits = tl.reshape(some.to(tl.int32) << (at & 31), [BLOCK // 32, 32])
+            word = (i >> 5) + tl.arange(0, BLOCK // 32)
+            inside = word < tl.cdiv(V, 32)
+            tl.store(members + q * tl.cdiv(V, 32) + word, tl.sum(bits, axis=1), mask=inside)
+        if SORTED:
+            short = 1 - ((tl.load(is_long + (t >> 5), mask=some, other=0) >> (t & 31)) & 1)
+        else:
+            short = tl.zeros([BLOCK], tl.int32)
         n = tl.atomic_add(slot + short, 1, mask=some, sem="relaxed")
         place = tl.where(short != 0, L - 1 - n, n)
         kept = some & (n < L)
@@ -345,6 +360,7 @@ def _prepare_kernel(
     # Threshold 1: without a sample every document with a positive score is a candidate.
     tl.store(threshold + q, 1)
     tl.store(found + q * _APART, 0)
+    tl.store(found + q * _APART + 1, 0)
     if q == 0:
         tl.store(arrived, 0)
     for i in range(0, stored, BLOCK):
@@ -372,14 +388,14 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
 @relaunched
 @triton.jit
 def _select_kernel(
-    candidates, found, threshold, margin, positive, deleted, status, offsets, kept, starts, lengths, kept_counts,
-    keys, N, k, capacity, BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
+    candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
+    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the documents that may be among the k best, and whether that is proved.
 
     Where fewer than k documents match at all, the first k documents there are come along: they score 0 or are among
-    the matches. Reads 8 bytes a candidate, writes 4 a document kept. status: 1 where nothing is proved. Without PROVED
-    the k best by their integers are the answer: keys are written.
+    the matches. Reads 8 bytes a candidate, writes 4 a document kept, in any order. status: 1 where nothing is proved.
+    Without PROVED the k best by their integers are the answer: keys are written.
     """
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(found + q * _APART)
@@ -387,33 +403,29 @@ def _select_kernel(
     mine = candidates + q * capacity
     stored = tl.minimum(n, capacity)
     score = (tl.load(mine + at, mask=at < stored, other=0) >> 32).to(tl.int32)
-    kth = kth_largest(score, k, 31)
+    # All candidates reach the threshold: 12 steps from there, within 2^-12 of what is between it and the largest, let
+    # some in a thousand more through.
     least = tl.load(threshold + q)
+    kth = least - 1 + kth_largest(tl.maximum(score - least + 1, 0), k, 12)
     all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
     if PROVED:
         # fp32 rounding may make scores equal that differ by an ulp, 2^-23 of them.
         limit = kth - tl.load(margin + q) - (kth >> 22) - 1
     else:
         limit = kth
-    many = 0
-    # Read again, a part at a time: to hold all through the bisection takes the registers of two more programs.
-    for i in range(0, stored, PART):
-        here = i + tl.arange(0, PART)
-        x = tl.load(mine + here, mask=here < stored, other=0)
-        keep = ((x >> 32).to(tl.int32) >= limit) & (here < stored)
-        place = many + tl.cumsum(keep.to(tl.int32), axis=0) - 1
-        many += tl.sum(keep.to(tl.int32), axis=0)
-        keep = keep & (place < ROOM)
-        doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
-        if PROVED:
-            first = tl.load(offsets + doc, mask=keep, other=0)
-            last = tl.load(offsets + doc + 1, mask=keep, other=0)
-            tl.store(kept + q * ROOM + place, doc, mask=keep)
-            tl.store(starts + q * ROOM + place, first, mask=keep)
-            tl.store(lengths + q * ROOM + place, (last - first).to(tl.int32), mask=keep)
-        else:
-            key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
-            tl.store(keys + q * ROOM + place, key, mask=keep)
+    keep = (score >= limit) & (at < stored)
+    # A counter gives each its place: a scan of all, with its barriers, took longer than all the rest.
+    counter = found + q * _APART + 1
+    place = tl.atomic_add(counter + tl.zeros([BLOCK], tl.int32), 1, mask=keep, sem="relaxed")
+    x = tl.load(mine + at, mask=keep, other=0)
+    doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
+    if PROVED:
+        tl.store(kept + q * ROOM + place, doc, mask=keep & (place < ROOM))
+    else:
+        key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
+        tl.store(keys + q * ROOM + place, key, mask=keep & (place < ROOM))
+    tl.debug_barrier()
+    many = tl.load(counter, cache_modifier=".cg")
     proved = (n >= k) & (n <= capacity) & (many <= ROOM)
     if PROVED:
         proved = proved & (limit >= least)
@@ -425,12 +437,7 @@ def _select_kernel(
             id_ = i + tl.arange(0, PART)
             live = (tl.load(deleted + id_, mask=id_ < N, other=1) == 0).to(tl.int32)
             nth = more + tl.cumsum(live, axis=0) - 1
-            wanted = (live != 0) & (nth < k)
-            first = tl.load(offsets + id_, mask=wanted, other=0)
-            tl.store(kept + q * ROOM + many + nth, id_, mask=wanted)
-            tl.store(starts + q * ROOM + many + nth, first, mask=wanted)
-            size = (tl.load(offsets + id_ + 1, mask=wanted, other=0) - first).to(tl.int32)
-            tl.store(lengths + q * ROOM + many + nth, size, mask=wanted)
+            tl.store(kept + q * ROOM + many + nth, id_, mask=(live != 0) & (nth < k))
             more += tl.sum(live, axis=0)
             i += PART
         many += tl.minimum(more, k)
@@ -440,7 +447,24 @@ def _select_kernel(
 
 
 @triton.jit
-def _write_best(mine, many, twice, unit, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr):
+def _write(key, place, wanted, unit, scores, ids, PROVED: tl.constexpr):
+    """Write the scores and ids that keys stand for."""
+    ordered = (key >> 32).to(tl.int32)
+    if PROVED:
+        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        value = ordered.to(tl.float32) * unit
+    none = key == _LOWEST
+    doc = tl.where(none, -1, 4294967295 - (key & 4294967295))
+    tl.store(scores + place, tl.where(none, float("-inf"), value), mask=wanted)
+    tl.store(ids + place, doc, mask=wanted)
+
+
+@triton.jit
+def _write_sorted(
+    mine, many, twice, unit, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr
+):
     """Write keys [SIZE] in order. Where documents may have come twice, two equal keys count once."""
     at = tl.arange(0, SIZE)
     key = tl.sort(tl.load(mine + at, mask=at < many, other=_LOWEST), descending=True)
@@ -450,16 +474,61 @@ def _write_best(mine, many, twice, unit, scores, ids, k, SIZE: tl.constexpr, PRO
         after = tl.load(mine + at - 1, mask=at > 0, other=_LOWEST)
         again = (after == key) & (key != _LOWEST)
         key = tl.sort(tl.where(again, _LOWEST, key), descending=True)
-    ordered = (key >> 32).to(tl.int32)
-    if PROVED:
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-        value = bits.to(tl.float32, bitcast=True)
-    else:
-        value = ordered.to(tl.float32) * unit
-    none = key == _LOWEST
-    doc = tl.where(none, -1, 4294967295 - (key & 4294967295))
-    tl.store(scores + at, tl.where(none, float("-inf"), value), mask=at < k)
-    tl.store(ids + at, doc, mask=at < k)
+    _write(key, at, at < k, unit, scores, ids, PROVED)
+
+
+@triton.jit
+def _write_ranked(
+    mine, many, twice, unit, counters, begins, moved, scores, ids, k, SIZE: tl.constexpr, PROVED: tl.constexpr
+):  # fmt: skip
+    """Write keys [many], each at its rank: SIZE buckets of equal width, and a count of the larger ones in its own. To
+    sort takes 55 exchanges for a thousand keys, and twenty seconds to compile. Where documents may have come `twice`,
+    a turn before strikes one of two equal keys out.
+
+    counters and begins int32 [SIZE], moved int64 [SIZE] are scratch.
+    """
+    at = tl.arange(0, SIZE)
+    key = tl.load(mine + at, mask=at < many, other=_LOWEST)
+    rank = at
+    for _ in range(0, 1 + twice.to(tl.int32)):
+        tl.store(counters + at, tl.zeros([SIZE], tl.int32))
+        here = key != _LOWEST
+        score = key >> 32
+        high = tl.max(tl.where(here, score, -2147483648), axis=0)
+        low = tl.min(tl.where(here, score, 2147483647), axis=0)
+        # The power of two, by the exponent of what they span, that makes no more than SIZE buckets of it.
+        bits = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 126
+        shift = tl.maximum(bits - (SIZE.bit_length() - 1), 0).to(tl.int64)
+        bucket = tl.where(here, (high - score) >> shift, 0)
+        tl.debug_barrier()
+        place = tl.atomic_add(counters + bucket, 1, mask=here, sem="relaxed")
+        tl.debug_barrier()
+        # .cg: the additions were made in L2
+        count = tl.load(counters + at, cache_modifier=".cg")
+        tl.store(begins + at, tl.cumsum(count, axis=0) - count)
+        tl.debug_barrier()
+        begin = tl.load(begins + bucket, mask=here, other=0)
+        tl.store(moved + begin + place, key, mask=here)
+        tl.debug_barrier()
+        # Bucket by bucket from here on, so that neighbours read and write the same lines.
+        here = at < tl.sum(here.to(tl.int32), axis=0)
+        key = tl.load(moved + at, mask=here, other=_LOWEST)
+        bucket = tl.where(here, (high - (key >> 32)) >> shift, 0)
+        begin = tl.load(begins + bucket, mask=here, other=0)
+        count = tl.load(counters + bucket, mask=here, other=0, cache_modifier=".cg")
+        rank = begin
+        again = here & (at < 0)
+        for j in range(0, tl.max(count, axis=0)):
+            other = tl.load(moved + begin + j, mask=j < count, other=_LOWEST)
+            rank += (other > key).to(tl.int32)
+            again = again | ((other == key) & (begin + j < at))
+        tl.debug_barrier()
+        key = tl.where(again, _LOWEST, key)
+    here = key != _LOWEST
+    there = tl.sum(here.to(tl.int32), axis=0)
+    _write(key, rank, here & (rank < k), unit, scores, ids, PROVED)
+    nothing = tl.full([SIZE], _LOWEST, tl.int64)
+    _write(nothing, at, (at >= there) & (at < k), unit, scores, ids, PROVED)
 
 
 @triton.jit
@@ -472,12 +541,13 @@ def _write_nan(scores, ids, k, SIZE: tl.constexpr):
 @relaunched
 @triton.jit
 def _sort_kernel(
-    keys, kept_counts, status, unit, found, scores, ids, k,
+    keys, kept_counts, status, unit, found, counters, begins, moved, scores, ids, k,
     SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the k largest keys in order; NaN and -1 for a query that is not finite.
 
-    Most often hardly more than k keys are kept: SMALL of them sort in half the time.
+    Most often hardly more than k keys are kept: SMALL of them take half the time. counters, begins [B, ROOM] int32 and
+    moved [B, ROOM] int64 are scratch.
     """
     q = tl.program_id(0).to(tl.int64)
     many = tl.load(kept_counts + q)
@@ -488,10 +558,20 @@ def _sort_kernel(
     twice = tl.load(found + q * _APART) < k
     if tl.load(status + q) == 2:
         _write_nan(best, which, k, ROOM)
-    elif many <= SMALL:
-        _write_best(mine, many, twice, one, best, which, k, SMALL, PROVED)
+    elif ROOM <= 256:
+        _write_sorted(mine, many, twice, one, best, which, k, ROOM, PROVED)
     else:
-        _write_best(mine, many, twice, one, best, which, k, ROOM, PROVED)
+        counters += q * ROOM
+        begins += q * ROOM
+        moved += q * ROOM
+        if many <= SMALL:
+            _write_ranked(
+                mine, many, twice, one, counters, begins, moved, best, which, k, SMALL, PROVED
+            )
+        else:
+            _write_ranked(
+                mine, many, twice, one, counters, begins, moved, best, which, k, ROOM, PROVED
+            )
 
 
 # Searching
@@ -524,13 +604,17 @@ class _Scratch:
     candidates: torch.Tensor
     kept: torch.Tensor
     keys: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
+    begins: torch.Tensor
+    moved: torch.Tensor
     slots: torch.Tensor
     arrived: torch.Tensor
+    members: torch.Tensor
 
     @staticmethod
-    def of(B: int, L: int, capacity: int, room: int, device: torch.device) -> _Scratch:
+    def of(
+        B: int, L: int, capacity: int, room: int, members: int, device: torch.device
+    ) -> _Scratch:
+        """members: how many terms the queries' bits tell of."""
         new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=device)
         names = (
             "counts",
@@ -546,8 +630,8 @@ class _Scratch:
         return _Scratch(
             terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
             found=new(B, COUNTERS_APART), candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
-            keys=new(B, room, dtype=torch.int64), starts=new(B, room, dtype=torch.int64), lengths=new(B, room),
-            slots=new(B, 2), arrived=new(1), **dict(zip(names, numbers)),
+            keys=new(B, room, dtype=torch.int64), begins=new(B, room), moved=new(B, room, dtype=torch.int64),
+            slots=new(B, 2), arrived=new(1), members=new(B, -(-members // 32)), **dict(zip(names, numbers)),
         )  # fmt: skip
 
 
@@ -611,11 +695,14 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     capacity = max(2048, triton.next_power_of_2(3 * k))
     # All matches of a query and k documents besides, or the k best and some that may be as good.
     room = triton.next_power_of_2(max(2 * k, k + 24))
-    s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, query.device)
+    s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, 0 if shared else V, query.device)
+    alone = query.is_cuda and _multiprocessors(query.device) >= B
+    block, warps = _READ_ALONE if alone else _READ
     _prepare_kernel[(B,)](
         query, p.is_long, p.extremes, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.unit, s.positive,
-        s.status, s.threshold, s.found, s.slots, s.arrived, V, s.terms.shape[1],
-        BLOCK=min(triton.next_power_of_2(V), 2048), num_warps=8,
+        s.status, s.threshold, s.found, s.slots, s.arrived, s.members, V, s.terms.shape[1],
+        BLOCK=max(32, min(triton.next_power_of_2(V), block)), SORTED=not shared, BITS=not shared, num_warps=warps,
+        maxnreg=64,
     )  # fmt: skip
     run = _Launch(s, p, deleted, capacity, shared)
     share = sampled(N)[1] / N
@@ -630,14 +717,14 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         )
     run(p.chunks, 0, p.chunks.count)
     _select_kernel[(B,)](
-        s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, p.offsets, s.kept, s.starts,
-        s.lengths, s.kept_counts, s.keys, N, k, capacity, BLOCK=capacity, PART=1024, ROOM=room, PROVED=proved,
+        s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts,
+        s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved,
         num_warps=8, maxnreg=64,
     )  # fmt: skip
     if proved:
         _rescore(query, p, deleted, s, k, shared)
     _sort_kernel[(B,)](
-        s.keys, s.kept_counts, s.status, s.unit, s.found, scores, ids, k,
+        s.keys, s.kept_counts, s.status, s.unit, s.found, s.kept, s.begins, s.moved, scores, ids, k,
         SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64,
     )  # fmt: skip
 
@@ -652,12 +739,15 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool) -> No
         "BYTES": p.weights.dtype == torch.uint8, "UNSIGNED16": p.terms.dtype == torch.int16, "ROOM": room,
         "DEPTH": max(1, p.chunks.count.bit_length()),
     }  # fmt: skip
-    # 16 documents by 64 entries: 4 entries a thread in flight, four blocks an SM. Some 2000 programs fill the machine,
-    # and each sets a map of the query up: a microsecond.
-    parts = max(1, min(triton.cdiv(k, 16), 2048 // B))
+    aligned = (p.terms.data_ptr() | p.weights.data_ptr()) % 16 == 0  # rows are read in vectors
+    mapped = shared and V <= MAP_VOCABULARY and aligned
+    # Every program sets a map of the query up, a microsecond: no more of them than run at once, four blocks an SM; 16
+    # documents at a time each.
+    slots = 4 * _multiprocessors(query.device) if query.is_cuda else 1
+    parts = max(1, min(triton.cdiv(k, 16), slots // B if mapped else 2048 // B))
     rescore_kernel[(B, parts)](
-        *rows, s.terms, s.counts, s.long_counts, s.kept, s.starts, s.lengths, s.kept_counts, s.keys, V,
-        s.terms.shape[1], DOCS=16, MAP=shared and V <= MAP_VOCABULARY, num_warps=8, maxnreg=64, **kinds,
+        *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, V,
+        s.terms.shape[1], DOCS=16, MAP=mapped, BITS=not shared, num_warps=8, maxnreg=64, **kinds,
     )  # fmt: skip
     group = max(1, min(4, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)

@@ -18,10 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LISTS = "*i32 *i32 *i64 *i32 *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i1"
 SIZES = "i32 i32 i32 i32 i32 i32"
 SCORE = {"LONG": 512, "LISTS": 32, "WIDTH": 32, "READ": 2048}
-PREPARE = "*fp32 *i32 *fp64 *i32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32"
-SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i64 *i32 *i64 *i32 *i32 *i64 i32 i32 i32"
+PREPARE = (
+    "*fp32 *i32 *fp64 *i32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i32 *i32 *i32 *i32 i32 i32"
+)
+SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i32 *i32 *i64 i32 i32 i32"
 ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
-RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i64 *i32 *i32 *i64 i32 i32"
+RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i32 *i32 *i64 i32 i32"
 EVERYTHING = f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32 i32 i32"
 KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
 
@@ -45,7 +47,9 @@ def forms():
             {**const, **SCORE},
             {"num_warps": 8},
         )
-    yield "search", "_prepare_kernel", PREPARE, {"BLOCK": 2048}, {"num_warps": 8}
+    for portable in (True, False):
+        const = {"BLOCK": 8192, "SORTED": portable, "BITS": portable}
+        yield "search", "_prepare_kernel", PREPARE, const, {"num_warps": 16}
     yield "search", "_threshold_kernel", "*i64 *i32 *i32 i32 i32", {"BLOCK": 4096}, {}
     for proved in (True, False):
         const = {"ROOM": 2048, "PROVED": proved}
@@ -56,7 +60,7 @@ def forms():
             {**const, "BLOCK": 4096, "PART": 1024},
             {"num_warps": 8, "maxnreg": 64},
         )
-        types = "*i64 *i32 *i32 *fp32 *i32 *fp32 *i64 i32"
+        types = "*i64 *i32 *i32 *fp32 *i32 *i32 *i32 *i64 *fp32 *i64 i32"
         yield (
             "search",
             "_sort_kernel",
@@ -71,6 +75,7 @@ def forms():
                 "BYTES": by,
                 "DOCS": 16,
                 "MAP": map_,
+                "BITS": not map_,
             }
             yield (
                 "rescore",
@@ -82,6 +87,9 @@ def forms():
         const = {**KINDS, "BYTES": by, "DOCS": 32, "WIDTH": 32, "GROUP": 2, "READ": 1024}
         options = {"num_warps": 16, "launch_cooperative_grid": True}
         yield "rescore", "everything_kernel", EVERYTHING.format(weight), const, options
+    yield "merge", "_keys_kernel", "*fp32 *i64 *i64 i32 i32", {"BLOCK": 1024}, {}
+    sizes = {"WORLD": 2, "BLOCK": 1024, "DEPTH": 10}
+    yield "merge", "_merge_kernel", "*i64 *fp32 *fp32 *i64 i32 i32", sizes, {}
     for table, ids, padded in (
         ("*fp32", "*i64", True),
         ("*fp64", "*i16", False),
