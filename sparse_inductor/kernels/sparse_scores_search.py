@@ -698,11 +698,11 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, 0 if shared else V, query.device)
     alone = query.is_cuda and _multiprocessors(query.device) >= B
     block, warps = _READ_ALONE if alone else _READ
+    block = max(32, min(triton.next_power_of_2(V), block))
     _prepare_kernel[(B,)](
         query, p.is_long, p.extremes, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.unit, s.positive,
         s.status, s.threshold, s.found, s.slots, s.arrived, s.members, V, s.terms.shape[1],
-        BLOCK=max(32, min(triton.next_power_of_2(V), block)), SORTED=not shared, BITS=not shared, num_warps=warps,
-        maxnreg=64,
+        BLOCK=block, SORTED=not shared, BITS=not shared, num_warps=min(warps, max(1, block // 128)), maxnreg=64,
     )  # fmt: skip
     run = _Launch(s, p, deleted, capacity, shared)
     share = sampled(N)[1] / N
