@@ -19,6 +19,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
+from . import relu_ffn_gate as gates
 from . import relu_ffn_pool as rows_pool
 from . import relu_ffn_rows as rows
 
@@ -149,7 +150,11 @@ def forward(
     table = None
     for part in chunks(M, N, CHUNK):
         m = part.stop - part.start
-        gate = F.linear(x[part], b.gate, b.gate_bias)
+        marks = None
+        if stats is None and gates.applies(x, b.gate, b.cut):
+            gate, marks = gates.marked_product(x[part], b.gate, b.gate_bias, b.cut)
+        else:
+            gate = F.linear(x[part], b.gate, b.gate_bias)
         if table is None:
             table = turned.run(rows.by_neuron, b.down)
         if packed is None:
@@ -166,7 +171,9 @@ def forward(
         # Looked for where it may pay; a training step needs its packed rows whole.
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
         pool = rows_pool.Pool(x[part], N) if shares else None
-        counts = {} if pool is None else {"shared": pool.counts, "block_rows": rows_pool.ROWS}
+        counts: dict[str, Any] = {"marks": marks}
+        if pool is not None:
+            counts.update(shared=pool.counts, block_rows=rows_pool.ROWS)
         entries = (count, index, value)
         state = rows.pack(gate, entries, heavy, numbers, b.f, b.cut, up is not None, **counts)
         turned.wait()

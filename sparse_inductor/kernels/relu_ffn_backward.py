@@ -18,6 +18,7 @@ from . import relu_ffn as forward
 from . import relu_ffn_dense as dense
 from . import relu_ffn_rows as rows
 from .relu_ffn import Block, Packed, chunks, rows_of_table
+from .relu_ffn_rows import popcount
 
 __all__ = ["backward"]
 
@@ -41,15 +42,6 @@ def _mark_kernel(count, index, marks, N, CAP: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _ones(x):
-    """How many bits of an int32 are set."""
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return ((x * 0x01010101) >> 24) & 0xFF
-
-
-@triton.jit
 def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.constexpr):
     """before[w, n] = tokens of neuron n in words before w; total[n] = all of them."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -58,7 +50,7 @@ def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.co
         w = w0 + tl.arange(0, WORDS)
         at = w[:, None].to(tl.int64) * N + n[None, :]
         mask = (w < words)[:, None] & (n < N)[None, :]
-        ones = _ones(tl.load(marks + at, mask=mask, other=0))
+        ones = popcount(tl.load(marks + at, mask=mask, other=0))
         ends = tl.cumsum(ones, 0)
         tl.store(before + at, carry[None, :] + ends - ones, mask=mask)
         carry += tl.sum(ones, 0)
@@ -79,7 +71,7 @@ def _place_kernel(
     n = tl.load(index + m.to(tl.int64) * CAP + i, mask=mask, other=0).to(tl.int64)
     at = (m // 32).to(tl.int64) * N + n
     lower = (tl.full([BLOCK], 1, tl.int32) << (m % 32)) - 1
-    rank = _ones(tl.load(marks + at, mask=mask, other=0) & lower)
+    rank = popcount(tl.load(marks + at, mask=mask, other=0) & lower)
     rank += tl.load(before + at, mask=mask, other=0)
     slot = tl.load(start + n, mask=mask, other=0) + rank
     tl.store(entry + slot, m * CAP + i, mask=mask)

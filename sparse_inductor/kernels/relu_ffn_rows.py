@@ -27,6 +27,7 @@ __all__ = [
     "listed_rows",
     "n_listed",
     "pack",
+    "popcount",
     "room_for_rows",
     "slopes",
     "weighted_rows",
@@ -136,6 +137,31 @@ def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexp
 
 
 @triton.jit
+def _tally_row(count, state, rows_heavy, m, c, M, ROW, CAP: tl.constexpr):
+    """Note row m's count. The program that notes the last one decides: where packed rows do not pay, all take the
+    dense path."""
+    tl.store(count + m, c)
+    tally = m % TALLIES
+    heavy = c > CAP
+    add = ONE_ROW + tl.where(heavy, ONE_HEAVY, c.to(tl.int64))
+    old = tl.atomic_add(state + LINE * tally, add, sem="relaxed")
+    of_tally = (M - tally + TALLIES - 1) // TALLIES
+    if heavy:
+        place = (old // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)
+        tl.store(rows_heavy + tally * tl.cdiv(M, TALLIES) + place, m)
+    is_last = old // ONE_ROW == of_tally - 1
+    if is_last:
+        is_last = tl.atomic_add(state + FULL, 1) == tl.minimum(M, TALLIES) - 1
+    if is_last:
+        lines = tl.arange(0, TALLIES)
+        tallies = tl.atomic_add(state + LINE * lines, tl.zeros([TALLIES], tl.int64))
+        n_heavy = tl.sum(((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32), 0)
+        entries = tl.sum((tallies % ONE_HEAVY).to(tl.float32), 0)
+        all_of_them = (n_heavy * 2 > M) | (entries + n_heavy.to(tl.float32) * ROW > 0.9 * ROW * M)
+        tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
+
+
+@triton.jit
 def _pack_kernel(
     gate, count, index, value, groups, stats, state, rows_heavy, shared,
     M, N, stride_s, CUT, cut_pair, ROW, PAIRS: tl.constexpr,
@@ -150,8 +176,6 @@ def _pack_kernel(
     rows_heavy [TALLIES, M / TALLIES]: the heavy rows of each tally.
     shared [blocks of BLOCK_ROWS rows, N], unless that is 0: how many packed rows of a block have a neuron active. They
     are sums of integers: the order of the adds does not matter.
-
-    The program that counts last decides: where packed rows do not pay, all rows take the dense path.
     """
     m = tl.program_id(0)
     row = m.to(tl.int64)
@@ -211,25 +235,64 @@ def _pack_kernel(
                 tl.atomic_add(
                     shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
                 )
-    tl.store(count + m, c)
-    tally = m % TALLIES
-    heavy = c > CAP
-    add = ONE_ROW + tl.where(heavy, ONE_HEAVY, c.to(tl.int64))
-    old = tl.atomic_add(state + LINE * tally, add, sem="relaxed")
-    of_tally = (M - tally + TALLIES - 1) // TALLIES
-    if heavy:
-        place = (old // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)
-        tl.store(rows_heavy + tally * tl.cdiv(M, TALLIES) + place, m)
-    is_last = old // ONE_ROW == of_tally - 1
-    if is_last:
-        is_last = tl.atomic_add(state + FULL, 1) == tl.minimum(M, TALLIES) - 1
-    if is_last:
-        lines = tl.arange(0, TALLIES)
-        tallies = tl.atomic_add(state + LINE * lines, tl.zeros([TALLIES], tl.int64))
-        n_heavy = tl.sum(((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32), 0)
-        entries = tl.sum((tallies % ONE_HEAVY).to(tl.float32), 0)
-        all_of_them = (n_heavy * 2 > M) | (entries + n_heavy.to(tl.float32) * ROW > 0.9 * ROW * M)
-        tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
+    _tally_row(count, state, rows_heavy, m, c, M, ROW, CAP)
+
+
+@triton.jit
+def popcount(x):
+    """How many bits of an int32 are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24) & 0xFF
+
+
+@triton.jit
+def _pack_marked_kernel(
+    gate, marks, count, index, value, listed, state, rows_heavy, shared,
+    M, N, WORDS, ROW,
+    BLOCK_ROWS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """A program packs one row from its marks, WORDS words in the order of `relu_ffn_gate`: reads those, and the gates
+    that are active. The words with a mark are listed first, in `listed` [M, CAP], each with the place of its first.
+
+    The rest as `_pack_kernel`.
+    """
+    m = tl.program_id(0)
+    row = m.to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    words = tl.load(marks + row * WORDS + i, mask=i < WORDS, other=0)
+    ones = popcount(words)
+    c = tl.sum(ones, 0)
+    if c <= CAP:
+        some = (ones > 0).to(tl.int32)
+        at = tl.cumsum(some, 0) - some
+        first = tl.cumsum(ones, 0) - ones
+        tl.store(listed + row * CAP + at, (first << 16) | i, mask=some != 0)
+        tl.debug_barrier()  # other threads' words are read below
+        n_words = tl.sum(some, 0)
+        i = tl.arange(0, CHUNK)
+        for i0 in range(0, n_words, CHUNK):
+            there = i0 + i < n_words
+            item = tl.load(listed + row * CAP + i0 + i, mask=there, other=0)
+            word = item & 0xFFFF
+            bits = tl.load(marks + row * WORDS + word, mask=there, other=0)
+            neuron = word // 8 * 256 + word % 2 * 128 + word % 8 // 2 * 2
+            at = row * CAP + (item >> 16)
+            while tl.max((bits != 0).to(tl.int32), 0) > 0:
+                bit = popcount((bits & -bits) - 1)
+                n = neuron + bit // 2 * 8 + bit % 2
+                g = tl.load(gate + row * N + n, mask=bits != 0, other=0.0)
+                tl.store(index + at, n.to(index.dtype.element_ty), mask=bits != 0)
+                tl.store(value + at, g, mask=bits != 0)
+                if BLOCK_ROWS > 0:
+                    block = shared + row // BLOCK_ROWS * N
+                    tl.atomic_add(block + n, 1, mask=bits != 0, sem="relaxed")
+                at += 1
+                bits = bits & (bits - 1)
+    else:
+        c = CAP + 1
+    _tally_row(count, state, rows_heavy, m, c, M, ROW, CAP)
 
 
 @functools.lru_cache(maxsize=256)
@@ -252,15 +315,26 @@ def pack(
     gated: bool,
     shared: torch.Tensor | None = None,
     block_rows: int = 0,
+    marks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pack rows from their gate projection [M, N], contiguous: the state, for `listed_rows`.
 
-    rows_heavy: room for `listed` rows. shared: zeros. M is at most ROWS_MOST.
+    rows_heavy: room for `listed` rows. shared: zeros. M is at most ROWS_MOST. marks: of `relu_ffn_gate`, which spare
+    reading the projection; statistics are not made from them.
     """
     M, N = gate.shape
     count, index, value = packed
     cap = index.shape[1]
     state = torch.zeros(ARRIVED.value + ARRIVALS, dtype=torch.int64, device=gate.device)
+    if marks is not None:
+        listed = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
+        _pack_marked_kernel[(M,)](
+            gate, marks, count, index, value, listed, state, rows_heavy, shared,
+            M, N, marks.shape[1], max(N * DENSE_ROW, 1.0),
+            BLOCK_ROWS=block_rows, CAP=cap, BLOCK=triton.next_power_of_2(marks.shape[1]), CHUNK=32,
+            num_warps=1,
+        )  # fmt: skip
+        return state
     groups = torch.empty(M, cap, dtype=index.dtype, device=gate.device)
     block, head = (
         (min(PACK_BLOCK, max(64, triton.next_power_of_2(N))), PACK_HEAD)
