@@ -175,11 +175,11 @@ def forward(
         if pool is not None:
             counts.update(shared=pool.counts, block_rows=rows_pool.ROWS)
         entries = (count, index, value)
-        state = rows.pack(gate, entries, heavy, numbers, b.f, b.cut, up is not None, **counts)
+        packing = rows.pack(gate, entries, heavy, numbers, b.f, b.cut, up is not None, **counts)
         turned.wait()
         if pool is not None:
-            rows_pool.split(pool, state, *entries)
-        beside: dict[str, Any] = {"bias": b.down_bias, "state": state}
+            rows_pool.split(pool, packing[0], *entries)
+        beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing}
         if pool is not None:
             precision = dense.precision(x)
             rows_pool.products(x[part], up, b.up_bias, table, pool, y[part], b.f, b.g, precision)
@@ -187,9 +187,9 @@ def forward(
         if up is None:
             rows.weighted_rows(count, index, value, table, y[part], steps=b.f, **beside)
         else:
-            h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, state, b.f, b.g)
+            h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)
             rows.weighted_rows(count, index, h, table, y[part], **beside)
-        listed = state, heavy
+        listed = packing[0], heavy
         dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut)
         if numbers is not None and up is not None:
             dense.row_stats(gate, numbers, listed)

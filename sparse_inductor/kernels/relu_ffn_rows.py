@@ -57,7 +57,8 @@ TALLIES = tl.constexpr(32)
 LINE = tl.constexpr(4)  # int64 words a sector
 FULL = tl.constexpr(128)
 DENSE = tl.constexpr(129)
-ARRIVED = tl.constexpr(130)  # from here on, a counter for each tile that several programs make
+EXTRA = tl.constexpr(130)  # entries of the list of pieces
+ARRIVED = tl.constexpr(131)  # from here on, a counter for each tile that several programs make
 ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
 # A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
 ONE_ROW = tl.constexpr(1 << 46)
@@ -137,9 +138,18 @@ def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexp
 
 
 @triton.jit
-def _tally_row(count, state, rows_heavy, m, c, M, ROW, CAP: tl.constexpr):
-    """Note row m's count. The program that notes the last one decides: where packed rows do not pay, all take the
-    dense path."""
+def _tally_row(
+    count, state, rows_heavy, extras, m, c, M, ROW, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
+):  # fmt: skip
+    """Note row m's count; list its pieces after the first in `extras`, PIECES m + piece each, in no certain order.
+
+    The program that notes the last row decides: where packed rows do not pay, all take the dense path.
+    """
+    more = tl.cdiv(c, PIECE) - 1
+    if (c <= CAP) & (more > 0):
+        place = tl.atomic_add(state + EXTRA, more.to(tl.int64), sem="relaxed")
+        j = tl.arange(0, triton.next_power_of_2(PIECES))
+        tl.store(extras + place + j, m * PIECES + 1 + j, mask=j < more)
     tl.store(count + m, c)
     tally = m % TALLIES
     heavy = c > CAP
@@ -163,10 +173,11 @@ def _tally_row(count, state, rows_heavy, m, c, M, ROW, CAP: tl.constexpr):
 
 @triton.jit
 def _pack_kernel(
-    gate, count, index, value, groups, stats, state, rows_heavy, shared,
+    gate, count, index, value, groups, stats, state, rows_heavy, extras, shared,
     M, N, stride_s, CUT, cut_pair, ROW, PAIRS: tl.constexpr,
     STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    CAP: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
+    CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program packs one row of the gate projection [M, N]: reads 2 N bytes (at 16 bits), writes its active entries.
 
@@ -235,7 +246,7 @@ def _pack_kernel(
                 tl.atomic_add(
                     shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
                 )
-    _tally_row(count, state, rows_heavy, m, c, M, ROW, CAP)
+    _tally_row(count, state, rows_heavy, extras, m, c, M, ROW, CAP, PIECE, PIECES)
 
 
 @triton.jit
@@ -249,9 +260,10 @@ def popcount(x):
 
 @triton.jit
 def _pack_marked_kernel(
-    gate, marks, count, index, value, listed, state, rows_heavy, shared,
+    gate, marks, count, index, value, listed, state, rows_heavy, extras, shared,
     M, N, WORDS, ROW,
-    BLOCK_ROWS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """A program packs one row from its marks, WORDS words in the order of `relu_ffn_gate`: reads those, and the gates
     that are active. The words with a mark are listed first, in `listed` [M, CAP], each with the place of its first.
@@ -260,15 +272,15 @@ def _pack_marked_kernel(
     """
     m = tl.program_id(0)
     row = m.to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    words = tl.load(marks + row * WORDS + i, mask=i < WORDS, other=0)
+    block_word = tl.arange(0, BLOCK)
+    words = tl.load(marks + row * WORDS + block_word, mask=block_word < WORDS, other=0)
     ones = popcount(words)
     c = tl.sum(ones, 0)
     if c <= CAP:
         some = (ones > 0).to(tl.int32)
-        at = tl.cumsum(some, 0) - some
+        place = tl.cumsum(some, 0) - some
         first = tl.cumsum(ones, 0) - ones
-        tl.store(listed + row * CAP + at, (first << 16) | i, mask=some != 0)
+        tl.store(listed + row * CAP + place, (first << 16) | block_word, mask=some != 0)
         tl.debug_barrier()  # other threads' words are read below
         n_words = tl.sum(some, 0)
         i = tl.arange(0, CHUNK)
@@ -292,7 +304,7 @@ def _pack_marked_kernel(
                 bits = bits & (bits - 1)
     else:
         c = CAP + 1
-    _tally_row(count, state, rows_heavy, m, c, M, ROW, CAP)
+    _tally_row(count, state, rows_heavy, extras, m, c, M, ROW, CAP, PIECE, PIECES)
 
 
 @functools.lru_cache(maxsize=256)
@@ -316,8 +328,8 @@ def pack(
     shared: torch.Tensor | None = None,
     block_rows: int = 0,
     marks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Pack rows from their gate projection [M, N], contiguous: the state, for `listed_rows`.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack rows from their gate projection [M, N], contiguous: (state, extras), for `listed_rows` and the row kernels.
 
     rows_heavy: room for `listed` rows. shared: zeros. M is at most ROWS_MOST. marks: of `relu_ffn_gate`, which spare
     reading the projection; statistics are not made from them.
@@ -326,15 +338,17 @@ def pack(
     count, index, value = packed
     cap = index.shape[1]
     state = torch.zeros(ARRIVED.value + ARRIVALS, dtype=torch.int64, device=gate.device)
+    piece, pieces = _pieces(M, cap, not gate.is_cuda)
+    extras = torch.empty(M * (pieces - 1), dtype=torch.int32, device=gate.device)
     if marks is not None:
         listed = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
         _pack_marked_kernel[(M,)](
-            gate, marks, count, index, value, listed, state, rows_heavy, shared,
+            gate, marks, count, index, value, listed, state, rows_heavy, extras, shared,
             M, N, marks.shape[1], max(N * DENSE_ROW, 1.0),
-            BLOCK_ROWS=block_rows, CAP=cap, BLOCK=triton.next_power_of_2(marks.shape[1]), CHUNK=32,
-            num_warps=1,
+            BLOCK_ROWS=block_rows, CAP=cap, PIECE=piece, PIECES=pieces,
+            BLOCK=triton.next_power_of_2(marks.shape[1]), CHUNK=32, num_warps=1,
         )  # fmt: skip
-        return state
+        return state, extras
     groups = torch.empty(M, cap, dtype=index.dtype, device=gate.device)
     block, head = (
         (min(PACK_BLOCK, max(64, triton.next_power_of_2(N))), PACK_HEAD)
@@ -348,14 +362,14 @@ def pack(
     # Groups that a vote is over; without votes it does not matter.
     warps, columns = (1, 32) if pairs else (PACK_WARPS, 1)
     _pack_kernel[(M,)](
-        gate, count, index, value, groups, stats, state, rows_heavy, shared,
+        gate, count, index, value, groups, stats, state, rows_heavy, extras, shared,
         M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
         max(N * DENSE_ROW, 1.0), pairs,
         STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
-        CAP=cap, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
+        CAP=cap, PIECE=piece, PIECES=pieces, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
         C=columns, num_warps=warps,
     )  # fmt: skip
-    return state
+    return state, extras
 
 
 def room_for_rows(M: int) -> int:
@@ -480,40 +494,66 @@ def _own_entries(c, p, programs, PIECE: tl.constexpr):
 
 
 @triton.jit
+def _own_pieces(extras, state, EXTRAS: tl.constexpr):
+    """(first, end, step): the pieces of this program. The first EXTRAS programs share those that are listed; each of
+    the others has the first piece of a row. So the longest rows begin first: one that began last would be waited for.
+    """
+    p = tl.program_id(0)
+    first, end = p - EXTRAS, p - EXTRAS + 1
+    if EXTRAS > 0 and p < EXTRAS:
+        first, end = p, tl.load(state + EXTRA).to(tl.int32)
+    return first, end, max(EXTRAS, 1)
+
+
+@triton.jit
+def _piece(extras, i, PIECES: tl.constexpr, EXTRAS: tl.constexpr):
+    """(row, piece of it)."""
+    m = tl.full([], 0, tl.int32) + i
+    piece = m * 0
+    if EXTRAS > 0 and tl.program_id(0) < EXTRAS:
+        item = tl.load(extras + i)
+        m, piece = item // PIECES, item % PIECES
+    return m.to(tl.int64), piece
+
+
+@triton.jit
 def _dots_kernel(
-    x, table, bias, count, index, gates, ups, out, state,
+    x, table, bias, count, index, gates, ups, out, state, extras,
     M, K, stride_x, stride_t,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr,
+    KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, EXTRAS: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program computes h = f(gate) * g(x . up + bias) of every so manieth PIECE active neurons of a row: reads K
-    numbers for each."""
-    m = tl.program_id(0).to(tl.int64)
-    c = tl.load(count + m)
-    start = tl.program_id(1) * PIECE
-    if (c > CAP) | (start >= c) | (n_listed(state) == M):
+    """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
+    for each."""
+    if n_listed(state) == M:
         return
+    first, end, step = _own_pieces(extras, state, EXTRAS)
     r = tl.arange(0, FLIGHT)
-    token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
-    # The next neurons are known before the weights of these arrive. Past the end, the last again: masks cost more.
-    after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
-    own = _own_entries(c, tl.program_id(1), tl.num_programs(1), PIECE)
-    for i in tl.range(0, own, FLIGHT, num_stages=STAGES):
-        id = after
-        e = start + i // PIECE * (tl.num_programs(1) * PIECE) + i % PIECE
-        valid = e + r < c
-        at = m * CAP + e + r
-        then = start + (i + FLIGHT) // PIECE * (tl.num_programs(1) * PIECE) + (i + FLIGHT) % PIECE
-        after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int64)
-        g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
-        u = _dot_block(x + m * stride_x, token, table, id, stride_t, K, WIDTH, EVEN, ONE)
-        if HAS_BIAS:
-            u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
-        if KEEP:
-            tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
-        h = tl.where(valid, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
-        tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
+    for i in range(first, end, step):
+        m, piece = _piece(extras, i, PIECES, EXTRAS)
+        start = piece * PIECE
+        c = tl.load(count + m)
+        c = tl.where(c > CAP, 0, tl.minimum(c, start + PIECE))
+        token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
+        last = tl.maximum(c - 1, 0)
+        # The next neurons are known before the weights of these arrive. Past the end, the last again: masks cost more.
+        after = tl.load(index + m * CAP + tl.minimum(start + r, last), mask=c > 0, other=0).to(
+            tl.int64
+        )
+        for e in tl.range(start, c, FLIGHT, num_stages=STAGES):
+            id = after
+            valid = e + r < c
+            at = m * CAP + e + r
+            after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, last)).to(tl.int64)
+            g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+            u = _dot_block(x + m * stride_x, token, table, id, stride_t, K, WIDTH, EVEN, ONE)
+            if HAS_BIAS:
+                u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
+            if KEEP:
+                tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
+            h = tl.where(valid, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
+            tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -529,17 +569,27 @@ def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: 
     tl.store(stats + 3 * stride_s + m, tl.sum((h != 0.0).to(tl.float32), 0))
 
 
-# Entries a program of `dots` takes at a time; there are so many programs a row. Rows are uneven: where few rows run,
-# the longest one is the time it takes, and with many rows programs that find nothing to do cost too.
+# Entries a piece. Rows are uneven: where few rows run, the longest piece is the time it takes.
+FEW_ROWS = 4096
 PIECE = 32
+PIECE_MANY = 64
+# Rows for each program that takes listed pieces: about one piece a program.
+SHARE = 2
+SHARE_MANY = 8
+# Programs a row of `gradients`.
 PROGRAMS = 4
 PROGRAMS_MANY = 2
 
 
 def _pieces(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
-    """(entries a piece, programs a row)."""
-    piece = 8 if interpreted else PIECE
-    return piece, min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
+    """(entries a piece, pieces of a row at most)."""
+    piece = 8 if interpreted else PIECE if M <= FEW_ROWS else PIECE_MANY
+    return piece, triton.cdiv(cap, piece)
+
+
+def _extras(M: int, pieces: int) -> int:
+    """Programs for the pieces that are listed."""
+    return triton.cdiv(M, SHARE if M <= FEW_ROWS else SHARE_MANY) if pieces > 1 else 0
 
 
 def dots(
@@ -549,22 +599,23 @@ def dots(
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ups: torch.Tensor | None,
     stats: torch.Tensor | None,
-    state: torch.Tensor,
+    packing: tuple[torch.Tensor, torch.Tensor],
     f: Program,
     g: Program,
 ) -> torch.Tensor:
-    """h [M, CAP] of the packed rows; fills `ups`, the up projection itself, where given."""
+    """h [M, CAP] of the packed rows; fills `ups`, the up projection itself, where given. packing: of `pack`."""
     count, index, gates = packed
     out = torch.empty_like(gates)
     M, K = x.shape
     cap = index.shape[1]
     wide, warps = _whole(K, not x.is_cuda)
-    piece, programs = _pieces(M, cap, not x.is_cuda)
-    _dots_kernel[(M, programs)](
-        x, table, bias, count, index, gates, ups, out, state,
+    piece, pieces = _pieces(M, cap, not x.is_cuda)
+    extras = _extras(M, pieces)
+    _dots_kernel[(extras + M,)](
+        x, table, bias, count, index, gates, ups, out, *packing,
         M, K, x.stride(0), table.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
-        KEEP=ups is not None, CAP=cap, PIECE=piece,
+        KEEP=ups is not None, CAP=cap, PIECE=piece, PIECES=pieces, EXTRAS=extras,
         FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, num_warps=warps,
     )  # fmt: skip
     if stats is not None:
@@ -582,49 +633,56 @@ def dots(
 
 @triton.jit
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state,
+    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, extras,
     M, D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, EXTRAS: tl.constexpr,
     POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
 
     POOL_ROWS: where the row's block has a pool, its part is in `out` already. ASK: where the state says that all rows
-    are dense, the row becomes heavy.
+    are dense, the row becomes heavy. EXTRAS: rows of several pieces are done where their second one is listed.
     """
-    m = tl.program_id(0).to(tl.int64)
-    c = tl.load(count + m)
-    if c > CAP:
-        return
-    if ASK and n_listed(state) == M:
-        tl.store(count + m, CAP + 1)
-        return
+    first, end, step = _own_pieces(extras, state, EXTRAS)
+    r = tl.arange(0, FLIGHT)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     in_d = d < D
-    r = tl.arange(0, FLIGHT)
-    total = tl.zeros([WIDTH], tl.float32)
-    if POOL_ROWS > 0:
-        pooled = tl.where(tl.load(pool_size + m // POOL_ROWS) > 0, in_d, False)
-        total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
-    # Past the end, the last again: a mask costs more.
-    after = tl.load(index + m * CAP + tl.minimum(r, tl.maximum(c - 1, 0))).to(tl.int64)
-    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
-        valid = e + r < c
-        id = after
-        after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, c - 1)).to(tl.int64)
-        v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-        v = tl.where(valid, evaluate(v, STEPS), 0.0)
-        at_a = table_a + id[:, None] * stride_a + d[None, :]
-        w = tl.load(at_a) if EVEN else tl.load(at_a, mask=in_d[None, :], other=0.0)
-        total += tl.sum(w.to(tl.float32) * v[:, None], 0)
-        if TWO:
-            v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-            at_b = table_b + id[:, None] * stride_b + d[None, :]
-            w = tl.load(at_b) if EVEN else tl.load(at_b, mask=in_d[None, :], other=0.0)
-            total += tl.sum(w.to(tl.float32) * v[:, None], 0)
-    if HAS_BIAS:
-        total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
-    tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
+    for i in range(first, end, step):
+        m, piece = _piece(extras, i, PIECES, EXTRAS)
+        c = tl.load(count + m)
+        mine = c <= CAP
+        if ASK and n_listed(state) == M:
+            mine = c < 0
+            tl.store(count + m, CAP + 1)
+        if EXTRAS > 0:
+            listed = tl.program_id(0) < EXTRAS
+            mine = mine & ((c > PIECE) == listed) & (piece == listed.to(tl.int32))
+        if mine:
+            total = tl.zeros([WIDTH], tl.float32)
+            if POOL_ROWS > 0:
+                pooled = tl.where(tl.load(pool_size + m // POOL_ROWS) > 0, in_d, False)
+                total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
+            # Past the end, the last again: a mask costs more.
+            last = tl.maximum(c - 1, 0)
+            after = tl.load(index + m * CAP + tl.minimum(r, last)).to(tl.int64)
+            for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
+                valid = e + r < c
+                id = after
+                after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, last)).to(tl.int64)
+                v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+                v = tl.where(valid, evaluate(v, STEPS), 0.0)
+                at_a = table_a + id[:, None] * stride_a + d[None, :]
+                w = tl.load(at_a) if EVEN else tl.load(at_a, mask=in_d[None, :], other=0.0)
+                total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+                if TWO:
+                    v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+                    at_b = table_b + id[:, None] * stride_b + d[None, :]
+                    w = tl.load(at_b) if EVEN else tl.load(at_b, mask=in_d[None, :], other=0.0)
+                    total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+            if HAS_BIAS:
+                total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
+            tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
 
 
 def weighted_rows(
@@ -639,21 +697,25 @@ def weighted_rows(
     bias: torch.Tensor | None = None,
     pool_size: torch.Tensor | None = None,
     pool_rows: int = 0,
-    state: torch.Tensor | None = None,
+    packing: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
-    Rows that are heavy are left as they are, and become so where `state` says it of all. pool_size: of each block of
-    `pool_rows` rows; where it is not 0, `out` is added to.
+    Rows that are heavy are left as they are, and become so where `packing`, of `pack`, says it of all. pool_size: of
+    each block of `pool_rows` rows; where it is not 0, `out` is added to.
     """
     M, D = out.shape
     wide = width(D, not out.is_cuda)
     value_b, table_b = second if second is not None else (value, table)
-    _weighted_rows_kernel[(M, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, bias, out, pool_size, state,
+    piece, pieces = _pieces(M, index.shape[1], not out.is_cuda)
+    state, listed = (None, None) if packing is None else packing
+    extras = 0 if packing is None else _extras(M, pieces)
+    _weighted_rows_kernel[(extras + M, triton.cdiv(D, wide))](
+        count, index, value, table, value_b, table_b, bias, out, pool_size, state, listed,
         M, D, table.stride(0), table_b.stride(0), out.stride(0),
-        STEPS=encode(steps), TWO=second is not None, ASK=state is not None, HAS_BIAS=bias is not None,
-        CAP=index.shape[1], POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
+        STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
+        CAP=index.shape[1], PIECE=piece, PIECES=pieces, EXTRAS=extras,
+        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
         STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
 
@@ -685,13 +747,12 @@ def _gradients_kernel(
     CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
     ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the gradients of both projections, and h, of PIECE active neurons of a row."""
+    """A program computes the gradients of both projections, and h, of some pieces of a row."""
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
-    if c > CAP:
-        return
-    start = tl.program_id(1) * PIECE
-    if start >= c:
+    p = tl.num_programs(1) - 1 - tl.program_id(1)  # what only long rows have begins first
+    start = p * PIECE
+    if (c > CAP) | (start >= c):
         return
     r = tl.arange(0, FLIGHT)
     token = _token(dy + m * stride_y, tl.arange(0, WIDTH), D, EVEN)
@@ -701,7 +762,7 @@ def _gradients_kernel(
         da_extra = tl.load(d_stats + m)
         dh_extra = tl.load(d_stats + 2 * stride_s + m)
     after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
-    own = _own_entries(c, tl.program_id(1), tl.num_programs(1), PIECE)
+    own = _own_entries(c, p, tl.num_programs(1), PIECE)
     for i in tl.range(0, own, FLIGHT, num_stages=STAGES):
         id = after
         e = start + i // PIECE * (tl.num_programs(1) * PIECE) + i % PIECE
@@ -735,7 +796,8 @@ def gradients(
     M, D = dy.shape
     cap = index.shape[1]
     wide, warps = _whole(D, not dy.is_cuda)
-    piece, programs = _pieces(M, cap, not dy.is_cuda)
+    piece = 8 if not dy.is_cuda else PIECE
+    programs = min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
     _gradients_kernel[(M, programs)](
         dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
         D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
