@@ -19,7 +19,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
-from . import relu_ffn_gate as gates
+from . import relu_ffn_hopper as hopper
 from . import relu_ffn_pool as rows_pool
 from . import relu_ffn_rows as rows
 
@@ -151,8 +151,8 @@ def forward(
     for part in chunks(M, N, CHUNK):
         m = part.stop - part.start
         marks = None
-        if stats is None and gates.applies(x, b.gate, b.cut):
-            gate, marks = gates.marked_product(x[part], b.gate, b.gate_bias, b.cut)
+        if stats is None and hopper.may_mark(x, b.gate, b.cut):
+            gate, marks = hopper.marked_product(x[part], b.gate, b.gate_bias, b.cut)
         else:
             gate = F.linear(x[part], b.gate, b.gate_bias)
         if table is None:
@@ -190,7 +190,11 @@ def forward(
             h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)
             rows.weighted_rows(count, index, h, table, y[part], **beside)
         listed = packing[0], heavy
-        dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut)
+        # All rows, then a list of them: one of the two finds nothing to do.
+        whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
+        if whole:
+            hopper.hidden(x[part], up, b.up_bias, gate, packing[0], b.f, b.g, b.cut)
+        dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
         if numbers is not None and up is not None:
             dense.row_stats(gate, numbers, listed)
         dense.product(gate, b.down, y[part], listed, bias=b.down_bias)

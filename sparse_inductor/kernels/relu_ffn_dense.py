@@ -103,14 +103,17 @@ def _hidden_kernel(
     x, up, gate, x_box, up_box, gate_box, bias, state, rows,
     M, N, stride_xm, stride_xk, stride_un, stride_uk, CUT, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BOXES: tl.constexpr, SOME: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns.
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. SOME: nothing
+    where every row is listed.
     """
     n_rows = n_listed(state)
+    if SOME and n_rows == M:
+        return
     cut = tl.full([], CUT, tl.float32)
     if BOXES and n_rows == M:
         tiles_m = tl.cdiv(M, BM)
@@ -165,6 +168,9 @@ def _listed_tile(t: torch.Tensor, found: list) -> tuple[list, bool, dict[str, in
     tile["PART"] = min(tile["BN"], 64)
     if not able:
         tile["BN"] = tile["PART"]
+        if t.is_cuda and t.dtype != torch.float32:
+            # A few tiles of long sums, which wait for memory: six stages of 24 KB are as much as three of BN columns.
+            tile["num_stages"] = 6
     return found if able else [None] * len(found), able, tile
 
 
@@ -177,18 +183,22 @@ def hidden(
     f: Program,
     g: Program,
     cut: float,
+    some: bool = False,
 ) -> None:
-    """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
+    """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N].
+
+    some: nothing where every row is listed.
+    """
     table = x if up is None else up
     tile = _tile(x)
     shapes = ((x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2))
-    made = [boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
+    made = [None if some else boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
     made, able, tile = _listed_tile(x, made)
     _hidden_kernel[(_programs(x),)](
         x, table, gate, *made, bias, *listed,
         *gate.shape, *x.stride(), *table.stride(), cut, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-        BOXES=able, PRECISION=precision(x), **tile,
+        BOXES=able, SOME=some, PRECISION=precision(x), **tile,
     )  # fmt: skip
 
 
@@ -424,42 +434,12 @@ def _copied_product_kernel(
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _copied_tile(
-            acc,
-            a,
-            m0,
-            b,
-            n0,
-            n_rows,
-            N,
-            K,
-            stride_a,
-            stride_b,
-            BOXES,
-            BY_ROW,
-            BM,
-            BN,
-            BK,
-            PRECISION,
-        )
+            acc, a, m0, b, n0, n_rows, N, K, stride_a, stride_b, BOXES, BY_ROW, BM, BN, BK, PRECISION
+        )  # fmt: skip
         if TWO:
             acc = _copied_tile(
-                acc,
-                c,
-                m0,
-                d,
-                n0,
-                n_rows,
-                N,
-                K,
-                stride_a,
-                stride_d,
-                BOXES,
-                BY_ROW,
-                BM,
-                BN,
-                BK,
-                PRECISION,
-            )
+                acc, c, m0, d, n0, n_rows, N, K, stride_a, stride_d, BOXES, BY_ROW, BM, BN, BK, PRECISION
+            )  # fmt: skip
         n = n0 + tl.arange(0, BN)
         if HAS_BIAS:
             acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]

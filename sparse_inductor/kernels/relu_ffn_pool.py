@@ -85,18 +85,23 @@ def _split_kernel(
     tl.store(
         pool_value + row * SIZE + s, zero, mask=(m < M)[:, None] & (s < tl.cdiv(n_pool, 64) * 64)
     )
-    i = tl.arange(0, BLOCK)[None, :]
-    valid = i < tl.where(c > CAP, 0, c)[:, None]
-    n = tl.load(index + row * CAP + i, mask=valid, other=0)
-    v = tl.load(value + row * CAP + i, mask=valid, other=0.0)
-    s = tl.load(slot + b * N + n.to(tl.int64), mask=valid, other=-1)
-    stray = (valid & (s < 0)).to(tl.int32)
-    at = tl.cumsum(stray, 1) - stray
-    tl.debug_barrier()  # all is read, and the zeros are there, before anything is written over them
-    tl.store(pool_value + row * SIZE + s.to(tl.int32), v, mask=valid & (s >= 0))
-    tl.store(index + row * CAP + at, n, mask=stray != 0)
-    tl.store(value + row * CAP + at, v, mask=stray != 0)
-    tl.store(count + m, tl.sum(stray, 1), mask=c <= CAP)
+    tl.debug_barrier()  # the zeros are there before anything is written over them
+    c = tl.where(c > CAP, -1, c)
+    kept = tl.zeros([R], tl.int32)
+    for i0 in range(0, tl.max(c, 0), BLOCK):
+        i = i0 + tl.arange(0, BLOCK)[None, :]
+        valid = i < c[:, None]
+        n = tl.load(index + row * CAP + i, mask=valid, other=0)
+        v = tl.load(value + row * CAP + i, mask=valid, other=0.0)
+        place = tl.load(slot + b * N + n.to(tl.int64), mask=valid, other=-1).to(tl.int32)
+        stray = (valid & (place < 0)).to(tl.int32)
+        at = kept[:, None] + tl.cumsum(stray, 1) - stray
+        tl.debug_barrier()  # all is read before a stray is written there
+        tl.store(pool_value + row * SIZE + place, v, mask=valid & (place >= 0))
+        tl.store(index + row * CAP + at, n, mask=stray != 0)
+        tl.store(value + row * CAP + at, v, mask=stray != 0)
+        kept += tl.sum(stray, 1)
+    tl.store(count + m, kept, mask=c >= 0)
 
 
 def split(
@@ -108,7 +113,7 @@ def split(
     """
     M, cap = index.shape
     N = pool.counts.shape[1]
-    block = triton.next_power_of_2(cap)
+    block = min(64, triton.next_power_of_2(cap))  # a few more than most rows have
     rows_each = 4  # a row and a warp
     _select_kernel[(pool.blocks,)](
         pool.counts, pool.slot, pool.size, pool.neuron, state, M, N,

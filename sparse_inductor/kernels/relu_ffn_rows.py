@@ -1,7 +1,7 @@
 """Kernels of the ReLU feed-forward block that work a row at a time, on its active neurons only.
 
-The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in ascending
-order. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense` computes it.
+The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in an order that
+depends on nothing but which they are. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense` computes it.
 Every weight table read here is [N, *] with unit stride along a row: a neuron's weights are one run of memory. Tables of
 up to about 40 MB stay in L2, which is why up and down are kernels of their own: each reads one table.
 """
@@ -43,6 +43,8 @@ WARPS = 4
 # against 0.170 of four and four, at 8 192 tokens of 30 entries).
 FLIGHT_DOTS = 2
 WARPS_DOTS = 2
+# Where few rows run, a program has both twice, and is done in half the time (44 us against 49 at 2 048 tokens).
+SCALE_FEW = 2
 # A kernel of these loops gains nothing from software pipelining: the loads of a block are all in flight already.
 STAGES = 1
 
@@ -57,7 +59,7 @@ TALLIES = tl.constexpr(32)
 LINE = tl.constexpr(4)  # int64 words a sector
 FULL = tl.constexpr(128)
 DENSE = tl.constexpr(129)
-EXTRA = tl.constexpr(130)  # entries of the list of pieces
+LISTED = tl.constexpr(130)  # entries of the list of pieces
 ARRIVED = tl.constexpr(131)  # from here on, a counter for each tile that several programs make
 ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
 # A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
@@ -70,16 +72,17 @@ DENSE_ROW = 1 / 120
 
 
 def width(n: int, interpreted: bool) -> int:
-    """Columns that a program holds of rows of n."""
-    return 32 if interpreted else min(WIDTH, triton.next_power_of_2(n))
+    """Columns that a program holds of rows of n; 32 at least, so that there is a half of them."""
+    return 32 if interpreted else min(WIDTH, max(32, triton.next_power_of_2(n)))
 
 
-def _whole(n: int, interpreted: bool) -> tuple[int, int]:
-    """(columns, warps) for a dot product over rows of n: all of a row at once, as long as registers last."""
+def _whole(n: int, interpreted: bool, scale: int = 1) -> tuple[int, int, int]:
+    """(columns, warps, rows in flight) for a dot product over rows of n: all of a row at once, as long as registers
+    last. scale: of warps and rows."""
     if interpreted:
-        return 32, 1
+        return 32, 1, FLIGHT_DOTS
     columns = min(8192, triton.next_power_of_2(n))
-    return columns, max(WARPS_DOTS, columns // 1024)
+    return columns, scale * max(WARPS_DOTS, columns // 1024), scale * FLIGHT_DOTS
 
 
 def _flight(interpreted: bool) -> int:
@@ -139,17 +142,18 @@ def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _tally_row(
-    count, state, rows_heavy, extras, m, c, M, ROW, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
+    count, state, rows_heavy, listed, m, c, M, ROW, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr
 ):  # fmt: skip
-    """Note row m's count; list its pieces after the first in `extras`, PIECES m + piece each, in no certain order.
+    """Note row m's count. If it has several pieces, list them in `listed`, PIECES m + piece each, one after the other;
+    the rows are in no certain order.
 
     The program that notes the last row decides: where packed rows do not pay, all take the dense path.
     """
-    more = tl.cdiv(c, PIECE) - 1
-    if (c <= CAP) & (more > 0):
-        place = tl.atomic_add(state + EXTRA, more.to(tl.int64), sem="relaxed")
+    if (c <= CAP) & (c > PIECE):
+        pieces = tl.cdiv(c, PIECE)
+        place = tl.atomic_add(state + LISTED, pieces.to(tl.int64), sem="relaxed")
         j = tl.arange(0, triton.next_power_of_2(PIECES))
-        tl.store(extras + place + j, m * PIECES + 1 + j, mask=j < more)
+        tl.store(listed + place + j, m * PIECES + j, mask=j < pieces)
     tl.store(count + m, c)
     tally = m % TALLIES
     heavy = c > CAP
@@ -173,7 +177,7 @@ def _tally_row(
 
 @triton.jit
 def _pack_kernel(
-    gate, count, index, value, groups, stats, state, rows_heavy, extras, shared,
+    gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
     M, N, stride_s, CUT, cut_pair, ROW, PAIRS: tl.constexpr,
     STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
@@ -246,7 +250,7 @@ def _pack_kernel(
                 tl.atomic_add(
                     shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
                 )
-    _tally_row(count, state, rows_heavy, extras, m, c, M, ROW, CAP, PIECE, PIECES)
+    _tally_row(count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES)
 
 
 @triton.jit
@@ -259,52 +263,62 @@ def popcount(x):
 
 
 @triton.jit
+def _next_mark(bits, word):
+    """(neuron of the lowest mark of each word, the marks without it)."""
+    bit = popcount((bits & -bits) - 1)
+    n = word // 8 * 256 + word % 2 * 128 + word % 8 // 2 * 2 + bit // 2 * 8 + bit % 2
+    return n, bits & (bits - 1)
+
+
+@triton.jit
 def _pack_marked_kernel(
-    gate, marks, count, index, value, listed, state, rows_heavy, extras, shared,
+    gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
     M, N, WORDS, ROW,
     BLOCK_ROWS: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """A program packs one row from its marks, WORDS words in the order of `relu_ffn_gate`: reads those, and the gates
-    that are active. The words with a mark are listed first, in `listed` [M, CAP], each with the place of its first.
+    """A program packs one row from its marks, WORDS words in the order of `relu_ffn_hopper`: reads those, and the
+    gates that are active. The words with a mark are listed first, [M, CAP], each with the place of its first.
 
-    The rest as `_pack_kernel`.
+    The rest as `_pack_kernel`, without groups; entries are in the order of the marks.
     """
     m = tl.program_id(0)
     row = m.to(tl.int64)
     block_word = tl.arange(0, BLOCK)
     words = tl.load(marks + row * WORDS + block_word, mask=block_word < WORDS, other=0)
     ones = popcount(words)
-    c = tl.sum(ones, 0)
+    c = tl.minimum(tl.sum(ones, 0), CAP + 1)
     if c <= CAP:
         some = (ones > 0).to(tl.int32)
         place = tl.cumsum(some, 0) - some
         first = tl.cumsum(ones, 0) - ones
-        tl.store(listed + row * CAP + place, (first << 16) | block_word, mask=some != 0)
+        tl.store(words_listed + row * CAP + place, (first << 16) | block_word, mask=some != 0)
         tl.debug_barrier()  # other threads' words are read below
         n_words = tl.sum(some, 0)
         i = tl.arange(0, CHUNK)
         for i0 in range(0, n_words, CHUNK):
             there = i0 + i < n_words
-            item = tl.load(listed + row * CAP + i0 + i, mask=there, other=0)
+            item = tl.load(words_listed + row * CAP + i0 + i, mask=there, other=0)
             word = item & 0xFFFF
             bits = tl.load(marks + row * WORDS + word, mask=there, other=0)
-            neuron = word // 8 * 256 + word % 2 * 128 + word % 8 // 2 * 2
             at = row * CAP + (item >> 16)
             while tl.max((bits != 0).to(tl.int32), 0) > 0:
-                bit = popcount((bits & -bits) - 1)
-                n = neuron + bit // 2 * 8 + bit % 2
-                g = tl.load(gate + row * N + n, mask=bits != 0, other=0.0)
-                tl.store(index + at, n.to(index.dtype.element_ty), mask=bits != 0)
-                tl.store(value + at, g, mask=bits != 0)
+                # Two at a time: their gates are on their way together.
+                n0, rest = _next_mark(bits, word)
+                n1, after = _next_mark(rest, word)
+                g0 = tl.load(gate + row * N + n0, mask=bits != 0, other=0.0)
+                g1 = tl.load(gate + row * N + n1, mask=rest != 0, other=0.0)
+                tl.store(index + at, n0.to(index.dtype.element_ty), mask=bits != 0)
+                tl.store(index + at + 1, n1.to(index.dtype.element_ty), mask=rest != 0)
+                tl.store(value + at, g0, mask=bits != 0)
+                tl.store(value + at + 1, g1, mask=rest != 0)
                 if BLOCK_ROWS > 0:
                     block = shared + row // BLOCK_ROWS * N
-                    tl.atomic_add(block + n, 1, mask=bits != 0, sem="relaxed")
-                at += 1
-                bits = bits & (bits - 1)
-    else:
-        c = CAP + 1
-    _tally_row(count, state, rows_heavy, extras, m, c, M, ROW, CAP, PIECE, PIECES)
+                    tl.atomic_add(block + n0, 1, mask=bits != 0, sem="relaxed")
+                    tl.atomic_add(block + n1, 1, mask=rest != 0, sem="relaxed")
+                at += 2
+                bits = after
+    _tally_row(count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES)
 
 
 @functools.lru_cache(maxsize=256)
@@ -329,26 +343,26 @@ def pack(
     block_rows: int = 0,
     marks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack rows from their gate projection [M, N], contiguous: (state, extras), for `listed_rows` and the row kernels.
+    """Pack rows from their gate projection [M, N], contiguous: (state, pieces), for `listed_rows` and the row kernels.
 
-    rows_heavy: room for `listed` rows. shared: zeros. M is at most ROWS_MOST. marks: of `relu_ffn_gate`, which spare
+    rows_heavy: room for `listed` rows. shared: zeros. M is at most ROWS_MOST. marks: of `relu_ffn_hopper`, which spare
     reading the projection; statistics are not made from them.
     """
     M, N = gate.shape
     count, index, value = packed
     cap = index.shape[1]
+    piece, most = _pieces(cap, not gate.is_cuda)
+    pieces = torch.empty(M * most, dtype=torch.int32, device=gate.device)
     state = torch.zeros(ARRIVED.value + ARRIVALS, dtype=torch.int64, device=gate.device)
-    piece, pieces = _pieces(M, cap, not gate.is_cuda)
-    extras = torch.empty(M * (pieces - 1), dtype=torch.int32, device=gate.device)
     if marks is not None:
-        listed = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
+        words_listed = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
         _pack_marked_kernel[(M,)](
-            gate, marks, count, index, value, listed, state, rows_heavy, extras, shared,
+            gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
             M, N, marks.shape[1], max(N * DENSE_ROW, 1.0),
-            BLOCK_ROWS=block_rows, CAP=cap, PIECE=piece, PIECES=pieces,
+            BLOCK_ROWS=block_rows, CAP=cap, PIECE=piece, PIECES=most,
             BLOCK=triton.next_power_of_2(marks.shape[1]), CHUNK=32, num_warps=1,
         )  # fmt: skip
-        return state, extras
+        return state, pieces
     groups = torch.empty(M, cap, dtype=index.dtype, device=gate.device)
     block, head = (
         (min(PACK_BLOCK, max(64, triton.next_power_of_2(N))), PACK_HEAD)
@@ -362,14 +376,14 @@ def pack(
     # Groups that a vote is over; without votes it does not matter.
     warps, columns = (1, 32) if pairs else (PACK_WARPS, 1)
     _pack_kernel[(M,)](
-        gate, count, index, value, groups, stats, state, rows_heavy, extras, shared,
+        gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
         M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
         max(N * DENSE_ROW, 1.0), pairs,
         STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
-        CAP=cap, PIECE=piece, PIECES=pieces, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
+        CAP=cap, PIECE=piece, PIECES=most, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
         C=columns, num_warps=warps,
     )  # fmt: skip
-    return state, extras
+    return state, pieces
 
 
 def room_for_rows(M: int) -> int:
@@ -494,47 +508,50 @@ def _own_entries(c, p, programs, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _own_pieces(extras, state, EXTRAS: tl.constexpr):
-    """(first, end, step): the pieces of this program. The first EXTRAS programs share those that are listed; each of
-    the others has the first piece of a row. So the longest rows begin first: one that began last would be waited for.
+def _own_pieces(state, listers, LISTS: tl.constexpr):
+    """(first, end, step): what is this program's. The first `listers` programs share the pieces that are listed; each
+    of the others has a row of one piece. So the longest rows begin first: one that began last would be waited for.
     """
     p = tl.program_id(0)
-    first, end = p - EXTRAS, p - EXTRAS + 1
-    if EXTRAS > 0 and p < EXTRAS:
-        first, end = p, tl.load(state + EXTRA).to(tl.int32)
-    return first, end, max(EXTRAS, 1)
+    first, end = p - listers, p - listers + 1
+    if LISTS and p < listers:
+        first, end = p, tl.load(state + LISTED).to(tl.int32)
+    return first, end, tl.maximum(listers, 1)
 
 
 @triton.jit
-def _piece(extras, i, PIECES: tl.constexpr, EXTRAS: tl.constexpr):
+def _piece(pieces, i, listers, PIECES: tl.constexpr, LISTS: tl.constexpr):
     """(row, piece of it)."""
     m = tl.full([], 0, tl.int32) + i
     piece = m * 0
-    if EXTRAS > 0 and tl.program_id(0) < EXTRAS:
-        item = tl.load(extras + i)
+    if LISTS and tl.program_id(0) < listers:
+        item = tl.load(pieces + i)
         m, piece = item // PIECES, item % PIECES
     return m.to(tl.int64), piece
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["listers"])
 def _dots_kernel(
-    x, table, bias, count, index, gates, ups, out, state, extras,
-    M, K, stride_x, stride_t,
+    x, table, bias, count, index, gates, ups, out, state, pieces,
+    M, K, stride_x, stride_t, listers,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, EXTRAS: tl.constexpr,
+    KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
     for each."""
     if n_listed(state) == M:
         return
-    first, end, step = _own_pieces(extras, state, EXTRAS)
+    first, end, step = _own_pieces(state, listers, LISTS)
     r = tl.arange(0, FLIGHT)
     for i in range(first, end, step):
-        m, piece = _piece(extras, i, PIECES, EXTRAS)
+        m, piece = _piece(pieces, i, listers, PIECES, LISTS)
         start = piece * PIECE
         c = tl.load(count + m)
-        c = tl.where(c > CAP, 0, tl.minimum(c, start + PIECE))
+        mine = c <= CAP
+        if LISTS:
+            mine = mine & ((c > PIECE) == (tl.program_id(0) < listers))
+        c = tl.where(mine, tl.minimum(c, start + PIECE), 0)
         token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
         last = tl.maximum(c - 1, 0)
         # The next neurons are known before the weights of these arrive. Past the end, the last again: masks cost more.
@@ -570,26 +587,26 @@ def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: 
 
 
 # Entries a piece. Rows are uneven: where few rows run, the longest piece is the time it takes.
+PIECE = 64
+# Where few rows run: a program for every so manieth row takes listed pieces (about one each).
 FEW_ROWS = 4096
-PIECE = 32
-PIECE_MANY = 64
-# Rows for each program that takes listed pieces: about one piece a program.
 SHARE = 2
 SHARE_MANY = 8
-# Programs a row of `gradients`.
+# `gradients` stripes a row's entries over programs, so many at a time.
+STRIPE = 32
 PROGRAMS = 4
 PROGRAMS_MANY = 2
 
 
-def _pieces(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
+def _pieces(cap: int, interpreted: bool) -> tuple[int, int]:
     """(entries a piece, pieces of a row at most)."""
-    piece = 8 if interpreted else PIECE if M <= FEW_ROWS else PIECE_MANY
+    piece = 8 if interpreted else PIECE
     return piece, triton.cdiv(cap, piece)
 
 
-def _extras(M: int, pieces: int) -> int:
-    """Programs for the pieces that are listed."""
-    return triton.cdiv(M, SHARE if M <= FEW_ROWS else SHARE_MANY) if pieces > 1 else 0
+def _listers(M: int, most: int) -> int:
+    """Programs for the pieces that are listed, of rows of `most` at most."""
+    return triton.cdiv(M, SHARE if M <= FEW_ROWS else SHARE_MANY) if most > 1 else 0
 
 
 def dots(
@@ -608,15 +625,15 @@ def dots(
     out = torch.empty_like(gates)
     M, K = x.shape
     cap = index.shape[1]
-    wide, warps = _whole(K, not x.is_cuda)
-    piece, pieces = _pieces(M, cap, not x.is_cuda)
-    extras = _extras(M, pieces)
-    _dots_kernel[(extras + M,)](
+    wide, warps, flight = _whole(K, not x.is_cuda, SCALE_FEW if M <= FEW_ROWS else 1)
+    piece, most = _pieces(cap, not x.is_cuda)
+    listers = _listers(M, most)
+    _dots_kernel[(listers + M,)](
         x, table, bias, count, index, gates, ups, out, *packing,
-        M, K, x.stride(0), table.stride(0),
+        M, K, x.stride(0), table.stride(0), listers,
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
-        KEEP=ups is not None, CAP=cap, PIECE=piece, PIECES=pieces, EXTRAS=extras,
-        FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, num_warps=warps,
+        KEEP=ups is not None, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0,
+        FLIGHT=flight, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, num_warps=warps,
     )  # fmt: skip
     if stats is not None:
         _sum_stats_kernel[(M,)](
@@ -632,57 +649,85 @@ def dots(
 
 
 @triton.jit
+def _weighted_row(
+    m, c, d, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+    D, stride_a, stride_b, stride_o,
+    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
+    POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Columns d of row m, which has c entries."""
+    in_d = d < D
+    r = tl.arange(0, FLIGHT)
+    total = tl.zeros([d.shape[0]], tl.float32)
+    if POOL_ROWS > 0:
+        pooled = tl.where(tl.load(pool_size + m // POOL_ROWS) > 0, in_d, False)
+        total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
+    # Past the end, the last again: a mask costs more.
+    after = tl.load(index + m * CAP + tl.minimum(r, tl.maximum(c - 1, 0))).to(tl.int64)
+    for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
+        valid = e + r < c
+        id = after
+        after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, c - 1)).to(tl.int64)
+        v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+        v = tl.where(valid, evaluate(v, STEPS), 0.0)
+        at_a = table_a + id[:, None] * stride_a + d[None, :]
+        w = tl.load(at_a) if EVEN else tl.load(at_a, mask=in_d[None, :], other=0.0)
+        total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+        if TWO:
+            v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
+            at_b = table_b + id[:, None] * stride_b + d[None, :]
+            w = tl.load(at_b) if EVEN else tl.load(at_b, mask=in_d[None, :], other=0.0)
+            total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+    if HAS_BIAS:
+        total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
+    tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
+
+
+@triton.jit(do_not_specialize=["listers"])
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, extras,
-    M, D, stride_a, stride_b, stride_o,
+    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces,
+    M, D, stride_a, stride_b, stride_o, listers,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, EXTRAS: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
 
     POOL_ROWS: where the row's block has a pool, its part is in `out` already. ASK: where the state says that all rows
-    are dense, the row becomes heavy. EXTRAS: rows of several pieces are done where their second one is listed.
+    are dense, the row becomes heavy. LISTS: a row of several pieces is done where its first two are listed, half of
+    the columns each, and twice as many table rows in flight: else it would be waited for.
     """
-    first, end, step = _own_pieces(extras, state, EXTRAS)
-    r = tl.arange(0, FLIGHT)
-    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    in_d = d < D
-    for i in range(first, end, step):
-        m, piece = _piece(extras, i, PIECES, EXTRAS)
+    HALF: tl.constexpr = WIDTH // 2
+    first, end, step = _own_pieces(state, listers, LISTS)
+    d = tl.program_id(1) * WIDTH
+    if LISTS and tl.program_id(0) < listers:
+        if n_listed(state) == M:
+            return
+        for i in range(first, end, step):
+            m, part = _piece(pieces, i, listers, PIECES, LISTS)
+            c = tl.load(count + m)
+            if (c <= CAP) & (c > PIECE) & (part < 2):
+                _weighted_row(
+                    m, c, d + part * HALF + tl.arange(0, HALF),
+                    index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+                    D, stride_a, stride_b, stride_o,
+                    STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, 2 * FLIGHT, EVEN, STAGES,
+                )  # fmt: skip
+    else:
+        m = first.to(tl.int64)
         c = tl.load(count + m)
-        mine = c <= CAP
+        if c > CAP:
+            return
         if ASK and n_listed(state) == M:
-            mine = c < 0
             tl.store(count + m, CAP + 1)
-        if EXTRAS > 0:
-            listed = tl.program_id(0) < EXTRAS
-            mine = mine & ((c > PIECE) == listed) & (piece == listed.to(tl.int32))
-        if mine:
-            total = tl.zeros([WIDTH], tl.float32)
-            if POOL_ROWS > 0:
-                pooled = tl.where(tl.load(pool_size + m // POOL_ROWS) > 0, in_d, False)
-                total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
-            # Past the end, the last again: a mask costs more.
-            last = tl.maximum(c - 1, 0)
-            after = tl.load(index + m * CAP + tl.minimum(r, last)).to(tl.int64)
-            for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
-                valid = e + r < c
-                id = after
-                after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, last)).to(tl.int64)
-                v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-                v = tl.where(valid, evaluate(v, STEPS), 0.0)
-                at_a = table_a + id[:, None] * stride_a + d[None, :]
-                w = tl.load(at_a) if EVEN else tl.load(at_a, mask=in_d[None, :], other=0.0)
-                total += tl.sum(w.to(tl.float32) * v[:, None], 0)
-                if TWO:
-                    v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-                    at_b = table_b + id[:, None] * stride_b + d[None, :]
-                    w = tl.load(at_b) if EVEN else tl.load(at_b, mask=in_d[None, :], other=0.0)
-                    total += tl.sum(w.to(tl.float32) * v[:, None], 0)
-            if HAS_BIAS:
-                total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
-            tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
+            return
+        if not LISTS or c <= PIECE:
+            _weighted_row(
+                m, c, d + tl.arange(0, WIDTH),
+                index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+                D, stride_a, stride_b, stride_o,
+                STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, FLIGHT, EVEN, STAGES,
+            )  # fmt: skip
 
 
 def weighted_rows(
@@ -707,14 +752,14 @@ def weighted_rows(
     M, D = out.shape
     wide = width(D, not out.is_cuda)
     value_b, table_b = second if second is not None else (value, table)
-    piece, pieces = _pieces(M, index.shape[1], not out.is_cuda)
-    state, listed = (None, None) if packing is None else packing
-    extras = 0 if packing is None else _extras(M, pieces)
-    _weighted_rows_kernel[(extras + M, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, bias, out, pool_size, state, listed,
-        M, D, table.stride(0), table_b.stride(0), out.stride(0),
+    piece, most = _pieces(index.shape[1], not out.is_cuda)
+    state, pieces = (None, None) if packing is None else packing
+    listers = 0 if packing is None else _listers(M, most)
+    _weighted_rows_kernel[(listers + M, triton.cdiv(D, wide))](
+        count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces,
+        M, D, table.stride(0), table_b.stride(0), out.stride(0), listers,
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
-        CAP=index.shape[1], PIECE=piece, PIECES=pieces, EXTRAS=extras,
+        CAP=index.shape[1], PIECE=piece, PIECES=most, LISTS=listers > 0,
         POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
         STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
@@ -795,14 +840,14 @@ def gradients(
     d_up = None if ups is None else torch.empty_like(ups)
     M, D = dy.shape
     cap = index.shape[1]
-    wide, warps = _whole(D, not dy.is_cuda)
-    piece = 8 if not dy.is_cuda else PIECE
+    wide, warps, flight = _whole(D, not dy.is_cuda)
+    piece = 8 if not dy.is_cuda else STRIPE
     programs = min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
     _gradients_kernel[(M, programs)](
         dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
         D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
-        CAP=cap, PIECE=piece, FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=D % wide == 0, ONE=wide >= D,
+        CAP=cap, PIECE=piece, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0, ONE=wide >= D,
         STAGES=STAGES, num_warps=warps,
     )  # fmt: skip
     return d_gate, d_up, hidden

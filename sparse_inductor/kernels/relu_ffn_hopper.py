@@ -1,0 +1,366 @@
+"""Products of a ReLU feed-forward block on Hopper GPUs, by one warp-specialised persistent kernel in Gluon.
+
+One warp copies operand tiles into a ring of shared-memory stages with the bulk copy engine; two warpgroups each
+multiply 64 rows of their own by 256 columns that both share. While one ends a tile, the other one keeps the tensor
+cores busy, as far as the ring lasts. A tile ends in one of two ways:
+
+    MARK    the gate projection is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for
+            each, all that `relu_ffn_rows.pack` reads of rows that are
+    HIDDEN  the up projection meets the gate's, which becomes f(gate) * g(up)
+
+Marks, [M, tiles of 256 neurons, 4, 2] int32: bit b of word (tile, lane, half) is neuron
+256 tile + 128 half + 8 (b // 2) + 2 lane + b % 2, as the threads hold the accumulator, so that marking moves no data.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparse_inductor.epilogue.steps import Program
+
+from .epilogue import encode, evaluate
+from .launch import launch as launch_kernel
+from .relu_ffn_rows import DENSE
+
+__all__ = ["applies", "hidden", "least_active", "marked_product", "may_activate", "may_mark"]
+
+MARK, HIDDEN = gl.constexpr(0), gl.constexpr(1)
+
+# Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
+ROWS = gl.constexpr(64)
+CONSUMERS = gl.constexpr(2)
+# Columns a tile: the widest wgmma.
+COLUMNS = gl.constexpr(256)
+# Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
+DEPTH = gl.constexpr(64)
+# A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup.
+PIECES = gl.constexpr(4)
+# Steps unrolled: an accumulator carried over a loop edge is waited for.
+UNROLL = 64
+# Row tiles that share their column tiles in turn: 4 MiB of tokens of K = 2 048 stay in L2 beside the weight.
+GROUP = gl.constexpr(8)
+
+
+@gluon.jit
+def _tile_at(t, tiles_m, tiles_n):
+    """(row tile, column tile)."""
+    group = t // (GROUP * tiles_n)
+    r = t % (GROUP * tiles_n)
+    size = gl.minimum(GROUP, tiles_m - group * GROUP)
+    return group * GROUP + r % size, r // size
+
+
+@gluon.jit
+def _copy_tiles(source, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """Producer warp: the operands of every tile of this program, in order, into the ring."""
+    x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n = source
+    BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
+    n = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pm, pn = _tile_at(t, tiles_m, tiles_n)
+        for k in range(KBLOCKS):
+            stage = n % STAGES
+            filled = full.index(stage)
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(filled, BYTES)
+            for c in gl.static_range(CONSUMERS):
+                box = x_ring.index(stage * CONSUMERS + c)
+                at = [(pm * CONSUMERS + c) * ROWS, k * DEPTH]
+                tma.async_copy_global_to_shared(x, at, filled, box)
+            at = [pn * COLUMNS, k * DEPTH]
+            tma.async_copy_global_to_shared(weight, at, filled, w_ring.index(stage))
+            n += 1
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.jit
+def _halves(v):
+    """A tile's left and right half. No data moves."""
+    n: gl.constexpr = v.shape[1] // 2
+    left, right = v.reshape([v.shape[0], 2, n]).permute((0, 2, 1)).split()
+    return left, right
+
+
+@gluon.jit
+def _mark(acc, marks, m0, pn, tiles_n, M, N, least):
+    """Write the marks of a tile [64, 256]."""
+    # The accumulator as its threads hold it, [row, lane of its quad, half, bit].
+    HELD: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 0, 0, 1], [8, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 1, 0],
+        ],
+        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[ROWS, 4, 2, 32],
+    )  # fmt: skip
+    WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
+    LANES: gl.constexpr = gl.SliceLayout(2, WORDS)
+    bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, HELD))))
+    bit = (gl.full([32], 1, gl.int32, bit.type.layout) << bit)[None, None, None, :]
+    lane = gl.arange(0, 4, gl.SliceLayout(0, LANES))
+    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
+    word = (2 * lane)[None, :, None] + half[None, None, :]
+    held = acc.reshape([ROWS, 2, 16, 4, 2]).permute((0, 3, 1, 2, 4)).reshape([ROWS, 4, 2, 32])
+    held = gl.convert_layout(held, HELD)
+    # NaN is active.
+    found = gl.reduce(gl.where(held <= least, 0, bit), 3, _or)
+    # Neurons past the last: zeros of the weight, but NaN where a token is not finite. N is a multiple of 8.
+    left = gl.minimum(gl.maximum(N - pn * COLUMNS - 128 * half, 0) // 8, 16)
+    there = gl.where(
+        left == 16, -1, (gl.full([2], 1, gl.int32, left.type.layout) << (2 * left)) - 1
+    )
+    found = found & there[None, None, :]
+    row = (m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LANES))).to(gl.int64)
+    at = (row * (tiles_n * 8) + pn * 8)[:, None, None] + word
+    gl.store(marks + at, found, mask=(row < M)[:, None, None])
+
+
+@gluon.jit
+def _multiply_tiles(
+    operands, ME: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
+    BOXES: gl.constexpr, MODE: gl.constexpr, HAS_BIAS: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """Consumer ME: 64 rows of every tile of this program."""
+    (
+        x_ring, w_ring, out_ring, full, empty, read, bias, out, marks, tiles_m, tiles_n, M, N, cut,
+    ) = operands  # fmt: skip
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
+    )
+    WIDTH: gl.constexpr = COLUMNS // PIECES
+    PIECE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]
+    )
+    n = 0  # stages consumed
+    phase = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        pm, pn = _tile_at(t, tiles_m, tiles_n)
+        m0 = (pm * CONSUMERS + ME) * ROWS
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+        for k0 in range(0, KBLOCKS, EACH):
+            for k_block in gl.static_range(EACH):
+                stage = n % STAGES
+                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+                a = x_ring.index(stage * CONSUMERS + ME)
+                b = w_ring.index(stage).permute((1, 0))
+                if KBLOCKS == EACH:
+                    acc = warpgroup_mma(a, b, acc, use_acc=k_block > 0, is_async=True)
+                else:
+                    acc = warpgroup_mma(a, b, acc, is_async=True)
+                if MODE == HIDDEN and k0 + k_block == 0:  # while the tensor cores are busy
+                    tma.store_wait(0)
+                    mbarrier.expect(read.index(ME), ROWS * COLUMNS * 2)
+                    for i in gl.static_range(PIECES):
+                        box = out_ring.index(BOXES * ME + i)
+                        at = [m0, pn * COLUMNS + i * WIDTH]
+                        tma.async_copy_global_to_shared(out, at, read.index(ME), box)
+                if k_block > 0:
+                    acc = warpgroup_mma_wait(1, deps=(acc,))
+                    mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+                n += 1
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+        if HAS_BIAS:
+            j = pn * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
+            acc += gl.load(bias + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
+        if MODE == MARK:
+            _mark(acc, marks, m0, pn, tiles_n, M, N, cut)
+        a0, a1 = _halves(acc)
+        p0, p1 = _halves(a0)
+        p2, p3 = _halves(a1)
+        pieces = (p0, p1, p2, p3)
+        if MODE == HIDDEN:
+            mbarrier.wait(read.index(ME), phase)
+            phase = phase ^ 1
+        for i in gl.static_range(PIECES):
+            piece = gl.convert_layout(pieces[i], PIECE)
+            box = out_ring.index(BOXES * ME + i % BOXES)
+            if MODE == HIDDEN:
+                g = box.load(PIECE).to(gl.float32)
+                piece = gl.where(g <= cut, 0.0, evaluate(g, F) * evaluate(piece, G))
+            else:
+                tma.store_wait(BOXES - 1)  # what was copied from this box has left it
+            box.store(piece.to(out.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [m0, pn * COLUMNS + i * WIDTH], box)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "cut"])
+def _product_kernel(
+    x, weight, out, bias, marks, state, M, N, cut,
+    KBLOCKS: gl.constexpr, EACH: gl.constexpr, MODE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    F: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """x weight^T + bias, which ends as MODE says in out [M, N]. A program owns every so manieth tile.
+
+    HIDDEN does nothing but where the state says that all M rows take the dense path.
+    """
+    # 48 KiB each: as many as fit the 227 KiB of a multiprocessor beside what is read and written.
+    STAGES: gl.constexpr = 3 if MODE == HIDDEN else 4
+    # All of a tile, where it is read first; else two, so that one is filled while the other one is copied.
+    BOXES: gl.constexpr = PIECES if MODE == HIDDEN else 2
+    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], x.layout)
+    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, COLUMNS, DEPTH], weight.layout)
+    out_ring = gl.allocate_shared_memory(
+        out.dtype, [BOXES * CONSUMERS, ROWS, COLUMNS // PIECES], out.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(read.index(i), count=1)
+    tiles_m = gl.cdiv(M, ROWS * CONSUMERS)
+    tiles_n = gl.cdiv(N, COLUMNS)
+    if MODE == HIDDEN:
+        tiles_m = gl.where(gl.load(state + DENSE) == M, tiles_m, 0)
+    source = (x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n)
+    operands = (
+        x_ring, w_ring, out_ring, full, empty, read, bias, out, marks, tiles_m, tiles_n, M, N, cut,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (operands, 0, KBLOCKS, EACH, STAGES, BOXES, MODE, HAS_BIAS, F, G)),
+            (_multiply_tiles, (operands, 1, KBLOCKS, EACH, STAGES, BOXES, MODE, HAS_BIAS, F, G)),
+            (_copy_tiles, (source, KBLOCKS, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+@functools.cache
+def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([ROWS.value, DEPTH.value], element)
+
+
+@functools.lru_cache(maxsize=256)
+def least_active(cut: float, dtype: torch.dtype) -> float:
+    """The largest fp32 number that, rounded to this type, is still <= cut."""
+    low = torch.tensor(cut, dtype=torch.float64).to(dtype)
+    if low.item() > cut:
+        low = _next(low, -math.inf)
+    high = _next(low, math.inf)
+    middle = (low.double().item() + high.double().item()) / 2
+    fp32 = torch.tensor(middle, dtype=torch.float32)
+    if fp32.to(dtype).item() > cut:  # the tie rounds up
+        fp32 = torch.nextafter(fp32, torch.tensor(-math.inf))
+    return fp32.item()
+
+
+def _next(t: torch.Tensor, towards: float) -> torch.Tensor:
+    """The neighbour of a 16-bit number."""
+    bits = int(t.view(torch.int16))
+    up = towards > 0
+    if t.item() == 0:
+        bits = 1 if up else -0x8000 + 1
+    else:
+        bits += 1 if (t.item() > 0) == up else -1
+    return torch.tensor(bits, dtype=torch.int16).view(t.dtype)
+
+
+def _addressable(rows: torch.Tensor) -> bool:
+    """Whether the copy engine can address a matrix of 16-bit elements."""
+    return (
+        rows.stride(1) == 1
+        and rows.stride(0) % 8 == 0  # 16 bytes
+        and rows.stride(0) >= rows.shape[1]
+        and rows.data_ptr() % 16 == 0
+    )
+
+
+def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Whether this kernel can run: Hopper, 16-bit operands, sizes the copy engine can address."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and all(map(_addressable, (x, *weights)))
+        and all(len(w) % 8 == 0 for w in weights)  # of what is written too
+    )
+
+
+def may_mark(x: torch.Tensor, gate: torch.Tensor, cut: float) -> bool:
+    """Whether `marked_product` can run."""
+    return applies(x, gate) and math.isfinite(cut)
+
+
+def may_activate(f: Program, g: Program) -> bool:
+    """Whether `hidden` can run these: pow begins with tl.full, which has no layout in Gluon."""
+    return all(step.fn != "pow" for step in (*f, *g))
+
+
+def _launch(
+    mode, a, weight, out, bias, marks, state, cut, f: Program = (), g: Program = ()
+) -> None:
+    M, K = a.shape
+    blocks = -(-K // DEPTH.value)
+    each = -(-blocks // -(-blocks // UNROLL))
+    layout = _layout(a.dtype)
+    unused = out
+    args = (
+        TensorDescriptor.from_tensor(a, [ROWS.value, DEPTH.value], layout),
+        TensorDescriptor.from_tensor(weight, [COLUMNS.value, DEPTH.value], layout),
+        TensorDescriptor.from_tensor(out, [ROWS.value, COLUMNS.value // PIECES.value], layout),
+        unused if bias is None else bias,
+        unused if marks is None else marks,
+        unused if state is None else state,
+        M, len(weight), cut,
+    )  # fmt: skip
+    constants = {
+        "KBLOCKS": -(-blocks // each) * each,
+        "EACH": each,
+        "MODE": mode.value,
+        "HAS_BIAS": bias is not None,
+        "F": encode(f),
+        "G": encode(g),
+    }
+    programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+    launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4)
+
+
+def marked_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x weight^T + bias [M, N], marks [M, words] of what of it is not <= cut)."""
+    M, N = len(x), len(weight)
+    out = x.new_empty(M, N)
+    marks = torch.empty(M, 8 * -(-N // COLUMNS.value), dtype=torch.int32, device=x.device)
+    _launch(MARK, x, weight, out, bias, marks, None, least_active(cut, x.dtype))
+    return out, marks
+
+
+def hidden(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor,
+    state: torch.Tensor,
+    f: Program,
+    g: Program,
+    cut: float,
+) -> None:
+    """Where all rows take the dense path, h in the place of their gate projection [M, N]."""
+    _launch(HIDDEN, x, up, gate, bias, None, state, cut, f, g)

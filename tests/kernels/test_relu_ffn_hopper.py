@@ -1,0 +1,111 @@
+"""The feed-forward block's products on a Hopper GPU: numbers, marks, and the boundary of what is active."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparse_inductor.epilogue.steps import parse
+from sparse_inductor.kernels import relu_ffn_hopper as hopper
+from sparse_inductor.kernels import relu_ffn_rows as rows
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAP = 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cut", [0.0, 0.1, -0.2, 1.0, 3e-5, -1.0])
+def test_the_cut_in_fp32_decides_as_the_rounded_number_would(dtype, cut):
+    least = torch.tensor(hopper.least_active(cut, dtype))
+    above = torch.nextafter(least, torch.tensor(math.inf))
+    assert least.to(dtype).item() <= cut < above.to(dtype).item()
+
+
+def marks_of(gate, cut):
+    """The bits that `relu_ffn_hopper` writes beside the gate projection."""
+    M, N = gate.shape
+    tiles = -(-N // 256)
+    active = torch.zeros(M, 256 * tiles, dtype=torch.bool, device=gate.device)
+    active[:, :N] = ~(gate <= cut)
+    lanes = active.view(M, tiles, 2, 16, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(M, 8 * tiles, 32)
+    return (lanes.long() << torch.arange(32, device=gate.device)).sum(2).to(torch.int32)
+
+
+@pytest.mark.parametrize(("N", "share"), [(72, 0.1), (600, 0.015)])
+def test_packing_from_marks(N, share):
+    """The same entries as from the projection itself, in another order; rows with too many are heavy."""
+    torch.manual_seed(0)
+    M = 20
+    gate = torch.randn(M, N, device=DEVICE)
+    gate -= torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
+    gate[3] += 3.0
+    gate[5, 7] = torch.nan
+    count = torch.empty(M, dtype=torch.int32, device=DEVICE)
+    index = torch.empty(M, CAP, dtype=torch.int16, device=DEVICE)
+    value = gate.new_empty(M, CAP)
+    heavy = count.new_empty(rows.room_for_rows(M))
+    marks = marks_of(gate, 0.0)
+    rows.pack(gate, (count, index, value), heavy, None, parse("relu"), 0.0, True, marks=marks)
+    active = ~(gate <= 0)
+    assert torch.equal(count.long(), active.sum(1).clamp(max=CAP + 1))
+    assert (count > CAP).any() and (count <= CAP).sum() >= 10
+    for m in range(M):
+        c = int(count[m])
+        if c <= CAP:
+            n, order = index[m, :c].long().sort()
+            assert torch.equal(n, active[m].nonzero().flatten())
+            torch.testing.assert_close(
+                value[m, :c][order], gate[m, n], equal_nan=True, rtol=0, atol=0
+            )
+
+
+def hopper_gpu(x, *weights):
+    if not hopper.applies(x, *weights):
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("M", "K", "N"), [(128, 64, 256), (1001, 200, 1000), (300, 4616, 512), (5000, 512, 1408)]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_marked_product(dtype, M, K, N, bias):
+    torch.manual_seed(0)
+    x, w = (torch.randn(s, K, device="cuda", dtype=dtype) for s in (M, N))
+    w /= K**0.5
+    b = torch.randn(N, device="cuda", dtype=dtype) if bias else None
+    x[1, 3] = torch.nan
+    hopper_gpu(x, w)
+    out, marks = hopper.marked_product(x, w, b, 0.3)
+    want = F.linear(x, w, b)
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert torch.equal(marks, marks_of(out.float(), 0.3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("steps", "up_steps"), [("relu", ""), ("relu | square", "sigmoid")])
+@pytest.mark.parametrize("bias", [True, False])
+def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
+    torch.manual_seed(0)
+    M, K, N = 1001, 200, 1000
+    draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+    x, up, gate = draw(M, K), draw(N, K) / K**0.5, draw(M, N)
+    b = draw(N) if bias else None
+    hopper_gpu(x, up)
+    f, g = parse(steps), parse(up_steps)
+    state = torch.zeros(rows.DENSE.value + 1, dtype=torch.int64, device="cuda")
+    state[rows.DENSE.value] = M - 1
+    h = gate.clone()
+    hopper.hidden(x, up, b, h, state, f, g, 0.0)
+    assert torch.equal(h, gate)
+    state[rows.DENSE.value] = M
+    hopper.hidden(x, up, b, h, state, f, g, 0.0)
+    u = F.linear(x.float(), up.float(), None if b is None else b.float())
+    a = F.relu(gate.float()) if steps == "relu" else F.relu(gate.float()).square()
+    torch.testing.assert_close(
+        h.float(), a * (u if not up_steps else u.sigmoid()), rtol=2e-2, atol=2e-2
+    )
