@@ -1,9 +1,9 @@
 """Forward of the ReLU feed-forward block on a GPU.
 
-The gate projection is a plain matrix product, whose result is scanned once: every row's active neurons are packed, and
-rows with too many of them are listed. Packed rows then read only their neurons' rows of the up and down weights; listed
-rows take tile products. Which row is which is decided on the device, so a call has one sequence of launches for every
-input.
+The gate projection is a plain matrix product, whose result is scanned once, or on Hopper one that marks what is active:
+every row's active neurons are packed, and rows with too many of them are listed. Packed rows then read only their
+neurons' rows of the up and down weights; listed rows take tile products. Which row is which is decided on the device,
+so a call has one sequence of launches for every input.
 """
 
 from __future__ import annotations

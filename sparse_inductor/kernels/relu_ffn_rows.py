@@ -1,7 +1,8 @@
 """Kernels of the ReLU feed-forward block that work a row at a time, on its active neurons only.
 
 The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in an order that
-depends on nothing but which they are. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense` computes it.
+depends on nothing but which they are. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense`
+computes it.
 Every weight table read here is [N, *] with unit stride along a row: a neuron's weights are one run of memory. Tables of
 up to about 40 MB stay in L2, which is why up and down are kernels of their own: each reads one table.
 """
