@@ -29,7 +29,7 @@ from sparse_inductor.match.branches import Branch, branches, merged, same_input
 from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above
-from sparse_inductor.match.gemm import Linear, linears
+from sparse_inductor.match.gemm import Linear, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.region import check_memory, outside_readers
 from sparse_inductor.match.shapes import Decline
@@ -109,14 +109,15 @@ class BlockMatch:
             pair = chain.weight_and_bias(e)
             weights += [None if t is None else e.cast(t, dtype) for t in pair]
         weights += [None] * (4 - len(weights))
-        down_bias = None if r.down.bias is None else e.cast(r.down.bias, dtype)
+        down_bias = r.down.bias if r.down.make_bias is None else r.down.make_bias(e)
+        down_bias = None if down_bias is None else e.cast(down_bias, dtype)
         op = e.call(
             torch.ops.sparse_inductor.relu_ffn.default,
             x, *weights, self._down(e, dtype), down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.statistics),
         )  # fmt: skip
         y = e.call(operator.getitem, op, 0)
-        y = e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)])
+        y = r.down.finish(e, e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)]))
         self.anchor.replace_all_uses_with(y)
         if self.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
@@ -166,6 +167,8 @@ class ReluFfn:
 
     def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
         found = [one for one in linears(view, node) or () if not one.within]
+        if found and _is_distributed(fake(node)):
+            found = [summed_over_processes(view, node) or found[0]]
         if not found or not fake(node).dtype.is_floating_point:
             return None
         first: tuple[Linear, Decline] | None = None
@@ -181,7 +184,7 @@ class ReluFfn:
         return Miss(first[1].reason, first[1].node or node)
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
-        if _is_distributed(fake(down.node)):
+        if _is_distributed(fake(down.source)):
             raise Decline("the operator takes whole tensors, not DTensors", node)
         reading = _read(view, down, down.source, node)
         gate = reading.gate
@@ -199,7 +202,8 @@ class ReluFfn:
             raise Decline(f"there is no operator for {fake(node).device}", node)
         if reading.up is not None and not same_input(view, gate.chain, reading.up.chain, node):
             raise Decline("the two projections read different inputs", reading.up.linear.node)
-        nodes = swallowed(view, [*(n for b in reading.branches for n in b.nodes), node])
+        nodes = [n for b in reading.branches for n in b.nodes]
+        nodes = swallowed(view, [*nodes, *down.within, node])
         found, nodes = self._statistics(view, reading, nodes, node)
         at = min([node, *(s.node for s, _ in found)], key=view.order.__getitem__)
         reads = [r for b in reading.branches for r in b.reads]

@@ -5,6 +5,7 @@ Run as a script with a folder, a world size and a device type; rank 0 writes `re
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -254,6 +255,37 @@ def tensor_parallel(mesh: DeviceMesh) -> None:
 def part(mesh: DeviceMesh, t: Tensor) -> Tensor:
     """This process's columns."""
     return distribute_tensor(t.detach(), mesh, [Shard(1)]).to_local()
+
+
+class Block(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(8, 24, bias=bias) for _ in range(2))
+        self.down = nn.Linear(24, 8, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+@check
+def a_feed_forward_block_by_column_and_by_row(mesh: DeviceMesh) -> None:
+    """Neurons spread as torch's plans do it, with local tensors between the projections: each process has a summand."""
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for bias in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        whole = Block(bias).to(mesh.device_type)
+        spread = copy.deepcopy(whole)
+        parallelize_module(spread, mesh, plan)
+        x = torch.randn(2, 5, 8).to(mesh.device_type)
+        mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        values, wanted = torch.compile(spread)(mine), whole(theirs)
+        close(values, wanted)
+        values.square().sum().backward()
+        wanted.square().sum().backward()
+        assert rewritten() == {"relu_ffn"}, rewritten()
+        assert_gradients(spread, whole)
+        close(mine.grad, theirs.grad)
 
 
 @check

@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 import torch._dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sparse_inductor
 from cases import assert_case
@@ -21,6 +23,13 @@ def test_spelling(name):
     assert_case(BY_NAME[name], only=("sparse_scores",))
 
 
+def traces_weights_of_bincount() -> bool:
+    """torch 2.11 takes the weighted counts for integers when it traces, which is what the report says then."""
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        return torch.bincount(torch.zeros(2).long(), torch.ones(2)).is_floating_point()
+
+
+@pytest.mark.skipif(not traces_weights_of_bincount(), reason="traced with another dtype")
 def test_a_bincount_that_is_kept_in_the_graph():
     """Dynamo breaks the graph at a bincount unless it is told to follow sizes that depend on data."""
     case = dataclasses.replace(BY_NAME["weighted_bincount__infer"], expect="rewrite")

@@ -16,10 +16,10 @@ from torch import fx
 
 from .emit import Emitter
 from .graph import GraphView, fake, same_size
-from .mesh import local_part, settled, spread_alike
+from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .names import Call
 
-__all__ = ["Linear", "linears"]
+__all__ = ["Linear", "linears", "summed_over_processes"]
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -32,7 +32,7 @@ class Linear:
     v_dim: the axis of the output that is V. stand_in, weight: build the stand-in and the [V, D] weight.
     bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
     make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
-    stand-in, None where it is the source itself.
+    stand-in, None where it is the source itself. finish: makes what `node` is of the map's result, where that is more.
     """
 
     node: fx.Node
@@ -45,6 +45,7 @@ class Linear:
     within: tuple[fx.Node, ...] = ()
     make_bias: Make | None = None
     order: tuple[int, ...] | None = None
+    finish: Callable[[Emitter, fx.Node], fx.Node] = lambda e, y: y
 
     @property
     def d_dim(self) -> int:
@@ -275,6 +276,29 @@ def _local(view: GraphView, node: fx.Node, call: Call) -> list[Linear] | None:
             within=(inner, *between),
         )
     ]
+
+
+def summed_over_processes(view: GraphView, node: fx.Node) -> Linear | None:
+    """A linear on DTensors whose result each process makes a summand of, out of tensors of its own."""
+    if view.name_of(node) != "linear":
+        return None
+    (one,) = linears(view, node) or (None,)
+    if one is None:
+        return None
+    x, w, b = one.source, one.weight_source, one.bias
+    local = spread_by_row(view, node, x, w, b)
+    if local is None:
+        return None
+    nothing = (False,) * len(fake(w).placements)
+    return dataclasses.replace(
+        one,
+        source=local,
+        stand_in=lambda e: local,
+        weight=lambda e: e.call(local_part, w, nothing),
+        make_bias=None if b is None else lambda e: e.call(shared_bias, b),
+        within=(x,),
+        finish=lambda e, y: e.call(summand, y, w),
+    )
 
 
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear] | None]] = {

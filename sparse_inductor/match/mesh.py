@@ -2,7 +2,9 @@
 
 `ColwiseParallel` makes of a linear   to_local(redistribute(linear(x, weight, bias), placements))   on DTensors. The
 redistribution is none where the placements are already as wanted, and the local part of such a linear is the linear
-of the local parts where nothing is communicated: the operator then works on this process's columns.
+of the local parts where nothing is communicated: the operator then works on this process's columns. `RowwiseParallel`
+begins with   linear(from_local(x), weight, bias)   whose result is a sum over the processes: the operator makes the
+summand of this one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ from .. import compat
 from .fakes import fake
 from .graph import GraphView
 
-__all__ = ["local_part", "redistributed", "settled", "spread_alike"]
+__all__ = [
+    "local_part",
+    "redistributed",
+    "settled",
+    "shared_bias",
+    "spread_alike",
+    "spread_by_row",
+    "summand",
+]
 
 
 def local_part(x: torch.Tensor, sums: tuple[bool, ...]) -> torch.Tensor:
@@ -25,6 +35,22 @@ def local_part(x: torch.Tensor, sums: tuple[bool, ...]) -> torch.Tensor:
 
     placements = [Partial() if s else p for s, p in zip(sums, x.placements)]
     return x.to_local(grad_placements=placements)
+
+
+def summand(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The DTensor, on the mesh of `like`, of which each process has one summand."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = like.device_mesh
+    return DTensor.from_local(x, mesh, [Partial()] * mesh.ndim, run_check=False)
+
+
+def shared_bias(bias: torch.Tensor) -> torch.Tensor:
+    """A replicated bias as a summand of each process."""
+    from torch.distributed.tensor import Partial
+
+    mesh = bias.device_mesh
+    return bias.to_local(grad_placements=[Partial()] * mesh.ndim) / mesh.size()
 
 
 def redistributed(node: fx.Node, source: fx.Node) -> bool:
@@ -73,6 +99,27 @@ def spread_alike(
         of_x.append(by_column)
         of_weight.append(by_row)
     return tuple(of_x), tuple(of_weight)
+
+
+def spread_by_row(
+    view: GraphView, out: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None
+) -> fx.Node | None:
+    """The local tensor that `from_local` makes x of, where `out = linear(x, weight, bias)` sums over what is spread:
+    each process has columns of the weight and makes a summand (`RowwiseParallel`)."""
+    call = view.call(x)
+    if call is None or call.name != "from_local" or call.get("shape") is not None:
+        return None
+    last = fake(x).dim() - 1
+    placements = [_placements(t) for t in (out, x, weight)]
+    if any(p is None for p in placements):
+        return None
+    for o, i, w in zip(*placements):
+        if not (o.is_partial() and i.is_shard(last) and w.is_shard(1)):
+            return None
+    of_bias = () if bias is None else _placements(bias)
+    if of_bias is None or not all(p.is_replicate() for p in of_bias):
+        return None
+    return call["input"]
 
 
 def _placements(node: fx.Node) -> tuple[Any, ...] | None:

@@ -167,6 +167,7 @@ _SIGNATURES: dict[str, str] = {
     "autograd_function_apply": "forward backward *operands",
     "to_local": "input grad_placements=None",
     "redistribute": "input device_mesh=None placements=None",
+    "from_local": "input device_mesh=None placements=None run_check=False shape=None stride=None",
     "entmax_op": "input alpha alpha_value dim",
     # the entmax package
     "entmax15": "input dim=-1 k=None",
@@ -205,7 +206,7 @@ _ALIASES = {
     "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
     "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
     "split_with_sizes": "split", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
-    "prim_to_local": "to_local", "prim_redistribute": "redistribute",  # torch 2.11
+    "prim_to_local": "to_local", "prim_redistribute": "redistribute", "prim from_local": "from_local",  # torch 2.11
     "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
 }  # fmt: skip
 _KEYWORDS = {

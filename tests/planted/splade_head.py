@@ -147,7 +147,11 @@ BUGS = (
     Bug("weight of the neighbour", _weight_and_bias(lambda e, w, b: (e.method("roll", w, 1, 0), b))),
     Bug("minimum", _weight_and_bias(lambda e, w, b: (e.method("neg", w), b))),
     Bug("wrong dimension", _wrong_dimension),
-    Bug("precision lost", _stand_in(lambda e, x: e.method("to", e.method("bfloat16", x), torch.float32))),
+    # Not by casts to and fro, which Inductor of torch 2.11 takes out again.
+    Bug(
+        "precision lost",
+        _stand_in(lambda e, x: e.method("div", e.method("round", e.method("mul", x, 256.0)), 256.0)),
+    ),
     Bug("mask dropped", _no_mask),
     Bug("mask inverted", _rows(lambda e, r: e.method("eq", r, 0))),
     Bug("mask of the next token", _rows(lambda e, r: e.method("roll", r, 1, 1))),
