@@ -34,6 +34,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="stop comparing sizes after this time (default: 330 on a GPU, 2400 on a CPU)",
     )
+    add(
+        "--only",
+        metavar="PART,...",
+        default="",
+        help="run these parts; what the result files hold of the others stays (parts: as the files name them)",
+    )
     return parser.parse_args(argv)
 
 
@@ -55,15 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.family, _command(argv), measure.machine(device))
     if options.quick:
         results.text.append("Tiny sizes (`--quick`): it runs; the figures mean nothing.")
+    out = options.out or (HERE.parent / "build/benchmarks" if options.quick else HERE / "results")
+    only = frozenset(filter(None, options.only.split(",")))
+    before = out / f"{results.slug}.json"
+    if only and before.exists():
+        results.keep(Results.read(before), only)
     bench = Bench(
         device,
         results,
-        options.out or (HERE.parent / "build/benchmarks" if options.quick else HERE / "results"),
+        out,
         options.quick,
         not options.no_sweep,
         options.budget if options.budget is not None else 330 if on_gpu else 2400,
+        only=only,
     )
     importlib.import_module(f".families.{options.family}", __package__).run(bench)
+    if missing := sorted(only - bench.ran):
+        print(f"error: --only: {options.family} has no part {', '.join(missing)}", file=sys.stderr)
+        return 2
     paths = bench.save()
     print("\n" + aligned(rows_table(results.rows)) + "\n")
     print("written: " + ", ".join(path.name for path in paths))

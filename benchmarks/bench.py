@@ -43,6 +43,11 @@ class Bench:
     """Seconds after which comparisons of the sweeps are left out, and said to be."""
     started: float = dataclasses.field(default_factory=time.monotonic)
     failed: list[str] = dataclasses.field(default_factory=list)
+    only: frozenset[str] = frozenset()
+    """The parts that are run; none: all."""
+    part: str = ""
+    """The one that is running."""
+    ran: set[str] = dataclasses.field(default_factory=set)
     limits: Ceilings = dataclasses.field(default_factory=lambda: Ceilings(1.0, 1.0))
 
     @property
@@ -55,7 +60,11 @@ class Bench:
 
     def section(self, part: Callable[..., None], *args: Any) -> None:
         """Run one part; where it fails the others still count, and the page and the exit status say so."""
-        name = part.__name__.strip("_").replace("_", " ")
+        self.part = part.__name__.strip("_")
+        if self.only and self.part not in self.only:
+            return
+        self.ran.add(self.part)
+        name = self.part.replace("_", " ")
         try:
             part(*args)
         except Exception as error:
@@ -117,7 +126,7 @@ class Bench:
         disturbance = "with host time" if self.cuda else "other programs were running"
         note = disturbance if timing.disturbed else ""
         span = (timing.ms, timing.low, timing.high, timing.rounds)
-        sample = Sample(case, name, *span, peak, scratch, note, timing.latency)
+        sample = Sample(case, name, *span, peak, scratch, note, timing.latency, self.part)
         self.results.samples.append(sample)
         weight = f", peak {peak / MIB:,.0f} MiB" if peak is not None else ""
         after = f", latency {timing.latency:.4g} ms" if timing.latency is not None else ""
@@ -139,7 +148,7 @@ class Bench:
 
     def left_out(self, case: str, name: str, why: str) -> None:
         """Write down that a contender was not measured."""
-        self.results.samples.append(Sample(case, name, note=why))
+        self.results.samples.append(Sample(case, name, note=why, section=self.part))
         self.say(f"{case}: {name} {why}")
 
     def found(self, case: str, name: str) -> Sample | None:
@@ -160,7 +169,7 @@ class Bench:
         """Write one line of the table of floors and goals down; tiny sizes are not judged."""
         if self.quick:
             floor = goal = None
-        self.results.rows.append(Row(name, value, unit, floor, goal, higher, note))
+        self.results.rows.append(Row(name, value, unit, floor, goal, higher, note, self.part))
 
 
 def ratio(a: Timing | None, b: Timing | None) -> float | None:
@@ -173,7 +182,7 @@ def ratio(a: Timing | None, b: Timing | None) -> float | None:
 
 def compiled(module: nn.Module, **how: Any) -> Callable[..., Any]:
     """The module under torch.compile, unrewritten; how: more of torch.compile's arguments."""
-    return torch.compile(_twin(module), dynamic=False, **how)
+    return torch.compile(twin(module), dynamic=False, **how)
 
 
 def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]:
@@ -181,7 +190,7 @@ def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]
 
     The rewriting is on during the first call in each grad mode, which is when it is compiled.
     """
-    program = torch.compile(_twin(module), dynamic=False, **how)
+    program = torch.compile(twin(module), dynamic=False, **how)
     seen: set[bool] = set()
 
     def call(*args: Any) -> Any:
@@ -199,15 +208,46 @@ def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]
     return call
 
 
-def _twin(module: nn.Module) -> nn.Module:
+def twin(module: nn.Module) -> nn.Module:
     """The same parameters in a class with code of its own: Dynamo shares what it compiled for a code object."""
     kind = type(module)
-    code = kind.forward.__code__.replace()
-    forward = types.FunctionType(code, kind.forward.__globals__, "forward")
-    own = type(kind.__name__, (kind,), {"forward": forward})
-    twin = own.__new__(own)
-    twin.__dict__.update(module.__dict__)
-    return twin
+    own = type(kind.__name__, (kind,), {"forward": fresh(kind.forward)})
+    made = own.__new__(own)
+    made.__dict__.update(module.__dict__)
+    return made
+
+
+def fresh(function: Callable[..., Any]) -> types.FunctionType:
+    """The same function with code of its own."""
+    assert isinstance(function, types.FunctionType)
+    made = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def graphed(work: Work) -> Work:
+    """The work as one CUDA graph: what the host costs is not what is measured."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+
+    def replay() -> Any:
+        _ = work  # the graph reads its tensors
+        graph.replay()
+
+    return replay
 
 
 @contextlib.contextmanager

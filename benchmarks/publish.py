@@ -7,7 +7,7 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Row:
     goal: float | None = None
     higher_is_better: bool = False
     note: str = ""
+    section: str = ""
+    """The part of the benchmark that measured it: a run of some parts keeps what earlier runs found of the others."""
 
     def verdict(self, limit: float | None) -> str:
         """ "pass", "FAIL", or "" where there is nothing to judge."""
@@ -48,6 +50,7 @@ class Sample:
     scratch_bytes: int | None = None
     note: str = ""
     latency_ms: float | None = None
+    section: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Point:
     ms: float | None
     peak_bytes: int | None
     note: str = ""
+    section: str = ""
 
 
 @dataclasses.dataclass
@@ -77,6 +81,23 @@ class Results:
     """The sizes that a sweep holds while it moves another."""
     swept: str = "Forward and backward"
     """What a sweep measures at each place."""
+
+    def keep(self, earlier: Results, but: Collection[str]) -> None:
+        """Take over what an earlier run found, but for these parts of it and for what belongs to none."""
+        kept = set()
+        for mine, theirs in (
+            (self.rows, earlier.rows), (self.samples, earlier.samples), (self.points, earlier.points),
+        ):  # fmt: skip
+            for one in theirs:
+                if one.section and one.section not in but:
+                    mine.append(one)  # type: ignore[attr-defined]
+                    kept.add(one.section.replace("_", " "))
+        self.fixed = earlier.fixed | self.fixed
+        if kept:
+            date, torch = earlier.machine.get("date"), earlier.machine.get("torch")
+            self.text.append(
+                f"From an earlier run ({date}, torch {torch}, `{earlier.command}`): {_listed(sorted(kept))}."
+            )
 
     @property
     def slug(self) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench import Bench, Label, compiled, ratio, rewritten
+from benchmarks.bench import Bench, Label, compiled, graphed, ratio, rewritten
 from benchmarks.measure import Timing, Work, race
 from benchmarks.publish import Point
 
@@ -168,7 +168,7 @@ class Case:
         for name in ("compile", "ours"):
             work = self.contender(name, kind)
             label = f"{self.label}, {kind}" + ", CUDA graph" * graphs
-            found[label, name] = _graphed(work) if graphs else work
+            found[label, name] = graphed(work) if graphs else work
         return found
 
 
@@ -189,20 +189,6 @@ def _coupling(x: Tensor, gate: Tensor, noise: int, share: float) -> float:
         if away < found:
             best, found = 0.05 * step, away
     return best
-
-
-def _graphed(work: Work) -> Work:
-    """The work as one CUDA graph: what the host costs is not what is measured."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 def _compare(
@@ -312,7 +298,7 @@ def _heavy_rows(bench: Bench) -> None:
     for heavy in (None, (0.01, 900 / 5632)):
         case = Case(shape, bench.device, heavy=heavy)
         label = f"{shape}, {'1 % heavy rows' if heavy else 'no heavy rows'}"
-        works[label, "ours"] = _graphed(case.contender("ours", INFERENCE))
+        works[label, "ours"] = graphed(case.contender("ours", INFERENCE))
     without, beside = bench.race(works, weigh=False).values()
     note = f"{without.ms:.4g} ms / {beside.ms:.4g} ms"
     name = "1 % of rows with 900 active, speed over that without them"
@@ -359,7 +345,7 @@ def _sweeps(bench: Bench) -> None:
                 if not bench.late():
                     torch._dynamo.reset()
                     work = Case(Shape(M), bench.device, share).contender(name, INFERENCE)
-                    work = _graphed(work) if M <= 8192 else work
+                    work = graphed(work) if M <= 8192 else work
                     ms = race({name: work}, bench.device, 0.1 if bench.quick else 0.3, (3, 20))[
                         name
                     ].ms
