@@ -15,6 +15,7 @@ import torch
 from benchmarks import measure
 from benchmarks.__main__ import families, main, parse
 from benchmarks.bench import Bench
+from benchmarks.clients import encoder, fit, llama, splade
 from benchmarks.families import splade_head
 from benchmarks.publish import Point, Results, Row, Sample, aligned, rows_table, write
 
@@ -192,7 +193,8 @@ def test_the_quick_run_writes_its_files(tmp_path, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "rows"), [("splade_head", 17), ("entmax", 6), ("entmax_attention", 27)]
+    ("family", "rows"),
+    [("splade_head", 17), ("entmax", 6), ("entmax_attention", 27), ("end_to_end", 18)],
 )
 def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
     """On the CPU at tiny sizes: the figures are void, the code is the same."""
@@ -213,6 +215,127 @@ def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
     assert len(bench.results.rows) >= rows
     # The peer of these runs on a GPU only.
     assert all(row.value is not None or "adasplash" in row.name for row in bench.results.rows)
+
+
+# --- The largest batch that fits --------------------------------------------------------------------------------------
+
+
+def searched(memory: int, each: int, most: int = 2**20, base: int = 50) -> list[fit.Trial]:
+    """A search over steps that take `base` and `each` bytes a sample of `memory`."""
+
+    def attempt(batch: int) -> fit.Trial:
+        peak = base + each * batch
+        return fit.Trial(batch, float(batch), peak if peak <= memory else None)
+
+    return fit.largest(attempt, memory, 16, most)
+
+
+@pytest.mark.parametrize("memory", [5_000, 12_345, 100_000])
+def test_the_largest_batch_is_found_to_three_percent(memory):
+    done = searched(memory, 7)
+    right = (memory - 50) // 7
+    assert right * 0.97 - 16 <= done[-1].batch <= right
+    assert [t.batch for t in done] == sorted(t.batch for t in done)
+    assert all(t.batch % 16 == 0 and t.peak <= memory for t in done)
+
+
+def test_a_search_stops_where_it_is_told():
+    assert searched(10**9, 1, most=64)[-1].batch == 64
+
+
+def test_a_first_batch_that_does_not_fit_is_an_error():
+    with pytest.raises(MemoryError, match="batch of 16"):
+        searched(100, 7)
+
+
+def test_a_search_after_an_early_failure_stays_below_it():
+    """Memory that grows faster than the line through the first peaks says."""
+    tried = []
+
+    def attempt(batch: int) -> fit.Trial:
+        tried.append(batch)
+        return fit.Trial(batch, 1.0, batch**3 if batch < 100 else None)
+
+    assert 64 <= fit.largest(attempt, 10**9, 16, 2**20)[-1].batch < 100
+    assert len(tried) <= 8
+
+
+# --- Whole models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3])
+def test_the_splade_model_is_as_active_as_asked(share):
+    training = splade.Training(splade.Sizes(500, 1, 64, 16), CPU)
+    assert training.activate(share) == pytest.approx(share, abs=0.01)
+    assert training.activate(None) > 0.9  # untrained
+
+
+def test_the_llama_is_as_active_as_asked():
+    sizes = llama.Sizes(layers=3, hidden=64, neurons=256, heads=2, vocabulary=100, context=64)
+    assert llama.Llama(sizes, CPU, 0.01, 2).active == pytest.approx(0.01, rel=0.1)
+
+
+def test_decoding_continues_what_the_prompt_began():
+    """The token at the cache's end has the logits that the whole prompt gives it."""
+    sizes = llama.Sizes(layers=2, hidden=64, neurons=256, heads=2, vocabulary=100, context=16)
+    model = llama.Llama(sizes, CPU, 0.2, 2)
+    whole = model.prefill(llama.Block.forward)().argmax(-1)
+    assert torch.equal(model.decode(llama.Block.forward)(), whole)
+
+
+@pytest.mark.slow
+def test_both_contenders_train_the_same_splade_model():
+    training = splade.Training(splade.Sizes(300, 1, 64, 16), CPU)
+    training.mlm.eval()  # dropout would tell them apart
+    losses = [training.step(name, 4).item() for name in ("eager", "compile", "ours")]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)
+    assert training.mlm.cls.predictions.decoder.weight.grad is None  # the optimizer has taken it
+
+
+@pytest.mark.slow
+def test_the_entmax_encoder_is_rewritten_and_its_scores_are_as_told():
+    sizes = encoder.Sizes(1, 64, 1, 1, 128)
+    training = encoder.Training(sizes, CPU, "ours")
+    flat = training.supports()[0]
+    training.trained()
+    assert training.supports()[0] < flat / 3
+    assert training.step().isfinite()
+
+
+# --- Running a part of it ---------------------------------------------------------------------------------------------
+
+
+def test_a_part_that_is_run_again_replaces_what_was_found_of_it():
+    earlier, now = results(), results()
+    earlier.rows = [Row("a", 1.0, section="first"), Row("b", 2.0, section="second"), Row("c", 3.0)]
+    earlier.samples, earlier.points, now.rows = [], [], []
+    now.keep(earlier, {"first"})
+    assert [row.name for row in now.rows] == ["b"]
+    assert "earlier run" in now.text[-1] and "second" in now.text[-1]
+
+
+def test_parts_that_are_not_named_do_not_run(tmp_path):
+    bench = Bench(CPU, results(), tmp_path, only=frozenset(["wanted"]))
+    done = []
+
+    def wanted(bench: Bench) -> None:
+        done.append("wanted")
+        bench.row("a row", 1.0)
+
+    def other(bench: Bench) -> None:
+        done.append("other")
+
+    for part in (wanted, other):
+        bench.section(part, bench)
+    assert done == ["wanted"]
+    assert bench.results.rows[-1].section == "wanted"
+
+
+def test_a_part_that_does_not_exist_is_refused(tmp_path, capsys):
+    command = ["tools", "--quick", "--device", "cpu", "--only", "nonsense", "--out", str(tmp_path)]
+    assert main(command) == 2
+    assert "no part nonsense" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_point_of_the_sweeps_is_a_training_step_of_ours(tmp_path):

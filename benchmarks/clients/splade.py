@@ -1,0 +1,161 @@
+"""Training a SPLADE encoder of BERT-base's shape: masked-LM model, max pooling, contrastive loss, FLOPS regulariser.
+
+Every encoder layer is compiled once and its code shared by all of them (regional compilation); what is rewritten, from
+the masked-LM head to the loss, is compiled as a whole. Both contenders train the same weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import sparse_inductor
+from benchmarks.bench import NotRewritten, twin
+from benchmarks.demo.model import loss_of
+
+PATTERN = "splade_head"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The encoder's shape, `tokens` a text."""
+
+    vocabulary: int
+    layers: int = 12
+    hidden: int = 768
+    tokens: int = 256
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers D{self.hidden} V{self.vocabulary}, {self.tokens} tokens a text"
+        )
+
+
+class Head(nn.Module):
+    """From the encoder's last states to the loss, as in naver/splade; half of the batch are queries."""
+
+    def __init__(self, predictions: nn.Module) -> None:
+        super().__init__()
+        self.predictions = predictions
+
+    def forward(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        return loss_of(self.values(hidden, attention_mask))
+
+    def values(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        """[B, V]: one representation a text."""
+        logits = self.predictions(hidden)
+        weights = torch.log1p(torch.relu(logits)) * attention_mask.unsqueeze(-1)
+        return torch.max(weights, dim=1).values
+
+
+class Training:
+    """Steps of either contender on random texts."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        from transformers import BertConfig, BertForMaskedLM
+
+        torch.manual_seed(0)
+        config = BertConfig(
+            vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
+            num_hidden_layers=sizes.layers, num_attention_heads=max(1, sizes.hidden // 64),
+            max_position_embeddings=sizes.tokens,
+        )  # fmt: skip
+        with torch.device(device):
+            self.mlm = BertForMaskedLM(config).train()
+        self.sizes, self.device = sizes, device
+        self.checkpointing = False
+        # The steps are real; so small a rate keeps the share of active terms where it is.
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.mlm.parameters(), lr=1e-8, fused=fused)
+        bert = self.mlm.bert
+        self._layers = [torch.compile(layer) for layer in bert.encoder.layer]
+        self._embeddings = torch.compile(bert.embeddings)
+        self._eager = bert.embeddings, list(bert.encoder.layer)
+        self.head = Head(self.mlm.cls)
+        ours = sparse_inductor.options(only=PATTERN)
+        self._heads: dict[str, Callable[..., Tensor]] = {
+            "eager": self.head,
+            "compile": torch.compile(twin(self.head)),
+            "ours": torch.compile(twin(self.head), options=ours),
+        }
+        self._seen: set[str] = set()
+        self.texts = Texts(sizes, device)
+
+    def step(self, name: str, batch: int) -> Tensor:
+        """One training step of a contender; the loss."""
+        ids, mask = self.texts.of(batch)
+        before = len(sparse_inductor.report().rewrites)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            hidden = self._encode(ids, mask, name)
+            loss = self._heads[name](_any_batch(hidden), _any_batch(mask))
+        if name not in self._seen:
+            self._seen.add(name)
+            if (len(sparse_inductor.report().rewrites) > before) != (name == "ours"):
+                raise NotRewritten(f"{name}: {sparse_inductor.report()}")
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _encode(self, ids: Tensor, mask: Tensor, name: str = "eager") -> Tensor:
+        embeddings, layers = self._eager if name == "eager" else (self._embeddings, self._layers)
+        keep = mask.bool()[:, None, None, :].expand(-1, -1, ids.shape[1], -1)
+        hidden = _any_batch(embeddings(_any_batch(ids)))
+        for layer in layers:
+            if self.checkpointing:
+                found = checkpoint(layer, hidden, _any_batch(keep), use_reentrant=False)
+            else:
+                found = layer(hidden, _any_batch(keep))
+            hidden = _any_batch(found[0] if isinstance(found, tuple) else found)
+        return hidden
+
+    @torch.no_grad()
+    def activate(self, share: float | None, texts: int = 8) -> float:
+        """Shift the head's bias until `share` of the terms are active (None: the bias of an untrained model, 0);
+        returns the share that is."""
+        bias = self.mlm.cls.predictions.decoder.bias
+        bias.zero_()
+        ids, mask = self.texts.of(texts)
+        hidden = self._shifted(ids, mask, share)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            return (self.head.values(hidden, mask) > 0).float().mean().item()
+
+    def _shifted(self, ids: Tensor, mask: Tensor, share: float | None) -> Tensor:
+        """The bias moved; returns the last states. In an autocast of its own: autocast keeps the bias it has cast."""
+        with torch.autocast(self.device.type, torch.bfloat16):
+            hidden = self._encode(ids, mask)
+            if share is not None:
+                logits = self.mlm.cls(hidden).float()
+                tops = logits.masked_fill(~mask.bool().unsqueeze(-1), -torch.inf).amax(1)
+                ordered = tops.flatten().sort().values
+                at = int((1 - share) * (len(ordered) - 1))
+                self.mlm.cls.predictions.decoder.bias.sub_(ordered[at])
+        return hidden
+
+
+class Texts:
+    """Random token ids; `padded` texts have random lengths, half of `tokens` on average."""
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes, self.device = sizes, device
+        self.padded = False
+
+    def of(self, batch: int) -> tuple[Tensor, Tensor]:
+        """ids and mask [batch, tokens], the same ones for the same batch."""
+        drawn = torch.Generator(self.device).manual_seed(batch)
+        size, like = (batch, self.sizes.tokens), {"device": self.device, "generator": drawn}
+        ids = torch.randint(0, self.sizes.vocabulary, size, **like)
+        if not self.padded:
+            return ids, torch.ones_like(ids)
+        lengths = torch.randint(1, self.sizes.tokens + 1, (batch, 1), **like)
+        return ids, (torch.arange(self.sizes.tokens, device=self.device) < lengths).long()
+
+
+def _any_batch(tensor: Tensor) -> Tensor:
+    """Compile for any batch: the search must not compile anew."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor

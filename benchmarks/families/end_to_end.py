@@ -1,0 +1,299 @@
+"""Whole models: SPLADE training, a ReLU Llama, an entmax encoder.
+
+Contenders, in one process and in turn, with the same weights: the model run eagerly where that makes sense ("eager"),
+under torch.compile ("compile"), and compiled with the pattern enabled ("ours"). The encoder with entmax attention is
+measured against itself with softmax attention in its place, for which torch chooses the kernel ("softmax"): another
+model. Encoder layers and blocks are compiled once each and their code is shared (regional compilation), by all alike.
+
+SPLADE is trained with the largest batch that the GPU's memory holds, which each contender finds for itself: batches
+double, then the line through the last peaks says where to look. Training steps are timed from an idle GPU to an idle
+GPU, host and optimizer included; the others as everywhere here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from benchmarks.bench import Bench, graphed, ratio
+from benchmarks.clients import encoder, fit, llama, splade
+from benchmarks.clients.fit import Trial
+from benchmarks.measure import MIB, Timing, Work
+from benchmarks.publish import Point
+
+NAMES = ("compile", "ours")
+# Of [batch, V]: what models keep that are trained with a FLOPS regulariser.
+ACTIVE = 0.02
+
+
+def run(bench: Bench) -> None:
+    """Measure everything for this device."""
+    bench.results.swept = "SPLADE training step; no padding, 2 % of the terms active"
+    for section in _gpu_sections(bench) if bench.cuda else _cpu_sections(bench):
+        if bench.only and section.__name__ not in bench.only:
+            continue
+        if bench.late():
+            bench.note(f"Not measured, out of time: {section.__name__.replace('_', ' ')}.")
+            continue
+        bench.section(section, bench)
+        bench.save()
+
+
+Section = Callable[[Bench], None]
+
+
+# --- SPLADE training --------------------------------------------------------------------------------------------------
+
+
+class Splade:
+    """One model, trained by each contender with the largest batch it can."""
+
+    def __init__(self, bench: Bench, sizes: splade.Sizes, axis: str, start: int = 16) -> None:
+        self.bench, self.axis = bench, axis
+        self.training = splade.Training(sizes, bench.device)
+        self.active = self.training.activate(ACTIVE)
+        self.start, self.most = (4, 8) if bench.quick else (start, 2**20)
+        if bench.device.type == "cuda":
+            # Segments that grow: without, fragments decide what fits.
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        bench.results.fixed["tokens a text"] = sizes.tokens
+
+    def search(self, name: str) -> list[Trial]:
+        """Every batch that was tried, the largest that fits last; points of the plot."""
+        step = partial(self.training.step, name)
+
+        def attempt(batch: int) -> Trial:
+            found = fit.attempt(step, batch, self.bench.device)
+            self._said(name, found)
+            return found
+
+        done = fit.largest(attempt, fit.room(self.bench.device), self.start, self.most)
+        for t in done:
+            self.point(name, t)
+        return done
+
+    def point(self, name: str, found: Trial) -> None:
+        """A point of the plot."""
+        made = Point(self.axis, found.batch, name, found.ms, found.peak, section=self.bench.part)
+        self.bench.results.points.append(made)
+
+    def _said(self, name: str, found: Trial) -> None:
+        what = "does not fit" if found.peak is None else f"peak {found.peak / MIB:,.0f} MiB"
+        taken = "" if found.ms is None else f"{found.ms:.4g} ms, "
+        self.bench.say(f"{self.axis} {found.batch}: {name} {taken}{what}")
+
+    def times(self, batches: dict[str, int], rounds: int = 1) -> dict[str, float]:
+        """Median ms of a step, contenders in turn, each with its own batch and after a warm-up step."""
+        taken: dict[str, list[float]] = {name: [] for name in batches}
+        for _ in range(rounds):
+            for name, batch in batches.items():
+                step = partial(self.training.step, name)
+                gc.collect()
+                if self.bench.cuda:
+                    torch.cuda.empty_cache()
+                first = fit.timed(step, batch, self.bench.device)
+                # About a second each.
+                many = 1 if self.bench.quick else max(1, min(10, round(1000 / first)))
+                taken[name].append(fit.timed(step, batch, self.bench.device, many))
+        return {name: statistics.median(found) for name, found in taken.items()}
+
+    def compare(
+        self,
+        case: str,
+        batches: dict[str, int],
+        floor: float | None = None,
+        goal: float | None = None,
+        rounds: int = 1,
+    ) -> None:
+        """A row with samples a second, and a line a contender."""
+        taken = self.times(batches, rounds)
+        rates = {name: batches[name] / ms * 1e3 for name, ms in taken.items()}
+        for name, ms in taken.items():
+            label = f"{case}, batch {batches[name]}"
+            self.bench.sample(label, name, Timing(ms, ms, ms, rounds))
+        note = f"{rates['ours']:.0f} / {rates['compile']:.0f} samples a second with batches of "
+        note += f"{batches['ours']} / {batches['compile']}"
+        name = f"{case}: samples a second, ours over compile"
+        value = rates["ours"] / rates["compile"]
+        self.bench.row(name, value, "x", floor, goal, True, note)
+
+
+def _splade(
+    bench: Bench,
+    case: str,
+    sizes: splade.Sizes,
+    start: int,
+    batch: tuple[float, float],
+    speed: tuple[float, float],
+    checkpointing: bool = False,
+) -> None:
+    """Largest batches, samples a second, and what else a reader wants to know of it."""
+    axis = f"batch, V {sizes.vocabulary}" + ", checkpointed" * checkpointing
+    work = Splade(bench, sizes, axis, start)
+    work.training.checkpointing = checkpointing
+    bench.say(f"{case}: {sizes}, {work.active:.2%} active")
+    found = {name: work.search(name) for name in NAMES}
+    batches = {name: done[-1].batch for name, done in found.items()}
+    note = f"{batches['ours']} / {batches['compile']}; {work.active:.2g} of the terms active"
+    value = batches["ours"] / batches["compile"]
+    bench.row(f"{case}: largest batch, ours over compile", value, "x", *batch, True, note)
+    _same_batch(bench, case, found)
+    work.compare(case, batches, *speed)
+    if not checkpointing:
+        work.training.texts.padded = True
+        work.compare(f"{case}, random lengths", batches, *speed)
+        work.training.texts.padded = False
+        active = work.training.activate(None)
+        work.compare(f"{case}, untrained: {active:.2g} active", batches)
+
+
+def _same_batch(bench: Bench, case: str, found: dict[str, list[Trial]]) -> None:
+    """Time and memory of the largest batch that both have run."""
+    theirs, mine = ({t.batch: t for t in found[name]} for name in NAMES)
+    batch = max(theirs.keys() & mine.keys())
+    a, b = theirs[batch], mine[batch]
+    if a.ms is None or b.ms is None or a.peak is None or b.peak is None:
+        return
+    name, note = f"{case}, batch {batch} for both", f"{a.ms:.4g} ms / {b.ms:.4g} ms"
+    bench.row(f"{name}: time, compile over ours", a.ms / b.ms, "x", higher=True, note=note)
+    note = f"{a.peak / MIB:,.0f} MiB / {b.peak / MIB:,.0f} MiB, weights and optimizer included"
+    value = a.peak / max(1, b.peak)
+    bench.row(f"{name}: peak memory, compile over ours", value, "x", higher=True, note=note)
+
+
+def _splade_eager(bench: Bench, case: str, sizes: splade.Sizes) -> None:
+    """What compiling alone brings."""
+    work = Splade(bench, sizes, f"batch, V {sizes.vocabulary}", 256)
+    batch = work.search("eager")[-1].batch
+    ms = work.times({"eager": batch}, 1)["eager"]
+    bench.sample(f"{case}, batch {batch}", "eager", Timing(ms, ms, ms, 1))
+
+
+# --- ReLU Llama -------------------------------------------------------------------------------------------------------
+
+
+def _llama(
+    bench: Bench,
+    what: str,
+    sizes: llama.Sizes,
+    rows: int,
+    shares: Sequence[float],
+    floor: float | None,
+    goal: float | None,
+) -> None:
+    """Tokens a second of "prefill" or "decode", under one CUDA graph each; the first share is judged."""
+    runs = {name: llama.contender(name) for name in ("eager", *NAMES)}
+    for share in shares:
+        model = llama.Llama(sizes, bench.device, share, rows)
+        case = f"ReLU Llama {sizes}, {what}, {rows} x {sizes.context}, {model.active:.2%} active"
+        works: dict[tuple[str, str], Work] = {}
+        for name, run in runs.items():
+            work = (model.prefill if what == "prefill" else model.decode)(run)
+            if share == shares[0]:
+                llama.checked(name, work)
+            works[case, name] = graphed(work) if bench.cuda and not bench.quick else work
+        taken = bench.race(works, 0.2 if bench.quick else 1.0, weigh=False)
+        theirs, mine = (taken[case, name] for name in NAMES)
+        tokens = rows * (sizes.context if what == "prefill" else 1)
+        rates = " / ".join(f"{tokens / t.ms * 1e3:,.0f}" for t in (mine, theirs))
+        note = f"{rates} tokens a second; {mine.ms:.4g} ms / {theirs.ms:.4g} ms"
+        name = f"{case}: tokens a second, ours over compile"
+        limits = (floor, goal) if share == shares[0] else (None, None)
+        bench.row(name, ratio(theirs, mine), "x", *limits, True, note)
+        del model, works
+        gc.collect()
+
+
+# --- Entmax encoder ---------------------------------------------------------------------------------------------------
+
+
+def _encoder(bench: Bench, sizes: encoder.Sizes, names: Sequence[str]) -> None:
+    """Against the last of the names, with the scores of random weights and as trained models have them."""
+    works = {name: encoder.Training(sizes, bench.device, name) for name in names}
+    for kind in ("random weights", "trained scores"):
+        if kind == "trained scores":
+            for work in works.values():
+                work.trained()
+        first, last = works["ours"].supports()
+        case = f"entmax encoder, {sizes}, {kind}, support {first:.3g} to {last:.3g}"
+        race = {(case, name): work.step for name, work in works.items()}
+        taken = bench.race(race, 0.2 if bench.quick else 2.0)
+        mine, other = taken[case, "ours"], taken[case, names[-1]]
+        judged = kind == "trained scores" and names[-1] == "softmax"
+        limits = (1.1, 0.8) if judged else (None, None)
+        name = f"{case}: training step, ours over {names[-1]}"
+        note = f"{mine.ms:.4g} ms / {other.ms:.4g} ms"
+        bench.row(name, ratio(mine, other), "x", *limits, note=note)
+
+
+# --- What is measured where -------------------------------------------------------------------------------------------
+
+
+def _gpu_sections(bench: Bench) -> list[Section]:
+    bert, roberta = splade.Sizes(30522), splade.Sizes(250002)
+    model, prompts, layers = llama.Sizes(), 16, encoder.Sizes()
+    if bench.quick:
+        bert, roberta = splade.Sizes(500, 2, 64, 16), splade.Sizes(1500, 2, 64, 16)
+        model, prompts = llama.Sizes(2, 64, 256, 2, 100, 32), 2
+        layers = encoder.Sizes(2, 64, 1, 1, 64)
+    small, large = "SPLADE training, BERT-base", "SPLADE training, vocabulary of XLM-R"
+
+    def splade_bert(bench: Bench) -> None:
+        _splade(bench, small, bert, 256, (1.3, 2.0), (1.15, 1.5))
+
+    def splade_xlm_r(bench: Bench) -> None:
+        _splade(bench, large, roberta, 32, (10.0, 26.0), (2.0, 3.0))
+
+    def splade_xlm_r_checkpointed(bench: Bench) -> None:
+        name = f"{large}, activation checkpointing"
+        _splade(bench, name, roberta, 64, (10.0, 26.0), (2.0, 3.0), checkpointing=True)
+
+    def llama_prefill(bench: Bench) -> None:
+        _llama(bench, "prefill", model, prompts, (0.01, 30 / 5632), 1.15, 1.4)
+
+    def llama_decode(bench: Bench) -> None:
+        short = model if bench.quick else llama.Sizes(context=1024)
+        _llama(bench, "decode", short, 1, (0.01, 30 / 5632), 1.3, 1.8)
+
+    def entmax_encoder(bench: Bench) -> None:
+        _encoder(bench, layers, ("ours", "softmax"))
+
+    def splade_bert_eager(bench: Bench) -> None:
+        _splade_eager(bench, small, bert)
+
+    return [llama_decode, llama_prefill, entmax_encoder, splade_bert, splade_xlm_r,
+            splade_xlm_r_checkpointed, splade_bert_eager]  # fmt: skip
+
+
+def _cpu_sections(bench: Bench) -> list[Section]:
+    """Smaller models, batches that are given, and no floors."""
+    texts, batch = splade.Sizes(30522, 4, 256, 128), 8
+    model, layers = llama.Sizes(4, 1024, 2816, 16, 8000, 128), encoder.Sizes(2, 256, 4, 1, 1024)
+    if bench.quick:
+        texts, batch = splade.Sizes(500, 2, 64, 16), 4
+        model, layers = llama.Sizes(2, 64, 256, 2, 100, 32), encoder.Sizes(2, 64, 1, 1, 64)
+
+    def splade_training(bench: Bench) -> None:
+        work = Splade(bench, texts, f"batch, V {texts.vocabulary}")
+        for name in NAMES:
+            done = [fit.attempt(partial(work.training.step, name), b, bench.device)
+                    for b in (batch, 2 * batch)]  # fmt: skip
+            for t in done:
+                work.point(name, dataclasses.replace(t, peak=None))
+        work.compare(f"SPLADE training, {texts}", dict.fromkeys(NAMES, batch))
+
+    def llama_prefill(bench: Bench) -> None:
+        _llama(bench, "prefill", model, 1, (0.01,), None, None)
+
+    def llama_decode(bench: Bench) -> None:
+        _llama(bench, "decode", model, 1, (0.01,), None, None)
+
+    def entmax_encoder(bench: Bench) -> None:
+        _encoder(bench, layers, ("ours", "compile"))
+
+    return [splade_training, llama_prefill, llama_decode, entmax_encoder]
