@@ -41,6 +41,7 @@ from sparse_inductor.match.readers import check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.unread import drop_unread_logits
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
@@ -204,6 +205,10 @@ class SpladeHead:
         | ANCHORS
         | PRODUCTS
     )
+
+    def setup(self) -> Callable[[], None]:
+        """Compiled encoders of sentence-transformers return logits that nobody reads, unless they are asked not to."""
+        return drop_unread_logits()
 
     def match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
         try:
