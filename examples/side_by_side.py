@@ -1,6 +1,7 @@
 """Runs an example twice, each time in a process of its own: unrewritten, then rewritten; prints both beside each other.
 
-An example is a script with a function that takes the `Side` it runs on and ends with `main(function)`.
+An example is a script with a function that takes the `Side` it runs on and ends with `main(function)`. What is timed
+has run before, so that nothing compiles in it, and is the median of several runs.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,15 +33,36 @@ class Side:
     def __init__(self, small: bool) -> None:
         self.small = small
         self.found: dict[str, float] = {}
+        self._taken: dict[str, list[float]] = {}
+        self._others = self._seconds = 0.0
 
     @contextlib.contextmanager
-    def clock(self, name: str, times: int = 1) -> Iterator[None]:
-        """Milliseconds of a block, divided by `times`."""
+    def clock(self, name: str) -> Iterator[None]:
+        """Time a block; of several blocks of one name the median counts."""
         _wait()
-        started = time.perf_counter()
+        others, started = _others(), time.perf_counter()
         yield
         _wait()
-        self.found[f"{name}, ms"] = (time.perf_counter() - started) * 1e3 / times
+        taken = time.perf_counter() - started
+        self._seconds += taken
+        self._others += _others() - others
+        self._taken.setdefault(name, []).append(taken * 1e3)
+        self.found[f"{name}, ms"] = statistics.median(self._taken[name])
+
+    def repeat(self, name: str, work: Callable[[], Any], times: int = 5) -> Any:
+        """The result of `work`, which runs twice untimed (it compiles, and once more where sizes have become
+        symbols), then `times` times timed."""
+        for _ in range(2):
+            work()
+        for _ in range(times):
+            with self.clock(name):
+                result = work()
+        return result
+
+    @property
+    def share_of_others(self) -> float:
+        """What other programs took of this machine's cores while something was timed."""
+        return self._others / (self._seconds * (os.cpu_count() or 1)) if self._seconds else 0.0
 
 
 def sentences() -> list[str]:
@@ -87,6 +110,10 @@ def main(run: Callable[[Side], None]) -> None:
         share = f"{old / new:.2f}" if new and name.endswith((", ms", ", MiB")) else ""
         print(f"{name:34}{old:14.5g}{new:14.5g}{share:>8}")
     print(f"\nrewritten: {', '.join(after['patterns']) or 'nothing'}")
+    if (others := max(r["others"] for r in results.values())) > 0.1:
+        print(f"Other programs took {others:.0%} of the machine meanwhile: the times say little.")
+    if options.small:
+        print("Tiny sizes (--small): it runs; what is rewritten pays from larger ones on.")
 
 
 def _one(run: Callable[[Side], None], options: argparse.Namespace) -> None:
@@ -102,7 +129,8 @@ def _one(run: Callable[[Side], None], options: argparse.Namespace) -> None:
     side.found["peak over the start, MiB"] = (_peak() - before) / 2**20
     patterns = [r.pattern for r in sparse_inductor.report().rewrites]
     counted = [f"{patterns.count(p)} x {p}" for p in sorted(set(patterns))]
-    Path(options.out).write_text(json.dumps({"found": side.found, "patterns": counted}))
+    found = {"found": side.found, "patterns": counted, "others": side.share_of_others}
+    Path(options.out).write_text(json.dumps(found))
 
 
 def _peak() -> int:
@@ -111,6 +139,18 @@ def _peak() -> int:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _others() -> float:
+    """Seconds that the machine's cores have spent on other programs so far; 0 where that cannot be told."""
+    try:
+        spent = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _waiting, irq, softirq, steal = map(int, spent)
+    busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    return busy - mine.ru_utime - mine.ru_stime
 
 
 def _wait() -> None:

@@ -1,13 +1,11 @@
-"""sentence-transformers: a SparseEncoder trained with SpladeLoss, then `encode`.
+"""sentence-transformers: a SparseEncoder trained with SpladeLoss, then `encode`. Nothing in it knows about the package.
 
-The encoder's own `forward` puts the logits into the features that it is given and returns them: then they have to
-exist. So what is compiled copies the features, and returns the loss, or for `encode` the representations.
-
-    python examples/sparse_encoder.py        (needs sentence-transformers)
+python examples/sparse_encoder.py        (needs sentence-transformers)
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 
 import torch
@@ -40,7 +38,7 @@ def train_and_encode(side: Side) -> None:
     loss = SpladeLoss(
         model, ranking, query_regularizer_weight=5e-5, document_regularizer_weight=3e-5
     )
-    compiled = torch.compile(lambda *features: loss([dict(f) for f in features], None))
+    model.compile(dynamic=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model.train()
@@ -48,36 +46,22 @@ def train_and_encode(side: Side) -> None:
     def step(at: int) -> float:
         queries, documents = lines[at : at + 16], lines[at + 1 : at + 17]
         features = [
-            {
-                k: v.to(model.device)
-                for k, v in model.preprocess(texts).items()
-                if torch.is_tensor(v)
-            }
-            for texts in (queries, documents)
+            {k: v.to(model.device) if torch.is_tensor(v) else v for k, v in batch.items()}
+            for batch in map(model.preprocess, (queries, documents))
         ]
-        losses = compiled(*features)
-        total = sum(losses.values()) if isinstance(losses, dict) else losses
+        total = sum(loss(features, None).values())
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
         return total.item()
 
-    for at in (0, 16):  # they compile
-        step(at)
-    steps = 4
-    with side.clock("training step", steps):
-        for at in range(steps):
-            side.found["loss"] = step(16 * at)
-    model.eval()
-    whole = model.forward
-
-    def representations(features, **kwargs):
-        return {"sentence_embedding": whole(dict(features), **kwargs)["sentence_embedding"]}
-
-    model.forward = torch.compile(representations, dynamic=True)
-    model.encode(lines[:8])
-    with side.clock(f"encode {len(lines)} sentences"):
-        encoded = model.encode(lines, convert_to_sparse_tensor=False)
+    places = itertools.count(0, 16)
+    side.found["loss"] = side.repeat("training step", lambda: step(next(places)))
+    encoded = side.repeat(
+        f"encode {len(lines)} sentences",
+        lambda: model.encode(lines, convert_to_sparse_tensor=False),
+        3,
+    )
     side.found["sum of the representations"] = float(encoded.sum())
 
 

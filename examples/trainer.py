@@ -52,18 +52,19 @@ def train(side: Side) -> None:
         ).items() if k != "token_type_ids"}
         for pair in itertools.pairwise(lines) for text in pair
     ]  # fmt: skip
-    steps, warm = 6, 2
+    steps, warm = 8, 2
 
     class Clock(TrainerCallback):
         """Times the steps after those that compile."""
 
         def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == warm:
-                self.clock = side.clock("training step", steps - warm)
+            if state.global_step >= warm:
+                self.clock = side.clock("training step")
                 self.clock.__enter__()
 
-        def on_train_end(self, args, state, control, **kwargs):
-            self.clock.__exit__(None, None, None)
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step > warm:
+                self.clock.__exit__(None, None, None)
 
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
