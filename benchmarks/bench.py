@@ -64,6 +64,7 @@ class Bench:
         if self.only and self.part not in self.only:
             return
         self.ran.add(self.part)
+        self.results.ran(self.part)
         name = self.part.replace("_", " ")
         try:
             part(*args)

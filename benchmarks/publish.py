@@ -82,22 +82,25 @@ class Results:
     swept: str = "Forward and backward"
     """What a sweep measures at each place."""
 
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Each part that was run, and how: parts may come from several runs."""
+
     def keep(self, earlier: Results, but: Collection[str]) -> None:
         """Take over what an earlier run found, but for these parts of it and for what belongs to none."""
-        kept = set()
-        for mine, theirs in (
-            (self.rows, earlier.rows), (self.samples, earlier.samples), (self.points, earlier.points),
-        ):  # fmt: skip
-            for one in theirs:
-                if one.section and one.section not in but:
-                    mine.append(one)  # type: ignore[attr-defined]
-                    kept.add(one.section.replace("_", " "))
+
+        def kept(section: str) -> bool:
+            return bool(section) and section not in but
+
+        self.rows += [row for row in earlier.rows if kept(row.section)]
+        self.samples += [sample for sample in earlier.samples if kept(sample.section)]
+        self.points += [point for point in earlier.points if kept(point.section)]
         self.fixed = earlier.fixed | self.fixed
-        if kept:
-            date, torch = earlier.machine.get("date"), earlier.machine.get("torch")
-            self.text.append(
-                f"From an earlier run ({date}, torch {torch}, `{earlier.command}`): {_listed(sorted(kept))}."
-            )
+        self.sources |= {name: how for name, how in earlier.sources.items() if kept(name)}
+
+    def ran(self, section: str) -> None:
+        """Note that this run has measured a part."""
+        facts = ", ".join(f"{name} {self.machine.get(name, '?')}" for name in ("date", "torch"))
+        self.sources[section] = f"`{self.command}` ({facts})"
 
     @property
     def slug(self) -> str:
@@ -198,6 +201,9 @@ def markdown(results: Results, plot: str | None) -> str:
         f"`{results.command}`",
     ]
     parts += results.text
+    if len(set(results.sources.values())) > 1:
+        lines = [f"- {name.replace('_', ' ')}: {how}" for name, how in results.sources.items()]
+        parts += ["Parts were measured in several runs:", "\n".join(lines)]
     if results.rows:
         parts += [
             "## Floors and goals",

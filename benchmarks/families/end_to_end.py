@@ -238,7 +238,7 @@ def _gpu_sections(bench: Bench) -> list[Section]:
     bert, roberta = splade.Sizes(30522), splade.Sizes(250002)
     model, prompts, layers = llama.Sizes(), 16, encoder.Sizes()
     if bench.quick:
-        bert, roberta = splade.Sizes(500, 2, 64, 16), splade.Sizes(1500, 2, 64, 16)
+        bert = roberta = splade.Sizes(500, 2, 64, 16)
         model, prompts = llama.Sizes(2, 64, 256, 2, 100, 32), 2
         layers = encoder.Sizes(2, 64, 1, 1, 64)
     small, large = "SPLADE training, BERT-base", "SPLADE training, vocabulary of XLM-R"
@@ -275,8 +275,8 @@ def _cpu_sections(bench: Bench) -> list[Section]:
     texts, batch = splade.Sizes(30522, 4, 256, 128), 8
     model, layers = llama.Sizes(4, 1024, 2816, 16, 8000, 128), encoder.Sizes(2, 256, 4, 1, 1024)
     if bench.quick:
-        texts, batch = splade.Sizes(500, 2, 64, 16), 4
-        model, layers = llama.Sizes(2, 64, 256, 2, 100, 32), encoder.Sizes(2, 64, 1, 1, 64)
+        texts, batch = splade.Sizes(500, 1, 64, 16), 4
+        model, layers = llama.Sizes(1, 64, 256, 2, 100, 32), encoder.Sizes(1, 64, 1, 1, 64)
 
     def splade_training(bench: Bench) -> None:
         work = Splade(bench, texts, f"batch, V {texts.vocabulary}")
