@@ -21,7 +21,7 @@ import torch
 import sparse_inductor
 from sparse_inductor.pattern import Example, Pattern, registered
 
-from .publish import Results, markdown_table, rows_table
+from .publish import Results, Row, markdown_table, rows_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -140,10 +140,29 @@ def numbers(kind: str) -> str:
 def _numbers(results: Results) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in results.machine.items())
     page = f"benchmarks/results/{results.slug}.md"
-    return (
-        f"`{results.command}`; {facts}. All figures: [{results.slug}.md]({page}).\n\n"
-        + markdown_table(rows_table(results.rows))
+    notes = [
+        f"`{results.command}`; {facts}. All figures: [{results.slug}.md]({page}).",
+        *results.text,
+    ]
+    return "\n\n".join(
+        [
+            f"<details markdown><summary><b>{results.family}</b>: {_met(results.rows)}</summary>",
+            *notes,
+            markdown_table(rows_table(results.rows)),
+            "</details>",
+        ]
     )
+
+
+def _met(rows: Sequence[Row]) -> str:
+    """How many floors and goals are met: "9 of 17 floors, 3 of 17 goals"."""
+
+    def share(what: str, verdicts: list[str]) -> str:
+        judged = [v for v in verdicts if v]
+        return f"{judged.count('pass')} of {len(judged)} {what} met"
+
+    floors = share("floors", [row.verdict(row.floor) for row in rows])
+    return f"{floors}, {share('goals', [row.verdict(row.goal) for row in rows])}"
 
 
 if __name__ == "__main__":
