@@ -32,9 +32,21 @@ def share(request):
     return counts
 
 
+def aminmax_has_a_gradient() -> bool:
+    """Not in torch 2.11."""
+    x = torch.zeros(2, requires_grad=True)
+    try:
+        torch.autograd.grad(torch.aminmax(x).max, x)
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_spelling(name, share):
     case = BY_NAME[name]
+    if name == "aminmax_upper__train" and not aminmax_has_a_gradient():
+        pytest.skip("this torch has no gradient of aminmax, rewritten or not")
     share.total[case.expect] += 1
     explanation = assert_case(case, only=("splade_head",))
     share.rewritten[case.expect] += bool(explanation.report.rewrites)
