@@ -130,7 +130,7 @@ def test_in_a_cuda_graph():
         assert torch.equal(out, fn(*given))
 
 
-def test_on_another_stream_and_thread():
+def test_on_another_stream():
     """What is recorded on one stream is replayed on the one that the caller is on."""
     fn, inputs = CASES["block of a few"]
     sets = [inputs() for _ in range(6)]
