@@ -556,9 +556,8 @@ def _dots_kernel(
         token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
         last = tl.maximum(c - 1, 0)
         # The next neurons are known before the weights of these arrive. Past the end, the last again: masks cost more.
-        after = tl.load(index + m * CAP + tl.minimum(start + r, last), mask=c > 0, other=0).to(
-            tl.int64
-        )
+        begin = tl.minimum(start + r, last)  # below c, if there is one at all
+        after = tl.load(index + m * CAP + begin, mask=begin < c, other=0).to(tl.int64)
         for e in tl.range(start, c, FLIGHT, num_stages=STAGES):
             id = after
             valid = e + r < c
