@@ -47,14 +47,13 @@ _RECTIFIERS = frozenset("relu relu6 threshold clamp clamp_min maximum where leak
 
 @dataclasses.dataclass
 class Reading:
-    """One way to read the graph above a matmul as a block."""
+    """One way to read the graph above a matmul as a block. `factors`, of every neuron after the rectifier, go into the
+    weight of `down`."""
 
     down: Linear
     gate: Branch
     up: Branch | None
-    factors: list[
-        tuple[Chain, Term]
-    ]  # of every neuron, after the rectifier: they go into the weight
+    factors: list[tuple[Chain, Term]]
 
     @property
     def branches(self) -> tuple[Branch, ...]:

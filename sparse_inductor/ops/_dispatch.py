@@ -42,7 +42,7 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
 
 @functools.cache
 def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """What to register as the CUDA kernel of an operator that `fn` computes: `fn`, whose launches are kept and replayed
+    """The CUDA kernel of an operator that `fn` computes: `fn`, whose launches are kept and replayed
     (`kernels.replay`)."""
 
     @functools.cache
@@ -54,6 +54,13 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
         return replayed(fn)
 
     return lambda *args: replaying()(*args)
+
+
+def register(lib: Any, name: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """What computes an operator on a CPU and on a GPU, where its launches are replayed, and its shapes."""
+    lib.impl(name, fn, "CPU")
+    lib.impl(name, on_gpu(fn), "CUDA")
+    torch.library.register_fake(f"sparse_inductor::{name}", fake, lib=lib)
 
 
 def autocast_on(device_type: str) -> bool:

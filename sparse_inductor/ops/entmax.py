@@ -19,8 +19,8 @@ from ._dispatch import (
     call_below_autograd,
     decline_vmap,
     inline,
-    on_gpu,
     outside_transforms,
+    register,
 )
 from ._sharding import Rule, dims, share
 
@@ -226,9 +226,7 @@ for _name, _impl, _meta in (
     ("entmax", _forward, _fake),
     ("entmax_backward", _backward, _fake_backward),
 ):
-    _lib.impl(_name, _impl, "CPU")
-    _lib.impl(_name, on_gpu(_impl), "CUDA")
-    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+    register(_lib, _name, _impl, _meta)
 _lib.impl("entmax", _autograd, "Autograd")
 decline_vmap(_lib, "entmax")
 share(_lib, "entmax", _shared)

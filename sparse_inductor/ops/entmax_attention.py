@@ -24,8 +24,8 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     decline_vmap,
-    on_gpu,
     outside_transforms,
+    register,
 )
 from ._sharding import Dims, Rule, dims, share
 from .entmax import FLOATS, check_alpha, fits
@@ -336,9 +336,7 @@ for _name, _impl, _meta in (
     ("entmax_attention_train", _train, _fake_train),
     ("entmax_attention_backward", _backward, _fake_backward),
 ):
-    _lib.impl(_name, _impl, "CPU")
-    _lib.impl(_name, on_gpu(_impl), "CUDA")
-    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+    register(_lib, _name, _impl, _meta)
 _lib.impl("entmax_attention", _autograd, "Autograd")
 decline_vmap(_lib, "entmax_attention")
 share(_lib, "entmax_attention", _shared)

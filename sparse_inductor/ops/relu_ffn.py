@@ -34,8 +34,8 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     decline_vmap,
-    on_gpu,
     outside_transforms,
+    register,
 )
 from ._sharding import Dims, Rule, dims, share
 
@@ -338,9 +338,7 @@ for _name, _impl, _meta in (
     ("relu_ffn_train", _train, _fake_train),
     ("relu_ffn_backward", _backward, _fake_backward),
 ):
-    _lib.impl(_name, _impl, "CPU")
-    _lib.impl(_name, on_gpu(_impl), "CUDA")
-    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+    register(_lib, _name, _impl, _meta)
 _lib.impl("relu_ffn", _autograd, "Autograd")
 decline_vmap(_lib, "relu_ffn")
 share(_lib, "relu_ffn", _shared)

@@ -26,8 +26,8 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     decline_vmap,
-    on_gpu,
     outside_transforms,
+    register,
 )
 from ._sharding import Dims, Rule, dims, share
 
@@ -400,9 +400,7 @@ for _name, _impl, _meta in (
     ("splade_head_train", _train, _fake_train),
     ("splade_head_backward", _backward, _fake_backward),
 ):
-    _lib.impl(_name, _impl, "CPU")
-    _lib.impl(_name, on_gpu(_impl), "CUDA")
-    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+    register(_lib, _name, _impl, _meta)
 _lib.impl("splade_head", _autograd, "Autograd")
 decline_vmap(_lib, "splade_head")
 share(_lib, "splade_head", _shared_values)
