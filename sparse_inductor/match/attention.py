@@ -20,17 +20,16 @@ from torch import fx
 
 from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
-from .entmax import Transform, transform
 from .family import above as names_above
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
 from .masks import as_mask, conjuncts, is_triangle
+from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores
 from .shapes import Decline
 
 __all__ = ["read_attention", "relu_attention"]
 
-_IDENTITY = frozenset("contiguous clone alias lift_fresh positive cast".split())
 _RECTIFIED = frozenset("relu relu6 clamp clamp_min threshold".split())
 _NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
 _SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
@@ -48,60 +47,14 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
             for i, letter in enumerate(o.axes)
             if letter is not None
         }
-        path = _probabilities(view, p, _axes(p, atoms))
-        if path is not None:
-            return _Reader(view, node, product, p, v, atoms, *path).read()
+        found = read_probabilities(view, p, _axes(p, atoms))
+        if found is not None:
+            return _Reader(view, node, product, p, v, atoms, found).read()
     return None
 
 
 def _axes(o: Operand, atoms: dict[str, Atom]) -> list[Axis]:
     return [() if letter is None else (atoms[letter],) for letter in o.axes]
-
-
-def _probabilities(
-    view: GraphView, p: Operand, axes: list[Axis]
-) -> tuple[Transform, list[Axis], list[fx.Node]] | None:
-    """The entmax that an operand is, through what does not change its values."""
-    node: fx.Node | None = p.node
-    nodes: list[fx.Node] = []
-    for _ in range(12):
-        if node is None or not view.is_tensor(node):
-            return None
-        found = transform(view, node)
-        if found is not None:
-            return found, axes, nodes
-        call = view.call(node)
-        if call is None:
-            return None
-        x = call.get("input")
-        quiet = (
-            call.name in _IDENTITY
-            or call.name in VIEWS
-            or (call.name == "dropout" and not (call.get("training", True) and call.get("p", 0.5)))
-            or (call.name == "detach" and not torch.is_grad_enabled())
-            or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
-            or call.name in ("where", "masked_fill")
-        )
-        if call.name in ("where", "masked_fill"):
-            x = _nan_replaced(view, node, call)
-            quiet = x is not None
-            if quiet:
-                nodes.append(call["mask" if call.name == "masked_fill" else "condition"])
-        if not quiet or not view.is_tensor(x):
-            changed = _entmax_above(view, node)
-            if changed is not None:
-                raise Decline(_changed(view, call.name), node)
-            return None
-        if call.name in VIEWS:
-            try:
-                axes = above(view, node, call, axes)
-            except Decline:
-                if _entmax_above(view, node) is None:
-                    return None
-                raise
-        nodes.append(node)
-        node = view.value(x, node)
-    return None
 
 
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:
@@ -118,43 +71,6 @@ def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     return None
 
 
-def _nan_replaced(view: GraphView, node: fx.Node, call: Any) -> Any:
-    """x of where(isnan(x), 0, x): the operator gives no NaN where rows have no keys."""
-    if call.name == "masked_fill":
-        x, zero, test = call["input"], call["value"], call["mask"]
-    else:
-        x, zero, test = call["other"], call["input"], call["condition"]
-    inner = view.call(test)
-    asked = inner is not None and inner.name == "isnan" and view.same_value(inner["input"], x)
-    return x if asked and view.const(zero, node) == 0 else None
-
-
-def _changed(view: GraphView, name: str) -> str:
-    if name == "dropout":
-        return "dropout is active between the probabilities and the values"
-    return f"{name} changes the probabilities before they weigh the values"
-
-
-def _entmax_above(view: GraphView, node: fx.Node, reach: int = 6) -> fx.Node | None:
-    """An entmax that a few operations turn into `node`; no product is crossed, but for one with heads."""
-    queue = [node]
-    seen: set[fx.Node] = set()
-    while queue and len(seen) < reach:
-        node = queue.pop(0)
-        if node in seen or not view.is_tensor(node):
-            continue
-        seen.add(node)
-        try:
-            if transform(view, node) is not None:
-                return node
-        except Decline:
-            return None
-        call = view.call(node)
-        if call is not None and call.name not in ("linear", "matmul", "bmm", "addmm", "baddbmm"):
-            queue += node.all_input_nodes
-    return None
-
-
 class _Reader:
     """Reads one attention."""
 
@@ -166,13 +82,12 @@ class _Reader:
         p: Operand,
         v: Operand,
         atoms: dict[str, Atom],
-        found: Transform,
-        axes: list[Axis],
-        path: list[fx.Node],
+        probabilities: Probabilities,
     ):
         self.view, self.node, self.product = view, node, product
         self.p, self.values, self.atoms = p, v, atoms
-        self.found, self.axes, self.path = found, axes, path
+        self.probabilities, self.found = probabilities, probabilities.found
+        self.axes, self.path = probabilities.axes, probabilities.nodes
 
     def read(self) -> Attention:
         view, found, product = self.view, self.found, self.product
@@ -239,7 +154,7 @@ class _Reader:
                 return False
             if call.name in _SPREADS:
                 return True
-            if call.name not in VIEWS and call.name not in _IDENTITY:
+            if call.name not in VIEWS and call.name not in IDENTITY:
                 return False
             node = call["input"]
         return False
@@ -308,6 +223,10 @@ class _Reader:
         alone = [a for a in rows if a in in_q and a not in in_k and a not in in_v]
         batch = [a for a in rows if a not in alone]
         masks, biases, fill, alpha = self._beside(scores)
+        if self.probabilities.again:
+            also = bool(scores.unless) or any(b.fill is not None for b in biases)
+            check_again(self.view, self.probabilities, masks, fill, also)
+            fill = -math.inf
         query = self._query(alone, keys, [*masks, *biases])
         group = [a for a in alone if a not in query]
         shared = batch[-1:] if len(batch) > 1 else []

@@ -15,7 +15,7 @@ from .graph import GraphView
 from .shapes import Decline
 from .trial import Untestable, region, run
 
-__all__ = ["as_mask", "conjuncts", "is_triangle", "mixed"]
+__all__ = ["as_mask", "conjuncts", "is_triangle", "mixed", "zero_or_one"]
 
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 _FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
@@ -260,7 +260,7 @@ def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool,
             fill = number(c)
             if fill is None or not math.isfinite(fill) or not view.is_tensor(x):
                 continue  # 0 * -inf is NaN
-            mask = _zero_or_one(view, x)
+            mask = zero_or_one(view, x)
             if mask is not None:
                 return mask[0], mask[1], fill
     return None
@@ -301,7 +301,7 @@ def mixed(
 
 def _is_binary(view: GraphView, m: fx.Node) -> bool:
     """Whether a tensor provably holds 0 and 1 only."""
-    if _zero_or_one(view, m) is not None:
+    if zero_or_one(view, m) is not None:
         return True
     constant = _computed(view, m)
     return constant is not None and bool(((constant == 0) | (constant == 1)).all())
@@ -321,7 +321,7 @@ def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
         return None
 
 
-def _zero_or_one(view: GraphView, x: fx.Node) -> tuple[fx.Node, bool] | None:
+def zero_or_one(view: GraphView, x: fx.Node) -> tuple[fx.Node, bool] | None:
     """(mask, whether 1 stands where it is true) of a number that is cast from a boolean, or one minus it."""
     call = view.call(x)
     if call is None or call.inplace:
@@ -330,11 +330,11 @@ def _zero_or_one(view: GraphView, x: fx.Node) -> tuple[fx.Node, bool] | None:
         inner = call["input"]
         if view.dtype(inner) == torch.bool:
             return inner, True
-        return _zero_or_one(view, inner)
+        return zero_or_one(view, inner)
     ones, other = call.get("input"), call.get("other")
     if call.name == "rsub":
         ones, other = other, ones
     if call.name in ("sub", "rsub") and view.const(ones, x) == 1 and isinstance(other, fx.Node):
-        found = _zero_or_one(view, other) if view.is_tensor(other) else None
+        found = zero_or_one(view, other) if view.is_tensor(other) else None
         return None if found is None else (found[0], not found[1])
     return None

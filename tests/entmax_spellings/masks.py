@@ -237,3 +237,27 @@ def causal_then_padding_of_another_fill(q, k, v, mask):
     scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
     scores = scores.masked_fill(~mask[:, None, None], -1e9)
     return entmax.entmax15(scores, dim=-1) @ v
+
+
+def some_rows_without_keys() -> torch.Tensor:
+    """[B, L, L] boolean, True at keys that are dropped; the first query of one sequence keeps none."""
+    dropped = ~torch.tril(torch.ones(B, L, L, dtype=torch.bool))
+    dropped[0, 0] = True
+    return dropped
+
+
+@attention(inputs=lambda: (*qkv(), some_rows_without_keys()))
+def dropped_before_and_after(q, k, v, dropped):
+    """ESPnet and its descendants: masked_fill(mask, min) before, masked_fill(mask, 0) after"""
+    dropped = dropped.unsqueeze(1)
+    scores = (q @ k.mT * SCALE).masked_fill(dropped, torch.finfo(q.dtype).min)
+    p = entmax.sparsemax(scores, dim=-1).masked_fill(dropped, 0.0)
+    return torch.matmul(p, v)
+
+
+@attention(inputs=lambda: (*qkv(), some_rows_without_keys()))
+def multiplied_by_the_mask_again(q, k, v, dropped):
+    """the mask as a number, over rows that may keep nothing"""
+    kept = (~dropped)[:, None]
+    scores = torch.where(kept, q @ k.mT * SCALE, -1e9)
+    return (entmax.entmax15(scores, dim=-1) * kept.to(q.dtype)) @ v

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.autograd import Function
 
 from entmax_spellings.hand_written import halving, sort_entmax15
-from entmax_spellings.registry import INFER, TRAIN, D, H
+from entmax_spellings.masks import some_rows_without_keys
+from entmax_spellings.registry import INFER, TRAIN, D, H, qkv
 from entmax_spellings.registry import attention as any_attention
 from entmax_spellings.registry import rows as any_rows
 
@@ -254,3 +255,26 @@ def threshold_not_looked_for(x):
     """relu(z - max + 1) ** 2, normalised"""
     p = torch.relu(x - (x.amax(-1, keepdim=True) - 1)).square()
     return p / p.sum(-1, keepdim=True)
+
+
+@seen(
+    "where changes the probabilities before they weigh the values",
+    inputs=lambda: (*qkv(), some_rows_without_keys()),
+    modes=INFER,
+)
+def another_mask_afterwards(q, k, v, dropped):
+    """scores lose the keys of one mask, probabilities those of another"""
+    scores = (q @ k.mT * SCALE).masked_fill(dropped[:, None], -1e9)
+    p = entmax.entmax15(scores, dim=-1)
+    return torch.where(dropped.mT[:, None], torch.zeros_like(p), p) @ v
+
+
+@seen(
+    "masked_fill changes the probabilities before they weigh the values",
+    inputs=lambda: (*qkv(), some_rows_without_keys()),
+    modes=INFER,
+)
+def a_weak_mask_and_the_same_afterwards(q, k, v, dropped):
+    """a fill that scores may lie below"""
+    scores = (q @ k.mT * 3e3).masked_fill(dropped[:, None], -1e3)
+    return entmax.entmax15(scores, dim=-1).masked_fill(dropped[:, None], 0.0) @ v
