@@ -163,6 +163,11 @@ NOTHING_OF_IT["corpus.entmax"] = {
 }
 
 TRUE["entmax_spellings"] = {
+    "another_mask_afterwards": ("where changes the probabilities", "torch.where(dropped.mT"),
+    "a_weak_mask_and_the_same_afterwards": (
+        "masked_fill changes the prob",
+        ".masked_fill(dropped[:, None], 0.0)",
+    ),
     "relu_squared": ("rectified scores", "torch.relu("),
     "relu_normalised": ("divided by their sum", "p / (p.sum("),
     "normmax": ("norm of the probabilities", "normmax_bisect("),
