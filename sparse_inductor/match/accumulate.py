@@ -258,27 +258,37 @@ def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     same = _cut(view, starts.index, (slice(None, -1), slice(0, -1)))
     if offsets is None or same is not offsets or len(view.shape(offsets)) != 1:
         return None
-    sums = ends.source
-    padded = view.call(sums)
-    if padded is None or len(view.shape(sums)) != 1:
-        return None
-    prefix: Any = None
-    if padded.name == "cat" and len(padded["tensors"]) == 2:
-        zero, prefix = padded["tensors"]
-        if view.const(zero, sums) != 0 or not same_size(view.shape(zero)[0], 1):
-            return None
-    elif padded.name == "pad" and tuple(padded["pad"]) == (1, 0) and not padded.get("value"):
-        prefix = padded["input"]
+    sums, axis = ends.source, 1 if ends.batch == 0 else 0
+    prefix = _behind_a_zero(view, sums, axis)
     running = view.call(prefix)
     if running is None or running.name != "cumsum":
         return None
     w = weighted(view, running["input"], prefix)
-    if w is None or len(w.entries) != 1 or w.batch is not None:
+    if w is None or len(w.entries) != 1 or w.batch != ends.batch:
         return None
+    if running["dim"] % len(w.shape) != axis:
+        raise Decline("it adds up over the queries", prefix)
     for n in (prefix, sums, call["input"], call["other"]):
         w = w.then(n)
-    N = view.shape(node)[0]
-    return Scores(node, w, N, None, offsets=lambda e: offsets, reads=((offsets, ends.index),))
+    N = view.shape(node)[axis]
+    reads = ((offsets, ends.index),)
+    return Scores(node, w, N, w.batch, offsets=lambda e: offsets, reads=reads)
+
+
+def _behind_a_zero(view: GraphView, sums: fx.Node, axis: int) -> Any:
+    """x of cat([0, x], axis), or of x padded by one zero at the front of that axis."""
+    padded, ndim = view.call(sums), len(view.shape(sums))
+    if padded is None:
+        return None
+    if padded.name == "cat" and len(padded["tensors"]) == 2:
+        zero, x = padded["tensors"]
+        first = view.const(zero, sums) == 0 and same_size(view.shape(zero)[axis], 1)
+        return x if first and padded.get("dim", 0) % ndim == axis else None
+    if padded.name == "pad" and not padded.get("value"):
+        front = [0, 0] * (ndim - 1 - axis) + [1]  # of the last axis first
+        pads = list(padded["pad"])
+        return padded["input"] if pads == front + [0] * (len(pads) - len(front)) else None
+    return None
 
 
 def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:

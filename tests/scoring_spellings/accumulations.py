@@ -126,3 +126,18 @@ def query_made_dense_first(c, terms, weights):
     """a sparse query is scattered into the vocabulary, then documents gather from it"""
     q = torch.zeros(terms.size(0), V).scatter_add(1, terms, weights)
     return (q[:, c.ids] * c.values).sum(-1)
+
+
+@scoring()
+def differences_of_padded_prefix_sums(s, q):
+    """a batch of queries: the running sums along the entries, from zero"""
+    sums = F.pad((q[:, s.cols] * s.vals).cumsum(-1), (1, 0))
+    return (sums[:, s.offsets[1:]] - sums[:, s.offsets[:-1]]).topk(K)
+
+
+@scoring()
+def differences_of_prefix_sums_by_column(s, q):
+    """one query a column"""
+    sums = (q.t()[s.cols] * s.vals[:, None]).cumsum(0)
+    sums = torch.cat([torch.zeros(1, q.size(0)), sums])
+    return (sums[s.offsets[1:]] - sums[s.offsets[:-1]]).t()
