@@ -21,9 +21,9 @@ test: $(READY)
 gpu-test: $(READY)
 	$(PYTEST) -m gpu tests/kernels $(wildcard tests/test_*_gpu.py) $(ARGS)
 
-# Two GPUs and NCCL.
+# Two GPUs and NCCL; with ARGS="-n 12" the parts are compiled side by side.
 multigpu-test: $(READY)
-	$(PYTEST) -m multigpu $(ARGS)
+	$(PYTEST) -m multigpu tests/test_distributed.py tests/test_sharded_index.py tests/test_replay_gpu.py $(ARGS)
 
 # Random models, 2 000 unless MODELS says otherwise; `make test` runs a handful of them.
 MODELS ?= 2000
