@@ -416,7 +416,7 @@ ReluFfn.near_misses = (
     _example(
         "norm_between",
         lambda x, gate, up, down: down(F.layer_norm(F.relu(up(x)), (24,))),
-        reason="layer_norm between",
+        reason="layer_norm after the linear",
     ),
     _example(
         "sum",

@@ -289,7 +289,7 @@ class SpladeHead:
                 "a vocabulary mask after the activation, and more than the maximum is used", node
             )
         if not chain.tail_fits(red.dim):
-            raise Decline("an operand differs by token and by vocabulary entry", node)
+            raise Decline("an operand differs by token and by output", node)
         if not chain.tail_rises(reaching):
             raise Decline("the maximum cannot move past what follows the vocabulary mask", node)
 

@@ -472,11 +472,11 @@ def test_a_slice_of_the_vocabulary_is_kept_for_the_weight():
 @pytest.mark.parametrize(
     "op, reason",
     [
-        (lambda z: z.flatten(1, 2), "vocabulary axis"),
-        (lambda z: z.view(B, -1), "vocabulary axis"),
-        (lambda z: z.unflatten(2, (5, 2)), "splits the vocabulary axis"),
-        (lambda z: z[..., 3], "vocabulary"),
-        (lambda z: z.select(2, 0), "vocabulary"),
+        (lambda z: z.flatten(1, 2), "output axis"),
+        (lambda z: z.view(B, -1), "output axis"),
+        (lambda z: z.unflatten(2, (5, 2)), "splits the linear's output axis"),
+        (lambda z: z[..., 3], "single outputs"),
+        (lambda z: z.select(2, 0), "single outputs"),
     ],
 )
 def test_views_that_lose_the_vocabulary(op, reason):

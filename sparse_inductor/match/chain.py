@@ -87,7 +87,7 @@ class Chain:
 
     def _move(self, step: Move, node: fx.Node) -> None:
         if self.tail:
-            raise Decline("the logits change shape after a vocabulary mask", node)
+            raise Decline("the shape changes after a factor or term of every output", node)
         self.moves.append(step)
         self.v_dim = step.v_dim
         self.origin = [None if o is None else self.origin[o] for o in step.origin]
@@ -117,7 +117,7 @@ class Chain:
             isinstance(t, Term) and t.fn == "mul" for t in self.tail
         )
         if self.tail and not commutes:
-            raise Decline("a token mask comes after a vocabulary mask", node)
+            raise Decline("a mask of tokens comes after a factor or term of every output", node)
         self.rows.append(_Row(len(self.moves), term, node))
         self.steps.append(Step("row_" + term.fn, term.const, len(self.rows) - 1))
 
@@ -133,10 +133,10 @@ class Chain:
     def _turning(self, term: Term, node: fx.Node) -> Decline | None:
         if isinstance(term.operand, fx.Node) and not not_negative(self.view, term.operand):
             return Decline(
-                "a factor over the vocabulary may be negative, which turns the maximum around", node
+                "a factor of every output may be negative, which turns the order around", node
             )
         if term.prepare is not None:
-            return Decline("division by a vector over the vocabulary after the activation", node)
+            return Decline("division by a number of every output after the activation", node)
         return None
 
     def _linear_so_far(self) -> bool:
@@ -154,13 +154,13 @@ class Chain:
             return self._assigned_kind(operand, node)
         if isinstance(operand, Fill):
             if any(self._kind(n, node) != "row" for n in operand.nodes()):
-                raise Decline("the masked value differs by vocabulary entry", node)
+                raise Decline("the masked value differs by output", node)
             return "row"
         if not self.view.is_tensor(operand):
             raise Decline("an operand is a number known only at run time", node)
         shape, ndim = self.view.shape(operand), len(self.origin)
         if len(shape) > ndim:
-            raise Decline("an operand has more axes than the logits", node)
+            raise Decline("an operand has more axes than the linear's result", node)
         at = self.v_dim - (ndim - len(shape))
         if at < 0 or same_size(shape[at], 1) or uniform(self.view, operand, len(shape) - at, node):
             return "row"
@@ -168,9 +168,7 @@ class Chain:
             return "column"
         if any(same_size(s, 1) for a, s in enumerate(shape) if a != at):
             return "entry"
-        raise Decline(
-            f"an operand ({label(operand)}) differs by token and by vocabulary entry", node
-        )
+        raise Decline(f"an operand ({label(operand)}) differs by token and by output", node)
 
     def _assigned_kind(self, operand: Assigned, node: fx.Node) -> str:
         items = self._aligned_items(operand)
@@ -179,7 +177,7 @@ class Chain:
             return "row"
         if touched == [self.v_dim]:
             return "column"
-        raise Decline("assigns to single elements of the logits", node)
+        raise Decline("assigns to single elements of the linear's result", node)
 
     def _aligned_items(self, operand: Assigned) -> list[tuple[Any, range]]:
         """Every item of an index with the axes it takes."""

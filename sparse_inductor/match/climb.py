@@ -66,9 +66,7 @@ def climb(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> Sp
     found = linears(view, node)
     if found is not None:
         if not found:
-            raise Decline(
-                "both operands of the matmul are batched: there is no vocabulary matrix", node
-            )
+            raise Decline("both operands of the matmul are batched: neither is a weight", node)
         return Spine(tuple(found), ())
     call = view.call(node)
     if call is None:
@@ -116,7 +114,7 @@ class _Climber:
             return self.up(call["input"]).then(Element(node))
         if name == "redistribute":
             if redistributed(node, call["input"]):
-                raise self.decline("the logits move over the device mesh here")
+                raise self.decline("the values move over the device mesh here")
             return self.up(call["input"]).then(Element(node))
         if name in SHAPE_OPS:
             return self._shape()
@@ -125,11 +123,9 @@ class _Climber:
         if name in _NOT_MONOTONE:
             self.up(call["input"])
             if view.dtype(call["input"]).is_complex:
-                raise self.decline("the logits are complex numbers")
-            raise self.decline(f"{name} is not monotone, so the maximum cannot move past it")
-        raise self.decline(
-            f"{name} between the linear and the reduction is not an elementwise step"
-        )
+                raise self.decline("the values are complex numbers")
+            raise self.decline(f"{name} is not monotone, and no step of an operator")
+        raise self.decline(f"{name} after the linear is not an elementwise step")
 
     # Shape and dtype
 
@@ -138,9 +134,9 @@ class _Climber:
         if not self.view.is_tensor(x):
             raise self.decline("cast of something that is no tensor")
         if not self.view.dtype(self.node).is_floating_point:
-            raise self.decline(f"the logits become {self.view.dtype(self.node)}")
+            raise self.decline(f"the values become {self.view.dtype(self.node)}")
         if fake(self.node).device != fake(x).device:
-            raise self.decline("the logits move to another device")
+            raise self.decline("the values move to another device")
         return self.up(x).then(Element(self.node))
 
     def _shape(self) -> Spine:
@@ -422,7 +418,7 @@ class _Climber:
 
     def _index_put(self) -> Spine:
         if self.call.get("accumulate", False):
-            raise self.decline("accumulates into the logits")
+            raise self.decline("accumulates into the linear's result")
         return self._assign(tuple(self.call["indices"]), self.call["values"])
 
     def _index_fill(self) -> Spine:
@@ -433,7 +429,7 @@ class _Climber:
         x = self.call["input"]
         c = self.const(value)
         if c is None:
-            raise self.decline("assigns a tensor into the logits")
+            raise self.decline("assigns a tensor into the linear's result")
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
         edge = self._edge(index, x) if isinstance(index, fx.Node) else None
         if edge is not None:

@@ -64,10 +64,12 @@ def _index(node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
             if isinstance(item, fx.Node) and isinstance(fake(item), torch.Tensor):
                 alone = all(i == slice(None) for i in items if i is not item and i is not None)
                 if fake(item).dim() != 1 or fake(item).dtype == torch.bool or not alone:
-                    raise Decline("gathers vocabulary entries in a way that is not followed", node)
+                    raise Decline(
+                        "gathers outputs of the linear in a way that is not followed", node
+                    )
                 columns = item
             elif not isinstance(item, slice):
-                raise Decline("picks single vocabulary entries before the reduction", node)
+                raise Decline("picks single outputs of the linear", node)
             elif item != slice(None):
                 columns = item
             new_v = len(origin)
@@ -128,7 +130,7 @@ def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: in
             -1,
         )
         if new_v < 0:
-            raise Decline("reshapes the vocabulary axis away", node)
+            raise Decline("reshapes the linear's output axis away", node)
     if len(args) != n or not all(isinstance(a, (int, fx.Node)) for a in args):
         raise Decline("has a shape that the walk does not understand", node)
     # Axes on either side that did not change keep their identity.
@@ -167,7 +169,7 @@ def _same_split(before: tuple, v: int, after: tuple, p: int) -> bool:
 
 def _squeeze(node: fx.Node, before: tuple, dims: Sequence[int], v: int) -> Move:
     if v in dims:
-        raise Decline("squeezes the vocabulary axis", node)
+        raise Decline("squeezes the linear's output axis", node)
     gone = sorted((d for d in dims if same_size(before[d], 1)), reverse=True)
 
     def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
@@ -303,7 +305,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "unflatten":
             d, sizes = call["dim"] % n, call["sizes"]  # a tuple, or a node that is one
             if d == v:
-                raise Decline("splits the vocabulary axis", node)
+                raise Decline("splits the linear's output axis", node)
             origin = (*range(d), *[None] * (len(after) - n + 1), *range(d + 1, n))
             apply = lambda e, t, row: e.method("unflatten", t, d, sizes)
             return Move(origin.index(v), origin, apply)
@@ -361,7 +363,7 @@ def _flatten_args(call: Call, before: tuple, v: int, node: fx.Node) -> list[Any]
     n = len(before)
     a, b = call.get("start_dim", 0) % n, call.get("end_dim", -1) % n
     if a <= v <= b and a != b:
-        raise Decline("flattens the vocabulary axis", node)
+        raise Decline("flattens the linear's output axis", node)
     sizes = [*before[:a], -1, *before[b + 1 :]] if a != b else list(before)
     if not all(isinstance(s, int) for d, s in enumerate(sizes) if d != v - (b - a) * (b < v)):
         raise Decline("flattens sizes that are not known", node)
@@ -374,6 +376,6 @@ def _expand(node: fx.Node, call: Call, before: tuple, after: tuple, v: int) -> M
     if all(same_size(a, b) for a, b in zip(after[new:], before)) and new == 0:
         return Move(v, origin, lambda e, t, row: t)
     if call.name == "expand_as":
-        raise Decline("expands the logits", node)
+        raise Decline("expands the linear's result", node)
     sizes = [-1 if p == v + new else s for p, s in enumerate(call["sizes"])]
     return Move(v + new, origin, lambda e, t, row: e.method("expand", t, tuple(sizes)))
