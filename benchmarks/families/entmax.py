@@ -111,6 +111,7 @@ def _gpu_sections(bench: Bench) -> list[Section]:
             judged = shape == shapes[0]
             _against_copy(bench, Case(shape, bench.device, alpha), judged)
 
+        against_the_copy.__name__ = f"copy_{shape[0]}x{shape[1]}_alpha_{alpha}"
         return against_the_copy
 
     rows = [section(shape, alpha) for shape in shapes for alpha in (1.5, 2.0, 1.25)]
