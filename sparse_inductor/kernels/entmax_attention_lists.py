@@ -393,37 +393,34 @@ LAST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _network_sort(order, segments: tl.constexpr, pack: tl.constexpr):
-    four: tl.constexpr = (
-        FOUR1 if pack == 1 else FOUR2 if pack == 2 else FOUR4 if pack == 4 else FOUR8 if pack == 8
-        else FOUR16
-    )  # fmt: skip
-    one: tl.constexpr = (
-        ONE1 if pack == 1 else ONE2 if pack == 2 else ONE4 if pack == 4 else ONE8 if pack == 8
-        else ONE16
-    )  # fmt: skip
+def _in_registers(
+    x, by1: tl.constexpr, by2: tl.constexpr, by4: tl.constexpr, by8: tl.constexpr,
+    by16: tl.constexpr, pack: tl.constexpr,
+):  # fmt: skip
+    """The one of five programs that takes `pack` elements a thread, on all of x."""
+    source: tl.constexpr = (
+        by1 if pack == 1 else by2 if pack == 2 else by4 if pack == 4 else by8 if pack == 8 else by16
+    )
     operands: tl.constexpr = (
         OPERANDS1 if pack == 1 else OPERANDS2 if pack == 2 else OPERANDS4 if pack == 4
         else OPERANDS8 if pack == 8 else OPERANDS16
     )  # fmt: skip
     return tl.inline_asm_elementwise(
-        four if segments == 4 else one, operands, [order], dtype=tl.int32, is_pure=False, pack=pack
+        source, operands, [x], dtype=tl.int32, is_pure=False, pack=pack
     )
 
 
 @triton.jit
+def _network_sort(order, segments: tl.constexpr, pack: tl.constexpr):
+    if segments == 4:
+        return _in_registers(order, FOUR1, FOUR2, FOUR4, FOUR8, FOUR16, pack)
+    else:
+        return _in_registers(order, ONE1, ONE2, ONE4, ONE8, ONE16, pack)
+
+
+@triton.jit
 def _own_elements(like, pack: tl.constexpr):
-    own: tl.constexpr = (
-        OWN1 if pack == 1 else OWN2 if pack == 2 else OWN4 if pack == 4 else OWN8 if pack == 8
-        else OWN16
-    )  # fmt: skip
-    operands: tl.constexpr = (
-        OPERANDS1 if pack == 1 else OPERANDS2 if pack == 2 else OPERANDS4 if pack == 4
-        else OPERANDS8 if pack == 8 else OPERANDS16
-    )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        own, operands, [like], dtype=tl.int32, is_pure=False, pack=pack
-    )
+    return _in_registers(like, OWN1, OWN2, OWN4, OWN8, OWN16, pack)
 
 
 @triton.jit
