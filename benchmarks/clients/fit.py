@@ -22,30 +22,37 @@ class Trial:
 
 
 def largest(
-    attempt: Callable[[int], Trial], limit: float, start: int, most: int, trials: int = 2
+    attempt: Callable[[int], Trial],
+    limit: float,
+    start: int,
+    most: int,
+    trials: int = 2,
+    unit: int = 16,
 ) -> list[Trial]:
     """All that was tried, the largest batch that fits last.
 
-    Batches double from `start` (at most `most`) for as long as the last two say, in a straight line, that the next one
-    stays below `limit` bytes. Then at most `trials` batches near the line's end are tried, halving what is unknown.
-    A batch is a multiple of `start`. Raises MemoryError when `start` itself does not fit.
+    From `start` (at most `most`) on, batches grow for as long as the last two say, in a straight line, that more than
+    this one stays below `limit` bytes: twofold, then up to eightfold, not beyond 0.97 of where the line ends. Then at
+    most `trials` batches near its end are tried, halving what is unknown. A batch is `start` or a multiple of `unit`.
+    Raises MemoryError when `start` itself does not fit.
     """
     done = [attempt(start)]
     if done[0].peak is None:
         raise MemoryError(f"a batch of {start} does not fit")
-    end = most
-    while 2 * done[-1].batch <= end:
-        tried = attempt(2 * done[-1].batch)
+    end, batch = most, 2 * start
+    while 1.03 * done[-1].batch < batch <= end:
+        tried = attempt(batch)
         if tried.peak is None:
-            end = tried.batch - start
+            end = tried.batch - unit
             break
         done.append(tried)
         end = min(most, _line(done, limit))
+        batch = round(min(8 * batch, 0.97 * end)) // unit * unit
     # What fits at the line's end is decided by the allocator: 3 % to either side of it are looked at.
-    best, beyond = done[-1], min(most, round(1.03 * end)) + start
+    best, beyond = done[-1], min(most, round(1.03 * end)) + unit
     candidate = min(most, round(0.97 * end))
     for _ in range(trials):
-        candidate = candidate // start * start
+        candidate = candidate // unit * unit
         if not best.batch < candidate < beyond:
             break
         tried = attempt(candidate)

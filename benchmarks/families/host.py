@@ -27,6 +27,7 @@ def run(bench: Bench) -> None:
         return
     for section in SECTIONS:
         bench.section(section, bench)
+        bench.save()
 
 
 def _splade(bench: Bench) -> None:
