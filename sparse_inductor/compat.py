@@ -297,6 +297,11 @@ def modes_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def observed() -> bool:
+    """Whether somebody wants to see every operator's call: a mode, or a profiler."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
+
+
 def functional_mode() -> type:
     """The mode under which AOTAutograd traces what a compiler gets."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -317,6 +322,49 @@ def keeps_operators() -> bool:
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return custom_triton_ops_decomposition_disabled()
+
+
+# --- Inductor's generated code ---------------------------------------------------------------------
+
+
+def call_extern_kernels(
+    python_name: str, made: Callable[[Any], tuple[str, str, str] | None]
+) -> None:
+    """Where Inductor's Python code would call `python_name`, have it call an object of the module's own instead.
+
+    made: given the node, (import line, the object's name, the expression that makes it); None: leave the call as it is.
+    """
+    from torch._inductor.codegen import custom_extern_kernel_codegen as registry
+    from torch._inductor.codegen.wrapper import ExternKernelAllocLine, PythonWrapperCodegen
+    from torch._inductor.virtualized import V
+
+    def generate(node: Any, writeline: Callable[[Any], None]) -> None:
+        wrapper = V.graph.wrapper_code
+        # A subgraph's wrapper has no module to itself.
+        found = made(node) if type(wrapper) is PythonWrapperCodegen else None
+        if found is not None:
+            imported, node.python_kernel_name, expression = found
+            wrapper.add_import_once(imported)
+            wrapper.header.writeline(f"{node.python_kernel_name} = {expression}")
+        writeline(ExternKernelAllocLine(wrapper, node))
+
+    registry.CUSTOM_EXTERN_KERNEL_CODEGEN[python_name] = registry.CustomCodegen(python=generate)
+
+
+def settled_inputs(node: Any) -> bool:
+    """Whether nothing about the inputs of Inductor's node is symbolic."""
+    sizes = [n for t in node.inputs for n in (*t.get_size(), *t.get_stride())]
+    return all(isinstance(n, int) or n.is_number for n in (*sizes, *_numbers(node.constant_args)))
+
+
+def _numbers(values: Sequence[Any]) -> list[Any]:
+    found = []
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            found += _numbers(value)
+        elif hasattr(value, "free_symbols"):
+            found.append(value)
+    return found
 
 
 # --- Launching kernels -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Launcher", "bound", "captured", "counted", "hooked", "launch", "relaunched", "watch"]
+__all__ = ["Launcher", "bound", "captured", "hooked", "launch", "relaunched", "watched"]
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
@@ -31,9 +31,10 @@ _sorts: dict[tuple[type, ...], _Sorts] = {}
 # Programs of many shapes start over here: a few hundred bytes each.
 _MOST_SEEN = 16384
 
-# Who is told of each launch that a thread makes: (thread, told).
-Told = Callable[[Any, tuple[int, ...], Sequence[Any], Sequence[Any]], None]
-_watcher: tuple[int, Told] | None = None
+# Told of a launch: (compiled kernel, grid, stream, what its parameters were given, constants too).
+Told = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
+# The thread whose launches somebody is told of.
+_watched: int | None = None
 
 
 def _kind(argument: Any) -> Hashable:
@@ -71,6 +72,9 @@ def launch(
     args: tensors, tensor descriptors, integers, floats, None, tuples of these; at least one of the first two.
     constants: the kernel's last parameters, in their order. options: of the compiler, as num_stages.
     """
+    if _watched is not None and _watched == threading.get_ident():
+        kernel[grid](*args, **constants, num_warps=num_warps, **options)
+        return
     types = tuple(map(type, args))
     sorts = _sorts.get(types)
     if sorts is None:
@@ -105,66 +109,66 @@ def launch(
             compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
             if compiled is not None:  # under the interpreter there is nothing to keep
                 _compiled[general] = compiled
-            _tell(compiled, grid, args, constants)
             return
         if len(_seen) >= _MOST_SEEN:
             _seen.clear()
         _seen[exact] = compiled
     compiled[(*grid, 1, 1)[:3]](*passed, *constants.values())
-    if _watcher is not None:
-        _tell(compiled, grid, args, constants)
 
 
-def watch(told: Told | None) -> None:
-    """Have `told` called with (compiled kernel, grid, args, constants) after each launch of this thread, until this is
-    called with None. The kernel is None where the next launch would not be the same (Triton's interpreter)."""
-    global _watcher
-    _watcher = None if told is None else (threading.get_ident(), told)
+@contextlib.contextmanager
+def watched(told: Told) -> Iterator[None]:
+    """Have `told` called after each Triton kernel that this thread launches in the block, whoever does it; one block at
+    a time. Nobody is told under Triton's interpreter."""
+    global _watched
+    kind: Any = triton.compiler.CompiledKernel
+    usual = kind.run
+    _watched = thread = threading.get_ident()
+
+    def run(compiled: Any) -> Any:
+        launcher = usual.__get__(compiled)
+        if threading.get_ident() != thread:
+            return launcher
+
+        def telling(*given: Any) -> None:
+            launcher(*given)
+            told(compiled, given[:3], given[3], given[_BEFORE:])
+
+        return telling
+
+    kind.run = property(run)
+    try:
+        yield
+    finally:
+        kind.run, _watched = usual, None
 
 
-def _tell(
-    compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Mapping[str, Hashable]
-) -> None:
-    watcher = _watcher
-    if watcher is not None and watcher[0] == threading.get_ident():
-        watcher[1](compiled, grid, args, [*constants.values()])
+# What a compiled kernel's `run` takes in front of the parameters: grid, stream, function, metadata twice, two hooks.
+_BEFORE = 9
 
 
-def bound(compiled: Any, grid: tuple[int, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What `compiled.run` takes in front of the stream's handle, and between that and the kernel's arguments, which are
-    addresses for tensors and include the constants. Nobody is told of the launch: see `hooked`."""
-    return (*grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata, None, None, None)
+def bound(
+    compiled: Any, grid: tuple[int, ...]
+) -> tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]:
+    """What launches `compiled`, what that takes in front of the stream's handle, and between that and the kernel's
+    arguments, which are addresses for tensors and include the constants. Nobody is told of the launch: see `hooked`."""
+    run, sizes, metadata = compiled.run, (*grid, 1, 1)[:3], compiled.packed_metadata
+    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if scratch == [0, 0] and triton.__version__.startswith("3.6."):
+        # `run` asks the allocators for nothing, in Python, and calls this.
+        early = run.launch_cooperative_grid, run.launch_pdl, None, None
+        return run.launch, sizes, (compiled.function, *early, metadata, None, None, None)
+    return run, sizes, (compiled.function, metadata, None, None, None)
 
 
 def hooked() -> bool:
     """Whether somebody (a profiler) has asked Triton to be told of each launch."""
     runtime = triton.knobs.runtime
-    return any(
-        hook is not None and getattr(hook, "calls", True)
-        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    first, last = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(
+        (first is not None and getattr(first, "calls", True))
+        or (last is not None and getattr(last, "calls", True))
     )
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[list[Any] | None]:
-    """Collects an entry for each launch that Triton makes for this thread, whoever asks for it; None where this Triton
-    does not say."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    if not (hasattr(hook, "add") and hasattr(hook, "remove")):
-        yield None
-        return
-    found: list[Any] = []
-    thread = threading.get_ident()
-
-    def count(metadata: Any) -> None:
-        if threading.get_ident() == thread:
-            found.append(metadata)
-
-    hook.add(count)
-    try:
-        yield found
-    finally:
-        hook.remove(count)
 
 
 def captured(

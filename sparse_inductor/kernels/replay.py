@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import compat
 from . import launch as launches
 
-__all__ = ["forget", "replayed"]
+__all__ = ["Site", "forget", "replayed"]
+
+log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.
 MOST_SCRATCH = 64 * 2**20
@@ -44,6 +47,8 @@ _ALLOCATES = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
+
+_SIZES_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 # By operator and all that its launches depend on: a plan; _ONCE after one call; None where there is no plan.
 _plans: dict[Hashable, Any] = {}
@@ -69,13 +74,9 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         nonlocal last
-        key: list[Hashable] = [compat.launch_settings()]
-        inputs: list[Tensor] = []
-        addresses: list[int] = []
-        _describe(args, key, inputs, addresses)
+        key, inputs, addresses = _described(args)
         if not inputs:
             return fn(*args)
-        key.append(inputs[0].get_device())
         before = last
         if before[0] == key and before[1].current:  # the layers of a model are alike
             plan = before[1]
@@ -103,6 +104,17 @@ def _first(
     return fn(*args)
 
 
+def _described(args: Sequence[Any]) -> tuple[list[Hashable], list[Tensor], list[int]]:
+    """All that the launches depend on, the tensors and their addresses."""
+    key: list[Hashable] = [compat.launch_settings()]
+    inputs: list[Tensor] = []
+    addresses: list[int] = []
+    _describe(args, key, inputs, addresses)
+    if inputs:
+        key.append(inputs[0].get_device())
+    return key, inputs, addresses
+
+
 def _describe(
     args: Sequence[Any], key: list[Hashable], inputs: list[Tensor], addresses: list[int]
 ) -> None:
@@ -120,11 +132,59 @@ def _describe(
             key.append(a)
 
 
+class Site:
+    """A call in generated code, whose arguments never differ but in the tensors' addresses and what they hold.
+
+    fn: what `replayed` decorates. Once there is a plan it is looked up no more: only the addresses' alignment is, and
+    what else a plan depends on.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn, self._usual = fn, replayed(fn)
+        self._plan: _Plan | None = None
+        self._tensors: Callable[[Any], Sequence[Tensor]] = tuple
+        self._settings: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        plan = self._plan
+        if plan is not None and plan.current and compat.launch_settings() == self._settings:
+            inputs = self._tensors(args)
+            addresses = [t.data_ptr() for t in inputs]
+            together = 0
+            for address in addresses:
+                together |= address
+            if not together & 15 and not launches.hooked():
+                return plan.run(inputs, addresses)
+        out = self._usual(*args)
+        self._look_up(args)
+        return out
+
+    def _look_up(self, args: Any) -> None:
+        key, inputs, addresses = _described(args)
+        plan = _plans.get((self._fn, *key)) if inputs else None
+        if type(plan) is _Plan and not any(address & 15 for address in addresses):
+            # Lists in the arguments are not longer in the next call either.
+            places = ", ".join(_places(args, "args"))
+            self._tensors = eval(f"lambda args: ({places},)")
+            self._plan, self._settings = plan, key[0]
+
+
+def _places(args: Sequence[Any], name: str) -> list[str]:
+    """Where the tensors are, in the order of `_describe`."""
+    found: list[str] = []
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor):
+            found.append(f"{name}[{i}]")
+        elif isinstance(a, (list, tuple)):
+            found += _places(a, f"{name}[{i}]")
+    return found
+
+
 # --- Recording --------------------------------------------------------------------------------------------------------
 
 
 class _Unplannable(Exception):
-    """The call does what a plan cannot repeat."""
+    """The call does what a plan cannot repeat; the message says what."""
 
 
 class _At(NamedTuple):
@@ -150,16 +210,13 @@ def _record(fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tenso
         return fn(*args)
     try:
         recording = _Recording(inputs)
-        launches.watch(recording.launched)
+        with recording, launches.watched(recording.launched):
+            result = fn(*args)
         try:
-            with recording, launches.counted() as made:
-                result = fn(*args)
-        finally:
-            launches.watch(None)
-        try:
-            _plans[key] = recording.plan(result, made)
-        except _Unplannable:
+            _plans[key] = recording.plan(result)
+        except _Unplannable as why:
             _plans[key] = None
+            log.debug("%s is planned anew at each call: %s", fn.__qualname__, why)
         return result
     finally:
         _one_at_a_time.release()
@@ -176,35 +233,38 @@ class _Recording(TorchDispatchMode):
         self._made: list[Tensor] = []  # kept, so that no address is given out twice
         self._results: set[int] = set()  # which of them an ATen operator returned
         self._steps: list[_Launch | _Call] = []
-        self._sound = all(t.device == self._device for t in inputs)
+        self._why = "" if all(t.device == self._device for t in inputs) else "several devices"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._sound and not func.is_view:
+        if not self._why and not func.is_view:
             try:
                 if func in _ALLOCATES:
                     self._keep(out)
                 else:
                     self._called(func, args, kwargs, out)
-            except _Unplannable:
-                self._give_up()
+            except _Unplannable as why:
+                self._give_up(f"{func}: {why}")
         return out
 
     def _keep(self, t: Tensor) -> None:
         self._made.append(t)
-        if t.device != self._device or sum(map(_storage_bytes, self._made)) > MOST_KEPT:
-            raise _Unplannable
+        if t.device != self._device:
+            raise _Unplannable(f"a tensor on {t.device}")
+        if sum(map(_storage_bytes, self._made)) > MOST_KEPT:
+            raise _Unplannable("too much memory")
 
     def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self._check_stream()
-        if func.namespace != "aten" or any(isinstance(v, Tensor) for v in kwargs.values()):
-            raise _Unplannable  # out= among them: what they return is what they were given
-        call = _Call(func, self._views(args), kwargs)
+        if func.namespace != "aten" or not _SIZES_FROM_DATA.isdisjoint(func.tags):
+            raise _Unplannable("what it returns is not known beforehand")
+        named = {name: self._views(v) for name, v in kwargs.items()}
+        call = _Call(func, self._views(args), named)
         results = out if isinstance(out, (tuple, list)) else (out,)
         for i, t in enumerate(results):
             if not isinstance(t, Tensor):
-                raise _Unplannable  # a number: what follows may depend on it
+                raise _Unplannable("a number: what follows may depend on it")
             if not self._known(t):
                 self._results.add(len(self._made))
                 self._keep(t)
@@ -221,31 +281,30 @@ class _Recording(TorchDispatchMode):
     def _view(self, t: Tensor) -> _View:
         at = self._locate(t)
         if at is None:
-            raise _Unplannable
+            raise _Unplannable("an empty tensor")
         return _View(at, tuple(t.shape), tuple(t.stride()), t.dtype)
 
-    def _give_up(self) -> None:
-        self._sound = False
+    def _give_up(self, why: str) -> None:
+        self._why = why
         self._made.clear()
         self._steps.clear()
 
     def _check_stream(self) -> None:
         if compat.raw_stream(self._device) != self._stream:
-            raise _Unplannable
+            raise _Unplannable("another stream")
 
     def launched(
-        self, compiled: Any, grid: tuple[int, ...], args: Sequence[Any], constants: Sequence[Any]
+        self, compiled: Any, grid: tuple[int, ...], stream: int, args: Sequence[Any]
     ) -> None:
-        """The next launch; compiled: what was launched, None if there is nothing to launch again."""
-        if not self._sound:
+        """The next launch."""
+        if self._why:
             return
         try:
-            self._check_stream()
-            if compiled is None:
-                raise _Unplannable
-            self._steps.append(_Launch(compiled, grid, [*args, *constants], self._locate))
-        except _Unplannable:
-            self._give_up()
+            if stream != self._stream:
+                raise _Unplannable("another stream")
+            self._steps.append(_Launch(compiled, grid, args, self._locate))
+        except _Unplannable as why:
+            self._give_up(f"{compiled.name}: {why}")
 
     def _known(self, t: Tensor) -> bool:
         storage = t.untyped_storage().data_ptr()
@@ -264,22 +323,19 @@ class _Recording(TorchDispatchMode):
         if len(given) > 1:  # inputs that share a storage today may not do so in the next call
             given = [i for i in given if self._inputs[i].data_ptr() == address]
         if len(given) != 1:
-            raise _Unplannable
+            raise _Unplannable("a tensor from elsewhere")
         return _At(given[0], address - self._inputs[given[0]].data_ptr())
 
-    def plan(self, result: Any, launched: list[Any] | None) -> _Plan:
-        """What was recorded, of a call that returned `result` and of which Triton says that it launched so much."""
-        told = sum(isinstance(step, _Launch) for step in self._steps)
-        if not self._sound or not self._steps or launched is None:
-            raise _Unplannable
-        if len(launched) != told:  # not all of it through `launch`
-            raise _Unplannable
+    def plan(self, result: Any) -> _Plan:
+        """What was recorded, of a call that returned `result`."""
+        if self._why or not self._steps:
+            raise _Unplannable(self._why or "nothing is launched")
         returned: list[_View | None] = []
         shape = self._returned(result, returned)
         count = len(self._inputs)
         own = [v.at.base - count for v in returned if v is not None]
         if len(set(own)) != len(own):
-            raise _Unplannable  # two of one storage
+            raise _Unplannable("two results share memory")
         allocated = [i for i in own if i not in self._results]
         bases: dict[int, _At] = {}
         size = kept = 0
@@ -295,7 +351,7 @@ class _Recording(TorchDispatchMode):
                 bases[count + i] = _At(count + len(allocated), size)
                 size += _storage_bytes(t)
         if size + kept > MOST_SCRATCH:
-            raise _Unplannable
+            raise _Unplannable(f"{size + kept} bytes of scratch memory")
 
         def moved(at: _At) -> _At:
             to = bases.get(at.base, _At(at.base, 0))
@@ -321,9 +377,9 @@ class _Recording(TorchDispatchMode):
             return _Empty((tuple(result.shape), tuple(result.stride()), result.dtype))
         view = self._view(result)
         if view.at.base < len(self._inputs) or view.at.offset:
-            raise _Unplannable
+            raise _Unplannable("a result is a part of another tensor")
         if _storage_bytes(result) > _bytes(result):
-            raise _Unplannable  # a part of what was made
+            raise _Unplannable("a result is a part of what was made")
         found.append(view)
         return _Number(len(found) - 1)
 
@@ -351,7 +407,7 @@ class _Empty(tuple):
 class _Plan:
     """`run(inputs, addresses)` makes the call; inputs and their addresses are lists."""
 
-    def __init__(self, run: Callable[[list[Tensor], list[int]], Any]) -> None:
+    def __init__(self, run: Callable[[Sequence[Tensor], list[int]], Any]) -> None:
         self.run = run
         self.current = True  # until `forget`
 
@@ -376,7 +432,7 @@ class _Writer:
 
     def function(
         self, steps: Sequence[_Launch | _Call], views: Sequence[_View | None], shape: Any
-    ) -> Callable[[list[Tensor], list[int]], Any]:
+    ) -> Callable[[Sequence[Tensor], list[int]], Any]:
         """The function of these steps that returns `shape`."""
         calls = any(isinstance(step, _Call) for step in steps)
         lines = [f"{_listed('b', self._inputs)} = addresses"]
@@ -403,7 +459,9 @@ class _Writer:
         if not calls and device.type != "cuda":
             return run
 
-        def guarded(inputs: list[Tensor], addresses: list[int]) -> Any:
+        def guarded(inputs: Sequence[Tensor], addresses: list[int]) -> Any:
+            if not torch.is_autocast_enabled(device.type):
+                return run(inputs, addresses)
             # Autocast had its say when the call was recorded.
             with torch.amp.autocast(device.type, enabled=False):
                 return run(inputs, addresses)
@@ -412,7 +470,7 @@ class _Writer:
         if device.type != "cuda":
             return made
 
-        def on_device(inputs: list[Tensor], addresses: list[int]) -> Any:
+        def on_device(inputs: Sequence[Tensor], addresses: list[int]) -> Any:
             if current_device() == device.index:
                 return made(inputs, addresses)
             with torch.cuda.device(device):
@@ -501,6 +559,7 @@ class _Call:
             return [all_of(a) for a in args] if isinstance(args, list) else args
 
         self._args = all_of(self._args)
+        self._kwargs = {name: all_of(v) for name, v in self._kwargs.items()}
 
     def written(self, writer: _Writer) -> list[str]:
         """The call as lines of code."""
@@ -512,8 +571,9 @@ class _Call:
                 return f"[{', '.join(map(expression, a))}]"
             return writer.named(a)
 
-        given = ", ".join(map(expression, self._args))
-        lines = [f"out = {writer.named(self._func)}({given}, **{writer.named(self._kwargs)})"]
+        given = [*map(expression, self._args)]
+        given += [f"{name}={expression(v)}" for name, v in self._kwargs.items()]
+        lines = [f"out = {writer.named(self._func)}({', '.join(given)})"]
         several = len(self._func._schema.returns) > 1
         for i in self.new:
             n = writer.result()
@@ -541,7 +601,7 @@ class _Launch:
             if hasattr(a, "block_shape"):
                 at = locate(a.base)
                 if at is None:
-                    raise _Unplannable
+                    raise _Unplannable("an empty descriptor")
                 return _Descriptors(a, at)
             return a
 
@@ -571,10 +631,10 @@ class _Launch:
                 return f"({''.join(f'{expression(e)}, ' for e in a)})"
             return writer.named(a)
 
-        first, more = launches.bound(self._compiled, self._grid)
+        launch, first, more = launches.bound(self._compiled, self._grid)
         given = [*map(writer.named, first), "stream", *map(writer.named, more)]
         given += map(expression, self._args)
-        return [f"{writer.named(self._compiled.run)}({', '.join(given)})"]
+        return [f"{writer.named(launch)}({', '.join(given)})"]
 
 
 class _Descriptors:

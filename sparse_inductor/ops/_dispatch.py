@@ -47,7 +47,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.cache
     def replaying() -> Callable[..., Any]:
-        if importlib.util.find_spec("triton") is None:  # what has no kernel still works
+        if not replays():
             return fn
         from ..kernels.replay import replayed
 
@@ -56,8 +56,22 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: replaying()(*args)
 
 
+def replays() -> bool:
+    """Whether launches can be recorded: what has no kernel works without Triton, and its interpreter tells nobody."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return not triton.knobs.runtime.interpret
+
+
+# What computes the operators, by name.
+functions: dict[str, Callable[..., Any]] = {}
+
+
 def register(lib: Any, name: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """What computes an operator on a CPU and on a GPU, where its launches are replayed, and its shapes."""
+    functions[name] = fn
     lib.impl(name, fn, "CPU")
     lib.impl(name, on_gpu(fn), "CUDA")
     torch.library.register_fake(f"sparse_inductor::{name}", fake, lib=lib)

@@ -1,0 +1,55 @@
+"""Operators in the code that Inductor generates: called past the dispatcher, unless somebody is watching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import sparse_inductor
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 32), nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+@pytest.fixture
+def compiled() -> tuple[Callable[[Tensor], Tensor], Block, str]:
+    torch.manual_seed(0)
+    model = Block().eval().requires_grad_(False)
+    program = torch.compile(model, options=sparse_inductor.options(only="relu_ffn"))
+    _, (code,) = run_and_get_code(program, torch.randn(3, 8))
+    return program, model, code
+
+
+def test_generated_code_calls_the_function(compiled):
+    program, model, code = compiled
+    assert "from sparse_inductor.ops._direct import site" in code
+    assert "sparse_inductor_site('relu_ffn', 'cpu', True)" in code
+    assert "= torch.ops.sparse_inductor.relu_ffn" not in code
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        torch.testing.assert_close(program(x), model(x))
+
+
+def test_a_profiler_sees_the_operator(compiled):
+    program, _, _ = compiled
+    with torch.profiler.profile() as profile:
+        program(torch.randn(3, 8))
+    assert "sparse_inductor::relu_ffn" in {event.key for event in profile.key_averages()}
+
+
+def test_unknown_sizes_are_told(compiled):
+    program = torch.compile(Block(), dynamic=True, options=sparse_inductor.options(only="relu_ffn"))
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(program, torch.randn(3, 8))
+    assert "sparse_inductor_site('relu_ffn', 'cpu', False)" in code

@@ -1,0 +1,76 @@
+"""Calls that are recorded and made again: what of ATen can be, and that it gives the bits of the function itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparse_inductor.kernels import replay
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    replay.forget()
+    yield
+    replay.forget()
+
+
+def products(x: Tensor, weights: list[Tensor], bias: Tensor | None, factor: float) -> list[Tensor]:
+    """Products into rows of a buffer, parts of tensors, operands by name, writing in place, sizes that are drawn up."""
+    room = x.new_empty(len(x) + 3, weights[0].shape[0])
+    torch.mm(x, weights[0].t(), out=room[: len(x)])
+    h = room[: len(x)]
+    h.mul_(factor)
+    if bias is not None:
+        h += bias
+    count = torch.full((2,), 3, dtype=torch.int32, device=x.device)
+    out = torch.addmm(h, h, weights[1], beta=2.0) + torch.arange(h.shape[1], device=x.device)
+    return [out, torch.topk(out, 2, dim=-1).indices, count]
+
+
+def chosen(x: Tensor) -> Tensor:
+    return x[(x > 0).nonzero().squeeze(1)] * 2
+
+
+def decided(x: Tensor) -> Tensor:
+    return x * 2 if x.sum() > 0 else x * 3
+
+
+def arguments(seed: int, bias: bool = True) -> tuple:
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g)
+    return draw(5, 4), [draw(6, 4), draw(6, 6)], draw(6) if bias else None, 0.5
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("how", [replay.replayed, replay.Site])
+def test_a_recorded_call_gives_the_bits_of_the_function(how, bias):
+    call = how(products)
+    for seed in range(5):
+        args = arguments(seed, bias)
+        for got, wanted in zip(call(*args), products(*args), strict=True):
+            assert torch.equal(got, wanted)
+    assert [type(p) for p in replay._plans.values()] == [replay._Plan]
+
+
+def test_a_site_takes_tensors_that_are_aligned_otherwise_and_new_plans():
+    call = replay.Site(products)
+    x, *rest = arguments(0)
+    shifted = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    wanted = products(x, *rest)
+    for _ in range(4):
+        for given in (x, shifted):
+            torch.testing.assert_close(call(given, *rest), wanted)
+    assert len(replay._plans) == 2
+    replay.forget()
+    torch.testing.assert_close(call(x, *rest), wanted)
+
+
+@pytest.mark.parametrize("fn", [chosen, decided])
+def test_what_depends_on_what_tensors_hold_is_called_each_time(fn):
+    call = replay.replayed(fn)
+    for seed in range(5):
+        x = torch.randn(7, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(call(x), fn(x))
+    assert [*replay._plans.values()] == [None]
