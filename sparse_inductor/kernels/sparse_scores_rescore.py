@@ -11,37 +11,52 @@ import triton.language as tl
 
 from . import sparse_scores_ptx as ptx
 from .launch import relaunched
-from .sparse_scores_accumulate import place_of_term
+from .sparse_scores_accumulate import COUNTERS_APART
 
-__all__ = ["LOWEST", "MAP_TERMS", "MAP_VOCABULARY", "everything_kernel", "rescore_kernel"]
+__all__ = ["FILTERED_UP_TO", "LOWEST", "RANKED_UP_TO", "everything_kernel", "rescore_kernel"]
 
 LOWEST = -(1 << 63)  # the key of no document
 _LOWEST = tl.constexpr(LOWEST)
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
+_APART = tl.constexpr(COUNTERS_APART)
 
-# A query in shared memory: a byte a term, the place of its weight in a table behind (0: not in the query). One byte
-# gathered from shared memory in place of four from a row of V floats, which is a cache line an entry.
-MAP_VOCABULARY = 1 << 15  # with the table below the 48 KiB that PTX may declare
-MAP_TERMS = 255
-_MAP_WORDS = tl.constexpr(MAP_VOCABULARY // 4)
-_WEIGHTS = tl.constexpr(MAP_VOCABULARY)  # where the table begins
+# In shared memory: bits of the terms a query has, by which most entries of a row are passed over (see
+# `sparse_scores_ptx.mark`), the places of the rows a block goes on with, 8 bytes each or, with scales, 16, and lists.
+FILTER_TERMS = 1023  # where a quarter of the bits is set, weights might as well be loaded at once
+FILTERED_UP_TO = 1 << 16  # terms of 16 bits
+_ROWS_BYTES = 8192
+_FILTER = tl.constexpr(ptx.FILTER_BYTES)
+_WARPS = 8
+_TURN = tl.constexpr(ptx.TURN)
+_LENGTH_AT = tl.constexpr(ptx.LENGTH_AT)
+_MOST_FILTERED = tl.constexpr(FILTER_TERMS)
+_SHARED = ptx.FILTER_BYTES + _ROWS_BYTES + ptx.PASSED_BYTES
 _DECLARE = tl.constexpr(
-    f"{{ .shared .align 16 .b8 sparse_scores_map[{MAP_VOCABULARY + 4 * (MAP_TERMS + 1)}]; "
-    "mov.u32 $0, sparse_scores_map; }"
+    f"{{ .shared .align 128 .b8 sparse_scores_rows[{_SHARED}]; mov.u32 $0, sparse_scores_rows; }}"
 )
-_STORE = tl.constexpr("{ st.shared.u32 [$1], $2; mov.u32 $0, 0; }")
-_STORE_BYTE_IF = tl.constexpr(
-    "{ .reg .pred p; setp.lt.s32 p, $3, $4; @p st.shared.u8 [$1], $2; mov.u32 $0, 0; }"
+_CLEAR = tl.constexpr(ptx.clear(ptx.FILTER_BYTES // 4, 32 * _WARPS))
+_MARK = tl.constexpr(ptx.mark())
+_ROWS = tl.constexpr(_ROWS_BYTES // 8)
+_ROWS_SCALED = tl.constexpr(_ROWS_BYTES // 16)
+_RESCORE = tl.constexpr(ptx.rescore("singles", _ROWS_BYTES // 8))
+_RESCORE_HALVES = tl.constexpr(ptx.rescore("halves", _ROWS_BYTES // 8))
+_RESCORE_BYTES = tl.constexpr(ptx.rescore("bytes", _ROWS_BYTES // 16))
+_RANK = tl.constexpr(ptx.rank())
+RANKED_UP_TO = ptx.RANKED  # keys
+_RANKED = tl.constexpr(RANKED_UP_TO)
+_ORDINAL = tl.constexpr(ptx.ordinal())
+_CLASSES = tl.constexpr(8)  # of lengths, 32 apart
+_COUNTERS = tl.constexpr(ptx.FILTER_BYTES + _ROWS_BYTES)  # of them, where lists come later
+_COUNT = tl.constexpr("ld.shared.u32 $0, [$1];")
+_CLEAR_COUNT = tl.constexpr("{ st.shared.u32 [$1], 0; mov.u32 $0, 0; }")
+# Not `tl.store`, for which threads would exchange through shared memory what they store.
+_KEEP = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.u32 [$1], $2; mov.u32 $0, 0; }"
 )
-_LOOK_UP = tl.constexpr(
-    "{ .reg .u32 a; ld.shared.u8 a, [$1]; mad.lo.u32 a, a, 4, $2; "
-    f"ld.shared.f32 $0, [a+{MAP_VOCABULARY}]; }}"
-)
+_PLACE = tl.constexpr("{ st.shared.b64 [$1], $2; mov.u32 $0, 0; }")
+_SCALES = tl.constexpr("{ st.shared.v2.f32 [$1], {$2, $3}; mov.u32 $0, 0; }")
 _BARRIER = tl.constexpr("{ bar.sync 0; mov.u32 $0, 0; }")
-_RESCORE = tl.constexpr(ptx.rescore(MAP_VOCABULARY, False))
-_RESCORE_HALF = tl.constexpr(ptx.rescore(MAP_VOCABULARY, True))
-_WARPS = tl.constexpr(8)  # of a program of `rescore_kernel`
 
 
 @triton.jit
@@ -82,37 +97,102 @@ def _entries(terms, weights, at, some, scale, zero, BYTES: tl.constexpr, UNSIGNE
 
 
 @triton.jit
-def _map_query(query, query_terms, count, long, L):
-    """Set the query's map up in shared memory; its address. No more than 255 terms, ids below MAP_VOCABULARY."""
-    table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-    words = table + tl.arange(0, _MAP_WORDS) * 4
-    nothing = tl.zeros([_MAP_WORDS], tl.int32)
-    tl.inline_asm_elementwise(
-        _STORE, "=r,r,r", [words, nothing], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _barrier():
     tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    i = tl.arange(0, 256)
-    t = tl.load(query_terms + place_of_term(i, long, count, L), mask=i < count, other=0)
-    w = tl.load(query + t, mask=i < count, other=0.0)
-    last = count + tl.zeros([256], tl.int32)
+
+
+@triton.jit
+def _set_filter(table, query_terms, count, long, L):
+    """Set the query's filter up in shared memory."""
+    tl.inline_asm_elementwise(_CLEAR, "=r,r", [table], dtype=tl.int32, is_pure=False, pack=1)
+    _barrier()
     tl.inline_asm_elementwise(
-        _STORE_BYTE_IF, "=r,r,r,r,r", [table + t, i + 1, i, last],
+        _MARK, "=r,r,l,r,r,r", [table, query_terms.to(tl.int64), count, long, L - count],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    place = table + _WEIGHTS + ((i + 1) & 255) * 4  # the last is the first, which is 0
-    w = tl.where(i < 255, w, 0.0).to(tl.int32, bitcast=True)
-    tl.inline_asm_elementwise(_STORE, "=r,r,r", [place, w], dtype=tl.int32, is_pure=False, pack=1)
-    tl.inline_asm_elementwise(_BARRIER, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
-    return table
+
+
+@triton.jit
+def _by_length(table, length, here):
+    """Where each of a block's rows is to go, so that a warp's rows end together: the longest first, in any order else.
+    Sets and clears counters behind two barriers."""
+    kind = _CLASSES - tl.minimum((length + 31) // 32, _CLASSES)
+    kind = tl.where(here, kind, _CLASSES + 1)
+    counters = table + _COUNTERS
+    ordinal = tl.inline_asm_elementwise(
+        _ORDINAL, "=r,r,r", [counters + kind * 0, kind], dtype=tl.int32, is_pure=False, pack=1
+    )
+    _barrier()
+    for c in tl.static_range(_CLASSES + 1):
+        count = tl.inline_asm_elementwise(
+            _COUNT, "=r,r", [counters + 4 * c], dtype=tl.int32, is_pure=False, pack=1
+        )
+        ordinal += tl.where(kind > c, count, 0)
+    return ordinal
+
+
+@triton.jit
+def _score_filtered(
+    table, query, query_terms, count, long, L, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+    BYTES: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The documents of every program_id(1)-th turn; the query by its filter and its row."""
+    ROWS: tl.constexpr = _ROWS_SCALED if BYTES else _ROWS
+    places = table + _FILTER
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
+    for first in range(0, tl.cdiv(n, _TURN * parts) * _TURN, ROWS):
+        r = first + tl.arange(0, ROWS)
+        i = (r // _TURN * parts + part) * _TURN + r % _TURN
+        here = i < n
+        doc = tl.load(kept + i, mask=here, other=0)
+        start = tl.load(offsets + doc, mask=here, other=0)
+        end = tl.load(offsets + doc + 1, mask=here, other=0)
+        if first == 0:  # while the first are looked up
+            _set_filter(table, query_terms, count, long, L)
+        else:
+            _barrier()  # the rows before are done with
+        tl.inline_asm_elementwise(
+            _CLEAR_COUNT, "=r,r", [table + _COUNTERS + 4 * tl.arange(0, 32)], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+        _barrier()
+        place = _by_length(table, (end - start).to(tl.int32) + (start & 7).to(tl.int32), here)
+        s = first + place
+        at = places + place * 8
+        tl.inline_asm_elementwise(
+            _PLACE, "=r,r,l", [at, start | ((end - start) << _LENGTH_AT)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        if BYTES:
+            scale, zero = _scale_of(doc, scales, chunk_docs, chunks, ROWS, DEPTH)
+            tl.inline_asm_elementwise(
+                _SCALES, "=r,r,f,f", [at + 8 * ROWS, scale, zero], dtype=tl.int32, is_pure=False, pack=1
+            )  # fmt: skip
+        i = (s // _TURN * parts + part) * _TURN + s % _TURN
+        tl.inline_asm_elementwise(
+            _KEEP, "=r,l,r,r", [(kept + i).to(tl.int64), doc, here.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        _barrier()
+        HALF: tl.constexpr = weights.dtype.element_ty == tl.float16
+        CODE: tl.constexpr = _RESCORE_BYTES if BYTES else (_RESCORE_HALVES if HALF else _RESCORE)
+        tl.inline_asm_elementwise(
+            CODE, "=r,r,r,l,l,l,l,l,r,r,r",
+            [
+                table, places, terms.to(tl.int64), weights.to(tl.int64), kept.to(tl.int64), keys.to(tl.int64),
+                query.to(tl.int64), n, first * parts + part * _TURN, parts * _TURN,
+            ],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def _score_kept(
-    query, members, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr,
-    BITS: tl.constexpr, STEPS: tl.constexpr,
+    query, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, DOCS: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
-    """DOCS documents at a time, every program_id(1)-th lot; the query by its map, its bits and row, or its row."""
+    """DOCS documents at a time, every program_id(1)-th lot; the query by its bits and row, or its row."""
     for first in range(tl.program_id(1) * DOCS, n, tl.num_programs(1) * DOCS):
         i = first + tl.arange(0, DOCS)
         here = i < n
@@ -136,16 +216,11 @@ def _score_kept(
                 t, w = _entries(
                     terms, weights, at, some, scale[None, :], zero[None, :], BYTES, UNSIGNED16
                 )
-                if MAP:
-                    x = tl.inline_asm_elementwise(
-                        _LOOK_UP, "=f,r,r", [table + t, table + t * 0], dtype=tl.float32, is_pure=True, pack=1
-                    )  # fmt: skip
-                else:
-                    if BITS:
-                        # A query's bits stay in L1; of its row a sector is read for each term that is in it.
-                        word = tl.load(members + (t >> 5), mask=some, other=0)
-                        some = some & (((word >> (t & 31)) & 1) != 0)
-                    x = tl.load(query + t, mask=some, other=0.0)
+                if BITS:
+                    # A query's bits stay in L1; of its row a sector is read for each term that is in it.
+                    word = tl.load(members + (t >> 5), mask=some, other=0)
+                    some = some & (((word >> (t & 31)) & 1) != 0)
+                x = tl.load(query + t, mask=some, other=0.0)
                 acc += w.to(tl.float64) * x.to(tl.float64)
         score = tl.sum(acc, axis=0).to(tl.float32)
         tl.store(keys + i, _key(_ordered(score), doc), mask=here)
@@ -155,50 +230,53 @@ def _score_kept(
 @triton.jit
 def rescore_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks,
-    query_terms, query_counts, long_counts, members, kept, kept_counts, keys, V, L,
+    query_terms, query_counts, long_counts, members, kept, kept_counts, keys, found, scores, ids, V, L, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
-    DOCS: tl.constexpr, DEPTH: tl.constexpr, MAP: tl.constexpr, BITS: tl.constexpr,
+    DOCS: tl.constexpr, DEPTH: tl.constexpr, FILTERED: tl.constexpr, RANKED: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """Exact scores of the kept documents of a query; programs (q, part).
 
-    MAP: the query is looked up in shared memory, where it has few enough terms. BITS: members [B, V / 32] says which
-    terms a query has. Reads the rows (6 bytes an entry) once a kept document; writes 8 bytes each.
+    FILTERED: a filter in shared memory tells most of what is not in the query, where it has few enough terms. BITS:
+    members [B, V / 32] says which terms a query has. Reads the terms of the rows (2 bytes an
+    entry) once a kept document, and weights where the query has the term; writes 8 bytes each.
+    RANKED: the only part of a query writes the k best, too, where that is simple, and leaves a count of -1.
     """
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(kept_counts + q)
-    count = tl.load(query_counts + q)
     row = query + q * V
     members += q * tl.cdiv(V, 32)
     kept += q * ROOM
     keys += q * ROOM
-    if MAP:
-        if count <= 255:
-            table = _map_query(row, query_terms + q * L, count, tl.load(long_counts + q), L)
-            if BYTES:
-                _score_kept(
-                    row, members, table, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-                    BYTES, UNSIGNED16, DOCS, DEPTH, True, False, 8,
-                )  # fmt: skip
-            else:
-                HALF: tl.constexpr = weights.dtype.element_ty == tl.float16
-                CODE: tl.constexpr = _RESCORE_HALF if HALF else _RESCORE
-                tl.inline_asm_elementwise(
-                    CODE, "=r,r,l,l,l,l,l,r,r,r",
-                    [
-                        table, terms.to(tl.int64), weights.to(tl.int64), kept.to(tl.int64), offsets.to(tl.int64),
-                        keys.to(tl.int64), n, tl.program_id(1) * _WARPS, tl.num_programs(1) * _WARPS,
-                    ],
-                    dtype=tl.int32, is_pure=False, pack=1,
-                )  # fmt: skip
+    if FILTERED:
+        count = tl.load(query_counts + q)
+        if count <= _MOST_FILTERED:
+            table = tl.inline_asm_elementwise(
+                _DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1
+            )
+            _score_filtered(
+                table, row, query_terms + q * L, count, tl.load(long_counts + q), L, offsets, terms, weights,
+                scales, chunk_docs, chunks, kept, n, keys, BYTES, DEPTH,
+            )  # fmt: skip
+            if RANKED:  # noqa: SIM102, which the compiler knows
+                # Where documents may have come twice, there were fewer than k candidates.
+                if (n >= k) & (n <= _RANKED) & (tl.load(found + q * _APART) >= k):
+                    _barrier()
+                    tl.inline_asm_elementwise(
+                        _RANK, "=r,r,l,r,r,l,l",
+                        [table, keys.to(tl.int64), n, k, (scores + q * k).to(tl.int64), (ids + q * k).to(tl.int64)],
+                        dtype=tl.int32, is_pure=False, pack=1,
+                    )  # fmt: skip
+                    tl.store(kept_counts + q, -1)
         else:
             _score_kept(
-                row, members, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-                BYTES, UNSIGNED16, DOCS, DEPTH, False, False, 4,
+                row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+                BYTES, UNSIGNED16, DOCS, DEPTH, False, 3,
             )  # fmt: skip
     else:
         _score_kept(
-            row, members, 0, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-            BYTES, UNSIGNED16, DOCS, DEPTH, False, BITS, 3,
+            row, members, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
+            BYTES, UNSIGNED16, DOCS, DEPTH, BITS, 3,
         )  # fmt: skip
 
 

@@ -38,7 +38,14 @@ from .sparse_scores_accumulate import (
     portable_kernel,
     shared_kernel,
 )
-from .sparse_scores_rescore import LOWEST, MAP_VOCABULARY, everything_kernel, rescore_kernel
+from .sparse_scores_ptx import READ_ANYHOW
+from .sparse_scores_rescore import (
+    FILTERED_UP_TO,
+    LOWEST,
+    RANKED_UP_TO,
+    everything_kernel,
+    rescore_kernel,
+)
 
 __all__ = ["LISTS", "Packed", "pack", "search"]
 
@@ -104,7 +111,7 @@ class Packed:
         torch.Tensor
     )  # fp64 [2]: the largest weight, which is a fraction of 1, and the least, or 0
     offsets: torch.Tensor  # int64 [N + 1], of the rows
-    terms: torch.Tensor  # [nnz]
+    terms: torch.Tensor  # [nnz + READ_ANYHOW]
     weights: torch.Tensor  # [nnz]
     scales: torch.Tensor  # fp32 [chunks, 2]: a weight is scale * (stored - zero)
 
@@ -156,7 +163,9 @@ def pack(
         gone = before.offsets.numel() - 1 - first
         if gone:  # the last segment is made anew: its terms are counted again
             start = int(before.offsets[first])
-            ids = before.terms[start:].long() & (0xFFFF if num_terms <= 1 << 16 else -1)
+            ids = before.terms[start : int(before.offsets[-1])].long() & (
+                0xFFFF if num_terms <= 1 << 16 else -1
+            )
             df -= torch.bincount(ids, minlength=num_terms)
     for s in new:
         terms, values, lengths = s.term_ids(), s.values(), s.offsets.diff()
@@ -178,7 +187,9 @@ def pack(
     empty = torch.zeros(0, device=device)
     rows = (
         torch.cat(offsets),
-        torch.cat([s.terms for s in segments] or [empty.to(narrow)]),
+        torch.cat(
+            [*(s.terms for s in segments), torch.zeros(READ_ANYHOW, dtype=narrow, device=device)]
+        ),
         torch.cat([s.weights for s in segments] or [empty]),
         torch.cat(scales or [empty.view(0, 2)]).contiguous(),
     )
@@ -556,7 +567,9 @@ def _sort_kernel(
     which = ids + q * k
     one = tl.load(unit + q)
     twice = tl.load(found + q * _APART) < k
-    if tl.load(status + q) == 2:
+    if many < 0:
+        pass  # written by `rescore_kernel`
+    elif tl.load(status + q) == 2:
         _write_nan(best, which, k, ROOM)
     elif ROOM <= 256:
         _write_sorted(mine, many, twice, one, best, which, k, ROOM, PROVED)
@@ -722,14 +735,14 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         num_warps=8, maxnreg=64,
     )  # fmt: skip
     if proved:
-        _rescore(query, p, deleted, s, k, shared)
+        _rescore(query, p, deleted, s, k, shared, scores, ids)
     _sort_kernel[(B,)](
         s.keys, s.kept_counts, s.status, s.unit, s.found, s.kept, s.begins, s.moved, scores, ids, k,
         SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64,
     )  # fmt: skip
 
 
-def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool) -> None:
+def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool, scores, ids) -> None:
     """Exact keys of what is kept, and of the best of all documents for queries of which nothing is proved."""
     B, V = query.shape
     N = p.offsets.numel() - 1
@@ -740,14 +753,18 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool) -> No
         "DEPTH": max(1, p.chunks.count.bit_length()),
     }  # fmt: skip
     aligned = (p.terms.data_ptr() | p.weights.data_ptr()) % 16 == 0  # rows are read in vectors
-    mapped = shared and V <= MAP_VOCABULARY and aligned
-    # Every program sets a map of the query up, a microsecond: no more of them than run at once, four blocks an SM; 16
-    # documents at a time each.
+    filtered = shared and V <= FILTERED_UP_TO and aligned
+    # Every program sets a filter up, a microsecond: no more of them than run at once, four blocks an SM; 16 documents
+    # at a time each.
     slots = 4 * _multiprocessors(query.device) if query.is_cuda else 1
-    parts = max(1, min(triton.cdiv(k, 16), slots // B if mapped else 2048 // B))
+    parts = max(
+        1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
+    )
     rescore_kernel[(B, parts)](
-        *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, V,
-        s.terms.shape[1], DOCS=16, MAP=mapped, BITS=not shared, num_warps=8, maxnreg=64, **kinds,
+        *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, s.found,
+        scores, ids, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered,
+        RANKED=filtered and parts == 1 and k <= RANKED_UP_TO, BITS=not shared,
+        num_warps=8, maxnreg=64, **kinds,
     )  # fmt: skip
     group = max(1, min(4, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)

@@ -23,7 +23,7 @@ PREPARE = (
 )
 SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i32 *i32 *i64 i32 i32 i32"
 ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
-RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i32 *i32 *i64 i32 i32"
+RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32"
 EVERYTHING = f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32 i32 i32"
 KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
 
@@ -69,13 +69,14 @@ def forms():
             {"num_warps": 8, "maxnreg": 64},
         )
     for weight, by in (("*fp32", False), ("*fp16", False), ("*u8", True)):
-        for map_ in (True, False):
+        for filtered in (True, False):
             const = {
                 **KINDS,
                 "BYTES": by,
                 "DOCS": 16,
-                "MAP": map_,
-                "BITS": not map_,
+                "FILTERED": filtered,
+                "RANKED": filtered,
+                "BITS": not filtered,
             }
             yield (
                 "rescore",
