@@ -1,0 +1,312 @@
+"""Runs PTX on a CPU, a warp at a time: what Triton's interpreter does not do for inline assembly.
+
+Instructions are those that the kernels here use. Blocks of one warp after the other, from barrier to barrier; a branch
+that not all lanes of a warp take, an address outside the memory there is, or one that is not aligned, is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Memory", "block"]
+
+_LOW = np.uint64(0xFFFFFFFF)
+_LANES = np.arange(32, dtype=np.uint64)
+
+
+class Memory:
+    """Arrays at addresses."""
+
+    def __init__(self) -> None:
+        self._arrays: list[tuple[int, np.ndarray]] = []
+
+    def add(self, address: int, array: np.ndarray) -> int:
+        self._arrays.append((address, array.view(np.uint8).reshape(-1)))
+        return address
+
+    def at(self, address: int, size: int) -> np.ndarray:
+        """The bytes there, to read and to write."""
+        for base, array in self._arrays:
+            if base <= address and address + size <= base + len(array):
+                return array[address - base : address - base + size]
+        raise IndexError(f"no memory at {address:#x}")
+
+    def load(self, address: int, size: int) -> int:
+        return int.from_bytes(self.at(address, size).tobytes(), "little")
+
+    def store(self, address: int, size: int, value: int) -> None:
+        part = value & ((1 << 8 * size) - 1)
+        self.at(address, size)[:] = np.frombuffer(part.to_bytes(size, "little"), np.uint8)
+
+
+def block(code: str, inputs: Sequence[int], shared: Memory, memory: Memory, warps: int = 8) -> None:
+    """Run inline assembly whose $1, $2, ... are the inputs, as a block of `warps`."""
+    program = _parsed(code)
+    running = [_Warp(w, inputs, shared, memory).run(*program) for w in range(warps)]
+    while running:
+        running = [w for w in running if next(w, "done") != "done"]
+
+
+def _parsed(code: str) -> tuple[list[tuple[list[str], list[str], str]], dict[str, int]]:
+    """Instructions as (parts of the name, operands, predicate), and where labels are."""
+    body = re.sub(r"\.reg[^;]*;", "", code.strip()[1:-1]).replace("\n", " ")
+    program: list[tuple[list[str], list[str], str]] = []
+    labels: dict[str, int] = {}
+    for statement in body.split(";"):
+        rest = statement.strip()
+        while (label := re.match(r"([A-Z]\w*):\s*", rest)) is not None:
+            labels[label[1]] = len(program)
+            rest = rest[label.end() :]
+        if not rest:
+            continue
+        predicate = ""
+        if (guard := re.match(r"@(!?\w+)\s+", rest)) is not None:
+            predicate, rest = guard[1], rest[guard.end() :]
+        name, _, operands = rest.partition(" ")
+        program.append(
+            (name.split("."), re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", operands), predicate)
+        )
+    return program, labels
+
+
+def _signed(x: np.ndarray, bits: int = 32) -> np.ndarray:
+    if bits == 64:
+        return np.ascontiguousarray(x).view(np.int64)
+    return (x & _LOW).astype(np.uint32).view(np.int32).astype(np.int64)
+
+
+def _single(x: np.ndarray) -> np.ndarray:
+    return (x & _LOW).astype(np.uint32).view(np.float32)
+
+
+def _bits_of(x: np.ndarray) -> np.ndarray:
+    """Of fp32 or fp64."""
+    kind = np.uint32 if x.dtype == np.float32 else np.uint64
+    return x.view(kind).astype(np.uint64)
+
+
+def _each(function: Any, x: np.ndarray) -> np.ndarray:
+    return np.array([function(int(v)) for v in x], dtype=np.uint64)
+
+
+class _Warp:
+    def __init__(self, number: int, inputs: Sequence[int], shared: Memory, memory: Memory) -> None:
+        self.shared, self.memory = shared, memory
+        self.values: dict[str, np.ndarray] = {
+            f"${i + 1}": np.full(32, v, np.uint64) for i, v in enumerate(inputs)
+        }
+        self.values["%laneid"] = _LANES
+        self.values["%tid.x"] = _LANES + np.uint64(32 * number)
+        self.values["%lanemask_lt"] = (np.uint64(1) << _LANES) - np.uint64(1)
+
+    def value(self, operand: str) -> np.ndarray:
+        if operand in self.values:
+            return self.values[operand]
+        base = 16 if operand[:2] in ("0f", "0d") else 0
+        number = int(operand[2:] if base else operand, base)
+        return np.full(32, number & (2**64 - 1), np.uint64)
+
+    def set(self, register: str, value: Any, active: np.ndarray, bits: int = 32) -> None:
+        new = np.asarray(value)
+        new = new.astype(np.int64).view(np.uint64) if new.dtype.kind == "i" else new
+        new = new.astype(np.uint64) & (_LOW if bits == 32 else ~np.uint64(0))
+        before = self.values.get(register, np.full(32, 0xDEADBEEF, np.uint64))
+        self.values[register] = np.where(active, new, before)
+
+    def run(self, program: Any, labels: dict[str, int]) -> Iterator[None]:
+        at = 0
+        while at < len(program):
+            (name, operands, predicate) = program[at]
+            at += 1
+            active = np.ones(32, bool)
+            if predicate:
+                active = self.values[predicate.lstrip("!")].astype(bool) ^ (predicate[0] == "!")
+            if name[0] == "bra":
+                assert active.all() or not active.any(), f"lanes part at {operands[0]}"
+                at = labels[operands[0]] if active.all() else at
+            elif name[0] == "bar":
+                if name[1] == "sync":
+                    yield
+            elif name[0] in ("ld", "st", "red", "atom"):
+                self.access(name, operands, active)
+            elif name[0] in ("shfl", "vote", "match", "redux"):
+                self.exchange(name, operands, active)
+            elif name[0] == "mov" and "{" in "".join(operands):
+                self.split_or_join(operands, active)
+            else:
+                self.compute(name, operands, active)
+
+    def access(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
+        memory = self.shared if name[1] == "shared" else self.memory
+        size = int(name[-1][1:]) // 8
+        place, register = operands[0], operands[-1]
+        if name[0] in ("ld", "atom"):
+            place, register = operands[1], operands[0]
+        base, _, offset = place[1:-1].partition("+")
+        addresses = [int(x) + int(offset or 0) for x in self.value(base.strip())]
+        registers = [r.strip() for r in register.strip("{}").split(",")]
+        found = [np.zeros(32, np.uint64) for _ in registers]
+        for lane in np.flatnonzero(active):
+            address = addresses[lane]
+            assert address % (size * len(registers)) == 0, f"{'.'.join(name)} of {address:#x}"
+            for i, r in enumerate(registers):
+                there = address + size * i
+                if name[0] in ("ld", "atom"):
+                    found[i][lane] = memory.load(there, size)
+                if name[0] == "atom":
+                    memory.store(
+                        there, size, int(found[i][lane]) + int(self.value(operands[2])[lane])
+                    )
+                if name[0] in ("st", "red"):
+                    new = int(self.value(r)[lane])
+                    memory.store(
+                        there, size, new | memory.load(there, size) if name[0] == "red" else new
+                    )
+        if name[0] in ("ld", "atom"):
+            for r, new in zip(registers, found, strict=True):
+                self.set(r, new, active, 64)
+
+    def exchange(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
+        target, x = operands[0], self.value(operands[1])
+        if name[0] == "shfl":
+            n = self.value(operands[2]).astype(int)
+            lanes = np.arange(32)
+            source = {"bfly": lanes ^ n, "idx": n & 31, "up": lanes - n}[name[2]]
+            inside = source >= 0
+            target, _, whether = target.partition("|")
+            self.set(target, np.where(inside, x[source], x), active)
+            if whether:
+                self.set(whether, inside.astype(np.uint64), active)
+        elif name[0] == "vote":
+            said = x.astype(bool) & active
+            ballot = sum(1 << i for i in range(32) if said[i])
+            self.set(target, np.full(32, int(said.any()) if name[2] == "any" else ballot), active)
+        elif name[0] == "match":
+            self.set(target, [sum(1 << j for j in range(32) if x[j] == v) for v in x], active)
+        else:
+            best = _signed(x).max() if name[2] == "max" else _signed(x).min()
+            self.set(target, np.full(32, best), active)
+
+    def split_or_join(self, operands: list[str], active: np.ndarray) -> None:
+        target, given = operands
+        if target[0] == "{":
+            low, high = (r.strip() for r in target[1:-1].split(","))
+            self.set(low, self.value(given), active)
+            self.set(high, self.value(given) >> np.uint64(32), active)
+        else:
+            low, high = (self.value(r.strip()) & _LOW for r in given[1:-1].split(","))
+            self.set(target, low | (high << np.uint64(32)), active, 64)
+
+    def compute(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = name[-1]
+        bits = 64 if kind.endswith("64") else 32
+        target = operands[0]
+        if name[0] == "setp":
+            self.compare(name, operands, active)
+            return
+        if name[0] == "selp":
+            chosen = self.value(operands[3]).astype(bool)
+            self.set(
+                target, np.where(chosen, self.value(operands[1]), self.value(operands[2])), active
+            )
+            return
+        x, y, z = ([self.value(o) for o in operands[1:]] + [_LANES] * 3)[:3]
+        if kind in ("f32", "f64") and name[0] in ("add", "sub", "mul", "fma"):
+            a, b, c = ((_single(v) if kind == "f32" else v.view(np.float64)) for v in (x, y, z))
+            done = {"add": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[name[0]]
+            self.set(target, _bits_of(done), active, bits)
+            return
+        if name[0] == "cvt":
+            bits = 64 if name[-2].endswith("64") else 32
+        if name[0] == "mad" and name[1] == "wide":
+            bits = 64
+        self.set(target, self.integer(name, x, y, z), active, bits)
+
+    def integer(self, name: list[str], x: Any, y: Any, z: Any) -> Any:
+        kind = name[-1]
+        bits = 64 if kind.endswith("64") else 32
+        amount = np.minimum(y & _LOW, np.uint64(63))
+        within = (y & _LOW) < bits
+        match name[0]:
+            case "mov":
+                return x
+            case "add":
+                return x + y
+            case "sub":
+                return x - y
+            case "mul":
+                return x * y
+            case "mad":
+                return ((x & _LOW) if name[1] == "wide" else x) * y + z
+            case "and":
+                return x & y
+            case "or":
+                return x | y
+            case "xor":
+                return x ^ y
+            case "not":
+                return ~x
+            case "max" | "min":
+                read = _signed if kind == "s32" else (lambda v: v & _LOW)
+                return (np.maximum if name[0] == "max" else np.minimum)(read(x), read(y))
+            case "shl":
+                return np.where(within, x << amount, np.uint64(0))
+            case "shr":
+                if kind == "s32":
+                    return _signed(x) >> np.minimum(y & _LOW, np.uint64(31)).astype(np.int64)
+                return np.where(within, (x if bits == 64 else x & _LOW) >> amount, np.uint64(0))
+            case "shf":
+                assert name[1:3] == ["r", "wrap"]
+                return (((y & _LOW) << np.uint64(32)) | (x & _LOW)) >> (z & np.uint64(31))
+            case "bmsk":
+                low, wide = (np.minimum(v & _LOW, np.uint64(32)) for v in (x, y))
+                return ((np.uint64(1) << wide) - np.uint64(1)) << low
+            case "dp4a":
+                byte = [(v >> np.uint64(8 * i)) & np.uint64(255) for v in (x, y) for i in range(4)]
+                return z + sum(byte[i] * byte[4 + i] for i in range(4))
+            case "bfind":
+                return _each(lambda v: v.bit_length() - 1 if v else 0xFFFFFFFF, x & _LOW)
+            case "popc":
+                return _each(int.bit_count, x & _LOW)
+            case "brev":
+                return _each(lambda v: int(f"{v:032b}"[::-1], 2), x & _LOW)
+            case "clz":
+                return _each(lambda v: 32 - v.bit_length(), x & _LOW)
+            case "cvt":
+                return self.converted(name[-2], kind, x)
+        raise NotImplementedError(".".join(name))
+
+    @staticmethod
+    def converted(to: str, kind: str, x: np.ndarray) -> np.ndarray:
+        if kind == "f16":
+            return _bits_of((x & np.uint64(0xFFFF)).astype(np.uint16).view(np.float16).astype("f4"))
+        if to == "f64":
+            return _bits_of(_single(x).astype(np.float64))
+        if kind == "f64":
+            return _bits_of(x.view(np.float64).astype(np.float32))
+        if to == "f32":
+            return _bits_of((x & _LOW).astype(np.float32))
+        return x & np.uint64(0xFFFF if to == "u16" else 0xFFFFFFFF)
+
+    def compare(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
+        kind = name[-1]
+        x, y = self.value(operands[1]), self.value(operands[2])
+        if kind[0] == "s":
+            x, y = (_signed(v, int(kind[1:])) for v in (x, y))
+        elif kind != "u64":
+            x, y = x & _LOW, y & _LOW
+        said = {
+            "eq": x == y,
+            "ne": x != y,
+            "lt": x < y,
+            "le": x <= y,
+            "gt": x > y,
+            "ge": x >= y,
+        }[name[1]]
+        if len(operands) == 4:
+            said = said & self.value(operands[3]).astype(bool)
+        self.set(operands[0], said.astype(np.uint64), active)
