@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_inductor import ops
+from sparse_inductor import SparseIndex, ops
 from sparse_inductor.kernels import replay
 
 pytestmark = pytest.mark.gpu
@@ -108,6 +108,26 @@ def test_replayed_calls_give_the_bits_of_planned_ones(name, training):
         assert plans == [replay._Plan]
     elif name in REPLAYED and not name.startswith("block"):
         assert replay._Plan in plans
+
+
+@pytest.mark.parametrize("batch, k", [(1, 1000), (1, 10), (300, 40)])
+def test_searches(batch, k):
+    """Of which one has an answer that its threshold does not prove."""
+    g = torch.Generator(device="cuda").manual_seed(0)
+    dense = torch.rand(20_000, 300, generator=g, device="cuda")
+    dense *= torch.rand(20_000, 300, generator=g, device="cuda") < 0.1
+    index = SparseIndex(300).to("cuda")
+    index.append(dense.to_sparse_csr())
+    sets = [torch.rand(batch, 300, generator=g, device="cuda") for _ in range(4)]
+    sets = [q * (torch.rand(batch, 300, generator=g, device="cuda") < 0.1) for q in sets]
+    sets[3][0] = 0
+    sets[3][0, 5] = 1e-30
+    replayed = [bits([*index.search(q, k)]) for q in sets]
+    assert [type(p) for p in replay._plans.values()] == [replay._Plan]
+    for q, got in zip(sets, replayed):
+        replay.forget()
+        for a, b in zip(got, index.search(q, k)):
+            assert torch.equal(a, b)
 
 
 def test_in_a_cuda_graph():

@@ -766,7 +766,7 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool, score
         RANKED=filtered and parts == 1 and k <= RANKED_UP_TO, BITS=not shared,
         num_warps=8, maxnreg=64, **kinds,
     )  # fmt: skip
-    group = max(1, min(4, _EVERYTHING_BYTES // (4 * N)))
+    group = max(1, min(4, B, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
     new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
     cuda = query.is_cuda

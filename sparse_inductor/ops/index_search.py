@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from ._dispatch import on_gpu
 from ._top import keys_of, keys_with_ids, scores_and_ids
 
 __all__: list[str] = []
@@ -122,5 +123,5 @@ def _fake(query, postings, counts, deleted, k):
 
 
 _lib.impl("index_search", _search_cpu, "CPU")
-_lib.impl("index_search", _search_cuda, "CUDA")
+_lib.impl("index_search", on_gpu(_search_cuda), "CUDA")
 torch.library.register_fake("sparse_inductor::index_search", _fake, lib=_lib)
