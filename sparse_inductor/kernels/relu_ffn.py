@@ -8,8 +8,8 @@ so a call has one sequence of launches for every input.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -94,33 +94,27 @@ def _may_share(M: int, N: int, cut: float) -> bool:
     return M >= SHARING and N <= 32768 and cut >= 0
 
 
-class _Beside:
-    """Runs something beside what the current stream was given since this was made."""
+class _Branch:
+    """A second line of kernels, which begins where the current stream is now."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.start = self.done = None
+        self._main = self._side = None
         if device.type == "cuda":
-            self.start = torch.cuda.current_stream(device).record_event()
+            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
+            self._side.wait_event(self._main.record_event())
 
-    def run(self, make: Callable[..., torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-        """make(weight, out), on a stream of its own; `wait` before reading it."""
-        if weight.stride(0) == 1:
-            return make(weight, None)
-        out = weight.new_empty(weight.shape[::-1])
-        if self.start is None:
-            return make(weight, out)
-        side = _side_stream(self.device)
-        side.wait_event(self.start)
-        with torch.cuda.stream(side):
-            make(weight, out)
-            self.done = side.record_event()
-        return out
+    def __call__(self) -> contextlib.AbstractContextManager[object]:
+        """What is launched within goes to it."""
+        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
-    def wait(self) -> None:
-        if self.done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.done)
-            self.done = None
+    def mark(self) -> torch.cuda.Event | None:
+        """What was launched on it so far."""
+        return None if self._side is None else self._side.record_event()
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Have the current stream go on when that is done."""
+        if self._main is not None and mark is not None:
+            self._main.wait_event(mark)
 
 
 @functools.cache
@@ -146,17 +140,23 @@ def forward(
     up = None if b.up is None else rows_of_table(b.up)
     if packed is None and M > MANY:
         cap *= 2
-    turned = _Beside(x.device)
+    marking = stats is None and hopper.may_mark(x, b.gate, b.cut)
     table = None
     for part in chunks(M, N, CHUNK):
         m = part.stop - part.start
+        numbers = None if stats is None else stats[:, part]
+        # Looked for where it may pay; a training step needs its packed rows whole.
+        shares = packed is None and numbers is None and _may_share(m, N, b.cut)
+        # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
+        pool = rows_pool.Pool(x[part], N) if shares else None
+        state = rows.new_state(x.device)
         marks = None
-        if stats is None and hopper.may_mark(x, b.gate, b.cut):
+        if marking:
             gate, marks = hopper.marked_product(x[part], b.gate, b.gate_bias, b.cut)
         else:
             gate = F.linear(x[part], b.gate, b.gate_bias)
         if table is None:
-            table = turned.run(rows.by_neuron, b.down)
+            table = rows.by_neuron(b.down, beside=marking)
         if packed is None:
             count = torch.empty(m, dtype=torch.int32, device=x.device)
             index = torch.empty(
@@ -166,36 +166,43 @@ def forward(
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
             ups = packed.up[part] if up is not None else None
-        numbers = None if stats is None else stats[:, part]
         heavy = count.new_empty(rows.room_for_rows(m))
-        # Looked for where it may pay; a training step needs its packed rows whole.
-        shares = packed is None and numbers is None and _may_share(m, N, b.cut)
-        pool = rows_pool.Pool(x[part], N) if shares else None
         counts: dict[str, Any] = {"marks": marks}
         if pool is not None:
             counts.update(shared=pool.counts, block_rows=rows_pool.ROWS)
         entries = (count, index, value)
-        packing = rows.pack(gate, entries, heavy, numbers, b.f, b.cut, up is not None, **counts)
-        turned.wait()
+        packing = rows.pack(
+            gate, entries, heavy, state, numbers, b.f, b.cut, up is not None, **counts
+        )
+        listed = state, heavy
         if pool is not None:
-            rows_pool.split(pool, packing[0], *entries)
-        beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing}
-        if pool is not None:
-            precision = dense.precision(x)
-            rows_pool.products(x[part], up, b.up_bias, table, pool, y[part], b.f, b.g, precision)
-            beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
-        if up is None:
-            rows.weighted_rows(count, index, value, table, y[part], steps=b.f, **beside)
-        else:
+            rows_pool.split(pool, state, *entries)
+        # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
+        branch = _Branch(x.device)
+        h, steps = value, b.f
+        if up is not None:
             h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)
-            rows.weighted_rows(count, index, h, table, y[part], **beside)
-        listed = packing[0], heavy
-        # All rows, then a list of them: one of the two finds nothing to do.
-        whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
-        if whole:
-            hopper.hidden(x[part], up, b.up_bias, gate, packing[0], b.f, b.g, b.cut)
-        dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
-        if numbers is not None and up is not None:
-            dense.row_stats(gate, numbers, listed)
-        dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
+            steps = ()
+        beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
+        with branch():
+            if pool is not None:
+                precision = dense.precision(x)
+                rows_pool.products(
+                    x[part], up, b.up_bias, table, pool, y[part], b.f, b.g, precision
+                )
+                beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
+            pooled = branch.mark()
+            # All rows, then a list of them: one of the two finds nothing to do.
+            whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
+            if whole:
+                hopper.hidden(x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut)
+            dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
+            if numbers is not None and up is not None:
+                dense.row_stats(gate, numbers, listed)
+            dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
+            done = branch.mark()
+        if pool is not None:
+            branch.wait(pooled)
+        rows.weighted_rows(count, index, h, table, y[part], **beside)
+        branch.wait(done)
     return y

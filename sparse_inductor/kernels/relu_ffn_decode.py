@@ -16,13 +16,12 @@ import triton.language as tl
 
 from .epilogue import encode, evaluate
 from .launch import relaunched
+from .relu_ffn_rows import early
 
 __all__ = ["applies", "forward"]
 
 # One token's down projection: outputs a program, neurons whose weights are in flight, warps.
 ONE_DOWN = (16, 32, 8)
-# Whether a kernel starts while the one in front of it ends (H200: 14.4 us a block of one token against 16.6).
-EARLY_STARTS = True
 # Active neurons of one token up to which they are listed; each costs a sector of memory for every output, and the
 # weights of sixteen neurons share a sector.
 MOST_LISTED = 256
@@ -173,12 +172,6 @@ def _down_kernel(
     tl.store(out + d, y.to(out.dtype.element_ty), mask=in_d)
 
 
-def _early(x: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that waits by itself for the one in front of it (compute capability 9)."""
-    able = EARLY_STARTS and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
-    return {"EARLY": able, "launch_pdl": True} if able else {"EARLY": False}
-
-
 def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
     N, K = b.gate.shape
     D = b.down.shape[0]
@@ -194,7 +187,7 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         N, K, b.gate.stride(0), up.stride(0), b.cut,
         F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, WIDTH=width, **_early(x), num_warps=1,
+        BN=bn, WIDTH=width, **early(x), num_warps=1,
     )  # fmt: skip
     bd, flight, warps = ONE_DOWN
     programs = triton.cdiv(D, bd)
@@ -203,7 +196,7 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
         h, b.down, b.down_bias, y, torch.empty(programs * most, dtype=torch.int32, device=x.device),
         N, D, b.down.stride(0), b.down.stride(1),
         HAS_BIAS=b.down_bias is not None, BD=bd, FLIGHT=4 if small else flight, MOST=most,
-        BLOCK=64 if small else 512, ALL=triton.next_power_of_2(N), **_early(x), num_warps=warps,
+        BLOCK=64 if small else 512, ALL=triton.next_power_of_2(N), **early(x), num_warps=warps,
     )  # fmt: skip
     return y
 

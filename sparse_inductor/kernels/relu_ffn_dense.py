@@ -14,7 +14,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
 from .relu_ffn_boxes import boxes
-from .relu_ffn_rows import ARRIVED, listed_rows, n_listed, slopes
+from .relu_ffn_rows import ARRIVED, early, listed_rows, n_listed, slopes, wait_for_previous
 
 __all__ = [
     "PAD",
@@ -103,7 +103,7 @@ def _hidden_kernel(
     x, up, gate, x_box, up_box, gate_box, bias, state, rows,
     M, N, stride_xm, stride_xk, stride_un, stride_uk, CUT, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BOXES: tl.constexpr, SOME: tl.constexpr,
+    BOXES: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous.
@@ -111,6 +111,7 @@ def _hidden_kernel(
     BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. SOME: nothing
     where every row is listed.
     """
+    wait_for_previous(EARLY)
     n_rows = n_listed(state)
     if SOME and n_rows == M:
         return
@@ -198,7 +199,7 @@ def hidden(
         x, table, gate, *made, bias, *listed,
         *gate.shape, *x.stride(), *table.stride(), cut, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-        BOXES=able, SOME=some, PRECISION=precision(x), **tile,
+        BOXES=able, SOME=some, PRECISION=precision(x), **early(x), **tile,
     )  # fmt: skip
 
 
@@ -265,7 +266,7 @@ SPLITS = tl.constexpr(16)
 def _product_kernel(
     a, b, out, a_box, b_box, out_box, bias, state, rows, parts,
     M, N, stride_am, stride_ak, stride_bn, stride_bk, stride_om, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BOXES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BOXES: tl.constexpr, EARLY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[row] = a[row] b^T + bias for the listed rows.
@@ -274,6 +275,7 @@ def _product_kernel(
     are fewer tiles than programs, several make parts [tile, split, BM, PART] of a tile's sum, and the one that arrives
     last adds them, in order.
     """
+    wait_for_previous(EARLY)
     n_rows = n_listed(state)
     if BOXES and n_rows == M:
         tiles_m = tl.cdiv(M, BM)
@@ -344,7 +346,7 @@ def product(
     _product_kernel[(programs,)](
         a, b, out, *made, bias, *listed, parts,
         a.shape[0], b.shape[0], *a.stride(), *b.stride(), out.stride(0), b.shape[1],
-        HAS_BIAS=bias is not None, BOXES=able, PRECISION=precision(a), **tile,
+        HAS_BIAS=bias is not None, BOXES=able, PRECISION=precision(a), **early(a), **tile,
     )  # fmt: skip
 
 

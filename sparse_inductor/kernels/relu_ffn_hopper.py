@@ -55,6 +55,20 @@ GROUP = gl.constexpr(8)
 
 
 @gluon.jit
+def _let_next_start():
+    """`gdc_launch_dependents`, which Gluon has not."""
+    early: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
+    gl.inline_asm_elementwise(early, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_for_previous():
+    """`gdc_wait`."""
+    wait: gl.constexpr = "griddepcontrol.wait; // $0"
+    gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _tile_at(t, tiles_m, tiles_n):
     """(row tile, column tile)."""
     group = t // (GROUP * tiles_n)
@@ -233,7 +247,10 @@ def _product_kernel(
         mbarrier.init(read.index(i), count=1)
     tiles_m = gl.cdiv(M, ROWS * CONSUMERS)
     tiles_n = gl.cdiv(N, COLUMNS)
+    # A multiprocessor has no room for anything beside this: the next kernel starts where tiles have run out.
+    _let_next_start()
     if MODE == HIDDEN:
+        _wait_for_previous()
         tiles_m = gl.where(gl.load(state + DENSE) == M, tiles_m, 0)
     source = (x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n)
     operands = (
@@ -338,7 +355,8 @@ def _launch(
         "G": encode(g),
     }
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count
-    launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4)
+    early = {"launch_pdl": True} if mode == HIDDEN else {}
+    launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4, **early)
 
 
 def marked_product(

@@ -15,7 +15,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
 from .relu_ffn_boxes import boxes
-from .relu_ffn_rows import n_listed
+from .relu_ffn_rows import early, n_listed, wait_for_previous
 
 __all__ = ["ROWS", "Pool", "products", "split"]
 
@@ -44,21 +44,24 @@ class Pool:
 @triton.jit
 def _select_kernel(
     counts, slot, size, neuron, state, M, N,
-    SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program chooses a block's pool: the neurons active in at least t of its rows, t the least that SIZE allows.
 
     Where all M rows take the dense path, every pool is empty.
     """
+    wait_for_previous(EARLY)
     b = tl.program_id(0).to(tl.int64)
+    if n_listed(state) == M:
+        tl.store(size + b, 0)
+        return
     n = tl.arange(0, BLOCK)
     c = tl.load(counts + b * N + n, mask=n < N, other=0)
     least = 3  # a neuron of one or two rows costs more in the tile than it costs packed
     while tl.sum((c >= least).to(tl.int32), 0) > SIZE:
         least += 1
     keep = (c >= least).to(tl.int32)
-    enough = (tl.sum(c * keep, 0) >= ENTRIES) & (n_listed(state) != M)
-    keep = tl.where(enough, keep, 0)
+    keep = tl.where(tl.sum(c * keep, 0) >= ENTRIES, keep, 0)
     at = tl.cumsum(keep, 0) - keep
     tl.store(slot + b * N + n, tl.where(keep != 0, at, -1).to(tl.int16), mask=n < N)
     tl.store(neuron + b * SIZE + at, n, mask=keep != 0)
@@ -69,8 +72,10 @@ def _select_kernel(
 def _split_kernel(
     count, index, value, slot, size, pool_value, M, N,
     CAP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program moves R rows' entries that are in their block's pool to the pool; the strays close up, in order."""
+    wait_for_previous(EARLY)
     first = tl.program_id(0) * R
     b = (first // ROWS).to(tl.int64)
     n_pool = tl.load(size + b)
@@ -117,11 +122,11 @@ def split(
     rows_each = 4  # a row and a warp
     _select_kernel[(pool.blocks,)](
         pool.counts, pool.slot, pool.size, pool.neuron, state, M, N,
-        SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), num_warps=8,
+        SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), **early(value), num_warps=8,
     )  # fmt: skip
     _split_kernel[(triton.cdiv(M, rows_each),)](
         count, index, value, pool.slot, pool.size, pool.value, M, N,
-        CAP=cap, ROWS=ROWS, SIZE=SIZE, R=rows_each, BLOCK=block, num_warps=rows_each,
+        CAP=cap, ROWS=ROWS, SIZE=SIZE, R=rows_each, BLOCK=block, **early(value), num_warps=rows_each,
     )  # fmt: skip
 
 
@@ -130,12 +135,13 @@ def _up_kernel(
     x, up, value, x_box, bias, size, neuron, M, K, stride_x, stride_u,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     BOXES: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """value = f(value) * g(x up^T + bias) for a tile of BM rows and BN neurons of their pool, in place.
 
     EVEN: K is a multiple of BK.
     """
+    wait_for_previous(EARLY)
     b = tl.program_id(1)
     j = tl.program_id(0) * BN + tl.arange(0, BN)
     n_pool = tl.load(size + b)
@@ -178,9 +184,10 @@ def _up_kernel(
 def _down_kernel(
     value, table, out, value_box, out_box, size, neuron, M, D, stride_t, stride_o,
     BOXES: tl.constexpr, EVEN: tl.constexpr, SIZE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[rows of a block, BN columns] = value @ table[the pool's neurons]. EVEN: D is a multiple of BN."""
+    wait_for_previous(EARLY)
     b = tl.program_id(1)
     n_pool = tl.load(size + b)
     if n_pool == 0:
@@ -238,7 +245,7 @@ def products(
         x, weight, pool.value, x_box, bias, pool.size, pool.neuron, M, K, x.stride(0), weight.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
         BOXES=x_box is not None, EVEN=K % bk == 0, SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision,
-        num_warps=warps, num_stages=stages,
+        **early(x), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if not small and not wide:
         bn, bk, warps, stages = DOWN_TILE
@@ -248,5 +255,5 @@ def products(
         pool.value, table, out, value_box if able else None, out_box if able else None,
         pool.size, pool.neuron, M, D, table.stride(0), out.stride(0),
         BOXES=able, EVEN=D % bn == 0, SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision,
-        num_warps=warps, num_stages=stages,
+        **early(x), num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -48,7 +48,10 @@ def test_packing_from_marks(N, share):
     value = gate.new_empty(M, CAP)
     heavy = count.new_empty(rows.room_for_rows(M))
     marks = marks_of(gate, 0.0)
-    rows.pack(gate, (count, index, value), heavy, None, parse("relu"), 0.0, True, marks=marks)
+    state = rows.new_state(gate.device)
+    rows.pack(
+        gate, (count, index, value), heavy, state, None, parse("relu"), 0.0, True, marks=marks
+    )
     active = ~(gate <= 0)
     assert torch.equal(count.long(), active.sum(1).clamp(max=CAP + 1))
     assert (count > CAP).any() and (count <= CAP).sum() >= 10
