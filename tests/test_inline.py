@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from functorch.compile import aot_function
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_inductor.ops._dispatch import inline
 
@@ -70,3 +72,28 @@ def test_an_exported_program_keeps_the_operator(graphs):
 def test_eager_calls_run_the_operator(graphs):
     x = torch.randn(4)
     torch.testing.assert_close(torch.ops.inline_test.twice(x, 2.0), x * 2)
+
+
+@pytest.mark.parametrize("tokens, products", [(1, 0), (64, 3), (1024, 3), (4096, 0)])
+def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(tokens, products):
+    """Too many tokens to skip a weight, too few to pack any: what is compiled is the block as it was written."""
+    import sparse_inductor.ops  # noqa: F401
+
+    graphs: list[str] = []
+
+    def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        op = torch.ops.sparse_inductor.relu_ffn
+        return op(x, gate, None, up, None, down, None, "relu", "", False)[0]
+
+    def keep(gm, _):
+        graphs.append(gm.code)
+        return gm
+
+    with FakeTensorMode():
+        like = {"device": "cuda", "dtype": torch.bfloat16}
+        tensors = [
+            torch.empty(*size, **like) for size in ((tokens, 64), (256, 64), (256, 64), (64, 256))
+        ]
+        aot_function(block, fw_compiler=keep)(*tensors)
+    assert graphs[-1].count("aten.mm") == products
+    assert ("sparse_inductor.relu_ffn" in graphs[-1]) == (products == 0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import run_fw_bw_and_get_code
 
 import sparse_inductor
 
@@ -125,3 +126,28 @@ def test_training_step_compiled():
     assert len(sparse_inductor.report().rewrites) == 1
     for ours, theirs in zip(*losses, strict=True):
         assert error(ours, theirs.double()) < 1e-2
+
+
+def test_a_graph_of_512_tokens_trains_the_block_as_it_was_written():
+    def written(
+        x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        return (torch.relu(x @ gate.t()) * (x @ up.t())) @ down.t()
+
+    def block(
+        x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        op = torch.ops.sparse_inductor.relu_ffn
+        return op(x, gate, None, up, None, down, None, "relu", "", False)[0]
+
+    sizes = (512, 64), (256, 64), (256, 64), (64, 256)
+    mine = [torch.randn(*size, device="cuda").requires_grad_() for size in sizes]
+    theirs = [t.detach().clone().requires_grad_() for t in mine]
+    values, codes = run_fw_bw_and_get_code(lambda: torch.compile(block, dynamic=False)(*mine))
+    wanted = written(*theirs)
+    wanted.sum().backward()
+    torch.testing.assert_close(values, wanted)
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-3)
+    for call in ("sparse_inductor_site(", "torch.ops.sparse_inductor.relu_ffn"):
+        assert not any(f"= {call}" in code for code in codes)

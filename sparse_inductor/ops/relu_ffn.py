@@ -23,11 +23,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import compat
 from ..epilogue.cut import cut
-from ..epilogue.steps import ROW, Program, parse
+from ..epilogue.steps import ROW, Program, parse, run
 from . import _relu_ffn_aten as aten
 from ._dispatch import (
     autocast_off,
@@ -272,11 +274,43 @@ class _ReluFfn(torch.autograd.Function):
 def _autograd(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
     outside_transforms("relu_ffn")
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
+    if not stats and _dense_in_graphs(x, tensors, gate_steps, up_steps):
+        return _dense(x, tensors[1:], gate_steps, up_steps)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _check(*tensors)
         return _ReluFfn.apply(gate_steps, up_steps, stats, *tensors)
     args = (*tensors, gate_steps, up_steps, stats)
     return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
+
+
+def _dense_in_graphs(x, tensors, gate_steps, up_steps) -> bool:
+    """Whether a graph is traced for a compiler in which so few tokens are known to come that nothing is packed, and so
+    many that all weights are read: Inductor makes the better dense block."""
+    if not x.is_cuda or type(x) in (Tensor, torch.nn.Parameter) or compat.keeps_operators():
+        return False
+    present = [t for t in tensors if t is not None]
+    sizes = [n for t in present for n in (*t.shape, *t.stride())]
+    block = _block(tensors[1:], gate_steps, up_steps)
+    if not all(type(n) is int for n in sizes) or not _has_kernels(x, block):
+        return False
+    if not all(compat.plain_when_traced(type(t)) for t in present):
+        return False
+    from ..kernels import relu_ffn as kernel
+
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in present)
+    flat = x.reshape(-1, x.shape[-1])
+    return len(flat) <= kernel.FEW and (learns or not kernel.decode.applies(flat, block))
+
+
+def _dense(x, weights, gate_steps, up_steps):
+    """(y, no statistics), of ATen's operators."""
+    block = _block(weights, gate_steps, up_steps)
+    with autocast_off(x.device.type):
+        h = run(block.f, block.wide(F.linear(x, block.gate, block.gate_bias)))
+        if block.up is not None:
+            h = h * run(block.g, block.wide(F.linear(x, block.up, block.up_bias)))
+        y = F.linear(h.to(x.dtype), block.down, block.down_bias)
+    return y, x.new_empty(0, *x.shape[:-1], dtype=_wide(x))
 
 
 def _fake(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
