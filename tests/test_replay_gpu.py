@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -55,7 +56,21 @@ def rows(*shape: int, dim: int) -> Made:
     return lambda x: ops.entmax(x, 1.5, dim), lambda: [draw(*shape, dtype=torch.float32)]
 
 
+def scoring(k: int | None) -> Made:
+    @functools.cache
+    def documents() -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 500, (300, 16), device="cuda"), draw(300, 16, dtype=torch.float32)
+
+    def found(query: Tensor) -> Tensor:
+        got = ops.sparse_scores(query, *documents(), k=k)
+        return got if k is None else got[0]
+
+    return found, lambda: [draw(4, 500, dtype=torch.float32)]
+
+
 CASES = {
+    "scores": scoring(None),
+    "best scores": scoring(10),
     "head": splade(4, 32, 1000),
     "head, several parts": splade(2, 1100, 3000),
     "head in fp32": splade(3, 40, 500, torch.float32),

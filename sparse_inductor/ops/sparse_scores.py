@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _sparse_scores_aten as aten
-from ._dispatch import autocast_off, below_autograd, decline_vmap, outside_transforms
+from ._dispatch import (
+    autocast_off,
+    below_autograd,
+    decline_vmap,
+    outside_transforms,
+    register,
+)
 from ._sharding import Rule, dims, share
 from ._top import best_of
 
@@ -412,9 +418,7 @@ for _name, _impl, _meta in (
     ("sparse_scores_postings", _postings, _fake_postings),
     ("sparse_scores_postings_topk", _postings_topk, _fake_postings_topk),
 ):
-    for _key in ("CPU", "CUDA"):
-        _lib.impl(_name, _impl, _key)
-    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+    register(_lib, _name, _impl, _meta)
 _lib.impl("sparse_scores", _autograd, "Autograd")
 _lib.impl("sparse_scores_topk", _autograd_topk, "Autograd")
 for _name in ("sparse_scores", "sparse_scores_topk"):
