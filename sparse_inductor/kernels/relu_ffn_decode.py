@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .early import early
 from .epilogue import encode, evaluate
 from .launch import relaunched
-from .relu_ffn_rows import early
 
 __all__ = ["applies", "forward"]
 

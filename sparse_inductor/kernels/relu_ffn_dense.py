@@ -12,9 +12,10 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .relu_ffn_boxes import boxes
-from .relu_ffn_rows import ARRIVED, early, listed_rows, n_listed, slopes, wait_for_previous
+from .relu_ffn_rows import ARRIVED, listed_rows, n_listed, slopes
 
 __all__ = [
     "PAD",

@@ -13,9 +13,10 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .relu_ffn_boxes import boxes
-from .relu_ffn_rows import early, n_listed, wait_for_previous
+from .relu_ffn_rows import n_listed
 
 __all__ = ["ROWS", "Pool", "products", "split"]
 

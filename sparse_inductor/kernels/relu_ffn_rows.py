@@ -17,13 +17,13 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from .early import EARLY_STARTS, early, wait_for_previous
 from .epilogue import dual, encode, evaluate
 
 __all__ = [
     "ARRIVED",
     "by_neuron",
     "dots",
-    "early",
     "gradients",
     "heavy_rows",
     "listed_rows",
@@ -33,7 +33,6 @@ __all__ = [
     "popcount",
     "room_for_rows",
     "slopes",
-    "wait_for_previous",
     "weighted_rows",
 ]
 
@@ -47,8 +46,6 @@ WARPS = 4
 # against 0.163 of four and four and 0.148 of one warp, at 8 192 tokens of 30 entries).
 FLIGHT_DOTS = 2
 WARPS_DOTS = 2
-# Whether a kernel starts while the one in front of it ends (H200: 14.4 us a block of one token against 16.6).
-EARLY_STARTS = True
 # A kernel of these loops gains nothing from software pipelining: the loads of a block are all in flight already.
 STAGES = 1
 
@@ -75,21 +72,6 @@ ROWS_MOST = 1 << 21
 # Entries of packed rows that cost as much as a row of the dense path, for each neuron: the tensor cores multiply by all
 # N up and down weights in the time in which L2 yields those of N / 120 neurons (H200, at 8 192 tokens of K = 2 048).
 DENSE_ROW = 1 / 120
-
-
-def early(t: torch.Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
-    able = EARLY_STARTS and t.is_cuda and torch.cuda.get_device_capability(t.device)[0] >= 9
-    return {"EARLY": able, "launch_pdl": True} if able else {"EARLY": False}
-
-
-@triton.jit
-def wait_for_previous(EARLY: tl.constexpr):
-    """With EARLY, this kernel starts before the one in front of it has ended: wait for that, and let the next one
-    start. Every kernel of a row of them has to wait, as the end of one says that those in front of it have ended."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
 
 
 def width(n: int, interpreted: bool) -> int:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from . import sparse_scores_ptx as ptx
+from .early import let_next_start, wait_for_previous
 from .launch import relaunched
 from .sparse_scores_accumulate import COUNTERS_APART
 
@@ -233,7 +234,7 @@ def rescore_kernel(
     query_terms, query_counts, long_counts, members, kept, kept_counts, keys, found, scores, ids, V, L, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
     DOCS: tl.constexpr, DEPTH: tl.constexpr, FILTERED: tl.constexpr, RANKED: tl.constexpr,
-    BITS: tl.constexpr,
+    BITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Exact scores of the kept documents of a query; programs (q, part).
 
@@ -242,6 +243,7 @@ def rescore_kernel(
     entry) once a kept document, and weights where the query has the term; writes 8 bytes each.
     RANKED: the only part of a query writes the k best, too, where that is simple, and leaves a count of -1.
     """
+    wait_for_previous(EARLY)
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(kept_counts + q)
     row = query + q * V
@@ -310,7 +312,7 @@ def everything_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
     table, scores, counts, tallies, arrived, V, N, B, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
-    DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
+    DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The k best of all documents, exactly, for the queries of status 1; nothing where there are none.
 
@@ -319,7 +321,9 @@ def everything_kernel(
     `table` [V, GROUP], so that an entry gathers one sector for all. A program scores a range of the documents into
     `scores` [GROUP, N]; the k-th best score is found bit by bit, counts [32, GROUP]; documents above it, and of those
     equal to it the lowest, are written to keys, at places that follow from every program's tallies [programs, 2].
+    EARLY: the sort starts while this ends.
     """
+    let_next_start(EARLY)
     me = tl.program_id(0)
     programs = tl.num_programs(0)
     span = tl.cdiv(N, programs)

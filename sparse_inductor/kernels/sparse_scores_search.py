@@ -26,6 +26,7 @@ import triton.language as tl
 from sparse_inductor.ops._top import best_of
 
 from . import sparse_scores_documents as documents
+from .early import early, let_next_start, wait_for_previous
 from .launch import relaunched
 from .sparse_scores_accumulate import (
     CHUNK_BITS,
@@ -400,14 +401,16 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
 @triton.jit
 def _select_kernel(
     candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
-    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the documents that may be among the k best, and whether that is proved.
 
     Where fewer than k documents match at all, the first k documents there are come along: they score 0 or are among
     the matches. Reads 8 bytes a candidate, writes 4 a document kept, in any order. status: 1 where nothing is proved.
-    Without PROVED the k best by their integers are the answer: keys are written.
+    Without PROVED the k best by their integers are the answer: keys are written. EARLY: `rescore_kernel` starts while
+    this ends.
     """
+    let_next_start(EARLY)
     q = tl.program_id(0).to(tl.int64)
     n = tl.load(found + q * _APART)
     at = tl.arange(0, BLOCK)
@@ -553,13 +556,14 @@ def _write_nan(scores, ids, k, SIZE: tl.constexpr):
 @triton.jit
 def _sort_kernel(
     keys, kept_counts, status, unit, found, counters, begins, moved, scores, ids, k,
-    SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
+    SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a query: the k largest keys in order; NaN and -1 for a query that is not finite.
 
     Most often hardly more than k keys are kept: SMALL of them take half the time. counters, begins [B, ROOM] int32 and
     moved [B, ROOM] int64 are scratch.
     """
+    wait_for_previous(EARLY)
     q = tl.program_id(0).to(tl.int64)
     many = tl.load(kept_counts + q)
     mine = keys + q * ROOM
@@ -729,16 +733,17 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
             s.candidates, s.found, s.threshold, capacity, better, BLOCK=capacity, num_warps=8
         )
     run(p.chunks, 0, p.chunks.count)
+    starts = early(query) if proved else {"EARLY": False}
     _select_kernel[(B,)](
         s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts,
-        s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved,
+        s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved, EARLY=starts["EARLY"],
         num_warps=8, maxnreg=64,
     )  # fmt: skip
     if proved:
         _rescore(query, p, deleted, s, k, shared, scores, ids)
     _sort_kernel[(B,)](
         s.keys, s.kept_counts, s.status, s.unit, s.found, s.kept, s.begins, s.moved, scores, ids, k,
-        SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64,
+        SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64, **starts,
     )  # fmt: skip
 
 
@@ -764,7 +769,7 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool, score
         *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, s.found,
         scores, ids, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered,
         RANKED=filtered and parts == 1 and k <= RANKED_UP_TO, BITS=not shared,
-        num_warps=8, maxnreg=64, **kinds,
+        num_warps=8, maxnreg=64, **kinds, **early(query),
     )  # fmt: skip
     group = max(1, min(4, B, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
@@ -776,6 +781,7 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool, score
         *rows, deleted, s.status, s.keys, s.kept_counts,
         new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.arrived,
         V, N, B, k, GROUP=group, DOCS=32, WIDTH=32, READ=1024, num_warps=16, **kinds,
+        EARLY=early(query)["EARLY"],
         **({"launch_cooperative_grid": True} if cuda else {}),
     )  # fmt: skip
 

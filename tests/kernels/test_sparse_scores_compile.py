@@ -25,7 +25,7 @@ SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i32 *i32 *i64 i32 i32 i32"
 ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
 RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32"
 EVERYTHING = f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32 i32 i32"
-KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True}
+KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True, "EARLY": True}
 
 
 def forms():
@@ -52,7 +52,7 @@ def forms():
         yield "search", "_prepare_kernel", PREPARE, const, {"num_warps": 16}
     yield "search", "_threshold_kernel", "*i64 *i32 *i32 i32 i32", {"BLOCK": 4096}, {}
     for proved in (True, False):
-        const = {"ROOM": 2048, "PROVED": proved}
+        const = {"ROOM": 2048, "PROVED": proved, "EARLY": proved}
         yield (
             "search",
             "_select_kernel",
@@ -66,7 +66,7 @@ def forms():
             "_sort_kernel",
             types,
             {**const, "SMALL": 1024},
-            {"num_warps": 8, "maxnreg": 64},
+            {"num_warps": 8, "maxnreg": 64, "launch_pdl": proved},
         )
     for weight, by in (("*fp32", False), ("*fp16", False), ("*u8", True)):
         for filtered in (True, False):
@@ -83,7 +83,7 @@ def forms():
                 "rescore_kernel",
                 RESCORE.format(weight),
                 const,
-                {"num_warps": 8, "maxnreg": 64},
+                {"num_warps": 8, "maxnreg": 64, "launch_pdl": True},
             )
         const = {**KINDS, "BYTES": by, "DOCS": 32, "WIDTH": 32, "GROUP": 2, "READ": 1024}
         options = {"num_warps": 16, "launch_cooperative_grid": True}

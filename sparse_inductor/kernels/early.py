@@ -1,0 +1,34 @@
+"""Kernels that start while the one in front of them ends: programmatic dependent launch, of compute capability 9."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["EARLY_STARTS", "early", "let_next_start", "wait_for_previous"]
+
+# On an H200 a feed-forward block of one token takes 14.4 us so, and 16.6 without.
+EARLY_STARTS = True
+
+
+def early(t: torch.Tensor) -> dict[str, bool]:
+    """Launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
+    able = EARLY_STARTS and t.is_cuda and torch.cuda.get_device_capability(t.device)[0] >= 9
+    return {"EARLY": able, "launch_pdl": True} if able else {"EARLY": False}
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    """With EARLY, this kernel starts before the one in front of it has ended: wait for that, and let the next one
+    start. Every kernel of a row of them has to wait, as the end of one says that those in front of it have ended."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(EARLY: tl.constexpr):
+    """With EARLY, the kernel behind this one may start; this one itself started when all in front of it had ended."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
