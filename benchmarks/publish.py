@@ -95,6 +95,10 @@ class Results:
         self.samples += [sample for sample in earlier.samples if kept(sample.section)]
         self.points += [point for point in earlier.points if kept(point.section)]
         self.fixed = earlier.fixed | self.fixed
+        if any(kept(point.section) for point in earlier.points):
+            self.swept = earlier.swept
+        if kept("measure_limits"):
+            self.text = [*earlier.text, *(said for said in self.text if said not in earlier.text)]
         self.sources |= {name: how for name, how in earlier.sources.items() if kept(name)}
 
     def ran(self, section: str) -> None:
