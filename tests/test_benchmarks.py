@@ -311,9 +311,11 @@ def test_a_part_that_is_run_again_replaces_what_was_found_of_it(tmp_path):
     earlier.rows = [Row("a", 1.0, section="first"), Row("b", 2.0, section="second"), Row("c", 3.0)]
     earlier.samples, earlier.points, now.rows = [], [], []
     earlier.command = "another command"
-    for part in ("first", "second"):
+    earlier.text, now.text = ["The limits."], ["A remark."]
+    for part in ("measure_limits", "first", "second"):
         earlier.ran(part)
     now.keep(earlier, {"first"})
+    assert now.text == ["The limits.", "A remark."]
     now.ran("first")
     assert [row.name for row in now.rows] == ["b"]
     page = next(p for p in write(now, tmp_path) if p.suffix == ".md").read_text()
