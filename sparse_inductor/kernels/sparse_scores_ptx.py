@@ -368,14 +368,15 @@ def rescore(weights: str, rows: int) -> str:
     sure = 3  # rounds, which most rows have
 
     def fetch(r: int) -> str:
-        # Without a condition, most rows being as long: what a register held before is then of no interest.
-        seldom = f"""
+        load = f"ld.global.nc.v4.u32 {{t{r}0, t{r}1, t{r}2, t{r}3}}, [terms+{2 * _APART * r}];"
+        if r < READ_ANYHOW // _APART:
+            # Without a condition, most rows being as long: what a register held before is then of no interest.
+            return f"""
+    {load}"""
+        return f"""
     {"".join(f"mov.u32 t{r}{i}, 0;" for i in range(4))}
     setp.gt.s32 p, coming, {_APART * r};
-    @p"""
-        return f"""
-    {seldom if r >= READ_ANYHOW // _APART else ""}
-    ld.global.nc.v4.u32 {{t{r}0, t{r}1, t{r}2, t{r}3}}, [terms+{2 * _APART * r}];"""
+    @p {load}"""
 
     def ask(t: str, m: str) -> str:
         """Eight terms' answers, into the upper bits of m.

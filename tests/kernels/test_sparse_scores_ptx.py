@@ -115,3 +115,20 @@ def test_keys_are_written_at_their_ranks(n, k, levels):
     block(ptx.rank(), [SHARED, at[0], n, k, at[1], at[2]], shared, memory)
     order = np.argsort(-keys)[:k]
     assert (scores == score[order]).all() and (ids == doc[order]).all()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        ptx.accumulate(8192, 8),
+        ptx.append(8192, 256, True),
+        ptx.mark(),
+        ptx.ordinal(),
+        *(ptx.rescore(weights, 512) for weights in ("singles", "halves", "bytes")),
+        ptx.rank(),
+    ],
+)
+def test_a_line_ends_with_its_statement(code):
+    """Triton 3.9 says between the lines which is which."""
+    for line in filter(None, map(str.strip, code.splitlines())):
+        assert line.endswith((";", ":", "{", "}")), line
