@@ -33,36 +33,45 @@ def largest(
 
     From `start` (at most `most`) on, batches grow for as long as the last two say, in a straight line, that more than
     this one stays below `limit` bytes: twofold, then up to eightfold, not beyond 0.97 of where the line ends. Then at
-    most `trials` batches near its end are tried, halving what is unknown. A batch is `start` or a multiple of `unit`.
-    Raises MemoryError when `start` itself does not fit.
+    most `trials` batches near its end are tried, halving what is unknown; where one did not fit that should have, what
+    is unknown is halved down to twofold first. A batch is `start`, `most` or a multiple of `unit`. Raises MemoryError
+    when `start` itself does not fit.
     """
     done = [attempt(start)]
     if done[0].peak is None:
         raise MemoryError(f"a batch of {start} does not fit")
-    end, batch = most, 2 * start
-    while 1.03 * done[-1].batch < batch <= end:
+    line, batch, failed = 2**40, 2 * start, 0
+    while 1.03 * done[-1].batch < batch <= min(most, line):
         tried = attempt(batch)
         if tried.peak is None:
-            end = tried.batch - unit
+            failed = batch
             break
         done.append(tried)
-        end = min(most, _line(done, limit))
-        batch = round(min(8 * batch, 0.97 * end)) // unit * unit
-    # What fits at the line's end is decided by the allocator: 3 % to either side of it are looked at.
-    best, beyond = done[-1], min(most, round(1.03 * end)) + unit
-    candidate = min(most, round(0.97 * end))
-    for _ in range(trials):
-        candidate = candidate // unit * unit
-        if not best.batch < candidate < beyond:
+        line = _line(done, limit)
+        batch = min(8 * batch, most, _whole(0.97 * line, unit))
+    best = done[-1]
+    if failed:
+        beyond, candidate = failed, (best.batch + failed) / 2
+    else:
+        # What fits at the line's end is decided by the allocator: 3 % to either side of it are looked at.
+        beyond, candidate = min(most, round(1.03 * line)) + unit, 0.97 * line
+    while trials > 0:
+        batch = min(most, _whole(candidate, unit))
+        if not best.batch < batch < beyond:
             break
-        tried = attempt(candidate)
+        trials -= not failed or beyond <= 2 * best.batch
+        tried = attempt(batch)
         if tried.peak is None:
-            beyond = candidate
+            beyond = batch
         else:
             best = tried
             done.append(tried)
-        candidate = (best.batch + beyond) // 2
+        candidate = (best.batch + beyond) / 2
     return done
+
+
+def _whole(batch: float, unit: int) -> int:
+    return round(batch) // unit * unit
 
 
 def _line(done: Sequence[Trial], limit: float) -> int:
