@@ -56,19 +56,19 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
         call = view.call(node)
         if call is None:
             return None
-        x = _unchanged(view, node, call, nodes)
+        x = _un_changed(view, call)
         if x is None and (dropped := _dropped(view, node, call)) is not None:
             x, mask, negate = dropped
-            seen = view.value(mask, node)
-            if seen is not None:
-                again.append(
-                    Placed(seen, node, tuple(placed(view, seen, axes, node)), negate=negate)
-                )
+            if negate and _is_nan_of(view, mask, x):
+                nodes.append(mask)
+            elif (seen := view.value(mask, node)) is not None:
+                where = tuple(placed(view, seen, axes, node))
+                again.append(Placed(seen, node, where, negate=negate))
             else:
                 x = None
         if not view.is_tensor(x):
             if _entmax_above(view, node) is not None:
-                raise Decline(changed(call.name), node)
+                raise Decline(_changed(call.name), node)
             return None
         if call.name in VIEWS:
             try:
@@ -98,7 +98,7 @@ def check_again(
     lowest = torch.finfo(view.dtype(p.found.source)).min
     if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
         reader = p.again[0].reader
-        raise Decline(changed(view.name_of(reader) or "an operation"), reader)
+        raise Decline(_changed(view.name_of(reader) or "an operation"), reader)
 
 
 def _same(view: GraphView, a: Placed, b: Placed) -> bool:
@@ -112,14 +112,8 @@ def _same(view: GraphView, a: Placed, b: Placed) -> bool:
     return alike and a.negate == b.negate and where(a) == where(b)
 
 
-def _unchanged(view: GraphView, node: fx.Node, call: Call, nodes: list[fx.Node]) -> Any:
+def _un_changed(view: GraphView, call: Call) -> Any:
     """The input of an operation that keeps every value; None where it is none."""
-    x = call.get("input")
-    if call.name in ("where", "masked_fill"):
-        x = _nan_replaced(view, node, call)
-        if x is not None:
-            nodes.append(call["mask" if call.name == "masked_fill" else "condition"])
-        return x
     quiet = (
         call.name in IDENTITY
         or call.name in VIEWS
@@ -127,18 +121,13 @@ def _unchanged(view: GraphView, node: fx.Node, call: Call, nodes: list[fx.Node])
         or (call.name == "detach" and not torch.is_grad_enabled())
         or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
     )
-    return x if quiet else None
+    return call.get("input") if quiet else None
 
 
-def _nan_replaced(view: GraphView, node: fx.Node, call: Call) -> Any:
-    """x of where(isnan(x), 0, x): the operator gives no NaN where rows have no keys."""
-    if call.name == "masked_fill":
-        x, zero, test = call["input"], call["value"], call["mask"]
-    else:
-        x, zero, test = call["other"], call["input"], call["condition"]
-    inner = view.call(test)
-    asked = inner is not None and inner.name == "isnan" and view.same_value(inner["input"], x)
-    return x if asked and view.const(zero, node) == 0 else None
+def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:
+    """Whether a mask is isnan(x): the operator gives no NaN where rows have no keys."""
+    call = view.call(mask)
+    return call is not None and call.name == "isnan" and view.same_value(call["input"], x)
 
 
 def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, bool] | None:
@@ -163,7 +152,7 @@ def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, 
     return x, mask, negate
 
 
-def changed(name: str) -> str:
+def _changed(name: str) -> str:
     if name == "dropout":
         return "dropout is active between the probabilities and the values"
     return f"{name} changes the probabilities before they weigh the values"
