@@ -299,7 +299,7 @@ def modes_active() -> bool:
 
 def observed() -> bool:
     """Whether somebody wants to see every operator's call: a mode, or a profiler."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch.autograd._profiler_enabled()
+    return modes_active() or torch.autograd._profiler_enabled()
 
 
 def functional_mode() -> type:

@@ -142,6 +142,7 @@ class Site:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn, self._usual = fn, replayed(fn)
         self._plan: _Plan | None = None
+        self._hopeful = True  # until there turns out to be no plan
         self._tensors: Callable[[Any], Sequence[Tensor]] = tuple
         self._settings: Any = None
 
@@ -156,13 +157,17 @@ class Site:
             if not together & 15 and not launches.hooked():
                 return plan.run(inputs, addresses)
         out = self._usual(*args)
-        self._look_up(args)
+        if self._hopeful:
+            self._look_up(args)
         return out
 
     def _look_up(self, args: Any) -> None:
         key, inputs, addresses = _described(args)
-        plan = _plans.get((self._fn, *key)) if inputs else None
-        if type(plan) is _Plan and not any(address & 15 for address in addresses):
+        if not inputs or any(address & 15 for address in addresses):
+            return
+        plan = _plans.get((self._fn, *key), _ONCE)
+        self._hopeful = plan is not None
+        if type(plan) is _Plan:
             # Lists in the arguments are not longer in the next call either.
             places = ", ".join(_places(args, "args"))
             self._tensors = eval(f"lambda args: ({places},)")
