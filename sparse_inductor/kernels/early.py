@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,13 @@ EARLY_STARTS = True
 
 def early(t: torch.Tensor) -> dict[str, bool]:
     """Launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
-    able = EARLY_STARTS and t.is_cuda and torch.cuda.get_device_capability(t.device)[0] >= 9
-    return {"EARLY": able, "launch_pdl": True} if able else {"EARLY": False}
+    return {"EARLY": True, "launch_pdl": True} if _able(t.device) else {"EARLY": False}
+
+
+@functools.cache
+def _able(device: torch.device) -> bool:
+    cuda = device.type == "cuda"
+    return EARLY_STARTS and cuda and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit

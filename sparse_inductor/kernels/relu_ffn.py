@@ -184,6 +184,7 @@ def forward(
             h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)
             steps = ()
         beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
+        pooled = None
         with branch():
             if pool is not None:
                 precision = dense.precision(x)
@@ -191,7 +192,7 @@ def forward(
                     x[part], up, b.up_bias, table, pool, y[part], b.f, b.g, precision
                 )
                 beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
-            pooled = branch.mark()
+                pooled = branch.mark()
             # All rows, then a list of them: one of the two finds nothing to do.
             whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
             if whole:
@@ -201,8 +202,7 @@ def forward(
                 dense.row_stats(gate, numbers, listed)
             dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
             done = branch.mark()
-        if pool is not None:
-            branch.wait(pooled)
+        branch.wait(pooled)
         rows.weighted_rows(count, index, h, table, y[part], **beside)
         branch.wait(done)
     return y

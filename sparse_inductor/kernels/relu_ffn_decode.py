@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .early import early
+from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
 
@@ -128,9 +128,7 @@ def _down_kernel(
     It lists those neurons first, in a row of its own of lists [programs, MOST], and then reads their weights at once;
     if there are more than MOST, it goes through all neurons instead. EARLY: as in `_gate_up_kernel`.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(EARLY)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     row = tl.where(in_d, d, 0).to(tl.int64)

@@ -740,14 +740,24 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         num_warps=8, maxnreg=64,
     )  # fmt: skip
     if proved:
-        _rescore(query, p, deleted, s, k, shared, scores, ids)
+        _rescore(query, p, deleted, s, k, shared, scores, ids, starts)
     _sort_kernel[(B,)](
         s.keys, s.kept_counts, s.status, s.unit, s.found, s.kept, s.begins, s.moved, scores, ids, k,
         SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64, **starts,
     )  # fmt: skip
 
 
-def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool, scores, ids) -> None:
+def _rescore(
+    query,
+    p: Packed,
+    deleted,
+    s: _Scratch,
+    k: int,
+    shared: bool,
+    scores,
+    ids,
+    starts: dict[str, bool],
+) -> None:
     """Exact keys of what is kept, and of the best of all documents for queries of which nothing is proved."""
     B, V = query.shape
     N = p.offsets.numel() - 1
@@ -769,7 +779,7 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool, score
         *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, s.found,
         scores, ids, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered,
         RANKED=filtered and parts == 1 and k <= RANKED_UP_TO, BITS=not shared,
-        num_warps=8, maxnreg=64, **kinds, **early(query),
+        num_warps=8, maxnreg=64, **kinds, **starts,
     )  # fmt: skip
     group = max(1, min(4, B, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
@@ -781,7 +791,7 @@ def _rescore(query, p: Packed, deleted, s: _Scratch, k: int, shared: bool, score
         *rows, deleted, s.status, s.keys, s.kept_counts,
         new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.arrived,
         V, N, B, k, GROUP=group, DOCS=32, WIDTH=32, READ=1024, num_warps=16, **kinds,
-        EARLY=early(query)["EARLY"],
+        EARLY=starts["EARLY"],
         **({"launch_cooperative_grid": True} if cuda else {}),
     )  # fmt: skip
 
