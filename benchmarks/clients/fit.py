@@ -59,7 +59,8 @@ def largest(
         batch = min(most, _whole(candidate, unit))
         if not best.batch < batch < beyond:
             break
-        trials -= not failed or beyond <= 2 * best.batch
+        if not failed or beyond <= 2 * best.batch:
+            trials -= 1
         tried = attempt(batch)
         if tried.peak is None:
             beyond = batch
