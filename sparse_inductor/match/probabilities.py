@@ -57,12 +57,12 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
         if found is not None:
             for total in sums:
                 if flat(total.axis) != flat(axes[found.dim]):
-                    raise Decline(_changed("div"), total.node)
+                    raise Decline(_why_changed("div"), total.node)
             return Probabilities(found, axes, nodes, again)
         call = view.call(node)
         if call is None:
             return None
-        x = _un_changed(view, call)
+        x = _identity_input(view, call)
         if x is None and (one := _own_sum(view, node, call, axes)) is not None:
             sums.append(one)
             nodes += one.nodes
@@ -80,7 +80,7 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
                 x = None
         if not view.is_tensor(x):
             if _entmax_above(view, node) is not None:
-                raise Decline(_changed(call.name), node)
+                raise Decline(_why_changed(call.name), node)
             return None
         if call.name in VIEWS:
             try:
@@ -110,7 +110,7 @@ def check_again(
     lowest = torch.finfo(view.dtype(p.found.source)).min
     if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
         reader = p.again[0].reader
-        raise Decline(_changed(view.name_of(reader) or "an operation"), reader)
+        raise Decline(_why_changed(view.name_of(reader) or "an operation"), reader)
 
 
 def _same(view: GraphView, a: Placed, b: Placed) -> bool:
@@ -124,7 +124,7 @@ def _same(view: GraphView, a: Placed, b: Placed) -> bool:
     return alike and a.negate == b.negate and where(a) == where(b)
 
 
-def _un_changed(view: GraphView, call: Call) -> Any:
+def _identity_input(view: GraphView, call: Call) -> Any:
     """The input of an operation that keeps every value; None where it is none."""
     quiet = (
         call.name in IDENTITY
@@ -223,7 +223,8 @@ def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, 
     return x, mask, negate
 
 
-def _changed(name: str) -> str:
+def _why_changed(name: str) -> str:
+    """The reason to give where an operation between the two changes probabilities."""
     if name == "dropout":
         return "dropout is active between the probabilities and the values"
     return f"{name} changes the probabilities before they weigh the values"
