@@ -16,23 +16,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from ..epilogue.ranges import REALS, Interval, prove
 from ..epilogue.steps import Program, Step
-from .climb import climb
+from .batch_norm import Normalised
 from .emit import Emitter
-from .family import above
 from .gemm import Linear
 from .graph import GraphView, fake, label, same_size, static_size
+from .kinds import Frame, Kind, is_full, kind_of
 from .shapes import Decline, Move, move
-from .spine import Assigned, Element, Fill, Normalised, Spine, Term
-from .values import not_negative, uniform
+from .spine import Assigned, Element, Fill, Spine, Term
+from .terms import Pair, applied, prepared, raised, scaled, selected
+from .values import not_negative
 
 __all__ = ["Chain"]
-
-Pair = tuple[fx.Node, fx.Node | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,10 +98,10 @@ class Chain:
             columns = step.columns
             if isinstance(columns, fx.Node):
                 self.reads.append((columns, node))
-            self._folds.append(lambda e, pair: _columns(e, pair, columns))
+            self._folds.append(lambda e, pair: selected(e, pair, columns))
 
     def _operand(self, term: Term, node: fx.Node) -> None:
-        kind = self._kind(term.operand, node)
+        kind = self._kind(term, node)
         if kind == "row" and self._linear_so_far() and self._is_scalar(term):
             kind = "column"  # one number for everything: a learned scale of the logits, say
         nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
@@ -125,7 +123,7 @@ class Chain:
         self.rows.append(_Row(len(self.moves), term, node))
         self.steps.append(Step("row_" + term.fn, term.const, len(self.rows) - 1))
 
-    def _column(self, term: Term, node: fx.Node, kind: str) -> None:
+    def _column(self, term: Term, node: fx.Node, kind: Kind) -> None:
         scale = math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
         if kind == "column" and self._linear_so_far():
             self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
@@ -157,71 +155,9 @@ class Chain:
         numbers = self.view.shape(term.operand) if isinstance(term.operand, fx.Node) else (2,)
         return term.fn in ("add", "mul") and all(same_size(s, 1) for s in numbers)
 
-    def _kind(self, operand: fx.Node | Assigned | Fill | Normalised, node: fx.Node) -> str:
-        """What an operand has one number for: "row" (token), "column" (vocabulary entry), "entry" (both a
-        sequence and a vocabulary entry, if it is the reduced axis that has one element: see `tail_fits`)."""
-        if isinstance(operand, Assigned):
-            return self._assigned_kind(operand, node)
-        if isinstance(operand, Normalised):
-            if self.v_dim != 1:
-                raise Decline("batch_norm of another axis than the linear's outputs", node)
-            return "column"
-        if isinstance(operand, Fill):
-            if any(self._kind(n, node) != "row" for n in operand.nodes()):
-                raise Decline("the masked value differs by output", node)
-            return "row"
-        if not self.view.is_tensor(operand):
-            raise Decline("an operand is a number known only at run time", node)
-        shape, ndim = self.view.shape(operand), len(self.origin)
-        if len(shape) > ndim:
-            raise Decline("an operand has more axes than the linear's result", node)
-        at = self.v_dim - (ndim - len(shape))
-        if at < 0 or same_size(shape[at], 1) or uniform(self.view, operand, len(shape) - at, node):
-            return "row"
-        if all(same_size(s, 1) for a, s in enumerate(shape) if a != at):
-            return "column"
-        if any(same_size(s, 1) for a, s in enumerate(shape) if a != at):
-            return "entry"
-        raise self._unlike(operand, node)
-
-    def _unlike(self, operand: fx.Node, node: fx.Node) -> Decline:
-        """Why an operand that varies with the logits is none: what is in the way to a linear of its own, if known."""
-        if self.linear_after and "linear" in above(self.view, operand):
-            try:
-                climb(self.view, operand, node)
-            except Decline as decline:
-                if self.view.call(decline.node) is not None:
-                    return decline
-        return Decline(f"an operand ({label(operand)}) differs by token and by output", node)
-
-    def _assigned_kind(self, operand: Assigned, node: fx.Node) -> str:
-        items = self._aligned_items(operand)
-        touched = [a for item, axes in items for a in axes if not _is_full(item)]
-        if self.v_dim not in touched:
-            return "row"
-        if touched == [self.v_dim]:
-            return "column"
-        raise Decline("assigns to single elements of the linear's result", node)
-
-    def _aligned_items(self, operand: Assigned) -> list[tuple[Any, range]]:
-        """Every item of an index with the axes it takes."""
-        spans = [(i, self._span(i)) for i in operand.items()]
-        rest = len(self.origin) - sum(n for i, n in spans if i is not Ellipsis)
-        out, axis = [], 0
-        for item, n in spans:
-            n = rest if item is Ellipsis else n
-            out.append((item, range(axis, axis + n)))
-            axis += n
-        return out
-
-    def _span(self, item: Any) -> int:
-        if (
-            isinstance(item, fx.Node)
-            and self.view.is_tensor(item)
-            and self.view.dtype(item) == torch.bool
-        ):
-            return len(self.view.shape(item))
-        return 0 if item is None else 1
+    def _kind(self, term: Term, node: fx.Node) -> Kind:
+        frame = Frame(len(self.origin), self.v_dim)
+        return kind_of(self.view, term.operand, node, frame, self.linear_after)
 
     def merge(self, dim: int, span: int, node: fx.Node) -> None:
         """Make one axis of `span` neighbouring ones: a maximum over several axes is one over their product."""
@@ -252,7 +188,7 @@ class Chain:
         if factor >= 0:
             return False
         del self.steps[: len(factors)]
-        self._folds.append(functools.partial(_scaled, factor=factor))
+        self._folds.append(functools.partial(scaled, factor=factor))
         return True
 
     def tail_fits(self, dim: int) -> bool:
@@ -289,7 +225,7 @@ class Chain:
         rows: list[Term] = []
         for item in self.tail:
             if isinstance(item, Term) and _scales_whole(item):
-                kind = self._kind(item.operand, node)
+                kind = self._kind(item, node)
                 if kind == "row" or (kind == "column" and item.fn == "mul"):
                     (rows if kind == "row" else columns).append(item)
                     continue
@@ -335,20 +271,20 @@ class Chain:
     def vector(self, e: Emitter, term: Term, columns: int) -> fx.Node:
         """A column operand as [V], prepared."""
         if isinstance(term.operand, Normalised):
-            return _normalised(e, term.operand)
+            return term.operand.emit(e)
         if isinstance(term.operand, Assigned):
-            index = next(i for i in term.operand.items() if i is not None and not _is_full(i))
+            index = next(i for i in term.operand.items() if i is not None and not is_full(i))
             ones = e.method("new_ones", self.linear.weight_source, (columns,), dtype=torch.bool)
             e.call(operator.setitem, ones, index, False)
             return ones
         t = term.operand
         t = t if len(fake(t).shape) == 1 else e.method("flatten", t)
-        return _prepared(e, t, term.prepare)
+        return prepared(e, t, term.prepare)
 
     def token_operand(self, e: Emitter, term: Term) -> fx.Node:
         """A token's factor or mask from the tail, in the shape of the frame, 1 in the place of V."""
         assert isinstance(term.operand, fx.Node)
-        return _prepared(e, self._aligned(e, term.operand, len(self.moves)), term.prepare)
+        return prepared(e, self._aligned(e, term.operand, len(self.moves)), term.prepare)
 
     def row_operands(self, e: Emitter) -> list[fx.Node]:
         """Every row operand in the shape of the frame, 1 in the place of V."""
@@ -370,7 +306,7 @@ class Chain:
 
     def _row_operand(self, e: Emitter, row: _Row) -> fx.Node:
         if isinstance(row.term.operand, Assigned):
-            _, v_dim = self._frame(row.at)
+            v_dim = self._frame(row.at).v_dim
             one = e.call(torch.narrow, self.stand_in(e, row.at), v_dim, 0, 1)
             t = e.call(torch.ones_like, one, dtype=torch.bool)
             e.call(operator.setitem, t, row.term.operand.index, False)
@@ -379,28 +315,28 @@ class Chain:
             t = e.call(torch.where, mask, *((value, 0) if row.term.operand.negate else (0, value)))
         else:
             t = self._aligned(e, row.term.operand, row.at)
-        t = _prepared(e, t, row.term.prepare)
+        t = prepared(e, t, row.term.prepare)
         for m in self.moves[row.at :]:
             t = m.apply(e, t, True)
         return t
 
-    def _frame(self, at: int) -> tuple[int, int]:
-        """Number of axes after `at` moves, and which of them is V."""
+    def _frame(self, at: int) -> Frame:
+        """The axes after `at` moves."""
         if at == 0:
-            return len(fake(self.linear.node).shape), self.linear.v_dim
-        return len(self.moves[at - 1].origin), self.moves[at - 1].v_dim
+            return Frame(len(fake(self.linear.node).shape), self.linear.v_dim)
+        return Frame(len(self.moves[at - 1].origin), self.moves[at - 1].v_dim)
 
     def _aligned(self, e: Emitter, t: fx.Node, at: int) -> fx.Node:
         """A per-token tensor with the axes of the frame after `at` moves, 1 in the place of V."""
         ndim, v_dim = self._frame(at)
-        t = _raised(e, t, ndim)
+        t = raised(e, t, ndim)
         return t if same_size(fake(t).shape[v_dim], 1) else e.call(torch.narrow, t, v_dim, 0, 1)
 
     def replay_tail(self, e: Emitter, t: fx.Node, order: list[int]) -> fx.Node:
         """The tail on reduced values, whose axes are the frame's in this `order`, the reduced one left out."""
         for item in self.tail:
             if isinstance(item, Step):
-                t = _emit(e, t, item)
+                t = applied(e, t, item)
                 continue
             operand = self._entries(e, item, order, fake(t).shape[-1])
             if item.fn == "where":
@@ -415,65 +351,9 @@ class Chain:
         if not isinstance(t, fx.Node) or sum(not same_size(s, 1) for s in fake(t).shape) <= 1:
             return self.vector(e, term, columns)
         reduced = next(d for d in range(len(self.origin)) if d not in order)
-        t = e.method("permute", _raised(e, t, len(self.origin)), (reduced, *order))
+        t = e.method("permute", raised(e, t, len(self.origin)), (reduced, *order))
         t = e.method("squeeze", t, 0)
-        return _prepared(e, t, term.prepare)
-
-
-def _normalised(e: Emitter, of: Normalised) -> fx.Node:
-    """[V]"""
-    factor = e.call(torch.rsqrt, e.call(operator.add, of.variance, of.eps))
-    if of.weight is not None:
-        factor = e.call(operator.mul, factor, of.weight)
-    if not of.shift:
-        return factor
-    shift = e.call(operator.mul, e.call(operator.neg, of.mean), factor)
-    return shift if of.bias is None else e.call(operator.add, shift, of.bias)
-
-
-def _raised(e: Emitter, t: fx.Node, ndim: int) -> fx.Node:
-    """A tensor with axes put in front, as broadcasting does."""
-    while len(fake(t).shape) < ndim:
-        t = e.method("unsqueeze", t, 0)
-    return t
-
-
-def _scaled(e: Emitter, pair: Pair, factor: float) -> Pair:
-    """Weight and bias times a constant."""
-    weight, bias = (t if t is None else e.call(operator.mul, t, factor) for t in pair)
-    return weight, bias
-
-
-def _columns(e: Emitter, pair: Pair, columns: slice | fx.Node) -> Pair:
-    """The entries of V that are kept."""
-    if isinstance(columns, slice):
-        weight, bias = (t if t is None else e.call(operator.getitem, t, columns) for t in pair)
-    else:
-        weight, bias = (t if t is None else e.method("index_select", t, 0, columns) for t in pair)
-    return weight, bias
-
-
-def _prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:
-    if prepare is None or prepare == 1:
-        return t
-    if prepare == "not":
-        return e.call(torch.logical_not, t)
-    return (
-        e.call(torch.reciprocal, t) if prepare == "reciprocal" else e.call(operator.mul, t, prepare)
-    )
-
-
-_TORCH_CALLS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "mul": operator.mul, "leaky_relu": F.leaky_relu, "softplus": F.softplus,
-    "threshold": F.threshold, "logsigmoid": F.logsigmoid, "softsign": F.softsign,
-}  # fmt: skip
-
-
-def _emit(e: Emitter, t: fx.Node, step: Step) -> fx.Node:
-    if step.fn == "elu":
-        alpha, scale = step.consts
-        return e.call(operator.mul, e.call(F.elu, t, alpha), scale)
-    return e.call(_TORCH_CALLS.get(step.fn) or getattr(torch, step.fn), t, *step.consts)
+        return prepared(e, t, term.prepare)
 
 
 def _scales(term: Term) -> bool:
@@ -484,7 +364,3 @@ def _scales(term: Term) -> bool:
 def _scales_whole(term: Term) -> bool:
     """The same, of an operand for all of the value rather than for what is assigned to a part of it."""
     return isinstance(term.operand, fx.Node) and _scales(term)
-
-
-def _is_full(item: Any) -> bool:
-    return item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None))

@@ -11,49 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from ..epilogue.steps import Step
+from .batch_norm import normalised
+from .comparisons import COMPARISONS, edge
 from .gemm import linears
 from .graph import GraphView, fake, label, same_size
 from .mesh import redistributed
 from .names import Call
+from .scalars import number, scalar_steps
 from .shapes import SHAPE_OPS, Decline, part_of_axis
-from .spine import Assigned, Element, Fill, Normalised, Spine, Term
+from .spine import Assigned, Element, Fill, Spine, Term
 
 __all__ = ["climb"]
 
 _MAX_DEPTH = 64
 
-# Scalar functions without arguments that are one step, or a fixed sequence of steps.
-_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
-_FIXED: dict[str, tuple[Step, ...]] = {
-    **{
-        n: (Step(n),)
-        for n in (
-            "relu log log1p log2 log10 exp expm1 sqrt square tanh sigmoid atan asinh erf logsigmoid softsign"
-        ).split()
-    },
-    "neg": (Step("mul", (-1.0,)),),
-    "reciprocal": (Step("pow", (-1.0,)),),
-    "rsqrt": (Step("pow", (-0.5,)),),
-    "exp2": (Step("mul", (math.log(2.0),)), Step("exp")),
-    "relu6": (Step("clamp_min", (0.0,)), Step("clamp_max", (6.0,))),
-    "selu": (Step("elu", (_SELU_ALPHA, _SELU_SCALE)),),
-    "hardsigmoid": (
-        Step("add", (3.0,)),
-        Step("clamp_min", (0.0,)),
-        Step("clamp_max", (6.0,)),
-        Step("mul", (1 / 6,)),
-    ),
-    "positive": (),
-}
 _IDENTITY = {"contiguous", "clone", "alias", "lift_fresh", "positive"}
 _NOT_MONOTONE = {
     "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "tan", "erfc",
 }  # fmt: skip
-_COMPARE = {"gt", "ge", "lt", "le"}
 
 
 def climb(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> Spine:
@@ -101,8 +79,8 @@ class _Climber:
         name = call.name
         if name in _IDENTITY:
             return self.up(call["input"]).then(Element(node))
-        if name in _FIXED:
-            return self.up(call["input"]).then(Element(node, _FIXED[name]))
+        if (steps := scalar_steps(view, node, call)) is not None:
+            return self.up(call["input"]).then(Element(node, steps))
         if name == "cast":
             return self._cast()
         if name == "detach":
@@ -126,7 +104,7 @@ class _Climber:
             if view.dtype(call["input"]).is_complex:
                 raise self.decline("the values are complex numbers")
             raise self.decline(f"{name} is not monotone, and no step of an operator")
-        if name in _COMPARE:
+        if name in COMPARISONS:
             raise self.decline(f"a comparison ({name}) is no step of an operator")
         raise self.decline(f"{name} after the linear is not an elementwise step")
 
@@ -163,68 +141,10 @@ class _Climber:
         spine = climb(self.view, parent["input"], x, self.depth + 1)
         return spine.then(Element(self.node, shape_op=self.call, extra=(x,)))
 
-    # Elementwise steps with constants
-
-    def _scalar(self, *terms: Step) -> Spine:
-        return self.up(self.call["input"]).then(Element(self.node, terms))
-
-    def _number(self, key: str, default: Any = None) -> float:
-        value = self.const(self.call.get(key, default))
-        if value is None:
-            raise self.decline(f"{self.call.name} has a {key} that is not a constant")
-        return value
-
-    def _leaky_relu(self) -> Spine:
-        return self._scalar(Step("leaky_relu", (self._number("negative_slope", 0.01),)))
-
-    def _elu(self) -> Spine:
-        if self._number("input_scale", 1.0) != 1:
-            raise self.decline("elu with an input scale")
-        return self._scalar(Step("elu", (self._number("alpha", 1.0), self._number("scale", 1.0))))
-
-    def _celu(self) -> Spine:
-        a = self._number("alpha", 1.0)
-        if a <= 0:
-            raise self.decline(f"celu with alpha {a}")
-        return self._scalar(Step("mul", (1 / a,)), Step("elu", (1.0, a)))
-
-    def _softplus(self) -> Spine:
-        return self._scalar(
-            Step("softplus", (self._number("beta", 1), self._number("threshold", 20)))
-        )
-
-    def _threshold(self) -> Spine:
-        return self._scalar(Step("threshold", (self._number("threshold"), self._number("value"))))
-
-    def _clamp(self) -> Spine:
-        steps = []
-        if self.call.get("min") is not None:
-            steps.append(Step("clamp_min", (self._number("min"),)))
-        if self.call.get("max") is not None:
-            steps.append(Step("clamp_max", (self._number("max"),)))
-        return self._scalar(*steps)
-
-    def _clamp_min(self) -> Spine:
-        return self._scalar(Step("clamp_min", (self._number("min"),)))
-
-    def _clamp_max(self) -> Spine:
-        return self._scalar(Step("clamp_max", (self._number("max"),)))
-
-    def _hardtanh(self) -> Spine:
-        low, high = self._number("min_val", -1.0), self._number("max_val", 1.0)
-        return self._scalar(Step("clamp_min", (low,)), Step("clamp_max", (high,)))
-
     def _batch_norm(self) -> Spine:
-        """A factor and a term of every entry of axis 1, where the statistics are not those of these values."""
-        call = self.call
-        if self.node.target is not F.batch_norm:  # torch's own takes its arguments in another order
-            raise self.decline("batch_norm that is not torch.nn.functional's")
-        mean, variance = call["running_mean"], call["running_var"]
-        if call.get("training", False) or mean is None or variance is None:
-            raise self.decline("batch_norm with the statistics of the batch itself")
-        of = mean, variance, call.get("weight"), call.get("bias"), self._number("eps", 1e-5)
-        terms = Term("mul", Normalised(*of, shift=False)), Term("add", Normalised(*of, shift=True))
-        return self.up(call["input"]).then(Element(self.node, terms))
+        factor, shift = normalised(self.view, self.node, self.call)
+        terms = Term("mul", factor), Term("add", shift)
+        return self.up(self.call["input"]).then(Element(self.node, terms))
 
     # Two operands
 
@@ -268,14 +188,16 @@ class _Climber:
         return spine.then(Element(self.node, terms))
 
     def _add(self) -> Spine:
-        k = self._number("alpha", 1)
-        return self._sum(self.call["input"], self.call["other"], k)
+        return self._sum(self.call["input"], self.call["other"], self._alpha())
 
     def _sub(self) -> Spine:
-        return self._sum(self.call["input"], self.call["other"], -self._number("alpha", 1))
+        return self._sum(self.call["input"], self.call["other"], -self._alpha())
 
     def _rsub(self) -> Spine:
-        return self._sum(self.call["other"], self.call["input"], -self._number("alpha", 1))
+        return self._sum(self.call["other"], self.call["input"], -self._alpha())
+
+    def _alpha(self) -> float:
+        return number(self.view, self.node, self.call, "alpha", 1)
 
     def _sum(self, a: Any, b: Any, k: float) -> Spine:
         """a + k * b"""
@@ -292,11 +214,10 @@ class _Climber:
     def _mul(self) -> Spine:
         a, b = self.call["input"], self.call["other"]
         for x, gate in ((a, b), (b, a)):
-            edge = self._edge(gate, x)
-            if edge is not None and edge[0] == "gt":  # x * (x > t)
-                return self.up(x).then(
-                    Element(self.node, (Step("threshold", (edge[1], 0.0)),), extra=edge[2])
-                )
+            found = edge(self.view, self.node, gate, x)
+            if found is not None and found.above:  # x * (x > t)
+                step = Step("threshold", (found.at, 0.0))
+                return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
 
         def terms(operand: Any, c: float | None) -> tuple:
             return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
@@ -352,55 +273,6 @@ class _Climber:
 
     # Selection
 
-    def _edge(self, condition: Any, x: Any) -> tuple[str, float, tuple[fx.Node, ...]] | None:
-        """("gt" or "lt", t, nodes) where `condition` compares the very value `x` with a constant t.
-
-        A tie x == t is decided as `threshold` does, so >= and <= pass only where the other branch equals t anyway:
-        callers check that, or lose one value of measure zero that has no gradient either way.
-        """
-        nodes: list[fx.Node] = []
-        flip = False
-        call = self.view.call(condition)
-        while call is not None and call.name in ("cast", "invert", "logical_not", "contiguous"):
-            nodes.append(condition)
-            flip ^= call.name in ("invert", "logical_not")
-            condition = call["input"]
-            call = self.view.call(condition)
-        if call is None or call.name not in _COMPARE or not isinstance(x, fx.Node):
-            return None
-        nodes.append(condition)
-        sides = call["input"], call["other"]
-        mine = self.view.value(x, self.node)
-        for operand, other, less in (
-            (*sides, call.name in ("lt", "le")),
-            (*sides[::-1], call.name in ("gt", "ge")),
-        ):
-            if not self.view.is_tensor(operand):
-                continue
-            theirs = self.view.value(operand, condition)
-            if mine is None or theirs is None or not self._same(mine, theirs):
-                continue
-            t = self.const(other)
-            if t is None:
-                what = label(other) if isinstance(other, fx.Node) else "it"
-                raise self.decline(f"the threshold ({what}) is a tensor, not a number")
-            return ("lt" if less ^ flip else "gt"), t, tuple(nodes)
-        return None
-
-    def _same(self, a: fx.Node, b: fx.Node) -> bool:
-        """The same value up to detach and copies."""
-        return self.view.same_value(a, b) or self.view.same_value(self._peeled(a), self._peeled(b))
-
-    def _peeled(self, node: fx.Node) -> fx.Node:
-        """What a copy is a copy of."""
-        peel = {"detach", "contiguous", "clone", "alias"}
-        while (call := self.view.call(node)) is not None and call.name in peel:
-            seen = self.view.value(call["input"], node)
-            if seen is None:
-                break
-            node = seen
-        return node
-
     def _select(self, x: Any, keep: Any, other: Any, negate: bool) -> Spine:
         """x where `keep` (or where not, if `negate`), else `other`: a constant, or one number a token."""
         c = self.const(other)
@@ -410,18 +282,15 @@ class _Climber:
             return self.up(x).then(
                 Element(self.node, (kept, Term("add", Fill(keep, other, negate))))
             )
-        edge = self._edge(keep, x)
-        if edge is not None:
-            above = (edge[0] == "gt") ^ negate
-            if not above:
-                if edge[1] == c:  # min(x, t)
-                    return self.up(x).then(
-                        Element(self.node, (Step("clamp_max", (c,)),), extra=edge[2])
-                    )
+        found = edge(self.view, self.node, keep, x)
+        if found is not None:
+            if found.above ^ negate:
+                step = Step("threshold", (found.at, c))
+            elif found.at == c:  # min(x, t)
+                step = Step("clamp_max", (c,))
+            else:
                 raise self.decline("keeps the small values and replaces the large ones")
-            return self.up(x).then(
-                Element(self.node, (Step("threshold", (edge[1], c)),), extra=edge[2])
-            )
+            return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
         term = Term("where", keep, (c,), "not" if negate else None)
         return self.up(x).then(Element(self.node, (term,)))
 
@@ -460,17 +329,14 @@ class _Climber:
         if c is None:
             raise self.decline("assigns a tensor into the linear's result")
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        edge = self._edge(index, x) if isinstance(index, fx.Node) else None
-        if edge is not None:
+        if isinstance(index, fx.Node) and edge(self.view, self.node, index, x) is not None:
             return self._select(x, index, value, negate=True)
-
         return self.up(x).then(Element(self.node, (Term("where", Assigned(index), (c,)),)))
 
 
 _HANDLERS: dict[str, Callable[[_Climber], Spine]] = {
     name: getattr(_Climber, "_" + name)
     for name in (
-        "leaky_relu elu celu softplus threshold clamp clamp_min clamp_max hardtanh batch_norm add sub rsub mul div pow "
-        "maximum minimum where masked_fill setitem index_put index_fill"
+        "batch_norm add sub rsub mul div pow maximum minimum where masked_fill setitem index_put index_fill"
     ).split()
 }

@@ -8,10 +8,11 @@ from typing import Any
 from torch import fx
 
 from ..epilogue.steps import Step
+from .batch_norm import Normalised
 from .gemm import Linear
 from .names import Call
 
-__all__ = ["Assigned", "Element", "Fill", "Normalised", "Spine", "Term"]
+__all__ = ["Assigned", "Element", "Fill", "Spine", "Term"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,22 +41,6 @@ class Fill:
 
     def nodes(self) -> list[fx.Node]:
         return [self.mask, self.value]
-
-
-@dataclasses.dataclass(frozen=True)
-class Normalised:
-    """What batch normalisation with statistics from elsewhere multiplies axis 1 by, or (`shift`) adds to it."""
-
-    mean: fx.Node
-    variance: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    eps: float
-    shift: bool
-
-    def nodes(self) -> list[fx.Node]:
-        found = (self.mean, self.variance, self.weight, self.bias)
-        return [n for n in found if n is not None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Functions of one number with constants beside it, as the steps they are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from ..epilogue.steps import Step
+from .graph import GraphView
+from .names import Call
+from .shapes import Decline
+
+__all__ = ["number", "scalar_steps"]
+
+# Functions without arguments that are one step, or a fixed sequence of steps.
+_SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
+_FIXED: dict[str, tuple[Step, ...]] = {
+    **{
+        n: (Step(n),)
+        for n in (
+            "relu log log1p log2 log10 exp expm1 sqrt square tanh sigmoid atan asinh erf logsigmoid softsign"
+        ).split()
+    },
+    "neg": (Step("mul", (-1.0,)),),
+    "reciprocal": (Step("pow", (-1.0,)),),
+    "rsqrt": (Step("pow", (-0.5,)),),
+    "exp2": (Step("mul", (math.log(2.0),)), Step("exp")),
+    "relu6": (Step("clamp_min", (0.0,)), Step("clamp_max", (6.0,))),
+    "selu": (Step("elu", (_SELU_ALPHA, _SELU_SCALE)),),
+    "hardsigmoid": (
+        Step("add", (3.0,)),
+        Step("clamp_min", (0.0,)),
+        Step("clamp_max", (6.0,)),
+        Step("mul", (1 / 6,)),
+    ),
+}
+
+
+def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...] | None:
+    """The steps that a call applies to its input, or None. Raises Decline where an argument is not a constant."""
+
+    def const(key: str, default: Any = None) -> float:
+        return number(view, node, call, key, default)
+
+    match call.name:
+        case "leaky_relu":
+            return (Step("leaky_relu", (const("negative_slope", 0.01),)),)
+        case "elu":
+            if const("input_scale", 1.0) != 1:
+                raise Decline("elu with an input scale", node)
+            return (Step("elu", (const("alpha", 1.0), const("scale", 1.0))),)
+        case "celu":
+            a = const("alpha", 1.0)
+            if a <= 0:
+                raise Decline(f"celu with alpha {a}", node)
+            return Step("mul", (1 / a,)), Step("elu", (1.0, a))
+        case "softplus":
+            return (Step("softplus", (const("beta", 1), const("threshold", 20))),)
+        case "threshold":
+            return (Step("threshold", (const("threshold"), const("value"))),)
+        case "clamp":
+            low = () if call.get("min") is None else (Step("clamp_min", (const("min"),)),)
+            high = () if call.get("max") is None else (Step("clamp_max", (const("max"),)),)
+            return *low, *high
+        case "clamp_min":
+            return (Step("clamp_min", (const("min"),)),)
+        case "clamp_max":
+            return (Step("clamp_max", (const("max"),)),)
+        case "hardtanh":
+            bounds = const("min_val", -1.0), const("max_val", 1.0)
+            return Step("clamp_min", bounds[:1]), Step("clamp_max", bounds[1:])
+    return _FIXED.get(call.name)
+
+
+def number(view: GraphView, node: fx.Node, call: Call, key: str, default: Any = None) -> float:
+    """A constant argument of the call. Raises Decline for any other."""
+    value = view.const(call.get(key, default), node)
+    if value is None:
+        raise Decline(f"{call.name} has a {key} that is not a constant", node)
+    return value

@@ -1,0 +1,66 @@
+"""Parts of a chain as nodes of the graph: a step, an operand, what becomes of a weight and its bias."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ..epilogue.steps import Step
+from .emit import Emitter
+from .graph import fake
+
+__all__ = ["Pair", "applied", "prepared", "raised", "scaled", "selected"]
+
+Pair = tuple[fx.Node, fx.Node | None]  # a weight [V, D] and its bias [V]
+
+
+def raised(e: Emitter, t: fx.Node, ndim: int) -> fx.Node:
+    """A tensor with axes put in front, as broadcasting does."""
+    while len(fake(t).shape) < ndim:
+        t = e.method("unsqueeze", t, 0)
+    return t
+
+
+def scaled(e: Emitter, pair: Pair, factor: float) -> Pair:
+    """Weight and bias times a constant."""
+    weight, bias = (t if t is None else e.call(operator.mul, t, factor) for t in pair)
+    return weight, bias
+
+
+def selected(e: Emitter, pair: Pair, columns: slice | fx.Node) -> Pair:
+    """The entries of V that are kept."""
+    if isinstance(columns, slice):
+        weight, bias = (t if t is None else e.call(operator.getitem, t, columns) for t in pair)
+    else:
+        weight, bias = (t if t is None else e.method("index_select", t, 0, columns) for t in pair)
+    return weight, bias
+
+
+def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:
+    """An operand after what its term does to it first; see `spine.Term`."""
+    if prepare is None or prepare == 1:
+        return t
+    if prepare == "not":
+        return e.call(torch.logical_not, t)
+    return (
+        e.call(torch.reciprocal, t) if prepare == "reciprocal" else e.call(operator.mul, t, prepare)
+    )
+
+
+_TORCH_CALLS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "mul": operator.mul, "leaky_relu": F.leaky_relu, "softplus": F.softplus,
+    "threshold": F.threshold, "logsigmoid": F.logsigmoid, "softsign": F.softsign,
+}  # fmt: skip
+
+
+def applied(e: Emitter, t: fx.Node, step: Step) -> fx.Node:
+    """A step, of whatever has its numbers beside it."""
+    if step.fn == "elu":
+        alpha, scale = step.consts
+        return e.call(operator.mul, e.call(F.elu, t, alpha), scale)
+    return e.call(_TORCH_CALLS.get(step.fn) or getattr(torch, step.fn), t, *step.consts)
