@@ -11,7 +11,6 @@ top-k is used the scores are not written. Sources: GPUSparse, section 4 (documen
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +20,12 @@ from torch import fx
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.accumulate import ANCHORS, scores_of
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.postings import Postings, postings_of
 from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.scored import Scores
 from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.topk import Top, top_of
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.match.weighted import weighted
 from sparse_inductor.pattern import Example, Miss
@@ -41,24 +41,6 @@ _OTHER_POOLS = {
     "mean": "an average over the terms is no inner product",
     "logsumexp": "log-sum-exp over the terms is no inner product",
 }
-_MOVES = frozenset("t T mT transpose permute contiguous clone squeeze unsqueeze view".split())
-
-
-@dataclasses.dataclass(frozen=True)
-class Top:
-    """The top-k that alone reads the scores.
-
-    node: the selection; k: how many; dim: of its input; path: the views in between; reduced: a maximum, whose results
-    lack the axis; sliced: the nodes that cut a full sort. order: axes of the scores as the selection sees them.
-    """
-
-    node: fx.Node
-    k: Any
-    dim: int
-    path: tuple[fx.Node, ...]
-    batch: int | None
-    reduced: bool = False
-    sliced: tuple[fx.Node, ...] = ()
 
 
 @dataclasses.dataclass
@@ -101,7 +83,7 @@ class ScoresMatch:
         if self.top is None:
             _redirect(s, s.shaped(e, s.emit(e)))
         else:
-            _put_top(e, self.top, s.emit(e, self.top.k))
+            self.top.put(e, s.emit(e, self.top.k))
 
 
 def _redirect(s: Scores | Postings, scores: fx.Node) -> None:
@@ -118,37 +100,6 @@ def _redirect(s: Scores | Postings, scores: fx.Node) -> None:
     for user in list(target.users):
         if user in after and user is not node:
             user.replace_input_with(target, scores)
-
-
-def _put_top(e: Emitter, top: Top, found: fx.Node) -> None:
-    parts: list[fx.Node] = []
-    for i in (0, 1):
-        t = e.call(operator.getitem, found, i)
-        if top.batch is not None and top.batch > top.dim:  # [k, B] as the user has it
-            t = e.method("t", t)
-        if top.reduced:
-            t = e.method("squeeze", t, top.dim)
-        want = fake(_result(top, i))
-        if want is not None and tuple(want.shape) != tuple(fake(t).shape):
-            t = e.method("reshape", t, tuple(want.shape))
-        parts.append(t)
-    for user in list(top.node.users):
-        if user.target is operator.getitem and user.args[1] in (0, 1):
-            for reader in list(user.users):
-                if reader in top.sliced:
-                    reader.replace_all_uses_with(parts[user.args[1]])
-            if not top.sliced:
-                user.replace_all_uses_with(parts[user.args[1]])
-
-
-def _result(top: Top, i: int) -> fx.Node | None:
-    """A node that holds the values (0) or indices (1) as the user reads them."""
-    for user in top.node.users:
-        if user.target is operator.getitem and user.args[1] == i:
-            if not top.sliced:
-                return user
-            return next((r for r in user.users if r in top.sliced), None)
-    return None
 
 
 class SparseScores:
@@ -186,7 +137,7 @@ class SparseScores:
             raise Decline(f"there is no operator for {fake(node).device}", node)
         if not fake(node).dtype.is_floating_point:
             raise Decline(f"the scores are {fake(node).dtype}", node)
-        top = _top(view, s)
+        top = top_of(view, s)
         if s.features and not _documents_first(view, s, top):
             raise Decline(
                 "rows of features are gathered and added up; nothing says that they are weights of queries",
@@ -263,124 +214,6 @@ def _documents_first(view: GraphView, s: Scores | Postings, top: Top | None) -> 
     return bool(readers) and all(
         view.name_of(r) in ("t", "T", "mT", "transpose", "permute") for r in readers
     )
-
-
-def _top(view: GraphView, s: Scores | Postings) -> Top | None:
-    """The selection that alone reads the scores, through views."""
-    shape = view.shape(s.node)
-    axes: list[str] = []
-    wide = [a for a in range(len(shape)) if a != s.batch and not same_size(shape[a], 1)]
-    if len(wide) != 1 and len(shape) - (s.batch is not None) != 1:
-        return None
-    doc = wide[0] if wide else next(a for a in range(len(shape)) if a != s.batch)
-    axes = ["b" if a == s.batch else "n" if a == doc else "1" for a in range(len(shape))]
-    if torch.is_grad_enabled() and view.requires_grad(s.node):
-        return None  # the gradient needs the scores' documents; scatter them from the top-k is not worth it
-    node, path = s.node, []
-    written = s.accumulator
-    while True:
-        readers = list(view.readers(node))
-        if written is not None and node is s.node:
-            after = [r for r in view.readers(written) if view.order[r] > view.order[node]]
-            readers += [r for r in after if r not in readers]
-        if len(readers) != 1:
-            return None
-        reader = readers[0]
-        call = view.call(reader)
-        if call is None or call.inplace or call.args.get("input") not in (node, written):
-            return None
-        if call.name in _MOVES:
-            moved = _moved(view, axes, call, reader)
-            if moved is None:
-                return None
-            axes = moved
-            path.append(reader)
-            node = reader
-            continue
-        return _selection(view, axes, reader, path)
-
-
-def _moved(view: GraphView, axes: list[str], call: Any, node: fx.Node) -> list[str] | None:
-    n = len(axes)
-    match call.name:
-        case "contiguous" | "clone":
-            return axes
-        case "t" | "T" | "mT" | "transpose" if n == 2:
-            return axes[::-1]
-        case "permute":
-            return [axes[d % n] for d in call["dims"]]
-        case "squeeze" | "unsqueeze" | "view":
-            left = [a for a in axes if a != "1"]
-            after = view.shape(node)
-            out, rest = [], list(left)
-            for size in after:
-                source = rest[0] if rest else "1"
-                out.append("1" if same_size(size, 1) or not rest else source)
-                if out[-1] != "1":
-                    rest.pop(0)
-            same = [s for s, a in zip(view.shape(call["input"]), axes) if a != "1"]
-            kept = [s for s, a in zip(after, out) if a != "1"]
-            return out if not rest and all(map(same_size, same, kept)) else None
-    return None
-
-
-def _selection(view: GraphView, axes: list[str], node: fx.Node, path: list[fx.Node]) -> Top | None:
-    call = view.call(node)
-    if call is None or "n" not in axes:
-        return None
-    n, dim = len(axes), call.get("dim", -1)
-    if not isinstance(dim, int) or axes[dim % n] != "n":
-        return None
-    dim %= n
-    batch = axes.index("b") if "b" in axes else None
-    if any(u.target is not operator.getitem or u.args[1] not in (0, 1) for u in node.users):
-        return None
-    match call.name:
-        case "topk" if call.get("largest", True) is True and call.get("sorted", True) is True:
-            k = call["k"]
-            return Top(node, k, dim, tuple(path), batch) if isinstance(k, int) else None
-        case "max_dim":
-            return Top(node, 1, dim, tuple(path), batch, reduced=not call.get("keepdim", False))
-        case "sort" if call.get("descending", False) is True:
-            return _cut_sort(view, node, dim, n, path, batch)
-    return None
-
-
-def _cut_sort(
-    view: GraphView, node: fx.Node, dim: int, n: int, path: list[fx.Node], batch: int | None
-) -> Top | None:
-    """A sort of which only the first k are read."""
-    cuts: list[fx.Node] = []
-    k: int | None = None
-    for part in node.users:
-        for reader in view.readers(part):
-            call = view.call(reader)
-            if call is None or call.name != "getitem":
-                return None
-            items = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-            if Ellipsis in items:
-                items = (
-                    (*[slice(None)] * (n - len(items) + 1), *items[1:])
-                    if items[0] is Ellipsis
-                    else items
-                )
-            if len(items) <= dim or any(i != slice(None) for a, i in enumerate(items) if a != dim):
-                return None
-            cut = items[dim]
-            if (
-                not isinstance(cut, slice)
-                or cut.start not in (None, 0)
-                or cut.step not in (None, 1)
-            ):
-                return None
-            if not isinstance(cut.stop, int) or cut.stop <= 0 or k not in (None, cut.stop):
-                return None
-            k = cut.stop
-            cuts.append(reader)
-    size = view.shape(node.args[0])[dim] if isinstance(node.args[0], fx.Node) else None
-    if k is None or not isinstance(size, int) or k > size:
-        return None
-    return Top(node, k, dim, (*path, *node.users, *cuts), batch, sliced=tuple(cuts))
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

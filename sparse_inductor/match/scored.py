@@ -25,7 +25,7 @@ class Scores:
 
     kept: for a plain sum the axes of the contributions that stay, in the order of the result. rows,
     offsets: how the entries of the other layouts belong to documents. num_docs: a size, batch: the
-    axis of the result that is the batch. fresh: the accumulator that was written, if any.
+    axis of the result that is the batch. accumulator: the tensor they were added to, if any.
     """
 
     node: fx.Node
