@@ -22,18 +22,16 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.ranges import prove
 from sparse_inductor.epilogue.steps import Program, render
-from sparse_inductor.match.branches import Branch, branches, merged, same_input
-from sparse_inductor.match.chain import Chain
+from sparse_inductor.match.branches import same_input
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.family import above
+from sparse_inductor.match.feed_forward import Reading, activation, read_block, resembles
 from sparse_inductor.match.gemm import Linear, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.region import check_memory, outside_readers
 from sparse_inductor.match.shapes import Decline
-from sparse_inductor.match.spine import Spine, Term
 from sparse_inductor.match.statistics import Statistic, statistics
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
@@ -41,26 +39,6 @@ from sparse_inductor.pattern import Example, Miss, Sparse
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
 DEVICES = ("cpu", "cuda")
-
-_RECTIFIERS = frozenset(
-    "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign autograd_function_apply".split()
-)
-
-
-@dataclasses.dataclass
-class Reading:
-    """One way to read the graph above a matmul as a block. `factors`, of every neuron after the rectifier, go into the
-    weight of `down`; `tokens`, factors and masks of every token there, wait until after it."""
-
-    down: Linear
-    gate: Branch
-    up: Branch | None
-    factors: list[tuple[Chain, Term]]
-    tokens: list[tuple[Chain, Term]]
-
-    @property
-    def branches(self) -> tuple[Branch, ...]:
-        return (self.gate,) if self.up is None else (self.gate, self.up)
 
 
 @dataclasses.dataclass
@@ -187,7 +165,7 @@ class ReluFfn:
 
     def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
         found = [one for one in linears(view, node) or () if not one.within]
-        if found and _is_distributed(fake(node)):
+        if found and is_distributed(fake(node)):
             found = [summed_over_processes(view, node) or found[0]]
         if not found or not fake(node).dtype.is_floating_point:
             return None
@@ -199,14 +177,14 @@ class ReluFfn:
                 return self._block(node, view, down)
             except Decline as e:
                 first = first or (down, e)
-        if first is None or not _resembles(view, first[0].source):
+        if first is None or not resembles(view, first[0].source):
             return None
         return Miss(first[1].reason, first[1].node or node)
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
-        if _is_distributed(fake(down.source)):
+        if is_distributed(fake(down.source)):
             raise Decline("the operator takes whole tensors, not DTensors", node)
-        reading = _read(view, down, down.source, node)
+        reading = read_block(view, down, down.source, node)
         if reading.tokens and fake(node).dtype == torch.float16:
             raise Decline("what a token's factor has not scaled yet may overflow in float16", node)
         gate = reading.gate
@@ -246,7 +224,7 @@ class ReluFfn:
         inside = set(nodes)
         for source, reader in outside_readers(view, nodes, inside, {anchor}):
             try:
-                of, counts_only = _activation(view, reading, source, reader)
+                of, counts_only = activation(view, reading, source, reader)
             except Decline:
                 raise _read_by(view, source, reader) from None
             positive = of == "gate" or reading.up is None or _not_negative(reading.up.program)
@@ -281,108 +259,8 @@ class ReluFfn:
     near_misses: Sequence[Example] = ()
 
 
-def _is_distributed(t: torch.Tensor) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(t, DTensor)
-
-
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
     return x.op in ("placeholder", "get_attr")
-
-
-def _read(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
-    """The gate and up branches of a value. Raises Decline."""
-    found, factors, tokens = _branches(view, value, reader)
-    cuts = [cut(b.program) for b in found]
-    _check_tokens(view, found, tokens)
-    if all(c is None for c in cuts):
-        for _, term in tokens:
-            if above(view, term.operand) & _RECTIFIERS:
-                raise Decline(
-                    "rectifies a factor of every token, none of every neuron", term.operand
-                )
-        raise Decline("no factor is zero below some number: " + _programs(found), value)
-    if len(found) > 2:
-        raise Decline(f"a product of {len(found)} projections", value)
-    at = next(i for i, c in enumerate(cuts) if c is not None)
-    rest = [b for i, b in enumerate(found) if i != at]
-    return Reading(down, found[at], rest[0] if rest else None, factors, tokens)
-
-
-def _check_tokens(
-    view: GraphView, found: Sequence[Branch], tokens: Sequence[tuple[Chain, Term]]
-) -> None:
-    """Raises Decline where a token's factor is made of the activations that it scales."""
-    own = {b.linear.node for b in found}
-    first = min(view.order[n] for n in own)
-    for _, term in tokens:
-        queue, seen = [term.operand], set(own)
-        while queue:
-            node = queue.pop()
-            if node in own:
-                raise Decline(
-                    "a factor of every token made of the activations: a norm", term.operand
-                )
-            if node not in seen and view.order[node] > first:
-                seen.add(node)
-                queue += node.all_input_nodes
-
-
-def _programs(found: Sequence[Branch]) -> str:
-    return ", ".join(render(b.program) or "a projection as it is" for b in found)
-
-
-def _branches(
-    view: GraphView, value: fx.Node, reader: fx.Node
-) -> tuple[list[Branch], list[tuple[Chain, Term]], list[tuple[Chain, Term]]]:
-    """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
-    chains = [_chain(view, s) for s in branches(view, value, reader)]
-    found = merged(chains)
-    rows = [row.node for c in chains for row in c.rows]
-    if rows:
-        raise Decline("a term of every token between the projections", rows[0])
-    parts = [(c, c.factors(value)) for c in chains]
-    factors, tokens = ([(c, t) for c, part in parts for t in part[i]] for i in (0, 1))
-    if any(isinstance(t.operand, fx.Node) and _is_distributed(fake(t.operand)) for _, t in tokens):
-        raise Decline("a factor of every token that is a DTensor", value)
-    return found, factors, tokens
-
-
-def _chain(view: GraphView, spine: Spine) -> Chain:
-    first: Decline | None = None
-    for linear in spine.linears:
-        try:
-            return Chain(view, spine, linear, linear_after=True)
-        except Decline as e:
-            first = first or e
-    assert first is not None
-    raise first
-
-
-def _activation(
-    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
-) -> tuple[str, bool]:
-    """Which activation a swallowed node is: ("gate" or "hidden", whether only its zeros are the same)."""
-    other = _read(view, reading.down, source, reader)
-    gate = reading.gate
-    if other.factors or other.tokens:
-        raise Decline("scaled activations", source)
-    if other.gate.linear.node is not gate.linear.node:
-        raise Decline("another branch", source)
-    if other.up is not None:
-        same = reading.up is not None and (
-            (other.gate.program, other.up.program, other.up.linear.node)
-            == (gate.program, reading.up.program, reading.up.linear.node)
-        )
-        if not same:
-            raise Decline("another product", source)
-        return "hidden", False
-    if cut(other.gate.program) != cut(gate.program):
-        raise Decline("another rectifier", source)
-    return "gate", other.gate.program != gate.program
 
 
 def _not_negative(program: Program) -> bool:
@@ -397,11 +275,6 @@ def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
     if reader.op == "output":
         return Decline(f"{what} also returned", source)
     return Decline(f"{what} also read by {label(reader)}", reader)
-
-
-def _resembles(view: GraphView, source: fx.Node) -> bool:
-    found = above(view, source)
-    return "linear" in found and bool(found & _RECTIFIERS)
 
 
 def _bytes_saved(view: GraphView, reading: Reading) -> int | None:

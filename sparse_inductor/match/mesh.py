@@ -19,6 +19,7 @@ from .fakes import fake
 from .graph import GraphView
 
 __all__ = [
+    "is_distributed",
     "local_part",
     "redistributed",
     "settled",
@@ -27,6 +28,15 @@ __all__ = [
     "spread_by_row",
     "summand",
 ]
+
+
+def is_distributed(t: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(t, DTensor)
 
 
 def local_part(x: torch.Tensor, sums: tuple[bool, ...]) -> torch.Tensor:

@@ -1,0 +1,150 @@
+"""A feed-forward block read from the tensor that its down projection takes: gate, up, and what scales their product."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from ..epilogue.cut import cut
+from ..epilogue.steps import render
+from .branches import Branch, branches, merged
+from .chain import Chain
+from .family import above
+from .gemm import Linear
+from .graph import GraphView, fake
+from .mesh import is_distributed
+from .shapes import Decline
+from .spine import Spine, Term
+
+__all__ = ["Factor", "Reading", "activation", "read_block", "resembles"]
+
+_RECTIFIERS = frozenset(
+    "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign autograd_function_apply".split()
+)
+
+
+class Factor(NamedTuple):
+    """A factor, or a mask that leaves zeros, of every neuron or of every token, and the chain that it follows."""
+
+    chain: Chain
+    term: Term
+
+    @property
+    def source(self) -> fx.Node:
+        assert isinstance(self.term.operand, fx.Node)  # `Chain.factors` gives no other
+        return self.term.operand
+
+
+@dataclasses.dataclass
+class Reading:
+    """One way to read the graph above a matmul as a block. `factors`, of every neuron after the rectifier, go into the
+    weight of `down`; `tokens`, factors and masks of every token there, wait until after it."""
+
+    down: Linear
+    gate: Branch
+    up: Branch | None
+    factors: list[Factor]
+    tokens: list[Factor]
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return (self.gate,) if self.up is None else (self.gate, self.up)
+
+
+def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
+    """The gate and up branches of a value. Raises Decline."""
+    found, factors, tokens = _branches(view, value, reader)
+    cuts = [cut(b.program) for b in found]
+    _check_tokens(view, found, tokens)
+    if all(c is None for c in cuts):
+        for token in tokens:
+            if above(view, token.source) & _RECTIFIERS:
+                raise Decline(
+                    "rectifies a factor of every token, none of every neuron", token.source
+                )
+        raise Decline("no factor is zero below some number: " + _programs(found), value)
+    if len(found) > 2:
+        raise Decline(f"a product of {len(found)} projections", value)
+    at = next(i for i, c in enumerate(cuts) if c is not None)
+    rest = [b for i, b in enumerate(found) if i != at]
+    return Reading(down, found[at], rest[0] if rest else None, factors, tokens)
+
+
+def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Factor]) -> None:
+    """Raises Decline where a token's factor is made of the activations that it scales."""
+    own = {b.linear.node for b in found}
+    first = min(view.order[n] for n in own)
+    for token in tokens:
+        queue, seen = [token.source], set(own)
+        while queue:
+            node = queue.pop()
+            if node in own:
+                raise Decline(
+                    "a factor of every token made of the activations: a norm", token.source
+                )
+            if node not in seen and view.order[node] > first:
+                seen.add(node)
+                queue += node.all_input_nodes
+
+
+def _programs(found: Sequence[Branch]) -> str:
+    return ", ".join(render(b.program) or "a projection as it is" for b in found)
+
+
+def _branches(
+    view: GraphView, value: fx.Node, reader: fx.Node
+) -> tuple[list[Branch], list[Factor], list[Factor]]:
+    """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
+    chains = [_chain(view, s) for s in branches(view, value, reader)]
+    found = merged(chains)
+    rows = [row.node for c in chains for row in c.rows]
+    if rows:
+        raise Decline("a term of every token between the projections", rows[0])
+    parts = [(c, c.factors(value)) for c in chains]
+    factors, tokens = ([Factor(c, t) for c, part in parts for t in part[i]] for i in (0, 1))
+    if any(is_distributed(fake(token.source)) for token in tokens):
+        raise Decline("a factor of every token that is a DTensor", value)
+    return found, factors, tokens
+
+
+def _chain(view: GraphView, spine: Spine) -> Chain:
+    first: Decline | None = None
+    for linear in spine.linears:
+        try:
+            return Chain(view, spine, linear, linear_after=True)
+        except Decline as e:
+            first = first or e
+    assert first is not None
+    raise first
+
+
+def activation(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
+) -> tuple[str, bool]:
+    """Which activation a swallowed node is: ("gate" or "hidden", whether only its zeros are the same)."""
+    other = read_block(view, reading.down, source, reader)
+    gate = reading.gate
+    if other.factors or other.tokens:
+        raise Decline("scaled activations", source)
+    if other.gate.linear.node is not gate.linear.node:
+        raise Decline("another branch", source)
+    if other.up is not None:
+        same = reading.up is not None and (
+            (other.gate.program, other.up.program, other.up.linear.node)
+            == (gate.program, reading.up.program, reading.up.linear.node)
+        )
+        if not same:
+            raise Decline("another product", source)
+        return "hidden", False
+    if cut(other.gate.program) != cut(gate.program):
+        raise Decline("another rectifier", source)
+    return "gate", other.gate.program != gate.program
+
+
+def resembles(view: GraphView, source: fx.Node) -> bool:
+    """Whether a tensor comes from a linear and a rectifier: worth a reason where it is no block."""
+    found = above(view, source)
+    return "linear" in found and bool(found & _RECTIFIERS)
