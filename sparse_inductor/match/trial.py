@@ -181,7 +181,7 @@ def run(
     except Exception as error:  # whatever the user's code raises on rows it was not made for
         raise Untestable(f"{type(error).__name__} at {node.name}: {error}") from None
     finally:
-        torch._C._set_grad_enabled(was_on)
+        torch.set_grad_enabled(was_on)
     result = env[piece.output]
     if not isinstance(result, torch.Tensor):
         raise Untestable(f"{piece.output.name} is no tensor")

@@ -1,4 +1,4 @@
-"""Dispatcher guards that every operator here needs."""
+"""What every operator here needs of the dispatcher: guards, registration, the way to its kernels."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import compat
-
-
-def below_autograd() -> contextlib.AbstractContextManager[None]:
-    """Calls inside skip the Autograd keys: an operator's Autograd kernel uses it to reach the device kernels."""
-    return torch._C._AutoDispatchBelowAutograd()
-
 
 # What arguments an operator's device function can be handed as they are.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
@@ -36,7 +30,7 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
                 break
         else:
             return on_gpu(fn)(*args)
-    with below_autograd():
+    with compat.below_autograd():
         return op(*args)
 
 
@@ -127,7 +121,7 @@ def _settled(args: Sequence[Any]) -> bool:
 
 def outside_transforms(op: str) -> None:
     """Raises NotImplementedError where a torch.func transform goes through the operator: an Autograd kernel asks."""
-    if torch._C._are_functorch_transforms_active():
+    if compat.transforms_active():
         _decline(op)
 
 

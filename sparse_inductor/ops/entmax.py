@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..compat import below_autograd
 from . import _entmax_aten as aten
 from ._dispatch import (
     autocast_off,
-    below_autograd,
     call_below_autograd,
     decline_vmap,
     inline,

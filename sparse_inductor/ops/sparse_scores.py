@@ -18,14 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..compat import below_autograd
 from . import _sparse_scores_aten as aten
-from ._dispatch import (
-    autocast_off,
-    below_autograd,
-    decline_vmap,
-    outside_transforms,
-    register,
-)
+from ._dispatch import autocast_off, decline_vmap, outside_transforms, register
 from ._sharding import Rule, dims, share
 from ._top import best_of
 

@@ -1,0 +1,59 @@
+"""The only folder that touches torch's private API or asks for its version.
+
+What has no public name but stays where it is (pytree, OpOverload, TorchDispatchMode) is used anywhere.
+
+Each function hides one thing that torch may move or that differs between 2.11 and 2.13. torch's
+private modules are imported inside the functions: `TORCH_LOGS=+sparse_inductor` imports this
+package during `import torch`.
+"""
+
+from .dynamo import (
+    GraphEnd,
+    anything_compiled,
+    current_compile,
+    fresh_capture,
+    graph_end,
+    hidden_arguments,
+    reset_dynamo,
+    substitute_in_graph,
+    uncompiled,
+)
+from .graphs import copy_graph, copy_graph_module, graph_text
+from .inductor import (
+    arguments_of_node,
+    call_extern_kernels,
+    compile_graph,
+    custom_graph_pass_class,
+    pre_grad_passes,
+    runs_pre_grad_passes,
+    settled_inputs,
+    slots_take_lists,
+)
+from .logs import count, sparse_graph_breaks, trace_artifact
+from .runtime import (
+    after_autograd,
+    allocator,
+    autograd_on,
+    below_autograd,
+    current_device,
+    functional_mode,
+    keeps_operators,
+    launch_settings,
+    lazy_clone,
+    modes_active,
+    observed,
+    plain_when_traced,
+    raw_stream,
+    stream_getter,
+    transforms_active,
+)
+from .settings import (
+    SavedSetting,
+    has_setting,
+    inductor_cache_folder,
+    patched_settings,
+    restore_setting,
+    save_setting,
+    set_setting,
+    setting,
+)

@@ -1,0 +1,108 @@
+"""What Dynamo captured, and what it keeps between compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def anything_compiled() -> bool:
+    """Whether Dynamo holds a frame compiled since the process began or was last reset."""
+    if "torch._dynamo.convert_frame" not in sys.modules:
+        return False
+    from torch._dynamo import convert_frame
+
+    return bool(convert_frame.FRAME_COUNTER) or bool(convert_frame.output_codes.seen)
+
+
+def current_compile() -> object | None:
+    """The compile under way in this thread, the same object for all its graphs; None outside."""
+    from torch._guards import CompileContext
+
+    return CompileContext.try_get()
+
+
+def reset_dynamo() -> None:
+    """Forget everything Dynamo has compiled."""
+    torch._dynamo.reset()
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphEnd:
+    """Why Dynamo ended a graph; `stack` is the user's, as (file, line, text), innermost last."""
+
+    broke: bool
+    reason: str
+    stack: tuple[tuple[str, int, str], ...]
+
+
+def graph_end(gm: Any) -> GraphEnd | None:
+    """Why Dynamo ended the graph; None for one that is not a frame's (a checkpoint body)."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None:
+        return None
+    stack = tuple((f.filename, f.lineno or 0, f.line or "") for f in reason.user_stack or ())
+    return GraphEnd(bool(reason.graph_break), str(reason.reason), stack)
+
+
+def uncompiled(fn: Any) -> Any:
+    """The function or module that `torch.compile` was given, if `fn` came from it."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if isinstance(fn, OptimizedModule):
+        return fn._orig_mod
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+def fresh_capture() -> contextlib.AbstractContextManager[None]:
+    """Settings under which a function is captured anew although the process compiled it before, and
+    that keep what is captured from influencing later compiles (automatic dynamic shapes, the
+    recompile limit)."""
+    from torch._dynamo import config
+
+    wanted = {
+        "recompile_limit": 1 << 20,
+        "accumulated_recompile_limit": 1 << 20,
+        "automatic_dynamic_shapes": False,
+        "suppress_errors": False,
+    }
+    return config.patch({name: value for name, value in wanted.items() if name in config._config})
+
+
+def substitute_in_graph(fn: Any, traced: Any) -> Any:
+    """Have Dynamo trace `traced` where `fn` is called; the result undoes exactly that.
+
+    A function that somebody else has substituted already keeps his substitute. torch can only add
+    a substitute, so undoing takes the entries out of the tables that it goes into.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import PolyfilledFunctionVariable
+    from torch._dynamo.variables.builder import VariableBuilder
+
+    try:
+        wrapped = torch.compiler.substitute_in_graph(fn)(traced)
+    except (TypeError, ValueError):  # substituted already, or an other version's signature
+        return lambda: None
+
+    def undo() -> None:
+        for function in (fn, wrapped):
+            VariableBuilder._id_dispatch().pop(id(function), None)
+            trace_rules._polyfilled_function_ids.remove(id(function))
+            trace_rules.get_torch_obj_rule_map().pop(function, None)
+            PolyfilledFunctionVariable._get_polyfill_handlers().pop(function, None)
+
+    return undo
+
+
+def hidden_arguments(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments of a DTensor's method that torch 2.11 keeps in a closure of its own."""
+    cells = getattr(node.target, "__closure__", None) or ()
+    names = getattr(getattr(node.target, "__code__", None), "co_freevars", ())
+    held = dict(zip(names, (cell.cell_contents for cell in cells)))
+    positional, keywords = held.get("args_as_value", ()), held.get("kwargs_as_value", {})
+    return {**({"grad_placements": positional[0]} if positional else {}), **keywords}

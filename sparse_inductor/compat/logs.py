@@ -1,0 +1,35 @@
+"""torch's counters and its structured trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def count(name: str, by: int = 1) -> None:
+    """Add to Inductor's counters, where its own passes count their matches."""
+    from torch._dynamo.utils import counters
+
+    counters["inductor"][name] += by
+
+
+def sparse_graph_breaks() -> int:
+    """How often Dynamo has ended a graph in this process because of a torch.sparse tensor."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return 0
+    breaks = dict(utils.counters["graph_break"])
+    return sum(times for reason, times in breaks.items() if "sparse" in str(reason).lower())
+
+
+def trace_artifact(name: str, payload: dict[str, Any]) -> None:
+    """Put a JSON artifact into the structured trace (TORCH_TRACE), where tlparse shows it."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=lambda: json.dumps(payload, indent=2),
+        expect_trace_id=False,
+    )

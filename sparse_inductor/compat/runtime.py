@@ -1,0 +1,108 @@
+"""What happens when an operator runs: the dispatcher, streams, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def after_autograd(keyset: Any) -> Any:
+    """The keys that an operator's Autograd kernel leaves the call to."""
+    return keyset & torch._C._after_autograd_keyset
+
+
+def below_autograd() -> contextlib.AbstractContextManager[None]:
+    """Calls inside skip the Autograd keys: an operator's Autograd kernel uses it to reach the device kernels."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager
+def autograd_on() -> Iterator[None]:
+    """Operations in the block are recorded for autograd, also where an operator's kernel or a compiled graph runs,
+    below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+        yield
+
+
+def modes_active() -> bool:
+    """Whether somebody has a mode on that every operator's call goes through."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def observed() -> bool:
+    """Whether somebody wants to see every operator's call: a mode, or a profiler."""
+    return modes_active() or torch.autograd._profiler_enabled()
+
+
+def transforms_active() -> bool:
+    """Whether a transform of torch.func is under way."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def functional_mode() -> type:
+    """The mode under which AOTAutograd traces what a compiler gets."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    return FunctionalTensorMode
+
+
+def plain_when_traced(kind: type) -> bool:
+    """Whether `functional_mode` may look at a tensor of this type: no other subclass has a say before it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return kind in (torch.Tensor, FunctionalTensor) or issubclass(kind, FakeTensor)
+
+
+def keeps_operators() -> bool:
+    """Whether an operator stays whole when traced: in torch.export, whose programs outlive their kernels."""
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    return custom_triton_ops_decomposition_disabled()
+
+
+def launch_settings() -> tuple[Any, ...]:
+    """What the launch code of kernels may ask torch for, beside what is to be seen of the tensors."""
+    return torch._C._get_float32_matmul_precision(), torch._C._get_cublas_allow_tf32()
+
+
+def raw_stream(device: torch.device) -> int:
+    """The handle of the device's current stream; 0 for a CPU."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def stream_getter(device: torch.device) -> Callable[[], int]:
+    """What gives `raw_stream(device)`, in a call of C alone."""
+    if device.type != "cuda":
+        return lambda: 0
+    return functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+
+
+def current_device() -> int:
+    """The current GPU's number, of a process that has used one."""
+    return torch._C._cuda_getDevice()
+
+
+def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
+    """`torch.empty_strided(size, stride, dtype)` on the device (on the current one of several GPUs): what Inductor's
+    own code allocates with, a third of the host's time."""
+    if device.type == "cuda":
+        return torch._C._dynamo.guards._empty_strided_cuda
+    return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that shares memory until one of both is written to; at once where this torch, or the
+    tensor's storage, cannot do that."""
+    try:
+        return torch._lazy_clone(tensor)
+    except (AttributeError, RuntimeError):
+        return tensor.clone()
