@@ -20,6 +20,7 @@ from sparse_inductor.epilogue.steps import Program
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
 from . import relu_ffn_hopper as hopper
+from . import relu_ffn_packing as packer
 from . import relu_ffn_pool as rows_pool
 from . import relu_ffn_rows as rows
 
@@ -74,7 +75,7 @@ class Packed(Protocol):
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:
     """Even pieces of M rows of about so many elements of [M, N]."""
-    pieces = max(1, -(-M * N // elements), -(-M // rows.ROWS_MOST))
+    pieces = max(1, -(-M * N // elements), -(-M // packer.ROWS_MOST))
     step = -(-M // pieces)
     step = -(-step // 128) * 128  # whole row tiles
     return [slice(i, min(i + step, M)) for i in range(0, M, step)]
@@ -149,7 +150,7 @@ def forward(
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
         pool = rows_pool.Pool(x[part], N) if shares else None
-        state = rows.new_state(x.device)
+        state = packer.new_state(x.device)
         marks = None
         if marking:
             gate, marks = hopper.marked_product(x[part], b.gate, b.gate_bias, b.cut)
@@ -166,12 +167,12 @@ def forward(
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
             ups = packed.up[part] if up is not None else None
-        heavy = count.new_empty(rows.room_for_rows(m))
+        heavy = count.new_empty(packer.room_for_rows(m))
         counts: dict[str, Any] = {"marks": marks}
         if pool is not None:
             counts.update(shared=pool.counts, block_rows=rows_pool.ROWS)
         entries = (count, index, value)
-        packing = rows.pack(
+        packing = packer.pack(
             gate, entries, heavy, state, numbers, b.f, b.cut, up is not None, **counts
         )
         listed = state, heavy

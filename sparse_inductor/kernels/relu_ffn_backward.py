@@ -18,7 +18,7 @@ from . import relu_ffn as forward
 from . import relu_ffn_dense as dense
 from . import relu_ffn_rows as rows
 from .relu_ffn import Block, Packed, chunks, rows_of_table
-from .relu_ffn_rows import popcount
+from .relu_ffn_packing import heavy_rows, popcount
 
 __all__ = ["backward"]
 
@@ -261,7 +261,7 @@ def _dense_rows(dy, d_stats, x, b, gate, up, count, cap, dx, d_gate, d_up, d_tab
     N = b.gate.shape[0]
     down = rows_of_table(b.down)
     for part in chunks(len(x), N, CHUNK):
-        length, listed = rows.heavy_rows(count[part], cap)
+        length, listed = heavy_rows(count[part], cap)
         numbers = None if d_stats is None else d_stats[:, part]
         xs, dys = dense.gather(x[part], dy[part], listed, length)
         g, dh = x.new_empty(len(xs), N), x.new_empty(len(xs), N)

@@ -15,7 +15,8 @@ from sparse_inductor.epilogue.steps import Program
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .relu_ffn_boxes import boxes
-from .relu_ffn_rows import ARRIVED, listed_rows, n_listed, slopes
+from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
+from .relu_ffn_rows import slopes
 
 __all__ = [
     "PAD",

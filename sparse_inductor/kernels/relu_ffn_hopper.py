@@ -5,7 +5,7 @@ multiply 64 rows of their own by 256 columns that both share. While one ends a t
 cores busy, as far as the ring lasts. A tile ends in one of two ways:
 
     MARK    the gate projection is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for
-            each, all that `relu_ffn_rows.pack` reads of rows that are
+            each, all that `relu_ffn_packing.pack` reads of rows that are
     HIDDEN  the up projection meets the gate's, which becomes f(gate) * g(up)
 
 Marks, [M, tiles of 256 neurons, 4, 2] int32: bit b of word (tile, lane, half) is neuron
@@ -33,7 +33,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
-from .relu_ffn_rows import DENSE
+from .relu_ffn_packing import DENSE
 
 __all__ = ["applies", "hidden", "least_active", "marked_product", "may_activate", "may_mark"]
 

@@ -16,7 +16,7 @@ from sparse_inductor.epilogue.steps import Program
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .relu_ffn_boxes import boxes
-from .relu_ffn_rows import decide_after_pools, dense_row, n_listed
+from .relu_ffn_packing import decide_after_pools, dense_row, n_listed
 
 __all__ = ["ROWS", "Pool", "products", "split"]
 

@@ -9,6 +9,7 @@ from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import relu_ffn as kernel
 from sparse_inductor.kernels import relu_ffn_backward as backward_kernel
+from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_pool as pool
 from sparse_inductor.kernels import relu_ffn_rows as rows
 from sparse_inductor.ops import _relu_ffn_aten as aten
@@ -20,7 +21,7 @@ CAP = 16
 @pytest.fixture(autouse=True)
 def packed_rows_pay(monkeypatch):
     """At these sizes too, so that both paths are taken."""
-    monkeypatch.setattr(rows, "DENSE_ROW", 1.0)
+    monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
     monkeypatch.setattr(kernel, "FEW", 0)
 
 
@@ -97,7 +98,7 @@ def test_where_packed_rows_do_not_pay_all_are_dense(monkeypatch):
     packed = empty_packed(x, b)
     kernel.forward(x, b, None, packed, CAP)
     assert (packed.count <= CAP).sum() >= 40
-    monkeypatch.setattr(rows, "DENSE_ROW", 1 / 120)
+    monkeypatch.setattr(packer, "DENSE_ROW", 1 / 120)
     kernel.forward(x, b, None, packed, CAP)
     assert (packed.count > CAP).all()
     check_forward(x, b)
@@ -126,7 +127,7 @@ def test_decoding(M, gated, share):
 @pytest.mark.parametrize("gated", [True, False])
 def test_rows_too_few_to_pack(monkeypatch, gated):
     monkeypatch.setattr(kernel, "FEW", 100)
-    monkeypatch.setattr(rows, "pack", None)
+    monkeypatch.setattr(packer, "pack", None)
     check_forward(*make(50, gated=gated), stats=False, train=False)
 
 
@@ -222,7 +223,7 @@ def test_what_pools_leave_decides_whether_packed_rows_pay(monkeypatch, entries):
     packed = empty_packed(x, b)
     kernel.forward(x, b, None, packed, CAP)
     monkeypatch.setattr(
-        rows, "DENSE_ROW", 0.5 * packed.count.clamp(max=CAP).float().mean().item() / len(b.gate)
+        packer, "DENSE_ROW", 0.5 * packed.count.clamp(max=CAP).float().mean().item() / len(b.gate)
     )
     states = []
     plain = pool.split
@@ -231,7 +232,7 @@ def test_what_pools_leave_decides_whether_packed_rows_pay(monkeypatch, entries):
     )
     check_forward(x, b, stats=False, train=False)
     chosen, state = states[0]
-    all_dense = state[rows.DENSE.value].item() == len(x)
+    all_dense = state[packer.DENSE.value].item() == len(x)
     assert all_dense == (entries == 4000)
     assert all_dense or (chosen.size > 0).all()
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
-from sparse_inductor.kernels import relu_ffn_rows as rows
+from sparse_inductor.kernels import relu_ffn_packing as packer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAP = 16
@@ -46,10 +46,10 @@ def test_packing_from_marks(N, share):
     count = torch.empty(M, dtype=torch.int32, device=DEVICE)
     index = torch.empty(M, CAP, dtype=torch.int16, device=DEVICE)
     value = gate.new_empty(M, CAP)
-    heavy = count.new_empty(rows.room_for_rows(M))
+    heavy = count.new_empty(packer.room_for_rows(M))
     marks = marks_of(gate, 0.0)
-    state = rows.new_state(gate.device)
-    rows.pack(
+    state = packer.new_state(gate.device)
+    packer.pack(
         gate, (count, index, value), heavy, state, None, parse("relu"), 0.0, True, marks=marks
     )
     active = ~(gate <= 0)
@@ -100,12 +100,12 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
     b = draw(N) if bias else None
     hopper_gpu(x, up)
     f, g = parse(steps), parse(up_steps)
-    state = torch.zeros(rows.DENSE.value + 1, dtype=torch.int64, device="cuda")
-    state[rows.DENSE.value] = M - 1
+    state = torch.zeros(packer.DENSE.value + 1, dtype=torch.int64, device="cuda")
+    state[packer.DENSE.value] = M - 1
     h = gate.clone()
     hopper.hidden(x, up, b, h, state, f, g, 0.0)
     assert torch.equal(h, gate)
-    state[rows.DENSE.value] = M
+    state[packer.DENSE.value] = M
     hopper.hidden(x, up, b, h, state, f, g, 0.0)
     u = F.linear(x.float(), up.float(), None if b is None else b.float())
     a = F.relu(gate.float()) if steps == "relu" else F.relu(gate.float()).square()

@@ -1,0 +1,480 @@
+"""Packing: the active neurons of every row of the gate projection, and which rows are heavy.
+
+The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in an order that
+depends on nothing but which they are. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense`
+computes it. The row kernels (`relu_ffn_rows`) take an other row's entries a piece at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_inductor.epilogue.steps import Program
+
+from .early import early, wait_for_previous
+from .epilogue import encode, evaluate
+
+__all__ = [
+    "ARRIVED",
+    "DENSE",
+    "FEW_ROWS",
+    "LISTED",
+    "ROWS_MOST",
+    "decide_after_pools",
+    "dense_row",
+    "heavy_rows",
+    "listed_rows",
+    "n_listed",
+    "new_state",
+    "pack",
+    "pieces_of",
+    "popcount",
+    "room_for_rows",
+]
+
+# Gates of a row that a program of `pack` looks at at once, and its warps; first it looks at PACK_HEAD of them.
+PACK_BLOCK = 2048
+PACK_WARPS = 2
+PACK_HEAD = 512
+# Words with a mark that a program of one warp looks at at once: more than most rows have.
+CHUNK_MARKED = 64
+# What `pack` counts: tallies, each in a 32-byte sector of its own, as adds to one address take turns; then how many
+# tallies are full; then the number of rows of the dense path. Row m counts in tally m % TALLIES.
+TALLIES = tl.constexpr(32)
+LINE = tl.constexpr(4)  # int64 words a sector
+FULL = tl.constexpr(128)
+DENSE = tl.constexpr(129)
+LISTED = tl.constexpr(130)  # entries of the list of pieces
+POOLED = tl.constexpr(131)  # blocks whose pools are chosen, and what their rows cost then
+ARRIVED = tl.constexpr(132)  # from here on, a counter for each tile that several programs make
+ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
+# A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
+ONE_ROW = tl.constexpr(1 << 46)
+ONE_HEAVY = tl.constexpr(1 << 29)
+# The fields of POOLED.
+ONE_BLOCK = tl.constexpr(1 << 40)
+ROWS_MOST = 1 << 21
+# Entries of packed rows that cost as much as a row of the dense path, for each neuron: the tensor cores multiply by all
+# N up and down weights in the time in which L2 yields those of N / 120 neurons (H200, at 8 192 tokens of K = 2 048).
+DENSE_ROW = 1 / 120
+# Entries a piece. Rows are uneven: where few rows run, the longest piece is the time it takes (49 us of dot products
+# against 53 at 2 048 tokens, but 164 against 145 at 8 192).
+PIECE = 64
+PIECE_FEW = 32
+# Up to so many rows a piece is a short one.
+FEW_ROWS = 4096
+
+
+def dense_row(N: int) -> float:
+    """Entries that cost as much as a row of the dense path."""
+    return max(N * DENSE_ROW, 1.0)
+
+
+def pieces_of(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
+    """(entries a piece of M rows, pieces of a row at most)."""
+    piece = 8 if interpreted else PIECE_FEW if M <= FEW_ROWS else PIECE
+    return piece, triton.cdiv(cap, piece)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _larger_pair(a, b, PAIRS: tl.constexpr):
+    larger: tl.constexpr = "max.NaN." + PAIRS + "x2 $0, $1, $2;"
+    return tl.inline_asm_elementwise(larger, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """Which of G groups of eight gates, from n on, have one that is not <= cut (NaN is not): [G // C, C] as int32,
+    each one's place among them, and how many there are.
+
+    PAIRS: "bf16" or "f16", for a program of one warp that looks at two gates an instruction; both halves of cut_pair
+    are the cut, rounded down. A vote of the warp then gives the places among 32 groups.
+    """
+    first = n + tl.arange(0, G) * 8
+    if PAIRS == "":
+        at = first[:, None] + tl.arange(0, 8)[None, :]
+        g = tl.load(gates + at, mask=at < N, other=float("-inf")).to(tl.float32)
+        some = (~(tl.reduce(g, 1, _larger) <= cut)).to(tl.int32)
+        place = tl.cumsum(some, 0) - some
+        count = tl.sum(some, 0)
+        some = tl.reshape(some, (G // C, C))
+        place = tl.reshape(place, (G // C, C))
+    else:
+        words = (gates + first).to(tl.pointer_type(tl.int32))[:, None] + tl.arange(0, 4)[None, :]
+        w = tl.load(words, mask=(first < N)[:, None], other=0)
+        a, b = tl.split(tl.reshape(w, (G // C, C, 2, 2)))
+        a, b = tl.split(_larger_pair(a, b, PAIRS))
+        top = _larger_pair(a, b, PAIRS)
+        here = tl.reshape(first < N, (G // C, C)).to(tl.int32)
+        vote: tl.constexpr = (
+            "{ .reg .pred p, q; .reg .b32 all, low; setp.gtu."
+            + PAIRS
+            + "x2 p|q, $3, $4; or.pred p, p, q;"
+            " setp.ne.and.b32 p, $5, 0, p; selp.b32 $0, 1, 0, p; vote.sync.ballot.b32 all, p, 0xffffffff;"
+            " popc.b32 $2, all; mov.u32 low, %lanemask_lt; and.b32 low, low, all; popc.b32 $1, low; }"
+        )
+        some, place, of_vote = tl.inline_asm_elementwise(
+            vote, "=&r,=&r,=&r,r,r,r", [top, cut_pair, here],
+            dtype=(tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        place += tl.cumsum(of_vote, 0) - of_vote
+        count = tl.max(tl.sum(of_vote, 0), 0)
+    return some, place, count
+
+
+@triton.jit
+def _note_row(state, m, c, CAP: tl.constexpr, PIECE: tl.constexpr):
+    """Count row m, of c entries: (what its tally was, where its pieces are listed), of lane 0 each.
+
+    `_settle_row` looks at them: until then a program does something else, rather than to wait for an answer of L2.
+    """
+    lanes = tl.arange(0, TALLIES)
+    heavy = c > CAP
+    add = ONE_ROW + tl.where(heavy, ONE_HEAVY, c.to(tl.int64))
+    zeros = tl.zeros([TALLIES], tl.int64)
+    of_row = state + LINE * (m % TALLIES) + zeros
+    old = tl.atomic_add(of_row, add + zeros, mask=lanes == 0, sem="relaxed")
+    pieces = tl.where((c > PIECE) & (c <= CAP), tl.cdiv(c, PIECE), 0).to(tl.int64) + zeros
+    listed = (lanes == 0) & (pieces > 0)
+    place = tl.atomic_add(state + LISTED + zeros, pieces, mask=listed, sem="relaxed")
+    return old, place
+
+
+@triton.jit
+def does_not_pay(entries, n_heavy, ROW, M):
+    """Whether M rows are better off on the dense path: n_heavy of them are, the others cost so many entries."""
+    return entries + n_heavy.to(tl.float32) * ROW > 0.9 * ROW * M
+
+
+@triton.jit
+def decide_after_pools(state, entries, ROW, M):
+    """The last of the programs that call this, one a block of rows, decides whether all rows take the dense path.
+
+    entries: what the block's rows cost, its pool included.
+    """
+    add = ONE_BLOCK + entries.to(tl.int64)
+    total = tl.atomic_add(state + POOLED, add) + add
+    if total // ONE_BLOCK == tl.num_programs(0):
+        n_heavy = n_listed(state)
+        if does_not_pay((total % ONE_BLOCK).to(tl.float32), n_heavy, ROW, M):
+            tl.store(state + DENSE, tl.zeros([], tl.int64) + M)
+
+
+@triton.jit
+def _settle_row(
+    old, place, count, state, rows_heavy, listed, m, c, M, ROW,
+    CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, POOLS: tl.constexpr,
+):  # fmt: skip
+    """Write row m's count. If it has several pieces, list them in `listed`, PIECES m + piece each, one after the other;
+    the rows are in no certain order.
+
+    The program that notes the last row decides: where packed rows do not pay, all take the dense path. POOLS: what
+    they cost is known when blocks have their pools (`decide_after_pools`); here, only whether there are enough of them.
+    """
+    tl.store(count + m, c)
+    first = tl.arange(0, TALLIES) == 0
+    if (c <= CAP) & (c > PIECE):
+        begin = tl.sum(tl.where(first, place, 0), 0)
+        j = tl.arange(0, triton.next_power_of_2(PIECES))
+        tl.store(listed + begin + j, m * PIECES + j, mask=j < tl.cdiv(c, PIECE))
+    tally = m % TALLIES
+    was = tl.sum(tl.where(first, old, 0), 0)
+    of_tally = (M - tally + TALLIES - 1) // TALLIES
+    if c > CAP:
+        at = (was // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)
+        tl.store(rows_heavy + tally * tl.cdiv(M, TALLIES) + at, m)
+    is_last = was // ONE_ROW == of_tally - 1
+    if is_last:
+        is_last = tl.atomic_add(state + FULL, 1) == tl.minimum(M, TALLIES) - 1
+    if is_last:
+        lines = tl.arange(0, TALLIES)
+        tallies = tl.atomic_add(state + LINE * lines, tl.zeros([TALLIES], tl.int64))
+        n_heavy = tl.sum(((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32), 0)
+        entries = tl.sum((tallies % ONE_HEAVY).to(tl.float32), 0)
+        all_of_them = n_heavy * 2 > M
+        if not POOLS:
+            all_of_them |= does_not_pay(entries, n_heavy, ROW, M)
+        tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
+
+
+@triton.jit
+def _pack_kernel(
+    gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
+    M, N, stride_s, CUT, cut_pair, ROW, PAIRS: tl.constexpr,
+    STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A program packs one row of the gate projection [M, N]: reads 2 N bytes (at 16 bits), writes its active entries.
+
+    First the groups of eight neurons with an active one among them are listed, in `groups` [M, CAP]; then only those
+    are looked at again. A row is heavy that has more than CAP such groups or entries, or an active neuron in three of
+    four groups of the first HEAD columns: nothing of it is packed, and its count may just say so.
+    rows_heavy [TALLIES, M / TALLIES]: the heavy rows of each tally.
+    shared [blocks of BLOCK_ROWS rows, N], unless that is 0: how many packed rows of a block have a neuron active. They
+    are sums of integers: the order of the adds does not matter.
+    """
+    m = tl.program_id(0)
+    row = m.to(tl.int64)
+    cut = tl.full([], CUT, tl.float32)
+    gates = gate + row * N
+    lane = tl.arange(0, 8)  # eight 16-bit numbers are one load
+    listed = tl.full([], 0, tl.int32)
+    if N > HEAD:
+        some, place, few = _list_groups(gates, 0, N, cut, cut_pair, PAIRS, HEAD // 8, C)
+        listed = tl.where(few * 4 > 3 * (HEAD // 8), CAP + 1, 0)
+    size = tl.zeros([BLOCK // 8], tl.float32)
+    nonzero = tl.zeros([BLOCK // 8], tl.float32)
+    if listed == 0:
+        for n0 in range(0, N, BLOCK):
+            some, place, more = _list_groups(gates, n0, N, cut, cut_pair, PAIRS, BLOCK // 8, C)
+            n = n0 + tl.arange(0, BLOCK // 8 // C)[:, None] * (8 * C) + tl.arange(0, C)[None, :] * 8
+            at = listed + place
+            tl.store(groups + row * CAP + at, n, mask=(some != 0) & (at < CAP))
+            listed += more
+    if STATS:
+        for n0 in range(0, N, BLOCK):
+            n = n0 + tl.arange(0, BLOCK // 8)[:, None] * 8 + lane[None, :]
+            g = tl.load(gates + n, mask=n < N, other=float("-inf")).to(tl.float32)
+            a = tl.where(g <= cut, 0.0, evaluate(g, STEPS))
+            size += tl.sum(tl.abs(a), 1)
+            nonzero += tl.sum((a != 0.0).to(tl.float32), 1)
+    if STATS:
+        sum_size, sum_nonzero = tl.sum(size, 0), tl.sum(nonzero, 0)
+        tl.store(stats + row, sum_size)
+        tl.store(stats + stride_s + row, sum_nonzero)
+        if not GATED:
+            tl.store(stats + 2 * stride_s + row, sum_size)
+            tl.store(stats + 3 * stride_s + row, sum_nonzero)
+    c = tl.full([], CAP + 1, tl.int32)
+    if listed <= CAP:
+        tl.debug_barrier()  # other threads' groups are read below
+        c = tl.full([], 0, tl.int32)
+        i = tl.arange(0, CHUNK)
+        for i0 in range(0, listed, CHUNK):
+            there = (i0 + i < listed)[:, None]
+            first = tl.load(groups + row * CAP + i0 + i, mask=i0 + i < listed, other=0)
+            n = first.to(tl.int32)[:, None] + lane[None, :]
+            raw = tl.load(gates + n, mask=there & (n < N), other=float("-inf"))
+            active = (there & (n < N) & ~(raw.to(tl.float32) <= cut)).to(tl.int32)
+            within = tl.cumsum(active, 1)
+            sums = tl.sum(active, 1)
+            before = tl.cumsum(sums, 0) - sums
+            at = c + before[:, None] + within - 1
+            mask = (active != 0) & (at < CAP)
+            tl.store(index + row * CAP + at, n.to(index.dtype.element_ty), mask=mask)
+            tl.store(value + row * CAP + at, raw, mask=mask)
+            c += tl.sum(sums, 0)
+        if BLOCK_ROWS > 0 and c <= CAP:
+            tl.debug_barrier()
+            for i0 in range(0, c, CHUNK):
+                n = tl.load(index + row * CAP + i0 + i, mask=i0 + i < c, other=0).to(tl.int32)
+                tl.atomic_add(
+                    shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
+                )
+    old, place = _note_row(state, m, c, CAP, PIECE)
+    _settle_row(
+        old, place, count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0
+    )  # fmt: skip
+
+
+@triton.jit
+def popcount(x):
+    """How many bits of an int32 are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24) & 0xFF
+
+
+@triton.jit
+def _next_mark(bits, word):
+    """(neuron of the lowest mark of each word, the marks without it)."""
+    bit = popcount((bits & -bits) - 1)
+    n = word // 8 * 256 + word % 2 * 128 + word % 8 // 2 * 2 + bit // 2 * 8 + bit % 2
+    return n, bits & (bits - 1)
+
+
+@triton.jit
+def _pack_marked_kernel(
+    gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
+    M, N, WORDS, ROW,
+    BLOCK_ROWS: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program packs one row from its marks, WORDS words in the order of `relu_ffn_hopper`: reads those, and the
+    gates that are active. The words with a mark are listed first, [M, CAP], each with the place of its first.
+
+    The rest as `_pack_kernel`, without groups; entries are in the order of the marks.
+    """
+    wait_for_previous(EARLY)
+    m = tl.program_id(0)
+    row = m.to(tl.int64)
+    block_word = tl.arange(0, BLOCK)
+    words = tl.load(marks + row * WORDS + block_word, mask=block_word < WORDS, other=0)
+    ones = popcount(words)
+    c = tl.minimum(tl.sum(ones, 0), CAP + 1)
+    old, begun = _note_row(state, m, c, CAP, PIECE)
+    if c <= CAP:
+        some = (ones > 0).to(tl.int32)
+        both = (some << 16) + ones  # one scan for both
+        before = tl.cumsum(both, 0) - both
+        listed = words_listed + row * CAP + (before >> 16)
+        tl.store(listed, (before << 16) | block_word, mask=some != 0)
+        tl.debug_barrier()  # other threads' words are read below
+        n_words = tl.sum(some, 0)
+        i = tl.arange(0, CHUNK)
+        for i0 in range(0, n_words, CHUNK):
+            there = i0 + i < n_words
+            item = tl.load(words_listed + row * CAP + i0 + i, mask=there, other=0)
+            word = item & 0xFFFF
+            bits = tl.load(marks + row * WORDS + word, mask=there, other=0)
+            at = row * CAP + (item >> 16)
+            while tl.max((bits != 0).to(tl.int32), 0) > 0:
+                # Two at a time: their gates are on their way together.
+                n0, rest = _next_mark(bits, word)
+                n1, after = _next_mark(rest, word)
+                g0 = tl.load(gate + row * N + n0, mask=bits != 0, other=0.0)
+                g1 = tl.load(gate + row * N + n1, mask=rest != 0, other=0.0)
+                tl.store(index + at, n0.to(index.dtype.element_ty), mask=bits != 0)
+                tl.store(index + at + 1, n1.to(index.dtype.element_ty), mask=rest != 0)
+                tl.store(value + at, g0, mask=bits != 0)
+                tl.store(value + at + 1, g1, mask=rest != 0)
+                if BLOCK_ROWS > 0:
+                    block = shared + row // BLOCK_ROWS * N
+                    tl.atomic_add(block + n0, 1, mask=bits != 0, sem="relaxed")
+                    tl.atomic_add(block + n1, 1, mask=rest != 0, sem="relaxed")
+                at += 2
+                bits = after
+    _settle_row(
+        old, begun, count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _pair(cut: float, dtype: torch.dtype) -> int:
+    """Both halves of an int32: the largest 16-bit number of this type that is <= cut."""
+    t = torch.tensor(cut, dtype=torch.float64).to(dtype)
+    bits = int(t.view(torch.int16)) & 0xFFFF
+    if t.item() > cut:
+        bits = 0x8001 if t == 0 else bits - 1 if t > 0 else bits + 1
+    return ((bits << 16 | bits) ^ 0x80000000) - 0x80000000
+
+
+def new_state(device: torch.device) -> torch.Tensor:
+    """Zeros for `pack` to count in."""
+    return torch.zeros(ARRIVED.value + ARRIVALS, dtype=torch.int64, device=device)
+
+
+def pack(
+    gate: torch.Tensor,
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows_heavy: torch.Tensor,
+    state: torch.Tensor,
+    stats: torch.Tensor | None,
+    f: Program,
+    cut: float,
+    gated: bool,
+    shared: torch.Tensor | None = None,
+    block_rows: int = 0,
+    marks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pack rows from their gate projection [M, N], contiguous: (state, pieces), for `listed_rows` and the row kernels.
+
+    rows_heavy: room for `listed` rows. state: of `new_state`. shared: zeros, for pools to be chosen by. M is at most
+    ROWS_MOST. marks: of `relu_ffn_hopper`, which spare reading the projection; statistics are not made from them.
+    """
+    M, N = gate.shape
+    count, index, value = packed
+    cap = index.shape[1]
+    piece, most = pieces_of(M, cap, not gate.is_cuda)
+    pieces = torch.empty(M * most, dtype=torch.int32, device=gate.device)
+    if marks is not None:
+        words_listed = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
+        _pack_marked_kernel[(M,)](
+            gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
+            M, N, marks.shape[1], dense_row(N),
+            BLOCK_ROWS=block_rows, CAP=cap, PIECE=piece, PIECES=most,
+            BLOCK=triton.next_power_of_2(marks.shape[1]), CHUNK=CHUNK_MARKED, **early(gate), num_warps=1,
+        )  # fmt: skip
+        return state, pieces
+    groups = torch.empty(M, cap, dtype=index.dtype, device=gate.device)
+    block, head = (
+        (min(PACK_BLOCK, max(64, triton.next_power_of_2(N))), PACK_HEAD)
+        if gate.is_cuda
+        else (64, 64)
+    )
+    hopper = gate.is_cuda and torch.cuda.get_device_capability(gate.device)[0] >= 9
+    pairs = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(gate.dtype, "")
+    if N % 8 or not hopper or stats is not None:
+        pairs = ""
+    # Groups that a vote is over; without votes it does not matter.
+    warps, columns = (1, 32) if pairs else (PACK_WARPS, 1)
+    _pack_kernel[(M,)](
+        gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
+        M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
+        dense_row(N), pairs,
+        STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
+        CAP=cap, PIECE=piece, PIECES=most, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
+        C=columns, num_warps=warps,
+    )  # fmt: skip
+    return state, pieces
+
+
+def room_for_rows(M: int) -> int:
+    """Entries of a list of heavy rows."""
+    return TALLIES.value * triton.cdiv(M, TALLIES.value)
+
+
+@triton.jit
+def n_listed(state):
+    """How many rows take the dense path; all M of them are in order."""
+    return tl.load(state + DENSE).to(tl.int32)
+
+
+@triton.jit
+def listed_rows(state, rows_heavy, i, M):
+    """The rows of places i of the list; those past its end are some row."""
+    lines = tl.arange(0, TALLIES)
+    tallies = tl.load(state + LINE * lines)
+    n = ((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32)
+    ends = tl.cumsum(n, 0)
+    after = (i[:, None] >= ends[None, :]).to(tl.int32)
+    line = tl.sum(after, 1)
+    start = tl.sum(after * n[None, :], 1)
+    in_list = line < TALLIES
+    at = line * tl.cdiv(M, TALLIES) + i - start
+    row = tl.load(rows_heavy + at, mask=in_list, other=0)
+    return tl.where(n_listed(state) == M, tl.where(i < M, i, 0), row)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _list_kernel(count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """rows_heavy[:heavy] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before it."""
+    lanes = tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)
+    for p in range(0, tl.program_id(0)):
+        before += (tl.load(count + p * BLOCK + lanes) > CAP).to(tl.int32)
+    m = tl.program_id(0) * BLOCK + lanes
+    take = (tl.load(count + m, mask=m < M, other=0) > CAP).to(tl.int32)
+    first = tl.sum(before, 0)
+    tl.store(rows_heavy + first + tl.cumsum(take, 0) - take, m, mask=take != 0)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.store(heavy, first + tl.sum(take, 0))
+
+
+def heavy_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(how many, which) rows of a packed block are heavy, on the device."""
+    M = len(count)
+    heavy, rows = count.new_empty(1), count.new_empty(M)
+    _list_kernel[(triton.cdiv(M, 1024),)](count, heavy, rows, M, CAP=cap, BLOCK=1024)
+    return heavy, rows
