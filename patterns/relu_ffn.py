@@ -34,6 +34,7 @@ from sparse_inductor.match.region import check_memory, outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.statistics import Statistic, statistics
 from sparse_inductor.match.values import swallowed
+from sparse_inductor.ops.relu_ffn import saves_nothing
 from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "relu_ffn"
@@ -214,7 +215,8 @@ class ReluFfn:
         if down.weight_source in nodes:
             raise Decline("the down weight comes out of the block itself", node)
         check_memory(view, reads, set(nodes), at, "block")
-        return BlockMatch(node, reading, found, at, nodes, _bytes_saved(view, reading))
+        saved = _bytes_saved(view, reading, bool(found))
+        return BlockMatch(node, reading, found, at, nodes, saved)
 
     def _statistics(
         self, view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...], anchor: fx.Node
@@ -277,16 +279,22 @@ def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
     return Decline(f"{what} also read by {label(reader)}", reader)
 
 
-def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
-    """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
+def _bytes_saved(view: GraphView, reading: Reading, counted: bool) -> int | None:
+    """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active.
+
+    counted: with statistics, for which the operator stays whatever the number of tokens.
+    """
     tensors = [t for b in reading.branches for t in (b.linear.source, b.linear.weight_source)]
     if not torch.is_grad_enabled() or not any(view.requires_grad(t) for t in tensors):
         return 0
     sizes = view.shape(reading.down.source)
     if not all(isinstance(s, int) for s in sizes):
         return None
-    kept = len(reading.branches) if reading.up is not None else 1
-    return kept * math.prod(sizes) * fake(reading.down.node).dtype.itemsize
+    y = fake(reading.down.node)
+    tokens = math.prod(s for d, s in enumerate(sizes) if d != reading.down.d_dim)
+    if not counted and saves_nothing(y.device, y.dtype, tokens):
+        return 0
+    return len(reading.branches) * math.prod(sizes) * y.dtype.itemsize
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

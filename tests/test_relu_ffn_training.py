@@ -7,10 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from sparse_inductor.patterns.relu_ffn import PATTERN, BlockMatch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_inductor
 from corpus.ffn import LanguageModel, _ids
+from sparse_inductor.match.graph import GraphView
 from support import compile_without_codegen, only, rewrites
 
 
@@ -28,6 +31,49 @@ def test_an_optimiser_step_of_a_library_model(kind):
         assert rewrites(report, "relu_ffn")
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def _matched_on(device, tokens, statistics=False):
+    """A training step's block as the pattern matches it where the graph's tensors are on that device."""
+
+    def block(x, gate, up, down):
+        h = F.relu(x @ gate.t()) * (x @ up.t())
+        y = h @ down.t()
+        return (y, h.abs().mean()) if statistics else y
+
+    graphs = []
+    shapes = ((tokens, 64), (256, 64), (256, 64), (64, 256))
+    inputs = [torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    torch._dynamo.reset()
+    torch.compile(block, backend=lambda gm, _: graphs.append(gm) or gm)(*inputs)
+    with FakeTensorMode():
+        for node in graphs[0].graph.nodes:
+            if isinstance(t := node.meta.get("example_value"), torch.Tensor):
+                with torch.no_grad():
+                    moved = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+                node.meta["example_value"] = moved.requires_grad_(t.requires_grad)
+    view = GraphView(graphs[0].graph)
+    found = [PATTERN.match(n, view) for n in graphs[0].graph.nodes if view.name_of(n) == "matmul"]
+    (match,) = [m for m in found if isinstance(m, BlockMatch)]
+    return match
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "statistics", "projections"),
+    [
+        (
+            "cuda",
+            512,
+            False,
+            0,
+        ),  # ATen's operators: both projections are kept, as without a rewrite
+        ("cuda", 512, True, 2),
+        ("cuda", 4096, False, 2),
+        ("cpu", 512, False, 2),
+    ],
+)
+def test_what_a_step_no_longer_keeps(device, tokens, statistics, projections):
+    assert _matched_on(device, tokens, statistics).bytes_saved == projections * tokens * 256 * 2
 
 
 class Block(nn.Module):

@@ -302,6 +302,16 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps) -> bool:
     return len(flat) <= kernel.FEW and (learns or not kernel.decode.applies(flat, block))
 
 
+def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether a compiled training step without statistics keeps what it would keep unrewritten: on a GPU a block of so
+    few tokens is ATen's operators again (`_dense_in_graphs`)."""
+    if device.type != "cuda" or dtype == torch.float64:
+        return False
+    from ..kernels import relu_ffn as kernel
+
+    return tokens <= kernel.FEW
+
+
 def _dense(x, weights, gate_steps, up_steps):
     """(y, no statistics), of ATen's operators."""
     block = _block(weights, gate_steps, up_steps)
