@@ -18,19 +18,23 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.match.checks import (
+    check_device,
+    check_gradient,
+    check_memory,
+    without_outside_readers,
+)
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, transform
 from sparse_inductor.match.entmax_form import ENDS, ends_here
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "entmax"
 OP = "sparse_inductor::entmax"
-DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass
@@ -114,8 +118,7 @@ class Entmax:
         found = transform(view, node)
         if found is None:
             return None
-        if fake(node).device.type not in DEVICES:
-            raise Decline(f"there is no operator for {fake(node).device}", node)
+        check_device(node)
         if not view.dtype(found.source).is_floating_point:
             raise Decline(f"the scores are {view.dtype(found.source)}", node)
         check_gradient(view, [found.source], [node])

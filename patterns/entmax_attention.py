@@ -20,18 +20,22 @@ from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.attention import read_attention, relu_attention
+from sparse_inductor.match.checks import (
+    check_device,
+    check_gradient,
+    check_memory,
+    without_outside_readers,
+)
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.layout import Attention
 from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "entmax_attention"
 OP = "sparse_inductor::entmax_attention"
-DEVICES = ("cpu", "cuda")
 _PRODUCTS = frozenset("matmul mm bmm einsum sum".split())
 
 
@@ -98,8 +102,7 @@ class EntmaxAttention:
         if found is None:
             reason = relu_attention(view, node)
             return None if reason is None else Miss(reason, node)
-        if fake(node).device.type not in DEVICES:
-            raise Decline(f"there is no operator for {fake(node).device}", node)
+        check_device(node)
         inputs = (found.q.node, found.k.node, found.v.node)
         if not all(view.dtype(t).is_floating_point for t in inputs):
             raise Decline("queries, keys or values are no floating-point numbers", node)

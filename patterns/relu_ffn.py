@@ -25,12 +25,17 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.epilogue.ranges import prove
 from sparse_inductor.epilogue.steps import Program, render
 from sparse_inductor.match.branches import same_input
+from sparse_inductor.match.checks import (
+    check_device,
+    check_grad_mode,
+    check_memory,
+    outside_readers,
+)
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.feed_forward import Reading, activation, read_block, resembles
 from sparse_inductor.match.gemm import Linear, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.mesh import is_distributed
-from sparse_inductor.match.region import check_memory, outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.statistics import Statistic, statistics
 from sparse_inductor.match.values import swallowed
@@ -39,7 +44,6 @@ from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
-DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass
@@ -199,8 +203,7 @@ class ReluFfn:
                 raise Decline(
                     f"the activations are {mine}, the down projection computes in {dtype}", node
                 )
-        if fake(node).device.type not in DEVICES:
-            raise Decline(f"there is no operator for {fake(node).device}", node)
+        check_device(node)
         if reading.up is not None and not same_input(view, gate.chain, reading.up.chain, node):
             raise Decline("the two projections read different inputs", reading.up.linear.node)
         nodes = [n for b in reading.branches for n in b.nodes]
@@ -214,7 +217,9 @@ class ReluFfn:
             raise Decline(f"a statistic is read before {label(late[0])} is there", at)
         if down.weight_source in nodes:
             raise Decline("the down weight comes out of the block itself", node)
-        check_memory(view, reads, set(nodes), at, "block")
+        check_memory(view, reads, nodes, at, "within the block", "the block")
+        places = [view.order[n] for n in nodes]
+        check_grad_mode(view, min(places), max(places), "within the block")
         saved = _bytes_saved(view, reading, bool(found))
         return BlockMatch(node, reading, found, at, nodes, saved)
 

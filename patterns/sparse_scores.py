@@ -19,10 +19,15 @@ from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.accumulate import ANCHORS, scores_of
+from sparse_inductor.match.checks import (
+    check_device,
+    check_gradient,
+    check_memory,
+    without_outside_readers,
+)
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.postings import Postings, postings_of
-from sparse_inductor.match.readers import check_gradient, check_memory, without_outside_readers
 from sparse_inductor.match.scored import Scores
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.topk import Top, top_of
@@ -33,7 +38,6 @@ from sparse_inductor.records import watch_sparse_breaks
 
 NAME = "sparse_scores"
 OP = "sparse_inductor::sparse_scores"
-DEVICES = ("cpu", "cuda")
 
 _OTHER_POOLS = {
     "amax": "the largest contribution is no sum",
@@ -133,8 +137,7 @@ class SparseScores:
         return Miss(why, node) if family else None
 
     def _checked(self, node: fx.Node, view: GraphView, s: Scores | Postings) -> ScoresMatch:
-        if fake(node).device.type not in DEVICES:
-            raise Decline(f"there is no operator for {fake(node).device}", node)
+        check_device(node)
         if not fake(node).dtype.is_floating_point:
             raise Decline(f"the scores are {fake(node).dtype}", node)
         top = top_of(view, s)

@@ -24,6 +24,12 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.epilogue.ranges import Interval, prove
 from sparse_inductor.epilogue.steps import Program, Step, render
 from sparse_inductor.match.chain import Chain
+from sparse_inductor.match.checks import (
+    check_device,
+    check_grad_mode,
+    check_memory,
+    without_outside_readers,
+)
 from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above, below
@@ -37,7 +43,6 @@ from sparse_inductor.match.poolings import (
     other_pool,
     weighted_sum,
 )
-from sparse_inductor.match.readers import check_memory, without_outside_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
@@ -45,7 +50,6 @@ from sparse_inductor.unread import drop_unread_logits
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
-DEVICES = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,8 +258,7 @@ class SpladeHead:
             raise Decline("it reduces over the vocabulary, not over the sequence", node)
         if _over_batch(view, chain, red, linear):
             raise Decline("it reduces over the batch, not over the sequence", node)
-        if fake(linear.node).device.type not in DEVICES:
-            raise Decline(f"there is no operator for {fake(linear.node).device}", linear.node)
+        check_device(linear.node)
         if not fake(linear.node).dtype.is_floating_point:
             raise Decline(f"the logits are {fake(linear.node).dtype}", linear.node)
         if red.values is not None and any(u.target is not operator.getitem for u in node.users):
@@ -277,7 +280,9 @@ class SpladeHead:
             )
         chain.rehearse(node)
         nodes = swallowed(view, [*chain.nodes, node])
-        self._check_memory(view, chain, nodes, node, linear)
+        between = "between the linear and the maximum"
+        check_memory(view, chain.reads, nodes, node, between, "the head")
+        check_grad_mode(view, view.order[linear.node], view.order[node], between)
         return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))
 
     def _check_tail(self, chain: Chain, red: Reduction, reaching: Interval, node: fx.Node) -> None:
@@ -292,23 +297,6 @@ class SpladeHead:
             raise Decline("an operand differs by token and by output", node)
         if not chain.tail_rises(reaching):
             raise Decline("the maximum cannot move past what follows the vocabulary mask", node)
-
-    def _check_memory(
-        self,
-        view: GraphView,
-        chain: Chain,
-        nodes: Sequence[fx.Node],
-        anchor: fx.Node,
-        linear: Linear,
-    ) -> None:
-        """The operator reads its inputs at the anchor, so nothing may have changed them since the user read them."""
-        check_memory(
-            view, chain.reads, nodes, anchor, "between the linear and the maximum", "the head"
-        )
-        start, end = view.order[linear.node], view.order[anchor]
-        for n in view.graph.nodes:
-            if start < view.order[n] < end and "set_grad_enabled" in n.name:
-                raise Decline("grad mode changes between the linear and the maximum", n)
 
     def resolve(
         self, matches: Sequence[HeadMatch], view: GraphView

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from .match.checks import check_gradient, check_memory, without_outside_readers
 from .match.emit import Emitter
 from .match.graph import GraphView, Unknown, fake, label
 from .match.names import canonical
-from .match.readers import check_gradient, check_memory, without_outside_readers
 from .match.shapes import Decline
 from .match.values import swallowed
 from .pattern import Example, Miss

@@ -1,18 +1,27 @@
-"""Who else reads what a match would take away, and whether its inputs are still what they were."""
+"""What has to hold for a match: who else reads what it would take away, whether its inputs are still what they were."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import fx
 
 from ..pattern import Miss
-from .graph import GraphView, label
+from .graph import GraphView, fake, label
 from .shapes import SHAPE_OPS, Decline
 
-__all__ = ["check_gradient", "check_memory", "without_outside_readers"]
+__all__ = [
+    "check_device",
+    "check_grad_mode",
+    "check_gradient",
+    "check_memory",
+    "outside_readers",
+    "without_outside_readers",
+]
+
+_DEVICES = ("cpu", "cuda")
 
 
 class _Swallows(Protocol):
@@ -23,20 +32,28 @@ class _Swallows(Protocol):
 M = TypeVar("M", bound=_Swallows)
 
 
+def check_device(node: fx.Node) -> None:
+    """Raises Decline where a node's result is on a device that the operators do not run on."""
+    if fake(node).device.type not in _DEVICES:
+        raise Decline(f"there is no operator for {fake(node).device}", node)
+
+
 def check_memory(
     view: GraphView,
     reads: Iterable[tuple[fx.Node, fx.Node]],
-    nodes: Sequence[fx.Node],
-    anchor: fx.Node,
+    nodes: Collection[fx.Node],
+    at: fx.Node,
     where: str,
     what: str,
 ) -> None:
-    """Raises Decline if an operator that reads its inputs at the anchor would see other values than the user's code.
+    """Raises Decline if an operator that reads its inputs at a node would see other values than the user's code.
 
-    reads: (input, the node that reads it). For the reasons, where: what lies between; what: the whole.
+    reads: (input, the node that reads it). nodes: what is swallowed. For the reasons, where: what lies between; what:
+    the whole.
     """
     for source, reader in reads:
-        if not view.effects.unchanged(source, reader, anchor):
+        first, last = sorted((reader, at), key=view.order.__getitem__)
+        if not view.effects.unchanged(source, first, last):
             raise Decline(f"{label(source)} is changed in place {where}", reader)
     inside = set(nodes)
     for n in nodes:
@@ -54,6 +71,25 @@ def check_gradient(view: GraphView, sources: Iterable[fx.Node], through: Iterabl
             raise Decline(f"no gradient goes through {label(node)}: it is under no_grad", node)
 
 
+def check_grad_mode(view: GraphView, first: int, last: int, where: str) -> None:
+    """Raises Decline where the user's code turns gradients on or off between two places of the graph."""
+    for n in view.graph.nodes:
+        if first < view.order[n] < last and "set_grad_enabled" in n.name:
+            raise Decline(f"grad mode changes {where}", n)
+
+
+def outside_readers(
+    view: GraphView,
+    nodes: Iterable[fx.Node],
+    inside: Collection[fx.Node],
+    ends: Collection[fx.Node],
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """(node, reader) for every reader that is not `inside` of a swallowed node that is not one of `ends`."""
+    for n in nodes:
+        if n not in ends:
+            yield from ((n, reader) for reader in view.readers(n) if reader not in inside)
+
+
 def without_outside_readers(
     matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str]
 ) -> tuple[list[M], list[Miss]]:
@@ -67,7 +103,7 @@ def without_outside_readers(
         inside = {n for m in accepted for n in m.swallowed}
         kept = []
         for m in accepted:
-            found = _outside_reader(view, m, inside)
+            found = next(outside_readers(view, m.swallowed, inside, {m.anchor}), None)
             if found is None:
                 kept.append(m)
                 continue
@@ -80,15 +116,3 @@ def without_outside_readers(
         if len(kept) == len(accepted):
             return kept, misses
         accepted = kept
-
-
-def _outside_reader(
-    view: GraphView, m: Any, inside: set[fx.Node]
-) -> tuple[fx.Node, fx.Node] | None:
-    for n in m.swallowed:
-        if n is m.anchor:
-            continue
-        for reader in view.readers(n):
-            if reader not in inside:
-                return n, reader
-    return None
