@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ._sharding import Rule, share
 
 # What arguments an operator's device function can be handed as they are.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
@@ -63,12 +64,24 @@ def replays() -> bool:
 functions: dict[str, Callable[..., Any]] = {}
 
 
-def register(lib: Any, name: str, fn: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """What computes an operator on a CPU and on a GPU, where its launches are replayed, and its shapes."""
+def register(
+    lib: torch.library.Library,
+    name: str,
+    fn: Callable[..., Any],
+    fake: Callable[..., Any],
+    rule: Callable[..., Rule],
+    autograd: Callable[..., Any] | None = None,
+) -> None:
+    """Registers what computes an operator on a CPU and on a GPU, where its launches are replayed; its shapes; how it is
+    spread over a mesh. autograd: what calls pass first, which asks `outside_transforms`; vmap is declined before it."""
     functions[name] = fn
     lib.impl(name, fn, "CPU")
     lib.impl(name, on_gpu(fn), "CUDA")
     torch.library.register_fake(f"sparse_inductor::{name}", fake, lib=lib)
+    share(lib, name, rule)
+    if autograd is not None:
+        lib.impl(name, autograd, "Autograd")
+        lib.impl(name, lambda *args, **kwargs: _decline(name), "FuncTorchBatched")
 
 
 def autocast_on(device_type: str) -> bool:
@@ -123,11 +136,6 @@ def outside_transforms(op: str) -> None:
     """Raises NotImplementedError where a torch.func transform goes through the operator: an Autograd kernel asks."""
     if compat.transforms_active():
         _decline(op)
-
-
-def decline_vmap(lib: torch.library.Library, op: str) -> None:
-    """Registers what `outside_transforms` raises for vmap, which is asked before autograd is."""
-    lib.impl(op, lambda *args, **kwargs: _decline(op), "FuncTorchBatched")
 
 
 def _decline(op: str) -> NoReturn:

@@ -17,12 +17,11 @@ from . import _entmax_aten as aten
 from ._dispatch import (
     autocast_off,
     call_below_autograd,
-    decline_vmap,
     inline,
     outside_transforms,
     register,
 )
-from ._sharding import Rule, dims, share
+from ._sharding import Rule, dims
 
 __all__ = ["entmax"]
 
@@ -222,14 +221,7 @@ def _shared_backward(grad, y, alpha, alpha_value, dim, needs) -> Rule:
     return Rule((of_y, of_y, of_alpha), rule.inputs, rule.ways, sums=True, skip=1)
 
 
-for _name, _impl, _meta in (
-    ("entmax", _forward, _fake),
-    ("entmax_backward", _backward, _fake_backward),
-):
-    register(_lib, _name, _impl, _meta)
-_lib.impl("entmax", _autograd, "Autograd")
-decline_vmap(_lib, "entmax")
-share(_lib, "entmax", _shared)
-share(_lib, "entmax_backward", _shared_backward)
+register(_lib, "entmax", _forward, _fake, _shared, _autograd)
+register(_lib, "entmax_backward", _backward, _fake_backward, _shared_backward)
 inline(_lib, "entmax", _inlined_forward, lambda x, *_: _takes_kernels(x))
 inline(_lib, "entmax_backward", _inlined_backward, lambda grad, y, *_: _takes_kernels(y))

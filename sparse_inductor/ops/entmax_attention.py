@@ -23,11 +23,10 @@ from ._dispatch import (
     autocast_off,
     autocast_on,
     call_below_autograd,
-    decline_vmap,
     outside_transforms,
     register,
 )
-from ._sharding import Dims, Rule, dims, share
+from ._sharding import Dims, Rule, dims
 from .entmax import FLOATS, check_alpha, fits
 
 __all__ = ["entmax_attention"]
@@ -331,14 +330,6 @@ def _shared_backward(
     )  # fmt: skip
 
 
-for _name, _impl, _meta in (
-    ("entmax_attention", _infer, _fake),
-    ("entmax_attention_train", _train, _fake_train),
-    ("entmax_attention_backward", _backward, _fake_backward),
-):
-    register(_lib, _name, _impl, _meta)
-_lib.impl("entmax_attention", _autograd, "Autograd")
-decline_vmap(_lib, "entmax_attention")
-share(_lib, "entmax_attention", _shared)
-share(_lib, "entmax_attention_train", _shared)
-share(_lib, "entmax_attention_backward", _shared_backward)
+register(_lib, "entmax_attention", _infer, _fake, _shared, _autograd)
+register(_lib, "entmax_attention_train", _train, _fake_train, _shared)
+register(_lib, "entmax_attention_backward", _backward, _fake_backward, _shared_backward)

@@ -35,11 +35,10 @@ from ._dispatch import (
     autocast_off,
     autocast_on,
     call_below_autograd,
-    decline_vmap,
     outside_transforms,
     register,
 )
-from ._sharding import Dims, Rule, dims, share
+from ._sharding import Dims, Rule, dims
 
 __all__ = ["capacity", "relu_ffn"]
 
@@ -377,14 +376,6 @@ def _shared_backward(grad, d_stats, *args) -> Rule:
     )
 
 
-for _name, _impl, _meta in (
-    ("relu_ffn", _infer, _fake),
-    ("relu_ffn_train", _train, _fake_train),
-    ("relu_ffn_backward", _backward, _fake_backward),
-):
-    register(_lib, _name, _impl, _meta)
-_lib.impl("relu_ffn", _autograd, "Autograd")
-decline_vmap(_lib, "relu_ffn")
-share(_lib, "relu_ffn", _shared)
-share(_lib, "relu_ffn_train", _shared)
-share(_lib, "relu_ffn_backward", _shared_backward)
+register(_lib, "relu_ffn", _infer, _fake, _shared, _autograd)
+register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
+register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from ..compat import below_autograd
 from . import _sparse_scores_aten as aten
-from ._dispatch import autocast_off, decline_vmap, outside_transforms, register
-from ._sharding import Rule, dims, share
+from ._dispatch import autocast_off, outside_transforms, register
+from ._sharding import Rule, dims
 from ._top import best_of
 
 __all__ = ["sparse_scores"]
@@ -417,19 +417,9 @@ def _shared_postings(positions, weights, mask, docs, values, *_) -> Rule:
     return Rule(inputs, (("B", ""),), ("B",))
 
 
-for _name, _impl, _meta in (
-    ("sparse_scores", _scores, _fake_scores),
-    ("sparse_scores_topk", _topk, _fake_topk),
-    ("sparse_scores_backward", _backward, _fake_backward),
-    ("sparse_scores_postings", _postings, _fake_postings),
-    ("sparse_scores_postings_topk", _postings_topk, _fake_postings_topk),
-):
-    register(_lib, _name, _impl, _meta)
-_lib.impl("sparse_scores", _autograd, "Autograd")
-_lib.impl("sparse_scores_topk", _autograd_topk, "Autograd")
-for _name in ("sparse_scores", "sparse_scores_topk"):
-    decline_vmap(_lib, _name)
-    share(_lib, _name, _shared)
-share(_lib, "sparse_scores_backward", _shared)  # a gradient of scores lies as the scores do
-for _name in ("sparse_scores_postings", "sparse_scores_postings_topk"):
-    share(_lib, _name, _shared_postings)
+register(_lib, "sparse_scores", _scores, _fake_scores, _shared, _autograd)
+register(_lib, "sparse_scores_topk", _topk, _fake_topk, _shared, _autograd_topk)
+# A gradient of scores lies as the scores do.
+register(_lib, "sparse_scores_backward", _backward, _fake_backward, _shared)
+register(_lib, "sparse_scores_postings", _postings, _fake_postings, _shared_postings)
+register(_lib, "sparse_scores_postings_topk", _postings_topk, _fake_postings_topk, _shared_postings)

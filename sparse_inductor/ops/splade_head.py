@@ -25,11 +25,10 @@ from ._dispatch import (
     autocast_off,
     autocast_on,
     call_below_autograd,
-    decline_vmap,
     outside_transforms,
     register,
 )
-from ._sharding import Dims, Rule, dims, share
+from ._sharding import Dims, Rule, dims
 
 __all__ = ["DEFAULT_STEPS", "splade_head"]
 
@@ -395,14 +394,6 @@ def _shared_backward(
     )
 
 
-for _name, _impl, _meta in (
-    ("splade_head", _infer, _fake),
-    ("splade_head_train", _train, _fake_train),
-    ("splade_head_backward", _backward, _fake_backward),
-):
-    register(_lib, _name, _impl, _meta)
-_lib.impl("splade_head", _autograd, "Autograd")
-decline_vmap(_lib, "splade_head")
-share(_lib, "splade_head", _shared_values)
-share(_lib, "splade_head_train", _shared)
-share(_lib, "splade_head_backward", _shared_backward)
+register(_lib, "splade_head", _infer, _fake, _shared_values, _autograd)
+register(_lib, "splade_head_train", _train, _fake_train, _shared)
+register(_lib, "splade_head_backward", _backward, _fake_backward, _shared_backward)
