@@ -68,6 +68,15 @@ def test_the_reference_names_what_exists():
             pytest.fail(f"{name} does not exist")
 
 
+def test_the_reference_has_every_public_name():
+    import sparse_inductor
+    from sparse_inductor import index, ops, testing
+
+    named = re.findall(r"\w+", (DOCS / "reference.md").read_text())
+    public = {*sparse_inductor.__all__, *ops.__all__, *index.__all__, *testing.__all__}
+    assert public - {"__version__"} <= set(named)
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None, reason="needs mkdocs-material and mkdocstrings"
 )
