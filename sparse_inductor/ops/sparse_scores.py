@@ -7,7 +7,8 @@ Dispatcher operators:
     sparse_scores             all scores
     sparse_scores_topk        the k best; the [B, N] scores never exist
     sparse_scores_backward    the gradient of the query
-    sparse_scores_postings    the same sums from posting lists of the query's terms, and ..._postings_topk
+
+The same sums from posting lists of the query's terms: `sparse_scores_postings`.
 """
 
 from __future__ import annotations
@@ -24,22 +25,18 @@ from ._dispatch import autocast_off, outside_transforms, register
 from ._sharding import Rule, dims
 from ._top import best_of
 
-__all__ = ["sparse_scores"]
+__all__ = ["FLOATS", "INTEGERS", "best_scores", "check_k", "known", "sparse_scores"]
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_INTEGERS = (torch.int64, torch.int32)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
 
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
-_POSTINGS = "Tensor positions, Tensor weights, Tensor? mask, Tensor docs, Tensor values"
 for _schema in (
     f"sparse_scores(Tensor query, {_DOCS}, SymInt num_docs, ScalarType? out_dtype=None) -> Tensor",
     f"sparse_scores_topk(Tensor query, {_DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None)"
     " -> (Tensor, Tensor)",
     f"sparse_scores_backward(Tensor grad, {_DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype) -> Tensor",
-    f"sparse_scores_postings({_POSTINGS}, SymInt num_docs, ScalarType? out_dtype=None) -> Tensor",
-    f"sparse_scores_postings_topk({_POSTINGS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None)"
-    " -> (Tensor, Tensor)",
 ):
     _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -88,8 +85,8 @@ def sparse_scores(
     return ops.sparse_scores_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype)
 
 
-def _known(*sizes: object) -> bool:
-    """Symbolic sizes are compared when the operator runs: a check must not become a guard."""
+def known(*sizes: object) -> bool:
+    """Whether no size is symbolic: those are compared when the operator runs, as a check must not become a guard."""
     return all(type(s) is int for s in sizes)
 
 
@@ -109,30 +106,31 @@ def _check(query, ids, values, rows, offsets, num_docs, k=None) -> None:
     if offsets is not None:
         pairs.append(("offsets", offsets, (num_docs + 1,)))
     for name, t, shape in pairs:
-        differs = any(_known(a, b) and a != b for a, b in zip(t.shape, shape))
+        differs = any(known(a, b) and a != b for a, b in zip(t.shape, shape))
         if t.dim() != len(shape) or differs:
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
-    if plain and _known(num_docs, ids.shape[0]) and num_docs not in (-1, ids.shape[0]):
+    if plain and known(num_docs, ids.shape[0]) and num_docs not in (-1, ids.shape[0]):
         raise ValueError(f"num_docs is {num_docs}, but ids have {ids.shape[0]} rows")
-    if _known(num_docs) and num_docs < (-1 if plain else 0):
+    if known(num_docs) and num_docs < (-1 if plain else 0):
         raise ValueError(f"num_docs must not be negative, got {num_docs}")
     for name, t, accepted in (
-        ("query", query, _FLOATS),
-        ("values", values, _FLOATS),
-        ("ids", ids, _INTEGERS),
-        ("rows", rows, _INTEGERS),
-        ("offsets", offsets, _INTEGERS),
+        ("query", query, FLOATS),
+        ("values", values, FLOATS),
+        ("ids", ids, INTEGERS),
+        ("rows", rows, INTEGERS),
+        ("offsets", offsets, INTEGERS),
     ):
         if t is not None and t.dtype not in accepted:
             raise TypeError(f"{name} must be one of {accepted}, got {t.dtype}")
         if t is not None and t.device != query.device:
             raise ValueError(f"{name} is on {t.device}, query on {query.device}")
     if k is not None:
-        _check_k(k, ids.shape[0] if num_docs == -1 else num_docs)
+        check_k(k, ids.shape[0] if num_docs == -1 else num_docs)
 
 
-def _check_k(k, num_docs) -> None:
-    if _known(k, num_docs) and not 0 <= k <= num_docs:
+def check_k(k, num_docs) -> None:
+    """Raises ValueError unless there are k documents."""
+    if known(k, num_docs) and not 0 <= k <= num_docs:
         raise ValueError(f"k must be between 0 and the number of documents, {num_docs}; got {k}")
 
 
@@ -180,10 +178,11 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
             found, best = kernel.search(q, ids, values, rows, offsets, N, k, dtype)
             return found.view(*lead, k), best.view(*lead, k)
         parts = _blocks(q, ids, values, rows, offsets, N, dtype) if k and q.shape[0] else ()
-        return _best(parts, q, k, dtype, lead)
+        return best_scores(parts, q, k, dtype, lead)
 
 
-def _best(parts, like: Tensor, k: int, dtype: torch.dtype, lead) -> tuple[Tensor, Tensor]:
+def best_scores(parts, like: Tensor, k: int, dtype: torch.dtype, lead) -> tuple[Tensor, Tensor]:
+    """(values, ids) [*lead, k] of the k best of scores that come in parts, `like` having a row for each query."""
     if not k or not like.shape[0]:
         empty = torch.empty(*lead, k, device=like.device, dtype=dtype)
         return empty, torch.empty_like(empty, dtype=torch.int64)
@@ -283,89 +282,9 @@ def _autograd_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=Non
         )
 
 
-# Posting lists of the query's own terms
-
-
-def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) -> None:
-    shape = (*positions.shape, *docs.shape[1:])
-    if positions.dim() < 2 or docs.dim() < 1:
-        raise ValueError(
-            f"positions must be [B, ...], docs [R, ...]; got {tuple(positions.shape)}, {tuple(docs.shape)}"
-        )
-    for name, t, want in (
-        ("values", values, docs.shape),
-        ("weights", weights, shape),
-        ("mask", mask, shape),
-    ):
-        if t is None:
-            continue
-        differs = any(_known(a, b) and a != b and a != 1 for a, b in zip(t.shape, want))
-        if t.dim() != len(want) or differs:
-            raise ValueError(f"{name} must have shape {tuple(want)}, got {tuple(t.shape)}")
-    for name, t, accepted in (
-        ("positions", positions, _INTEGERS),
-        ("docs", docs, _INTEGERS),
-        ("weights", weights, _FLOATS),
-        ("values", values, _FLOATS),
-    ):
-        if t.dtype not in accepted:
-            raise TypeError(f"{name} must be one of {accepted}, got {t.dtype}")
-    if k is not None:
-        _check_k(k, num_docs)
-
-
-def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -> Iterator[Tensor]:
-    """Scores [n, N] of some queries at a time.
-
-    Sums in CSR form: a stable sort by document makes them the same bits on every device and run.
-    """
-    dtype = aten.compute_dtype(weights, values)
-    B = positions.shape[0]
-    lists = positions[0].numel() * docs[0].numel() if B and docs.shape[0] else 0
-    step = max(1, aten.BLOCK // max(lists, num_docs, 1))
-    for first in range(0, B, step):
-        here = positions[first : first + step]
-        rows = docs[here].flatten(1).long()
-        parts = values[here].to(dtype) * weights[first : first + step].to(dtype)
-        if mask is not None:
-            parts = parts.masked_fill(~mask[first : first + step].bool(), 0.0)
-        parts = parts.flatten(1)
-        out = parts.new_zeros(rows.shape[0], num_docs)
-        if out.is_cuda:  # atomics would make the order of the additions a matter of luck
-            rows, order = torch.sort(rows, dim=1, stable=True)
-            parts = parts.gather(1, order)
-            edges = torch.arange(num_docs + 1, device=rows.device).expand(rows.shape[0], -1)
-            ends = torch.searchsorted(rows, edges.contiguous())
-            base = torch.arange(rows.shape[0], device=rows.device)[:, None] * rows.shape[1]
-            starts = torch.cat(((ends[:, :-1] + base).flatten(), ends[-1:, -1] + base[-1:, 0]))
-            out = torch.segment_reduce(parts.flatten(), "sum", offsets=starts).view_as(out)
-        else:
-            out.scatter_add_(1, rows, parts)
-        yield out.to(out_dtype)
-
-
-def _postings(positions, weights, mask, docs, values, num_docs, out_dtype=None):
-    _check_postings(positions, weights, mask, docs, values, num_docs)
-    out_dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
-    rows = list(_posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype))
-    return torch.cat(rows) if rows else weights.new_empty(0, num_docs, dtype=out_dtype)
-
-
-def _postings_topk(positions, weights, mask, docs, values, num_docs, k, out_dtype=None):
-    _check_postings(positions, weights, mask, docs, values, num_docs, k)
-    out_dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
-    found = [
-        _best([(0, r)], r, k, out_dtype, r.shape[:1])
-        for r in _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype)
-    ]
-    if not found:
-        return _best([], weights[:0], k, out_dtype, (0,))
-    return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found])
-
-
 def _fake_scores(query, ids, values, rows, offsets, num_docs, out_dtype=None):
     _check(query, ids, values, rows, offsets, num_docs)
-    N = ids.shape[0] if _known(num_docs) and num_docs == -1 else num_docs
+    N = ids.shape[0] if known(num_docs) and num_docs == -1 else num_docs
     dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
     return query.new_empty(*query.shape[:-1], N, dtype=dtype)
 
@@ -379,19 +298,6 @@ def _fake_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
 
 def _fake_backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype):
     return grad.new_empty(*grad.shape[:-1], num_terms, dtype=dtype)
-
-
-def _fake_postings(positions, weights, mask, docs, values, num_docs, out_dtype=None):
-    _check_postings(positions, weights, mask, docs, values, num_docs)
-    dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
-    return weights.new_empty(positions.shape[0], num_docs, dtype=dtype)
-
-
-def _fake_postings_topk(positions, weights, mask, docs, values, num_docs, k, out_dtype=None):
-    _check_postings(positions, weights, mask, docs, values, num_docs, k)
-    dtype = out_dtype or torch.promote_types(weights.dtype, values.dtype)
-    found = weights.new_empty(positions.shape[0], k, dtype=dtype)
-    return found, torch.empty_like(found, dtype=torch.int64)
 
 
 # Spread over the queries; every process has all documents.
@@ -408,18 +314,7 @@ def _shared(query, ids, values, rows, offsets, *_) -> Rule:
     return Rule(inputs, (scores,), ("B",))
 
 
-def _shared_postings(positions, weights, mask, docs, values, *_) -> Rule:
-    queries = (positions, weights, mask)
-    inputs = (
-        *(None if t is None else dims(t, "B" + "." * (t.dim() - 1)) for t in queries),
-        *(dims(t, "." * t.dim()) for t in (docs, values)),
-    )
-    return Rule(inputs, (("B", ""),), ("B",))
-
-
 register(_lib, "sparse_scores", _scores, _fake_scores, _shared, _autograd)
 register(_lib, "sparse_scores_topk", _topk, _fake_topk, _shared, _autograd_topk)
 # A gradient of scores lies as the scores do.
 register(_lib, "sparse_scores_backward", _backward, _fake_backward, _shared)
-register(_lib, "sparse_scores_postings", _postings, _fake_postings, _shared_postings)
-register(_lib, "sparse_scores_postings_topk", _postings_topk, _fake_postings_topk, _shared_postings)
