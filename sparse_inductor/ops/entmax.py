@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..compat import below_autograd
 from . import _entmax_aten as aten
+from ._arguments import FLOATS, fits
 from ._dispatch import (
     autocast_off,
     call_below_autograd,
@@ -24,8 +25,6 @@ from ._dispatch import (
 from ._sharding import Rule, dims
 
 __all__ = ["entmax"]
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _lib.define(
@@ -74,14 +73,6 @@ def check_alpha(alpha: Tensor | None, alpha_value: float, like: Tensor) -> None:
         raise ValueError(f"alpha is on {alpha.device}, the scores on {like.device}")
 
 
-def fits(shape: torch.Size, wanted: tuple) -> bool:
-    """Whether `shape` broadcasts to `wanted`. Symbolic sizes are compared when the operator runs: no guards."""
-    if len(shape) > len(wanted):
-        return False
-    pairs = zip(shape, wanted[len(wanted) - len(shape) :])
-    return all(a in (1, b) for a, b in pairs if type(a) is int and type(b) is int)
-
-
 def _check(x: Tensor, alpha: Tensor | None, alpha_value: float, dim: int) -> None:
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be one of {FLOATS}, got {x.dtype}")
@@ -95,7 +86,7 @@ def _check(x: Tensor, alpha: Tensor | None, alpha_value: float, dim: int) -> Non
     if alpha is not None:
         wanted = list(x.shape)
         wanted[dim] = 1
-        if not fits(alpha.shape, tuple(wanted)):
+        if not fits(alpha.shape, wanted):
             raise ValueError(
                 f"alpha must broadcast to {tuple(wanted)} (x with size 1 at dim {dim}), got shape {tuple(alpha.shape)}"
             )

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _entmax_attention_aten as aten
+from ._arguments import FLOATS, fits, known, same
 from ._dispatch import (
     autocast_off,
     autocast_on,
@@ -27,7 +28,7 @@ from ._dispatch import (
     register,
 )
 from ._sharding import Dims, Rule, dims
-from .entmax import FLOATS, check_alpha, fits
+from .entmax import check_alpha
 
 __all__ = ["entmax_attention"]
 
@@ -140,15 +141,15 @@ def _check(
         if t.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {t.dtype}")
     (B, H, Lq, D), (_, Hkv, Lk, _) = q.shape, k.shape
-    if not _same(k.shape, (B, Hkv, Lk, D)):
+    if not same(k.shape, (B, Hkv, Lk, D)):
         raise ValueError(
             f"k must be [B, Hkv, Lk, D] with B = {B} and D = {D} of q, got shape {tuple(k.shape)}"
         )
-    if not _same(v.shape[:3], (B, Hkv, Lk)):
+    if not same(v.shape[:3], (B, Hkv, Lk)):
         raise ValueError(
             f"v must be [B, Hkv, Lk, Dv] = [{B}, {Hkv}, {Lk}, Dv] as k is, got shape {tuple(v.shape)}"
         )
-    if type(H) is int and type(Hkv) is int and (H % Hkv if Hkv else H):
+    if known(H, Hkv) and (H % Hkv if Hkv else H):
         raise ValueError(f"q has {H} heads, which is no multiple of the {Hkv} heads of k")
     for name, t in (
         ("bias", bias),
@@ -173,7 +174,7 @@ def _check(
     if mask is not None and mask.dtype != torch.bool:
         raise TypeError(f"mask must be bool (True keeps a key), got {mask.dtype}")
     for name, t in (("query_lengths", query_lengths), ("key_lengths", key_lengths)):
-        if t is not None and not _same(t.shape, (B,)):
+        if t is not None and not same(t.shape, (B,)):
             raise ValueError(f"{name} must be [B] = [{B}], got shape {tuple(t.shape)}")
         if t is not None and (t.dtype.is_floating_point or t.dtype == torch.bool or t.is_complex()):
             raise TypeError(f"{name} must be integers, got {t.dtype}")
@@ -182,13 +183,6 @@ def _check(
         raise ValueError(f"fill must be finite or -inf, got {fill}")
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
-
-
-def _same(shape: tuple, wanted: tuple) -> bool:
-    """Equal as far as both are known: a symbolic size is compared when the operator runs."""
-    return len(shape) == len(wanted) and all(
-        a == b for a, b in zip(shape, wanted) if type(a) is int and type(b) is int
-    )
 
 
 _KEYWORDS = (

@@ -31,6 +31,7 @@ from .. import compat
 from ..epilogue.cut import cut
 from ..epilogue.steps import ROW, Program, parse, run
 from . import _relu_ffn_aten as aten
+from ._arguments import FLOATS, differ
 from ._dispatch import (
     autocast_off,
     autocast_on,
@@ -41,8 +42,6 @@ from ._dispatch import (
 from ._sharding import Dims, Rule, dims
 
 __all__ = ["capacity", "relu_ffn"]
-
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _INPUTS = (
@@ -132,34 +131,29 @@ def _check(x, gate, gate_bias, up, up_bias, down, down_bias) -> None:
     """Raises the errors that `relu_ffn` documents."""
     if x.dim() < 1:
         raise ValueError(f"x must be [..., K], got shape {tuple(x.shape)}")
-    if gate.dim() != 2 or _differ(gate.shape[1], x.shape[-1]):
+    if gate.dim() != 2 or differ(gate.shape[1], x.shape[-1]):
         raise ValueError(
             f"gate must be [N, K] with K = {x.shape[-1]}, got shape {tuple(gate.shape)}"
         )
     N = gate.shape[0]
-    if up is not None and (up.dim() != 2 or any(map(_differ, up.shape, gate.shape))):
+    if up is not None and (up.dim() != 2 or any(map(differ, up.shape, gate.shape))):
         raise ValueError(f"up must be [N, K] = {tuple(gate.shape)}, got shape {tuple(up.shape)}")
     if up is None and up_bias is not None:
         raise ValueError("up_bias is given without up")
-    if down.dim() != 2 or _differ(down.shape[1], N):
+    if down.dim() != 2 or differ(down.shape[1], N):
         raise ValueError(f"down must be [D, N] with N = {N}, got shape {tuple(down.shape)}")
     biases = (("gate_bias", gate_bias, N), ("up_bias", up_bias, N))
     for name, t, n in (*biases, ("down_bias", down_bias, down.shape[0])):
-        if t is not None and (t.dim() != 1 or _differ(t.shape[0], n)):
+        if t is not None and (t.dim() != 1 or differ(t.shape[0], n)):
             raise ValueError(f"{name} must be [{n}], got shape {tuple(t.shape)}")
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"x must be one of {_FLOATS}, got {x.dtype}")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"x must be one of {FLOATS}, got {x.dtype}")
     names = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
     for name, t in zip(names, (gate, gate_bias, up, up_bias, down, down_bias)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {t.dtype}")
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, x on {x.device}")
-
-
-def _differ(a, b) -> bool:
-    """Symbolic sizes are compared when the operator runs: a check must not become a guard."""
-    return type(a) is int and type(b) is int and a != b
 
 
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:

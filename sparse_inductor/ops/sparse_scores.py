@@ -21,14 +21,12 @@ from torch.autograd.function import once_differentiable
 
 from ..compat import below_autograd
 from . import _sparse_scores_aten as aten
+from ._arguments import FLOATS, INTEGERS, known, same
 from ._dispatch import autocast_off, outside_transforms, register
 from ._sharding import Rule, dims
 from ._top import best_of
 
-__all__ = ["FLOATS", "INTEGERS", "best_scores", "check_k", "known", "sparse_scores"]
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-INTEGERS = (torch.int64, torch.int32)
+__all__ = ["best_scores", "check_k", "sparse_scores"]
 
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
@@ -85,11 +83,6 @@ def sparse_scores(
     return ops.sparse_scores_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype)
 
 
-def known(*sizes: object) -> bool:
-    """Whether no size is symbolic: those are compared when the operator runs, as a check must not become a guard."""
-    return all(type(s) is int for s in sizes)
-
-
 def _check(query, ids, values, rows, offsets, num_docs, k=None) -> None:
     """Raises the errors that `sparse_scores` documents."""
     if query.dim() not in (1, 2):
@@ -106,8 +99,7 @@ def _check(query, ids, values, rows, offsets, num_docs, k=None) -> None:
     if offsets is not None:
         pairs.append(("offsets", offsets, (num_docs + 1,)))
     for name, t, shape in pairs:
-        differs = any(known(a, b) and a != b for a, b in zip(t.shape, shape))
-        if t.dim() != len(shape) or differs:
+        if not same(t.shape, shape):
             raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(t.shape)}")
     if plain and known(num_docs, ids.shape[0]) and num_docs not in (-1, ids.shape[0]):
         raise ValueError(f"num_docs is {num_docs}, but ids have {ids.shape[0]} rows")

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from . import _sparse_scores_aten as aten
+from ._arguments import FLOATS, INTEGERS, fits
 from ._dispatch import register
 from ._sharding import Rule, dims
-from .sparse_scores import FLOATS, INTEGERS, best_scores, check_k, known
+from .sparse_scores import best_scores, check_k
 
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _POSTINGS = "Tensor positions, Tensor weights, Tensor? mask, Tensor docs, Tensor values"
@@ -43,8 +44,7 @@ def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) ->
     ):
         if t is None:
             continue
-        differs = any(known(a, b) and a != b and a != 1 for a, b in zip(t.shape, want))
-        if t.dim() != len(want) or differs:
+        if t.dim() != len(want) or not fits(t.shape, want):
             raise ValueError(f"{name} must have shape {tuple(want)}, got {tuple(t.shape)}")
     for name, t, accepted in (
         ("positions", positions, INTEGERS),

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
+from ._arguments import FLOATS, fits
 from ._dispatch import (
     autocast_off,
     autocast_on,
@@ -33,7 +34,6 @@ from ._sharding import Dims, Rule, dims
 __all__ = ["DEFAULT_STEPS", "splade_head"]
 
 DEFAULT_STEPS = "relu | log1p | row_mul(0)"
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor[] rows, str steps"
@@ -123,8 +123,8 @@ def _check(
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(f"bias must be [V] = [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype not in _FLOATS:
-            raise TypeError(f"{name} must be one of {_FLOATS}, got {t.dtype}")
+        if t is not None and t.dtype not in FLOATS:
+            raise TypeError(f"{name} must be one of {FLOATS}, got {t.dtype}")
         if t is not None and t.device != hidden.device:
             raise ValueError(f"{name} is on {t.device}, hidden on {hidden.device}")
     if weight.dtype != hidden.dtype:
@@ -141,15 +141,12 @@ def _check(
         if r.device != hidden.device:
             raise ValueError(f"rows[{i}] is on {r.device}, hidden on {hidden.device}")
         wanted = hidden.shape[:-1]
-        tail = wanted[len(wanted) - r.dim() :]
-        # Symbolic sizes are compared when the operator runs: a check must not become a guard.
-        known = [(a, b) for a, b in zip(r.shape, tail) if type(a) is int and type(b) is int]
-        if r.dim() > len(wanted) or any(a not in (1, b) for a, b in known):
+        if not fits(r.shape, wanted):
             raise ValueError(
                 f"rows[{i}] must broadcast to [..., S] = {tuple(wanted)}, got shape {tuple(r.shape)}"
             )
-    if out_dtype is not None and out_dtype not in _FLOATS:
-        raise TypeError(f"out_dtype must be one of {_FLOATS}, got {out_dtype}")
+    if out_dtype is not None and out_dtype not in FLOATS:
+        raise TypeError(f"out_dtype must be one of {FLOATS}, got {out_dtype}")
 
 
 def _flat(hidden: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:

@@ -1,0 +1,36 @@
+"""What the operators ask of their arguments' dtypes and sizes.
+
+Symbolic sizes are compared when the operator runs: a check must not become a guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["FLOATS", "INTEGERS", "differ", "fits", "known", "same"]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+
+
+def known(*sizes: object) -> bool:
+    """Whether none of the sizes is symbolic."""
+    return all(type(s) is int for s in sizes)
+
+
+def differ(a: object, b: object) -> bool:
+    """Whether two sizes are known to differ."""
+    return known(a, b) and a != b
+
+
+def same(shape: Sequence[object], wanted: Sequence[object]) -> bool:
+    """Whether two shapes are equal, as far as both are known."""
+    return len(shape) == len(wanted) and not any(map(differ, shape, wanted))
+
+
+def fits(shape: Sequence[object], wanted: Sequence[object]) -> bool:
+    """Whether `shape` broadcasts to `wanted`, as far as both are known."""
+    pairs = zip(shape, wanted[len(wanted) - len(shape) :])
+    return len(shape) <= len(wanted) and not any(a != 1 and differ(a, b) for a, b in pairs)
