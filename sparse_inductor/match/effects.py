@@ -7,13 +7,15 @@ node `x` get. Storage identity of the fake tensors says what aliases what.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from .fakes import fake, same_size
-from .names import INPLACE_OPERATORS, TRAILING_INPLACE
+from .names import INPLACE_OPERATORS, TRAILING_INPLACE, name_of
 
 __all__ = ["Effects"]
 
@@ -48,6 +50,15 @@ def _writes_first(op: str, target: Any) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
 
 
+# Functions of torch.nn.functional that write arguments in the middle: which, and what asks for it.
+_WRITES: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.batch_norm: ("training", ("running_mean", "running_var")),
+    F.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
+    F.embedding: ("max_norm", ("weight",)),
+    F.embedding_bag: ("max_norm", ("weight",)),
+}
+
+
 def written(node: fx.Node) -> list[fx.Node]:
     """The argument nodes whose memory this call writes."""
     if node.op not in ("call_function", "call_method"):
@@ -55,10 +66,21 @@ def written(node: fx.Node) -> list[fx.Node]:
     target, args, kwargs = node.target, node.args, node.kwargs
     out: list[Any] = []
     if isinstance(target, torch._ops.OpOverload):
-        for i, arg in enumerate(target._schema.arguments):
-            if arg.alias_info is not None and arg.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(arg.name)
-                out += value if isinstance(value, (list, tuple)) else [value]
+        out += _by_schema(target, args, kwargs)
+    elif isinstance(target, torch._ops.OpOverloadPacket):
+        for name in target.overloads():
+            out += _by_schema(getattr(target, name), args, kwargs)
+    elif isinstance(target, torch._ops.HigherOrderOperator):
+        if (
+            "mutation" in target.name()
+        ):  # a Triton kernel of the user's: which pointers it stores to is not known
+            out += node.all_input_nodes
+    elif target in _WRITES:
+        bound = inspect.signature(target).bind(*args, **kwargs)
+        bound.apply_defaults()
+        when, names = _WRITES[target]
+        if bound.arguments[when] not in (False, None):
+            out += [bound.arguments[name] for name in names]
     else:
         last = (
             len(args) > 1
@@ -67,9 +89,26 @@ def written(node: fx.Node) -> list[fx.Node]:
         )
         if last or _writes_first(node.op, target) or kwargs.get("inplace") is True:
             out.append(args[0] if args else kwargs.get("input"))
-        if "out" in kwargs:
-            out.append(kwargs["out"])
-    return [a for a in out if isinstance(a, fx.Node)]
+        out.append(kwargs.get("out"))
+    flat = [a for x in out for a in (x if isinstance(x, (list, tuple)) else [x])]
+    return list(dict.fromkeys(a for a in flat if isinstance(a, fx.Node)))
+
+
+def _by_schema(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return [
+        args[i] if i < len(args) else kwargs.get(arg.name)
+        for i, arg in enumerate(target._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+
+
+def _is_result(writer: fx.Node, target: fx.Node) -> bool:
+    """Whether what a call returns is what it wrote: not so for `out=(values, indices)` and lists of tensors."""
+    value = fake(writer)
+    if value is None:
+        return name_of(writer) == "setitem"
+    first = writer.args[0] if writer.args else writer.kwargs.get("input")
+    return isinstance(value, torch.Tensor) and target in (first, writer.kwargs.get("out"))
 
 
 class Effects:
@@ -114,7 +153,7 @@ class Effects:
         if not events:
             return node
         writer, target = events[-1]
-        return writer if _same_geometry(target, node) else None
+        return writer if _is_result(writer, target) and _same_geometry(target, node) else None
 
     def unchanged(self, node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
         """Whether nothing writes the memory of `node` between two points of the graph."""
