@@ -216,7 +216,7 @@ class _Climber:
         for x, gate in ((a, b), (b, a)):
             found = edge(self.view, self.node, gate, x)
             if found is not None and found.above:  # x * (x > t)
-                step = Step("threshold", (found.at, 0.0))
+                step = found.step(0.0, self.view.dtype(x))
                 return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
 
         def terms(operand: Any, c: float | None) -> tuple:
@@ -282,10 +282,10 @@ class _Climber:
             return self.up(x).then(
                 Element(self.node, (kept, Term("add", Fill(keep, other, negate))))
             )
-        found = edge(self.view, self.node, keep, x)
+        found = edge(self.view, self.node, keep, x, negate)
         if found is not None:
-            if found.above ^ negate:
-                step = Step("threshold", (found.at, c))
+            if found.above:
+                step = found.step(c, self.view.dtype(x))
             elif found.at == c:  # min(x, t)
                 step = Step("clamp_max", (c,))
             else:

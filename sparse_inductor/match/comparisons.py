@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import struct
 from typing import Any
 
+import torch
 from torch import fx
 
+from ..epilogue.steps import Step
 from .graph import GraphView, label
 from .shapes import Decline
 
 __all__ = ["COMPARISONS", "Edge", "edge"]
 
 COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
+_NEGATIONS = frozenset({"invert", "logical_not"})
 _COPIES = frozenset({"detach", "contiguous", "clone", "alias"})
 
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A condition that holds on one side of the number `at`: above it, or below. nodes: what makes the condition."""
+    """A condition that holds on one side of the number `at`, above it or below, and there too where `ties`.
+
+    nodes: what makes the condition.
+    """
 
     at: float
     above: bool
+    ties: bool
     nodes: tuple[fx.Node, ...]
 
+    def step(self, other: float, dtype: torch.dtype) -> Step:
+        """x of this dtype where it is above the edge, else a number: `threshold` keeps x > t, and no gradient at t."""
+        if not self.ties:
+            return Step("threshold", (self.at, other))
+        if self.at == other:
+            return Step("clamp_min", (other,))
+        exact = dtype == torch.float64
+        before = math.nextafter(self.at, -math.inf) if exact else _below(self.at)
+        return Step("threshold", (before, other))
 
-def edge(view: GraphView, node: fx.Node, condition: Any, x: Any) -> Edge | None:
-    """How `condition` compares the very value that `node` reads of `x` with a constant; None where it does not.
 
-    A tie is decided as `threshold` does, so >= and <= pass only where the other branch equals `at` anyway: callers
-    check that, or lose one value of measure zero that has no gradient either way. Raises Decline for a comparison
-    with anything but a constant.
+def edge(
+    view: GraphView, node: fx.Node, condition: Any, x: Any, negate: bool = False
+) -> Edge | None:
+    """How `condition` (with `negate` its contrary) compares the very value that `node` reads of `x` with a constant.
+
+    None where it does not. Raises Decline for a comparison with anything but a constant.
     """
     nodes: list[fx.Node] = []
-    flip = False
     call = view.call(condition)
-    while call is not None and call.name in ("cast", "invert", "logical_not", "contiguous"):
+    while call is not None and call.name in _NEGATIONS | _COPIES | {"cast"}:
         nodes.append(condition)
-        flip ^= call.name in ("invert", "logical_not")
+        negate ^= call.name in _NEGATIONS
         condition = call["input"]
         call = view.call(condition)
     if call is None or call.name not in COMPARISONS or not isinstance(x, fx.Node):
@@ -58,7 +76,8 @@ def edge(view: GraphView, node: fx.Node, condition: Any, x: Any) -> Edge | None:
         if at is None:
             what = label(other) if isinstance(other, fx.Node) else "it"
             raise Decline(f"the threshold ({what}) is a tensor, not a number", node)
-        return Edge(at, not (less ^ flip), tuple(nodes))
+        ties = (call.name in ("ge", "le")) ^ negate
+        return Edge(at, not (less ^ negate), ties, tuple(nodes))
     return None
 
 
@@ -75,3 +94,10 @@ def _original(view: GraphView, node: fx.Node) -> fx.Node:
             break
         node = seen
     return node
+
+
+def _below(t: float) -> float:
+    """The number before `t` in fp32, in which operators compute."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", t))
+    bits = bits - 1 if bits > 0 else bits + 1 if t < 0 else 1 - 2**31
+    return struct.unpack("<f", struct.pack("<i", bits))[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from splade_spellings.registry import (
+    BOTH,
     INFER,
     TRAIN,
     Vocabulary,
@@ -153,3 +154,44 @@ def fake_quantised_logits():
             return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
     return Model(), (hidden(), mask())
+
+
+class WholeNumbers(Vocabulary):
+    """Logits that are multiples of 1/2, so that many are equal to a threshold."""
+
+    def __init__(self, rectify):
+        super().__init__(bias=False)
+        with torch.no_grad():
+            self.decoder.weight.copy_(self.decoder.weight.mul(8).round() / 2)
+        self.rectify = rectify
+
+    def forward(self, h, mask):
+        return (self.rectify(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
+
+
+def _assigned(x):
+    x = x.clone()
+    x[x < 1.5] = 0
+    return x
+
+
+RECTIFIERS = {
+    "multiplied_from_it_on": lambda x: x * (x >= 1.5),
+    "multiplied_as_numbers": lambda x: x * (x >= 1.5).float(),
+    "kept_from_it_on": lambda x: torch.where(x >= 1.5, x, 0.0),
+    "filled_below_it": lambda x: x.masked_fill(x < 1.5, 0.0),
+    "filled_not_from_it_on": lambda x: x.masked_fill(~(x >= 1.5), 0.0),
+    "assigned_below_it": _assigned,
+    "kept_beyond_it": lambda x: torch.where(x > 1.5, x, 0.0),
+    "filled_up_to_it": lambda x: x.masked_fill(x <= 1.5, 0.0),
+    "at_zero": lambda x: torch.where(x >= 0, x, 0.0),
+}
+for name, rectify in RECTIFIERS.items():
+
+    def build(rectify=rectify):
+        """A threshold that logits are equal to counts on the side where it was written."""
+        return WholeNumbers(rectify), (hidden().detach().round().requires_grad_(), mask())
+
+    build.__name__ = f"threshold_{name}"
+    # Where all are 0 the maximum is at any of them, and not all have a gradient there.
+    program(modes=INFER if name == "at_zero" else BOTH)(build)

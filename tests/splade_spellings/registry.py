@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from corpus.case import BOTH, Case, Expectation, registrar
+from corpus.case import BOTH as BOTH
 from corpus.case import INFER as INFER
 from corpus.case import TRAIN as TRAIN
+from corpus.case import Case, Expectation, registrar
 
 B, S, D, V = 3, 7, 12, 37
 CASES: list[Case] = []
