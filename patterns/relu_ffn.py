@@ -32,6 +32,7 @@ from sparse_inductor.match.checks import (
     outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.family import rectified_product
 from sparse_inductor.match.feed_forward import Reading, activation, read_block, resembles
 from sparse_inductor.match.gemm import Linear, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
@@ -44,6 +45,8 @@ from sparse_inductor.pattern import Example, Miss, Sparse
 
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
+
+_EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
 
 
 @dataclasses.dataclass
@@ -173,7 +176,8 @@ class ReluFfn:
         if found and is_distributed(fake(node)):
             found = [summed_over_processes(view, node) or found[0]]
         if not found or not fake(node).dtype.is_floating_point:
-            return None
+            _, experts = rectified_product(view, node) or (None, False)
+            return Miss(_EXPERTS, node) if experts else None
         first: tuple[Linear, Decline] | None = None
         for down in found:
             if _is_plain_input(view, down.source):

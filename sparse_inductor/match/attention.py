@@ -20,7 +20,7 @@ from torch import fx
 
 from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
-from .family import above as names_above
+from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
 from .masks import as_mask, conjuncts, is_triangle
@@ -30,7 +30,6 @@ from .shapes import Decline
 
 __all__ = ["read_attention", "relu_attention"]
 
-_RECTIFIED = frozenset("relu relu6 clamp clamp_min threshold".split())
 _NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
 _SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
 
@@ -59,16 +58,15 @@ def _axes(o: Operand, atoms: dict[str, Atom]) -> list[Axis]:
 
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     """Why a product whose weights are rectified scores is no entmax attention; None where they are something else."""
-    product = contraction(view, node)
+    product = rectified_product(view, node)
     if product is None:
         return None
-    for p in (product.a, product.b):
-        found = names_above(view, p.node)
-        if "batched matmul" in found and found & _RECTIFIED and not found & _NORMALISED:
-            if "sum" in found:
-                return "rectified scores divided by their sum: entmax subtracts a threshold instead"
-            return "rectified scores: nothing makes the rows sum to one, as entmax does"
-    return None
+    found, experts = product
+    if experts or found & _NORMALISED:
+        return None
+    if "sum" in found:
+        return "rectified scores divided by their sum: entmax subtracts a threshold instead"
+    return "rectified scores: nothing makes the rows sum to one, as entmax does"
 
 
 class _Reader:

@@ -7,10 +7,13 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from .gemm import linears
+from .contraction import contraction
+from .gemm import is_parameter, linears
 from .graph import GraphView, fake
 
-__all__ = ["above", "below"]
+__all__ = ["RECTIFIERS", "above", "below", "rectified_product"]
+
+RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
 
 _REACH = 40  # nodes looked at; a head has about ten
 
@@ -49,3 +52,16 @@ def below(view: GraphView, node: fx.Node, names: Collection[str], reach: int = 8
             return True
         queue += user.users
     return False
+
+
+def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] | None:
+    """What is above the rectified operand of a batched product of batched products, and whether the other one is a
+    parameter: the down projections of experts rather than the values of an attention. None for anything else."""
+    product = contraction(view, node)
+    if product is None:
+        return None
+    for mine, other in ((product.a, product.b), (product.b, product.a)):
+        found = above(view, mine.node)
+        if "batched matmul" in found and found & RECTIFIERS:
+            return found, is_parameter(view, other.node)
+    return None

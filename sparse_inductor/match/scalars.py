@@ -27,7 +27,7 @@ _FIXED: dict[str, tuple[Step, ...]] = {
     "reciprocal": (Step("pow", (-1.0,)),),
     "rsqrt": (Step("pow", (-0.5,)),),
     "exp2": (Step("mul", (math.log(2.0),)), Step("exp")),
-    "relu6": (Step("clamp_min", (0.0,)), Step("clamp_max", (6.0,))),
+    "relu6": (Step("relu"), Step("clamp_max", (6.0,))),
     "selu": (Step("elu", (_SELU_ALPHA, _SELU_SCALE)),),
     "hardsigmoid": (
         Step("add", (3.0,)),
@@ -69,8 +69,10 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
         case "clamp_max":
             return (Step("clamp_max", (const("max"),)),)
         case "hardtanh":
-            bounds = const("min_val", -1.0), const("max_val", 1.0)
-            return Step("clamp_min", bounds[:1]), Step("clamp_max", bounds[1:])
+            least, most = const("min_val", -1.0), const("max_val", 1.0)
+            # At its lower bound it has no gradient, where `clamp` has one.
+            rise = Step("relu") if least == 0 else Step("clamp_min", (least,))
+            return rise, Step("clamp_max", (most,))
     return _FIXED.get(call.name)
 
 

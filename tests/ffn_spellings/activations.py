@@ -293,3 +293,32 @@ def statistic_after_the_scale(x, m):
 def neuron_shift(x, m):
     """A learned shift after the rectifier."""
     return m.down(F.relu(m.up(x)) + m.scale)
+
+
+class Zeroed(Block):
+    """A gate that starts at zero, so that its outputs are exactly 0: what learns from there?"""
+
+    def __init__(self, forward):
+        super().__init__(forward)
+        nn.init.zeros_(self.gate.weight)
+
+
+AT_ZERO = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "clamp": lambda g: g.clamp(min=0),
+    "hardtanh": lambda g: F.hardtanh(g, 0.0, 5.0),
+    "times_from_zero_on": lambda g: g * (g >= 0),
+    "times_beyond_zero": lambda g: g * (g > 0),
+    "where_from_zero_on": lambda g: torch.where(g >= 0, g, 0.0),
+    "filled_below_zero": lambda g: g.masked_fill(g < 0, 0.0),
+    "detached_condition": lambda g: g * (g >= 0).detach(),
+}
+for name, act in AT_ZERO.items():
+
+    def build(act=act):
+        """The gradient where the gate is exactly zero is PyTorch's of this spelling."""
+        return Zeroed(lambda x, m: m.down(act(m.gate(x)) * m.up(x))), (tokens(),)
+
+    build.__name__ = f"zeroed_gate_{name}"
+    program(modes=TRAIN, pattern="relu_ffn")(build)

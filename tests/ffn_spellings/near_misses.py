@@ -109,6 +109,22 @@ def relu_attention():
     return attention, (tokens(), tokens(), tokens())
 
 
+@program("no_rewrite", "a down projection for every expert", explained=True)
+def stacked_experts():
+    """All experts of a mixture at once, as Llama 4 and GPT-OSS keep their weights."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Parameter(weight(3, K, N).detach())
+            self.down = torch.nn.Parameter(weight(3, N, K, seed=37).detach())
+
+        def forward(self, x):
+            return torch.bmm(torch.relu(torch.bmm(x, self.up)).square(), self.down)
+
+    return Experts(), (tokens(shape=(3, 5, K)),)
+
+
 @program("no_rewrite", "the two linears are written to one another's input", modes=(False,))
 def input_written():
     """x changes between the gate and the up projection."""
