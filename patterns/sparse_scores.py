@@ -28,7 +28,7 @@ from sparse_inductor.match.checks import (
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.postings import Postings, postings_of
-from sparse_inductor.match.scored import Scores
+from sparse_inductor.match.scored import Scores, names_of
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.topk import Top, top_of
 from sparse_inductor.match.values import swallowed
@@ -54,6 +54,7 @@ class ScoresMatch:
     scores: Scores | Postings
     top: Top | None
     swallowed: tuple[fx.Node, ...]
+    names: tuple[fx.Node, ...]  # of the accumulator
     bytes_saved: int | None = None
     pattern: str = NAME
     op: str = OP
@@ -70,7 +71,7 @@ class ScoresMatch:
     @property
     def inner(self) -> tuple[fx.Node, ...]:
         """What nobody else may read, but for the anchor."""
-        free = {self.scores.accumulator}
+        free = {*self.names}
         if self.top is not None:
             free |= {*self.anchor.users, *self.top.sliced}
         return tuple(n for n in self.swallowed if n not in free)
@@ -85,25 +86,26 @@ class ScoresMatch:
         s = self.scores
         e = Emitter(self.anchor)
         if self.top is None:
-            _redirect(s, s.shaped(e, s.emit(e)))
+            _redirect(s, self.names, s.shaped(e, s.emit(e)))
         else:
             self.top.put(e, s.emit(e, self.top.k))
 
 
-def _redirect(s: Scores | Postings, scores: fx.Node) -> None:
+def _redirect(s: Scores | Postings, names: Sequence[fx.Node], scores: fx.Node) -> None:
     """Readers of the result, and of the accumulator after it was written, read the scores."""
-    target, node = s.accumulator, s.node
+    node = s.node
     node.replace_all_uses_with(scores)
-    if target is None:
+    if not names:
         return
     after = {scores}
     at: fx.Node | None = scores
     while at is not None and at.op != "root":
         after.add(at)
         at = at.next
-    for user in list(target.users):
-        if user in after and user is not node:
-            user.replace_input_with(target, scores)
+    for name in names:
+        for user in list(name.users):
+            if user in after and user is not node:
+                user.replace_input_with(name, scores)
 
 
 class SparseScores:
@@ -148,11 +150,11 @@ class SparseScores:
             )
         anchor = s.node if top is None else top.node
         inner = [*s.swallowed] if top is None else [*s.swallowed, *top.path, top.node]
-        if s.accumulator is not None:
-            _check_accumulator(view, s)
-            # The accumulator goes, with what cleared it.
-            clears = [n for n in s.accumulator.users if view.name_of(n) in ("zero", "fill")]
-            inner += [s.accumulator, *(n for n in clears if view.order[n] < view.order[s.node])]
+        names: list[fx.Node] = []
+        if s.accumulator is not None:  # it goes, with what cleared it
+            names = names_of(view, s.accumulator, s.node)
+            _check_accumulator(view, s, names)
+            inner += names
         nodes = swallowed(view, inner)
         check_memory(view, s.inputs, nodes, anchor, "before the scores are made", "the scores")
         check_gradient(view, [s.w.gather.source], s.swallowed)
@@ -160,7 +162,7 @@ class SparseScores:
         if gather.gradient and torch.is_grad_enabled() and view.requires_grad(gather.source):
             raise Decline(gather.gradient, gather.node)
         self._rehearse(s, anchor)
-        return ScoresMatch(s, top, nodes)
+        return ScoresMatch(s, top, nodes, tuple(names))
 
     def _rehearse(self, s: Scores | Postings, anchor: fx.Node) -> None:
         """Emit once, so that what cannot be emitted is a reason and no error."""
@@ -194,16 +196,12 @@ class _Inner:
     swallowed: tuple[fx.Node, ...]
 
 
-def _check_accumulator(view: GraphView, s: Scores | Postings) -> None:
+def _check_accumulator(view: GraphView, s: Scores | Postings, names: Sequence[fx.Node]) -> None:
     """The accumulator was made for this and is known under no other name before the scores are in it."""
-    target = s.accumulator
-    assert target is not None
-    if view.effects.creator(target) is not target:
+    if view.effects.creator(names[0]) is not names[0]:
         raise Decline("the accumulator is a view of something else", s.node)
-    for other in target.users:
-        if other is s.node or view.order[other] > view.order[s.node]:
-            continue
-        if other in set(view.readers(target)) and view.name_of(other) not in ("zero", "fill"):
+    for other in [user for name in names for user in view.readers(name)]:
+        if view.order[other] < view.order[s.node] and other not in names:
             raise Decline("the accumulator is read before the scores are in it", other)
 
 

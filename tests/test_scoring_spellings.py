@@ -44,7 +44,9 @@ def test_names_are_unique():
 @pytest.mark.parametrize(
     "name",
     [
+        "assigned_where_padded__train",
         "empty_then_zero__infer",
+        "emptied_under_two_names__infer",
         "index_add_in_place_over_batch__train",
         "postings_end_to_end__infer",
         "segments_by_offset_documents_first__infer",
@@ -60,3 +62,13 @@ def test_verified_on_real_tensors(name):
         with torch.set_grad_enabled(case.training):
             compile_without_codegen(fn)(*inputs)
         assert [c.verdict for c in report.checks] == ["agrees"]
+
+
+SINGLE = [name for name in BY_NAME if name.startswith("single_query")]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_the_top_of_a_single_query_is_the_operators(name):
+    """Views between the scores and the selection that drop the query's axis; not where the scores need a gradient."""
+    (rewrite,) = assert_case(BY_NAME[name], only=("sparse_scores",)).report.rewrites
+    assert rewrite.note.endswith("the scores are not written") == name.endswith("infer")

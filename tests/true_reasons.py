@@ -161,8 +161,12 @@ TRUE["scoring_spellings"] = {
     "expert_combine": ("rows of features", "(outputs[slots]"),
     "bag_of_words": ("rows of features", "F.embedding_bag("),
     "query_changed_between": ("does not start at zero", "scores.index_add_("),
+    "assigned_by_document": ("part of the contributions", "products[:, c.lengths < 2] = 0"),
+    "filled_with_one": ("does not start at zero", ".fill_(1.0).index_add_("),
+    "clamped_postings": ("changed after they were looked up", ".clamp(max=N - 1)"),
 }
 NOTHING_OF_IT["scoring_spellings"] = {
+    "permuted_rows": "a lookup by two coordinates that are not followed",
     "document_lengths": "no query takes part",
 }
 

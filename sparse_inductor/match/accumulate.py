@@ -14,9 +14,9 @@ from .emit import Emitter
 from .gathers import Gather, gather_of, is_transposed, table_gradient
 from .graph import GraphView, same_size
 from .names import Call
-from .scored import Scores, check_zero
+from .scored import Scores, accumulator_of, check_zero
 from .shapes import Decline
-from .values import uniform
+from .values import counting, uniform
 from .weighted import Factor, Weighted, weighted
 
 __all__ = ["ANCHORS", "scores_of"]
@@ -56,7 +56,7 @@ def _accumulated(
     if w.batch is not None and not same_size(w.shape[w.batch], view.shape(node)[w.batch]):
         raise Decline("the accumulator has rows that belong to no query", node)
     check_zero(view, call["input"], node)
-    target = call["input"] if call.inplace else None
+    target = accumulator_of(view, call)
     reads = ((rows, node),)
     num_docs = view.shape(node)[axis]
     return Scores(node, w, num_docs, w.batch, rows=make, reads=reads, accumulator=target)
@@ -86,10 +86,13 @@ def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     ndim = len(view.shape(node))
     if len(at) == 2 and ndim == 2 and at == [0, 1]:
         query, rows = call["indices"]
-        if _counts(view, query, view.shape(node)[0], node) and uniform(view, rows, 2, node):
-            make = lambda e: e.method("reshape", rows, (-1,))
-            return _accumulated(view, node, call, call["values"], rows, 1, make)
-        return None
+        values = call["values"]
+        if counting(view, query, node) != 2 or not uniform(view, rows, 2, node):
+            return None
+        if not view.is_tensor(values) or len(view.shape(values)) != 2:
+            return None
+        one = lambda e: e.method("select", rows, 0, 0) if len(view.shape(rows)) == 2 else rows
+        return _accumulated(view, node, call, values, rows, 1, one)
     if len(at) != 1:
         return None
     rows = call["indices"][at[0]]
@@ -106,22 +109,9 @@ def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return Scores(
             node, w, view.shape(node)[0], None, reads=((rows, node),),
             rows=lambda e: e.method("reshape", rows, (-1,)),
-            accumulator=call["input"] if call.inplace else None,
+            accumulator=accumulator_of(view, call),
         )  # fmt: skip
     return _accumulated(view, node, call, values, rows, at[0], lambda e: rows)
-
-
-def _counts(view: GraphView, x: Any, size: Any, reader: fx.Node) -> bool:
-    """Whether a tensor is arange(size) down a column: [size, 1]."""
-    if not view.is_tensor(x):
-        return False
-    shape = view.shape(x)
-    call = view.call(x)
-    while call is not None and call.name in ("unsqueeze", "view", "getitem", "cast"):
-        x = call["input"]
-        call = view.call(x)
-    column = len(shape) == 2 and same_size(shape[1], 1) and same_size(shape[0], size)
-    return column and getattr(x, "target", None) is torch.arange and len(x.args) == 1
 
 
 def _scatter(view: GraphView, node: fx.Node, call: Call) -> Scores | None:

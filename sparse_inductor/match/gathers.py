@@ -6,6 +6,7 @@ A gather of query weights is `query[b, ids[i]]`, with `ids` of any shape and at 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import fx
 from .emit import Emitter
 from .graph import GraphView, same_size
 from .names import Call
-from .values import uniform
+from .values import counting, uniform
 
 __all__ = ["Gather", "expanded_index", "gather_of", "is_transposed", "rows_of", "table_gradient"]
 
@@ -74,21 +75,31 @@ def rows_of(view: GraphView, node: Any) -> Gather | None:
     return Gather(node, table, ids, lambda e: table, lambda e: ids, None)
 
 
-def _lookup(view: GraphView, node: fx.Node, table: Any, axis: int, ids: Any) -> Gather | None:
-    """table[:, ids] for a table of one or two axes."""
+def _lookup(
+    view: GraphView, node: fx.Node, table: Any, axis: int, ids: Any, other: Any = slice(None)
+) -> Gather | None:
+    """table[:, ids] for a table of one or two axes; `other` is taken of the other one."""
     if not (view.is_tensor(table) and _are_ids(view, ids)):
         return None
-    ndim = len(view.shape(table))
+    ndim, axis = len(view.shape(table)), axis % 2
     if ndim == 1:
         return Gather(node, table, ids, lambda e: table, lambda e: ids, None)
     if ndim != 2:
         return None
-    if axis % 2 == 1:
-        return Gather(node, table, ids, lambda e: table, lambda e: ids, 0)
-    features = not (is_transposed(view, table) or same_size(view.shape(table)[1], 1))
+    if isinstance(other, int):
+        one = lambda e: e.method("select", table, 1 - axis, other)
+        return Gather(node, table, ids, one, lambda e: ids, None)
+
+    def part(e: Emitter) -> fx.Node:
+        items = (other, slice(None)) if axis == 1 else (slice(None), other)
+        return table if other == slice(None) else e.call(operator.getitem, table, items)
+
+    if axis == 1:
+        return Gather(node, table, ids, part, lambda e: ids, 0)
     at = len(view.shape(ids))
+    features = not (is_transposed(view, table) or same_size(view.shape(node)[at], 1))
     return Gather(
-        node, table, ids, lambda e: e.method("t", table), lambda e: ids, at, features
+        node, table, ids, lambda e: e.method("t", part(e)), lambda e: ids, at, features
     )  # fmt: skip
 
 
@@ -131,9 +142,42 @@ def _getitem(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
         return None
     at = [a for a, i in enumerate(items) if isinstance(i, fx.Node)]
     others = [i for i in items if not isinstance(i, fx.Node)]
-    if len(at) != 1 or any(i != slice(None) for i in others):
+    if at == [0, 1] and len(items) == 2:
+        return _row_by_row(view, node, table, *items)
+    if len(at) != 1 or len(others) > 1:
         return None
-    return _lookup(view, node, table, at[0], items[at[0]])
+    other = others[0] if others else slice(None)
+    return _lookup(view, node, table, at[0], items[at[0]], other) if _basic(other) else None
+
+
+def _basic(item: Any) -> bool:
+    """Whether an item of an index is a number or a slice, of sizes that are known."""
+    if isinstance(item, slice):
+        return all(isinstance(i, (int, type(None))) for i in (item.start, item.stop, item.step))
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _row_by_row(view: GraphView, node: fx.Node, table: Any, row: Any, ids: Any) -> Gather | None:
+    """table[[[0]], [[1]], ...], ids]: the same ids in every row."""
+    if not _are_ids(view, ids) or view.value(ids, node) is None:
+        return None
+    shape, from_end = view.shape(node), counting(view, row, node)
+    if from_end is None or not uniform(view, ids, from_end, node):
+        return None
+    batch = len(shape) - from_end
+    if not same_size(shape[batch], view.shape(table)[0]):
+        return None
+    own = len(view.shape(ids))
+    if own < len(shape) - (batch == 0):
+        return None  # the rows have axes that the ids lack
+
+    def make_ids(e: Emitter) -> fx.Node:
+        return e.method("select", ids, own - from_end, 0) if own >= from_end else ids
+
+    left = [s for a, s in enumerate(view.shape(ids)) if a != own - from_end]
+    if not all(map(same_size, left, (s for a, s in enumerate(shape) if a != batch))):
+        return None
+    return Gather(node, table, ids, lambda e: table, make_ids, batch)
 
 
 def _index_select(view: GraphView, node: fx.Node, call: Call) -> Gather | None:

@@ -17,12 +17,13 @@ from .emit import Emitter
 from .gathers import Gather, rows_of
 from .graph import GraphView, fake, same_size
 from .names import Call
-from .scored import check_zero, total
+from .scored import accumulator_of, check_zero, total
 from .shapes import Decline
 from .weighted import Weighted, kept_axis, only_new_axes, reshaped, weighted
 
 __all__ = ["Postings", "postings_of"]
 
+_OF_DOCS = frozenset("where masked_fill clamp clamp_min clamp_max minimum maximum cast".split())
 _VIEWS = frozenset("view flatten unflatten squeeze unsqueeze contiguous cast clone getitem".split())
 
 
@@ -98,7 +99,11 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
                 path, shift, inner = [*path, inner, *more], shift_side, below
                 break
     docs = rows_of(view, inner)
-    if docs is None or (torch.is_grad_enabled() and view.requires_grad(source)):
+    if torch.is_grad_enabled() and view.requires_grad(source):
+        return None
+    changed = docs is None
+    docs = docs or _changed_after(view, inner)
+    if docs is None:
         return None
 
     def same_lists(view: GraphView, node: Any) -> Gather | None:
@@ -108,8 +113,25 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     w = weighted(view, source, node, same_lists)
     if w is None or not (w.has_weights or _are_lists(view, docs)):
         return None
+    if changed:
+        raise Decline(
+            "the documents are changed after they were looked up: change the lists", inner
+        )
     check_zero(view, call["input"], node)
     return _placed(view, node, call, w, docs, rows, path, shift)
+
+
+def _changed_after(view: GraphView, x: Any) -> Gather | None:
+    """The lists of documents that an elementwise function was taken of."""
+    for _ in range(4):
+        call = view.call(x)
+        if call is None or call.name not in _OF_DOCS:
+            return None
+        sides = [call.get(side) for side in ("input", "other")]
+        x = next((s for s in sides if view.is_tensor(s) and view.const(s) is None), None)
+        if x is not None and (found := rows_of(view, x)) is not None:
+            return found
+    return None
 
 
 def _are_lists(view: GraphView, docs: Gather) -> bool:
@@ -131,7 +153,7 @@ def _placed(
     found, size = view.shape(docs.node), view.shape(node)
     reads = ((docs.source, docs.node), (docs.index, docs.node))
     inner = (docs.node, *path)
-    target = call["input"] if call.inplace else None
+    target = accumulator_of(view, call)
     if not all(isinstance(s, int) for s in size):
         raise Decline("the number of documents is not known", node)
     values = view.dtype(w.gather.source)

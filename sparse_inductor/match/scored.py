@@ -11,10 +11,13 @@ from torch import fx
 
 from .emit import Emitter
 from .graph import GraphView, fake
+from .names import Call
 from .shapes import Decline
 from .weighted import Weighted, reshaped
 
-__all__ = ["Scores", "check_zero", "total"]
+__all__ = ["Scores", "accumulator_of", "check_zero", "names_of", "total"]
+
+_CLEARS = frozenset(("zero", "fill"))
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -115,7 +118,7 @@ def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
     """Raises Decline unless `node` accumulates into zeros, and into none that outlive the program."""
     seen = view.value(accumulator, node) if isinstance(accumulator, fx.Node) else None
     call = view.call(seen)
-    filled = call is not None and call.inplace and call.name in ("zero", "fill")
+    filled = call is not None and call.inplace and call.name in _CLEARS
     filler = call.get("value", 0) if call is not None and filled else accumulator
     if view.const(filler, seen if filled else node) != 0:
         raise Decline("the accumulator does not start at zero", node)
@@ -125,3 +128,25 @@ def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
         return
     if made.op in ("placeholder", "get_attr"):  # a buffer, say: zeroed here, read anywhere
         raise Decline("the accumulator is the caller's, who keeps the scores in it", node)
+
+
+def accumulator_of(view: GraphView, call: Call) -> fx.Node | None:
+    """What an accumulation in place writes: the tensor before it was cleared, as in `empty(N).zero_()`."""
+    if not call.inplace:
+        return None
+    node: fx.Node = call["input"]
+    while (made := view.call(node)) is not None and made.inplace and made.name in _CLEARS:
+        node = made["input"]
+    return node
+
+
+def names_of(view: GraphView, accumulator: fx.Node, before: fx.Node) -> list[fx.Node]:
+    """The nodes that are the accumulator: itself, and what clearing it returned."""
+    names = [accumulator]
+    for name in names:
+        names += [
+            user
+            for user in name.users
+            if view.name_of(user) in _CLEARS and view.order[user] < view.order[before]
+        ]
+    return names

@@ -12,11 +12,13 @@ from torch import fx
 from .emit import Emitter
 from .graph import GraphView, fake, same_size
 from .postings import Postings
-from .scored import Scores
+from .scored import Scores, names_of
 
 __all__ = ["Top", "top_of"]
 
-_MOVES = frozenset("t T mT transpose permute contiguous clone squeeze unsqueeze view".split())
+_SAME = frozenset(("contiguous", "clone"))
+_TURNS = frozenset("t T mT transpose permute".split())
+_VIEWS = frozenset("squeeze unsqueeze view flatten unflatten getitem select".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +79,20 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
     if torch.is_grad_enabled() and view.requires_grad(s.node):
         return None  # the gradient needs the scores' documents; scatter them from the top-k is not worth it
     node, path = s.node, []
-    written = s.accumulator
+    written = [] if s.accumulator is None else names_of(view, s.accumulator, node)
     while True:
         readers = list(view.readers(node))
-        if written is not None and node is s.node:
-            after = [r for r in view.readers(written) if view.order[r] > view.order[node]]
-            readers += [r for r in after if r not in readers]
+        if node is s.node:
+            after = [r for name in written for r in view.readers(name)]
+            readers += [r for r in after if view.order[r] > view.order[node]]
+            readers = list(dict.fromkeys(readers))
         if len(readers) != 1:
             return None
         reader = readers[0]
         call = view.call(reader)
-        if call is None or call.inplace or call.args.get("input") not in (node, written):
+        if call is None or call.inplace or call.args.get("input") not in (node, *written):
             return None
-        if call.name in _MOVES:
+        if call.name in _SAME | _TURNS | _VIEWS:
             moved = _moved(view, axes, call, reader)
             if moved is None:
                 return None
@@ -101,27 +104,30 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
 
 
 def _moved(view: GraphView, axes: list[str], call: Any, node: fx.Node) -> list[str] | None:
+    """The axes after a view. A view of all elements keeps them in their order, and may drop or add axes of size 1,
+    the batch axis of a single query among them."""
     n = len(axes)
-    match call.name:
-        case "contiguous" | "clone":
-            return axes
-        case "t" | "T" | "mT" | "transpose" if n == 2:
-            return axes[::-1]
-        case "permute":
+    if call.name in _SAME:
+        return axes
+    if call.name in _TURNS:
+        if call.name == "permute":
             return [axes[d % n] for d in call["dims"]]
-        case "squeeze" | "unsqueeze" | "view":
-            left = [a for a in axes if a != "1"]
-            after = view.shape(node)
-            out, rest = [], list(left)
-            for size in after:
-                source = rest[0] if rest else "1"
-                out.append("1" if same_size(size, 1) or not rest else source)
-                if out[-1] != "1":
-                    rest.pop(0)
-            same = [s for s, a in zip(view.shape(call["input"]), axes) if a != "1"]
-            kept = [s for s, a in zip(after, out) if a != "1"]
-            return out if not rest and all(map(same_size, same, kept)) else None
-    return None
+        return axes[::-1] if n == 2 else None
+    if call.name == "getitem" and not _basic(call["index"]):
+        return None
+    before, after = view.shape(call["input"]), view.shape(node)
+    wide = [(s, a) for s, a in zip(before, axes) if not same_size(s, 1)]
+    kept = [s for s in after if not same_size(s, 1)]
+    if len(kept) != len(wide) or not all(same_size(s, k) for (s, _), k in zip(wide, kept)):
+        return None
+    names = iter(a for _, a in wide)
+    return ["1" if same_size(s, 1) else next(names) for s in after]
+
+
+def _basic(index: Any) -> bool:
+    """Whether an index takes elements in their order."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
 
 
 def _selection(view: GraphView, axes: list[str], node: fx.Node, path: list[fx.Node]) -> Top | None:

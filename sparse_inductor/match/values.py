@@ -10,7 +10,7 @@ from torch import fx
 
 from .graph import CONSTANT_LIKE, GraphView, same_size
 
-__all__ = ["not_negative", "swallowed", "uniform"]
+__all__ = ["counting", "not_negative", "swallowed", "uniform"]
 
 
 def not_negative(view: GraphView, x: fx.Node) -> bool:
@@ -67,6 +67,34 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
         ]
         return bool(tensors) and all(uniform(view, a, from_end, x) for a in tensors)
     return False
+
+
+_PUTS_ONES = frozenset("view unsqueeze getitem select squeeze cast contiguous clone".split())
+
+
+def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
+    """The axis, counted from the end, along which a tensor is provably 0, 1, 2, ..., and the same along all others."""
+    if not view.is_tensor(x) or view.value(x, reader) is not x:
+        return None
+    call = view.call(x)
+    while call is not None and call.name in ("expand", "expand_as", "repeat"):
+        if not view.is_tensor(call["input"]) or call.inplace:
+            return None
+        x = call["input"]
+        call = view.call(x)
+    shape = view.shape(x)
+    wide = [a for a in range(len(shape)) if not same_size(shape[a], 1)]
+    if len(wide) != 1:
+        return None
+    while call is not None and call.name in _PUTS_ONES and not call.inplace:
+        inner = call["input"]
+        if not view.is_tensor(inner) or sum(not same_size(s, 1) for s in view.shape(inner)) != 1:
+            return None
+        if not any(same_size(shape[wide[0]], s) for s in view.shape(inner)):
+            return None  # a part of it
+        x, call = inner, view.call(inner)
+    from_zero = len(x.args) == 1 or (len(x.args) == 2 and x.args[0] == 0)
+    return len(shape) - wide[0] if x.target is torch.arange and from_zero else None
 
 
 def swallowed(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from .emit import Emitter
 from .gathers import Gather, gather_of
-from .gemm import is_parameter
+from .gemm import is_parameter, lettered
 from .graph import GraphView, fake, same_size
 from .names import Call
 from .shapes import Decline, order_of
@@ -237,6 +237,10 @@ def weighted(
         return _product(view, node, call, read, reach - 1)
     if call.name in ("where", "masked_fill"):
         return _masked(view, node, call, read, reach - 1)
+    if call.name == "setitem":
+        return _assigned(view, node, call, read, reach - 1)
+    if call.name == "einsum":
+        return _lettered(view, node, call, read, reach - 1)
     inner = call.get("input")
     if call.name in _IDENTITY:
         return _through(view, node, call, read, reach - 1)
@@ -339,6 +343,46 @@ def _masked(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int) 
     if len(shape) != len(w.shape) or not all(map(same_size, shape, w.shape)):
         raise Decline("the mask has more axes than the contributions", node)
     return w.times(view, node, Factor(how, condition, w.shape, w.batch), node)
+
+
+def _assigned(
+    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
+) -> Weighted | None:
+    """contributions[..., mask] = 0"""
+    w = weighted(view, call["input"], node, read, reach)
+    if w is None:
+        return None
+    index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
+    *before, mask = index
+    if (
+        not view.is_tensor(mask)
+        or view.dtype(mask) != torch.bool
+        or not only_new_axes(tuple(before))
+        or None in before
+        or (Ellipsis not in before and len(before) + len(view.shape(mask)) != len(w.shape))
+    ):
+        raise Decline("a part of the contributions is assigned to", node)
+    if view.const(call["value"], node) != 0 or not view.dtype(w.gather.node).is_floating_point:
+        raise Decline("masked contributions are not 0", node)
+    return w.times(view, node, Factor("drop", mask, w.shape, w.batch), node)
+
+
+def _lettered(
+    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
+) -> Weighted | None:
+    """An einsum that only multiplies: bnl,nl->bnl."""
+    product = lettered(view, call)
+    if product is None:
+        return None
+    operands, letters, out = product
+    for i in (0, 1):
+        mine, theirs = letters[i], letters[1 - i]
+        if mine != out or len(set(out)) != len(out) or not out.endswith(theirs) or not theirs:
+            continue
+        w = weighted(view, operands[i], node, read, reach)
+        if w is not None and all(map(same_size, w.shape, view.shape(node))):
+            return w.times(view, node, Factor("mul", operands[1 - i], w.shape, w.batch), node)
+    return None
 
 
 def _viewed(view: GraphView, w: Weighted, node: fx.Node, call: Call) -> Weighted:
