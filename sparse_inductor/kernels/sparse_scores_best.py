@@ -15,7 +15,8 @@ import triton.language as tl
 
 from . import sparse_scores_documents as documents
 from .launch import relaunched
-from .sparse_scores_rescore import LOWEST, _doc_of, _key, _ordered, _score_of
+from .sparse_scores_rescore import _doc_of, _key, _ordered, _score_of
+from .sparse_scores_sort import LOWEST
 
 __all__ = ["best", "search", "selected"]
 

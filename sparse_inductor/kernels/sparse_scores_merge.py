@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from .launch import relaunched
-from .sparse_scores_rescore import LOWEST, _doc_of, _key, _ordered, _score_of
+from .sparse_scores_rescore import _doc_of, _key, _ordered, _score_of
+from .sparse_scores_sort import LOWEST
 
 __all__ = ["keys", "merged"]
 

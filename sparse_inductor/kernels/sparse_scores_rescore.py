@@ -14,10 +14,8 @@ from .early import let_next_start, wait_for_previous
 from .launch import relaunched
 from .sparse_scores_accumulate import COUNTERS_APART
 
-__all__ = ["FILTERED_UP_TO", "LOWEST", "RANKED_UP_TO", "everything_kernel", "rescore_kernel"]
+__all__ = ["FILTERED_UP_TO", "RANKED_UP_TO", "everything_kernel", "rescore_kernel"]
 
-LOWEST = -(1 << 63)  # the key of no document
-_LOWEST = tl.constexpr(LOWEST)
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
 _APART = tl.constexpr(COUNTERS_APART)

@@ -62,8 +62,8 @@ def forms():
         )
         types = "*i64 *i32 *i32 *fp32 *i32 *i32 *i32 *i64 *fp32 *i64 i32"
         yield (
-            "search",
-            "_sort_kernel",
+            "sort",
+            "sort_kernel",
             types,
             {**const, "SMALL": 1024},
             {"num_warps": 8, "maxnreg": 64, "launch_pdl": proved},
