@@ -196,6 +196,22 @@ def test_a_wrong_threshold_in_a_cuda_graph(monkeypatch):
         assert torch.equal(ids.cpu(), want[1]) and torch.equal(scores.cpu(), want[0])
 
 
+def test_answers_that_rescoring_leaves_in_a_large_batch():
+    """Of most queries it writes them itself; not where more documents tie than it ranks, nothing is proved, fewer match
+    than are wanted, or a weight is NaN."""
+    dense, q = collection(), queries(300)
+    dense[:, :3], q[:, :3], q[:5] = 0, 0, 0
+    dense[::27, 0], dense[:, 1], dense[::400, 2] = 1.0, 0.5, 1.0
+    q[0, 0], q[1, 1], q[2, 2], q[4, 9] = 1.0, 1.0, 1.0, float("nan")
+    here, there = SparseIndex.build(dense), SparseIndex.build(dense, device="cuda")
+    assert unproved(there, q.cuda(), 1000)[0] == 1
+    want = here.search(q, 1000)
+    for _ in range(3):  # the third one is replayed
+        scores, ids = there.search(q.cuda(), 1000)
+        torch.testing.assert_close(scores.cpu(), want[0], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(ids.cpu(), want[1])
+
+
 def test_a_search_never_waits_for_the_gpu():
     index, q = SparseIndex.build(collection(), device="cuda"), queries().cuda()
     index.search(q, 100)

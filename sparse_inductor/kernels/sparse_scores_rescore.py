@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 
 from . import sparse_scores_ptx as ptx
-from .early import let_next_start, wait_for_previous
+from .early import wait_for_previous
 from .launch import relaunched
 from .sparse_scores_accumulate import COUNTERS_APART
+from .sparse_scores_sort import write_best
 
 __all__ = ["FILTERED_UP_TO", "RANKED_UP_TO", "everything_kernel", "rescore_kernel"]
 
@@ -318,24 +319,25 @@ def _next_unproved(status, after, B):
     return found
 
 
-@relaunched
-@triton.jit(do_not_specialize=["N", "B", "k"])
-def everything_kernel(
+@triton.jit
+def _any_left(kept_counts, B):
+    """Whether any query's answer is not written yet."""
+    most = -1
+    for b in range(0, B, 1024):
+        q = b + tl.arange(0, 1024)
+        many = tl.load(kept_counts + q, mask=q < B, other=-1, cache_modifier=".cg")
+        most = tl.maximum(most, tl.max(many, axis=0))
+    return most >= 0
+
+
+@triton.jit
+def _score_everything(
     query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
     table, scores, counts, tallies, arrived, V, N, B, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
-    DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The k best of all documents, exactly, for the queries of status 1; nothing where there are none.
-
-    One launch whose programs all run at once and wait for each other, as many times as there are such queries: in a
-    CUDA graph, too, and without a look by the host. GROUP queries go together: their weights lie side by side in
-    `table` [V, GROUP], so that an entry gathers one sector for all. A program scores a range of the documents into
-    `scores` [GROUP, N]; the k-th best score is found bit by bit, counts [32, GROUP]; documents above it, and of those
-    equal to it the lowest, are written to keys, at places that follow from every program's tallies [programs, 2].
-    EARLY: the sort starts while this ends.
-    """
-    let_next_start(EARLY)
+    """The keys of the k best of all documents for the queries of status 1: see `everything_kernel`."""
     me = tl.program_id(0)
     programs = tl.num_programs(0)
     span = tl.cdiv(N, programs)
@@ -454,3 +456,44 @@ def everything_kernel(
                         next_equal += tl.sum(same, axis=0)
             turn += 1
             _all_programs(arrived, turn)
+
+
+@relaunched
+@triton.jit(do_not_specialize=["N", "B", "k"])
+def everything_kernel(
+    query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
+    table, scores, counts, tallies, arrived, unit, found, counters, begins, moved, best, ids, V, N, B, k,
+    BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
+    DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
+    SORTED: tl.constexpr, SMALL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The k best of all documents, exactly, for the queries of status 1; nothing where there are none.
+
+    One launch whose programs all run at once and wait for each other, as many times as there are such queries: in a
+    CUDA graph, too, and without a look by the host. GROUP queries go together: their weights lie side by side in
+    `table` [V, GROUP], so that an entry gathers one sector for all. A program scores a range of the documents into
+    `scores` [GROUP, N]; the k-th best score is found bit by bit, counts [32, GROUP]; documents above it, and of those
+    equal to it the lowest, are written to keys, at places that follow from every program's tallies [programs, 2].
+    SORTED: these answers, and all others that `rescore_kernel` has left, are written, too; it leaves few.
+    """
+    wait_for_previous(EARLY)
+    if SORTED:
+        # Most often there are none: one look, at what says of all queries that they are done.
+        left = _any_left(kept_counts, B)
+    else:
+        left = True
+    if left:
+        _score_everything(
+            query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
+            table, scores, counts, tallies, arrived, V, N, B, k,
+            BYTES, UNSIGNED16, ROOM, GROUP, DOCS, WIDTH, READ, DEPTH,
+        )  # fmt: skip
+        if SORTED:
+            me = tl.program_id(0)
+            programs = tl.num_programs(0)
+            for i in range(0, tl.cdiv(B - me, programs)):
+                q = (me + i * programs).to(tl.int64)
+                write_best(
+                    q, keys, kept_counts, status, unit, found, counters, begins, moved, best, ids, k,
+                    SMALL, ROOM, True,
+                )  # fmt: skip

@@ -6,7 +6,8 @@
     4. The k-th best candidate less twice the error bound is a proved limit: nobody below it can be among the k best.
        Candidates above are rescored from the rows, in fp64, rounded to fp32, and sorted with ties by lowest id.
     5. A query of which nothing is proved (too many candidates, or too few although there are matches enough, or a limit
-       below the threshold) is answered by exact scores of all documents, in a launch that else does nothing.
+       below the threshold) is answered by exact scores of all documents, in a launch that else does nothing. In a large
+       batch that is also where the few queries are sorted which the rescoring kernel does not sort itself.
 
 The [B, N] scores never exist. Launches have shapes that depend on sizes alone, and the host never looks.
 """
@@ -607,8 +608,8 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved, EARLY=starts["EARLY"],
         num_warps=8, maxnreg=64,
     )  # fmt: skip
-    if proved:
-        _rescore(query, p, deleted, s, k, shared, scores, ids, starts)
+    if proved and _rescore(query, p, deleted, s, k, shared, scores, ids, starts):
+        return
     sort_kernel[(B,)](
         s.keys, s.kept_counts, s.status, s.unit, s.found, s.kept, s.begins, s.moved, scores, ids, k,
         SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64, **starts,
@@ -625,8 +626,9 @@ def _rescore(
     scores,
     ids,
     starts: dict[str, bool],
-) -> None:
-    """Exact keys of what is kept, and of the best of all documents for queries of which nothing is proved."""
+) -> bool:
+    """Exact keys of what is kept, and of the best of all documents for queries of which nothing is proved; whether
+    their answers are written already."""
     B, V = query.shape
     N = p.offsets.numel() - 1
     room = s.kept.shape[1]
@@ -643,25 +645,36 @@ def _rescore(
     parts = max(
         1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
     )
+    ranked = _ranks(filtered, parts, k)
     rescore_kernel[(B, parts)](
         *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, s.found,
         scores, ids, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered,
-        RANKED=filtered and parts == 1 and k <= RANKED_UP_TO, BITS=not shared,
+        RANKED=ranked, BITS=not shared,
         num_warps=8, maxnreg=64, **kinds, **starts,
     )  # fmt: skip
     group = max(1, min(4, B, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
     new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
     cuda = query.is_cuda
-    programs = _multiprocessors(query.device) if cuda else 1
-    # 16 warps on every multiprocessor, all at once: they wait for each other
+    # 16 warps on every multiprocessor, all at once: they wait for each other. By two programs each, which fit in
+    # where half of what ran before is done.
+    programs = 2 * _multiprocessors(query.device) if cuda else 1
+    docs, read = (16, 512) if cuda else (64, 4096)
     everything_kernel[(programs,)](
         *rows, deleted, s.status, s.keys, s.kept_counts,
         new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.arrived,
-        V, N, B, k, GROUP=group, DOCS=32, WIDTH=32, READ=1024, num_warps=16, **kinds,
-        EARLY=starts["EARLY"],
-        **({"launch_cooperative_grid": True} if cuda else {}),
+        s.unit, s.found, s.kept, s.begins, s.moved, scores, ids,
+        V, N, B, k, GROUP=group, DOCS=docs, WIDTH=32, READ=read, SORTED=ranked, SMALL=triton.next_power_of_2(k),
+        num_warps=8, **kinds, **starts,
+        **({"launch_cooperative_grid": True, "maxnreg": 128} if cuda else {}),
     )  # fmt: skip
+    return ranked
+
+
+def _ranks(filtered: bool, parts: int, k: int) -> bool:
+    """Whether `rescore_kernel` writes the answers of most queries, and `everything_kernel` those of the others: where
+    the only part of a query has them all, and some documents more than k, as are mostly kept, are not too many."""
+    return filtered and parts == 1 and k + 24 <= RANKED_UP_TO
 
 
 @functools.cache

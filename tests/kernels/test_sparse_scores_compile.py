@@ -24,7 +24,10 @@ PREPARE = (
 SELECT = "*i64 *i32 *i32 *i32 *i32 *i1 *i32 *i32 *i32 *i64 i32 i32 i32"
 ROWS = "*fp32 *i64 *i16 {} *fp32 *i32 i32"
 RESCORE = f"{ROWS} *i32 *i32 *i32 *i32 *i32 *i32 *i64 *i32 *fp32 *i64 i32 i32 i32"
-EVERYTHING = f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 i32 i32 i32 i32"
+EVERYTHING = (
+    f"{ROWS} *i1 *i32 *i64 *i32 *fp32 *i32 *i32 *i32 *i32 *fp32 *i32 *i32 *i32 *i64 *fp32 *i64 "
+    "i32 i32 i32 i32"
+)
 KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True, "EARLY": True}
 
 
@@ -85,8 +88,10 @@ def forms():
                 const,
                 {"num_warps": 8, "maxnreg": 64, "launch_pdl": True},
             )
-        const = {**KINDS, "BYTES": by, "DOCS": 32, "WIDTH": 32, "GROUP": 2, "READ": 1024}
-        options = {"num_warps": 16, "launch_cooperative_grid": True}
+        const = {**KINDS, "BYTES": by, "DOCS": 16, "WIDTH": 32, "GROUP": 4, "READ": 512}
+        const |= {"SMALL": 1024, "SORTED": not by}
+        options = {"num_warps": 8, "maxnreg": 128}
+        options |= {"launch_cooperative_grid": True, "launch_pdl": True}
         yield "rescore", "everything_kernel", EVERYTHING.format(weight), const, options
     yield "merge", "_keys_kernel", "*fp32 *i64 *i64 i32 i32", {"BLOCK": 1024}, {}
     sizes = {"WORLD": 2, "BLOCK": 1024, "DEPTH": 10}

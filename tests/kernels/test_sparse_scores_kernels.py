@@ -29,6 +29,14 @@ def small_chunks(monkeypatch, device):
     monkeypatch.setattr(search, "CHUNK_BITS", CHUNK.bit_length() - 1)
 
 
+@pytest.fixture(params=["by itself", "behind the scoring of everything"])
+def sorting(request, monkeypatch):
+    """Where answers are sorted that rescoring leaves: all, where it does not write any."""
+    if request.param != "by itself":
+        monkeypatch.setattr(search, "_ranks", lambda filtered, parts, k: True)
+        monkeypatch.setattr(search, "sort_kernel", None)
+
+
 def collection(n, seed=0, share=0.1, negative=False):
     g = torch.Generator().manual_seed(seed)
     dense = torch.rand(n, V, generator=g) * (torch.rand(n, V, generator=g) < share)
@@ -207,7 +215,9 @@ def test_search_is_exact(precision, negative, device):
     assert torch.equal(scores, best)
 
 
-def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(device, monkeypatch):
+def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(
+    device, monkeypatch, sorting
+):
     monkeypatch.setattr(search, "rank_in_sample", lambda expected, k: 1)
     parts = segments(collection(8400), device=device)
     deleted = torch.zeros(8400, dtype=torch.bool, device=device)
@@ -218,7 +228,7 @@ def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(devi
     assert torch.equal(ids, right) and torch.equal(scores, best)
 
 
-def test_queries_without_enough_matches_ties_and_no_terms(device):
+def test_queries_without_enough_matches_ties_and_no_terms(device, sorting):
     """Fewer documents match than are wanted; thousands of equal scores; an empty query; NaN."""
     dense = torch.zeros(8400, V)
     dense[:, 0] = 1.0
