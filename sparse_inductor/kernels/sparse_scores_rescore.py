@@ -148,9 +148,9 @@ def _by_length(table, length, here):
 @triton.jit
 def _score_filtered(
     table, query, query_terms, count, long, L, offsets, terms, weights, scales, chunk_docs, chunks, kept, n, keys,
-    BYTES: tl.constexpr, DEPTH: tl.constexpr,
+    BYTES: tl.constexpr, DEPTH: tl.constexpr, SET: tl.constexpr,
 ):  # fmt: skip
-    """The documents of every program_id(1)-th turn; the query by its filter and its row."""
+    """The documents of every program_id(1)-th turn; the query by its filter, which may be SET already, and its row."""
     ROWS: tl.constexpr = _ROWS_SCALED if BYTES else _ROWS
     places = table + _FILTER
     part = tl.program_id(1)
@@ -162,8 +162,9 @@ def _score_filtered(
         doc = tl.load(kept + i, mask=here, other=0)
         start = tl.load(offsets + doc, mask=here, other=0)
         end = tl.load(offsets + doc + 1, mask=here, other=0)
-        if first == 0:  # while the first are looked up
-            _set_filter(table, query_terms, count, long, L)
+        if first == 0:
+            if not SET:  # while the first are looked up
+                _set_filter(table, query_terms, count, long, L)
         else:
             _barrier()  # the rows before are done with
         tl.inline_asm_elementwise(
@@ -256,22 +257,27 @@ def rescore_kernel(
     entry) once a kept document, and weights where the query has the term; writes 8 bytes each.
     RANKED: the only part of a query writes the k best, too, where that is simple, and leaves a count of -1.
     """
-    wait_for_previous(EARLY)
     q = tl.program_id(0).to(tl.int64)
-    n = tl.load(kept_counts + q)
     row = query + q * V
     members += q * tl.cdiv(V, 32)
     kept += q * ROOM
     keys += q * ROOM
     if FILTERED:
         count = tl.load(query_counts + q)
+        long = tl.load(long_counts + q)
+        query_terms += q * L
+        table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+        if EARLY:  # noqa: SIM102, which the compiler knows
+            # Terms are `_prepare_kernel`'s, which had ended when `_select_kernel`, the one in front, started.
+            if count <= _MOST_FILTERED:
+                _set_filter(table, query_terms, count, long, L)
+    wait_for_previous(EARLY)
+    n = tl.load(kept_counts + q)
+    if FILTERED:
         if count <= _MOST_FILTERED:
-            table = tl.inline_asm_elementwise(
-                _DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1
-            )
             _score_filtered(
-                table, row, query_terms + q * L, count, tl.load(long_counts + q), L, offsets, terms, weights,
-                scales, chunk_docs, chunks, kept, n, keys, BYTES, DEPTH,
+                table, row, query_terms, count, long, L, offsets, terms, weights,
+                scales, chunk_docs, chunks, kept, n, keys, BYTES, DEPTH, EARLY,
             )  # fmt: skip
             if RANKED:  # noqa: SIM102, which the compiler knows
                 # Where documents may have come twice, there were fewer than k candidates.
