@@ -268,7 +268,7 @@ def rescore_kernel(
         query_terms += q * L
         table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
         if EARLY:  # noqa: SIM102, which the compiler knows
-            # Terms are `_prepare_kernel`'s, which had ended when `_select_kernel`, the one in front, started.
+            # Terms are `_prepare_kernel`'s, which had ended when `select_kernel`, the one in front, started.
             if count <= _MOST_FILTERED:
                 _set_filter(table, query_terms, count, long, L)
     wait_for_previous(EARLY)

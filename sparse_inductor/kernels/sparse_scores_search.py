@@ -27,7 +27,7 @@ import triton.language as tl
 from sparse_inductor.ops._top import best_of
 
 from . import sparse_scores_documents as documents
-from .early import early, let_next_start
+from .early import early
 from .launch import relaunched
 from .sparse_scores_accumulate import (
     CHUNK_BITS,
@@ -47,13 +47,13 @@ from .sparse_scores_rescore import (
     everything_kernel,
     rescore_kernel,
 )
+from .sparse_scores_select import select_kernel
 from .sparse_scores_sort import sort_kernel
 
 __all__ = ["LISTS", "Packed", "pack", "search"]
 
 LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
 
-_DOC_MAX = tl.constexpr(0x7FFFFFFF)
 _APART = tl.constexpr(COUNTERS_APART)
 _UNIT = tl.constexpr(2.0 ** (32 - CHUNK_BITS) / WEIGHT_STEPS)
 _SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
@@ -68,6 +68,9 @@ _MOST_QUERIES = 2048
 _MOST_TERMS = 4096
 # Exact scores of all documents for some queries at once: the larger part of what a search needs besides the index.
 _EVERYTHING_BYTES = 80 << 20
+# Programs on a multiprocessor that score everything, and warps of each: they wait for each other, so all have to run at
+# once. Two fit in where half of what ran before has ended.
+_EVERYTHING = (2, 8)
 # Weights of a query read at a time, by so many warps: 8 a thread of four programs an SM, or of one that has an SM to
 # itself, where there are no more of them than SMs.
 _READ = (2048, 8)
@@ -397,69 +400,6 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
     tl.store(found + q * _APART, 0)
 
 
-@relaunched
-@triton.jit
-def _select_kernel(
-    candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
-    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program a query: the documents that may be among the k best, and whether that is proved.
-
-    Where fewer than k documents match at all, the first k documents there are come along: they score 0 or are among
-    the matches. Reads 8 bytes a candidate, writes 4 a document kept, in any order. status: 1 where nothing is proved.
-    Without PROVED the k best by their integers are the answer: keys are written. EARLY: `rescore_kernel` starts while
-    this ends.
-    """
-    let_next_start(EARLY)
-    q = tl.program_id(0).to(tl.int64)
-    n = tl.load(found + q * _APART)
-    at = tl.arange(0, BLOCK)
-    mine = candidates + q * capacity
-    stored = tl.minimum(n, capacity)
-    score = (tl.load(mine + at, mask=at < stored, other=0) >> 32).to(tl.int32)
-    # All candidates reach the threshold: 12 steps from there, within 2^-12 of what is between it and the largest, let
-    # some in a thousand more through.
-    least = tl.load(threshold + q)
-    kth = least - 1 + kth_largest(tl.maximum(score - least + 1, 0), k, 12)
-    all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
-    if PROVED:
-        # fp32 rounding may make scores equal that differ by an ulp, 2^-23 of them.
-        limit = kth - tl.load(margin + q) - (kth >> 22) - 1
-    else:
-        limit = kth
-    keep = (score >= limit) & (at < stored)
-    # A counter gives each its place: a scan of all, with its barriers, took longer than all the rest.
-    counter = found + q * _APART + 1
-    place = tl.atomic_add(counter + tl.zeros([BLOCK], tl.int32), 1, mask=keep, sem="relaxed")
-    x = tl.load(mine + at, mask=keep, other=0)
-    doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
-    if PROVED:
-        tl.store(kept + q * ROOM + place, doc, mask=keep & (place < ROOM))
-    else:
-        key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
-        tl.store(keys + q * ROOM + place, key, mask=keep & (place < ROOM))
-    tl.debug_barrier()
-    many = tl.load(counter, cache_modifier=".cg")
-    proved = (n >= k) & (n <= capacity) & (many <= ROOM)
-    if PROVED:
-        proved = proved & (limit >= least)
-    before = tl.load(status + q)
-    if all_matches & (before == 0):
-        more = 0
-        i = 0
-        while (i < N) & (more < k):
-            id_ = i + tl.arange(0, PART)
-            live = (tl.load(deleted + id_, mask=id_ < N, other=1) == 0).to(tl.int32)
-            nth = more + tl.cumsum(live, axis=0) - 1
-            tl.store(kept + q * ROOM + many + nth, id_, mask=(live != 0) & (nth < k))
-            more += tl.sum(live, axis=0)
-            i += PART
-        many += tl.minimum(more, k)
-        proved = proved | (more >= 0)
-    tl.store(kept_counts + q, tl.where(proved & (before == 0), many, 0))
-    tl.store(status + q, tl.where(proved, before, tl.maximum(before, 1)))
-
-
 # Searching
 
 
@@ -603,7 +543,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
         )
     run(p.chunks, 0, p.chunks.count)
     starts = early(query) if proved else {"EARLY": False}
-    _select_kernel[(B,)](
+    select_kernel[(B,)](
         s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts,
         s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved, EARLY=starts["EARLY"],
         num_warps=8, maxnreg=64,
@@ -656,16 +596,14 @@ def _rescore(
     group = 1 << (group.bit_length() - 1)
     new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
     cuda = query.is_cuda
-    # 16 warps on every multiprocessor, all at once: they wait for each other. By two programs each, which fit in
-    # where half of what ran before is done.
-    programs = 2 * _multiprocessors(query.device) if cuda else 1
-    docs, read = (16, 512) if cuda else (64, 4096)
+    each, warps = _EVERYTHING if cuda else (1, 32)
+    programs = each * _multiprocessors(query.device) if cuda else 1
     everything_kernel[(programs,)](
         *rows, deleted, s.status, s.keys, s.kept_counts,
         new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.arrived,
         s.unit, s.found, s.kept, s.begins, s.moved, scores, ids,
-        V, N, B, k, GROUP=group, DOCS=docs, WIDTH=32, READ=read, SORTED=ranked, SMALL=triton.next_power_of_2(k),
-        num_warps=8, **kinds, **starts,
+        V, N, B, k, GROUP=group, DOCS=2 * warps, WIDTH=32, READ=64 * warps, SORTED=ranked,
+        SMALL=triton.next_power_of_2(k), num_warps=warps, **kinds, **starts,
         **({"launch_cooperative_grid": True, "maxnreg": 128} if cuda else {}),
     )  # fmt: skip
     return ranked

@@ -57,8 +57,8 @@ def forms():
     for proved in (True, False):
         const = {"ROOM": 2048, "PROVED": proved, "EARLY": proved}
         yield (
-            "search",
-            "_select_kernel",
+            "select",
+            "select_kernel",
             SELECT,
             {**const, "BLOCK": 4096, "PART": 1024},
             {"num_warps": 8, "maxnreg": 64},
