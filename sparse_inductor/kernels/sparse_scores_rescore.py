@@ -19,6 +19,7 @@ __all__ = ["FILTERED_UP_TO", "RANKED_UP_TO", "everything_kernel", "rescore_kerne
 
 _DELETED = tl.constexpr(-(1 << 31))  # below every ordered score
 _NONE = tl.constexpr(0x7FFFFFFF)  # no query
+_TICKETS = tl.constexpr(1 << 13)  # of a turn: one a part, and one a program that finds none left
 _APART = tl.constexpr(COUNTERS_APART)
 
 # In shared memory: bits of the terms a query has, by which most entries of a row are passed over (see
@@ -245,7 +246,8 @@ def _score_kept(
 @triton.jit
 def rescore_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks,
-    query_terms, query_counts, long_counts, members, kept, kept_counts, keys, found, scores, ids, V, L, k,
+    query_terms, query_counts, long_counts, members, kept, kept_counts, keys, found, scores, ids, progress,
+    V, L, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
     DOCS: tl.constexpr, DEPTH: tl.constexpr, FILTERED: tl.constexpr, RANKED: tl.constexpr,
     BITS: tl.constexpr, EARLY: tl.constexpr,
@@ -255,7 +257,8 @@ def rescore_kernel(
     FILTERED: a filter in shared memory tells most of what is not in the query, where it has few enough terms. BITS:
     members [B, V / 32] says which terms a query has. Reads the terms of the rows (2 bytes an
     entry) once a kept document, and weights where the query has the term; writes 8 bytes each.
-    RANKED: the only part of a query writes the k best, too, where that is simple, and leaves a count of -1.
+    RANKED: the only part of a query writes the k best, too, where that is simple, and leaves a count of -1; where not,
+    it counts the query in progress[2].
     """
     q = tl.program_id(0).to(tl.int64)
     row = query + q * V
@@ -273,6 +276,14 @@ def rescore_kernel(
                 _set_filter(table, query_terms, count, long, L)
     wait_for_previous(EARLY)
     n = tl.load(kept_counts + q)
+    if RANKED:
+        simple = False
+        if FILTERED:
+            # Where documents may have come twice, there were fewer than k candidates.
+            simple = (n >= k) & (n <= _RANKED) & (tl.load(found + q * _APART) >= k)
+            simple = simple & (count <= _MOST_FILTERED)
+        if not simple:
+            tl.atomic_add(progress + 2, 1, sem="relaxed")
     if FILTERED:
         if count <= _MOST_FILTERED:
             _score_filtered(
@@ -280,8 +291,7 @@ def rescore_kernel(
                 scales, chunk_docs, chunks, kept, n, keys, BYTES, DEPTH, EARLY,
             )  # fmt: skip
             if RANKED:  # noqa: SIM102, which the compiler knows
-                # Where documents may have come twice, there were fewer than k candidates.
-                if (n >= k) & (n <= _RANKED) & (tl.load(found + q * _APART) >= k):
+                if simple:
                     _barrier()
                     tl.inline_asm_elementwise(
                         _RANK, "=r,r,l,r,r,l,l",
@@ -305,11 +315,26 @@ def rescore_kernel(
 
 
 @triton.jit
-def _all_programs(arrived, turn):
-    """Wait until every program of the grid, all of which run at once, has come here `turn` times."""
+def _drawn(progress, ticket, turn):
+    """A ticket: the one there is, unless that is of a turn before."""
+    if ticket < turn * _TICKETS:
+        tl.atomic_max(progress, turn * _TICKETS, sem="relaxed")
+        ticket = tl.atomic_add(progress, 1, sem="relaxed")
+    return ticket
+
+
+@triton.jit
+def _next_drawn(progress):
+    """The next ticket, now that what the last one stood for is done."""
     tl.debug_barrier()
-    tl.atomic_add(arrived, 1, sem="acq_rel")
-    while tl.atomic_add(arrived, 0, sem="acquire") < turn * tl.num_programs(0):
+    tl.atomic_add(progress + 1, 1, sem="acq_rel")
+    return tl.atomic_add(progress, 1, sem="relaxed")
+
+
+@triton.jit
+def _all_done(progress, turn, parts):
+    """Wait until all parts of this turn and those before are done."""
+    while tl.atomic_add(progress + 1, 0, sem="acquire") < (turn + 1) * parts:
         pass
     tl.debug_barrier()
 
@@ -326,85 +351,88 @@ def _next_unproved(status, after, B):
 
 
 @triton.jit
-def _any_left(kept_counts, B):
-    """Whether any query's answer is not written yet."""
-    most = -1
-    for b in range(0, B, 1024):
-        q = b + tl.arange(0, 1024)
-        many = tl.load(kept_counts + q, mask=q < B, other=-1, cache_modifier=".cg")
-        most = tl.maximum(most, tl.max(many, axis=0))
-    return most >= 0
-
-
-@triton.jit
 def _score_everything(
     query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
-    table, scores, counts, tallies, arrived, V, N, B, k,
+    table, scores, counts, tallies, progress, V, N, B, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
     DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The keys of the k best of all documents for the queries of status 1: see `everything_kernel`."""
-    me = tl.program_id(0)
-    programs = tl.num_programs(0)
-    span = tl.cdiv(N, programs)
-    low = me * span
-    high = tl.minimum(low + span, N)
+    """The keys of the k best of all documents for the queries of status 1: see `everything_kernel`. Returns the ticket
+    that is left, and the turn that comes."""
+    parts = tl.num_programs(0)
+    span = tl.cdiv(N, parts)
     g = tl.arange(0, GROUP)
     turn = 0
+    ticket = -1
     wrong = _next_unproved(status, 0, B)
     while wrong < B:
         which = tl.full([GROUP], _NONE, tl.int32)
         for i in tl.static_range(GROUP):
             which = tl.where(g == i, wrong, which)
             wrong = _next_unproved(status, wrong + 1, B) if wrong < B else wrong
-        for t0 in range(me * READ, V, programs * READ):
-            t = t0 + tl.arange(0, READ)
-            row = tl.where(which < B, which, 0).to(tl.int64) * V
-            x = tl.load(query + row[None, :] + t[:, None], mask=(t < V)[:, None], other=0.0)
-            tl.store(table + t[:, None] * GROUP + g[None, :], x, mask=(t < V)[:, None])
-        if me == 0:
-            at = tl.arange(0, 32)[:, None] * GROUP + g[None, :]
-            tl.store(counts + at, tl.zeros([32, GROUP], tl.int32))
+        ticket = _drawn(progress, ticket, turn)
+        while ticket < turn * _TICKETS + parts:
+            part = ticket - turn * _TICKETS
+            for t0 in range(part * READ, V, parts * READ):
+                t = t0 + tl.arange(0, READ)
+                row = tl.where(which < B, which, 0).to(tl.int64) * V
+                x = tl.load(query + row[None, :] + t[:, None], mask=(t < V)[:, None], other=0.0)
+                tl.store(table + t[:, None] * GROUP + g[None, :], x, mask=(t < V)[:, None])
+            if part == 0:
+                at = tl.arange(0, 32)[:, None] * GROUP + g[None, :]
+                tl.store(counts + at, tl.zeros([32, GROUP], tl.int32))
+            ticket = _next_drawn(progress)
+        _all_done(progress, turn, parts)
         turn += 1
-        _all_programs(arrived, turn)
 
-        for first in range(low, high, DOCS):
-            doc = first + tl.arange(0, DOCS)
-            here = doc < high
-            start = tl.load(offsets + doc, mask=here, other=0)
-            length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
-            if BYTES:
-                scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
-            else:
-                scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
-            acc = tl.zeros([DOCS, GROUP], tl.float64)
-            for j in range(0, tl.max(length, axis=0), WIDTH):
-                within = j + tl.arange(0, WIDTH)[None, :]
-                some = within < length[:, None]
-                at = start[:, None] + within
-                t, w = _entries(
-                    terms, weights, at, some, scale[:, None], zero[:, None], BYTES, UNSIGNED16
-                )
-                x = tl.load(table + (t * GROUP)[:, :, None] + g[None, None, :])
-                acc += tl.sum(w.to(tl.float64)[:, :, None] * x.to(tl.float64), axis=1)
-            gone = tl.load(deleted + doc, mask=here, other=0) != 0
-            ordered = tl.where(gone[:, None], _DELETED, _ordered(acc.to(tl.float32)))
-            place = g.to(tl.int64)[None, :] * N + doc[:, None]
-            tl.store(scores + place, ordered, mask=here[:, None])
-        tl.debug_barrier()
+        ticket = _drawn(progress, ticket, turn)
+        while ticket < turn * _TICKETS + parts:
+            low = (ticket - turn * _TICKETS) * span
+            high = tl.minimum(low + span, N)
+            for first in range(low, high, DOCS):
+                doc = first + tl.arange(0, DOCS)
+                here = doc < high
+                start = tl.load(offsets + doc, mask=here, other=0)
+                length = (tl.load(offsets + doc + 1, mask=here, other=0) - start).to(tl.int32)
+                if BYTES:
+                    scale, zero = _scale_of(doc, scales, chunk_docs, chunks, DOCS, DEPTH)
+                else:
+                    scale, zero = tl.full([DOCS], 1.0, tl.float32), tl.zeros([DOCS], tl.float32)
+                acc = tl.zeros([DOCS, GROUP], tl.float64)
+                for j in range(0, tl.max(length, axis=0), WIDTH):
+                    within = j + tl.arange(0, WIDTH)[None, :]
+                    some = within < length[:, None]
+                    at = start[:, None] + within
+                    t, w = _entries(
+                        terms, weights, at, some, scale[:, None], zero[:, None], BYTES, UNSIGNED16
+                    )
+                    x = tl.load(table + (t * GROUP)[:, :, None] + g[None, None, :])
+                    acc += tl.sum(w.to(tl.float64)[:, :, None] * x.to(tl.float64), axis=1)
+                gone = tl.load(deleted + doc, mask=here, other=0) != 0
+                ordered = tl.where(gone[:, None], _DELETED, _ordered(acc.to(tl.float32)))
+                place = g.to(tl.int64)[None, :] * N + doc[:, None]
+                tl.store(scores + place, ordered, mask=here[:, None])
+            ticket = _next_drawn(progress)
+        _all_done(progress, turn, parts)
+        turn += 1
 
         kth = tl.zeros([GROUP], tl.int64) - 2147483648
         for step in range(32):
             trial = kth + (tl.full([], 1, tl.int64) << (31 - step))
-            reached = tl.zeros([GROUP], tl.int32)
-            for first in range(low, high, READ):
-                doc = first + tl.arange(0, READ)
-                place = g.to(tl.int64)[:, None] * N + doc[None, :]
-                x = tl.load(scores + place, mask=(doc < high)[None, :], other=_DELETED)
-                reached += tl.sum((x.to(tl.int64) >= trial[:, None]).to(tl.int32), axis=1)
-            tl.atomic_add(counts + step * GROUP + g, reached, sem="relaxed")
+            ticket = _drawn(progress, ticket, turn)
+            while ticket < turn * _TICKETS + parts:
+                low = (ticket - turn * _TICKETS) * span
+                high = tl.minimum(low + span, N)
+                reached = tl.zeros([GROUP], tl.int32)
+                for first in range(low, high, READ):
+                    doc = first + tl.arange(0, READ)
+                    place = g.to(tl.int64)[:, None] * N + doc[None, :]
+                    x = tl.load(scores + place, mask=(doc < high)[None, :], other=_DELETED)
+                    reached += tl.sum((x.to(tl.int64) >= trial[:, None]).to(tl.int32), axis=1)
+                tl.atomic_add(counts + step * GROUP + g, reached, sem="relaxed")
+                ticket = _next_drawn(progress)
+            _all_done(progress, turn, parts)
             turn += 1
-            _all_programs(arrived, turn)
             enough = tl.load(counts + step * GROUP + g, cache_modifier=".cg") >= k
             kth = tl.where(enough, trial, kth)
 
@@ -412,94 +440,116 @@ def _score_everything(
             q = tl.sum(tl.where(g == i, which, 0), axis=0).to(tl.int64)
             limit = tl.sum(tl.where(g == i, kth, 0), axis=0)
             mine = scores + tl.full([], i, tl.int64) * N
-            above = 0
-            equal = 0
-            for first in range(low, high, READ):
-                doc = first + tl.arange(0, READ)
-                x = tl.load(mine + doc, mask=doc < high, other=_DELETED).to(tl.int64)
-                live = x != _DELETED
-                above += tl.sum((live & (x > limit)).to(tl.int32), axis=0)
-                equal += tl.sum((live & (x == limit)).to(tl.int32), axis=0)
-            tl.store(tallies + 2 * me, above)
-            tl.store(tallies + 2 * me + 1, equal)
+            ticket = _drawn(progress, ticket, turn)
+            while ticket < turn * _TICKETS + parts:
+                part = ticket - turn * _TICKETS
+                low = part * span
+                high = tl.minimum(low + span, N)
+                above = 0
+                equal = 0
+                for first in range(low, high, READ):
+                    doc = first + tl.arange(0, READ)
+                    x = tl.load(mine + doc, mask=doc < high, other=_DELETED).to(tl.int64)
+                    live = x != _DELETED
+                    above += tl.sum((live & (x > limit)).to(tl.int32), axis=0)
+                    equal += tl.sum((live & (x == limit)).to(tl.int32), axis=0)
+                tl.store(tallies + 2 * part, above)
+                tl.store(tallies + 2 * part + 1, equal)
+                ticket = _next_drawn(progress)
+            _all_done(progress, turn, parts)
             turn += 1
-            _all_programs(arrived, turn)
-            all_above = 0
-            all_equal = 0
-            next_above = 0
-            next_equal = 0
-            for p in range(0, programs, 256):
-                other = p + tl.arange(0, 256)
-                a = tl.load(
-                    tallies + 2 * other, mask=other < programs, other=0, cache_modifier=".cg"
-                )
-                e = tl.load(
-                    tallies + 2 * other + 1, mask=other < programs, other=0, cache_modifier=".cg"
-                )
-                all_above += tl.sum(a, axis=0)
-                all_equal += tl.sum(e, axis=0)
-                next_above += tl.sum(tl.where(other < me, a, 0), axis=0)
-                next_equal += tl.sum(tl.where(other < me, e, 0), axis=0)
-            if q < B:
-                if me == 0:
-                    tl.store(kept_counts + q, tl.minimum(all_above + all_equal, k))
-                if above + equal > 0:
-                    for first in range(low, high, READ):
-                        doc = first + tl.arange(0, READ)
-                        x = tl.load(mine + doc, mask=doc < high, other=_DELETED)
-                        live = x != _DELETED
-                        better = (live & (x.to(tl.int64) > limit)).to(tl.int32)
-                        same = (live & (x.to(tl.int64) == limit)).to(tl.int32)
-                        rank = next_equal + tl.cumsum(same, axis=0) - 1
-                        place = tl.where(
-                            better != 0,
-                            next_above + tl.cumsum(better, axis=0) - 1,
-                            all_above + rank,
-                        )
-                        wanted = (better != 0) | ((same != 0) & (all_above + rank < k))
-                        tl.store(keys + q * ROOM + place, _key(x, doc), mask=wanted)
-                        next_above += tl.sum(better, axis=0)
-                        next_equal += tl.sum(same, axis=0)
+
+            ticket = _drawn(progress, ticket, turn)
+            while ticket < turn * _TICKETS + parts:
+                part = ticket - turn * _TICKETS
+                low = part * span
+                high = tl.minimum(low + span, N)
+                all_above = 0
+                all_equal = 0
+                next_above = 0
+                next_equal = 0
+                own = 0
+                for p in range(0, parts, 256):
+                    other = p + tl.arange(0, 256)
+                    a = tl.load(
+                        tallies + 2 * other, mask=other < parts, other=0, cache_modifier=".cg"
+                    )
+                    e = tl.load(
+                        tallies + 2 * other + 1, mask=other < parts, other=0, cache_modifier=".cg"
+                    )
+                    all_above += tl.sum(a, axis=0)
+                    all_equal += tl.sum(e, axis=0)
+                    next_above += tl.sum(tl.where(other < part, a, 0), axis=0)
+                    next_equal += tl.sum(tl.where(other < part, e, 0), axis=0)
+                    own += tl.sum(tl.where(other == part, a + e, 0), axis=0)
+                if q < B:
+                    if part == 0:
+                        tl.store(kept_counts + q, tl.minimum(all_above + all_equal, k))
+                    if own > 0:
+                        for first in range(low, high, READ):
+                            doc = first + tl.arange(0, READ)
+                            x = tl.load(mine + doc, mask=doc < high, other=_DELETED)
+                            live = x != _DELETED
+                            better = (live & (x.to(tl.int64) > limit)).to(tl.int32)
+                            same = (live & (x.to(tl.int64) == limit)).to(tl.int32)
+                            rank = next_equal + tl.cumsum(same, axis=0) - 1
+                            place = tl.where(
+                                better != 0,
+                                next_above + tl.cumsum(better, axis=0) - 1,
+                                all_above + rank,
+                            )
+                            wanted = (better != 0) | ((same != 0) & (all_above + rank < k))
+                            tl.store(keys + q * ROOM + place, _key(x, doc), mask=wanted)
+                            next_above += tl.sum(better, axis=0)
+                            next_equal += tl.sum(same, axis=0)
+                ticket = _next_drawn(progress)
+            _all_done(progress, turn, parts)
             turn += 1
-            _all_programs(arrived, turn)
+    return ticket, turn
 
 
 @relaunched
 @triton.jit(do_not_specialize=["N", "B", "k"])
 def everything_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
-    table, scores, counts, tallies, arrived, unit, found, counters, begins, moved, best, ids, V, N, B, k,
+    table, scores, counts, tallies, progress, unit, found, counters, begins, moved, best, ids, V, N, B, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
     DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
     SORTED: tl.constexpr, SMALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The k best of all documents, exactly, for the queries of status 1; nothing where there are none.
 
-    One launch whose programs all run at once and wait for each other, as many times as there are such queries: in a
-    CUDA graph, too, and without a look by the host. GROUP queries go together: their weights lie side by side in
-    `table` [V, GROUP], so that an entry gathers one sector for all. A program scores a range of the documents into
-    `scores` [GROUP, N]; the k-th best score is found bit by bit, counts [32, GROUP]; documents above it, and of those
-    equal to it the lowest, are written to keys, at places that follow from every program's tallies [programs, 2].
-    SORTED: these answers, and all others that `rescore_kernel` has left, are written, too; it leaves few.
+    One launch, in a CUDA graph, too, and without a look by the host. Work goes in turns, each of as many parts as there
+    are programs, and a turn begins when all parts of the one before are done. A program draws its parts (progress: the
+    tickets drawn, the parts done), so that what it waits for is in the hands of programs that run: nothing is asked of
+    how many run at once, where a cooperative launch would wait for the whole GPU to be free, every time.
+
+    GROUP queries go together: their weights lie side by side in `table` [V, GROUP], so that an entry gathers one sector
+    for all. A part is a range of the documents, scored into `scores` [GROUP, N]; the k-th best score is found bit by
+    bit, counts [32, GROUP]; documents above it, and of those equal to it the lowest, are written to keys, at places
+    that follow from every part's tallies [programs, 2].
+    SORTED: these answers, and all others that `rescore_kernel` has left, are written, too; progress[2] says how many.
     """
     wait_for_previous(EARLY)
     if SORTED:
-        # Most often there are none: one look, at what says of all queries that they are done.
-        left = _any_left(kept_counts, B)
+        left = tl.load(progress + 2, cache_modifier=".cg") > 0  # most often not
     else:
         left = True
     if left:
-        _score_everything(
+        ticket, turn = _score_everything(
             query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
-            table, scores, counts, tallies, arrived, V, N, B, k,
+            table, scores, counts, tallies, progress, V, N, B, k,
             BYTES, UNSIGNED16, ROOM, GROUP, DOCS, WIDTH, READ, DEPTH,
         )  # fmt: skip
         if SORTED:
-            me = tl.program_id(0)
-            programs = tl.num_programs(0)
-            for i in range(0, tl.cdiv(B - me, programs)):
-                q = (me + i * programs).to(tl.int64)
-                write_best(
-                    q, keys, kept_counts, status, unit, found, counters, begins, moved, best, ids, k,
-                    SMALL, ROOM, True,
-                )  # fmt: skip
+            parts = tl.num_programs(0)
+            ticket = _drawn(progress, ticket, turn)
+            while ticket < turn * _TICKETS + parts:
+                part = ticket - turn * _TICKETS
+                for i in range(0, tl.cdiv(B - part, parts)):
+                    q = (part + i * parts).to(tl.int64)
+                    write_best(
+                        q, keys, kept_counts, status, unit, found, counters, begins, moved, best, ids, k,
+                        SMALL, ROOM, True,
+                    )  # fmt: skip
+                ticket = _next_drawn(progress)

@@ -68,9 +68,10 @@ _MOST_QUERIES = 2048
 _MOST_TERMS = 4096
 # Exact scores of all documents for some queries at once: the larger part of what a search needs besides the index.
 _EVERYTHING_BYTES = 80 << 20
-# Programs on a multiprocessor that score everything, and warps of each: they wait for each other, so all have to run at
-# once. Two fit in where half of what ran before has ended.
+# Programs on a multiprocessor that score everything, and warps of each: two fit in where all of what ran before has
+# ended. The interpreter runs one after the other; one program could do it all.
 _EVERYTHING = (2, 8)
+_EVERYTHING_ELSEWHERE = (2, 32)
 # Weights of a query read at a time, by so many warps: 8 a thread of four programs an SM, or of one that has an SM to
 # itself, where there are no more of them than SMs.
 _READ = (2048, 8)
@@ -298,7 +299,7 @@ def _bits(flags: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["V", "L"])
 def _prepare_kernel(
     query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
-    slots, arrived, members, V, L, BLOCK: tl.constexpr, SORTED: tl.constexpr, BITS: tl.constexpr,
+    slots, progress, members, V, L, BLOCK: tl.constexpr, SORTED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """One program a query: reads its V weights once, writes its terms, 8 bytes each, and sets up what the other kernels
     count in.
@@ -377,7 +378,7 @@ def _prepare_kernel(
     tl.store(found + q * _APART, 0)
     tl.store(found + q * _APART + 1, 0)
     if q == 0:
-        tl.store(arrived, 0)
+        tl.store(progress + tl.arange(0, 4), tl.zeros([4], tl.int32))
     for i in range(0, stored, BLOCK):
         place = place_of_term(i + at, all_long, terms_of, L)
         keep = tl.where(usable != 0, i + at < stored, False)
@@ -433,7 +434,7 @@ class _Scratch:
     begins: torch.Tensor
     moved: torch.Tensor
     slots: torch.Tensor
-    arrived: torch.Tensor
+    progress: torch.Tensor
     members: torch.Tensor
 
     @staticmethod
@@ -457,7 +458,7 @@ class _Scratch:
             terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
             found=new(B, COUNTERS_APART), candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
             keys=new(B, room, dtype=torch.int64), begins=new(B, room), moved=new(B, room, dtype=torch.int64),
-            slots=new(B, 2), arrived=new(1), members=new(B, -(-members // 32)), **dict(zip(names, numbers)),
+            slots=new(B, 2), progress=new(4), members=new(B, -(-members // 32)), **dict(zip(names, numbers)),
         )  # fmt: skip
 
 
@@ -527,7 +528,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     block = max(32, min(triton.next_power_of_2(V), block))
     _prepare_kernel[(B,)](
         query, p.is_long, p.extremes, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.unit, s.positive,
-        s.status, s.threshold, s.found, s.slots, s.arrived, s.members, V, s.terms.shape[1],
+        s.status, s.threshold, s.found, s.slots, s.progress, s.members, V, s.terms.shape[1],
         BLOCK=block, SORTED=not shared, BITS=not shared, num_warps=min(warps, max(1, block // 128)), maxnreg=64,
     )  # fmt: skip
     run = _Launch(s, p, deleted, capacity, shared)
@@ -588,23 +589,22 @@ def _rescore(
     ranked = _ranks(filtered, parts, k)
     rescore_kernel[(B, parts)](
         *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, s.found,
-        scores, ids, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered,
-        RANKED=ranked, BITS=not shared,
+        scores, ids, s.progress, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered, RANKED=ranked, BITS=not shared,
         num_warps=8, maxnreg=64, **kinds, **starts,
     )  # fmt: skip
     group = max(1, min(4, B, _EVERYTHING_BYTES // (4 * N)))
     group = 1 << (group.bit_length() - 1)
     new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
     cuda = query.is_cuda
-    each, warps = _EVERYTHING if cuda else (1, 32)
-    programs = each * _multiprocessors(query.device) if cuda else 1
+    each, warps = _EVERYTHING if cuda else _EVERYTHING_ELSEWHERE
+    programs = each * (_multiprocessors(query.device) if cuda else 1)
     everything_kernel[(programs,)](
         *rows, deleted, s.status, s.keys, s.kept_counts,
-        new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.arrived,
+        new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.progress,
         s.unit, s.found, s.kept, s.begins, s.moved, scores, ids,
         V, N, B, k, GROUP=group, DOCS=2 * warps, WIDTH=32, READ=64 * warps, SORTED=ranked,
         SMALL=triton.next_power_of_2(k), num_warps=warps, **kinds, **starts,
-        **({"launch_cooperative_grid": True, "maxnreg": 128} if cuda else {}),
+        **({"maxnreg": 128} if cuda else {}),
     )  # fmt: skip
     return ranked
 
