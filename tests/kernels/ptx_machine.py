@@ -1,11 +1,13 @@
 """Runs PTX on a CPU, a warp at a time: what Triton's interpreter does not do for inline assembly.
 
-Instructions are those that the kernels here use. Blocks of one warp after the other, from barrier to barrier; a branch
-that not all lanes of a warp take, an address outside the memory there is, or one that is not aligned, is an error.
+Instructions are those that the kernels here use. Between barriers a block's warps take turns at random, at every
+access to memory; a branch that not all lanes of a warp take, an address outside the memory there is, or one that is not
+aligned, is an error. Registers hold garbage at first.
 """
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,6 +18,9 @@ __all__ = ["Memory", "block"]
 
 _LOW = np.uint64(0xFFFFFFFF)
 _LANES = np.arange(32, dtype=np.uint64)
+# What a warp says before it goes on, and how many accesses a turn may last: one warp may be far ahead of another.
+_ACCESS, _BARRIER, _DONE = "access", "barrier", "done"
+_ACCESSES = (1, 3, 1000)
 
 
 class Memory:
@@ -46,9 +51,18 @@ class Memory:
 def block(code: str, inputs: Sequence[int], shared: Memory, memory: Memory, warps: int = 8) -> None:
     """Run inline assembly whose $1, $2, ... are the inputs, as a block of `warps`."""
     program = _parsed(code)
-    running = [_Warp(w, inputs, shared, memory).run(*program) for w in range(warps)]
-    while running:
-        running = [w for w in running if next(w, "done") != "done"]
+    chance = random.Random(0)
+    waiting = [_Warp(w, inputs, shared, memory).run(*program) for w in range(warps)]
+    while waiting:
+        running, waiting = waiting, []
+        while running:
+            warp = chance.choice(running)
+            for _ in range(chance.choice(_ACCESSES)):
+                said = next(warp, _DONE)
+                if said != _ACCESS:
+                    running.remove(warp)
+                    waiting += [warp] * (said == _BARRIER)
+                    break
 
 
 def _parsed(code: str) -> tuple[list[tuple[list[str], list[str], str]], dict[str, int]]:
@@ -117,7 +131,7 @@ class _Warp:
         before = self.values.get(register, np.full(32, 0xDEADBEEF, np.uint64))
         self.values[register] = np.where(active, new, before)
 
-    def run(self, program: Any, labels: dict[str, int]) -> Iterator[None]:
+    def run(self, program: Any, labels: dict[str, int]) -> Iterator[str]:
         at = 0
         while at < len(program):
             (name, operands, predicate) = program[at]
@@ -130,8 +144,9 @@ class _Warp:
                 at = labels[operands[0]] if active.all() else at
             elif name[0] == "bar":
                 if name[1] == "sync":
-                    yield
+                    yield _BARRIER
             elif name[0] in ("ld", "st", "red", "atom"):
+                yield _ACCESS
                 self.access(name, operands, active)
             elif name[0] in ("shfl", "vote", "match", "redux"):
                 self.exchange(name, operands, active)

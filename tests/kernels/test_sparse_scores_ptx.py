@@ -45,7 +45,8 @@ def rescored(kind, vocabulary, lengths, query_terms, kept, parts=1, part=0, seed
 
     memory, shared = Memory(), Memory()
     places = SHARED + ptx.FILTER_BYTES
-    room = np.zeros(ptx.FILTER_BYTES + 16 * ROWS + ptx.PASSED_BYTES, np.uint8)
+    room = np.full(ptx.FILTER_BYTES + 16 * ROWS + ptx.PASSED_BYTES, 0xAB, np.uint8)
+    room[: ptx.FILTER_BYTES] = 0
     shared.add(SHARED, room)
     arrays = (terms, stored, kept.astype(np.int32), keys, query)
     at = [memory.add((i + 1) << 40, a) for i, a in enumerate(arrays)]
@@ -110,7 +111,7 @@ def test_keys_are_written_at_their_ranks(n, k, levels):
     keys = keys_of(score, doc)
     scores, ids = np.zeros(k, np.float32), np.zeros(k, np.int64)
     memory, shared = Memory(), Memory()
-    shared.add(SHARED, np.zeros(ptx.RANK_BYTES, np.uint8))
+    shared.add(SHARED, np.full(ptx.RANK_BYTES, 0xAB, np.uint8))
     at = [memory.add((i + 1) << 40, a) for i, a in enumerate((keys, scores, ids))]
     block(ptx.rank(), [SHARED, at[0], n, k, at[1], at[2]], shared, memory)
     order = np.argsort(-keys)[:k]
