@@ -1,4 +1,5 @@
-"""Runs PTX on a CPU, a warp at a time: what Triton's interpreter does not do for inline assembly.
+"""Runs PTX on a CPU, a warp at a time: inline assembly, which Triton's interpreter does not run, and a block of a whole
+kernel as Triton compiled it.
 
 Instructions are those that the kernels here use. Between barriers a block's warps take turns at random, at every
 access to memory; a branch that not all lanes of a warp take, an address outside the memory there is, or one that is not
@@ -14,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Memory", "block"]
+__all__ = ["Memory", "block", "kernel"]
 
 _LOW = np.uint64(0xFFFFFFFF)
 _LANES = np.arange(32, dtype=np.uint64)
 # What a warp says before it goes on, and how many accesses a turn may last: one warp may be far ahead of another.
 _ACCESS, _BARRIER, _DONE = "access", "barrier", "done"
-_ACCESSES = (1, 3, 1000)
+_ACCESSES = (1, 4, 40)
+
+
+_Program = list[tuple[list[str], list[str], str]]
 
 
 class Memory:
@@ -50,9 +54,47 @@ class Memory:
 
 def block(code: str, inputs: Sequence[int], shared: Memory, memory: Memory, warps: int = 8) -> None:
     """Run inline assembly whose $1, $2, ... are the inputs, as a block of `warps`."""
-    program = _parsed(code)
-    chance = random.Random(0)
-    waiting = [_Warp(w, inputs, shared, memory).run(*program) for w in range(warps)]
+    values = {f"${i + 1}": v for i, v in enumerate(inputs)}
+    for _ in _turns(*_parsed(code), values, shared, memory, warps, random.Random(0)):
+        pass
+
+
+def kernel(
+    code: str, parameters: Sequence[int], grid: tuple[int, int], dynamic: int, memory: Memory, warps: int = 8,
+    at_once: int = 1, seed: int = 0,
+) -> None:  # fmt: skip
+    """Run a compiled kernel, `at_once` blocks of the grid at a time, with as many bytes of shared memory besides those
+    it declares as are `dynamic`."""
+    program, labels, declared = _parsed_kernel(code)
+    chance = random.Random(seed)
+    entry = re.search(r"\.entry (\w+)", code)[1]
+    values = {f"{entry}_param_{i}": v for i, v in enumerate(parameters)}
+    values |= {"%nctaid.x": grid[0], "%nctaid.y": grid[1]}
+
+    def start(x: int, y: int) -> Iterator[None]:
+        shared, at, names = Memory(), 1 << 10, {}
+        for name, size in {**declared, "global_smem": dynamic}.items():
+            names[name] = shared.add(at, np.full(size, 0xAB, np.uint8))
+            at += -(-size // 1024) * 1024
+        here = {**values, **names, "%ctaid.x": x, "%ctaid.y": y}
+        return _turns(program, labels, here, shared, memory, warps, chance)
+
+    waiting = [(x, y) for y in range(grid[1]) for x in range(grid[0])]
+    running: list[Iterator[None]] = []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            running.append(start(*waiting.pop(0)))
+        mine = chance.choice(running)
+        if next(mine, _DONE) is _DONE:
+            running.remove(mine)
+
+
+def _turns(
+    program: _Program, labels: dict[str, int], values: dict[str, int], shared: Memory, memory: Memory, warps: int,
+    chance: random.Random,
+) -> Iterator[None]:  # fmt: skip
+    """Run a block, a turn of one of its warps at a time."""
+    waiting = [_Warp(w, values, shared, memory).run(program, labels) for w in range(warps)]
     while waiting:
         running, waiting = waiting, []
         while running:
@@ -63,22 +105,64 @@ def block(code: str, inputs: Sequence[int], shared: Memory, memory: Memory, warp
                     running.remove(warp)
                     waiting += [warp] * (said == _BARRIER)
                     break
+            yield
 
 
-def _parsed(code: str) -> tuple[list[tuple[list[str], list[str], str]], dict[str, int]]:
+def _parsed_kernel(code: str) -> tuple[_Program, dict[str, int], dict[str, int]]:
+    """Instructions and labels of a kernel's body, and the shared memory it declares: names within braces of their own
+    are made different from all others."""
+    text = re.sub(r"//[^\n]*|^\s*\.(loc|pragma)[^\n]*", "", code, flags=re.M)
+    declared = {n: int(s) for n, s in re.findall(r"\.shared .*?(\w+)\[(\d+)\];", text)}
+    at = text.index("{", text.index(".entry"))
+    body, scopes, opened = [], [0], 0
+    while scopes:
+        rest = text[at:].lstrip()
+        at = len(text) - len(rest)
+        if rest[0] in "{}":
+            at += 1
+            if rest[0] == "}":
+                scopes.pop()
+            else:
+                opened += 1
+                scopes.append(opened)
+            if len(scopes) == 1:
+                break
+            continue
+        label = re.match(r"[\w$]+:", rest)
+        statement = label[0] if label else rest[: rest.index(";") + 1]
+        at += len(statement)
+        if statement.startswith("."):
+            continue
+        if len(scopes) > 2:
+            head, _, operands = re.sub(
+                r"^@(!?)(\w+)\s+", rf"@\1\2~{scopes[-1]}^", statement
+            ).partition(" ")
+            local = lambda m: m[0] if m[0] in declared else f"{m[0]}~{scopes[-1]}"
+            operands = re.sub(r"(?<![%\w.$])[A-Za-z_]\w*", local, operands)
+            statement = (
+                f"{head.replace('^', ' ')} {operands}"
+                if operands
+                else head.replace(":", f"~{scopes[-1]}:")
+            )
+        body.append(statement)
+    program, labels = _parsed("{" + "\n".join(body) + "}")
+    return program, labels, declared
+
+
+def _parsed(code: str) -> tuple[_Program, dict[str, int]]:
     """Instructions as (parts of the name, operands, predicate), and where labels are."""
     body = re.sub(r"\.reg[^;]*;", "", code.strip()[1:-1]).replace("\n", " ")
-    program: list[tuple[list[str], list[str], str]] = []
+    program: _Program = []
     labels: dict[str, int] = {}
     for statement in body.split(";"):
         rest = statement.strip()
-        while (label := re.match(r"([A-Z]\w*):\s*", rest)) is not None:
+        while (label := re.match(r"([A-Z$][\w$~]*):\s*", rest)) is not None:
             labels[label[1]] = len(program)
             rest = rest[label.end() :]
         if not rest:
             continue
         predicate = ""
-        if (guard := re.match(r"@(!?\w+)\s+", rest)) is not None:
+        if (guard := re.match(r"@(!?[%\w~]+)\s+", rest)) is not None:
             predicate, rest = guard[1], rest[guard.end() :]
         name, _, operands = rest.partition(" ")
         program.append(
@@ -108,11 +192,9 @@ def _each(function: Any, x: np.ndarray) -> np.ndarray:
 
 
 class _Warp:
-    def __init__(self, number: int, inputs: Sequence[int], shared: Memory, memory: Memory) -> None:
+    def __init__(self, number: int, values: dict[str, int], shared: Memory, memory: Memory) -> None:
         self.shared, self.memory = shared, memory
-        self.values: dict[str, np.ndarray] = {
-            f"${i + 1}": np.full(32, v, np.uint64) for i, v in enumerate(inputs)
-        }
+        self.values = {n: np.full(32, v & (2**64 - 1), np.uint64) for n, v in values.items()}
         self.values["%laneid"] = _LANES
         self.values["%tid.x"] = _LANES + np.uint64(32 * number)
         self.values["%lanemask_lt"] = (np.uint64(1) << _LANES) - np.uint64(1)
@@ -120,8 +202,8 @@ class _Warp:
     def value(self, operand: str) -> np.ndarray:
         if operand in self.values:
             return self.values[operand]
-        base = 16 if operand[:2] in ("0f", "0d") else 0
-        number = int(operand[2:] if base else operand, base)
+        base = 16 if operand[:2] in ("0f", "0d", "0F", "0D") else 0
+        number = int(operand[2:] if base else operand.rstrip("U"), base)
         return np.full(32, number & (2**64 - 1), np.uint64)
 
     def set(self, register: str, value: Any, active: np.ndarray, bits: int = 32) -> None:
@@ -142,9 +224,18 @@ class _Warp:
             if name[0] == "bra":
                 assert active.all() or not active.any(), f"lanes part at {operands[0]}"
                 at = labels[operands[0]] if active.all() else at
+            elif name[0] == "ret":
+                return
+            elif name[0] == "griddepcontrol":
+                pass
             elif name[0] == "bar":
                 if name[1] == "sync":
                     yield _BARRIER
+            elif name[:2] == ["ld", "param"]:
+                self.set(operands[0], self.value(operands[1].strip("[]")), active, 64)
+            elif name[0] in ("ldmatrix", "stmatrix"):
+                yield _ACCESS
+                self.matrices(name, operands)
             elif name[0] in ("ld", "st", "red", "atom"):
                 yield _ACCESS
                 self.access(name, operands, active)
@@ -173,9 +264,8 @@ class _Warp:
                 if name[0] in ("ld", "atom"):
                     found[i][lane] = memory.load(there, size)
                 if name[0] == "atom":
-                    memory.store(
-                        there, size, int(found[i][lane]) + int(self.value(operands[2])[lane])
-                    )
+                    old, new = int(found[i][lane]), int(self.value(operands[2])[lane])
+                    memory.store(there, size, max(old, new) if name[-2] == "max" else old + new)
                 if name[0] in ("st", "red"):
                     new = int(self.value(r)[lane])
                     memory.store(
@@ -184,6 +274,20 @@ class _Warp:
         if name[0] in ("ld", "atom"):
             for r, new in zip(registers, found, strict=True):
                 self.set(r, new, active, 64)
+
+    def matrices(self, name: list[str], operands: list[str]) -> None:
+        """8 x 8 of 16 bits each: a lane has two elements of a row of each, another the row's address."""
+        registers, place = operands if name[0] == "ldmatrix" else operands[::-1]
+        base, _, offset = place[1:-1].partition("+")
+        for i, r in enumerate(registers.strip("{} ").split(",")):
+            rows = [int(a) + int(offset or 0) for a in self.value(base.strip())[8 * i : 8 * i + 8]]
+            at = [(rows[lane // 4] + 4 * (lane % 4)) for lane in range(32)]
+            if name[0] == "ldmatrix":
+                found = np.array([self.shared.load(a, 4) for a in at], np.uint64)
+                self.set(r.strip(), found, np.ones(32, bool))
+            else:
+                for a, x in zip(at, self.value(r.strip()), strict=True):
+                    self.shared.store(a, 4, int(x))
 
     def exchange(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
         target, x = operands[0], self.value(operands[1])
@@ -203,8 +307,8 @@ class _Warp:
         elif name[0] == "match":
             self.set(target, [sum(1 << j for j in range(32) if x[j] == v) for v in x], active)
         else:
-            best = _signed(x).max() if name[2] == "max" else _signed(x).min()
-            self.set(target, np.full(32, best), active)
+            found = getattr(_signed(x), {"add": "sum"}.get(name[2], name[2]))()
+            self.set(target, np.full(32, found), active)
 
     def split_or_join(self, operands: list[str], active: np.ndarray) -> None:
         target, given = operands
@@ -225,9 +329,8 @@ class _Warp:
             return
         if name[0] == "selp":
             chosen = self.value(operands[3]).astype(bool)
-            self.set(
-                target, np.where(chosen, self.value(operands[1]), self.value(operands[2])), active
-            )
+            picked = np.where(chosen, self.value(operands[1]), self.value(operands[2]))
+            self.set(target, picked, active, bits)
             return
         x, y, z = ([self.value(o) for o in operands[1:]] + [_LANES] * 3)[:3]
         if kind in ("f32", "f64") and name[0] in ("add", "sub", "mul", "fma"):
@@ -237,7 +340,7 @@ class _Warp:
             return
         if name[0] == "cvt":
             bits = 64 if name[-2].endswith("64") else 32
-        if name[0] == "mad" and name[1] == "wide":
+        if name[1:2] == ["wide"]:
             bits = 64
         self.set(target, self.integer(name, x, y, z), active, bits)
 
@@ -253,27 +356,46 @@ class _Warp:
                 return x + y
             case "sub":
                 return x - y
-            case "mul":
-                return x * y
-            case "mad":
-                return ((x & _LOW) if name[1] == "wide" else x) * y + z
+            case "mul" | "mad":
+                if name[1] == "wide":
+                    x, y = (
+                        _signed(v).view(np.uint64) if kind == "s32" else v & _LOW for v in (x, y)
+                    )
+                return x * y + (z if name[0] == "mad" else np.uint64(0))
+            case "div":
+                x, y = _signed(x), _signed(y)
+                return np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))
+            case "bfe":
+                return (x & _LOW) >> y & ((np.uint64(1) << z) - np.uint64(1))
             case "and":
                 return x & y
             case "or":
                 return x | y
             case "xor":
                 return x ^ y
+            case "neg":
+                return np.uint64(0) - x
             case "not":
-                return ~x
+                return x ^ np.uint64(1) if kind == "pred" else ~x
             case "max" | "min":
-                read = _signed if kind == "s32" else (lambda v: v & _LOW)
+                read = (
+                    (lambda v: _signed(v, int(kind[1:])))
+                    if kind[0] == "s"
+                    else (lambda v: v & _LOW)
+                )
                 return (np.maximum if name[0] == "max" else np.minimum)(read(x), read(y))
             case "shl":
                 return np.where(within, x << amount, np.uint64(0))
             case "shr":
-                if kind == "s32":
-                    return _signed(x) >> np.minimum(y & _LOW, np.uint64(31)).astype(np.int64)
+                if kind[0] == "s":
+                    return _signed(x, bits) >> np.minimum(y & _LOW, bits - 1).astype(np.int64)
                 return np.where(within, (x if bits == 64 else x & _LOW) >> amount, np.uint64(0))
+            case "prmt":
+                both = (y << np.uint64(32)) | (x & _LOW)
+                nibble = [(z >> np.uint64(4 * i)) & np.uint64(15) for i in range(4)]
+                assert not any((n > 7).any() for n in nibble), "signs are not spread"
+                byte = [(both >> (n * np.uint64(8))) & np.uint64(255) for n in nibble]
+                return sum(b << np.uint64(8 * i) for i, b in enumerate(byte))
             case "shf":
                 assert name[1:3] == ["r", "wrap"]
                 return (((y & _LOW) << np.uint64(32)) | (x & _LOW)) >> (z & np.uint64(31))
@@ -303,17 +425,21 @@ class _Warp:
             return _bits_of(_single(x).astype(np.float64))
         if kind == "f64":
             return _bits_of(x.view(np.float64).astype(np.float32))
+        if to == "f32" and kind == "s64":
+            return _bits_of(_signed(x, 64).astype(np.float32))
         if to == "f32":
             return _bits_of((x & _LOW).astype(np.float32))
-        return x & np.uint64(0xFFFF if to == "u16" else 0xFFFFFFFF)
+        if to == "s64":
+            return _signed(x)
+        return x & np.uint64(0xFFFF if "u16" in (to, kind) else 0xFFFFFFFF)
 
     def compare(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
         kind = name[-1]
         x, y = self.value(operands[1]), self.value(operands[2])
         if kind[0] == "s":
             x, y = (_signed(v, int(kind[1:])) for v in (x, y))
-        elif kind != "u64":
-            x, y = x & _LOW, y & _LOW
+        elif kind[1:] != "64":
+            x, y = (v & np.uint64((1 << int(kind[1:])) - 1) for v in (x, y))
         said = {
             "eq": x == y,
             "ne": x != y,

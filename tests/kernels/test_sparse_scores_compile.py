@@ -1,4 +1,5 @@
-"""Every form of the scoring kernels compiles for a Hopper GPU, on a machine that has none.
+"""Every form of the scoring kernels compiles for a Hopper GPU, on a machine that has none; what became of those with
+inline assembly, or whose programs work together, is run by `ptx_machine`.
 
 The interpreter accepts what the compiler does not. Compiling needs a process in which it is off.
 """
@@ -6,13 +7,19 @@ The interpreter accepts what the compiler does not. Compiling needs a process in
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from ptx_machine import Memory, kernel
+from test_sparse_scores_ptx import keys_of
+
+from sparse_inductor.kernels import sparse_scores_ptx as ptx
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -124,8 +131,9 @@ def effects(code: str) -> collections.Counter[str]:
     return collections.Counter(p for p in pieces if re.search(r"\b(st|red|atom|bar)\.", p))
 
 
-def compile_all() -> None:
-    """In a process of its own."""
+def compile_all(folder: str) -> None:
+    """In a process of its own. Leaves the PTX of kernels that others run, by the type of the weights, and in its first
+    line the shared memory they need besides."""
     import importlib
 
     import triton
@@ -160,18 +168,153 @@ def compile_all() -> None:
         assert ".local" not in made.asm["ptx"], f"{name} {const} keeps arrays in memory"
         if name == "shared_kernel":
             assert "red.shared" in made.asm["ptx"]
+        if const.get("FILTERED") or (const.get("SORTED") and name == "everything_kernel"):
+            text = f"// {made.metadata.shared}\n{made.asm['ptx']}"
+            Path(folder, f"{name}{types.split()[3][1:]}.ptx").write_text(text)
     print("compiled")
 
 
-def test_every_form_compiles_for_hopper(tmp_path):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Where the PTX is."""
     pytest.importorskip("triton.backends.nvidia")
+    folder = tmp_path_factory.mktemp("ptx")
+    here = Path(__file__).parent
     env = {
         **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, here))),
+        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
     }
-    command = "from kernels.test_sparse_scores_compile import compile_all; compile_all()"
+    command = f"from test_sparse_scores_compile import compile_all; compile_all({str(folder)!r})"
     done = subprocess.run(
         [sys.executable, "-c", command], env=env, capture_output=True, text=True, check=False
     )
     assert "compiled" in done.stdout, done.stderr[-3000:]
+    return folder
+
+
+def test_every_form_compiles_for_hopper(compiled):
+    assert list(compiled.iterdir())
+
+
+V, ROOM, CAPACITY = 512, 2048, 4096  # terms; keys and candidates of a query
+
+
+class Launch:
+    """Arguments in memory, in the order of the kernel's."""
+
+    def __init__(self) -> None:
+        self.memory, self.given = Memory(), []
+
+    def __call__(self, *arguments: np.ndarray | int) -> None:
+        for a in arguments:
+            if isinstance(a, np.ndarray):
+                a = self.memory.add((len(self.given) + 1) << 36, a)
+            self.given.append(a)
+
+    def run(self, path: Path, grid: tuple[int, int], at_once: int = 1) -> None:
+        code = path.read_text()
+        dynamic = int(code[3 : code.index("\n")])
+        try:
+            kernel(code, [*self.given, 0, 0], grid, dynamic, self.memory, at_once=at_once)
+        except NotImplementedError as instruction:
+            pytest.skip(f"another compiler's instruction: {instruction}")
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def rows(g, n, longest, kind):
+    """Arguments that describe the rows, and fp32 weights."""
+    lengths = g.integers(0, longest, n)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    terms = [np.sort(g.permutation(V)[:length]) for length in lengths]
+    terms = np.concatenate([*terms, np.zeros(ptx.READ_ANYHOW)]).astype(np.uint16)
+    stored = (g.integers(1, 200, len(terms)) / (1 if kind == "u8" else 128)).astype(
+        {"fp32": np.float32, "fp16": np.float16, "u8": np.uint8}[kind]
+    )
+    scale = np.array([0.25, 3.0] if kind == "u8" else [1.0, 0.0], np.float32)
+    return (offsets, terms, stored, scale, ints(0), 1), (
+        stored.astype(np.float32) - scale[1]
+    ) * scale[0]
+
+
+def scores_of(query, rows_, weights):
+    offsets, terms = rows_[:2]
+    products = weights.astype(np.float64) * query[..., terms].astype(np.float64)
+    parts = [products[..., a:b].sum(-1) for a, b in itertools.pairwise(offsets)]
+    return np.stack(parts, -1).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted", "reached"),
+    [("fp32", 300, 420), ("fp32", 1000, 1400), ("fp16", 100, 200), ("u8", 100, 200), ("fp32", 200, 150)],
+)  # fmt: skip
+def test_a_program_selects_rescores_and_ranks(compiled, kind, wanted, reached):
+    """Of candidates by their integer scores, as many as reach a threshold, the best wanted by their exact ones; where
+    too few match, documents that do not come along, and it leaves the query to others."""
+    g, n, k = np.random.default_rng(0), 2000, wanted
+    made, weights = rows(g, n, 24, kind)
+    query = np.zeros(V, np.float32)
+    few = reached < wanted
+    of_query = g.permutation(V)[: 3 if few else 40]
+    query[of_query] = g.random(len(of_query)) + 0.1
+    exact = scores_of(query, made, weights)
+    whole = np.round(exact * (1 << 16)).astype(np.int64) + g.integers(-2, 3, n) * (exact > 0)
+    threshold = 1 if few else int(np.sort(whole)[-reached])
+    candidates = np.full(CAPACITY, -1, np.int64)
+    here = g.permutation(np.flatnonzero(whole >= threshold))
+    candidates[: len(here)] = (whole[here] << 32) | (here ^ 0x7FFFFFFF)
+    terms_of = np.full(V, -1, np.int32)
+    terms_of[: len(of_query)] = of_query
+    kept, keys = np.full(ROOM, 0x7ABCDEF0, np.int32), np.full(ROOM, -5, np.int64)
+    found, kept_count, status = np.zeros(32, np.int32), ints(-7), ints(0)
+    progress = np.zeros(4, np.int32)
+    found[0] = len(here)
+    scores, ids = np.zeros(k, np.float32), np.zeros(k, np.int64)
+    count, launch = ints(len(of_query)), Launch()
+    launch(query, *made, terms_of, count, count.copy(), np.zeros(V // 32, np.int32))
+    launch(kept, kept_count, keys, found, scores, ids, progress)
+    launch(candidates, ints(threshold), ints(9), ints(1), np.zeros(n, bool), status)
+    launch(V, V, k, n, CAPACITY)
+    launch.run(compiled / f"rescore_kernel{kind}.ptx", (1, 1))
+    assert status[0] == 0
+    if few:
+        assert progress[2] == 1
+        assert sorted(kept[: kept_count[0]]) == sorted([*here, *range(k)])
+        want = keys_of(exact, np.arange(n))[kept[: kept_count[0]]]
+        assert sorted(keys[: kept_count[0]]) == sorted(want)
+    else:
+        assert (kept_count[0], progress[2]) == (-1, 0)
+        order = np.lexsort((np.arange(n), -exact))[:k]
+        assert (ids == order).all() and (scores == exact[order]).all()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_programs_that_score_everything_wait_for_none_that_has_not_begun(compiled, at_once):
+    """Three programs, not all of which run at once. Queries: unproved, proved but not sorted, not finite, unproved."""
+    g, n, k, programs, status = np.random.default_rng(at_once), 200, 20, 3, ints(1, 0, 2, 1)
+    made, weights = rows(g, n, 12, "fp32")
+    B = len(status)
+    query = ((g.random((B, V)) < 0.1) * g.integers(1, 4, (B, V))).astype(np.float32)
+    deleted = g.random(n) < 0.1
+    exact = scores_of(query, made, weights)
+    kept_counts, found = np.zeros(B, np.int32), np.full((B, 32), k, np.int32)
+    keys, kept_counts[1] = np.full((B, ROOM), -5, np.int64), k + 7
+    mine = g.permutation(np.flatnonzero(~deleted))[: k + 7]
+    keys[1, : k + 7] = keys_of(exact[1], np.arange(n))[mine]
+    scores, ids = np.zeros((B, k), np.float32), np.zeros((B, k), np.int64)
+    scratch = lambda *shape, dtype=np.int32: np.full(shape, 0x5B, dtype)
+    launch = Launch()
+    launch(query, *made, deleted, status, keys, kept_counts)
+    launch(scratch(V, 4, dtype=np.float32), scratch(4, n), scratch(32, 4), scratch(programs, 2))
+    launch(ints(0, 0, B, 0), np.ones(B, np.float32), found)
+    launch(scratch(B, ROOM), scratch(B, ROOM), scratch(B, ROOM, dtype=np.int64), scores, ids)
+    launch(V, n, B, k)
+    launch.run(compiled / "everything_kernelfp32.ptx", (programs, 1), at_once)
+    assert np.isnan(scores[2]).all() and (ids[2] == -1).all()
+    for q in (0, 1, 3):
+        order = np.lexsort((np.arange(n), -exact[q]))
+        order = order[np.isin(order, mine) if q == 1 else ~deleted[order]][:k]
+        assert (ids[q] == order).all() and (scores[q] == exact[q][order]).all()
