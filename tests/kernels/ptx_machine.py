@@ -32,6 +32,18 @@ class Memory:
 
     def __init__(self) -> None:
         self._arrays: list[tuple[int, np.ndarray]] = []
+        self._late: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def late(self, *arrays: np.ndarray) -> None:
+        """What the kernel in front has not written before this one waits for it: garbage till then."""
+        self._late += [(a, a.copy()) for a in arrays]
+        for a in arrays:
+            a.view(np.uint8)[...] = 0xCD
+
+    def wait(self) -> None:
+        while self._late:
+            array, written = self._late.pop()
+            array[...] = written
 
     def add(self, address: int, array: np.ndarray) -> int:
         self._arrays.append((address, array.view(np.uint8).reshape(-1)))
@@ -227,7 +239,8 @@ class _Warp:
             elif name[0] == "ret":
                 return
             elif name[0] == "griddepcontrol":
-                pass
+                if name[1] == "wait":
+                    self.memory.wait()
             elif name[0] == "bar":
                 if name[1] == "sync":
                     yield _BARRIER

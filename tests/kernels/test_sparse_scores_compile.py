@@ -278,6 +278,7 @@ def test_a_program_selects_rescores_and_ranks(compiled, kind, wanted, reached):
     launch(kept, kept_count, keys, found, scores, ids, progress)
     launch(candidates, ints(threshold), ints(9), ints(1), np.zeros(n, bool), status)
     launch(V, V, k, n, CAPACITY)
+    launch.memory.late(found, candidates)
     launch.run(compiled / f"rescore_kernel{kind}.ptx", (1, 1))
     assert status[0] == 0
     if few:
@@ -309,9 +310,11 @@ def test_programs_that_score_everything_wait_for_none_that_has_not_begun(compile
     launch = Launch()
     launch(query, *made, deleted, status, keys, kept_counts)
     launch(scratch(V, 4, dtype=np.float32), scratch(4, n), scratch(32, 4), scratch(programs, 2))
-    launch(ints(0, 0, B, 0), np.ones(B, np.float32), found)
+    progress = ints(0, 0, B, 0)
+    launch(progress, np.ones(B, np.float32), found)
     launch(scratch(B, ROOM), scratch(B, ROOM), scratch(B, ROOM, dtype=np.int64), scores, ids)
     launch(V, n, B, k)
+    launch.memory.late(progress, kept_counts, keys, status)
     launch.run(compiled / "everything_kernelfp32.ptx", (programs, 1), at_once)
     assert np.isnan(scores[2]).all() and (ids[2] == -1).all()
     for q in (0, 1, 3):
