@@ -30,7 +30,7 @@ _PIECE = 256
 _EIGHT = 8
 _APART = 4 * _EIGHT  # a row's terms from one round to the next
 _ROUNDS = 8
-READ_ANYHOW = 5 * _APART  # terms that are read whether the row has them or not
+READ_ANYHOW = 4 * _APART  # terms that are read whether the row has them or not
 # Warps of a block that rescores, and rows it takes in a turn.
 _BLOCK_WARPS = 8
 TURN = 8 * _BLOCK_WARPS

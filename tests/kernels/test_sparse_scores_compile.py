@@ -197,7 +197,7 @@ def test_every_form_compiles_for_hopper(compiled):
     assert list(compiled.iterdir())
 
 
-V, ROOM, CAPACITY = 512, 2048, 4096  # terms; keys and candidates of a query
+V, ROOM = 512, 2048  # terms; keys of a query
 
 
 class Launch:
@@ -248,48 +248,41 @@ def scores_of(query, rows_, weights):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "reached"),
-    [("fp32", 300, 420), ("fp32", 1000, 1400), ("fp16", 100, 200), ("u8", 100, 200), ("fp32", 200, 150)],
+    ("kind", "wanted", "kept_here"),
+    [("fp32", 300, 420), ("fp32", 1000, 1024), ("fp16", 100, 200), ("u8", 100, 200), ("fp32", 200, 150),
+     ("fp32", 1000, 1100)],
 )  # fmt: skip
-def test_a_program_selects_rescores_and_ranks(compiled, kind, wanted, reached):
-    """Of candidates by their integer scores, as many as reach a threshold, the best wanted by their exact ones; where
-    too few match, documents that do not come along, and it leaves the query to others."""
+def test_a_program_rescores_and_ranks(compiled, kind, wanted, kept_here):
+    """Exact keys of the documents that are kept, and the best wanted of them in order; where too few are kept, or more
+    than it ranks, it leaves the query to others."""
     g, n, k = np.random.default_rng(0), 2000, wanted
     made, weights = rows(g, n, 24, kind)
     query = np.zeros(V, np.float32)
-    few = reached < wanted
-    of_query = g.permutation(V)[: 3 if few else 40]
+    of_query = g.permutation(V)[:40]
     query[of_query] = g.random(len(of_query)) + 0.1
     exact = scores_of(query, made, weights)
-    whole = np.round(exact * (1 << 16)).astype(np.int64) + g.integers(-2, 3, n) * (exact > 0)
-    threshold = 1 if few else int(np.sort(whole)[-reached])
-    candidates = np.full(CAPACITY, -1, np.int64)
-    here = g.permutation(np.flatnonzero(whole >= threshold))
-    candidates[: len(here)] = (whole[here] << 32) | (here ^ 0x7FFFFFFF)
+    here = g.permutation(n)[:kept_here]
     terms_of = np.full(V, -1, np.int32)
     terms_of[: len(of_query)] = of_query
     kept, keys = np.full(ROOM, 0x7ABCDEF0, np.int32), np.full(ROOM, -5, np.int64)
-    found, kept_count, status = np.zeros(32, np.int32), ints(-7), ints(0)
-    progress = np.zeros(4, np.int32)
-    found[0] = len(here)
+    kept[:kept_here] = here
+    found, kept_count, progress = np.zeros(32, np.int32), ints(kept_here), np.zeros(4, np.int32)
+    found[0] = kept_here
     scores, ids = np.zeros(k, np.float32), np.zeros(k, np.int64)
     count, launch = ints(len(of_query)), Launch()
     launch(query, *made, terms_of, count, count.copy(), np.zeros(V // 32, np.int32))
     launch(kept, kept_count, keys, found, scores, ids, progress)
-    launch(candidates, ints(threshold), ints(9), ints(1), np.zeros(n, bool), status)
-    launch(V, V, k, n, CAPACITY)
-    launch.memory.late(found, candidates)
+    launch(V, V, k)
+    launch.memory.late(kept, kept_count)
     launch.run(compiled / f"rescore_kernel{kind}.ptx", (1, 1))
-    assert status[0] == 0
-    if few:
-        assert progress[2] == 1
-        assert sorted(kept[: kept_count[0]]) == sorted([*here, *range(k)])
-        want = keys_of(exact, np.arange(n))[kept[: kept_count[0]]]
-        assert sorted(keys[: kept_count[0]]) == sorted(want)
-    else:
+    want = keys_of(exact, np.arange(n))[here]
+    assert sorted(keys[:kept_here]) == sorted(want)
+    if k <= kept_here <= ptx.RANKED:
         assert (kept_count[0], progress[2]) == (-1, 0)
-        order = np.lexsort((np.arange(n), -exact))[:k]
+        order = here[np.lexsort((here, -exact[here]))][:k]
         assert (ids == order).all() and (scores == exact[order]).all()
+    else:
+        assert (kept_count[0], progress[2]) == (kept_here, 1)
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
