@@ -201,7 +201,7 @@ def test_answers_that_rescoring_leaves_in_a_large_batch():
     than are wanted, or a weight is NaN."""
     dense, q = collection(), queries(300)
     dense[:, :3], q[:, :3], q[:5] = 0, 0, 0
-    dense[::27, 0], dense[:, 1], dense[::400, 2] = 1.0, 0.5, 1.0
+    dense[::27, 0], dense[:, 1], dense[::401, 2] = 1.0, 0.5, 1.0
     q[0, 0], q[1, 1], q[2, 2], q[4, 9] = 1.0, 1.0, 1.0, float("nan")
     here, there = SparseIndex.build(dense), SparseIndex.build(dense, device="cuda")
     assert unproved(there, q.cuda(), 1000)[0] == 1

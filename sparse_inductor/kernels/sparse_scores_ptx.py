@@ -45,6 +45,8 @@ FILTER_BYTES = 255 * _LINE + 128
 # `bytes`, the number of the row.
 _PASSED = 96
 _TAKES = _PASSED // 32
+# Terms of a lane that are under way at once where a turn's do not fit into the list.
+_AT_ONCE = 8
 _ROW_AT = 44
 PASSED_BYTES = 8 * _PASSED * _BLOCK_WARPS
 # Keys that a block ranks, and the shared memory that takes.
@@ -423,10 +425,10 @@ ASKED{r}:
     and.b32 {m}, {m}, u;"""
 
     # Bit b of a word is entry b + (apart - 8) * (b / 8) of what belongs to it.
-    def bit(m: str, shift: int = apart - _EIGHT) -> str:
+    def bit(m: str, shift: int = apart - _EIGHT, p: str = "p") -> str:
         """The highest of the bits m, which it loses: p, whether there is one, and b, the entry."""
         return f"""
-    setp.ne.u32 p, {m}, 0;
+    setp.ne.u32 {p}, {m}, 0;
     bfind.u32 b, {m};
     shl.b32 a, 1, b;
     xor.b32 {m}, {m}, a;
@@ -453,23 +455,36 @@ ASKED{r}:
         "bytes": "cvt.rn.f32.u32 f, w; sub.rn.f32 f, f, zero; mul.rn.f32 f, f, scale;",
     }[weights]
 
-    def at_once(m: str, first: int, shift: int = apart - _EIGHT) -> str:
-        """Add up one of the bits m."""
-        return f"""
-    {bit(m, shift)}
+    def at_once(*bits: tuple[str, int, int]) -> str:
+        """Add up as many of the bits m as there are (m, first, shift), all of which are under way at once."""
+        send = "".join(
+            f"""
+    {bit(m, shift, f"p{j}")}
     mad.wide.u32 from, b, 2, ids;
-    mov.u32 b1, 0;
-    @p ld.global.nc.u16 b1, [from+{2 * first}];
+    mov.u32 i{j}, 0;
+    @p{j} ld.global.nc.u16 i{j}, [from+{2 * first}];
     mad.wide.u32 from, b, {width}, values;
-    mov.u32 w, 0;
-    @p ld.global.nc.{load} w, [from+{width * first}];
-    mad.wide.u32 from, b1, 4, $7;
-    mov.f32 g, 0f00000000;
-    @p ld.global.nc.f32 g, [from];
+    mov.u32 w{j}, 0;
+    @p{j} ld.global.nc.{load} w{j}, [from+{width * first}];"""
+            for j, (m, first, shift) in enumerate(bits)
+        )
+        look = "".join(
+            f"""
+    mad.wide.u32 from, i{j}, 4, $7;
+    mov.f32 g{j}, 0f00000000;
+    @p{j} ld.global.nc.f32 g{j}, [from];"""
+            for j in range(len(bits))
+        )
+        add = "".join(
+            f"""
+    mov.u32 w, w{j};
     {convert}
     cvt.f64.f32 dx, f;
-    cvt.f64.f32 dy, g;
+    cvt.f64.f32 dy, g{j};
     fma.rn.f64 sum, dx, dy, sum;"""
+            for j in range(len(bits))
+        )
+        return send + look + add
 
     begin = f"""
     ld.shared.v2.u32 {{low, high}}, [row];
@@ -608,14 +623,15 @@ ASKED{r}:
     setp.lt.and.u32 go, turns, 4, more;"""
     long = _ROUNDS * _APART
     names = ", ".join(f"t{r}{i}" for r in range(_ROUNDS) for i in range(4))
-    takes = ", ".join(f"i{u}, w{u}" for u in range(_TAKES))
+    takes = ", ".join(f"i{u}, w{u}" for u in range(max(_TAKES, _AT_ONCE)))
+    each = range(_AT_ONCE)
     return f"""{{
-    .reg .pred p, q, again, more, here, go;
-    .reg .u32 lane, row, end, i, a, b, b1, w, x, bank, none, low, high, even, odd, from_first, first;
+    .reg .pred p, q, again, more, here, go, {", ".join(f"p{j}" for j in each)};
+    .reg .u32 lane, row, end, i, a, b, w, x, bank, none, low, high, even, odd, from_first, first;
     .reg .u32 list, at, numbered, count, used, turns, begins, i_first, doc, total, {names}, {takes};
     .reg .s32 left, coming, u, bits;
     .reg .b16 h;
-    .reg .f32 f, g, scale, zero;
+    .reg .f32 f, scale, zero, {", ".join(f"g{j}" for j in each)};
     .reg .f64 sum, dx, dy;
     .reg .u64 mine, terms, following, passing, ids, values, from, key;
     mov.u32 lane, %laneid;
@@ -747,8 +763,7 @@ REST:
     setp.ne.u32 p, a, 0;
     vote.sync.any.pred p, p, -1;
     @!p bra LONG;
-    {at_once("even", 0)}
-    {at_once("odd", _APART)}
+    {at_once(*(("even", 0, apart - _EIGHT), ("odd", _APART, apart - _EIGHT)) * (_AT_ONCE // 2))}
     bra REST;
 LONG:
     setp.gt.s32 p, left, {long};
@@ -762,7 +777,7 @@ LONG:
     bmsk.clamp.b32 u, 24, u;
     and.b32 even, even, u;
 FEW:
-    {at_once("even", long - 24, 0)}
+    {at_once(*[("even", long - 24, 0)] * (_AT_ONCE // 2))}
     setp.ne.u32 p, even, 0;
     vote.sync.any.pred p, p, -1;
     @p bra FEW;
