@@ -26,7 +26,15 @@ from .entmax_attention_problem import (
     tile_for,
     tile_rows,
 )
-from .entmax_attention_tau import class_bound, clip, compensated, newton, powers, step
+from .entmax_attention_tau import (
+    class_bound,
+    clip,
+    compensated,
+    cubic_power,
+    newton,
+    powers,
+    step,
+)
 from .launch import relaunched
 
 __all__ = ["forward_blocks"]
@@ -35,10 +43,15 @@ NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 # What |h - 1| may be after the last step, by operand size in bytes; rounding of 16-bit operands is a
-# thousand times that. The output is divided by the sum of p that results.
-EXACT = {2: 2e-6, 4: 2e-8}
+# hundred times that. The output is divided by the sum of p that results, and what a backward reads takes
+# a Newton step more, which squares it.
+EXACT = {2: 1e-5, 4: 2e-8}
 # One in so many key tiles makes up the sample that a search may start from.
 SAMPLE = tl.constexpr(8)
+# Powers for which a search begins with cubics in their place; steps on those end where |h - 1| was under
+# ROUGH, which leaves less than what a cubic is off by; for a power itself, one step from NEAR ends a search.
+LEAST_POWER, MOST_POWER = tl.constexpr(1.5), tl.constexpr(3.5)
+ROUGH, NEAR = tl.constexpr(0.1), tl.constexpr(0.02)
 # Bisection alone closes an fp32 bracket in 30 turns, and every fourth is one at least.
 TURNS = tl.constexpr(128)
 
@@ -132,17 +145,121 @@ def _sampled(
                 pw, pg = powers(u, beta[:, None], KIND)
                 f += tl.sum(pw, 1)
                 g += tl.sum(pg, 1)
-                c += tl.sum((u > 0.0).to(tl.float32), 1)
+                # Of comparisons the bits would be packed into registers.
+                c += tl.sum(tl.minimum(u * 1e30, 1.0), 1)
             if turn == 0:
                 above = c * 3.0 / (part * BN).to(tl.float32)
             guess, _rest, low, high, old = step(
-                guess, f * ratio, g * ratio, low, high, old, entries, turn, beta, KIND
+                guess, f * ratio, g * ratio, low, high, old, entries * beta, turn, beta, KIND
             )
             turn += 1
             searching = tl.where(tl.sum((above > 1.0).to(tl.int32), 0) * 2 > BM, 2 - turn, 0)
         if turn == 2:
             d = tl.where(above > 1.0, tl.minimum(tl.maximum(guess, lo), hi), d)
     return d
+
+
+@triton.jit
+def _moments(
+    sums, d, q, keys, i, row, side, ends, first, last,
+    EVERY: tl.constexpr, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """sums = (n, s1, s2, s3): add sums of u, u^2 and u^3 at d over every EVERY-th of key tiles first:last.
+
+    Of a sample (EVERY > 1) also, to n, how many are positive: counting takes as much as two of the sums.
+    """
+    k, stride_kl, stride_kd = keys
+    last_row, last_key, diagonal = ends
+    n, s1, s2, s3 = sums
+    for t in tl.range(first, last, num_stages=STAGES):
+        j = t * (EVERY * BN) + tl.arange(0, BN)
+        kt = load_tile(k, j, stride_kl, last_key, stride_kd, EDGE, D, BD)
+        x, _ = row_scores(
+            q, kt, i, j, row, side, last_row, last_key, diagonal,
+            EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+        )  # fmt: skip
+        u = clip(x, d[:, None])
+        square = u * u
+        s1 += tl.sum(u, 1)
+        s2 += tl.sum(square, 1)
+        s3 += tl.sum(square * u, 1)
+        if EVERY > 1:
+            # Of comparisons the bits would be packed into registers.
+            n += tl.sum(tl.minimum(u * 1e30, 1.0), 1)
+    return n, s1, s2, s3
+
+
+@triton.jit
+def _rough_step(d, sums, ratio, cubic, low, high, old, bend, turn, beta, KIND: tl.constexpr):
+    """`step` for the cubic in place of the power, from sums over a part 1 / ratio of the keys."""
+    n, s1, s2, s3 = sums
+    c1, c2, c3 = cubic
+    f = (c1 * s1 + c2 * s2 + c3 * s3) * ratio
+    g = (c1 * n + 2.0 * c2 * s1 + 3.0 * c3 * s2) * ratio / beta
+    # c1 may be negative: a row with hardly an entry above d has no root to its sum.
+    f, g = tl.maximum(f, 1e-30), tl.maximum(g, 1e-30)
+    return step(d, f, g, low, high, old, bend, turn, beta, KIND)
+
+
+@triton.jit
+def _rough(
+    d, lo, hi, dead, beta, bend, q, keys, i, row, side, ends, whole, tiles,
+    D: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Where the search better starts than at d, a lower bound, and h'' there: (d, bend).
+
+    A general power is two instructions of the special function units, which do an eighth of what others
+    do: a pass with it takes twice the time of one with a cubic. From a sample of the keys two steps end
+    10 % off (in h), from there two or three passes 0.3 %, which one step with the power itself squares.
+    """
+    part = whole // SAMPLE
+    ratio = whole.to(tl.float32) / part.to(tl.float32)
+    zero = tl.zeros([BM], tl.float32)
+    cubic = cubic_power(beta, -d)
+    none = (zero, zero, zero, zero)
+    guess, low, high, count = d, lo, hi, zero
+    old = (d, zero + POS_INF, zero)
+    for turn in range(2):
+        sums = _moments(
+            none, guess, q, keys, i, row, side, ends, 0, part,
+            SAMPLE, False, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+        )  # fmt: skip
+        count = sums[0] * ratio
+        guess, _rest, low, high, old = _rough_step(
+            guess, sums, ratio, cubic, low, high, old, bend, turn, beta, KIND
+        )
+    guess = tl.minimum(tl.maximum(guess, lo), hi)
+    low, high = lo, hi
+    old = (guess, zero + POS_INF, zero)
+    turn = 0
+    searching = 1
+    while searching > 0:
+        sums = (count, zero, zero, zero)
+        sums = _moments(
+            sums, guess, q, keys, i, row, side, ends, 0, whole,
+            1, False, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+        )  # fmt: skip
+        sums = _moments(
+            sums, guess, q, keys, i, row, side, ends, whole, tiles,
+            1, True, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+        )  # fmt: skip
+        d0, _h0, s0 = old
+        guess, _rest, low, high, old = _rough_step(
+            guess, sums, 1.0, cubic, low, high, old, bend, turn, beta, KIND
+        )
+        d1, h1, s1 = old
+        # Twice what is seen between two steps, which may be a little; but the more of a row is curved,
+        # the more of its entries are near the threshold, as they are in all rows but those of ties.
+        seen = tl.maximum(2.0 * tl.abs((1.0 / s1 - 1.0 / s0) / (d1 - d0)), 0.5 / (s1 * s1))
+        bend = tl.where((turn > 0) & (seen < POS_INF), tl.minimum(seen, bend), bend)
+        turn += 1
+        far = tl.where((tl.abs(h1 - 1.0) > ROUGH) & (dead == 0), 1, 0)
+        searching = tl.where(turn < 2, 1, tl.where(turn < 4, tl.max(far, 0), 0))
+    return tl.minimum(tl.maximum(guess, lo), hi), bend
 
 
 @triton.jit
@@ -256,7 +373,22 @@ def _threshold_kernel(
             lo = tl.maximum(lo - 1e-6, -1.0)
         row = (factor, am1, m, fill - m)
         d = tl.minimum(lo, hi)
-        if KIND <= 0 or KIND > 2:
+        bend = entries * beta
+        rough = 0
+        if KIND <= 0:
+            fits = (tl.min(beta, 0) >= LEAST_POWER) & (tl.max(beta, 0) <= MOST_POWER)
+            rough = tl.where(fits & (whole >= SAMPLE * SAMPLE), 1, 0)
+            if rough != 0:
+                d, bend = _rough(
+                    d, lo, hi, dead, beta, bend, qt, keys, i, row, side, ends, whole, tiles,
+                    D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BM, BN, STAGES,
+                )  # fmt: skip
+            else:
+                d = _sampled(
+                    d, lo, hi, beta, entries, qt, keys, i, row, side, ends, whole,
+                    D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BM, BN, STAGES,
+                )  # fmt: skip
+        elif KIND > 2:
             d = _sampled(
                 d, lo, hi, beta, entries, qt, keys, i, row, side, ends, whole,
                 D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BM, BN, STAGES,
@@ -273,9 +405,12 @@ def _threshold_kernel(
                 sums, d, beta, qt, keys, i, row, side, ends, whole, tiles,
                 True, D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
             )  # fmt: skip
-            d, rest, lo, hi, old = step(d, f, g, lo, hi, old, entries, turn, beta, KIND)
-            turn += 1
+            d, rest, lo, hi, old = step(d, f, g, lo, hi, old, bend, turn, beta, KIND)
             far = (rest > EXACT_SUM) & (dead == 0)
+            if KIND <= 0:
+                # The bend of a cubic holds where the cubic does.
+                far = far | ((tl.abs(f - 1.0) > NEAR) & (rough > 0) & (turn == 0) & (dead == 0))
+            turn += 1
             searching = tl.max(far.to(tl.int32), 0)
             if turn >= TURNS:
                 searching = 0

@@ -299,8 +299,8 @@ def broad_kernel(
                     f += w0 + w1
                     g += g0 + g1
                 d, rest, low, hi, old = step(
-                    d, tl.sum(tl.sum(f, 2), 1), tl.sum(tl.sum(g, 2), 1), low, hi, old, number, turn,
-                    beta, KIND,
+                    d, tl.sum(tl.sum(f, 2), 1), tl.sum(tl.sum(g, 2), 1), low, hi, old, number * beta,
+                    turn, beta, KIND,
                 )  # fmt: skip
                 turn += 1
                 searching = tl.max(((rest > EXACT) & listed).to(tl.int32), 0)

@@ -132,7 +132,7 @@ def _solve(
             tl.maximum(x - d[:, None], 0.0, propagate_nan=SPREAD_NAN), beta[:, None], KIND
         )
         d, rest, lo, hi, old = step(
-            d, tl.sum(w, 1), tl.sum(g, 1), lo, hi, old, size, turn, beta, KIND
+            d, tl.sum(w, 1), tl.sum(g, 1), lo, hi, old, size * beta, turn, beta, KIND
         )
         turn += 1
         searching = tl.max(((rest > EXACT) & (dead == 0)).to(tl.int32), 0)
