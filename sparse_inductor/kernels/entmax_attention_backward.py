@@ -27,6 +27,7 @@ from .entmax_attention_problem import (
     dropped_score,
     head_offsets,
     key_tiles,
+    lane_sums,
     load_tile,
     product,
     row_constants,
@@ -35,7 +36,7 @@ from .entmax_attention_problem import (
     tile_for,
     tile_rows,
 )
-from .entmax_attention_tau import clip, log_power, powers
+from .entmax_attention_tau import LN2, clip, log_entries, powers
 
 __all__ = ["bias_gradient", "keys_blocks", "rows_blocks"]
 
@@ -56,9 +57,9 @@ def _rows_pass(
     EDGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    WANT_ALPHA: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    WANT_ALPHA: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add to sums = (g dp k, g k, g dp, g, and for dalpha p dp, S dp, S) over key tiles."""
+    """Add to sums = (g dp k, g k, g dp, g, and for dalpha p dp, p dp log2 u, p log2 u) over key tiles."""
     k, stride_kl, stride_kd = keys
     v, stride_vl, stride_vd = values
     last_row, last_key, diagonal = ends
@@ -70,18 +71,21 @@ def _rows_pass(
             qt, kt, i, j, row, side, last_row, last_key, diagonal,
             EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
         )  # fmt: skip
-        u = clip(x, d[:, None])
-        p, g = powers(u, beta[:, None], KIND)
+        if WANT_ALPHA:
+            u, ulog = log_entries(x, d[:, None], KIND)
+        else:
+            u = clip(x, d[:, None])
+        _p, g = powers(u, beta[:, None], KIND)
         vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
         dp = product(do, tl.trans(vt), PRECISION, WIDEN) - guess[:, None]
         w = g * dp
-        gdp += tl.sum(w, 1)
-        gs += tl.sum(g, 1)
+        gdp += lane_sums(w, LANES)
+        gs += lane_sums(g, LANES)
         if WANT_ALPHA:
-            plogp = p * log_power(u, beta[:, None], KIND)
-            pdp += tl.sum(p * dp, 1)
-            sdp += tl.sum(plogp * dp, 1)
-            s += tl.sum(plogp, 1)
+            # p = g u, and S is log p = beta log u of that: what is the same in a row is for the end.
+            pdp += lane_sums(w * u, LANES)
+            sdp += lane_sums(w * ulog, LANES)
+            s += lane_sums(g * ulog, LANES)
         if FINITE_FILL:
             w = tl.where(kept, w, 0.0)
             g = tl.where(kept, g, 0.0)
@@ -101,7 +105,7 @@ def _rows_kernel(
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    WANT_ALPHA: tl.constexpr, LEFT_ROWS: tl.constexpr,
+    WANT_ALPHA: tl.constexpr, LANES: tl.constexpr, LEFT_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns dq[b, h, i0:i0 + BM], delta of its rows and, if wanted, dalpha of each row."""
@@ -137,28 +141,29 @@ def _rows_kernel(
     whole, tiles, every = key_tiles(first_row, end_row, last_key, diagonal, CAUSAL, BN)
     if CAUSAL and FINITE_FILL:
         tiles = tl.where(tl.max((d < fill).to(tl.int32), 0) > 0, every, tiles)
-    zero = tl.zeros([BM], tl.float32)
+    zero = tl.zeros([BM, LANES], tl.float32)
     wide = tl.zeros([BM, BD], tl.float32)
     sums = (wide, wide, zero, zero, zero, zero, zero)
     sums = _rows_pass(
         sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, 0, whole,
         False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, PRECISION, WIDEN,
-        WANT_ALPHA, BN, STAGES,
+        WANT_ALPHA, LANES, BN, STAGES,
     )  # fmt: skip
     gdpk, gk, gdp, gs, pdp, sdp, s = _rows_pass(
         sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, whole, tiles,
         True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, PRECISION, WIDEN,
-        WANT_ALPHA, BN, STAGES,
+        WANT_ALPHA, LANES, BN, STAGES,
     )  # fmt: skip
     dead = d == POS_INF
-    rest = tl.where(dead, 0.0, gdp / gs)
+    rest = tl.where(dead, 0.0, tl.sum(gdp, 1) / tl.sum(gs, 1))
     tl.store(delta + at_row, guess + rest, mask=i < Lq)
     x = (gdpk - rest[:, None] * gk) * scale
     dd = tl.arange(0, BD)
     inside = (i < Lq)[:, None] & (dd < D)[None, :]
     tl.store(dq + at_row[:, None] * D + dd[None, :], x.to(dq.dtype.element_ty), mask=inside)
     if WANT_ALPHA:
-        da = (pdp - rest) / (am1 * am1) - (sdp - rest * s) / am1
+        da = tl.sum(pdp, 1) - rest - (tl.sum(sdp, 1) - rest * tl.sum(s, 1)) * LN2
+        da = da / (am1 * am1)
         tl.store(dalpha + at_row, tl.where(dead, 0.0, da), mask=i < Lq)
 
 
@@ -444,7 +449,7 @@ def rows_blocks(
     _rows_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
         *problem.operands(), out, grad, reference, shift, *rows, dq, delta,
         delta if dalpha is None else dalpha, *grad.stride(),
-        **problem.constants(), WANT_ALPHA=dalpha is not None,
+        **problem.constants(), WANT_ALPHA=dalpha is not None, LANES=problem.lanes,
         LEFT_ROWS=0 if left is None else left.block,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
     )  # fmt: skip

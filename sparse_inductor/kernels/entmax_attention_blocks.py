@@ -18,6 +18,7 @@ from .entmax_attention_problem import (
     dropped_score,
     head_offsets,
     key_tiles,
+    lane_sums,
     load_tile,
     product,
     row_constants,
@@ -29,6 +30,7 @@ from .entmax_attention_problem import (
 from .entmax_attention_tau import (
     class_bound,
     clip,
+    clip_to_one,
     compensated,
     cubic_power,
     newton,
@@ -54,6 +56,15 @@ LEAST_POWER, MOST_POWER = tl.constexpr(1.5), tl.constexpr(3.5)
 ROUGH, NEAR = tl.constexpr(0.1), tl.constexpr(0.02)
 # Bisection alone closes an fp32 bracket in 30 turns, and every fourth is one at least.
 TURNS = tl.constexpr(128)
+
+
+@triton.jit
+def _entries(x, d, q, WIDEN: tl.constexpr):
+    """u = max(x - d, 0) of scores x [M, N] of queries q, d [M]."""
+    if q.dtype == tl.float32:
+        return clip(x, d[:, None])
+    else:
+        return clip_to_one(x, d[:, None], WIDEN)
 
 
 @triton.jit
@@ -100,7 +111,7 @@ def _sums(
             q, kt, i, j, row, side, last_row, last_key, diagonal,
             EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
         )  # fmt: skip
-        pw, pg = powers(clip(x, d[:, None]), beta[:, None], KIND)
+        pw, pg = powers(_entries(x, d, q, WIDEN), beta[:, None], KIND)
         f, f_lost = compensated(f, f_lost, tl.sum(pw, 1))
         g, g_lost = compensated(g, g_lost, tl.sum(pg, 1))
     return f, f_lost, g, g_lost
@@ -141,7 +152,7 @@ def _sampled(
                     q, kt, i, j, row, side, last_row, last_key, diagonal,
                     False, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
                 )  # fmt: skip
-                u = clip(x, guess[:, None])
+                u = _entries(x, guess, q, WIDEN)
                 pw, pg = powers(u, beta[:, None], KIND)
                 f += tl.sum(pw, 1)
                 g += tl.sum(pg, 1)
@@ -180,7 +191,7 @@ def _moments(
             q, kt, i, j, row, side, last_row, last_key, diagonal,
             EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
         )  # fmt: skip
-        u = clip(x, d[:, None])
+        u = _entries(x, d, q, WIDEN)
         square = u * u
         s1 += tl.sum(u, 1)
         s2 += tl.sum(square, 1)
@@ -192,15 +203,19 @@ def _moments(
 
 
 @triton.jit
-def _rough_step(d, sums, ratio, cubic, low, high, old, bend, turn, beta, KIND: tl.constexpr):
-    """`step` for the cubic in place of the power, from sums over a part 1 / ratio of the keys."""
+def _rough_step(d, sums, ratio, cubic, lo, hi, old, bend, turn, beta, KIND: tl.constexpr):
+    """(d, old) of `step` for the cubic in place of the power, from sums over a part 1 / ratio of the keys.
+
+    lo and hi bracket the power's root: what is seen here bounds the cubic's, or the sample's.
+    """
     n, s1, s2, s3 = sums
     c1, c2, c3 = cubic
     f = (c1 * s1 + c2 * s2 + c3 * s3) * ratio
     g = (c1 * n + 2.0 * c2 * s1 + 3.0 * c3 * s2) * ratio / beta
     # c1 may be negative: a row with hardly an entry above d has no root to its sum.
     f, g = tl.maximum(f, 1e-30), tl.maximum(g, 1e-30)
-    return step(d, f, g, low, high, old, bend, turn, beta, KIND)
+    d, _rest, _lo, _hi, old = step(d, f, g, lo, hi, old, bend, turn, beta, KIND)
+    return d, old
 
 
 @triton.jit
@@ -221,7 +236,7 @@ def _rough(
     zero = tl.zeros([BM], tl.float32)
     cubic = cubic_power(beta, -d)
     none = (zero, zero, zero, zero)
-    guess, low, high, count = d, lo, hi, zero
+    guess, count = d, zero
     old = (d, zero + POS_INF, zero)
     for turn in range(2):
         sums = _moments(
@@ -229,11 +244,7 @@ def _rough(
             SAMPLE, False, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
         )  # fmt: skip
         count = sums[0] * ratio
-        guess, _rest, low, high, old = _rough_step(
-            guess, sums, ratio, cubic, low, high, old, bend, turn, beta, KIND
-        )
-    guess = tl.minimum(tl.maximum(guess, lo), hi)
-    low, high = lo, hi
+        guess, old = _rough_step(guess, sums, ratio, cubic, lo, hi, old, bend, turn, beta, KIND)
     old = (guess, zero + POS_INF, zero)
     turn = 0
     searching = 1
@@ -248,9 +259,7 @@ def _rough(
             1, True, D, BD, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
         )  # fmt: skip
         d0, _h0, s0 = old
-        guess, _rest, low, high, old = _rough_step(
-            guess, sums, 1.0, cubic, low, high, old, bend, turn, beta, KIND
-        )
+        guess, old = _rough_step(guess, sums, 1.0, cubic, lo, hi, old, bend, turn, beta, KIND)
         d1, h1, s1 = old
         # Twice what is seen between two steps, which may be a little; but the more of a row is curved,
         # the more of its entries are near the threshold, as they are in all rows but those of ties.
@@ -259,7 +268,7 @@ def _rough(
         turn += 1
         far = tl.where((tl.abs(h1 - 1.0) > ROUGH) & (dead == 0), 1, 0)
         searching = tl.where(turn < 2, 1, tl.where(turn < 4, tl.max(far, 0), 0))
-    return tl.minimum(tl.maximum(guess, lo), hi), bend
+    return guess, bend
 
 
 @triton.jit
@@ -268,7 +277,7 @@ def _outputs(
     EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    REFINE: tl.constexpr, CAREFUL: tl.constexpr,
+    REFINE: tl.constexpr, CAREFUL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """sums = (acc, lost, f, lost, g): add p @ v, p and, if wanted, u^(beta - 1) over tiles first:last.
 
@@ -285,10 +294,10 @@ def _outputs(
             q, kt, i, j, row, side, last_row, last_key, diagonal,
             EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
         )  # fmt: skip
-        p, pg = powers(clip(x, d[:, None]), beta[:, None], KIND)
-        f, f_lost = compensated(f, f_lost, tl.sum(p, 1))
+        p, pg = powers(_entries(x, d, q, WIDEN), beta[:, None], KIND)
+        f, f_lost = compensated(f, f_lost, lane_sums(p, LANES))
         if REFINE:
-            g += tl.sum(pg, 1)
+            g += lane_sums(pg, LANES)
         vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
         if CAREFUL:
             acc, acc_lost = compensated(
@@ -436,7 +445,7 @@ def _output_kernel(
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    LEFT_ROWS: tl.constexpr, REFINE: tl.constexpr, CAREFUL: tl.constexpr,
+    LEFT_ROWS: tl.constexpr, REFINE: tl.constexpr, CAREFUL: tl.constexpr, LANES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns out[b, h, i0:i0 + BM], from the rows' thresholds.
@@ -472,18 +481,20 @@ def _output_kernel(
     if CAUSAL and FINITE_FILL:
         tiles = tl.where(tl.max((d < fill - m).to(tl.int32), 0) > 0, every, tiles)
     wide = tl.zeros([BM, BDV], tl.float32)
-    zero = tl.zeros([BM], tl.float32)
+    none = tl.zeros([BM, LANES], tl.float32)
     sums = _outputs(
-        (wide, wide if CAREFUL else zero, zero, zero, zero), d, beta, qt, keys, values, i, row, side,
+        (wide, wide if CAREFUL else none, none, none, none), d, beta, qt, keys, values, i, row, side,
         ends, 0, whole, False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN,
-        STAGES, REFINE, CAREFUL,
+        STAGES, REFINE, CAREFUL, LANES,
     )  # fmt: skip
     acc, _lost, f, _f_lost, g = _outputs(
         sums, d, beta, qt, keys, values, i, row, side,
         ends, whole, tiles, True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
-        BN, STAGES, REFINE, CAREFUL,
+        BN, STAGES, REFINE, CAREFUL, LANES,
     )  # fmt: skip
+    f = tl.sum(f, 1)
     if REFINE:
+        g = tl.sum(g, 1)
         better = newton(d, f, g, beta, KIND)
         tl.store(shift + at_row, tl.where(d == POS_INF, d, better), mask=i < Lq)
     # What fp32 leaves of sum p == 1 goes to all entries alike.
@@ -519,6 +530,6 @@ def forward_blocks(
     tile = tile_for(problem, "output")
     _output_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
         *operands, out, reference, shift, *rows, **constants, **blocks,
-        REFINE=training, CAREFUL=problem.q.element_size() == 4,
+        REFINE=training, CAREFUL=problem.q.element_size() == 4, LANES=problem.lanes,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
     )  # fmt: skip

@@ -17,6 +17,7 @@ __all__ = [
     "Problem",
     "Tile",
     "key_tiles",
+    "lane_sums",
     "row_count",
     "row_scores",
     "tile_for",
@@ -168,6 +169,11 @@ class Problem:
     def finite_fill(self) -> bool:
         return self.drops and self.fill != -math.inf
 
+    @property
+    def lanes(self) -> int:
+        """How many `lane_sums` the block kernels take of a row."""
+        return 4 if self.q.element_size() == 2 else 1
+
     def operands(self) -> tuple[Any, ...]:
         """Leading arguments of every block kernel."""
         unused = self.q
@@ -235,6 +241,20 @@ def add_product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def lane_sums(x, LANES: tl.constexpr):
+    """Sums of parts of the rows of x [M, N], [M, LANES]: what is left to add up when all tiles are through.
+
+    4 LANES are the lanes of a row in the accumulator of a 16-bit product, in which no data moves.
+    """
+    if LANES == 1:
+        return tl.sum(x, 1)[:, None]
+    else:
+        N: tl.constexpr = x.shape[1] // LANES
+        parts = tl.permute(tl.reshape(x, (x.shape[0], N // 2, LANES, 2)), (0, 2, 1, 3))
+        return tl.sum(tl.reshape(parts, (x.shape[0], LANES, N)), 2)
 
 
 @triton.jit

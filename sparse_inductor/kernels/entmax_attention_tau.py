@@ -23,9 +23,11 @@ __all__ = [
     "bound_step",
     "class_bound",
     "clip",
+    "clip_to_one",
     "compensated",
     "cubic_power",
     "exponent_kind",
+    "log_entries",
     "log_power",
     "newton",
     "powers",
@@ -65,11 +67,25 @@ def clip(x, d):
     return tl.maximum(x - d, 0.0, propagate_nan=SPREAD_NAN)
 
 
-# (exponent, log2(u), u) to u^exponent, and to 0 where u is. With the selection inside, its predicates live
+@triton.jit
+def clip_to_one(x, d, WIDEN: tl.constexpr):
+    """As `clip`, for x <= 0 and d >= -1; one instruction on a GPU, where 0 for NaN.
+
+    No NaN gets lost: the reference of its row is NaN, so that all of the row is 0 and the sum of p too.
+    """
+    if WIDEN:
+        return clip(x, d)
+    else:
+        return tl.inline_asm_elementwise(
+            "sub.sat.f32 $0, $1, $2;", "=f,f,f", [x, d], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+# (exponent, log2(u), u) to u^exponent, and to 0 where u is or is the lowest normal number. With the selection inside, its predicates live
 # briefly: 32 at a time would be packed into registers and out again.
 POWER = tl.constexpr(
     "{ .reg .pred p; mul.f32 $0, $1, $2; ex2.approx.ftz.f32 $0, $0;"
-    " setp.lt.f32 p, $3, 0f00800000; selp.f32 $0, 0f00000000, $0, p; }"
+    " setp.le.f32 p, $3, 0f00800000; selp.f32 $0, 0f00000000, $0, p; }"
 )
 
 
@@ -87,6 +103,18 @@ def _log2(u, KIND: tl.constexpr):
 def log_power(u, beta, KIND: tl.constexpr):
     """log u^beta, natural; finite at u == 0 too, so that u^beta times it is 0 there."""
     return tl.maximum(_log2(u, KIND), -1000.0) * LN2 * beta
+
+
+@triton.jit
+def log_entries(x, d, KIND: tl.constexpr):
+    """(u, u log2 u) of u = max(x - d, 0), 0 at u == 0; NaN stays NaN."""
+    if KIND == -1:
+        # Not under the lowest normal number, for which `powers` gives 0: its logarithm is finite.
+        u = tl.maximum(x - d, 1.1754943508222875e-38, propagate_nan=SPREAD_NAN)
+        return u, u * _log2(u, KIND)
+    else:
+        u = clip(x, d)
+        return u, u * tl.maximum(_log2(u, KIND), -1000.0)
 
 
 @triton.jit
