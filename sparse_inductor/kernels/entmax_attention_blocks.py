@@ -35,6 +35,7 @@ from .entmax_attention_tau import (
     cubic_power,
     newton,
     powers,
+    root,
     step,
 )
 from .launch import relaunched
@@ -277,13 +278,14 @@ def _outputs(
     EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-    REFINE: tl.constexpr, CAREFUL: tl.constexpr, LANES: tl.constexpr,
+    REFINE: tl.constexpr, CAREFUL: tl.constexpr, SOLVE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """sums = (acc, lost, f, lost, g): add p @ v, p and, if wanted, u^(beta - 1) over tiles first:last.
+    """sums = (acc, more, f, lost, g): add p @ v, p and, if wanted, u^(beta - 1) over tiles first:last.
 
-    CAREFUL: acc too is a compensated sum of the tiles'.
+    CAREFUL: acc too is a compensated sum of the tiles', and more what it lost. SOLVE: more takes
+    u^(beta - 1) @ v.
     """
-    acc, acc_lost, f, f_lost, g = sums
+    acc, more, f, f_lost, g = sums
     k, stride_kl, stride_kd = keys
     v, stride_vl, stride_vd = values
     last_row, last_key, diagonal = ends
@@ -300,12 +302,12 @@ def _outputs(
             g += lane_sums(pg, LANES)
         vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
         if CAREFUL:
-            acc, acc_lost = compensated(
-                acc, acc_lost, product(p.to(vt.dtype), vt, PRECISION, WIDEN)
-            )
+            acc, more = compensated(acc, more, product(p.to(vt.dtype), vt, PRECISION, WIDEN))
         else:
             acc = add_product(p.to(vt.dtype), vt, acc, PRECISION, WIDEN)
-    return acc, acc_lost, f, f_lost, g
+        if SOLVE:
+            more = add_product(pg.to(vt.dtype), vt, more, PRECISION, WIDEN)
+    return acc, more, f, f_lost, g
 
 
 @relaunched
@@ -315,19 +317,20 @@ def _threshold_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    reference, shift, left, earlier,
+    reference, shift, bends, left, earlier,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    LEFT_ROWS: tl.constexpr, EXACT_SUM: tl.constexpr, BOUNDED: tl.constexpr,
+    LEFT_ROWS: tl.constexpr, EXACT_SUM: tl.constexpr, BOUNDED: tl.constexpr, DEFER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program finds reference and shift of rows i0:i0 + BM; tau = reference + shift.
 
     shift is +inf for a row without support (past query_lengths, or all scores -inf). BOUNDED: they
-    hold the maximum and a lower bound of the shift, which saves a pass. Every pass reads the head's
-    keys: from L2, since the programs of a head run together.
+    hold the maximum and a lower bound of the shift, which saves a pass. DEFER: where a search begins with
+    cubics it ends there, bends being h'' of those rows, and 0 of others. Every pass reads the head's keys:
+    from L2, since the programs of a head run together.
     """
     blocks = tl.cdiv(Lq, BM)
     bh = tl.program_id(0) // blocks
@@ -405,6 +408,9 @@ def _threshold_kernel(
         old = (d, zero + POS_INF, zero)
         turn = 0
         searching = 1
+        if DEFER:
+            searching = 1 - rough
+            tl.store(bends + at_row, tl.where(rough > 0, tl.maximum(bend, 1e-30), 0.0), mask=i < Lq)
         while searching > 0:
             sums = _sums(
                 (zero, zero, zero, zero), d, beta, qt, keys, i, row, side, ends, 0, whole,
@@ -440,17 +446,20 @@ def _output_kernel(
     sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
     sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    out, reference, shift, left, earlier,
+    out, reference, shift, bends, left, earlier,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     LEFT_ROWS: tl.constexpr, REFINE: tl.constexpr, CAREFUL: tl.constexpr, LANES: tl.constexpr,
+    EXACT_SUM: tl.constexpr, DEFERRED: tl.constexpr, SOLVE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns out[b, h, i0:i0 + BM], from the rows' thresholds.
 
-    REFINE: shift, for a backward, takes the Newton step that the sums seen here are worth.
+    REFINE: shift, for a backward, takes the Newton step that the sums seen here are worth. DEFERRED: not
+    where rows' bends say that their thresholds are not there yet; with SOLVE only there. These steps move
+    thresholds by 0.001 of what the row spans, and p by so little that its derivative tells the change.
     """
     blocks = tl.cdiv(Lq, BM)
     bh = tl.program_id(0) // blocks
@@ -476,29 +485,66 @@ def _output_kernel(
     values = (v + v_at, svl, svd)
     m = tl.load(reference + at_row, mask=i < Lq, other=0.0)
     d = tl.load(shift + at_row, mask=i < Lq, other=POS_INF)
+    dead = d == POS_INF
+    if DEFERRED:
+        bend = tl.load(bends + at_row, mask=i < Lq, other=0.0)
+        if (tl.max(bend, 0) > 0.0) != SOLVE:
+            return
     row = (factor, am1, m, fill - m)
     whole, tiles, every = key_tiles(first_row, end_row, last_key, diagonal, CAUSAL, BN)
     if CAUSAL and FINITE_FILL:
         tiles = tl.where(tl.max((d < fill - m).to(tl.int32), 0) > 0, every, tiles)
     wide = tl.zeros([BM, BDV], tl.float32)
     none = tl.zeros([BM, LANES], tl.float32)
-    sums = _outputs(
-        (wide, wide if CAREFUL else none, none, none, none), d, beta, qt, keys, values, i, row, side,
-        ends, 0, whole, False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN,
-        STAGES, REFINE, CAREFUL, LANES,
-    )  # fmt: skip
-    acc, _lost, f, _f_lost, g = _outputs(
-        sums, d, beta, qt, keys, values, i, row, side,
-        ends, whole, tiles, True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
-        BN, STAGES, REFINE, CAREFUL, LANES,
-    )  # fmt: skip
-    f = tl.sum(f, 1)
-    if REFINE:
-        g = tl.sum(g, 1)
-        better = newton(d, f, g, beta, KIND)
-        tl.store(shift + at_row, tl.where(d == POS_INF, d, better), mask=i < Lq)
+    acc = wide
+    f = tl.zeros([BM], tl.float32)
+    if SOLVE:
+        # All of these powers are over 1.
+        OVER: tl.constexpr = -2 if KIND == -1 else KIND
+        more = wide
+        g = f
+        change = f
+        turn = 0
+        searching = 1
+        while searching > 0:
+            d = tl.where(dead, d, tl.maximum(d + change, -1.0))
+            sums = _outputs(
+                (wide, wide, none, none, none), d, beta, qt, keys, values, i, row, side, ends, 0, whole,
+                False, D, BD, DV, BDV, OVER, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+                True, False, True, LANES,
+            )  # fmt: skip
+            acc, more, f_lanes, _f_lost, g_lanes = _outputs(
+                sums, d, beta, qt, keys, values, i, row, side, ends, whole, tiles,
+                True, D, BD, DV, BDV, OVER, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
+                True, False, True, LANES,
+            )  # fmt: skip
+            f, g = tl.sum(f_lanes, 1), tl.sum(g_lanes, 1)
+            norm = root(f, beta, OVER)
+            # Newton's: h is convex for the powers that are deferred, so that no step leaves its rows.
+            change = (norm - 1.0) * f / (norm * g)
+            far = (0.5 * bend * change * change > EXACT_SUM) | (tl.abs(f - 1.0) > NEAR)
+            turn += 1
+            searching = tl.where(turn < TURNS, tl.max((far & (dead == 0)).to(tl.int32), 0), 0)
+        acc -= (beta * change)[:, None] * more
+        f -= beta * change * g
+        tl.store(shift + at_row, tl.where(dead | (change != change), d, d + change), mask=i < Lq)
+    else:
+        sums = _outputs(
+            (wide, wide if CAREFUL else none, none, none, none), d, beta, qt, keys, values, i, row, side,
+            ends, 0, whole, False, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
+            BN, STAGES, REFINE, CAREFUL, False, LANES,
+        )  # fmt: skip
+        acc, _lost, f_lanes, _f_lost, g_lanes = _outputs(
+            sums, d, beta, qt, keys, values, i, row, side,
+            ends, whole, tiles, True, D, BD, DV, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION,
+            WIDEN, BN, STAGES, REFINE, CAREFUL, False, LANES,
+        )  # fmt: skip
+        f = tl.sum(f_lanes, 1)
+        if REFINE:
+            better = newton(d, f, tl.sum(g_lanes, 1), beta, KIND)
+            tl.store(shift + at_row, tl.where(dead, d, better), mask=i < Lq)
     # What fp32 leaves of sum p == 1 goes to all entries alike.
-    acc = tl.where((d == POS_INF)[:, None], 0.0, acc / f[:, None])
+    acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
     c = tl.arange(0, BDV)
     inside = (i < Lq)[:, None] & (c < DV)[None, :]
     tl.store(out + at_row[:, None] * DV + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
@@ -521,15 +567,27 @@ def forward_blocks(
     blocks = {"LEFT_ROWS": 0 if left is None else left.block}
     rows = (shift, shift) if left is None else left[:2]
     tile = tile_for(problem, "threshold")
+    size = problem.q.element_size()
+    # A causal row needs its threshold to know whether a finite fill has a say.
+    defer = (
+        constants["KIND"] <= 0
+        and size == 2
+        and not (problem.causal and problem.finite_fill)
+        and max(problem.width, problem.value_width) <= 128  # two sums of the output's size
+        and problem.k.shape[2] >= tile.keys * SAMPLE.value**2
+    )
+    bends = torch.empty_like(shift) if defer else shift
     _threshold_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *operands, reference, shift, *rows, **constants, **blocks,
-        EXACT_SUM=EXACT[problem.q.element_size()],
+        *operands, reference, shift, bends, *rows, **constants, **blocks,
+        EXACT_SUM=EXACT[size], DEFER=defer,
         BOUNDED=left is not None and not (problem.causal and problem.finite_fill),
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
     )  # fmt: skip
-    tile = tile_for(problem, "output")
-    _output_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *operands, out, reference, shift, *rows, **constants, **blocks,
-        REFINE=training, CAREFUL=problem.q.element_size() == 4, LANES=problem.lanes,
-        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
-    )  # fmt: skip
+    for solve in (False, True)[: 1 + defer]:
+        tile = tile_for(problem, "solve" if solve else "output")
+        _output_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
+            *operands, out, reference, shift, bends, *rows, **constants, **blocks,
+            REFINE=training, CAREFUL=size == 4, LANES=1 if solve else problem.lanes, EXACT_SUM=EXACT[size],
+            DEFERRED=defer, SOLVE=solve,
+            BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
+        )  # fmt: skip

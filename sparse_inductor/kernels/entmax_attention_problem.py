@@ -61,7 +61,7 @@ def _interpreted(device: torch.device) -> bool:
 
 
 def tile_for(problem: Problem, kernel: str) -> Tile:
-    """The tile of a block kernel: "threshold", "output", "rows" (dq), "keys" (dk and dv) or "bias"."""
+    """The tile of a block kernel: "threshold", "output", "solve", "rows" (dq), "keys" (dk, dv) or "bias"."""
     if _interpreted(problem.q.device):
         return Tile(16, 16, 4, 1)  # small, so that small shapes take several tiles
     width = max(problem.width, problem.value_width)
@@ -80,6 +80,8 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
         return {
             "threshold": Tile(128, 64, 8, 3, shared),
             "output": Tile(128, 64, 8, 3, shared),
+            # as an output with two sums; programs in turn keep the matrix and special function units busy
+            "solve": Tile(64, 64, 4, 3, None if busy else 168),
             # scores, dp and two sums of width 64
             "rows": Tile(128, 64, 8, 2 if busy or problem.alpha is not None else 3),
             "keys": Tile(64, 64, 4, 2),
@@ -88,6 +90,7 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
         return {
             "threshold": Tile(128, 64, 8, 3),
             "output": Tile(128, 64, 8, 2),
+            "solve": Tile(64, 64, 4, 2),
             "rows": Tile(128, 32, 8, 2),
             "keys": Tile(64, 64, 8, 2),
         }[kernel]

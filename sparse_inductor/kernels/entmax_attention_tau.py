@@ -42,6 +42,8 @@ GENERAL = 0
 # units in place of 30. A power p is off by |ln p| 2^-22, which 16-bit operands do not resolve; fp32's
 # subnormal numbers are taken for 0.
 HARDWARE = -1
+# As HARDWARE, for powers over 1: 0 needs no care, as exp2(-inf) is 0.
+HARDWARE_OVER_1 = -2
 # What they may leave of a sum over thousands of powers.
 NOISE = tl.constexpr(4e-6)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -91,7 +93,7 @@ POWER = tl.constexpr(
 
 @triton.jit
 def _log2(u, KIND: tl.constexpr):
-    if KIND == -1:
+    if KIND == -1 or KIND == -2:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -137,6 +139,16 @@ def powers(u, beta, KIND: tl.constexpr):
             POWER,
             "=&f,f,f,f",
             [beta - 1.0, _log2(u, KIND), u],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+        w = g * u
+    elif KIND == -2:
+        g = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;",
+            "=f,f",
+            [(beta - 1.0) * _log2(u, KIND)],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
