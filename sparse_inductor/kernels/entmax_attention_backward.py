@@ -168,9 +168,18 @@ def _rows_kernel(
 
 
 @triton.jit
+def _row_numbers(base, i, limit, other, EDGE: tl.constexpr):
+    """A number of each row i [M]; at an EDGE `other` from row `limit` on."""
+    if EDGE:
+        return tl.load(base + i, mask=i < limit, other=other)
+    else:
+        return tl.load(base + i)
+
+
+@triton.jit
 def _keys_pass(
     dk, dv, kt, vt, j, queries, grads, stats, row_source, side, ends, left, first, last,
-    EDGE: tl.constexpr, ONLY_LOW: tl.constexpr, LISTED: tl.constexpr,
+    EDGE: tl.constexpr, ONLY_LOW: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
@@ -180,30 +189,32 @@ def _keys_pass(
 
     EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: skip tiles without a row
     whose threshold lies under `fill`, all keys of which are after the diagonal here. LISTED:
-    first:last count tiles of the rows that `left` = (rows, how many) names.
+    first:last count tiles of the rows that `left` = (rows, how many) names. EVEN: no tile, other than of
+    such, crosses the end of the rows.
     """
     q, stride_ql, stride_qd = queries
     grad, stride_gl, stride_gd = grads
     reference, shift, delta = stats
     alpha, stride_al, am1_value, scale, fill_value = row_source
     last_row, last_key, diagonal = ends
+    SOME: tl.constexpr = LISTED or not EVEN
     for n in tl.range(first, last, num_stages=STAGES):
         i = n * BM + tl.arange(0, BM)
         if LISTED:
             i = tl.load(left[0] + i, mask=i < left[1], other=last_row)
         factor, am1, beta = row_constants(
-            alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA
+            alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA, SOME
         )
-        m = tl.load(reference + i, mask=i < last_row, other=0.0)
-        d = tl.load(shift + i, mask=i < last_row, other=POS_INF)
+        m = _row_numbers(reference, i, last_row, 0.0, SOME)
+        d = _row_numbers(shift, i, last_row, POS_INF, SOME)
         fill = dropped_score(am1, fill_value, FINITE_FILL) - m
         wanted = 1
         if ONLY_LOW:
             wanted = tl.max((d < fill).to(tl.int32), 0)
         if wanted > 0:
-            mean = tl.load(delta + i, mask=i < last_row, other=0.0)
-            qt = load_tile(q, i, stride_ql, last_row, stride_qd, True, D, BD)
-            do = load_tile(grad, i, stride_gl, last_row, stride_gd, True, DV, BDV)
+            mean = _row_numbers(delta, i, last_row, 0.0, SOME)
+            qt = load_tile(q, i, stride_ql, last_row, stride_qd, SOME, D, BD)
+            do = load_tile(grad, i, stride_gl, last_row, stride_gd, SOME, DV, BDV)
             x, kept = row_scores(
                 qt, kt, i, j, (factor, am1, m, fill), side, last_row, last_key, diagonal,
                 EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
@@ -220,7 +231,7 @@ def _keys_pass(
 @triton.jit
 def _head_pass(
     dk, dv, kt, vt, j, head_data, spread, start, plain, rows,
-    LISTED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    LISTED: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
@@ -230,17 +241,17 @@ def _head_pass(
     if CAUSAL and FINITE_FILL:
         dk, dv = _keys_pass(
             dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
-            0, tl.where(spread != 0, start, 0), True, True, LISTED, D, DV, BD, BDV, KIND,
+            0, tl.where(spread != 0, start, 0), True, True, LISTED, EVEN, D, DV, BD, BDV, KIND,
             HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, 1,
         )  # fmt: skip
     dk, dv = _keys_pass(
         dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
-        start, plain, True, False, LISTED, D, DV, BD, BDV, KIND,
+        start, plain, True, False, LISTED, EVEN, D, DV, BD, BDV, KIND,
         HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
     )  # fmt: skip
     return _keys_pass(
         dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
-        plain, rows, False, False, LISTED, D, DV, BD, BDV, KIND,
+        plain, rows, False, False, LISTED, EVEN, D, DV, BD, BDV, KIND,
         HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
     )  # fmt: skip
 
@@ -256,7 +267,8 @@ def _keys_kernel(
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
     FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    LEFT_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    LEFT_ROWS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program owns dk and dv[b, hkv, j0:j0 + BN], over the rows of all heads that read them.
 
@@ -329,13 +341,13 @@ def _keys_kernel(
         if LEFT_ROWS > 0 and here < Lq:
             acc_k, acc_v = _head_pass(
                 acc_k, acc_v, kt, vt, j, head_data, spread, first, middle, final,
-                True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                True, EVEN, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
                 FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
         else:
             acc_k, acc_v = _head_pass(
                 acc_k, acc_v, kt, vt, j, head_data, spread, start, plain, rows,
-                False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
+                False, EVEN, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
                 FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
     at = (bg.to(tl.int64) * Lk + j)[:, None]
@@ -475,6 +487,7 @@ def keys_blocks(
     _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(k.shape[2], tile.keys),)](
         *problem.operands(), grad, reference, shift, delta, low, *rows, dk, dv,
         *grad.stride(), **problem.constants(), LEFT_ROWS=0 if left is None else left.block,
+        EVEN=problem.q.shape[2] % tile.rows == 0,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
     )  # fmt: skip
 

@@ -316,12 +316,21 @@ def head_offsets(bh, H, G, sxb, sxh, skb, skh, svb, svh):
 
 
 @triton.jit
-def row_constants(alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA: tl.constexpr):
-    """(factor, am1, beta) [M] of rows i: scale * (alpha - 1), alpha - 1 and 1 / (alpha - 1)."""
+def row_constants(
+    alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA: tl.constexpr,
+    EDGE: tl.constexpr = True,
+):  # fmt: skip
+    """(factor, am1, beta) [M] of rows i: scale * (alpha - 1), alpha - 1 and 1 / (alpha - 1).
+
+    EDGE: some row may lie beyond last_row.
+    """
     am1 = tl.zeros_like(i).to(tl.float32) + am1_value
     if HAS_ALPHA:
         at = alpha + i.to(tl.int64) * stride_al
-        am1 = tl.load(at, mask=i < last_row, other=1.5).to(tl.float32) - 1.0
+        if EDGE:
+            am1 = tl.load(at, mask=i < last_row, other=1.5).to(tl.float32) - 1.0
+        else:
+            am1 = tl.load(at).to(tl.float32) - 1.0
     return am1 * scale, am1, 1.0 / am1
 
 
