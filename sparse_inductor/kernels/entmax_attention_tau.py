@@ -73,7 +73,7 @@ def clip(x, d):
 def clip_to_one(x, d, WIDEN: tl.constexpr):
     """As `clip`, for x <= 0 and d >= -1; one instruction on a GPU, where 0 for NaN.
 
-    No NaN gets lost: the reference of its row is NaN, so that all of the row is 0 and the sum of p too.
+    No NaN gets lost: the reference of its row is NaN, so that all of the row is 0, and its output 0 / 0.
     """
     if WIDEN:
         return clip(x, d)
@@ -83,8 +83,8 @@ def clip_to_one(x, d, WIDEN: tl.constexpr):
         )
 
 
-# (exponent, log2(u), u) to u^exponent, and to 0 where u is or is the lowest normal number. With the selection inside, its predicates live
-# briefly: 32 at a time would be packed into registers and out again.
+# (exponent, log2(u), u) to u^exponent, and to 0 where u is or is the lowest normal number. With the selection
+# inside, its predicates live briefly: 32 at a time would be packed into registers and out again.
 POWER = tl.constexpr(
     "{ .reg .pred p; mul.f32 $0, $1, $2; ex2.approx.ftz.f32 $0, $0;"
     " setp.le.f32 p, $3, 0f00800000; selp.f32 $0, 0f00000000, $0, p; }"

@@ -150,6 +150,21 @@ def test_search_starts_from_a_sample_of_the_keys(alpha, device):
     check(q, k, v, grad, alpha_value=alpha, tolerance=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_search_for_general_powers_starts_with_cubics(dtype, device):
+    """The thresholds are as exact; of 16 bits the last step is taken by the pass that makes the output."""
+    Lk = 4200 if device.type == "cuda" else 1100
+    q, k, v, grad = operands(device, H=2, Lq=24, Lk=Lk, dtype=dtype, variance=0.05)
+    q[:, :, ::7] *= 3  # rows that are further off after the sample
+    alpha = torch.tensor([1.4, 1.6]).view(1, 2, 1, 1).to(device)
+    check(q, k, v, grad, alpha=alpha)
+    keywords = {**PLAIN, "alpha": alpha, "scale": 0.25}
+    _out, (reference, shift, *_) = entmax_attention.forward(q, k, v, training=True, **keywords)
+    x = (q.double() @ k.double().transpose(-1, -2)) * 0.25 * (alpha.double() - 1)
+    u = (x - reference[..., None].double() - shift[..., None].double()).clamp_min(0)
+    assert ((u ** (1 / (alpha.double() - 1))).sum(-1) - 1).abs().max() <= 1e-5
+
+
 def test_alpha_above_two(device):
     """u^(beta - 1) has a pole at the threshold: the rounding of tau shows in the gradients."""
     check(*operands(device), alpha_value=3.0, tolerance=5e-3)
