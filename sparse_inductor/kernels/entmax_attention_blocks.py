@@ -265,7 +265,8 @@ def _rough(
         # Twice what is seen between two steps, which may be a little; but the more of a row is curved,
         # the more of its entries are near the threshold, as they are in all rows but those of ties.
         seen = tl.maximum(2.0 * tl.abs((1.0 / s1 - 1.0 / s0) / (d1 - d0)), 0.5 / (s1 * s1))
-        bend = tl.where((turn > 0) & (seen < POS_INF), tl.minimum(seen, bend), bend)
+        known = tl.where(seen < POS_INF, tl.minimum(seen, bend), bend)
+        bend = tl.where(turn > 0, known, bend)
         turn += 1
         far = tl.where((tl.abs(h1 - 1.0) > ROUGH) & (dead == 0), 1, 0)
         searching = tl.where(turn < 2, 1, tl.where(turn < 4, tl.max(far, 0), 0))
@@ -424,7 +425,8 @@ def _threshold_kernel(
             far = (rest > EXACT_SUM) & (dead == 0)
             if KIND <= 0:
                 # The bend of a cubic holds where the cubic does.
-                far = far | ((tl.abs(f - 1.0) > NEAR) & (rough > 0) & (turn == 0) & (dead == 0))
+                first = tl.where(turn == 0, rough, 0) > 0
+                far = tl.where(first, far | ((tl.abs(f - 1.0) > NEAR) & (dead == 0)), far)
             turn += 1
             searching = tl.max(far.to(tl.int32), 0)
             if turn >= TURNS:
