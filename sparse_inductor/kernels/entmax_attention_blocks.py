@@ -221,7 +221,7 @@ def _rough_step(d, sums, ratio, cubic, lo, hi, old, bend, turn, beta, KIND: tl.c
 
 @triton.jit
 def _rough(
-    d, lo, hi, dead, beta, bend, q, keys, i, row, side, ends, whole, tiles,
+    d, lo, hi, idle, beta, bend, q, keys, i, row, side, ends, whole, tiles,
     D: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -268,7 +268,7 @@ def _rough(
         known = tl.where(seen < POS_INF, tl.minimum(seen, bend), bend)
         bend = tl.where(turn > 0, known, bend)
         turn += 1
-        far = tl.where((tl.abs(h1 - 1.0) > ROUGH) & (dead == 0), 1, 0)
+        far = tl.where((tl.abs(h1 - 1.0) > ROUGH) & (idle == 0), 1, 0)
         searching = tl.where(turn < 2, 1, tl.where(turn < 4, tl.max(far, 0), 0))
     return guess, bend
 
@@ -384,6 +384,8 @@ def _threshold_kernel(
             m = tl.where(dead, 0.0, m)
             lo = class_bound(top - m[:, None], zero - 1.0, beta, KIND, 6)
             lo = tl.maximum(lo - 1e-6, -1.0)
+        # A row with NaN or inf has no sum to search for.
+        idle = dead | (tl.abs(m) == POS_INF) | (m != m)
         row = (factor, am1, m, fill - m)
         d = tl.minimum(lo, hi)
         bend = entries * beta
@@ -393,7 +395,7 @@ def _threshold_kernel(
             rough = tl.where(fits & (whole >= SAMPLE * SAMPLE), 1, 0)
             if rough != 0:
                 d, bend = _rough(
-                    d, lo, hi, dead, beta, bend, qt, keys, i, row, side, ends, whole, tiles,
+                    d, lo, hi, idle, beta, bend, qt, keys, i, row, side, ends, whole, tiles,
                     D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BM, BN, STAGES,
                 )  # fmt: skip
             else:
@@ -422,11 +424,11 @@ def _threshold_kernel(
                 True, D, BD, KIND, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN, BN, STAGES,
             )  # fmt: skip
             d, rest, lo, hi, old = step(d, f, g, lo, hi, old, bend, turn, beta, KIND)
-            far = (rest > EXACT_SUM) & (dead == 0)
+            far = (rest > EXACT_SUM) & (idle == 0)
             if KIND <= 0:
                 # The bend of a cubic holds where the cubic does.
                 first = tl.where(turn == 0, rough, 0) > 0
-                far = tl.where(first, far | ((tl.abs(f - 1.0) > NEAR) & (dead == 0)), far)
+                far = tl.where(first, far | ((tl.abs(f - 1.0) > NEAR) & (idle == 0)), far)
             turn += 1
             searching = tl.max(far.to(tl.int32), 0)
             if turn >= TURNS:
@@ -526,7 +528,9 @@ def _output_kernel(
             change = (norm - 1.0) * f / (norm * g)
             far = (0.5 * bend * change * change > EXACT_SUM) | (tl.abs(f - 1.0) > NEAR)
             turn += 1
-            searching = tl.where(turn < TURNS, tl.max((far & (dead == 0)).to(tl.int32), 0), 0)
+            # There is none in a row with NaN.
+            far = far & (dead == 0) & (change == change)
+            searching = tl.where(turn < TURNS, tl.max(far.to(tl.int32), 0), 0)
         acc -= (beta * change)[:, None] * more
         f -= beta * change * g
         tl.store(shift + at_row, tl.where(dead | (change != change), d, d + change), mask=i < Lq)
