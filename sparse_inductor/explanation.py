@@ -16,8 +16,9 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from . import compat, session
+from .findings import Density, bytes_text
 from .graphs import GraphNode, describe
-from .records import Density, Report, bytes_text
+from .records import Report
 from .rewrite import Applied, RewritePass, broken
 from .slots import slot_value
 from .source import source_at

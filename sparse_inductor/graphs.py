@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from .findings import tensor_text
 from .match.fakes import fake
 from .match.graph import label
-from .records import tensor_text
 from .source import Source, source_of
 
 __all__ = ["GraphNode", "describe", "listing"]

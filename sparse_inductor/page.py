@@ -13,8 +13,8 @@ import torch
 
 from . import __version__
 from .drawing import draw, fold, subgraph
+from .findings import NearMiss, Rewrite, bytes_text, tensor_text
 from .graphs import GraphNode
-from .records import NearMiss, Rewrite, bytes_text, tensor_text
 from .rewrite import Applied
 from .source import Source
 

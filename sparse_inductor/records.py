@@ -1,4 +1,4 @@
-"""What was rewritten and what nearly was: the records, the report and its text."""
+"""The report: everything that was rewritten and what nearly was, of the process or of one call."""
 
 from __future__ import annotations
 
@@ -11,86 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
-
 from . import compat
+from .findings import (
+    Check,
+    Density,
+    NearMiss,
+    Rewrite,
+    at_line,
+    bytes_text,
+    count_text,
+    place_of,
+    rewrite_dict,
+    rewrite_lines,
+    times_text,
+)
 
-__all__ = ["Check", "Density", "NearMiss", "Report", "Rewrite", "report"]
+__all__ = ["Report", "report"]
 
 log = logging.getLogger("sparse_inductor")
 
 JSON_VERSION = 1
-
-Shape = tuple[int | str, ...]
-"""A size that is symbolic at compile time is its expression as text ("s0")."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rewrite:
-    """One subgraph that was replaced by an operator."""
-
-    pattern: str
-    stage: str
-    """Where in the compile: "pre_grad" (the graph Dynamo hands over, before autograd)."""
-    location: str
-    """The user's line that the subgraph ends in: "model.py:41"."""
-    op: str
-    replaced: tuple[str, ...]
-    """The ops that are gone, in the order of the program."""
-    inputs: tuple[tuple[Shape, torch.dtype | None], ...]
-    """(shape, dtype) of each tensor that the operator reads."""
-    bytes_saved: int | None = None
-    """Bytes that autograd no longer keeps for the backward; None where that is not known."""
-    note: str = ""
-    source: str = ""
-    """The text of that line."""
-
-
-@dataclasses.dataclass(frozen=True)
-class NearMiss:
-    """A subgraph that belongs to a pattern's family and was left as it is."""
-
-    pattern: str
-    stage: str
-    location: str
-    reason: str
-    source: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """What `verify=True` found of one rewrite, when it ran for the first time."""
-
-    pattern: str
-    location: str
-    verdict: str = ""
-    """"agrees", "differs" (the unrewritten result is kept and the pattern is off) or "unchecked"."""
-    detail: str = ""
-    error: float | None = None
-    """The largest distance from a reference, absolute below 1 and relative above."""
-    plain_error: float | None = None
-    """The same of the operations as written."""
-    source: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Density:
-    """How many elements of a tensor were not zero when `explain` ran the program."""
-
-    pattern: str
-    location: str
-    what: str
-    """What the elements are: "probabilities"."""
-    active: int
-    total: int
-    row: int
-    """Elements of a row, which is what a user thinks of: the keys of a query, the vocabulary."""
-
-    def __str__(self) -> str:
-        share = self.active / self.total if self.total else 0.0
-        mean = share * self.row
-        shown = f"{mean:.0f}" if mean >= 100 else f"{mean:.1f}"
-        return f"{shown} of {self.row} {self.what} a row are not zero ({share:.2%})"
 
 
 class _Watch:
@@ -242,8 +182,8 @@ class Report:
     def __repr__(self) -> str:
         with self._lock:
             return (
-                f"<sparse_inductor report: {_count(self._rewrites, 'rewrite')}, "
-                f"{_count(self._near_misses, 'near miss')}, {_count(self._graphs, 'graph')}>"
+                f"<sparse_inductor report: {count_text(self._rewrites, 'rewrite')}, "
+                f"{count_text(self._near_misses, 'near miss')}, {count_text(self._graphs, 'graph')}>"
             )
 
     def __str__(self) -> str:
@@ -284,16 +224,6 @@ def report() -> Report:
     return _process_wide
 
 
-def rewrite_dict(rewrite: Rewrite) -> dict[str, Any]:
-    """A rewrite as JSON-able data."""
-    fields = dataclasses.asdict(rewrite)
-    fields["inputs"] = [
-        {"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in rewrite.inputs
-    ]
-    fields["replaced"] = list(rewrite.replaced)
-    return fields
-
-
 def log_graph(
     rewrites: Iterable[Rewrite],
     near_misses: Iterable[NearMiss],
@@ -313,12 +243,12 @@ def log_graph(
         if done:
             saved = _saved(done)
             parts.append(
-                f"{_count(done, 'rewrite')} ({', '.join(dict.fromkeys(r.location for r in done))})"
+                f"{count_text(done, 'rewrite')} ({', '.join(dict.fromkeys(r.location for r in done))})"
                 + (f", {bytes_text(saved)} no longer kept for backward" if saved else "")
             )
         if missed:
             reasons = dict.fromkeys(f"{m.location}: {m.reason}" for m in missed)
-            parts.append(f"{_count(missed, 'near miss')} ({'; '.join(reasons)})")
+            parts.append(f"{count_text(missed, 'near miss')} ({'; '.join(reasons)})")
         log.info("%s: %s, %.1f ms", name, ", ".join(parts), pattern_ms.get(name, 0.0))
     compat.trace_artifact(
         "sparse_inductor",
@@ -339,98 +269,27 @@ def _render(report: Report) -> list[str]:
             "(enable() before torch.compile, then call the compiled function)"
         ]
     lines = [
-        f"sparse_inductor: {_count(rewrites, 'rewrite')}, {_count(near_misses, 'near miss')} in "
-        f"{_count(report.graphs, 'graph')}; the pass took {report.pass_ms:.1f} ms"
+        f"sparse_inductor: {count_text(rewrites, 'rewrite')}, {count_text(near_misses, 'near miss')} in "
+        f"{count_text(report.graphs, 'graph')}; the pass took {report.pass_ms:.1f} ms"
     ]
     wrong = [c for c in report.checks if c.verdict == "differs"]
     if wrong:
         lines += ["", "caught by verify: the unrewritten result is used, the pattern is off"]
         for check in wrong:
-            lines += _at_line(check, check.detail)
+            lines += at_line(check, check.detail)
     for name in dict.fromkeys(r.pattern for r in rewrites):
         mine = Counter(r for r in rewrites if r.pattern == name)
         lines += ["", name]
         for rewrite, times in mine.items():
-            checks = [c for c in report.checks if _of(c) == _of(rewrite)]
-            counted = [d for d in report.densities if _of(d) == _of(rewrite)]
-            lines += _render_rewrite(rewrite, times, checks, counted)
+            checks = [c for c in report.checks if place_of(c) == place_of(rewrite)]
+            counted = [d for d in report.densities if place_of(d) == place_of(rewrite)]
+            lines += rewrite_lines(rewrite, times, checks, counted)
     if near_misses:
         lines += ["", "not rewritten, but nearly"]
         for miss, times in Counter(near_misses).items():
-            lines += _at_line(miss, miss.reason, _times(times))
+            lines += at_line(miss, miss.reason, times_text(times))
     return lines
-
-
-def _at_line(what: NearMiss | Check, because: str, times: str = "") -> list[str]:
-    lines = [f"  {what.location}  {what.pattern}{times}"]
-    return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]
-
-
-def _of(what: Rewrite | Check | Density) -> tuple[str, str]:
-    return what.pattern, what.location
-
-
-def _render_rewrite(
-    rewrite: Rewrite, times: int, checks: Iterable[Check] = (), densities: Iterable[Density] = ()
-) -> list[str]:
-    lines = [f"  {rewrite.location}{_times(times)}"]
-    if rewrite.source:
-        lines.append(f"      {rewrite.source}")
-    facts = [("replaced", f"{', '.join(_runs(rewrite.replaced))} -> {rewrite.op}")]
-    if rewrite.inputs:
-        facts.append(
-            ("inputs", ", ".join(tensor_text(shape, dtype) for shape, dtype in rewrite.inputs))
-        )
-    if rewrite.bytes_saved:
-        facts.append(("saved", f"{bytes_text(rewrite.bytes_saved)} no longer kept for backward"))
-    facts += [("active", str(d)) for d in dict.fromkeys(densities)]
-    if rewrite.note:
-        facts.append(("note", rewrite.note))
-    facts += [("checked", c.detail) for c in dict.fromkeys(checks) if c.verdict == "agrees"]
-    facts += [("checked", f"no: {c.detail}") for c in checks if c.verdict == "unchecked"]
-    return lines + [f"      {label:<9}{text}" for label, text in facts]
-
-
-def rewrite_text(rewrite: Rewrite) -> str:
-    """One rewrite as the report words it."""
-    return "\n".join(_render_rewrite(rewrite, 1))
 
 
 def _saved(rewrites: Iterable[Rewrite]) -> int:
     return sum(r.bytes_saved or 0 for r in rewrites)
-
-
-def _times(times: int) -> str:
-    return f"  ({times} times)" if times > 1 else ""
-
-
-def _runs(names: Iterable[str]) -> list[str]:
-    counted = Counter(names)
-    return [name if times == 1 else f"{times} x {name}" for name, times in counted.items()]
-
-
-def tensor_text(shape: Shape, dtype: torch.dtype | None) -> str:
-    """A tensor as reports write it: "float32[2, 40]"."""
-    return f"{_dtype(dtype)}[{', '.join(map(str, shape))}]"
-
-
-def _dtype(dtype: torch.dtype | None) -> str:
-    return "?" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _count(what: Any, noun: str) -> str:
-    number = what if isinstance(what, int) else len(what)
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{number} {noun if number == 1 else plural}"
-
-
-def bytes_text(number: int) -> str:
-    """A number of bytes in the unit that fits."""
-    value = float(number)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return (
-                f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"
-            )
-        value /= 1024
-    return f"{value:.1f} TiB"

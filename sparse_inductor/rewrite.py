@@ -22,9 +22,11 @@ from torch import fx
 
 from . import compat, records
 from .ability import missing
+from .findings import Check, NearMiss, Rewrite, Shape
 from .match.fakes import fake
 from .pattern import Match, Miss, Pattern, Sparse
-from .records import Check, NearMiss, Report, Rewrite
+from .records import Report
+from .snapshot import Snapshot
 from .source import source_of
 
 __all__ = ["Applied", "Outcome", "RewritePass", "broken"]
@@ -216,7 +218,7 @@ class _Run:
         """Put the ops in; returns the candidates that were replaced, in the order given."""
         check_each = False
         while candidates:
-            before = _Snapshot(self.graph)
+            before = Snapshot(self.graph)
             at = None
             try:
                 for candidate in candidates:
@@ -294,38 +296,6 @@ class _Run:
         log.warning("pattern %s raised and is off for this process", pattern.name, exc_info=error)
         reason = f"the pattern raised and is off for this process: {_describe(error)}"
         self.near_misses.append(_near_miss(pattern.name, Miss(reason), node))
-
-
-class _Snapshot:
-    """The nodes of a graph, their order and their arguments: cheap to take, and restoring keeps the
-    nodes' identity."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._graph = graph
-        self._nodes = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.type) for n in graph.nodes]
-
-    def restore(self) -> bool:
-        """Put the graph back; False if some nodes had been erased and are now copies of what they
-        were."""
-        graph, alive = self._graph, set(self._graph.nodes)
-        now: dict[fx.Node, fx.Node] = {}
-        place: fx.Node | None = None
-        for node, op, target, args, kwargs, name, kind in self._nodes:
-            args, kwargs = fx.map_arg((args, kwargs), lambda n: now.get(n, n))
-            if node in alive:
-                now[node] = node
-                node.op, node.target, node.args, node.kwargs = op, target, args, kwargs
-            else:
-                now[node] = graph.create_node(op, target, args, kwargs, name, kind)
-                now[node].meta = node.meta
-            if place is not None and place.next is not now[node]:
-                place.append(now[node])
-            place = now[node]
-        keep = set(now.values())
-        for node in reversed(graph.nodes):
-            if node not in keep:
-                graph.erase_node(node)
-        return all(old is new for old, new in now.items())
 
 
 def make_view(graph: fx.Graph) -> Any:
@@ -414,7 +384,7 @@ def _unchecked(check: Check, error: Exception) -> Check:
     return dataclasses.replace(check, verdict="unchecked", detail=str(error))
 
 
-def _shape_and_dtype(node: fx.Node) -> tuple[records.Shape, Any]:
+def _shape_and_dtype(node: fx.Node) -> tuple[Shape, Any]:
     value = fake(node)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return (), None

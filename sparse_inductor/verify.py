@@ -36,7 +36,8 @@ from .accuracy import (
     gradients,
     to_double,
 )
-from .records import Check, Report
+from .findings import Check
+from .records import Report
 from .region import Subgraph, Watch
 
 __all__ = ["guard"]

@@ -16,7 +16,8 @@ import torch
 
 import sparse_inductor
 from sparse_inductor import pattern
-from sparse_inductor.records import NearMiss, Report, Rewrite
+from sparse_inductor.findings import NearMiss, Rewrite
+from sparse_inductor.records import Report
 from sparse_inductor.source import source_of
 from toy import Toy, captured, relu_alone, relu_of_sum
 

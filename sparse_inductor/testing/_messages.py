@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..explanation import Explanation
+from ..findings import rewrite_text
 from ..pattern import Pattern
-from ..records import Report, rewrite_text
+from ..records import Report
 
 __all__ = ["failure", "nearest", "shown_rewrites"]
 

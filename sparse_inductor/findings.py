@@ -1,0 +1,184 @@
+"""What was found, one by one, and how reports word it: rewrites, near misses, checks, densities."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Check",
+    "Density",
+    "NearMiss",
+    "Rewrite",
+    "Shape",
+    "at_line",
+    "bytes_text",
+    "count_text",
+    "place_of",
+    "rewrite_dict",
+    "rewrite_lines",
+    "rewrite_text",
+    "tensor_text",
+    "times_text",
+]
+
+Shape = tuple[int | str, ...]
+"""A size that is symbolic at compile time is its expression as text ("s0")."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrite:
+    """One subgraph that was replaced by an operator."""
+
+    pattern: str
+    stage: str
+    """Where in the compile: "pre_grad" (the graph Dynamo hands over, before autograd)."""
+    location: str
+    """The user's line that the subgraph ends in: "model.py:41"."""
+    op: str
+    replaced: tuple[str, ...]
+    """The ops that are gone, in the order of the program."""
+    inputs: tuple[tuple[Shape, torch.dtype | None], ...]
+    """(shape, dtype) of each tensor that the operator reads."""
+    bytes_saved: int | None = None
+    """Bytes that autograd no longer keeps for the backward; None where that is not known."""
+    note: str = ""
+    source: str = ""
+    """The text of that line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NearMiss:
+    """A subgraph that belongs to a pattern's family and was left as it is."""
+
+    pattern: str
+    stage: str
+    location: str
+    reason: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What `verify=True` found of one rewrite, when it ran for the first time."""
+
+    pattern: str
+    location: str
+    verdict: str = ""
+    """"agrees", "differs" (the unrewritten result is kept and the pattern is off) or "unchecked"."""
+    detail: str = ""
+    error: float | None = None
+    """The largest distance from a reference, absolute below 1 and relative above."""
+    plain_error: float | None = None
+    """The same of the operations as written."""
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Density:
+    """How many elements of a tensor were not zero when `explain` ran the program."""
+
+    pattern: str
+    location: str
+    what: str
+    """What the elements are: "probabilities"."""
+    active: int
+    total: int
+    row: int
+    """Elements of a row, which is what a user thinks of: the keys of a query, the vocabulary."""
+
+    def __str__(self) -> str:
+        share = self.active / self.total if self.total else 0.0
+        mean = share * self.row
+        shown = f"{mean:.0f}" if mean >= 100 else f"{mean:.1f}"
+        return f"{shown} of {self.row} {self.what} a row are not zero ({share:.2%})"
+
+
+def rewrite_dict(rewrite: Rewrite) -> dict[str, Any]:
+    """A rewrite as JSON-able data."""
+    fields = dataclasses.asdict(rewrite)
+    fields["inputs"] = [
+        {"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in rewrite.inputs
+    ]
+    fields["replaced"] = list(rewrite.replaced)
+    return fields
+
+
+def at_line(what: NearMiss | Check, because: str, times: str = "") -> list[str]:
+    """The lines about something at a line of the user's, with the reason."""
+    lines = [f"  {what.location}  {what.pattern}{times}"]
+    return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]
+
+
+def place_of(what: Rewrite | Check | Density) -> tuple[str, str]:
+    """What tells which findings are about the same place."""
+    return what.pattern, what.location
+
+
+def rewrite_lines(
+    rewrite: Rewrite, times: int, checks: Iterable[Check] = (), densities: Iterable[Density] = ()
+) -> list[str]:
+    """One rewrite as the report words it, with what was found of it when it ran."""
+    lines = [f"  {rewrite.location}{times_text(times)}"]
+    if rewrite.source:
+        lines.append(f"      {rewrite.source}")
+    facts = [("replaced", f"{', '.join(_runs(rewrite.replaced))} -> {rewrite.op}")]
+    if rewrite.inputs:
+        facts.append(
+            ("inputs", ", ".join(tensor_text(shape, dtype) for shape, dtype in rewrite.inputs))
+        )
+    if rewrite.bytes_saved:
+        facts.append(("saved", f"{bytes_text(rewrite.bytes_saved)} no longer kept for backward"))
+    facts += [("active", str(d)) for d in dict.fromkeys(densities)]
+    if rewrite.note:
+        facts.append(("note", rewrite.note))
+    facts += [("checked", c.detail) for c in dict.fromkeys(checks) if c.verdict == "agrees"]
+    facts += [("checked", f"no: {c.detail}") for c in checks if c.verdict == "unchecked"]
+    return lines + [f"      {label:<9}{text}" for label, text in facts]
+
+
+def rewrite_text(rewrite: Rewrite) -> str:
+    """The same of one rewrite alone."""
+    return "\n".join(rewrite_lines(rewrite, 1))
+
+
+def times_text(times: int) -> str:
+    """How often, where that is more than once."""
+    return f"  ({times} times)" if times > 1 else ""
+
+
+def _runs(names: Iterable[str]) -> list[str]:
+    counted = Counter(names)
+    return [name if times == 1 else f"{times} x {name}" for name, times in counted.items()]
+
+
+def tensor_text(shape: Shape, dtype: torch.dtype | None) -> str:
+    """A tensor as reports write it: "float32[2, 40]"."""
+    return f"{_dtype(dtype)}[{', '.join(map(str, shape))}]"
+
+
+def _dtype(dtype: torch.dtype | None) -> str:
+    return "?" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def count_text(what: Any, noun: str) -> str:
+    """A number, or how many there are, with its noun: "2 rewrites"."""
+    number = what if isinstance(what, int) else len(what)
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def bytes_text(number: int) -> str:
+    """A number of bytes in the unit that fits."""
+    value = float(number)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return (
+                f"{value:.0f} {unit}" if unit == "bytes" or value >= 100 else f"{value:.1f} {unit}"
+            )
+        value /= 1024
+    return f"{value:.1f} TiB"
