@@ -12,9 +12,9 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from .boxes import boxes
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
-from .relu_ffn_boxes import boxes
 from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
 from .relu_ffn_rows import slopes
 

@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_inductor.epilogue.steps import Program
 
+from .boxes import addressable
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .relu_ffn_packing import DENSE
@@ -298,23 +299,13 @@ def _next(t: torch.Tensor, towards: float) -> torch.Tensor:
     return torch.tensor(bits, dtype=torch.int16).view(t.dtype)
 
 
-def _addressable(rows: torch.Tensor) -> bool:
-    """Whether the copy engine can address a matrix of 16-bit elements."""
-    return (
-        rows.stride(1) == 1
-        and rows.stride(0) % 8 == 0  # 16 bytes
-        and rows.stride(0) >= rows.shape[1]
-        and rows.data_ptr() % 16 == 0
-    )
-
-
 def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     """Whether this kernel can run: Hopper, 16-bit operands, sizes the copy engine can address."""
     return (
         x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16)
         and torch.cuda.get_device_capability(x.device)[0] == 9
-        and all(map(_addressable, (x, *weights)))
+        and all(map(addressable, (x, *weights)))
         and all(len(w) % 8 == 0 for w in weights)  # of what is written too
     )
 

@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_inductor.epilogue.steps import Program
 
+from .boxes import addressable
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .splade_head_positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
@@ -549,17 +550,6 @@ def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(box, element)
 
 
-def _addressable(rows: torch.Tensor) -> bool:
-    """Whether the copy engine can address rows [R, D] of 16-bit elements."""
-    stride = rows.stride(0)
-    return (
-        rows.stride(1) == 1
-        and stride % 8 == 0  # 16 bytes
-        and stride >= rows.shape[1]
-        and rows.data_ptr() % 16 == 0
-    )
-
-
 def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
     """Whether this kernel can run: Hopper, 16-bit operands, sizes the copy engine can address."""
     if hidden.device.type != "cuda" or hidden.dtype not in (torch.float16, torch.bfloat16):
@@ -573,7 +563,7 @@ def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
         and D <= 4096  # the loop over features is unrolled
         and B * S < 2**31 - 256  # rows are 32-bit coordinates
         # A transposed weight is copied while that is cheap; else the portable kernel reads it.
-        and (_addressable(weight) or weight.nbytes <= 64 * 2**20)
+        and (addressable(weight) or weight.nbytes <= 64 * 2**20)
     )
 
 
@@ -584,7 +574,7 @@ def _rows(hidden: torch.Tensor) -> torch.Tensor:
     if B == 1 or S == 1 or batch == S * token:
         row = token if S > 1 else batch if B > 1 else D
         rows = hidden.as_strided((B * S, D), (row, feature))
-        if _addressable(rows):
+        if addressable(rows):
             return rows
     return hidden.clone(memory_format=torch.contiguous_format).view(B * S, D)
 
@@ -605,7 +595,7 @@ def launch(
     values, winner, peak = outputs
     B, S, D = hidden.shape
     V = weight.shape[0]
-    if not _addressable(weight):
+    if not addressable(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
     if add is not None and positions is None:
         positions = classify(ADDED, (add,), hidden)
