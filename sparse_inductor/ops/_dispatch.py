@@ -60,6 +60,14 @@ def replays() -> bool:
     return not triton.knobs.runtime.interpret
 
 
+def define(*schemas: str) -> torch.library.Library:
+    """A library that declares these operators, for `register` to say the rest."""
+    lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+    for schema in schemas:
+        lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    return lib
+
+
 # What computes the operators, by name.
 functions: dict[str, Callable[..., Any]] = {}
 

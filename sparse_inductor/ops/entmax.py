@@ -18,6 +18,7 @@ from ._arguments import FLOATS, fits
 from ._dispatch import (
     autocast_off,
     call_below_autograd,
+    define,
     inline,
     outside_transforms,
     register,
@@ -26,15 +27,10 @@ from ._sharding import Rule, dims
 
 __all__ = ["entmax"]
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
-_lib.define(
+_lib = define(
     "entmax(Tensor x, Tensor? alpha, float alpha_value, int dim) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_lib.define(
     "entmax_backward(Tensor grad, Tensor y, Tensor? alpha, float alpha_value, int dim, bool[2] needs)"
     " -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 

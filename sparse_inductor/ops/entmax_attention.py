@@ -24,6 +24,7 @@ from ._dispatch import (
     autocast_off,
     autocast_on,
     call_below_autograd,
+    define,
     outside_transforms,
     register,
 )
@@ -32,19 +33,16 @@ from .entmax import check_alpha
 
 __all__ = ["entmax_attention"]
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alpha, Tensor? query_lengths,"
     " Tensor? key_lengths"
 )
 _NUMBERS = "float alpha_value, float scale, float fill, bool causal"
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_lib.define(f"entmax_attention({_INPUTS}, {_NUMBERS}) -> Tensor", tags=_TAGS)
-_lib.define(f"entmax_attention_train({_INPUTS}, {_NUMBERS}) -> (Tensor, Tensor[])", tags=_TAGS)
-_lib.define(
+_lib = define(
+    f"entmax_attention({_INPUTS}, {_NUMBERS}) -> Tensor",
+    f"entmax_attention_train({_INPUTS}, {_NUMBERS}) -> (Tensor, Tensor[])",
     f"entmax_attention_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor[] saved, {_NUMBERS}, bool[5] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
 )
 
 

@@ -15,15 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ._dispatch import on_gpu
+from ._dispatch import define, on_gpu
 from ._top import keys_of, keys_with_ids, scores_and_ids
 
 __all__: list[str] = []
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
-_lib.define(
+_lib = define(
     "index_search(Tensor query, Tensor[] postings, int[] counts, Tensor deleted, SymInt k) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of the time of a full selection

@@ -36,6 +36,7 @@ from ._dispatch import (
     autocast_off,
     autocast_on,
     call_below_autograd,
+    define,
     outside_transforms,
     register,
 )
@@ -43,21 +44,16 @@ from ._sharding import Dims, Rule, dims
 
 __all__ = ["capacity", "relu_ffn"]
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _INPUTS = (
     "Tensor x, Tensor gate, Tensor? gate_bias, Tensor? up, Tensor? up_bias, Tensor down, Tensor? down_bias,"
     " str gate_steps, str up_steps, bool stats"
 )
 _PACKED = "Tensor count, Tensor index, Tensor gates, Tensor ups"
-_lib.define(f"relu_ffn({_INPUTS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_lib.define(
+_lib = define(
+    f"relu_ffn({_INPUTS}) -> (Tensor, Tensor)",
     f"relu_ffn_train({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_lib.define(
     f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[7] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 

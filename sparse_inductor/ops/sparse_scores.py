@@ -22,21 +22,19 @@ from torch.autograd.function import once_differentiable
 from ..compat import below_autograd
 from . import _sparse_scores_aten as aten
 from ._arguments import FLOATS, INTEGERS, known, same
-from ._dispatch import autocast_off, outside_transforms, register
+from ._dispatch import autocast_off, define, outside_transforms, register
 from ._sharding import Rule, dims
 from ._top import best_of
 
 __all__ = ["best_scores", "check_k", "sparse_scores"]
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
-for _schema in (
+_lib = define(
     f"sparse_scores(Tensor query, {_DOCS}, SymInt num_docs, ScalarType? out_dtype=None) -> Tensor",
     f"sparse_scores_topk(Tensor query, {_DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None)"
     " -> (Tensor, Tensor)",
     f"sparse_scores_backward(Tensor grad, {_DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype) -> Tensor",
-):
-    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+)
 
 
 def sparse_scores(

@@ -17,18 +17,16 @@ from torch import Tensor
 
 from . import _sparse_scores_aten as aten
 from ._arguments import FLOATS, INTEGERS, fits
-from ._dispatch import register
+from ._dispatch import define, register
 from ._sharding import Rule, dims
 from .sparse_scores import best_scores, check_k
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _POSTINGS = "Tensor positions, Tensor weights, Tensor? mask, Tensor docs, Tensor values"
-for _schema in (
+_lib = define(
     f"sparse_scores_postings({_POSTINGS}, SymInt num_docs, ScalarType? out_dtype=None) -> Tensor",
     f"sparse_scores_postings_topk({_POSTINGS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None)"
     " -> (Tensor, Tensor)",
-):
-    _lib.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+)
 
 
 def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) -> None:

@@ -26,6 +26,7 @@ from ._dispatch import (
     autocast_off,
     autocast_on,
     call_below_autograd,
+    define,
     outside_transforms,
     register,
 )
@@ -35,22 +36,14 @@ __all__ = ["DEFAULT_STEPS", "splade_head"]
 
 DEFAULT_STEPS = "relu | log1p | row_mul(0)"
 
-_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor[] rows, str steps"
-_lib.define(
+_lib = define(
     f"splade_head({_INPUTS}, ScalarType? out_dtype=None, bool argmax=False) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_lib.define(
     f"splade_head_train({_INPUTS}, ScalarType? out_dtype, bool argmax, ScalarType winner_dtype)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_lib.define(
     f"splade_head_backward(Tensor grad, {_INPUTS}, Tensor winner, Tensor peak, Tensor per_element, bool argmax,"
     " bool[3] needs)"
     " -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
