@@ -39,6 +39,7 @@ from sparse_inductor.match.maxima import Reduction, maximum
 from sparse_inductor.match.poolings import (
     ANCHORS,
     LOGS,
+    POOLED,
     PRODUCTS,
     RISES,
     other_pool,
@@ -283,7 +284,7 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
 def _resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
     """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
     an activation before or after it."""
-    found = above(view, red.source)
+    found = above(view, red.source, POOLED)  # what is pooled already is no head once more
     ndim = len(view.shape(red.source))
     if "linear" in found:
         over_tokens = ndim > 2 and red.dim < ndim - 1 and not red.minimum

@@ -11,6 +11,7 @@ from cases import assert_case, left_behind
 from splade_spellings import CASES, B, S, V
 from support import compile_without_codegen, only_splade_head, rewrites
 
+ALL = ("splade_head", "relu_ffn", "entmax_attention", "entmax", "sparse_scores")
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -76,3 +77,16 @@ def test_new_sizes_are_rewritten_too():
 
 def test_names_are_unique():
     assert len(BY_NAME) == len(CASES)
+
+
+def test_what_becomes_of_the_terms_is_no_near_miss():
+    """Pruning by the largest term, scores of a batch, a second lookup: of no family, so no word of it."""
+    near = {
+        name: [m.reason for m in assert_case(BY_NAME[name], only=ALL).report.near_misses]
+        for name in (
+            "pruned_by_ratio__infer",
+            "two_towers_shared__train",
+            "sparse_embed_recomputed__infer",
+        )
+    }
+    assert not any(near.values()), near

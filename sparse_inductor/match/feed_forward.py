@@ -21,6 +21,7 @@ from .spine import Spine, Term
 
 __all__ = ["Factor", "Reading", "activation", "read_block", "resembles"]
 
+_OTHERS = frozenset("amax max_dim amin min_dim aminmax scaled_dot_product_attention".split())
 _RECTIFIERS = frozenset(
     "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign autograd_function_apply".split()
 )
@@ -146,5 +147,5 @@ def activation(
 
 def resembles(view: GraphView, source: fx.Node) -> bool:
     """Whether a tensor comes from a linear and a rectifier: worth a reason where it is no block."""
-    found = above(view, source)
+    found = above(view, source, _OTHERS)
     return "linear" in found and bool(found & _RECTIFIERS)

@@ -17,7 +17,7 @@ from .graph import GraphView
 from .names import Call
 from .shapes import Decline
 
-__all__ = ["ANCHORS", "LOGS", "PRODUCTS", "RISES", "other_pool", "weighted_sum"]
+__all__ = ["ANCHORS", "LOGS", "POOLED", "PRODUCTS", "RISES", "other_pool", "weighted_sum"]
 
 RISES = frozenset(
     "relu relu6 clamp clamp_min maximum softplus leaky_relu elu celu selu gelu silu mish where threshold "
@@ -43,7 +43,7 @@ POOLS = frozenset({*_SUMS, *_ORDERS})
 ANCHORS = POOLS | {"getitem"}
 PRODUCTS = frozenset("einsum matmul bmm".split())
 # What is below these has one value a sequence: pooled already.
-_POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | POOLS
+POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | POOLS
 
 
 def other_pool(view: GraphView, node: fx.Node) -> str | None:
@@ -53,7 +53,7 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
         return _picked_token(view, node, call)
     if call is None or call.name not in POOLS or not view.is_tensor(call.get("input")):
         return None
-    found = above(view, call["input"], _POOLED)
+    found = above(view, call["input"], POOLED)
     if "linear" not in found:
         return None
     activated = bool(found & RISES and found & LOGS)
@@ -78,7 +78,7 @@ def _picked_token(view: GraphView, node: fx.Node, call: Call) -> str | None:
     index = call["index"] if isinstance(call["index"], tuple) else ()
     if sum(isinstance(i, fx.Node) and view.is_tensor(i) for i in index) != 2:
         return None
-    if not view.is_tensor(call["input"]) or "linear" not in above(view, call["input"], _POOLED):
+    if not view.is_tensor(call["input"]) or "linear" not in above(view, call["input"], POOLED):
         return None
     if not (below(view, node, RISES) and below(view, node, LOGS)):
         return None
@@ -106,7 +106,7 @@ def weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     operands: Any = () if call is None else call.get("operands") or (call["input"], call["other"])
     for x in operands:
         if view.is_tensor(x) and view.dtype(x).is_floating_point:
-            found = above(view, x, _POOLED)
+            found = above(view, x, POOLED)
             if "linear" in found and found & RISES and found & LOGS:
                 return reason
     return None

@@ -79,6 +79,8 @@ def _labelled(
     if len(set(xs)) != len(xs) or len(set(ys)) != len(ys) or len(xs) != len(w.shape):
         return None
     if any(not same_size(sizes[c], 1) for c in extra):
+        if w.gather.features:
+            return None  # rows that were looked up, through a linear
         raise Decline(
             "a product with a matrix: the document weights have an axis of their own", node
         )

@@ -66,6 +66,19 @@ def sparse_embed_recomputed():
 
 
 @program()
+def pruned_by_ratio():
+    """OpenSearch: terms below a share of the largest are dropped."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            values, _ = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1)
+            largest, _ = values.max(dim=-1, keepdim=True)
+            return values * (values > 0.1 * largest)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
 def opensearch_inference_free():
     """OpenSearch doc-v3: documents through the head twice-logged, queries are idf weights."""
 
