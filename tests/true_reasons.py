@@ -166,7 +166,12 @@ TRUE["scoring_spellings"] = {
     "clamped_postings": ("changed after they were looked up", ".clamp(max=N - 1)"),
 }
 NOTHING_OF_IT["scoring_spellings"] = {
-    "permuted_rows": "a lookup by two coordinates that are not followed",
+    "rows_reversed": "a lookup by two coordinates that are not followed",
+    "rows_permuted": "a lookup by two coordinates that are not followed",
+    "rows_listed": "a lookup by two coordinates that are not followed",
+    "rows_shifted": "a lookup by two coordinates that are not followed",
+    "rows_doubled": "a lookup by two coordinates that are not followed",
+    "rows_repeated_as_a_column": "a lookup by two coordinates that are not followed",
     "document_lengths": "no query takes part",
 }
 

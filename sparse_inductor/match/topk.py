@@ -13,6 +13,7 @@ from .emit import Emitter
 from .graph import GraphView, fake, same_size
 from .postings import Postings
 from .scored import Scores, names_of
+from .values import only_slices
 
 __all__ = ["Top", "top_of"]
 
@@ -113,7 +114,7 @@ def _moved(view: GraphView, axes: list[str], call: Any, node: fx.Node) -> list[s
         if call.name == "permute":
             return [axes[d % n] for d in call["dims"]]
         return axes[::-1] if n == 2 else None
-    if call.name == "getitem" and not _basic(call["index"]):
+    if call.name == "getitem" and not only_slices(call["index"]):
         return None
     before, after = view.shape(call["input"]), view.shape(node)
     wide = [(s, a) for s, a in zip(before, axes) if not same_size(s, 1)]
@@ -122,12 +123,6 @@ def _moved(view: GraphView, axes: list[str], call: Any, node: fx.Node) -> list[s
         return None
     names = iter(a for _, a in wide)
     return ["1" if same_size(s, 1) else next(names) for s in after]
-
-
-def _basic(index: Any) -> bool:
-    """Whether an index takes elements in their order."""
-    items = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
 
 
 def _selection(view: GraphView, axes: list[str], node: fx.Node, path: list[fx.Node]) -> Top | None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from .graph import CONSTANT_LIKE, GraphView, same_size
 
-__all__ = ["counting", "not_negative", "swallowed", "uniform"]
+__all__ = ["counting", "not_negative", "only_slices", "swallowed", "uniform"]
 
 
 def not_negative(view: GraphView, x: fx.Node) -> bool:
@@ -72,11 +72,17 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
 _PUTS_ONES = frozenset("view unsqueeze getitem select squeeze cast contiguous clone".split())
 
 
+def only_slices(index: Any) -> bool:
+    """Whether an index takes elements in their order."""
+    items = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
+
+
 def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
     """The axis, counted from the end, along which a tensor is provably 0, 1, 2, ..., and the same along all others."""
     if not view.is_tensor(x) or view.value(x, reader) is not x:
         return None
-    call = view.call(x)
+    result, call = view.shape(x), view.call(x)
     while call is not None and call.name in ("expand", "expand_as", "repeat"):
         if not view.is_tensor(call["input"]) or call.inplace:
             return None
@@ -84,7 +90,7 @@ def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
         call = view.call(x)
     shape = view.shape(x)
     wide = [a for a in range(len(shape)) if not same_size(shape[a], 1)]
-    if len(wide) != 1:
+    if len(wide) != 1 or not same_size(result[wide[0] - len(shape)], shape[wide[0]]):
         return None
     while call is not None and call.name in _PUTS_ONES and not call.inplace:
         inner = call["input"]
@@ -92,6 +98,8 @@ def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
             return None
         if not any(same_size(shape[wide[0]], s) for s in view.shape(inner)):
             return None  # a part of it
+        if call.name == "getitem" and not only_slices(call["index"]):
+            return None  # in another order
         x, call = inner, view.call(inner)
     from_zero = len(x.args) == 1 or (len(x.args) == 2 and x.args[0] == 0)
     return len(shape) - wide[0] if x.target is torch.arange and from_zero else None

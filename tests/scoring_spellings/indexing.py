@@ -24,10 +24,29 @@ def expanded_coordinates(c, q):
     return scores.index_put_((who, c.rows.expand_as(who)), parts, accumulate=True).topk(K)
 
 
-@scoring("no_rewrite", "the rows of the queries are permuted")
-def permuted_rows(c, q):
-    """other rows than 0, 1, 2, ..."""
-    return (q[torch.arange(B).flip(0)[:, None, None], c.ids] * c.values).sum(-1)
+ROWS = {
+    "reversed": lambda n: torch.arange(n).flip(0),
+    "permuted": lambda n: torch.arange(n)[torch.tensor([2, 0, 1])],
+    "listed": lambda n: torch.arange(n)[[1, 2, 0]],
+    "shifted": lambda n: torch.arange(1, n + 1) % n,
+    "doubled": lambda n: torch.arange(0, 2 * n, 2) % n,
+}
+for name, rows in ROWS.items():
+
+    def score(c, q, rows=rows):
+        """other rows than 0, 1, 2, ..."""
+        return (q[rows(B)[:, None, None], c.ids] * c.values).sum(-1)
+
+    score.__name__ = f"rows_{name}"
+    scoring("no_rewrite", "the rows of the queries are in another order")(score)
+
+
+@scoring("no_rewrite", "the first rows of the queries come twice")
+def rows_repeated_as_a_column(c, q):
+    """arange(2)[:, None].repeat(2, 1) has as many rows as the queries, which are other ones"""
+    twice = torch.cat([q, q[:1]])
+    picked = twice[torch.arange(2)[:, None].repeat(2, c.cols.numel()), c.cols] * c.vals
+    return torch.zeros(4, N).index_add(1, c.rows, picked)
 
 
 @scoring(modes=BOTH, rewrites=B)
