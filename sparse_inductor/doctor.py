@@ -23,7 +23,7 @@ from . import __version__, compat
 from .console import print_table, print_text
 from .explanation import explain
 from .pattern import Pattern, registered
-from .session import SKIP_VARIABLE
+from .selection import SKIP_VARIABLE
 
 __all__ = ["Finding", "diagnose", "show"]
 

@@ -13,10 +13,6 @@ called, so a reference that outlives `disable()` is inert.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
-import logging
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -25,25 +21,15 @@ from typing import Any
 from torch import fx
 
 from . import compat
-from .fingerprint import fingerprint, package_hash
-from .pattern import Pattern, registered
-from .rewrite import Outcome, RewritePass, broken
+from .pattern import Pattern
+from .selection import Names, Session, StrictError
 from .slots import CustomGraphPass, Slot, passes_of, slot_value
 
 __all__ = ["StrictError", "disable", "enable", "enabled", "options"]
 
-log = logging.getLogger("sparse_inductor")
-
-SKIP_VARIABLE = "SPARSE_INDUCTOR_SKIP"
 REWRITE_SLOT = "pre_grad_custom_pass"
 KEY_SLOT = "post_grad_custom_pre_pass"
 TIMING = "pre_grad_pass_timing"
-
-Names = str | Iterable[str] | None
-
-
-class StrictError(RuntimeError):
-    """`strict=True`, and a pattern that had to match did not."""
 
 
 # --- The public functions -------------------------------------------------------------------------
@@ -73,7 +59,7 @@ def enable(
     Warns when something was compiled before: that code stays as it is until
     `torch._dynamo.reset()`.
     """
-    _switch(_Session.of(only, skip, strict, verify))
+    _switch(Session.of(only, skip, strict, verify))
 
 
 def disable() -> None:
@@ -100,7 +86,7 @@ def enabled(
     Takes what `enable` takes and raises what it raises. Only what is *compiled* within the block is
     rewritten: `torch.compile` compiles at the first call.
     """
-    session = _Session.of(only, skip, strict, verify)
+    session = Session.of(only, skip, strict, verify)
     outer = _state.session
     _switch(session, keep_equal=False)
     try:
@@ -128,7 +114,7 @@ def options(
     A pattern's process-wide switches (`setup`) are not thrown: use `enable()` where a pattern needs
     them.
     """
-    session = _Session.of(only, skip, strict, verify)
+    session = Session.of(only, skip, strict, verify)
     chosen = {
         REWRITE_SLOT: slot_value([*users_passes(REWRITE_SLOT), _RewriteSlot(session)]),
         KEY_SLOT: slot_value([*users_passes(KEY_SLOT), _CacheKey(session)]),
@@ -140,7 +126,7 @@ def options(
 
 def current_patterns() -> list[Pattern]:
     """The patterns of the enabled session; without one, all that `enable()` would turn on."""
-    session = _state.session or _Session.of(None, None)
+    session = _state.session or Session.of(None, None)
     return list(session.patterns.values())
 
 
@@ -156,115 +142,6 @@ def prepared(patterns: Iterable[Pattern]) -> Iterator[None]:
         yield
 
 
-# --- A session ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(eq=False)
-class _Session:
-    """A selection of patterns and what came of it."""
-
-    patterns: dict[str, Pattern]
-    only: frozenset[str]
-    strict: bool
-    verify: bool = False
-    matched: set[str] = dataclasses.field(default_factory=set)
-    nearly: dict[str, str] = dataclasses.field(default_factory=dict)
-    graphs: int = 0
-
-    @classmethod
-    def of(cls, only: Names, skip: Names, strict: bool = False, verify: bool = False) -> _Session:
-        known = registered()
-        package_hash()  # now, as near to the import of the sources as it gets
-        named = _names(only, "only", known)
-        skipped = _names(skip, "skip", known) | _names(
-            os.environ.get(SKIP_VARIABLE), SKIP_VARIABLE, known
-        )
-        wanted = set(known) if only is None else named
-        return cls(
-            {n: p for n, p in known.items() if n in wanted - skipped},
-            named - skipped,
-            bool(strict),
-            bool(verify),
-        )
-
-    def same_as(self, other: _Session | None) -> bool:
-        return (
-            other is not None
-            and self.only == other.only
-            and self.strict == other.strict
-            and self.verify == other.verify
-            and self.patterns.keys() == other.patterns.keys()
-            and all(self.patterns[name] is other.patterns[name] for name in self.patterns)
-        )
-
-    def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> None:
-        """Rewrite a graph. A strict session raises here what it cannot raise later
-        (`fail_at_end_of_graph`), or what is already certain."""
-        outcome = RewritePass(self.patterns.values(), verify=self.verify).run(graph)
-        self._note(outcome)
-        if not self.strict:
-            return
-        end = compat.graph_end(graph.owning_module)
-        if end is None or end.broke:
-            return  # the rest of the program is still to come
-        if fail_at_end_of_graph or self._missing().keys() & {
-            m.pattern for m in outcome.near_misses
-        }:
-            self.check_strict()
-
-    def _note(self, outcome: Outcome) -> None:
-        self.graphs += 1
-        self.matched |= {r.pattern for r in outcome.rewrites}
-        for miss in outcome.near_misses:
-            self.nearly.setdefault(
-                miss.pattern, f"nearly matched at {miss.location}, but {miss.reason}"
-            )
-
-    def _missing(self) -> dict[str, str]:
-        """The patterns that had to match and did not, each with what is known about it."""
-        if self.only:
-            names = self.only - self.matched
-        else:
-            names = frozenset() if self.matched else frozenset(self.patterns)
-        if self.graphs:
-            otherwise = f"nothing resembles it in what was compiled ({self.graphs} graphs)"
-        else:
-            otherwise = "nothing was compiled"
-        return {name: self.nearly.get(name, otherwise) for name in sorted(names)}
-
-    def check_strict(self) -> None:
-        missing = self._missing() if self.strict else {}
-        if missing:
-            lines = "\n".join(f"  {name}: {why}" for name, why in missing.items())
-            what = "these patterns never matched" if self.only else "no pattern matched"
-            raise StrictError(f"sparse_inductor, strict=True: {what}:\n{lines}")
-
-    def key(self) -> str | None:
-        """What of the session decides how a graph is compiled; None if that cannot be told, or if
-        what is compiled holds what only this process knows."""
-        if self.verify:
-            return None
-        return fingerprint(p for name, p in self.patterns.items() if name not in broken)
-
-
-def _names(value: Names, argument: str, known: dict[str, Pattern]) -> frozenset[str]:
-    if value is None:
-        return frozenset()
-    listed = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value)
-    for name in listed:
-        if not isinstance(name, str):
-            raise TypeError(f"{argument} takes pattern names, got {name!r}")
-    names = frozenset(n for n in listed if n)
-    for name in sorted(names - known.keys()):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ";"
-        raise ValueError(
-            f"{argument}: there is no pattern {name!r}{hint} known patterns: "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
-    return names
-
-
 # --- The passes in the slots ----------------------------------------------------------------------
 
 
@@ -272,7 +149,7 @@ class _OurPass(CustomGraphPass):
     """A pass of ours; `session` is its own for `options()`, and None for whatever session is
     enabled."""
 
-    def __init__(self, session: _Session | None = None) -> None:
+    def __init__(self, session: Session | None = None) -> None:
         self._session = session
 
     def uuid(self) -> str | None:
@@ -343,7 +220,7 @@ class _State:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.session: _Session | None = None
+        self.session: Session | None = None
         self.slots = (Slot(REWRITE_SLOT, _RewriteSlot()), Slot(KEY_SLOT, _CacheKey()))
         self.timing: compat.SavedSetting | None = None
         self.teardowns = contextlib.ExitStack()
@@ -352,7 +229,7 @@ class _State:
 _state = _State()
 
 
-def _switch(session: _Session | None, warn: bool = True, keep_equal: bool = True) -> None:
+def _switch(session: Session | None, warn: bool = True, keep_equal: bool = True) -> None:
     """Make `session` the one that is on (None: off); `keep_equal` leaves one that is equal in its
     place."""
     with _state.lock:
