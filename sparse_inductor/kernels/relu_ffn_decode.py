@@ -20,10 +20,15 @@ from .launch import relaunched
 
 __all__ = ["applies", "forward"]
 
-# One token's down projection: outputs a program, neurons whose weights are in flight, warps.
-ONE_DOWN = (16, 32, 8)
-# Active neurons of one token up to which they are listed; each costs a sector of memory for every output, and the
-# weights of sixteen neurons share a sector.
+# One token's gate and up projections: neurons a program, warps. Small programs, so that one that waits for its up rows
+# holds up no others (8.1 us at K = 2 048, N = 5 632; four neurons and four warps 10.5).
+ONE_UP = (1, 1)
+# One token's down projection: outputs a program, groups of neurons whose weights are in flight, warps. Few outputs, so
+# that many programs send for their weights at once: a token of 28 layers takes 1.51 ms, 1.57 by 16 outputs (H200).
+ONE_DOWN = (4, 64, 4)
+# Neurons that are neighbours in a row of the down weights: 16 bytes of it, one load.
+GROUP = 8
+# Groups with an active neuron up to which they are listed; each costs a sector of memory for every output.
 MOST_LISTED = 256
 # A few tokens' projections: neurons a program, depth, warps, stages; their down projection: outputs a program, depth,
 # parts of the sum, warps, stages.
@@ -49,17 +54,6 @@ def forward(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
     return _one(x, b, y) if len(x) == 1 else _few(x, b, y)
 
 
-@triton.jit
-def _fetch(rows, K, WIDTH: tl.constexpr):
-    """Have L2 fetch the first WIDTH elements of rows [BN, 1]: a hint a line of 128 bytes, which reads nothing."""
-    line: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth
-    at = rows + tl.minimum(tl.arange(0, (WIDTH + line - 1) // line) * line, K - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @relaunched
 @triton.jit
 def _gate_up_kernel(
@@ -71,18 +65,15 @@ def _gate_up_kernel(
 ):  # fmt: skip
     """A program makes h of BN neurons of one token: reads BN gate rows, and the up rows of those that are active.
 
-    EARLY: this starts before the kernel in front of it has ended, and has L2 fetch the gate rows then. Whatever is read
-    is read after that kernel, which may be the one that writes the weights.
+    EARLY: this starts before the kernel in front of it has ended. Whatever is read is read after that kernel, which may
+    be the one that writes the weights.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     in_n = n < N
     row = tl.where(in_n, n, 0).to(tl.int64)
     k0 = tl.arange(0, WIDTH)
     g = tl.zeros([BN], tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        _fetch(gate + row[:, None] * stride_g, K, WIDTH)
-        tl.extra.cuda.gdc_wait()
+    wait_for_previous(EARLY)
     for k in range(0, K, WIDTH):
         kk = k + k0
         v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
@@ -121,37 +112,43 @@ def _gate_up_kernel(
 def _down_kernel(
     hidden, down, bias, out, lists, N, D, stride_d, stride_n,
     HAS_BIAS: tl.constexpr, BD: tl.constexpr, FLIGHT: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program makes BD outputs of one token: reads h, and BD weights of every neuron where h is not zero.
+    """A program makes BD outputs of one token: reads h, and BD weights of the neurons where h is not zero.
 
-    It lists those neurons first, in a row of its own of lists [programs, MOST], and then reads their weights at once;
-    if there are more than MOST, it goes through all neurons instead. EARLY: as in `_gate_up_kernel`.
+    It lists the groups of GROUP neurons that have such a one, in a row of its own of lists [programs, MOST], and reads
+    their weights then; if there are more than MOST, it goes through all neurons instead. EARLY: as in
+    `_gate_up_kernel`.
     """
     wait_for_previous(EARLY)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     row = tl.where(in_d, d, 0).to(tl.int64)
-    n = tl.arange(0, ALL)
+    each = tl.arange(0, GROUP)
+    group = tl.arange(0, GROUPS)
+    n = group[:, None] * GROUP + each[None, :]
     h = tl.load(hidden + n, mask=n < N, other=0.0)
-    some = (h != 0.0).to(tl.int32)
+    some = tl.max((h != 0.0).to(tl.int32), 1)
     at = tl.cumsum(some, 0) - some
     listed = tl.sum(some, 0)
     own = lists + tl.program_id(0) * MOST
-    tl.store(own + at, n, mask=(some != 0) & (at < MOST))
+    tl.store(own + at, group, mask=(some != 0) & (at < MOST))
     if listed <= MOST:
         tl.debug_barrier()  # other threads' entries are read below
         r = tl.arange(0, FLIGHT)
         few = tl.zeros([BD, FLIGHT], tl.float32)
         for e in range(0, listed, FLIGHT):
-            k = tl.load(own + e + r, mask=e + r < listed, other=0)
-            v = tl.load(hidden + k, mask=e + r < listed, other=0.0).to(tl.float32)
+            found = (e + r < listed)[:, None]
+            k = tl.load(own + e + r, mask=e + r < listed, other=0)[:, None] * GROUP + each[None, :]
+            v = tl.load(hidden + k, mask=found & (k < N), other=0.0).to(tl.float32)
             w = tl.load(
-                down + row[:, None] * stride_d + k[None, :].to(tl.int64) * stride_n,
-                mask=in_d[:, None] & (e + r < listed)[None, :],
+                down + row[:, None, None] * stride_d + k[None, :, :].to(tl.int64) * stride_n,
+                mask=in_d[:, None, None] & (found & (k < N))[None, :, :],
                 other=0.0,
             )
-            few += w.to(tl.float32) * v[None, :]
+            # What is not active counts for nothing, whatever its weight is.
+            part = tl.where((v != 0.0)[None, :, :], w.to(tl.float32) * v[None, :, :], 0.0)
+            few += tl.sum(part, 2)
         y = tl.sum(few, 1)
     else:
         total = tl.zeros([BD, BLOCK], tl.float32)
@@ -177,24 +174,24 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
     up = b.gate if b.up is None else b.up
     small = not x.is_cuda
     width = 32 if small else min(2048, triton.next_power_of_2(K))
-    # A neuron and a warp: small programs, so that one that waits for its up rows holds up no others (8.1 us at
-    # K = 2 048, N = 5 632; four neurons and four warps 10.5).
-    bn = 1
+    bn, up_warps = (1, 1) if small else ONE_UP
     _gate_up_kernel[(triton.cdiv(N, bn),)](
         x, b.gate, b.gate_bias, up, b.up_bias, h,
         N, K, b.gate.stride(0), up.stride(0), b.cut,
         F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, WIDTH=width, **early(x), num_warps=1,
+        BN=bn, WIDTH=width, **early(x), num_warps=up_warps,
     )  # fmt: skip
     bd, flight, warps = ONE_DOWN
     programs = triton.cdiv(D, bd)
     most = 8 if small else MOST_LISTED
+    group = GROUP if b.down.stride(1) == 1 else 1
     _down_kernel[(programs,)](
         h, b.down, b.down_bias, y, torch.empty(programs * most, dtype=torch.int32, device=x.device),
         N, D, b.down.stride(0), b.down.stride(1),
         HAS_BIAS=b.down_bias is not None, BD=bd, FLIGHT=4 if small else flight, MOST=most,
-        BLOCK=64 if small else 512, ALL=triton.next_power_of_2(N), **early(x), num_warps=warps,
+        GROUP=group, GROUPS=triton.next_power_of_2(triton.cdiv(N, group)), BLOCK=64 if small else 512,
+        **early(x), num_warps=warps,
     )  # fmt: skip
     return y
 
