@@ -140,7 +140,7 @@ class Bench:
         plain: a compiled graph of the same inputs in which Inductor launches next to nothing.
         theirs: the unrewritten graph.
         """
-        much = (2, 2) if self.quick else (15, 40)
+        much = (2, 2) if self.quick else (40, 20)
         mine, least, other = measure.host_us((ours, plain, theirs), *much)
         note = f"{mine:.3g} us / {least:.3g} us; unrewritten {other:.3g} us"
         label = f"{name}: host time of a call over that of a graph of Inductor's least"

@@ -200,8 +200,10 @@ class _CpuWatch(_Watch):
 
 
 def host_us(works: Sequence[Work], batches: int, calls: int) -> list[float]:
-    """Microseconds that the host takes for a call of each, of work that a GPU has no trouble to keep up with: medians
-    of batches, which the works take in turn."""
+    """Microseconds that the host takes for a call of each, of work that a GPU has no trouble to keep up with.
+
+    The works take turns, a batch each; the least batch counts, as whatever is above it is other work of the machine.
+    """
     for work in works:
         for _ in range(calls):
             work()
@@ -214,7 +216,7 @@ def host_us(works: Sequence[Work], batches: int, calls: int) -> list[float]:
                 work()
             times.append((time.perf_counter() - start) / calls * 1e6)
     torch.cuda.synchronize()
-    return [statistics.median(times) for times in taken]
+    return [min(times) for times in taken]
 
 
 _OTHERS = 0.1

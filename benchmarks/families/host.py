@@ -101,7 +101,7 @@ def _graphs(bench: Bench) -> None:
 
 
 def _added(bench: Bench, name: str, ours: Work, theirs: Work) -> None:
-    much = (2, 2) if bench.quick else (15, 40)
+    much = (2, 2) if bench.quick else (40, 20)
     mine, other = measure.host_us((ours, theirs), *much)
     note = f"{mine:.3g} us; unrewritten {other:.3g} us"
     bench.row(f"{name}: host time that the rewrite adds", mine - other, "us", 5, 0, note=note)
