@@ -161,7 +161,8 @@ class SparseScores:
         gather = s.w.gather
         if gather.gradient and torch.is_grad_enabled() and view.requires_grad(gather.source):
             raise Decline(gather.gradient, gather.node)
-        self._rehearse(s, anchor)
+        if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
+            self._rehearse(s, anchor)
         return ScoresMatch(s, top, nodes, tuple(names))
 
     def _rehearse(self, s: Scores | Postings, anchor: fx.Node) -> None:

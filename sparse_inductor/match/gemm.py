@@ -19,7 +19,7 @@ from .graph import GraphView, fake, same_size
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .names import Call
 
-__all__ = ["Linear", "lettered", "linears", "summed_over_processes"]
+__all__ = ["Linear", "all_lettered", "lettered", "linears", "summed_over_processes"]
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -152,15 +152,26 @@ def _is_full(index: Any) -> bool:
 
 def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, str], str] | None:
     """An einsum of two operands: these, their letters and those of the result, each axis of an ellipsis a capital."""
+    found = all_lettered(view, call)
+    if found is None or len(found[0]) != 2:
+        return None
+    operands, terms, out = found
+    return operands, (terms[0], terms[1]), out
+
+
+def all_lettered(
+    view: GraphView, call: Call
+) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
+    """The same of any number of operands."""
     operands, equation = call.get("operands", ()), call["equation"]
     if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
         operands = tuple(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2:
+    if not isinstance(equation, str):
         return None
     equation = equation.replace(" ", "")
     inputs, arrow, out = equation.partition("->")
     terms = inputs.split(",")
-    if len(terms) != 2:
+    if len(terms) != len(operands):
         return None
     if not arrow:
         letters = "".join(terms).replace(".", "")
@@ -175,7 +186,7 @@ def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, s
         fill = ["".join(spare[max(extra) - k : max(extra)]) for k in extra]
         terms = [t.replace("...", f) for t, f in zip(terms, fill)]
         out = out.replace("...", "".join(spare[: max(extra)]))
-    return operands, (terms[0], terms[1]), out
+    return operands, tuple(terms), out
 
 
 def _einsum(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .emit import Emitter
-from .gemm import lettered
+from .gemm import all_lettered
 from .graph import GraphView, same_size
 from .names import Call
 from .scored import Scores, total
@@ -57,12 +57,12 @@ def _reduction(
 def _labelled(
     view: GraphView, node: fx.Node, operands: Sequence[Any], letters: Sequence[str], out: str
 ) -> Scores | None:
-    """A product of two operands with lettered axes, summed over the letters that `out` lacks."""
+    """A product of operands with lettered axes, summed over the letters that `out` lacks."""
     found: list[tuple[Weighted, int]] = []
     declined: Decline | None = None
-    for i in (0, 1):
+    for i, operand in enumerate(operands):
         try:
-            w = weighted(view, operands[i], node)
+            w = weighted(view, operand, node)
         except Decline as d:
             declined = declined or d
             continue
@@ -73,10 +73,28 @@ def _labelled(
             raise declined
         return None
     w, mine = min(found, key=lambda f: preference(view, f[0]))
-    xs, ys, other = letters[mine], letters[1 - mine], operands[1 - mine]
+    xs = letters[mine]
+    if len(set(xs)) != len(xs) or len(xs) != len(w.shape):
+        return None
+    for i, other in enumerate(operands):
+        if i == mine:
+            continue
+        timed = _times(view, node, w, xs, other, letters[i])
+        if timed is None:
+            return None
+        w = timed
+    kept = tuple(xs.index(c) for c in out if c in xs)
+    units = [p for p, c in enumerate(out) if c not in xs]
+    return _reduction(node, w, kept, units)
+
+
+def _times(
+    view: GraphView, node: fx.Node, w: Weighted, xs: str, other: Any, ys: str
+) -> Weighted | None:
+    """Contributions with the axes `xs`, times an operand with the axes `ys`."""
     sizes = dict(zip(ys, view.shape(other)))
     extra = [c for c in ys if c not in xs]
-    if len(set(xs)) != len(xs) or len(set(ys)) != len(ys) or len(xs) != len(w.shape):
+    if len(set(ys)) != len(ys):
         return None
     if any(not same_size(sizes[c], 1) for c in extra):
         if w.gather.features:
@@ -106,23 +124,17 @@ def _labelled(
                 t = e.method("unsqueeze", t, at)
         return t
 
-    factor = Factor("mul", other, w.shape, w.batch, aligned)
-    product = dataclasses.replace(
-        w,
-        factors=(*w.factors, factor),
-        reads=(*w.reads, (other, node)),
-    )
     if torch.is_grad_enabled() and view.requires_grad(other):
         raise Decline(
             "the document weights are learnt, and the operator has no gradient for them", node
         )
-    kept = tuple(xs.index(c) for c in out if c in xs)
-    units = [p for p, c in enumerate(out) if c not in xs]
-    return _reduction(node, product, kept, units)
+    factor = Factor("mul", other, w.shape, w.batch, aligned)
+    reads = (*w.reads, (other, node))
+    return dataclasses.replace(w, factors=(*w.factors, factor), reads=reads)
 
 
 def _einsum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    found = lettered(view, call)
+    found = all_lettered(view, call)
     return None if found is None else _labelled(view, node, *found)
 
 

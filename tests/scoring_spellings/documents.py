@@ -124,3 +124,16 @@ def sorted_and_cut(c, q):
     scores = (q[:, c.ids] * c.values).sum(-1)
     best, order = scores.sort(dim=-1, descending=True)
     return best[:, :K], order[:, :K]
+
+
+@scoring(modes=BOTH)
+def einsum_of_four(c, q):
+    """impact, idf and length norm in one call"""
+    idf, norms = torch.linspace(0.1, 2.0, V), torch.linspace(0.5, 1.0, N)
+    return torch.einsum("bnl,nl,n,nl->bn", q[:, c.ids], c.values, norms, idf[c.ids])
+
+
+@scoring(modes=BOTH)
+def einsum_of_one(c, q):
+    """the sum as an einsum, documents first"""
+    return torch.einsum("bnl->nb", q[:, c.ids] * c.values)

@@ -124,3 +124,15 @@ def query_changed_between(c, q):
     scores = torch.zeros(N)
     scores[0] = 1.0
     return scores.index_add_(0, c.rows, q[c.cols] * c.vals)
+
+
+@scoring("no_rewrite", "the transform has no rule for the operator", explained=True)
+def query_by_query_through_vmap(c, q):
+    """functorch instead of a batch axis"""
+    return torch.vmap(lambda one: (one[c.ids] * c.values).sum(-1))(q)
+
+
+@scoring("no_rewrite", "a boost of each query's own", explained=True)
+def einsum_with_boosts_of_queries(c, q):
+    """one of three operands has the batch axis, too"""
+    return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])
