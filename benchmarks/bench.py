@@ -9,7 +9,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,12 @@ class Bench:
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
+
+    def sections(self, parts: Iterable[Callable[[Bench], None]]) -> None:
+        """Run these, and write what is known after each: whatever happens to the others, it is there."""
+        for part in parts:
+            self.section(part, self)
+            self.save()
 
     def late(self) -> bool:
         """Whether the time is used up."""
@@ -171,6 +177,11 @@ class Bench:
         if self.quick:
             floor = goal = None
         self.results.rows.append(Row(name, value, unit, floor, goal, higher, note, self.part))
+
+
+def both(a: Timing | None, b: Timing | None) -> str:
+    """Two times as a remark on their ratio."""
+    return f"{a.ms:.4g} ms / {b.ms:.4g} ms" if a and b else ""
 
 
 def ratio(a: Timing | None, b: Timing | None) -> float | None:

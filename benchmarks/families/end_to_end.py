@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.bench import Bench, graphed, ratio
+from benchmarks.bench import Bench, both, graphed, ratio
 from benchmarks.clients import encoder, fit, llama, splade
 from benchmarks.clients.fit import Trial
 from benchmarks.measure import MIB, Timing, Work
@@ -211,7 +211,7 @@ def _llama(
         theirs, mine = (taken[case, name] for name in NAMES)
         tokens = rows * (sizes.context if what == "prefill" else 1)
         rates = " / ".join(f"{tokens / t.ms * 1e3:,.0f}" for t in (mine, theirs))
-        note = f"{rates} tokens a second; {mine.ms:.4g} ms / {theirs.ms:.4g} ms"
+        note = f"{rates} tokens a second; {both(mine, theirs)}"
         name = f"{case}: tokens a second, ours over compile"
         limits = (floor, goal) if share == activity[0][0] else (None, None)
         bench.row(name, ratio(theirs, mine), "x", *limits, True, note)
@@ -238,7 +238,7 @@ def _encoder(bench: Bench, sizes: encoder.Sizes, names: Sequence[str]) -> None:
         judged = kind == "trained scores" and names[-1] == "softmax"
         limits = (1.1, 0.8) if judged else (None, None)
         name = f"{case}: training step, ours over {names[-1]}"
-        note = f"{mine.ms:.4g} ms / {other.ms:.4g} ms"
+        note = both(mine, other)
         bench.row(name, ratio(mine, other), "x", *limits, note=note)
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import sparse_inductor
-from benchmarks.bench import Bench, Label, compiled, ratio, rewritten
-from benchmarks.measure import Timing, Work
+from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten
+from benchmarks.measure import Work
 
 INFERENCE, TRAINING = "forward", "forward + backward"
 
@@ -24,9 +24,7 @@ INFERENCE, TRAINING = "forward", "forward + backward"
 def run(bench: Bench) -> None:
     """Measure everything for this device."""
     bench.section(bench.measure_limits)
-    for section in _gpu_sections(bench) if bench.cuda else _cpu_sections(bench):
-        bench.section(section, bench)
-        bench.save()  # the unrewritten bisection takes long to compile: what is known is kept
+    bench.sections(_gpu_sections(bench) if bench.cuda else _cpu_sections(bench))
 
 
 class Rows(nn.Module):
@@ -87,10 +85,6 @@ class Case:
             return y, torch.autograd.grad(y, self.x, self.grad)[0]
 
         return {INFERENCE: inference, TRAINING: training}[kind]
-
-
-def _times(a: Timing, b: Timing) -> str:
-    return f"{a.ms:.4g} ms / {b.ms:.4g} ms"
 
 
 def _contenders(bench: Bench, case: Case) -> list[str]:
@@ -177,5 +171,5 @@ def _against_package(bench: Bench, case: Case, floor: float | None, goal: float 
         theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("eager", "ours"))
         label = f"{case.label}, {kind}: time, the package over ours"
         limits = (floor, goal) if kind == INFERENCE else (None, None)
-        note = _times(theirs, mine) if theirs and mine else ""
+        note = both(theirs, mine)
         bench.row(label, ratio(theirs, mine), "x", *limits, higher=True, note=note)

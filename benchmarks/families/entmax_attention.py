@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparse_inductor
-from benchmarks.bench import Bench, Label, compiled, ratio, rewritten
+from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten
 from benchmarks.clients import fit
 from benchmarks.measure import MIB, Timing, Work, isolated, peak_memory, race
 from benchmarks.publish import Point
@@ -40,9 +40,7 @@ PAPER_VARIANCE = 6.0
 def run(bench: Bench) -> None:
     """Measure everything for this device."""
     bench.section(bench.measure_limits)
-    for section in _gpu_sections(bench) if bench.cuda else _cpu_sections(bench):
-        bench.section(section, bench)
-        bench.save()  # whatever happens to the others, this one is there
+    bench.sections(_gpu_sections(bench) if bench.cuda else _cpu_sections(bench))
     if bench.sweep:
         bench.section(_sweeps, bench)
 
@@ -279,10 +277,6 @@ def _race(bench: Bench, works: Mapping[Label, Work], weigh: bool = True) -> dict
     return bench.race(works, None if bench.quick else SECONDS, weigh)
 
 
-def _times(a: Timing | None, b: Timing | None) -> str:
-    return f"{a.ms:.4g} ms / {b.ms:.4g} ms" if a and b else ""
-
-
 def _limit(bench: Bench, shape: Shape) -> str:
     return f"; QK^T at the GEMM rate {bench.limits.ms(shape.flops, 0):.3g} ms"
 
@@ -298,7 +292,7 @@ def _against_adasplash(
     taken = _race(bench, case.works([FORWARD, TRAINING], names))
     for kind, floor, goal in zip((FORWARD, TRAINING), floors, goals):
         theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("adasplash", "ours"))
-        note = _times(theirs, mine) + _limit(bench, shape)
+        note = both(theirs, mine) + _limit(bench, shape)
         name = f"{case.label}, {kind}: time, adasplash over ours"
         bench.row(name, ratio(theirs, mine), "x", floor, goal, True, note)
 
@@ -314,7 +308,7 @@ def _against_softmax(
     taken = _race(bench, case.works([FORWARD, TRAINING], ["ours", "operator", "flash", "cudnn"]))
     for kind, floor, goal in zip((FORWARD, TRAINING), floors, goals):
         theirs, mine = (taken[f"{case.label}, {kind}", n] for n in (peer, "ours"))
-        note = _times(mine, theirs) + _limit(bench, case.shape)
+        note = both(mine, theirs) + _limit(bench, case.shape)
         name = f"{case.label}, {kind}: time, ours over {peer} softmax"
         bench.row(name, ratio(mine, theirs), "x", floor, goal, note=note)
     return taken
@@ -364,7 +358,7 @@ def _alphas(bench: Bench, shape: Shape, regime: str) -> None:
         base, *others = (taken[f"{case.label}, {kind}", "operator"] for case in cases)
         for case, mine in zip(cases[1:], others):
             name = f"{case.label}, {kind}: time over alpha 1.5 (operator)"
-            bench.row(name, ratio(mine, base), "x", 1.5, 1.2, note=_times(mine, base))
+            bench.row(name, ratio(mine, base), "x", 1.5, 1.2, note=both(mine, base))
 
 
 def _against_unrewritten(bench: Bench, shape: Shape) -> None:
@@ -377,7 +371,7 @@ def _against_unrewritten(bench: Bench, shape: Shape) -> None:
     for kind in (INFERENCE, TRAINING):
         theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("compile", "ours"))
         name = f"{case.label}, {kind}: time, compile over ours"
-        bench.row(name, ratio(theirs, mine), "x", higher=True, note=_times(theirs, mine))
+        bench.row(name, ratio(theirs, mine), "x", higher=True, note=both(theirs, mine))
 
 
 def _workspace(bench: Bench, shape: Shape) -> None:
@@ -459,7 +453,7 @@ def _cpu_times(bench: Bench, shape: Shape) -> None:
     for kind in (INFERENCE, TRAINING):
         theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("compile", "ours"))
         name = f"{case.label}, {kind}: time, compile over ours"
-        bench.row(name, ratio(theirs, mine), "x", higher=True, note=_times(theirs, mine))
+        bench.row(name, ratio(theirs, mine), "x", higher=True, note=both(theirs, mine))
 
 
 def _cpu_memory(bench: Bench, shape: Shape) -> None:

@@ -25,9 +25,7 @@ def run(bench: Bench) -> None:
     if not bench.cuda:
         bench.note("Not measured: on a CPU the host is what computes.")
         return
-    for section in SECTIONS:
-        bench.section(section, bench)
-        bench.save()
+    bench.sections(SECTIONS)
 
 
 def _splade(bench: Bench) -> None:

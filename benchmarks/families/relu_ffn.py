@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.bench import Bench, Label, compiled, graphed, ratio, rewritten
+from benchmarks.bench import Bench, Label, both, compiled, graphed, ratio, rewritten
 from benchmarks.measure import Timing, Work, race
 from benchmarks.publish import Point
 
@@ -29,9 +29,7 @@ POOL, SEQUENCE, CODE = 512, 2048, 64
 def run(bench: Bench) -> None:
     """Measure everything for this device."""
     bench.section(bench.measure_limits)
-    for section in GPU if bench.cuda else CPU:
-        bench.section(section, bench)
-        bench.save()
+    bench.sections(GPU if bench.cuda else CPU)
     if bench.sweep and bench.cuda:
         bench.section(_sweeps, bench)
 
@@ -204,7 +202,7 @@ def _compare(
     works = case.works(kind, graphs)
     taken = bench.race(works, 0.2 if bench.quick else 0.6 if bench.cuda else 10.0, weigh=False)
     theirs, mine = taken.values()
-    note = f"{theirs.ms:.4g} ms / {mine.ms:.4g} ms; {case.active:.3g} active a row, {case.most} at most"
+    note = f"{both(theirs, mine)}; {case.active:.3g} active a row, {case.most} at most"
     bench.row(f"{name}: time, compile over ours", ratio(theirs, mine), "x", floor, goal, True, note)
     return taken
 
@@ -300,7 +298,7 @@ def _heavy_rows(bench: Bench) -> None:
         label = f"{shape}, {'1 % heavy rows' if heavy else 'no heavy rows'}"
         works[label, "ours"] = graphed(case.contender("ours", INFERENCE))
     without, beside = bench.race(works, weigh=False).values()
-    note = f"{without.ms:.4g} ms / {beside.ms:.4g} ms"
+    note = both(without, beside)
     name = "1 % of rows with 900 active, speed over that without them"
     bench.row(name, ratio(without, beside), "x", 0.9, 0.97, True, note)
 

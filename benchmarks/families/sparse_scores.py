@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks.bench import Bench, Label, ratio
+from benchmarks.bench import Bench, Label, both, ratio
 from benchmarks.measure import MIB, Timing, Work, peak_memory, race
 from benchmarks.publish import Point
 from sparse_inductor import SparseIndex
@@ -295,7 +295,7 @@ def _gpu(bench: Bench, n: int) -> None:
     theirs = taken[label, "scatter-add"]
     bench.row(
         f"{label}: time, scatter-add over ours", ratio(theirs, best), "x",
-        *_LIMITS.get(n, ()), higher=True, note=_times(theirs, best),
+        *_LIMITS.get(n, ()), higher=True, note=both(theirs, best),
     )  # fmt: skip
     if n in _PUBLIC:
         bench.row(
@@ -307,12 +307,12 @@ def _gpu(bench: Bench, n: int) -> None:
     portable = taken[label, "ours, portable"]
     bench.row(
         f"{label}: time, scatter-add over ours, portable kernel", ratio(theirs, portable), "x", 2, 4,
-        higher=True, note=_times(theirs, portable),
+        higher=True, note=both(theirs, portable),
     )  # fmt: skip
     exact, rough = taken[label, "ours, graph"], taken[label, "ours, not exact, graph"]
     bench.row(
         f"{label}: time, the exact set proved and rescored over integer scores alone", ratio(exact, rough), "x",
-        1.3, 1.05, note=_times(exact, rough),
+        1.3, 1.05, note=both(exact, rough),
     )  # fmt: skip
     weight = bench.found(label, "ours")
     if weight is not None and weight.scratch_bytes is not None:
@@ -360,7 +360,7 @@ def _single(bench: Bench, c: Collection, scatter: ScatterAdd) -> None:
             ratio(theirs, mine),
             "x",
             higher=True,
-            note=_times(theirs, mine),
+            note=both(theirs, mine),
         )
     scatter.set_queries(c.queries)
 
@@ -399,7 +399,7 @@ def _orders(bench: Bench) -> None:
     for order in ("topics", "copies"):
         base = taken["shuffled"]
         bench.row(f"N {n:,}: time, {order} over shuffled", ratio(taken[order], base), "x", 1.5, 1.1,
-                  note=_times(taken[order], base))  # fmt: skip
+                  note=both(taken[order], base))  # fmt: skip
 
 
 def _precisions(bench: Bench) -> None:
@@ -431,10 +431,6 @@ def _sweep(bench: Bench, c: Collection, scatter: ScatterAdd, n: int) -> None:
             peak = peak_memory(work, bench.device).peak
             bench.results.points.append(Point(f"B at N {n:,}", B, name, ms, peak))
     scatter.set_queries(c.queries)
-
-
-def _times(a: Timing, b: Timing) -> str:
-    return f"{a.ms:.4g} ms / {b.ms:.4g} ms"
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------------
@@ -477,5 +473,5 @@ def _cpu(bench: Bench, n: int, B: int) -> None:
         )
         bench.row(
             f"{label}: time, the better library{kind} over ours", ratio(theirs, mine), "x", *limits,
-            higher=True, note=_times(theirs, mine),
+            higher=True, note=both(theirs, mine),
         )  # fmt: skip

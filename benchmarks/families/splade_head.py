@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import sparse_inductor
-from benchmarks.bench import Bench, Label, NotRewritten, compiled, ratio, rewritten
+from benchmarks.bench import Bench, Label, NotRewritten, both, compiled, ratio, rewritten
 from benchmarks.measure import MIB, Timing, Work, gemm, isolated, peak_memory, race
 from benchmarks.publish import Point, Sample
 
@@ -27,10 +27,7 @@ ACTIVE = 0.02
 def run(bench: Bench) -> None:
     """Measure everything for this device."""
     bench.section(bench.measure_limits)
-    for section in _gpu_sections(bench) if bench.cuda else _cpu_sections(bench):
-        bench.section(section, bench)
-    bench.section(_pass_time, bench)
-    bench.save()  # whatever happens in the sweeps, the tables are there
+    bench.sections([*(_gpu_sections(bench) if bench.cuda else _cpu_sections(bench)), _pass_time])
     if bench.sweep:
         bench.section(_sweeps, bench)
 
@@ -290,15 +287,11 @@ def _against_compile(bench: Bench, case: Case) -> None:
     for kind, floor, goal in ((FORWARD, 1.5, 1.8), (TRAINING, 4.0, 5.0), (INFERENCE, None, None)):
         theirs, mine = (taken.get((f"{case.label}, {kind}", n)) for n in ("compile", "ours"))
         name = f"{case.label}, {kind}: time, compile over ours"
-        bench.row(name, ratio(theirs, mine), "x", floor, goal, True, _times(theirs, mine))
+        bench.row(name, ratio(theirs, mine), "x", floor, goal, True, both(theirs, mine))
     _memory_rows(bench, f"{case.label}, {TRAINING}")
     step, front = (taken[f"{case.label}, {kind}", "ours"] for kind in (TRAINING, FORWARD))
     name = f"{case.label}, {TRAINING}, over our forward"
-    bench.row(name, ratio(step, front), "x", 1.35, 1.15, note=_times(step, front))
-
-
-def _times(a: Timing | None, b: Timing | None) -> str:
-    return f"{a.ms:.4g} ms / {b.ms:.4g} ms" if a and b else ""
+    bench.row(name, ratio(step, front), "x", 1.35, 1.15, note=both(step, front))
 
 
 def _memory_rows(bench: Bench, case: str) -> None:
@@ -324,12 +317,10 @@ def _all_active(bench: Bench, shape: Shape) -> None:
     theirs, mine = (taken.get((f"{case.label}, {TRAINING}", n)) for n in ("compile", "ours"))
     name = f"{case.label}, {TRAINING}"
     bench.row(
-        f"{name}, over our forward", ratio(mine, front), "x", 2.0, 1.6, note=_times(mine, front)
+        f"{name}, over our forward", ratio(mine, front), "x", 2.0, 1.6, note=both(mine, front)
     )
     value = ratio(theirs, mine)
-    bench.row(
-        f"{name}: time, compile over ours", value, "x", higher=True, note=_times(theirs, mine)
-    )
+    bench.row(f"{name}: time, compile over ours", value, "x", higher=True, note=both(theirs, mine))
 
 
 def _padding(bench: Bench, shape: Shape) -> None:
@@ -345,7 +336,7 @@ def _padding(bench: Bench, shape: Shape) -> None:
     for name, what in (("half", "every length half of S"), ("random", "random lengths")):
         share = 1 - cases[name].mask.float().mean().item()
         mine = taken[labels[name]]
-        note = f"{share:.1%} padding, {_times(mine, whole)}"
+        note = f"{share:.1%} padding, {both(mine, whole)}"
         label = f"{shape} forward, {what}, over the same batch unpadded"
         bench.row(label, ratio(mine, whole), "x", 0.60, 0.52, note=note)
 
@@ -374,7 +365,7 @@ def _long(bench: Bench) -> None:
     for shape in (long, short):
         works |= Case(shape, bench.device).works([TRAINING], ["ours"])
     mine, other = bench.race(works).values()
-    note = f"the floor is that it runs: it does; {_times(mine, other)} for as many tokens"
+    note = f"the floor is that it runs: it does; {both(mine, other)} for as many tokens"
     name = f"{long}, {TRAINING}: time a token, over {short}"
     bench.row(name, ratio(mine, other), "x", None, 1.1, note=note)
 
@@ -424,7 +415,7 @@ def _cpu_row(
 ) -> None:
     mine, theirs = taken[case, "ours"], taken[case, "compile"]
     name = f"{case}: time, ours over compile"
-    bench.row(name, ratio(mine, theirs), "x", floor, goal, note=_times(mine, theirs))
+    bench.row(name, ratio(mine, theirs), "x", floor, goal, note=both(mine, theirs))
 
 
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
