@@ -42,8 +42,6 @@ GENERAL = 0
 # units in place of 30. A power p is off by |ln p| 2^-22, which 16-bit operands do not resolve; fp32's
 # subnormal numbers are taken for 0.
 HARDWARE = -1
-# As HARDWARE, for powers over 1: 0 needs no care, as exp2(-inf) is 0.
-HARDWARE_OVER_1 = -2
 # What they may leave of a sum over thousands of powers.
 NOISE = tl.constexpr(4e-6)
 LN2 = tl.constexpr(0.6931471805599453)
