@@ -260,7 +260,7 @@ class _Warp:
                 self.compute(name, operands, active)
 
     def access(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
-        memory = self.shared if name[1] == "shared" else self.memory
+        memory = self.shared if name[1].startswith("shared") else self.memory  # or shared::cta
         size = int(name[-1][1:]) // 8
         place, register = operands[0], operands[-1]
         if name[0] in ("ld", "atom"):
