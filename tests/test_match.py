@@ -255,6 +255,48 @@ def test_a_write_through_another_view_has_no_single_value():
     assert GraphView(gm.graph).value(last(gm, "add"), last(gm, "amax")) is None
 
 
+LAST_IS_INPLACE = {
+    "relu": lambda x: F.relu(x, True),
+    "elu": lambda x: F.elu(x, 1.0, True),
+    "celu": lambda x: F.celu(x, 1.0, True),
+    "threshold": lambda x: F.threshold(x, 0.1, 0.0, True),
+    "hardtanh": lambda x: F.hardtanh(x, 0.0, 6.0, True),
+    "dropout": lambda x: F.dropout(x, 0.5, False, True),
+}
+
+
+@pytest.mark.parametrize("name", LAST_IS_INPLACE)
+def test_the_last_argument_may_say_that_it_is_in_place(name):
+    gm = capture(lambda x: (y := x + 1, LAST_IS_INPLACE[name](y), y.amax(1))[2], ONE)
+    call = last(gm, name)
+    assert canonical(call).inplace
+    assert GraphView(gm.graph).value(last(gm, "add"), last(gm, "amax")) is call
+
+
+def test_training_is_no_word_of_being_in_place():
+    gm = capture(lambda x: F.dropout(x, 0.5, True) + F.dropout(x, 0.5, False), ONE)
+    view = GraphView(gm.graph)
+    assert not view.effects.writers
+    first, second = (n for n in gm.graph.nodes if view.name_of(n) == "dropout")
+    assert not view.same_value(first, second)
+
+
+def test_two_draws_are_two_values():
+    gm = capture(
+        lambda x: (
+            F.dropout(x, 0.5),
+            F.dropout(x, 0.5),
+            F.dropout(x, 0.5, False),
+            F.dropout(x, 0.5, False),
+        ),
+        ONE,
+    )
+    view = GraphView(gm.graph)
+    a, b, c, d = (n for n in gm.graph.nodes if view.name_of(n) == "dropout")
+    assert not view.same_value(a, b)
+    assert view.same_value(c, d)
+
+
 @torch.library.custom_op("sparse_inductor_tests::double", mutates_args=("x",))
 def double(x: torch.Tensor) -> None:
     x.mul_(2)

@@ -105,6 +105,7 @@ TRUE["ffn_spellings"] = {
     "exp_of_relu": ("relu | exp", "torch.exp("),
     "detached": ("detach()", ".detach()"),
     "relu_attention": ("rectified scores", "torch.relu(q @ k"),
+    "dropout_of_each_input": ("read different inputs", "m.drop(x)"),
     "stacked_experts": ("every expert", "torch.bmm(torch.relu("),
     "input_written": ("read different inputs", "(x @ u)"),
     "per_neuron": ("every neuron over the tokens", "h.mean((0, 1))"),

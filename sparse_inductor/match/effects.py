@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .fakes import fake, same_size
-from .names import INPLACE_OPERATORS, TRAILING_INPLACE, name_of
+from .names import INPLACE_OPERATORS, name_of, trailing_inplace
 
 __all__ = ["Effects"]
 
@@ -82,11 +82,8 @@ def written(node: fx.Node) -> list[fx.Node]:
         if bound.arguments[when] not in (False, None):
             out += [bound.arguments[name] for name in names]
     else:
-        last = (
-            len(args) > 1
-            and args[-1] is True
-            and getattr(target, "__name__", "") in TRAILING_INPLACE
-        )
+        at = trailing_inplace(getattr(target, "__name__", ""), args)
+        last = at is not None and args[at] is True
         if last or _writes_first(node.op, target) or kwargs.get("inplace") is True:
             out.append(args[0] if args else kwargs.get("input"))
         out.append(kwargs.get("out"))

@@ -16,7 +16,7 @@ from torch import fx
 
 from .fakes import fake
 
-__all__ = ["INPLACE_OPERATORS", "TRAILING_INPLACE", "Call", "canonical", "name_of"]
+__all__ = ["INPLACE_OPERATORS", "Call", "canonical", "name_of", "trailing_inplace"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,11 +239,15 @@ INPLACE_OPERATORS = {
 _MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
 # the entmax package, and what stands for its functions in a graph
 _ENTMAX = ("entmax.activations", "entmax.root_finding", "sparse_inductor.match.leaves")
-# functions whose last positional parameter is `inplace`
-TRAILING_INPLACE = frozenset(
-    "relu relu6 elu leaky_relu threshold hardtanh celu selu dropout silu mish hardswish hardsigmoid alpha_dropout "
-    "feature_alpha_dropout rrelu".split()
-)
+# functions whose last positional parameter is `inplace`, and how many come before it at least
+_TRAILING_INPLACE = {
+    **dict.fromkeys(
+        "relu relu6 elu leaky_relu threshold hardtanh celu selu silu mish hardswish hardsigmoid".split(),
+        1,
+    ),
+    **dict.fromkeys("dropout alpha_dropout feature_alpha_dropout".split(), 3),
+    "rrelu": 4,
+}
 _METADATA_CALLS = frozenset(
     "size dim numel sym_size stride is_floating_point ndimension get_device".split()
 )
@@ -357,11 +361,17 @@ def canonical(node: fx.Node) -> Call | None:
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
         if "condition" in kwargs and args:
             kwargs["input"], args = args[0], ()
-    limit = len(_PARSED.get(name, args))
-    if name in TRAILING_INPLACE and len(args) > limit:  # F.relu(x, True)
-        inplace, args = inplace or bool(args[limit]), args[:limit]
+    if (at := trailing_inplace(name, args)) is not None:  # F.relu(x, True)
+        inplace, args = inplace or bool(args[at]), args[:at]
     bound = _bind(name, args, kwargs)
     return None if bound is None else Call(name, bound, inplace)
+
+
+def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
+    """Where among positional arguments `inplace` is, if it is there."""
+    at = len(args) - 1
+    given = at >= _TRAILING_INPLACE.get(name, at + 1) and isinstance(args[at], bool)
+    return at if given else None
 
 
 def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:

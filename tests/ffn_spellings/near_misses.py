@@ -151,3 +151,15 @@ def per_neuron(x, m):
 def softmax_of_relu(x, m):
     """softmax after relu"""
     return m.down(F.relu(m.up(x)).softmax(-1))
+
+
+@seen("each projection has a draw of its own", modes=TRAIN)
+def dropout_of_each_input(x, m):
+    """nn.Dropout called for the gate and again for the up projection"""
+    return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
+
+
+@block(modes=(False,), pattern="relu_ffn")
+def dropout_of_each_input_in_eval(x, m):
+    """the same where it is off"""
+    return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
