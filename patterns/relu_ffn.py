@@ -34,7 +34,7 @@ from sparse_inductor.match.checks import (
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import rectified_product
 from sparse_inductor.match.feed_forward import Reading, activation, read_block, resembles
-from sparse_inductor.match.gemm import Linear, linears, summed_over_processes
+from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.shapes import Decline
@@ -156,7 +156,7 @@ class ReluFfn:
     op = OP
     summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
     anchors = frozenset(
-        "linear matmul mm addmm einsum tensordot inner conv1d conv2d conv3d bmm".split()
+        "linear matmul mm addmm baddbmm einsum tensordot inner conv1d conv2d conv3d bmm".split()
     )
 
     def match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
@@ -172,7 +172,7 @@ class ReluFfn:
         return lambda: torch.backends.mha.set_fastpath_enabled(was)
 
     def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
-        found = [one for one in linears(view, node) or () if not one.within]
+        found = [one for one in linears(view, node) or added(view, node) if not one.within]
         if found and is_distributed(fake(node)):
             found = [summed_over_processes(view, node) or found[0]]
         if not found or not fake(node).dtype.is_floating_point:
@@ -215,10 +215,12 @@ class ReluFfn:
         found, nodes = self._statistics(view, reading, nodes, node)
         at = min([node, *(s.node for s, _ in found)], key=view.order.__getitem__)
         reads = [r for b in reading.branches for r in b.reads]
-        reads += [(t, node) for t in (down.weight_source, down.bias) if t is not None]
+        reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
         late = [t for t, _ in reads if view.order[t] >= view.order[at]]
         if late:
             raise Decline(f"a statistic is read before {label(late[0])} is there", at)
+        if not {*down.also}.isdisjoint(nodes):
+            raise Decline("what is added to the result comes out of the block itself", node)
         if down.weight_source in nodes:
             raise Decline("the down weight comes out of the block itself", node)
         check_memory(view, reads, nodes, at, "within the block", "the block")

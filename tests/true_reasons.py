@@ -93,6 +93,7 @@ NOTHING_OF_IT["corpus.ffn"] = {
 }
 
 TRUE["ffn_spellings"] = {
+    "addmm_of_its_own_activations": ("out of the block itself", "torch.addmm(h, torch.relu(h), d)"),
     "leaky": ("leaky_relu(0.1)", "F.leaky_relu("),
     "hidden_returned": ("activations are also returned", "h ="),
     "norm_between": ("layer_norm", "F.layer_norm("),

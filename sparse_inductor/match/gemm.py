@@ -9,9 +9,12 @@ how a pattern carries a reduction from the output back to the input.
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from .emit import Emitter
@@ -19,7 +22,7 @@ from .graph import GraphView, fake, same_size
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .names import Call
 
-__all__ = ["Linear", "all_lettered", "lettered", "linears", "summed_over_processes"]
+__all__ = ["Linear", "added", "all_lettered", "lettered", "linears", "summed_over_processes"]
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -33,6 +36,7 @@ class Linear:
     bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
     make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
     stand-in, None where it is the source itself. finish: makes what `node` is of the map's result, where that is more.
+    also: what `finish` reads.
     """
 
     node: fx.Node
@@ -46,6 +50,7 @@ class Linear:
     make_bias: Make | None = None
     order: tuple[int, ...] | None = None
     finish: Callable[[Emitter, fx.Node], fx.Node] = lambda e, y: y
+    also: tuple[fx.Node, ...] = ()
 
     @property
     def d_dim(self) -> int:
@@ -76,18 +81,90 @@ def _matmul(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
 
 
 def _addmm(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    if call.get("beta", 1) != 1 or call.get("alpha", 1) != 1:
+    """beta * bias + alpha * (input @ weight): the numbers go into the bias and the weight."""
+    found = _scaled(view, node, call)
+    beta = _exact(view.const(call.get("beta", 1)), node)
+    if beta is None:
         return []
-    bias = call["bias"]
-    found = _product(view, node, call["input"], call["weight"])
-    size = view.shape(bias)
+    if beta == 0:
+        return found
+    bias = _spread(view, call["bias"])
     return [
-        dataclasses.replace(f, bias=bias)
+        dataclasses.replace(f, bias=bias, make_bias=_vector(view, bias, beta))
         for f in found
-        if f.v_dim == len(view.shape(node)) - 1
-        and len(size) == 1
-        and same_size(size[0], view.shape(node)[f.v_dim])
+        if _one_per_column(view, bias, f)
     ]
+
+
+def added(view: GraphView, node: fx.Node) -> list[Linear]:
+    """The readings of an addmm or baddbmm that adds more than a bias: a residual, say."""
+    call = view.call(node)
+    if call is None or call.name not in ("addmm", "baddbmm") or not view.is_tensor(node):
+        return []
+    beta, summand = view.const(call.get("beta", 1)), call["bias"]
+    if not beta or not view.is_tensor(summand):
+        return []
+
+    def finish(e: Emitter, y: fx.Node) -> fx.Node:
+        t = e.cast(summand, fake(node).dtype)
+        return e.call(operator.add, y, t if beta == 1 else e.call(operator.mul, t, beta))
+
+    return [
+        dataclasses.replace(f, finish=finish, also=(summand,)) for f in _scaled(view, node, call)
+    ]
+
+
+def _exact(number: float | None, node: fx.Node) -> float | None:
+    """A number that changes no mantissa of what it multiplies, else None; in fp16, what is small would underflow."""
+    if number is None or number in (0, 1):
+        return number
+    exact = abs(math.frexp(number)[0]) == 0.5 and fake(node).dtype != torch.float16
+    return number if exact else None
+
+
+def _scaled(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
+    """alpha * (input @ weight), the number in the weight."""
+    found = _product(view, node, call["input"], call["weight"])
+    alpha = _exact(view.const(call.get("alpha", 1)), node)
+    if not alpha:
+        return []
+    if alpha == 1:
+        return found
+
+    def times(weight: Make) -> Make:
+        return lambda e: e.call(operator.mul, weight(e), alpha)
+
+    return [dataclasses.replace(f, weight=times(f.weight)) for f in found]
+
+
+def _spread(view: GraphView, bias: fx.Node) -> fx.Node:
+    """What was expanded, which broadcasts to the same."""
+    while (call := view.call(bias)) is not None and call.name in ("expand", "expand_as"):
+        if not view.is_tensor(call["input"]):
+            break
+        bias = call["input"]
+    return bias
+
+
+def _one_per_column(view: GraphView, bias: fx.Node, linear: Linear) -> bool:
+    """Whether a tensor that broadcasts to the result varies over the axis V alone, and covers it."""
+    shape, sizes = view.shape(linear.node), view.shape(bias)
+    at = linear.v_dim - (len(shape) - len(sizes))
+    return at >= 0 and all(
+        same_size(size, shape[linear.v_dim] if d == at else 1) for d, size in enumerate(sizes)
+    )
+
+
+def _vector(view: GraphView, bias: fx.Node, beta: float) -> Make | None:
+    flat = len(view.shape(bias)) == 1
+    if flat and beta == 1:
+        return None
+
+    def make(e: Emitter) -> fx.Node:
+        b = bias if flat else e.method("flatten", bias)
+        return b if beta == 1 else e.call(operator.mul, b, beta)
+
+    return make
 
 
 def _product(view: GraphView, node: fx.Node, a: Any, b: Any) -> list[Linear]:

@@ -103,6 +103,52 @@ def conv1d_of_gpt2():
 
 
 @program()
+def addmm_of_a_residual():
+    """The residual is what addmm adds."""
+
+    def ffn(x, b, w, d):
+        x = x.flatten(0, 1)
+        return torch.addmm(x, torch.relu(torch.addmm(b, x, w)), d)
+
+    return ffn, (tokens(), weight(N, seed=35), weight(K, N), weight(N, K, seed=36))
+
+
+@program()
+def addmm_with_numbers():
+    """alpha and beta, and a bias that was expanded."""
+
+    def ffn(x, b, w, c, d):
+        x = x.flatten(0, 1)
+        h = torch.relu(torch.addmm(b.expand(B * S, N), x, w, beta=2.0, alpha=0.5))
+        return torch.addmm(c[None], h, d, beta=0.5, alpha=-4.0)
+
+    biases = weight(N, seed=35), weight(K, seed=37)
+    return ffn, (tokens(), biases[0], weight(K, N), biases[1], weight(N, K, seed=36))
+
+
+@program()
+def baddbmm_of_shared_weights():
+    """baddbmm, one weight for the batch; the result is added to its input."""
+
+    def ffn(x, b, w, d):
+        h = torch.baddbmm(b, x, w.expand(B, K, N)).relu()
+        return torch.baddbmm(x, h, d.expand(B, N, K), beta=0.5)
+
+    return ffn, (tokens(), weight(N, seed=35), weight(K, N), weight(N, K, seed=36))
+
+
+@program("no_rewrite", "the two share a tensor")
+def addmm_of_its_own_activations():
+    """h + relu(h) D"""
+
+    def ffn(x, w, d):
+        h = x.flatten(0, 1) @ w
+        return torch.addmm(h, torch.relu(h), d)
+
+    return ffn, (tokens(), weight(K, N), weight(N, N, seed=36))
+
+
+@program()
 def sequential():
     """nn.Sequential with an in-place ReLU and a Dropout that is off."""
     torch.manual_seed(37)
