@@ -49,9 +49,11 @@ def test_on_the_simplex(x, alpha):
 def test_order_is_preserved(x, alpha):
     sorted_x, order = x.sort(-1)
     p = entmax(x, alpha).gather(-1, order)
-    assert (p.diff(dim=-1) >= 0).all()
+    # A power of the last elements of a row, which fill no vector, may differ by an ulp or two from that of the others.
+    step, ulps = p.diff(dim=-1), 4 * torch.finfo(p.dtype).eps * p[..., 1:]
+    assert (step >= -ulps).all()
     ties = sorted_x.diff(dim=-1) == 0
-    assert (p.diff(dim=-1)[ties] == 0).all()
+    assert (step.abs() <= ulps)[ties].all()
 
 
 @settings(max_examples=100, deadline=None)

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -285,6 +286,10 @@ def test_a_program_rescores_and_ranks(compiled, kind, wanted, kept_here):
         assert (kept_count[0], progress[2]) == (kept_here, 1)
 
 
+@pytest.mark.skipif(
+    tuple(map(int, version("triton").split(".")[:2])) >= (3, 8),
+    reason="the programs this compiler makes wait without end on `ptx_machine`",
+)
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_programs_that_score_everything_wait_for_none_that_has_not_begun(compiled, at_once):
     """Three programs, not all of which run at once. Queries: unproved, proved but not sorted, not finite, unproved."""
