@@ -28,6 +28,7 @@ from .entmax_attention_problem import (
     tile_rows,
 )
 from .entmax_attention_tau import (
+    HARDWARE_OVER_1,
     class_bound,
     clip,
     clip_to_one,
@@ -504,7 +505,7 @@ def _output_kernel(
     f = tl.zeros([BM], tl.float32)
     if SOLVE:
         # All of these powers are over 1.
-        OVER: tl.constexpr = -2 if KIND == -1 else KIND
+        OVER: tl.constexpr = HARDWARE_OVER_1 if KIND == -1 else KIND
         more = wide
         g = f
         change = f

@@ -20,6 +20,7 @@ import triton.language as tl
 __all__ = [
     "GENERAL",
     "HARDWARE",
+    "HARDWARE_OVER_1",
     "bound_step",
     "class_bound",
     "clip",
@@ -42,6 +43,8 @@ GENERAL = 0
 # units in place of 30. A power p is off by |ln p| 2^-22, which 16-bit operands do not resolve; fp32's
 # subnormal numbers are taken for 0.
 HARDWARE = -1
+# As HARDWARE, for powers over 1: 0 needs no care, as exp2(-inf) is 0.
+HARDWARE_OVER_1 = tl.constexpr(-2)
 # What they may leave of a sum over thousands of powers.
 NOISE = tl.constexpr(4e-6)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -91,7 +94,7 @@ POWER = tl.constexpr(
 
 @triton.jit
 def _log2(u, KIND: tl.constexpr):
-    if KIND == -1 or KIND == -2:
+    if KIND == -1 or KIND == HARDWARE_OVER_1:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -142,7 +145,7 @@ def powers(u, beta, KIND: tl.constexpr):
             pack=1,
         )
         w = g * u
-    elif KIND == -2:
+    elif KIND == HARDWARE_OVER_1:
         g = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;",
             "=f,f",

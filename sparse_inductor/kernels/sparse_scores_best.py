@@ -15,8 +15,8 @@ import triton.language as tl
 
 from . import sparse_scores_documents as documents
 from .launch import relaunched
-from .sparse_scores_rescore import _doc_of, _key, _ordered, _score_of
-from .sparse_scores_sort import LOWEST
+from .sparse_scores_rescore import _key, _ordered
+from .sparse_scores_sort import LOWEST, doc_of, score_of
 
 __all__ = ["best", "search", "selected"]
 
@@ -69,7 +69,7 @@ def _rank_kernel(
         other = _keys(mine, first + tl.arange(0, OTHERS), N, stride_n)
         place += tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
     kept = (at < N) & (place < k)
-    tl.store(best + q * k + place, _score_of(key).to(best.dtype.element_ty), mask=kept)
+    tl.store(best + q * k + place, score_of(key).to(best.dtype.element_ty), mask=kept)
     tl.store(ids + q * k + place, at.to(tl.int64), mask=kept)
 
 
@@ -95,8 +95,8 @@ def _results_kernel(keys, best, ids, total, BLOCK: tl.constexpr):
     """What keys were made of."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + at, mask=at < total, other=0)
-    tl.store(best + at, _score_of(key).to(best.dtype.element_ty), mask=at < total)
-    tl.store(ids + at, _doc_of(key), mask=at < total)
+    tl.store(best + at, score_of(key).to(best.dtype.element_ty), mask=at < total)
+    tl.store(ids + at, doc_of(key), mask=at < total)
 
 
 def search(

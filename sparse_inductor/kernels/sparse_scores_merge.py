@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from .launch import relaunched
-from .sparse_scores_rescore import _doc_of, _key, _ordered, _score_of
-from .sparse_scores_sort import LOWEST
+from .sparse_scores_rescore import _key, _ordered
+from .sparse_scores_sort import LOWEST, doc_of, score_of
 
 __all__ = ["keys", "merged"]
 
@@ -63,10 +63,10 @@ def _merge_kernel(
             there += tl.max(
                 _before(lists + s * step, tl.full([1], _LOWEST, tl.int64), k, DEPTH), axis=0
             )
-    score = _score_of(key)
+    score = score_of(key)
     kept = (key != _LOWEST) & (place < k)
     tl.store(scores + q * k + place, score, mask=kept)
-    tl.store(ids + q * k + place, _doc_of(key), mask=kept)
+    tl.store(ids + q * k + place, doc_of(key), mask=kept)
     if r == 0:
         lost = (at >= there) & (at < k)
         unsound = tl.load(own + q * k)

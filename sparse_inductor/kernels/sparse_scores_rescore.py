@@ -73,20 +73,6 @@ def _key(ordered, doc):
 
 
 @triton.jit
-def _score_of(key):
-    """The score that a key was made of."""
-    ordered = (key >> 32).to(tl.int32)
-    bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _doc_of(key):
-    """The document that a key was made of."""
-    return 4294967295 - (key & 4294967295)
-
-
-@triton.jit
 def _scale_of(doc, scales, chunk_docs, chunks, N: tl.constexpr, DEPTH: tl.constexpr):
     """(scale, zero) of 8-bit documents: of the last chunk that begins at or before them."""
     low = tl.zeros([N], tl.int32)

@@ -12,7 +12,7 @@ from .early import wait_for_previous
 from .launch import relaunched
 from .sparse_scores_accumulate import COUNTERS_APART
 
-__all__ = ["LOWEST", "sort_kernel", "write_best"]
+__all__ = ["LOWEST", "doc_of", "score_of", "sort_kernel", "write_best"]
 
 LOWEST = -(1 << 63)  # the key of no document
 _LOWEST = tl.constexpr(LOWEST)
@@ -20,16 +20,28 @@ _APART = tl.constexpr(COUNTERS_APART)
 
 
 @triton.jit
+def score_of(key):
+    """The score that a key was made of."""
+    ordered = (key >> 32).to(tl.int32)
+    bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def doc_of(key):
+    """The document that a key was made of."""
+    return 4294967295 - (key & 4294967295)
+
+
+@triton.jit
 def _write(key, place, wanted, unit, scores, ids, PROVED: tl.constexpr):
     """Write the scores and ids that keys stand for."""
-    ordered = (key >> 32).to(tl.int32)
     if PROVED:
-        bits = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
-        value = bits.to(tl.float32, bitcast=True)
+        value = score_of(key)
     else:
-        value = ordered.to(tl.float32) * unit
+        value = (key >> 32).to(tl.int32).to(tl.float32) * unit
     none = key == _LOWEST
-    doc = tl.where(none, -1, 4294967295 - (key & 4294967295))
+    doc = tl.where(none, -1, doc_of(key))
     tl.store(scores + place, tl.where(none, float("-inf"), value), mask=wanted)
     tl.store(ids + place, doc, mask=wanted)
 
