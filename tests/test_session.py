@@ -12,6 +12,7 @@ from torch._inductor import config
 
 import sparse_inductor
 from sparse_inductor import compat, pattern, session, slots
+from support import compile_without_codegen
 from toy import Toy, captured, relu_alone, relu_of_sum
 
 X = torch.randn(4)
@@ -344,6 +345,31 @@ def test_a_match_in_an_inner_block_counts_for_the_outer_one():
 
 
 # Process-wide switches of a pattern
+
+
+def test_class_methods_are_traced_while_entmax_is_enabled():
+    class Twice(torch.autograd.Function):
+        @classmethod
+        def forward(cls, ctx, x):
+            return x * 2
+
+        @classmethod
+        def backward(cls, ctx, grad):
+            return grad * 3  # not what autograd would find: it is this backward that runs
+
+    def graphs_of(x):
+        torch._dynamo.reset()
+        compiled = compile_without_codegen(lambda x: Twice.apply(x.sin()).cos())
+        (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+        want = -3 * (2 * x.sin()).sin() * x.cos()
+        torch.testing.assert_close(gradient, want)
+        return compiled.dynamo_graphs
+
+    x = torch.randn(5, requires_grad=True)
+    before = graphs_of(x)
+    with sparse_inductor.enabled("entmax"):
+        assert graphs_of(x) == 1
+    assert graphs_of(x) == before > 1
 
 
 def test_setup_is_called_by_enable_and_undone_by_disable():

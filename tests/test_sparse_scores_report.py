@@ -36,6 +36,15 @@ def test_nothing_is_said_where_nobody_asked():
         assert not report.near_misses
 
 
+def test_a_break_in_a_function_called_sparse_is_not_torch_sparse():
+    def sparsemax_or_not(q):
+        return q * 2 if torch.any(q > 3) else q
+
+    with only("sparse_scores") as report:
+        compile_without_codegen(sparsemax_or_not)(torch.rand(4, 2))
+        assert not report.near_misses
+
+
 class Encoder(nn.Module):
     """SPLADE max pooling over a tiny embedding."""
 

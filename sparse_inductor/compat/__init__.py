@@ -16,6 +16,7 @@ from .dynamo import (
     hidden_arguments,
     reset_dynamo,
     substitute_in_graph,
+    trace_class_methods,
     uncompiled,
 )
 from .graphs import copy_graph, copy_graph_module, graph_text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import types
 from typing import Any
 
 import torch
@@ -95,6 +96,38 @@ def substitute_in_graph(fn: Any, traced: Any) -> Any:
             trace_rules._polyfilled_function_ids.remove(id(function))
             trace_rules.get_torch_obj_rule_map().pop(function, None)
             PolyfilledFunctionVariable._get_polyfill_handlers().pop(function, None)
+
+    return undo
+
+
+def trace_class_methods() -> Any:
+    """Have Dynamo trace autograd Functions whose forward or backward is a class method; the result undoes it.
+
+    torch 2.11 to 2.13 pass the class to them twice where a gradient is wanted, cannot bind the arguments, and end the
+    graph. A torch without the method that does so is left alone.
+    """
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.variables import UserDefinedClassVariable, UserMethodVariable
+    from torch._dynamo.variables import higher_order_ops as hops
+
+    variable = getattr(hops, "AutogradFunctionApplyVariable", None)
+    original = getattr(variable, "prepare_fn_vt", None)
+    if variable is None or original is None:
+        return lambda: None
+
+    def prepare_fn_vt(self: Any, tx: Any, ctx: Any, method_name: str, args: Any) -> Any:
+        fn = self.fwd_fn if method_name == "forward" else self.bwd_fn
+        if not (isinstance(fn, types.MethodType) and isinstance(fn.__self__, type)):
+            return original(self, tx, ctx, method_name, args)
+        source = AttrSource(self.parent_source, member=method_name) if self.parent_source else None
+        cls = UserDefinedClassVariable(fn.__self__)
+        return UserMethodVariable(fn.__func__, cls, source=source), [ctx, *args]
+
+    variable.prepare_fn_vt = prepare_fn_vt
+
+    def undo() -> None:
+        if variable.prepare_fn_vt is prepare_fn_vt:
+            variable.prepare_fn_vt = original
 
     return undo
 

@@ -5,6 +5,7 @@ The structure (see `entmax`) leaves one thing open: whether the threshold is the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ _TOLERANCE = {
 }
 _tried: dict[tuple, str | None] = {}
 _MAX_TRIED = 1024
+_MAX_NUMEL = 1 << 21  # scores of a trial in the program's own shape: about a second for a bisection
 
 
 class Trial:
@@ -111,7 +113,7 @@ class Trial:
                     "its gradient is not entmax's: what finds the threshold is not differentiated "
                     "through, or it has a backward of another kind"
                 )
-            if alpha is not None and not _close(got[1].sum(), want_alpha.sum()):
+            if alpha is not None and not _close(got[1], want_alpha.sum()):
                 return "the gradient of alpha is not entmax's"
         return None
 
@@ -128,38 +130,59 @@ class Trial:
         return known
 
     def _run(self, piece: Region, rows: torch.Tensor) -> torch.Tensor:
-        """p for `rows` [R, n], put into the shape that the graph was made for as far as that matters."""
-        shape = self.view.shape(self.source)
-        axis = next((i for i, s in enumerate(shape) if i != self.dim and not same_size(s, 1)), None)
-        if axis is None:
-            return torch.cat([self._one(piece, r[None], None) for r in rows])
-        return self._one(piece, rows, axis)
-
-    def _one(self, piece: Region, rows: torch.Tensor, axis: int | None) -> torch.Tensor:
-        sizes = [1] * len(self.view.shape(self.source))
-        sizes[self.dim] = rows.shape[-1]
-        if axis is not None:
-            sizes[axis] = rows.shape[0]
-            x = rows if axis < self.dim else rows.t()
-        else:
-            x = rows
-        values = {self.source: x.reshape(sizes)}
+        """p for `rows` [R, n], put into the shape that the graph was made for as far as that matters: a few rows,
+        and as many as the program has where it has their number written in it."""
         if self.tensor is not None:
-            values[self.tensor] = self._alpha_like(sizes)
-        p = run(self.view, piece, values, self.source, self.dim)
-        if p.dim() != len(sizes) or list(p.shape) != sizes:
-            raise Untestable(f"the result has shape {tuple(p.shape)}")
-        p = p.movedim(self.dim, -1).reshape(rows.shape)
-        return p.to(torch.float64)
+            self.leaf_alpha = torch.tensor(self.alpha, dtype=torch.float64)
+            self.leaf_alpha.requires_grad_(torch.is_grad_enabled())
+        try:
+            return self._in_shape(piece, rows, self._few(rows))
+        except Untestable:
+            every = self._every(rows)
+            if every is None:
+                raise
+            return self._in_shape(piece, rows, every)
+
+    def _few(self, rows: torch.Tensor) -> list[int]:
+        """Sizes for these rows: an axis of one element keeps it, any other has two or more."""
+        sizes = [1 if same_size(s, 1) else 2 for s in self.view.shape(self.source)]
+        sizes[self.dim] = rows.shape[-1]
+        others = [i for i, s in enumerate(sizes) if s == 2 and i != self.dim]
+        if others:
+            sizes[others[0]] = max(2, math.ceil(rows.shape[0] / 2 ** (len(others) - 1)))
+        return sizes
+
+    def _every(self, rows: torch.Tensor) -> list[int] | None:
+        """The sizes that the graph was made for, where they are known and not too large to be run in passing."""
+        sizes = [static_size(s) for s in self.view.shape(self.source)]
+        known = [s for s in sizes if s is not None]
+        if len(known) < len(sizes) or math.prod(known) > _MAX_NUMEL:
+            return None
+        return known if known[self.dim] == rows.shape[-1] and math.prod(known) else None
+
+    def _in_shape(self, piece: Region, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """p for `rows`, run as tensors of these sizes: rows are repeated to fill one, and spread over several."""
+        at_once = math.prod(sizes) // rows.shape[-1]
+        last = [*sizes[: self.dim], *sizes[self.dim + 1 :], rows.shape[-1]]
+        found = []
+        for start in range(0, rows.shape[0], at_once):
+            filled = rows[(start + torch.arange(at_once)) % rows.shape[0]]
+            values = {self.source: filled.reshape(last).movedim(-1, self.dim)}
+            if self.tensor is not None:
+                values[self.tensor] = self._alpha_like(sizes)
+            p = run(self.view, piece, values, self.source, self.dim)
+            if list(p.shape) != sizes:
+                raise Untestable(f"the result has shape {tuple(p.shape)}")
+            found.append(p.movedim(self.dim, -1).reshape(filled.shape))
+        return torch.cat(found)[: rows.shape[0]].to(torch.float64)
 
     def _alpha_like(self, sizes: list[int]) -> torch.Tensor:
         """alpha in the shape that it has beside scores of `sizes`."""
+        assert self.leaf_alpha is not None
         own, scores = self.view.shape(self.tensor), self.view.shape(self.source)
         scores, sizes = scores[len(scores) - len(own) :], sizes[len(sizes) - len(own) :]
         shape = [new if same_size(a, s) else 1 for a, s, new in zip(own, scores, sizes)]
-        full = torch.full(shape, self.alpha, dtype=torch.float64)
-        self.leaf_alpha = full.requires_grad_(torch.is_grad_enabled())
-        return self.leaf_alpha
+        return self.leaf_alpha * torch.ones(shape, dtype=torch.float64)
 
 
 def _gradients(p: torch.Tensor, g: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:

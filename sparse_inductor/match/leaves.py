@@ -2,7 +2,8 @@
 
 The package's autograd Functions have `forward` as a class method, at which Dynamo breaks the graph in training; and
 with `k=` they look at values. While patterns that know entmax are enabled, Dynamo traces the functions below in their
-place. Each becomes one node, which the patterns replace; a node that they leave runs the package's own code.
+place. Each becomes one node, which the patterns replace; a node that they leave runs the package's own code. Copies of
+the package in other repositories keep the class methods: those Dynamo can trace meanwhile.
 """
 
 from __future__ import annotations
@@ -154,9 +155,10 @@ _undo: list[Callable[[], None]] = []
 
 
 def show_entmax() -> Callable[[], None]:
-    """Make the package's functions nodes of Dynamo's graphs; the result puts back what was there.
+    """Make the package's functions nodes of Dynamo's graphs, and class methods of autograd Functions traceable; the
+    result puts back what was there.
 
-    Without the package it does nothing. Several patterns may ask for it; the last one out turns it off.
+    Several patterns may ask for it; the last one out turns it off.
     """
     global _users
     _users += 1
@@ -179,6 +181,7 @@ def show_entmax() -> Callable[[], None]:
 
 
 def _install() -> None:
+    _undo.append(compat.trace_class_methods())
     try:
         import entmax
     except ImportError:

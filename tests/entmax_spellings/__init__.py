@@ -13,6 +13,7 @@ from entmax_spellings import (
     near_misses,
     repositories,
     rows,
+    vendored,
 )
 from entmax_spellings.registry import CASES
 
@@ -25,4 +26,5 @@ __all__ = [
     "near_misses",
     "repositories",
     "rows",
+    "vendored",
 ]
