@@ -47,6 +47,8 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
             if letter is not None
         }
         found = read_probabilities(view, p, _axes(p, atoms))
+        if found is not None and p.written:
+            raise Decline("the probabilities are changed in place through a view of them", p.node)
         if found is not None:
             return _Reader(view, node, product, p, v, atoms, found).read()
     return None
@@ -125,6 +127,8 @@ class _Reader:
         """Keys or values before their heads were repeated for the query heads."""
         node, axes, reader = t.node, list(t.axes), t.reader
         best = t
+        if self.view.value(node, reader) is not node:
+            return t  # written in place: not what its node says
         if not self._repeats(node):
             return t  # following it would split axes for nothing
         for _ in range(10):
@@ -133,15 +137,18 @@ class _Reader:
                 break
             x = call["input"]
             seen = self.view.value(x, node)
-            if seen is None:
-                break
             try:
                 axes = self._before(node, call, axes)
             except Decline:
                 break
-            reader, node = node, seen
+            known = self.view.is_tensor(
+                seen
+            )  # else a part of it is written in place, as of a cache
+            reader, node = node, (seen if known else x)
             if call.name in _SPREADS:
                 best = Tensor(node, list(axes), reader)
+            if not known:
+                break
         return best
 
     def _repeats(self, node: Any) -> bool:
@@ -362,6 +369,8 @@ def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
     for _ in range(8):
         if view.dtype(node) == dtype:
             return Tensor(node, axes, reader)
+        if view.value(node, reader) is not node:
+            return None  # written in place
         call = view.call(node)
         if call is None or call.inplace or not view.is_tensor(call.get("input")):
             return None
@@ -373,7 +382,7 @@ def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
         elif call.name not in ("cast", "contiguous", "clone"):
             return None
         seen = view.value(call["input"], node)
-        if seen is None or not view.dtype(seen).is_floating_point:
+        if not view.is_tensor(seen) or not view.dtype(seen).is_floating_point:
             return None
         node, reader = seen, node
     return None

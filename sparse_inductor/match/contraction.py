@@ -21,11 +21,16 @@ Letters = tuple[str | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A factor and its axes: a letter each, None for an axis of one element that is broadcast."""
+    """A factor and its axes: a letter each, None for an axis of one element that is broadcast.
+
+    written: a part of it was written in place before it is read (a cache of keys, say), so that it is the memory of
+    `node` that is multiplied and not what `node` says.
+    """
 
     node: fx.Node
     reader: fx.Node
     axes: Letters
+    written: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +75,11 @@ def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[str]) -
     """The operand as `reader` sees it; axes of one element get no letter."""
     if not view.is_tensor(node):
         return None
-    seen = view.value(node, reader)
-    if seen is None or len(view.shape(seen)) != len(axes):
+    if len(view.shape(node)) != len(axes):
         return None
+    seen = view.value(node, reader)
+    if seen is None or not view.is_tensor(seen):  # x[...] = y has no result
+        return Operand(node, reader, tuple(axes), written=True)
     return Operand(seen, reader, tuple(axes))
 
 

@@ -304,3 +304,20 @@ def empty_rows_divided_by_zero(q, k, v, dropped):
     p = entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped[:, None], -1e9), dim=-1)
     p = p * ~dropped[:, None]
     return p / p.sum(-1, keepdim=True) @ v
+
+
+@seen("the first key is dropped afterwards, in place", modes=INFER)
+def zeroed_in_place(q, k, v, mask):
+    """p[..., 0] = 0"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    p[..., 0] = 0
+    return p @ v
+
+
+@seen("the keys of the scores are gone where the values are read", modes=INFER)
+def keys_written_before_the_values(q, k, v, mask):
+    """k[:, :, 0] = 0 between the two products"""
+    k = k.clone()
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    k[:, :, 0] = 0
+    return p @ v, k

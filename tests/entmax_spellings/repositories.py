@@ -491,3 +491,41 @@ def masked_once_more_and_divided(q, k, v, dropped):
 def normalised_by_name(q, k, v, mask):
     """F.normalize"""
     return F.normalize(entmax.sparsemax(q @ k.mT * SCALE, dim=-1), p=1, dim=-1) @ v
+
+
+class StaticCache(nn.Module):
+    """gpt-fast: buffers that the step's keys and values are written into, and a mask looked up by position."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(8)
+        self.register_buffer("k", torch.randn(B, 1, 16, D, generator=generator))
+        self.register_buffer("v", torch.randn(B, 1, 16, D, generator=generator))
+        self.register_buffer("causal", torch.ones(16, 16, dtype=torch.bool).tril())
+
+    def forward(self, q, k, v, position):
+        self.k[:, :, position] = k
+        self.v[:, :, position] = v
+        scores = q @ self.k.expand(-1, H, -1, -1).mT * SCALE
+        scores = scores.masked_fill(~self.causal[position], -torch.inf)
+        return entmax.entmax15(scores, dim=-1) @ self.v.repeat_interleave(H, dim=1)
+
+
+@program(modes=INFER)
+def static_cache():
+    """a part of the keys is written in place, heads are repeated afterwards"""
+    step = [normal((B, h, 2, D), seed) for h, seed in ((H, 1), (1, 2), (1, 4))]
+    return StaticCache(), (*step, torch.tensor([8, 9]))
+
+
+@program(modes=INFER)
+def values_written_between():
+    """the values come last, and so does what is written into them"""
+
+    def attend(q, k, v, new):
+        p = entmax.sparsemax(q @ k.mT * SCALE, dim=-1)
+        v = v.clone()
+        v[:, :, 2:3] = new
+        return p @ v
+
+    return attend, (*qkv(), normal((B, H, 1, D), 6))
