@@ -55,6 +55,7 @@ class ScoresMatch:
     top: Top | None
     swallowed: tuple[fx.Node, ...]
     names: tuple[fx.Node, ...]  # of the accumulator
+    shared: tuple[fx.Node, ...] = ()  # what others may read
     bytes_saved: int | None = None
     pattern: str = NAME
     op: str = OP
@@ -71,7 +72,7 @@ class ScoresMatch:
     @property
     def inner(self) -> tuple[fx.Node, ...]:
         """What nobody else may read, but for the anchor."""
-        free = {*self.names}
+        free = {*self.names, *self.shared}
         if self.top is not None:
             free |= {*self.anchor.users, *self.top.sliced}
         return tuple(n for n in self.swallowed if n not in free)
@@ -163,7 +164,7 @@ class SparseScores:
             raise Decline(gather.gradient, gather.node)
         if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
             self._rehearse(s, anchor)
-        return ScoresMatch(s, top, nodes, tuple(names))
+        return ScoresMatch(s, top, nodes, tuple(names), _lists(view, s, anchor))
 
     def _rehearse(self, s: Scores | Postings, anchor: fx.Node) -> None:
         """Emit once, so that what cannot be emitted is a reason and no error."""
@@ -178,8 +179,12 @@ class SparseScores:
     def resolve(
         self, matches: Sequence[ScoresMatch], view: GraphView
     ) -> tuple[list[ScoresMatch], list[Miss]]:
-        """Nobody else may read what is swallowed; two scorings may share a gather."""
-        inner = [_Inner(m, m.anchor, m.inner) for m in matches]
+        """Nobody else may read what is swallowed; two scorings may share a gather. What a later accumulation into the
+        same scores has taken in is part of that."""
+        taken = {
+            p.node for m in matches if isinstance(m.scores, Postings) for p in m.scores.earlier
+        }
+        inner = [_Inner(m, m.anchor, m.inner) for m in matches if m.scores.node not in taken]
         called = lambda _, node: f"the result of {label(node)} is"
         kept, misses = without_outside_readers(inner, view, called)
         return [i.match for i in kept], misses
@@ -202,8 +207,16 @@ def _check_accumulator(view: GraphView, s: Scores | Postings, names: Sequence[fx
     if view.effects.creator(names[0]) is not names[0]:
         raise Decline("the accumulator is a view of something else", s.node)
     for other in [user for name in names for user in view.readers(name)]:
-        if view.order[other] < view.order[s.node] and other not in names:
+        if view.order[other] < view.order[s.node] and other not in (*names, *s.swallowed):
             raise Decline("the accumulator is read before the scores are in it", other)
+
+
+def _lists(view: GraphView, s: Scores | Postings, anchor: fx.Node) -> tuple[fx.Node, ...]:
+    """Posting lists as they were looked up: they may serve other purposes, too, as in BM25's saturation."""
+    if not isinstance(s, Postings):
+        return ()
+    found = (n for p in (*s.earlier, s) for n in (p.w.gather.node, p.docs.node))
+    return tuple(n for n in found if view.effects.unchanged(n, n, anchor))
 
 
 def _documents_first(view: GraphView, s: Scores | Postings, top: Top | None) -> bool:

@@ -136,7 +136,6 @@ TRUE["corpus.scoring"] = {
     "learnt_document_weights": ("weights are learnt", "self.weights"),
     "postings_and_a_row_to_spare": ("rows that belong to no query", "acc.scatter_add_("),
     "scatter_and_a_row_to_spare": ("rows that belong to no query", "scatter_add_(1, rows"),
-    "postings_of_eight_bits": ("values of the posting lists are torch.int8", ".to(torch.int8)"),
     "products_of_eight_bits": ("the products are torch.uint8", "q[:, s.ids]"),
     "weights_of_some_edges": ("no document weights", "index_add_("),
     "embedding_with_padding_idx": ("padding_idx keeps the gradient", "self.weight(self.ids)"),
@@ -168,6 +167,10 @@ TRUE["scoring_spellings"] = {
     "assigned_by_document": ("part of the contributions", "products[:, c.lengths < 2] = 0"),
     "filled_with_one": ("does not start at zero", ".fill_(1.0).index_add_("),
     "clamped_postings": ("changed after they were looked up", ".clamp(max=N - 1)"),
+    "segments_with_a_start": ("start at 1.0", "torch.segment_reduce("),
+    "terms_after_a_look_at_the_scores": ("also read by amax", "first.amax(1)"),
+    "lists_that_are_clamped_in_place": ("also read by clamp", "docs.clamp_("),
+    "best_list_of_a_document": ("'amax': only sums", ".scatter_reduce(1, docs"),
 }
 NOTHING_OF_IT["scoring_spellings"] = {
     "rows_reversed": "a lookup by two coordinates that are not followed",

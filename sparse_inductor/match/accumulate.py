@@ -117,7 +117,7 @@ def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 def _scatter(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     how = call.get("reduce")
     if call.name != "scatter_add" and how not in ("sum", "add"):
-        if how is not None and weighted(view, call["src"], node) is not None:
+        if how is not None and _are_contributions(view, call["src"], node):
             raise Decline(f"scatter with {how!r}: only sums are inner products", node)
         return None
     rows, source = call["index"], call["src"]
@@ -139,6 +139,14 @@ def _scatter(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     return _accumulated(
         view, node, call, source, rows, axis, lambda e: e.method("select", rows, 1 - axis, 0)
     )
+
+
+def _are_contributions(view: GraphView, x: Any, node: fx.Node) -> bool:
+    """Whether gathered weights are at the root of `x`, in a form that is followed or not."""
+    try:
+        return weighted(view, x, node) is not None
+    except Decline:
+        return True
 
 
 def _bincount(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -167,11 +175,12 @@ def _segment_reduce(view: GraphView, node: fx.Node, call: Call) -> Scores | None
         return None
     if call["reduce"] != "sum":
         raise Decline(f"segments are reduced by {call['reduce']!r}, not added up", node)
+    if call.get("initial") not in (None, 0, 0.0):
+        raise Decline(f"the segments' sums start at {call['initial']}, not at zero", node)
     lengths, offsets = call.get("lengths"), call.get("offsets")
     given = offsets if lengths is None else lengths
     if (
         call.get("indices") is not None
-        or call.get("initial") not in (None, 0, 0.0)
         or not view.is_tensor(given)
         or len(view.shape(given)) != 1
         or call.get("axis", 0) != 0
@@ -245,28 +254,56 @@ def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         or starts is None
         or call.get("alpha", 1) != 1
         or ends.source is not starts.source
-        or ends.gradient is not None
         or starts.gradient is not None
     ):
         return None
     offsets = _cut(view, ends.index, (slice(1, None),))
     same = _cut(view, starts.index, (slice(None, -1), slice(0, -1)))
-    if offsets is None or same is not offsets or len(view.shape(offsets)) != 1:
+    if offsets is None or same is not offsets:
         return None
-    sums, axis = ends.source, 1 if ends.batch == 0 else 0
+    return _segments(view, node, ends, offsets, ends.index, (call["input"], call["other"]))
+
+
+def _diff(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    """sums[offsets].diff()"""
+    at = gather_of(view, call["input"])
+    if (
+        at is None
+        or call.get("n", 1) != 1
+        or (call.get("prepend"), call.get("append")) != (None,) * 2
+    ):
+        return None
+    ndim = len(view.shape(node))
+    if call.get("dim", -1) % ndim != (0 if at.batch != 0 else 1):
+        return None
+    return _segments(view, node, at, at.index, at.node, (at.node,))
+
+
+def _segments(
+    view: GraphView,
+    node: fx.Node,
+    at: Gather,
+    offsets: fx.Node,
+    reader: fx.Node,
+    within: Sequence[fx.Node],
+) -> Scores | None:
+    """Differences between prefix sums that were looked up at `offsets`, which `reader` reads."""
+    if at.gradient is not None or len(view.shape(offsets)) != 1:
+        return None
+    sums, axis = at.source, 1 if at.batch == 0 else 0
     prefix = _behind_a_zero(view, sums, axis)
     running = view.call(prefix)
     if running is None or running.name != "cumsum":
         return None
     w = weighted(view, running["input"], prefix)
-    if w is None or len(w.entries) != 1 or w.batch != ends.batch:
+    if w is None or len(w.entries) != 1 or w.batch != at.batch:
         return None
     if running["dim"] % len(w.shape) != axis:
         raise Decline("it adds up over the queries", prefix)
-    for n in (prefix, sums, call["input"], call["other"]):
+    for n in (prefix, sums, *within):
         w = w.then(n)
     N = view.shape(node)[axis]
-    reads = ((offsets, ends.index),)
+    reads = ((offsets, reader),)
     return Scores(node, w, N, w.batch, offsets=lambda e: offsets, reads=reads)
 
 
@@ -296,6 +333,7 @@ def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:
 _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     **sums.READERS,
     "sub": _differences,
+    "diff": _diff,
     "index_add": _index_add,
     "index_put": _index_put,
     "scatter": _scatter,
@@ -305,4 +343,4 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     "segment_reduce": _segment_reduce,
     "embedding_bag": _embedding_bag,
 }
-ANCHORS = frozenset(_READERS)
+ANCHORS = frozenset(_READERS) | {"put"}  # the latter of posting lists alone

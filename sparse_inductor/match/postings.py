@@ -8,6 +8,8 @@ with one accumulator [N], one row a query [B, N], or all of them end to end [B *
 from __future__ import annotations
 
 import dataclasses
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from .graph import GraphView, fake, same_size
 from .names import Call
 from .scored import accumulator_of, check_zero, total
 from .shapes import Decline
+from .values import counting
 from .weighted import Weighted, kept_axis, only_new_axes, reshaped, weighted
 
 __all__ = ["Postings", "postings_of"]
@@ -31,7 +34,8 @@ _VIEWS = frozenset("view flatten unflatten squeeze unsqueeze contiguous cast clo
 class Postings:
     """node[b, n], the sums over posting lists. `docs` looks the documents up where `w` looks the values up.
 
-    shape: of the postings, [B, ...], where the lists of all queries were looked up as [B * T, ...].
+    shape: of the postings, [B, T, ...], where lists were looked up as [B * T, ...], or one for each query. earlier:
+    lists that the same accumulator holds already, as in a loop over the terms.
     """
 
     node: fx.Node
@@ -43,29 +47,40 @@ class Postings:
     reads: tuple[tuple[fx.Node, fx.Node], ...]
     accumulator: fx.Node | None
     shape: tuple[Any, ...] | None = None
+    earlier: tuple[Postings, ...] = ()
 
     layout = "posting lists"
     features = False
 
     @property
     def swallowed(self) -> tuple[fx.Node, ...]:
-        return (*self.w.nodes, *self.inner, self.node)
+        before = (n for p in self.earlier for n in p.swallowed)
+        return (*before, *self.w.nodes, *self.inner, self.node)
 
     @property
     def inputs(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         """What is read, and by whom."""
-        return (*self.w.reads, *self.reads)
+        before = (read for p in self.earlier for read in p.inputs)
+        return (*before, *self.w.reads, *self.reads)
 
-    def emit(self, e: Emitter, k: Any = None) -> fx.Node:
-        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
+    def lists(self, e: Emitter) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+        """Which lists these are [B, T], the weights of their entries [B, T, ...], and which of those count."""
         shape = self.shape or tuple(fake(self.w.gather.node).shape)
         weights, mask = self.w.weights(e, shape)
         positions = self.docs.ids(e)
         if self.shape is not None:
-            positions = e.method("reshape", positions, shape[:2])
+            positions = reshaped(e, positions, shape[:2])
         if self.batch is None:
             positions, weights = (e.method("unsqueeze", t, 0) for t in (positions, weights))
             mask = None if mask is None else e.method("unsqueeze", mask, 0)
+        return positions, weights, mask
+
+    def emit(self, e: Emitter, k: Any = None) -> fx.Node:
+        """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
+        positions, weights, mask = self.lists(e)
+        if self.earlier:
+            parts = [*(p.lists(e) for p in self.earlier), (positions, weights, mask)]
+            positions, weights, mask = _joined(e, parts)
         args = (positions, weights, mask, self.docs.source, self.w.gather.source, self.num_docs)
         dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
         if k is None:
@@ -75,6 +90,34 @@ class Postings:
     def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
         """[B, N] in the shape of the user's result."""
         return reshaped(e, scores, tuple(fake(self.node).shape))
+
+
+def _joined(
+    e: Emitter, parts: Sequence[tuple[fx.Node, fx.Node, fx.Node | None]]
+) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """The lists of several accumulations as those of one."""
+    positions = e.call(torch.cat, [p for p, _, _ in parts], 1)
+    tail = next((fake(w).shape[2:] for _, w, _ in parts if not _is_number(w)), ())
+    full = []
+    for p, w, _ in parts:
+        if _is_number(w):  # lists without weights of the query's
+            ones = e.call(torch.ones_like, p, dtype=fake(w).dtype)
+            ones = reshaped(e, ones, (*fake(p).shape, *[1] * len(fake(w).shape[2:])))
+            w = e.call(operator.mul, ones, w)
+            w = e.method("expand", w, (-1, -1, *tail)) if tail else w
+        full.append(w)
+    weights = e.call(torch.cat, full, 1)
+    if all(mask is None for _, _, mask in parts):
+        return positions, weights, None
+    keep = [
+        e.call(torch.ones_like, w, dtype=torch.bool) if mask is None else mask
+        for w, (_, _, mask) in zip(full, parts)
+    ]
+    return positions, weights, e.call(torch.cat, keep, 1)
+
+
+def _is_number(w: fx.Node) -> bool:
+    return all(same_size(s, 1) for s in fake(w).shape)
 
 
 def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
@@ -117,8 +160,38 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
         raise Decline(
             "the documents are changed after they were looked up: change the lists", inner
         )
-    check_zero(view, call["input"], node)
-    return _placed(view, node, call, w, docs, rows, path, shift)
+    before = _earlier(view, node, call)
+    if before is None:
+        check_zero(view, call["input"], node)
+    found = _placed(view, node, call, w, docs, rows, path, shift)
+    return found if found is None or before is None else _after(view, call, found, before)
+
+
+def _earlier(view: GraphView, node: fx.Node, call: Call) -> Postings | None:
+    """The posting lists that the accumulator holds when `node` adds to it; None where it holds something else."""
+    held = call["input"]
+    seen = view.value(held, node) if view.is_tensor(held) else None
+    try:
+        found = None if seen is None else postings_of(view, seen)
+    except Decline:
+        return None
+    return found if found is not None and found.node is seen else None
+
+
+def _after(view: GraphView, call: Call, found: Postings, before: Postings) -> Postings:
+    """`found`, added to an accumulator that `before` has filled."""
+    same = (
+        before.batch == found.batch
+        and before.num_docs == found.num_docs
+        and view.same_value(before.docs.source, found.docs.source)
+        and view.same_value(before.w.gather.source, found.w.gather.source)
+    )
+    own = before.accumulator
+    if not same or (own is not None and not call.inplace):
+        raise Decline("the accumulator does not start at zero", found.node)
+    target = (own or before.node) if call.inplace else None
+    earlier = (*before.earlier, dataclasses.replace(before, earlier=()))
+    return dataclasses.replace(found, accumulator=target, earlier=earlier)
 
 
 def _changed_after(view: GraphView, x: Any) -> Gather | None:
@@ -154,17 +227,18 @@ def _placed(
     reads = ((docs.source, docs.node), (docs.index, docs.node))
     inner = (docs.node, *path)
     target = accumulator_of(view, call)
-    if not all(isinstance(s, int) for s in size):
+    if shift is None and not isinstance(size[-1], int):
         raise Decline("the number of documents is not known", node)
     values = view.dtype(w.gather.source)
-    if not values.is_floating_point:
+    if values == torch.bool:
         raise Decline(f"the values of the posting lists are {values}", w.gather.node)
     if len(size) == 2 and shift is None:
         if not same_size(size[0], view.shape(rows)[0]):
             raise Decline("the accumulator has rows that belong to no query", node)
-        if kept_axis(found, 0, view.shape(rows)) == 0 and kept_axis(w.shape, 0, found) == 0:
-            return Postings(node, w, docs, size[1], 0, inner, reads, target)
         B, flat = view.shape(rows)[0], view.shape(docs.index)
+        if kept_axis(found, 0, view.shape(rows)) == 0 and kept_axis(w.shape, 0, found) == 0:
+            one = (B, 1, *found[1:]) if len(flat) == 1 else None  # one list for each query
+            return Postings(node, w, docs, size[1], 0, inner, reads, target, one)
         if len(flat) != 1 or not isinstance(B, int) or not isinstance(flat[0], int) or flat[0] % B:
             raise Decline("merges the posting lists of several queries", node)
         shape = (B, flat[0] // B, *found[1:])
@@ -196,10 +270,15 @@ def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.
             rows, source = call["index"], call["src"]
         case "scatter_reduce" | "scatter" if call.get("reduce") in ("sum", "add"):
             rows, source = call["index"], call["src"]
+        case "put" if ndim == 1 and call.get("accumulate"):
+            rows, source = call["index"], call["source"]
         case "index_add" if ndim == 1 and call.get("alpha", 1) == 1:
             rows, source = call["index"], call["source"]
-        case "index_put" if ndim == 1 and call.get("accumulate") and len(call["indices"]) == 1:
-            rows, source = call["indices"][0], call["values"]
+        case "index_put" if call.get("accumulate") and len(call["indices"]) == ndim <= 2:
+            *who, rows = call["indices"]
+            source = call["values"]
+            if who and not (view.is_tensor(rows) and _each_its_own(view, who[0], rows, node)):
+                return None
         case _:
             return None
     if not (view.is_tensor(rows) and view.is_tensor(source)):
@@ -212,6 +291,11 @@ def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.
         if same and all(map(same_size, view.shape(rows), view.shape(source)))
         else None
     )
+
+
+def _each_its_own(view: GraphView, who: Any, rows: fx.Node, node: fx.Node) -> bool:
+    """Whether `who`, beside `rows` [B, ...] in an index, is 0, 1, 2, ... along their first axis."""
+    return counting(view, who, node) == len(view.shape(rows))
 
 
 def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], Any]:

@@ -153,6 +153,8 @@ class Weighted:
     def weights(self, e: Emitter, shape: Sequence[Any]) -> tuple[fx.Node, fx.Node | None]:
         """The factors as one tensor of document weights, and where the contributions count (None: everywhere)."""
         dtype = fake(self.gather.node).dtype
+        if not dtype.is_floating_point:
+            dtype = fake(self.node).dtype  # counts or 8-bit impacts, cast after they were looked up
         tensors = [
             f for f in self.factors if f.how in ("mul", "div") and isinstance(f.operand, fx.Node)
         ]
@@ -179,7 +181,7 @@ class Weighted:
                 weights = _applied(e, apply, weights, t)
         if not isinstance(weights, fx.Node):
             one = 1.0 if weights is None else weights
-            weights = e.method("new_full", self.gather.source, (1,) * len(shape), one)
+            weights = e.method("new_full", self.gather.source, (1,) * len(shape), one, dtype=dtype)
         return weights, keep
 
     def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
@@ -304,9 +306,10 @@ def _product(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int)
         if declined is not None:
             raise declined
         return None
-    w, other = min(found, key=lambda f: preference(view, f[0]))
     shape = view.shape(node)
-    if len(shape) != len(w.shape) or not all(map(same_size, shape, w.shape)):
+    full = lambda w: len(shape) == len(w.shape) and all(map(same_size, shape, w.shape))
+    w, other = min(found, key=lambda f: (not full(f[0]), *preference(view, f[0])))
+    if not full(w):
         raise Decline("the document weights have more axes than the gathered query weights", node)
     if not view.dtype(node).is_floating_point:
         raise Decline(f"the products are {view.dtype(node)}, which overflow as they do", node)

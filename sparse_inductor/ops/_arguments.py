@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["FLOATS", "INTEGERS", "differ", "fits", "known", "same"]
+__all__ = ["FLOATS", "IMPACTS", "INTEGERS", "differ", "fits", "known", "same"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
+IMPACTS = (torch.uint8, torch.int8, torch.int16, *INTEGERS)  # quantised weights
 
 
 def known(*sizes: object) -> bool:

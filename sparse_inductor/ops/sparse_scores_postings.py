@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _sparse_scores_aten as aten
-from ._arguments import FLOATS, INTEGERS, fits
+from ._arguments import FLOATS, IMPACTS, INTEGERS, fits
 from ._dispatch import define, register
 from ._sharding import Rule, dims
 from .sparse_scores import best_scores, check_k
@@ -48,7 +48,7 @@ def _check_postings(positions, weights, mask, docs, values, num_docs, k=None) ->
         ("positions", positions, INTEGERS),
         ("docs", docs, INTEGERS),
         ("weights", weights, FLOATS),
-        ("values", values, FLOATS),
+        ("values", values, (*FLOATS, *IMPACTS)),
     ):
         if t.dtype not in accepted:
             raise TypeError(f"{name} must be one of {accepted}, got {t.dtype}")

@@ -232,7 +232,7 @@ def scatter_and_a_row_to_spare(s, q):
     return torch.zeros(Q + 1, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals)
 
 
-@case("8-bit impacts in postings", padded_terms, why="postings of floats", explained=True, **NEVER)
+@case("8-bit impacts in postings", padded_terms)
 def postings_of_eight_bits(s, ids, w):
     parts = (s.pvals * 100).to(torch.int8)[ids].float() * w[..., None]
     return torch.zeros(Q, N + 1).scatter_add_(1, s.pdocs[ids].flatten(1), parts.flatten(1))

@@ -4,7 +4,7 @@
 exact: scores[b, n] = sum over the terms of document n of value * query[b, term].
 """
 
-from scoring_spellings import accumulations, documents, indexing, more, near_misses
+from scoring_spellings import accumulations, documents, indexing, more, near_misses, postings
 from scoring_spellings.registry import CASES
 
-__all__ = ["CASES", "accumulations", "documents", "indexing", "more", "near_misses"]
+__all__ = ["CASES", "accumulations", "documents", "indexing", "more", "near_misses", "postings"]

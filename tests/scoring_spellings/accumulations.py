@@ -141,3 +141,10 @@ def differences_of_prefix_sums_by_column(s, q):
     sums = (q.t()[s.cols] * s.vals[:, None]).cumsum(0)
     sums = torch.cat([torch.zeros(1, q.size(0)), sums])
     return (sums[s.offsets[1:]] - sums[s.offsets[:-1]]).t()
+
+
+@scoring()
+def diff_of_prefix_sums(s, q):
+    """the sums at all offsets, then torch.diff"""
+    sums = F.pad((q[:, s.cols] * s.vals).cumsum(-1), (1, 0))
+    return torch.diff(sums[:, s.offsets], dim=1).topk(K)

@@ -52,6 +52,13 @@ def document_lengths(c, q):
     return torch.zeros(N).index_add(0, c.rows, c.vals) + q.sum()
 
 
+@scoring("no_rewrite", "every document starts with a point", explained=True, batch=False)
+def segments_with_a_start(c, q):
+    """segment_reduce(initial=1)"""
+    products = q[c.cols] * c.vals
+    return torch.segment_reduce(products, "sum", lengths=c.lengths, initial=1.0, unsafe=True)
+
+
 @scoring("no_rewrite", "an average divides by the number of terms", explained=True, batch=False)
 def mean_contribution(c, q):
     """segment_reduce(mean)"""
