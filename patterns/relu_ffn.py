@@ -37,7 +37,7 @@ from sparse_inductor.match.feed_forward import Reading, activation, read_block, 
 from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.mesh import is_distributed
-from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.shapes import SHAPE_OPS, Decline
 from sparse_inductor.match.statistics import Statistic, statistics
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.ops.relu_ffn import saves_nothing
@@ -46,6 +46,8 @@ from sparse_inductor.pattern import Example, Miss, Sparse
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
 
+_PARTS = frozenset("split chunk tensor_split unbind".split())
+_PASSED = SHAPE_OPS | _PARTS | {"detach", "clone", "contiguous", "cast"}
 _EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
 
 
@@ -282,8 +284,11 @@ def _not_negative(program: Program) -> bool:
 
 
 def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
-    what = f"the result of {label(source)} is"
-    while view.name_of(reader) in ("view", "detach", "clone", "cast") and len(reader.users) == 1:
+    """Why a block is none whose tensors somebody else reads: whoever makes something of them, not who takes a part."""
+    split = view.call(source)
+    of = source if split is None or split.name not in _PARTS else split["input"]
+    what = f"the result of {label(of)} is"
+    while view.name_of(reader) in _PASSED and reader.users:
         reader = next(iter(reader.users))
     if reader.op == "output":
         return Decline(f"{what} also returned", source)

@@ -121,6 +121,11 @@ TRUE["ffn_spellings"] = {
     "batch_norm_of_tokens": ("another axis than the linear's", "F.batch_norm("),
     "statistic_after_a_token_factor": ("also read by abs", "h.abs()"),
 }
+TRUE["ffn_spellings"] |= {
+    "stacked_third_is_read": ("also read by sum", "h[2].sum()"),
+    "stacked_tokens_of_their_own": ("read different inputs", "h[1]"),
+    "stacked_tokens_written_in_between": ("changed in place within", "torch.einsum("),
+}
 NOTHING_OF_IT["ffn_spellings"] = {
     "conv_window": "a convolution that is no linear",
     "conv_stride": "a convolution that is no linear",

@@ -62,9 +62,10 @@ class Chain:
         self.v_dim = linear.v_dim
         self.origin: list[int | None] = list(range(len(view.shape(linear.node))))
         self.nodes: list[fx.Node] = [*linear.within, linear.node]
-        self.reads = [(linear.source, linear.node), (linear.weight_source, linear.node)]
+        first = self.nodes[0]
+        self.reads = [(linear.source, first), (linear.weight_source, first)]
         if linear.bias is not None:
-            self.reads.append((linear.bias, linear.node))
+            self.reads.append((linear.bias, first))
         self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
         self._turns: Decline | None = None  # why a maximum may not move past the tail
         for element in spine.elements:

@@ -23,6 +23,7 @@ from .names import Call
 from .scalars import number, scalar_steps
 from .shapes import SHAPE_OPS, Decline, part_of_axis
 from .spine import Assigned, Element, Fill, Spine, Term
+from .stacked import entry_of_stack
 
 __all__ = ["climb"]
 
@@ -47,6 +48,8 @@ def climb(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> Sp
         if not found:
             raise Decline("both operands of the matmul are batched: neither is a weight", node)
         return Spine(tuple(found), ())
+    if (one := entry_of_stack(view, node)) is not None:
+        return Spine((one,), ())
     call = view.call(node)
     if call is None:
         raise Decline(f"cannot see through {_describe(node)}", node)

@@ -10,6 +10,7 @@ from torch import fx
 from .contraction import contraction
 from .gemm import is_parameter, linears
 from .graph import GraphView, fake
+from .stacked import entry_of_stack
 
 __all__ = ["RECTIFIERS", "above", "below", "rectified_product"]
 
@@ -32,6 +33,9 @@ def above(view: GraphView, node: fx.Node, stop: Collection[str] = ()) -> set[str
         readings = linears(view, node)
         if readings is not None:
             found.add("linear" if readings else "batched matmul")
+            continue
+        if entry_of_stack(view, node) is not None:
+            found.add("linear")
             continue
         call = view.call(node)
         if call is not None:

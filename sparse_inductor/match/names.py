@@ -254,9 +254,9 @@ _TRAILING_INPLACE = {
 _METADATA_CALLS = frozenset(
     "size dim numel sym_size stride is_floating_point ndimension get_device".split()
 )
-_BY_ARGUMENT = (
-    frozenset({"max", "min", "getattr"}) | _METADATA_CALLS
-)  # names that depend on the arguments
+_SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # along which axis of a tensor that has it
+# names that depend on the arguments
+_BY_ARGUMENT = frozenset({"max", "min", "getattr", *_SPLITS}) | _METADATA_CALLS
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 
 
@@ -360,6 +360,10 @@ def canonical(node: fx.Node) -> Call | None:
         return Call("metadata", {"input": args[0], "name": name}) if args else None
     if name in ("max", "min"):
         name, args, kwargs = _extremum(name, args, kwargs)
+    if name in _SPLITS and args and isinstance(fake(args[0]), torch.Tensor):
+        how = [*args[1:], *kwargs.values()]
+        args, kwargs = (args[0], *how, min(_SPLITS[name], fake(args[0]).dim() - 1)), {}
+        name = "tensor_split"
     if name == "where" and spelling.method:
         args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
         if "condition" in kwargs and args:

@@ -46,7 +46,8 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
 
     match call.name:
         case "leaky_relu":
-            return (Step("leaky_relu", (const("negative_slope", 0.01),)),)
+            slope = const("negative_slope", 0.01)
+            return (Step("leaky_relu", (slope,)) if slope else Step("relu"),)
         case "elu":
             if const("input_scale", 1.0) != 1:
                 raise Decline("elu with an input scale", node)

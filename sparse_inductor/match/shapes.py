@@ -19,7 +19,7 @@ from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call
 
-__all__ = ["SHAPE_OPS", "Decline", "Move", "move", "order_of", "part_of_axis"]
+__all__ = ["SHAPE_OPS", "Decline", "Move", "entry_of_axis", "move", "order_of", "part_of_axis"]
 
 
 class Decline(Exception):
@@ -227,15 +227,11 @@ def order_of(call: Call, n: int) -> list[int] | None:
     return None
 
 
-def part_of_axis(
+def entry_of_axis(
     view: GraphView, node: fx.Node, call: Call
-) -> tuple[Call, tuple[fx.Node, ...]] | None:
-    """An axis split in two and one entry of one half taken, as the strided slice of the axis that it is.
-
-    `z.view(B, S, 2, N)[:, :, 0]` is `z[..., :N]`; `z.unflatten(-1, (N, 2)).unbind(-1)[1]` is `z[..., 1::2]`; the halves
-    may be brought to another place before, as by `.permute(2, 0, 1, 3)[0]`. Returns the slice and the nodes passed
-    over, the nearest first; None for anything else.
-    """
+) -> tuple[fx.Node, int, int, tuple[fx.Node, ...]] | None:
+    """(x, dim, index, nodes passed over) where a call takes one entry of one axis of x and all of the others: select,
+    an index of one number, one result of unbind. None for anything else."""
     extra: tuple[fx.Node, ...] = ()
     x = call.get("input")
     if call.name == "getitem" and not view.is_tensor(x):
@@ -258,10 +254,23 @@ def part_of_axis(
         dim, index = picked[0]
     else:
         return None
-    if type(index) is not int:
+    return (x, dim % len(view.shape(x)), index, extra) if type(index) is int else None
+
+
+def part_of_axis(
+    view: GraphView, node: fx.Node, call: Call
+) -> tuple[Call, tuple[fx.Node, ...]] | None:
+    """An axis split in two and one entry of one half taken, as the strided slice of the axis that it is.
+
+    `z.view(B, S, 2, N)[:, :, 0]` is `z[..., :N]`; `z.unflatten(-1, (N, 2)).unbind(-1)[1]` is `z[..., 1::2]`; the halves
+    may be brought to another place before, as by `.permute(2, 0, 1, 3)[0]`. Returns the slice and the nodes passed
+    over, the nearest first; None for anything else.
+    """
+    entry = entry_of_axis(view, node, call)
+    if entry is None:
         return None
+    x, dim, index, extra = entry
     split = view.call(x)
-    dim %= len(view.shape(x))
     while split is not None and view.value(x, extra[-1] if extra else node) is x:
         order = order_of(split, len(view.shape(x)))
         if split.name != "contiguous" and order is None:

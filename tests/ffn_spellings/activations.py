@@ -22,6 +22,12 @@ def up_times_relu(x, m):
 
 
 @block(bias=True)
+def leaky_without_a_slope(x, m):
+    """LeakyReLU(0.0), as a configuration has it"""
+    return m.down(F.leaky_relu(m.gate(x), negative_slope=0.0) * m.up(x))
+
+
+@block(bias=True)
 def plain(x, m):
     """Vaswani et al.: max(0, x W1 + b1) W2 + b2."""
     return m.down(m.act(m.up(x)))

@@ -51,6 +51,12 @@ fused(
     lambda z: z.unflatten(-1, (N, 2)).movedim(-1, 0).contiguous().unbind(0),
     bias=True,
 )
+fused("fused_dsplit", "dsplit", lambda z: torch.dsplit(z, 2))
+fused(
+    "fused_hsplit",
+    "hsplit of flattened tokens",
+    lambda z: [t.view(B, S, N) for t in z.view(B * S, 2 * N).hsplit([N])],
+)
 fused("fused_narrow", "narrow", lambda z: (z.narrow(-1, 0, N), z.narrow(-1, N, N)))
 
 
