@@ -18,6 +18,8 @@ from .values import uniform
 
 __all__ = ["entry_of_stack"]
 
+Make = Callable[[Emitter], fx.Node]
+
 
 def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
     """The linear map that a node is, if it takes one of several that are computed together; else None."""
@@ -41,27 +43,24 @@ def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
         kept = [c for c in w_axes if c not in x_axes and c in out]
         if len(w_axes) != 2 or len(reduced) != 1 or len(kept) != 1:
             continue
-        order = [reduced[0] if c == kept[0] else c for c in out]
-        if sorted(order, key=str) != sorted(x_axes):
+        order = [reduced[0] if c == kept[0] else c for c in out if c is not None]
+        if len(order) != len(out) or sorted(order) != sorted(x_axes):
             continue
-        weight_order = tuple(w_axes.index(c) for c in (kept[0], reduced[0]))
-        stand_in_order = tuple(x_axes.index(c) for c in order)
+        weight_order = [w_axes.index(c) for c in (kept[0], reduced[0])]
         within = tuple(dict.fromkeys((*product.nodes, stack, *reversed(between))))
         return Linear(
             node,
             x.node,
             w.node,
             out.index(kept[0]),
-            lambda e, take=take_x, to=stand_in_order: e.permuted(take(e), to),
-            lambda e, take=take_w, to=weight_order: e.permuted(take(e), to),
+            _permuted(take_x, [x_axes.index(c) for c in order]),
+            _permuted(take_w, weight_order),
             within=within,
         )
     return None
 
 
-def _entry_of(
-    view: GraphView, o: Operand, letter: str, index: int
-) -> tuple[Callable[[Emitter], fx.Node], list[str]]:
+def _entry_of(view: GraphView, o: Operand, letter: str, index: int) -> tuple[Make, list[str]]:
     """What makes one entry of an operand, axes of one element taken off, and the letters that it has left."""
     at = [d for d, c in enumerate(o.axes) if c == letter]
     if at and uniform(view, o.node, len(o.axes) - at[0], o.reader):
@@ -75,3 +74,7 @@ def _entry_of(
         return t
 
     return take, [c for c in o.axes if c is not None and c != letter]
+
+
+def _permuted(make: Make, order: list[int]) -> Make:
+    return lambda e: e.permuted(make(e), order)
