@@ -233,6 +233,7 @@ TRUE["entmax_spellings"] = {
     "divided_by_more_than_their_sum": ("div changes the probabilities", "+ 1e-3"),
     "divided_by_the_sum_over_queries": ("div changes the probabilities", "p.sum(-2"),
     "empty_rows_divided_by_zero": ("mul changes the probabilities", "~dropped"),
+    "floor_that_scores_reach": ("clamp between", ".clamp(min=-1e3)"),
     "zeroed_in_place": ("probabilities are changed in place", "p = "),
     "keys_written_before_the_values": ("changed in place between", "q @ k.mT"),
 }

@@ -43,7 +43,7 @@ class Placed:
     """A tensor that is read beside the scores, and where its axes lie.
 
     factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask among the
-    biases, what it adds where it drops.
+    biases, what it adds where it drops. floor: the least that is added.
     """
 
     node: fx.Node
@@ -54,6 +54,7 @@ class Placed:
     divides: bool = False
     fill: float | None = None
     times: tuple[Placed, ...] = ()  # tensors that it is multiplied by, after `factor`
+    floor: float | None = None
 
 
 def fresh(shape: Sequence[Any]) -> list[Axis]:

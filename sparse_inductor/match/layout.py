@@ -164,6 +164,8 @@ class Attention:
                     one = e.method("to", one, torch.float32)
                 if bias.factor != 1:
                     one = e.call(operator.mul, one, bias.factor)
+                if bias.floor is not None:
+                    one = e.method("clamp_min", one, bias.floor)
                 for factor in bias.times:
                     number = not self.view.is_tensor(factor.node)
                     f = factor.node if number else self._beside(e, factor)

@@ -177,7 +177,10 @@ def as_mask(view: GraphView, bias: Placed) -> Placed | None:
     """A bias that is 0 where keys are kept and one large negative number elsewhere, as a mask with that `fill`."""
     if bias.fill is not None or bias.times:
         return bias if bias.fill is not None else None
-    return _masked_zeros(view, bias) or _constant(view, bias)
+    found = _masked_zeros(view, bias) or _constant(view, bias)
+    if found is None or found.fill is None or bias.floor is None:
+        return found
+    return dataclasses.replace(found, fill=max(found.fill, bias.floor), floor=None)
 
 
 def _constant(view: GraphView, bias: Placed) -> Placed | None:

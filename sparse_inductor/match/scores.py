@@ -50,6 +50,7 @@ class Scores:
     fill: float | None = None
     unless: list[Placed] = dataclasses.field(default_factory=list)
     """Masks among the biases that win over the others: where they drop, nothing is filled in."""
+    floored: bool = False
     shifted: bool = False  # a constant was added, which only a finite fill would notice
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
 
@@ -137,7 +138,45 @@ class _Step:
     def _neg(self) -> Scores:
         return self._scaled(self.up(self.call["input"]), -1.0)
 
+    def _maximum(self) -> Scores:
+        a, b = self.call["input"], self.call["other"]
+        return self._floored(a, b) if self.const(b) is not None else self._floored(b, a)
+
+    def _clamp_min(self) -> Scores:
+        return self._floored(self.call["input"], self.call["min"])
+
+    def _clamp(self) -> Scores:
+        least = self.call.get("min") if self.call.get("max") is None else None
+        return self._floored(self.call["input"], least)
+
+    def _floored(self, x: Any, least: Any) -> Scores:
+        """max(z, finfo.min), as of masks that were added up: no score is as low, so it is the masks that have it."""
+        low = self.const(least)
+        if low is None or not self.view.is_tensor(x) or low > -_ABSORBS:
+            name = self.call.name
+            raise self.decline(f"{name} between the product and the normalisation is not linear")
+        found = self.up(x)
+        plain = [b for b in found.biases if b.fill is None]
+        if len(plain) > 1 or found.unless or any(b.times for b in plain):
+            raise self.decline("several terms of the scores have one floor")
+        learns = torch.is_grad_enabled() and self.view.requires_grad(self.node)
+        if learns and any(as_mask(self.view, b) is None for b in plain):
+            # Where every key of a row is at the floor, no gradient passes it; the sum with a bias lets it through.
+            raise self.decline("scores with a bias that is no mask have a floor")
+        found.biases = [
+            dataclasses.replace(b, floor=low)
+            if b.fill is None
+            else dataclasses.replace(b, fill=max(b.fill, low))
+            for b in found.biases
+        ]
+        if found.fill is not None:
+            found.fill = max(found.fill, low)
+        found.floored = True
+        return found
+
     def _scaled(self, found: Scores, c: float) -> Scores:
+        if found.floored and c != 1:
+            raise self.decline("scores that have a floor are multiplied")
         if found.masks:
             if c <= 0:
                 raise self.decline("masked scores are multiplied by a number that is not positive")
@@ -175,7 +214,7 @@ class _Step:
         return self._factor(self.up(a), b, divides=True)
 
     def _factor(self, found: Scores, other: Any, divides: bool) -> Scores:
-        if found.masks or any(b.fill is not None for b in found.biases):
+        if found.floored or found.masks or any(b.fill is not None for b in found.biases):
             raise self.decline("masked scores are multiplied by a tensor")
         if isinstance(fake(other), (torch.SymInt, torch.SymFloat)):  # a scale made of sizes
             factor = Placed(other, self.node, (), divides=divides)
@@ -338,4 +377,6 @@ class _Step:
         return found
 
 
-_HANDLED = frozenset("neg mul div add sub rsub masked_fill where setitem index_put".split())
+_HANDLED = frozenset(
+    "neg mul div add sub rsub masked_fill where setitem index_put maximum clamp_min clamp".split()
+)

@@ -81,6 +81,21 @@ def extended_mask_1e4(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
+@attention(modes=INFER, inputs=lambda: (*qkv(), combined_biases()))
+def floored_scores(q, k, v, bias):
+    """OPT: causal and padding biases added up, -inf where both drop, back to finfo.min afterwards"""
+    scores = (q @ k.mT * SCALE + bias).view(B * H, L, L)
+    scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min))
+    return torch.bmm(entmax.entmax15(scores, dim=-1), v.flatten(0, 1))
+
+
+@attention()
+def floored_mask(q, k, v, mask):
+    """the same of a mask that is made in the graph, by clamp"""
+    scores = q @ k.mT * SCALE + torch.where(mask, 0.0, -torch.inf)[:, None, None]
+    return entmax.entmax15(scores.clamp(min=torch.finfo(scores.dtype).min), dim=-1) @ v
+
+
 @attention()
 def boolean_assignment(q, k, v, mask):
     """scores[~mask] = -inf after expanding the mask"""
@@ -237,6 +252,15 @@ def causal_then_padding_of_another_fill(q, k, v, mask):
     scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
     scores = scores.masked_fill(~mask[:, None, None], -1e9)
     return entmax.entmax15(scores, dim=-1) @ v
+
+
+def combined_biases() -> torch.Tensor:
+    """[B, 1, L, L]: finfo.min where the padding or the causal mask drops, twice that where both do; the first key of
+    the second row is padding, so that its first query has none."""
+    low = torch.finfo(torch.float32).min
+    padding = torch.zeros(B, 1, 1, L)
+    padding[0, ..., -2:] = padding[1, ..., 0] = low
+    return padding + torch.full((L, L), low).triu(1)
 
 
 def some_rows_without_keys() -> torch.Tensor:
