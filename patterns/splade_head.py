@@ -146,7 +146,9 @@ class SpladeHead:
     op = OP
     summary = "max_s program(linear(hidden), mask) -> splade_head(hidden, weight, bias, mask)"
     anchors = (
-        frozenset("max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d".split())
+        frozenset(
+            "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d gather take_along_dim".split()
+        )
         | ANCHORS
         | PRODUCTS
     )
@@ -220,7 +222,7 @@ class SpladeHead:
                 "neither operand of the matmul is a parameter and no activation follows", node
             )
         chain.rehearse(node)
-        nodes = swallowed(view, [*chain.nodes, node])
+        nodes = swallowed(view, [*chain.nodes, *red.within, node])
         between = "between the linear and the maximum"
         check_memory(view, chain.reads, nodes, node, between, "the head")
         check_grad_mode(view, view.order[linear.node], view.order[node], between)

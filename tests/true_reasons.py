@@ -70,6 +70,15 @@ TRUE["splade_spellings"] = {
     "words_summed_before_max": ("index_add", "words.index_add("),
     "bigram_logits": ("two tensors that come from linears", "logits[:, 1:] + logits[:, :-1]"),
     "cumulative_logits": ("cumsum", "logits.cumsum(dim=1)"),
+    "other_weights_where_largest": ("only the positions", "weights.argmax("),
+    "last_of_a_sort": ("a sort keeps every position", "torch.sort("),
+    "norm_of_infinite_order": ("a norm over the sequence", "vector_norm("),
+    "packed_sequences": ("end to end", ".index_reduce("),
+    "filled_with_more": ("fills in 9", "torch.where("),
+    "small_logits_alone": ("keeps the small values", "torch.where("),
+    "either_condition": ("(or_) differs by token and by output", "torch.where("),
+    "undefined_times_zero": ("what may be no number", "(logits > 1)"),
+    "compared_after_a_write": ("(gt) differs by token and by output", "torch.where("),
 }
 
 TRUE["corpus.ffn"] = {

@@ -15,7 +15,8 @@ from torch import fx
 
 from ..epilogue.steps import Step
 from .batch_norm import normalised
-from .comparisons import COMPARISONS, edge
+from .comparisons import COMPARISONS, edge, is_comparison
+from .gates import conditions, gated
 from .gemm import linears
 from .graph import GraphView, fake, label, same_size
 from .mesh import redistributed
@@ -217,15 +218,44 @@ class _Climber:
     def _mul(self) -> Spine:
         a, b = self.call["input"], self.call["other"]
         for x, gate in ((a, b), (b, a)):
-            found = edge(self.view, self.node, gate, x)
-            if found is not None and found.above:  # x * (x > t)
-                step = found.step(0.0, self.view.dtype(x))
-                return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
+            if (found := self._gate(x, gate)) is not None:
+                return found
 
         def terms(operand: Any, c: float | None) -> tuple:
             return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
 
         return self._arithmetic(a, b, terms, terms)
+
+    def _gate(self, x: Any, gate: Any) -> Spine | None:
+        """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
+        found = edge(self.view, self.node, gate, x)
+        if found is not None and found.above:
+            step = found.step(0.0, self.view.dtype(x))
+            return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
+        return self._kept(x, gate, False, 0.0, factor=True)
+
+    def _kept(
+        self, x: Any, keep: Any, negate: bool, c: float, factor: bool = False
+    ) -> Spine | None:
+        """x where a comparison of what it was computed from, and maybe a mask, say so, else c; None for other masks."""
+        parts, nodes = conditions(self.view, keep, self.node, negate)
+        if not (self.view.is_tensor(x) and self._compares_each(parts, x)):
+            return None
+        spine, through, masks = self.up(x), False, []
+        for part in parts:
+            found = gated(self.view, self.node, spine, part, negate, c, factor)
+            if found is None:
+                way = "not" if negate else None
+                masks.append(Term("mul", part) if factor else Term("where", part, (c,), way))
+            else:
+                spine, through = found, True
+        return spine.then(Element(self.node, tuple(masks), extra=nodes)) if through else None
+
+    def _compares_each(self, conditions: list[Any], x: fx.Node) -> bool:
+        """Whether one of some conditions compares every element of `x`, not one number a token."""
+        shape = self.view.shape(x)
+        each = (self.view.shape(c) for c in conditions if is_comparison(self.view, c))
+        return any(len(own) == len(shape) and all(map(same_size, own, shape)) for own in each)
 
     def _div(self) -> Spine:
         if self.call.get("rounding_mode") is not None:
@@ -295,7 +325,8 @@ class _Climber:
                 raise self.decline("keeps the small values and replaces the large ones")
             return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
         term = Term("where", keep, (c,), "not" if negate else None)
-        return self.up(x).then(Element(self.node, (term,)))
+        gate = self._kept(x, keep, negate, c)
+        return gate or self.up(x).then(Element(self.node, (term,)))
 
     def _where(self) -> Spine:
         condition, a, b = self.call["condition"], self.call["input"], self.call["other"]
@@ -332,8 +363,10 @@ class _Climber:
         if c is None:
             raise self.decline("assigns a tensor into the linear's result")
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        if isinstance(index, fx.Node) and edge(self.view, self.node, index, x) is not None:
-            return self._select(x, index, value, negate=True)
+        if self.view.is_tensor(index) and self.view.dtype(index) == torch.bool:
+            parts, _ = conditions(self.view, index, self.node, True)
+            if self._compares_each(parts, x):
+                return self._select(x, index, value, negate=True)
         return self.up(x).then(Element(self.node, (Term("where", Assigned(index), (c,)),)))
 
 

@@ -14,7 +14,7 @@ from ..epilogue.steps import Step
 from .graph import GraphView, label
 from .shapes import Decline
 
-__all__ = ["COMPARISONS", "Edge", "edge"]
+__all__ = ["COMPARISONS", "Edge", "compared", "edge", "is_comparison"]
 
 COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
 _NEGATIONS = frozenset({"invert", "logical_not"})
@@ -51,6 +51,14 @@ def edge(
 
     None where it does not. Raises Decline for a comparison with anything but a constant.
     """
+    mine = view.value(x, node) if isinstance(x, fx.Node) else None
+    return None if mine is None else compared(view, node, condition, mine, negate)
+
+
+def compared(
+    view: GraphView, node: fx.Node, condition: Any, mine: fx.Node, negate: bool = False
+) -> Edge | None:
+    """The same, of a value rather than of what is read now."""
     nodes: list[fx.Node] = []
     call = view.call(condition)
     while call is not None and call.name in _NEGATIONS | _COPIES | {"cast"}:
@@ -58,11 +66,10 @@ def edge(
         negate ^= call.name in _NEGATIONS
         condition = call["input"]
         call = view.call(condition)
-    if call is None or call.name not in COMPARISONS or not isinstance(x, fx.Node):
+    if call is None or call.name not in COMPARISONS:
         return None
     nodes.append(condition)
     sides = call["input"], call["other"]
-    mine = view.value(x, node)
     for operand, other, less in (
         (*sides, call.name in ("lt", "le")),
         (*sides[::-1], call.name in ("gt", "ge")),
@@ -70,7 +77,7 @@ def edge(
         if not view.is_tensor(operand):
             continue
         theirs = view.value(operand, condition)
-        if mine is None or theirs is None or not _same(view, mine, theirs):
+        if theirs is None or not _same(view, mine, theirs):
             continue
         at = view.const(other, node)
         if at is None:
@@ -79,6 +86,14 @@ def edge(
         ties = (call.name in ("ge", "le")) ^ negate
         return Edge(at, not (less ^ negate), ties, tuple(nodes))
     return None
+
+
+def is_comparison(view: GraphView, condition: Any) -> bool:
+    """Whether a condition, or its contrary, compares something."""
+    call = view.call(condition)
+    while call is not None and call.name in _NEGATIONS | _COPIES | {"cast"}:
+        call = view.call(call["input"])
+    return call is not None and call.name in COMPARISONS
 
 
 def _same(view: GraphView, a: fx.Node, b: fx.Node) -> bool:

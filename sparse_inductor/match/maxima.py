@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from .graph import GraphView, same_size
+from .names import Call
 
 __all__ = ["Reduction", "maximum"]
 
@@ -26,6 +27,7 @@ class Reduction:
     positions: int | None = None
     minimum: bool = False
     span: int = 1  # neighbouring axes reduced together, `dim` being the first
+    within: tuple[fx.Node, ...] = ()  # what else it is made of
 
 
 def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
@@ -54,6 +56,9 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
             u.args[1] == 0 and u.users for u in node.users
         ):
             return Reduction(source, dim % ndim, keepdim, 1)
+        case "gather" | "take_along_dim" if isinstance(dim, int):
+            within = _where_largest(view, node, source, call["index"], dim % ndim)
+            return None if within is None else Reduction(source, dim % ndim, True, within=within)
         case "topk" if call["k"] == 1:
             return Reduction(
                 source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
@@ -68,6 +73,34 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
             padded = _only(call.get("padding", 0)) != 0 or _only(call.get("dilation", 1)) != 1
             return None if padded else Reduction(source, ndim - 1, True)
     return None
+
+
+def _where_largest(
+    view: GraphView, node: fx.Node, source: fx.Node, index: Any, dim: int
+) -> tuple[fx.Node, ...] | None:
+    """What makes an index that says where along `dim` the largest values of `source` are; None where none does."""
+    ndim, nodes, keepdim = len(view.shape(source)), [], True
+    call = view.call(index)
+    if call is not None and _puts_axis(call, ndim) == dim:
+        nodes.append(index)
+        keepdim, index = False, call["input"]
+        call = view.call(index)
+    if call is None or call.name != "argmax" or not isinstance(call.get("dim"), int):
+        return None
+    if call["dim"] % ndim != dim or bool(call.get("keepdim", False)) != keepdim:
+        return None
+    same = view.value(call["input"], index) is view.value(source, node)
+    return (*nodes, index) if same else None
+
+
+def _puts_axis(call: Call, ndim: int) -> int | None:
+    """Where a view of `ndim` axes has one that its input lacks."""
+    if call.name == "unsqueeze":
+        return call["dim"] % ndim
+    index = call.get("index")
+    if call.name != "getitem" or not isinstance(index, tuple) or index.count(None) != 1:
+        return None
+    return index.index(None) if all(i in (None, slice(None)) for i in index) else None
 
 
 def _only(x: Any) -> Any:

@@ -30,16 +30,22 @@ _SUMS = {
     "mean": f"mean pooling: {_ALL}",
     "logsumexp": f"log-sum-exp pooling: {_ALL}",
 }
+_ENDS = "sequences that lie end to end, their bounds in a tensor: cut them apart by numbers, or pad them"
 _ORDERS = {
     "median": "median pooling is no maximum",
     "argmax": "only the positions are used, not the values",
     "argmin": "only the positions are used, not the values",
     "cummax": "a running maximum keeps every position",
     "kthvalue": "the k-th smallest value is no maximum",
+    "sort": "a sort keeps every position: where its last is wanted, write amax",
+    "norm": "a norm over the sequence: where it is the largest value, write amax",
+    "vector_norm": "a norm over the sequence: where it is the largest value, write amax",
     "topk": "the {k} largest values of every term are used, not the largest alone",
     "max_pool1d": "a maximum over windows, not over the whole sequence",
 }
-POOLS = frozenset({*_SUMS, *_ORDERS})
+# A maximum over the tokens of each sequence, which lie end to end: where the tokens are among the arguments.
+_PACKED = {"scatter_reduce": "src", "index_reduce": "src", "segment_reduce": "data"}
+POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
 ANCHORS = POOLS | {"getitem"}
 PRODUCTS = frozenset("einsum matmul bmm".split())
 # What is below these has one value a sequence: pooled already.
@@ -51,12 +57,16 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     call = view.call(node)
     if call is not None and call.name == "getitem":
         return _picked_token(view, node, call)
-    if call is None or call.name not in POOLS or not view.is_tensor(call.get("input")):
+    tokens = None if call is None else call.get(_PACKED.get(call.name, "input"))
+    if call is None or call.name not in POOLS or not view.is_tensor(tokens):
         return None
-    found = above(view, call["input"], POOLED)
+    found = above(view, tokens, POOLED)
     if "linear" not in found:
         return None
     activated = bool(found & RISES and found & LOGS)
+    if call.name in _PACKED:
+        largest = call.get("reduce") in ("amax", "max")
+        return _ENDS if activated and largest else None
     if call.name in _SUMS:
         if call.name == "logsumexp":  # the activation often follows it
             activated |= below(view, node, RISES) and below(view, node, LOGS)

@@ -7,7 +7,7 @@ functions that are not monotone too: an operator that evaluates them per token i
 takes the maximum first is not, and the numbers tell. `no_rewrite` has no such program.
 """
 
-from splade_spellings import encoders, masks, near_misses, precision, projections, reductions
+from splade_spellings import encoders, gates, masks, near_misses, precision, projections, reductions
 from splade_spellings.registry import CASES, B, D, S, V
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "S",
     "V",
     "encoders",
+    "gates",
     "masks",
     "near_misses",
     "precision",

@@ -590,3 +590,30 @@ def decoder_called_twice():
             return pooled, self.decoder(h)
 
     return Model(), (hidden(), mask())
+
+
+@seen("the weights at the positions are others")
+def other_weights_where_largest(logits, mask):
+    """gathered from what is not what the positions are of"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return (2 - weights).gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+@seen("every position is sorted")
+def last_of_a_sort(logits, mask):
+    """a quantile's way of taking the maximum"""
+    return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1).values[:, -1]
+
+
+@seen("a norm")
+def norm_of_infinite_order(logits, mask):
+    """the largest absolute value over the sequence"""
+    return torch.linalg.vector_norm(tokens(logits) * mask.unsqueeze(-1), float("inf"), dim=1)
+
+
+@seen("which sequence a token belongs to is data")
+def packed_sequences(logits, mask):
+    """tokens end to end, reduced by sequence"""
+    owner = torch.arange(logits.size(0)).repeat_interleave(logits.size(1))
+    weights = tokens(logits).flatten(0, 1)
+    return torch.zeros_like(logits[:, 0]).index_reduce(0, owner, weights, "amax")

@@ -547,3 +547,17 @@ def running_maximum_over_windows():
             return best
 
     return Model(), (hidden(), mask())
+
+
+@head()
+def gathered_where_largest(logits, mask):
+    """argmax, then gather"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return weights.gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+@head()
+def taken_along_where_largest(logits, mask):
+    """the same with an index that gets its axis back"""
+    weights = tokens(logits).masked_fill(mask.unsqueeze(-1) == 0, 0.0)
+    return torch.take_along_dim(weights, weights.argmax(1)[:, None], dim=1)[:, 0]
