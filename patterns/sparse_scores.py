@@ -86,7 +86,9 @@ class ScoresMatch:
     def replace(self) -> None:
         s = self.scores
         e = Emitter(self.anchor)
-        if self.top is None:
+        if s.into is not None:
+            s.node.replace_all_uses_with(e.method("add_", s.into, s.shaped(e, s.emit(e))))
+        elif self.top is None:
             _redirect(s, self.names, s.shaped(e, s.emit(e)))
         else:
             self.top.put(e, s.emit(e, self.top.k))
@@ -143,7 +145,7 @@ class SparseScores:
         check_device(node)
         if not fake(node).dtype.is_floating_point:
             raise Decline(f"the scores are {fake(node).dtype}", node)
-        top = top_of(view, s)
+        top = None if s.into is not None else top_of(view, s)
         if s.features and not _documents_first(view, s, top):
             raise Decline(
                 "rows of features are gathered and added up; nothing says that they are weights of queries",
@@ -157,7 +159,9 @@ class SparseScores:
             _check_accumulator(view, s, names)
             inner += names
         nodes = swallowed(view, inner)
-        check_memory(view, s.inputs, nodes, anchor, "before the scores are made", "the scores")
+        written = {s.node} if s.into is not None else set()  # it goes on being written
+        gone = [n for n in nodes if n not in written]
+        check_memory(view, s.inputs, gone, anchor, "before the scores are made", "the scores")
         check_gradient(view, [s.w.gather.source], s.swallowed)
         gather = s.w.gather
         if gather.gradient and torch.is_grad_enabled() and view.requires_grad(gather.source):

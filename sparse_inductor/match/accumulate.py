@@ -14,7 +14,7 @@ from .emit import Emitter
 from .gathers import Gather, gather_of, is_transposed, table_gradient
 from .graph import GraphView, same_size
 from .names import Call
-from .scored import Scores, accumulator_of, check_zero
+from .scored import Scores, accumulator_of, check_zero, part_of
 from .shapes import Decline
 from .values import counting, uniform
 from .weighted import Factor, Weighted, weighted
@@ -59,7 +59,16 @@ def _accumulated(
     target = accumulator_of(view, call)
     reads = ((rows, node),)
     num_docs = view.shape(node)[axis]
-    return Scores(node, w, num_docs, w.batch, rows=make, reads=reads, accumulator=target)
+    return Scores(
+        node,
+        w,
+        num_docs,
+        w.batch,
+        rows=make,
+        reads=reads,
+        accumulator=target,
+        into=part_of(view, call),
+    )
 
 
 def _index_add(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -109,7 +118,7 @@ def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return Scores(
             node, w, view.shape(node)[0], None, reads=((rows, node),),
             rows=lambda e: e.method("reshape", rows, (-1,)),
-            accumulator=accumulator_of(view, call),
+            accumulator=accumulator_of(view, call), into=part_of(view, call),
         )  # fmt: skip
     return _accumulated(view, node, call, values, rows, at[0], lambda e: rows)
 

@@ -19,7 +19,7 @@ from .emit import Emitter
 from .gathers import Gather, rows_of
 from .graph import GraphView, fake, same_size
 from .names import Call
-from .scored import accumulator_of, check_zero, total
+from .scored import accumulator_of, check_zero, part_of, total
 from .shapes import Decline
 from .values import counting
 from .weighted import Weighted, kept_axis, only_new_axes, reshaped, weighted
@@ -48,6 +48,7 @@ class Postings:
     accumulator: fx.Node | None
     shape: tuple[Any, ...] | None = None
     earlier: tuple[Postings, ...] = ()
+    into: fx.Node | None = None
 
     layout = "posting lists"
     features = False
@@ -164,7 +165,14 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     if before is None:
         check_zero(view, call["input"], node)
     found = _placed(view, node, call, w, docs, rows, path, shift)
-    return found if found is None or before is None else _after(view, call, found, before)
+    if found is None:
+        return None
+    if before is not None:
+        return _after(view, call, found, before)
+    into = part_of(view, call)
+    if into is not None and found.node is not node:
+        raise Decline("the accumulators of several queries are a part of another tensor", node)
+    return dataclasses.replace(found, into=into)
 
 
 def _earlier(view: GraphView, node: fx.Node, call: Call) -> Postings | None:

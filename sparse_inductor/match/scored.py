@@ -15,9 +15,11 @@ from .names import Call
 from .shapes import Decline
 from .weighted import Weighted, reshaped
 
-__all__ = ["Scores", "accumulator_of", "check_zero", "names_of", "total"]
+__all__ = ["Scores", "accumulator_of", "check_zero", "names_of", "part_of", "total"]
 
 _CLEARS = frozenset(("zero", "fill"))
+_PARTS = frozenset("getitem select narrow".split())
+_SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -28,7 +30,7 @@ class Scores:
 
     kept: for a plain sum the axes of the contributions that stay, in the order of the result. rows,
     offsets: how the entries of the other layouts belong to documents. num_docs: a size, batch: the
-    axis of the result that is the batch. accumulator: the tensor they were added to, if any.
+    axis of the result that is the batch. accumulator: the tensor they were added to, if any, or into: the part of one.
     """
 
     node: fx.Node
@@ -40,6 +42,7 @@ class Scores:
     offsets: Make | None = None
     reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
     accumulator: fx.Node | None = None
+    into: fx.Node | None = None
 
     @property
     def swallowed(self) -> tuple[fx.Node, ...]:
@@ -120,19 +123,32 @@ def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:
     call = view.call(seen)
     filled = call is not None and call.inplace and call.name in _CLEARS
     filler = call.get("value", 0) if call is not None and filled else accumulator
-    if view.const(filler, seen if filled else node) != 0:
-        raise Decline("the accumulator does not start at zero", node)
     added = view.call(node)
+    if added is not None and part_of(view, added) is not None:
+        return  # what it holds stays in it: the scores are added
     made = view.effects.creator(accumulator) if isinstance(accumulator, fx.Node) else None
+    if view.const(filler, seen if filled else node) != 0:
+        if call is not None and call.name in _SUMS:
+            raise Decline("the accumulator holds other sums already: add all up at once", node)
+        raise Decline("the accumulator does not start at zero", node)
     if made is None or added is None or not added.inplace:
         return
     if made.op in ("placeholder", "get_attr"):  # a buffer, say: zeroed here, read anywhere
         raise Decline("the accumulator is the caller's, who keeps the scores in it", node)
 
 
+def part_of(view: GraphView, call: Call) -> fx.Node | None:
+    """The part of a tensor made of zeros that an accumulation in place writes, as in `scores[i].index_add_(...)`."""
+    if not call.inplace or view.name_of(call["input"]) not in _PARTS:
+        return None
+    made = view.effects.creator(call["input"])
+    return call["input"] if made is not None and view.const(made) == 0 else None
+
+
 def accumulator_of(view: GraphView, call: Call) -> fx.Node | None:
-    """What an accumulation in place writes: the tensor before it was cleared, as in `empty(N).zero_()`."""
-    if not call.inplace:
+    """What an accumulation in place writes, if it is all of a tensor: that before it was cleared, as in
+    `empty(N).zero_()`."""
+    if not call.inplace or part_of(view, call) is not None:
         return None
     node: fx.Node = call["input"]
     while (made := view.call(node)) is not None and made.inplace and made.name in _CLEARS:

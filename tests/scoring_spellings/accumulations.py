@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from scoring_spellings.registry import K, N, V, scoring
+from scoring_spellings.registry import B, K, N, V, scoring
 
 BOTH = (False, True)
 
@@ -148,3 +148,31 @@ def diff_of_prefix_sums(s, q):
     """the sums at all offsets, then torch.diff"""
     sums = F.pad((q[:, s.cols] * s.vals).cumsum(-1), (1, 0))
     return torch.diff(sums[:, s.offsets], dim=1).topk(K)
+
+
+@scoring(modes=BOTH, rewrites=B)
+def into_each_row_of_a_buffer(c, q):
+    """a loop over the queries, every one into its row of zeros"""
+    scores = torch.zeros(B, N)
+    for i in range(B):
+        scores[i].index_add_(0, c.rows, q[i][c.cols] * c.vals)
+    return scores.topk(K)
+
+
+@scoring()
+def into_a_part_that_holds_something(c, q):
+    """boosts stay where they are, and are read again later"""
+    scores = torch.zeros(B, N + 2)
+    part = scores[:, :N]
+    part[:, 0] = 0.25
+    part.index_add_(1, c.rows, q[:, c.cols] * c.vals)
+    part *= 2
+    return scores, part.topk(K).values
+
+
+@scoring("no_rewrite", "a part of ones", explained=True)
+def into_a_row_of_ones(c, q):
+    """smoothed scores"""
+    scores = torch.ones(B, N)
+    scores[0].index_add_(0, c.rows, q[0][c.cols] * c.vals)
+    return scores

@@ -102,3 +102,13 @@ def best_list_of_a_document(c, terms, weights):
     impacts = c.post[terms] * weights[..., None]
     docs = c.docs[terms].flatten(1)
     return torch.zeros(B, N).scatter_reduce(1, docs, impacts.flatten(1), "amax")
+
+
+@scoring(terms=True, rewrites=B)
+def into_each_row_of_a_buffer_by_lists(c, terms, weights):
+    """a loop over the queries, each with the lists of its terms"""
+    scores = torch.zeros(B, N)
+    for i in range(B):
+        impacts = c.post[terms[i]] * weights[i, :, None]
+        scores[i].scatter_add_(0, c.docs[terms[i]].flatten(), impacts.flatten())
+    return scores
