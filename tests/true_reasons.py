@@ -131,6 +131,13 @@ TRUE["ffn_spellings"] = {
     "statistic_after_a_token_factor": ("also read by abs", "h.abs()"),
 }
 TRUE["ffn_spellings"] |= {
+    "sequences_spread_by_a_mask": ("masked_fill spreads", ".masked_fill("),
+    "sequences_spread_by_zeros": ("maximum spreads", "torch.maximum("),
+    "halves_of_the_tokens": ("read different inputs", "m.up(x)"),
+    "tokens_shifted": ("read different inputs", "m.up(x)"),
+    "statistic_of_more_tokens": ("also read by mean", "h.mean()"),
+    "statistic_of_more_neurons": ("also read by ne", "h != 0"),
+    "statistic_of_each_token_in_another_order": ("also read by mean", "h.mean(-1)"),
     "stacked_third_is_read": ("also read by sum", "h[2].sum()"),
     "stacked_tokens_of_their_own": ("read different inputs", "h[1]"),
     "stacked_tokens_written_in_between": ("changed in place within", "torch.einsum("),
@@ -244,6 +251,8 @@ TRUE["entmax_spellings"] = {
     "divided_by_the_sum_over_queries": ("div changes the probabilities", "p.sum(-2"),
     "empty_rows_divided_by_zero": ("mul changes the probabilities", "~dropped"),
     "floor_that_scores_reach": ("clamp between", ".clamp(min=-1e3)"),
+    "rows_spread_by_a_mask": ("masked_fill spreads the scores", ".masked_fill("),
+    "sequences_spread_by_a_mask": ("masked_fill spreads the scores", ".masked_fill("),
     "zeroed_in_place": ("probabilities are changed in place", "p = "),
     "keys_written_before_the_values": ("changed in place between", "q @ k.mT"),
 }

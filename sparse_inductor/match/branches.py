@@ -22,7 +22,7 @@ from .graph import GraphView, fake, same_size
 from .shapes import SHAPE_OPS, Decline
 from .spine import Element, Spine, Term
 
-__all__ = ["Branch", "branches", "merged", "same_input"]
+__all__ = ["Branch", "branches", "merged", "same_input", "same_map"]
 
 _DEPTH = 8  # products and their wrappings on one path
 _PASSED = {"contiguous", "clone", "alias", "lift_fresh", "positive"}
@@ -55,6 +55,8 @@ def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) ->
         raise first
 
     def up(x: Any) -> list[Spine]:
+        if call.name not in SHAPE_OPS and not view.same_shape(x, seen):
+            raise first
         return branches(view, x, seen, depth + 1)
 
     name = call.name
@@ -119,12 +121,12 @@ def _times(spines: list[Spine], node: fx.Node, factor: Step | Term) -> list[Spin
     return [first.then(Element(node, (factor,))), *(s.then(Element(node)) for s in rest)]
 
 
-def merged(chains: list[Chain]) -> list[Branch]:
-    """One branch a linear map. Raises Decline where the factors of one map have no common program."""
+def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Branch]:
+    """One branch a linear map of the same tokens. Raises Decline where its factors have no common program."""
     found: list[Branch] = []
     for chain in chains:
         for branch in found:
-            if _same_map(branch.chain, chain):
+            if same_map(view, branch.chain, chain, anchor):
                 branch.program = _product(branch.program, chain.program, chain.linear.node)
                 branch.nodes += chain.nodes
                 branch.reads += chain.reads
@@ -134,10 +136,12 @@ def merged(chains: list[Chain]) -> list[Branch]:
     return found
 
 
-def _same_map(a: Chain, b: Chain) -> bool:
+def same_map(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
+    """Whether two chains come from one linear map of the same tokens, and the same columns of its result."""
     if a.linear.node is not b.linear.node or a.v_dim != b.v_dim:
         return False
-    return [m.columns for m in a.moves] == [m.columns for m in b.moves]
+    kept = ([m.columns for m in chain.moves if m.columns is not None] for chain in (a, b))
+    return next(kept) == next(kept) and same_input(view, a, b, anchor)
 
 
 def _product(p: Program, q: Program, node: fx.Node) -> Program:
@@ -185,8 +189,12 @@ def same_input(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
 def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], a: Chain, b: Chain) -> bool:
     if isinstance(x, (tuple, list)) and isinstance(y, (tuple, list)):
         return len(x) == len(y) and all(_same(view, s, t, new, a, b) for s, t in zip(x, y))
-    if x in new or y in new:
-        if not (x in new and y in new) or (x.op, x.target) != (y.op, y.target):
+    if isinstance(x, slice) and isinstance(y, slice):
+        x, y = (x.start, x.stop, x.step), (y.start, y.stop, y.step)
+        return _same(view, x, y, new, a, b)
+    made = [isinstance(t, fx.Node) and t in new for t in (x, y)]
+    if any(made):
+        if not all(made) or (x.op, x.target) != (y.op, y.target):
             return False
         return _same(view, x.args, y.args, new, a, b)
     if isinstance(x, fx.Node) and isinstance(y, fx.Node):

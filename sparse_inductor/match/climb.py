@@ -70,6 +70,8 @@ class _Climber:
         self.view, self.node, self.call, self.depth = view, node, call, depth
 
     def up(self, x: fx.Node) -> Spine:
+        if self.call.name not in SHAPE_OPS and not self.view.same_shape(x, self.node):
+            raise self.decline(f"{self.call.name} spreads the values over an axis that they lack")
         return climb(self.view, x, self.node, self.depth + 1)
 
     def const(self, x: Any) -> float | None:

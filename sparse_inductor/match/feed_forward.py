@@ -10,7 +10,7 @@ from torch import fx
 
 from ..epilogue.cut import cut
 from ..epilogue.steps import render
-from .branches import Branch, branches, merged
+from .branches import Branch, branches, merged, same_map
 from .chain import Chain
 from .family import above
 from .gemm import Linear
@@ -100,7 +100,7 @@ def _branches(
 ) -> tuple[list[Branch], list[Factor], list[Factor]]:
     """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
     chains = [_chain(view, s) for s in branches(view, value, reader)]
-    found = merged(chains)
+    found = merged(view, chains, reader)
     rows = [row.node for c in chains for row in c.rows]
     if rows:
         raise Decline("a term of every token between the projections", rows[0])
@@ -130,12 +130,12 @@ def activation(
     gate = reading.gate
     if other.factors or other.tokens:
         raise Decline("scaled activations", source)
-    if other.gate.linear.node is not gate.linear.node:
-        raise Decline("another branch", source)
+    if not same_map(view, other.gate.chain, gate.chain, reader):
+        raise Decline("another branch, or other tokens of it", source)
     if other.up is not None:
         same = reading.up is not None and (
-            (other.gate.program, other.up.program, other.up.linear.node)
-            == (gate.program, reading.up.program, reading.up.linear.node)
+            (other.gate.program, other.up.program) == (gate.program, reading.up.program)
+            and same_map(view, other.up.chain, reading.up.chain, reader)
         )
         if not same:
             raise Decline("another product", source)

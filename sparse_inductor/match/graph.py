@@ -85,6 +85,14 @@ class GraphView:
         """Sizes, symbolic ones as SymInts. Raises Unknown where there is no fake tensor to ask."""
         return tuple(self._tensor(node).shape)
 
+    def same_shape(self, a: Any, b: Any) -> bool:
+        """Whether two tensors have the same sizes, so that neither is broadcast to the other; of what is no tensor
+        (an assignment) nothing is said."""
+        if not (self.is_tensor(a) and self.is_tensor(b)):
+            return True
+        x, y = self.shape(a), self.shape(b)
+        return len(x) == len(y) and all(map(same_size, x, y))
+
     def dtype(self, node: Any) -> torch.dtype:
         return self._tensor(node).dtype
 

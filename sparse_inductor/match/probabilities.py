@@ -78,6 +78,8 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
                 again.append(Placed(seen, node, where, negate=negate))
             else:
                 x = None
+        if call.name not in VIEWS and not view.same_shape(x, node):
+            x = None
         if not view.is_tensor(x):
             if _entmax_above(view, node) is not None:
                 raise Decline(_why_changed(call.name), node)

@@ -96,6 +96,9 @@ class _Step:
         return Decline(reason, self.node)
 
     def up(self, x: Any, axes: list[Axis] | None = None) -> Scores:
+        """The scores that the operation is done to; axes: where they were before it, for a view."""
+        if axes is None and not self.view.same_shape(x, self.node):
+            raise self.decline(f"{self.call.name} spreads the scores over an axis that they lack")
         found = read_scores(
             self.view, x, self.node, self.axes if axes is None else axes, self.depth + 1
         )

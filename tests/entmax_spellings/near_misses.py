@@ -327,3 +327,20 @@ def keys_written_before_the_values(q, k, v, mask):
 def floor_that_scores_reach(q, k, v, mask):
     """a floor that is no lowest number"""
     return entmax.entmax15((q @ k.mT * SCALE).clamp(min=-1e3), dim=-1) @ v
+
+
+@seen(
+    "one query becomes seven",
+    modes=INFER,
+    inputs=lambda: (qkv()[0][:, :, :1].detach(), *qkv()[1:], some_rows_without_keys()[:1]),
+)
+def rows_spread_by_a_mask(q, k, v, dropped):
+    """scores [B, H, 1, L], a mask [1, 1, L, L]"""
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
+
+
+@seen("one sequence becomes two", modes=INFER, inputs=lambda: tuple(t[:1].detach() for t in qkv()))
+def sequences_spread_by_a_mask(q, k, v):
+    """the mask has a batch, queries and keys have none"""
+    keep = (torch.arange(k.size(2)) < torch.tensor([[7], [4]]))[:, None, None]
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, -1e9), dim=-1) @ v

@@ -7,7 +7,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ffn_spellings.registry import TRAIN, K, N, block, program, tokens, weight
+from corpus.case import BOTH
+from ffn_spellings.registry import TRAIN, B, K, N, S, block, program, tokens, weight
 
 miss = functools.partial(block, "no_rewrite")
 seen = functools.partial(block, "no_rewrite", explained=True)
@@ -163,3 +164,64 @@ def dropout_of_each_input(x, m):
 def dropout_of_each_input_in_eval(x, m):
     """the same where it is off"""
     return m.down(F.relu(m.gate(m.drop(x))) * m.up(m.drop(x)))
+
+
+@program("no_rewrite", "one sequence becomes two between the projections", explained=True)
+def sequences_spread_by_a_mask():
+    """tokens [1, S, K], a mask [B, S, 1]"""
+
+    def ffn(x, keep, u, d):
+        return torch.relu(x @ u).masked_fill(~keep, 0.0) @ d
+
+    keep = (torch.arange(S) < torch.tensor([[S], [3]]))[..., None]
+    return ffn, (tokens(shape=(1, S, K)), keep, weight(K, N), weight(N, K, seed=36))
+
+
+@program("no_rewrite", "zeros of another shape than what they bound", explained=True)
+def sequences_spread_by_zeros():
+    """torch.maximum(h, zeros(B, S, N)) of one sequence"""
+
+    def ffn(x, u, d):
+        return torch.maximum(x @ u, torch.zeros(B, S, N)) @ d
+
+    return ffn, (tokens(shape=(1, S, K)), weight(K, N), weight(N, K, seed=36))
+
+
+@seen("one half of the tokens gates the other")
+def halves_of_the_tokens(x, m):
+    """chunk(2, 0), where gate and up would be chunk(2, -1)"""
+    gate, up = m.up(x).view(B, S, N)[:, :4].reshape(-1, N).chunk(2, dim=0)
+    return m.down(F.relu(gate) * up)
+
+
+@seen("shifted tokens gate")
+def tokens_shifted(x, m):
+    """token shift after the projections"""
+    return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, :-1])
+
+
+@block(modes=BOTH, pattern="relu_ffn")
+def the_same_part_of_the_tokens(x, m):
+    """the first token left out of both"""
+    return m.down(F.relu(m.gate(x))[:, 1:] * m.up(x)[:, 1:])
+
+
+@seen("the statistic is of tokens that the block leaves out")
+def statistic_of_more_tokens(x, m):
+    """h.mean() beside down(h[:, 1:])"""
+    h = F.relu(m.up(x))
+    return m.down(h[:, 1:]), h.mean()
+
+
+@seen("the statistic is of neurons that the block leaves out")
+def statistic_of_more_neurons(x, m):
+    """(h != 0).sum(-1) beside a pruned down projection"""
+    h = F.relu(m.up(x))
+    return F.linear(h[..., :20], m.down.weight[:, :20]), (h != 0).sum(-1)
+
+
+@seen("the statistic is in another order")
+def statistic_of_each_token_in_another_order(x, m):
+    """h.mean(-1) is [B, S], the block sees [S, B]"""
+    h = F.relu(m.up(x))
+    return m.down(h.transpose(0, 1)), h.mean(-1)
