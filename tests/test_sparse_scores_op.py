@@ -186,8 +186,10 @@ def test_bad_rows_and_offsets_name_the_value():
         sparse_scores(query(), flat, w, rows=flat)
     with pytest.raises(IndexError, match=r"rows must be in \[-2, 1\], got 5"):
         sparse_scores(query(), flat, w, rows=flat + 5, num_docs=2)
-    with pytest.raises(IndexError, match="offsets must rise from 0 to the number of entries, 3"):
-        sparse_scores(query(), flat, w, offsets=torch.tensor([0, 2]))
+    with pytest.raises(
+        IndexError, match="stay within the number of entries, 3; they go from 0 to 4"
+    ):
+        sparse_scores(query(), flat, w, offsets=torch.tensor([0, 4]))
     with pytest.raises(IndexError, match="fall in between"):
         sparse_scores(query(), flat, w, offsets=torch.tensor([0, 2, 1, 3]))
     with pytest.raises(ValueError, match="either rows or offsets"):
@@ -208,6 +210,28 @@ def test_operators_are_well_formed(name):
     torch.library.opcheck(ops.sparse_scores, (q, *docs, torch.float32))
     torch.library.opcheck(ops.sparse_scores_topk, (q, *docs, 3, torch.float32))
     torch.library.opcheck(ops.sparse_scores_backward, (torch.rand(B, N), *docs, V, torch.float32))
+
+
+@pytest.mark.parametrize("first, last", [(3, N), (0, 11), (5, 9), (7, 7)])
+def test_offsets_of_some_documents_of_a_collection(first, last):
+    """What lies before the first and behind the last of them scores nowhere, and has no gradient."""
+    ids, values, dense, mask = documents()
+    (flat, weights), more = layouts(ids, values, mask)["offsets"]
+    q = query().requires_grad_()
+    got = sparse_scores(q, flat, weights, offsets=more["offsets"][first : last + 1])
+    torch.testing.assert_close(got, (q.double() @ dense[first:last].t()).float())
+    (grad,) = torch.autograd.grad(got.sum(), q)
+    torch.testing.assert_close(grad, dense[first:last].sum(0).float().expand_as(grad))
+
+
+def test_documents_of_postings_count_from_the_end():
+    """Lists padded with -1 and weights of 0, which an index takes for the last document."""
+    positions, docs = torch.tensor([[0, 1]]), torch.tensor([[0, 2], [1, -1]])
+    values, weights = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.ones(1, 2, 1)
+    got = torch.ops.sparse_inductor.sparse_scores_postings(
+        positions, weights, None, docs, values, 3
+    )
+    assert got.tolist() == [[1.0, 4.0, 10.0]]
 
 
 def test_posting_operators_are_well_formed():

@@ -53,8 +53,9 @@ def documents(
         return Documents(starts, _terms(ids.reshape(-1), V), values.reshape(-1))
     ids, values = ids.reshape(-1), values.reshape(-1)
     if offsets is not None:
-        _check_offsets(offsets, ids.numel())
-        return Documents(offsets.long(), _terms(ids, V), values)
+        first, last = _ends(offsets, ids.numel())
+        here = slice(first, last)  # what lies before and behind is no document's
+        return Documents(offsets.long() - first, _terms(ids[here], V), values[here])
     assert rows is not None
     rows = _wrapped(rows.reshape(-1), num_docs, num_docs - 1, "rows")
     if rows.numel() and bool((rows[1:] < rows[:-1]).any()):
@@ -80,14 +81,16 @@ def _wrapped(index: Tensor, size: int, most: int, name: str) -> Tensor:
     return torch.where(index < 0, index + size, index) if least < 0 else index
 
 
-def _check_offsets(offsets: Tensor, nnz: int) -> None:
+def _ends(offsets: Tensor, nnz: int) -> tuple[int, int]:
+    """The first and the last offset of some that rise and stay within the entries."""
     falls = bool((offsets[1:] < offsets[:-1]).any())
-    if falls or int(offsets[0]) != 0 or int(offsets[-1]) != nnz:
-        ends = (int(offsets[0]), int(offsets[-1]))
+    first, last = int(offsets[0]), int(offsets[-1])
+    if falls or first < 0 or last > nnz:
         raise IndexError(
-            f"offsets must rise from 0 to the number of entries, {nnz}; they go from {ends[0]} to {ends[1]}"
+            f"offsets must rise and stay within the number of entries, {nnz}; they go from {first} to {last}"
             + (" and fall in between" if falls else "")
         )
+    return first, last
 
 
 def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple[int, Tensor]]:

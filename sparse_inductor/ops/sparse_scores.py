@@ -56,7 +56,8 @@ def sparse_scores(
             nothing; negative ids count from the end.
         values: document weights, the shape of `ids`, any of the float dtypes.
         rows: the document of every entry [nnz], in any order. With it `num_docs` is required.
-        offsets: the entries of document n are offsets[n] to offsets[n + 1], [N + 1].
+        offsets: the entries of document n are offsets[n] to offsets[n + 1], [N + 1]. They may leave entries out at
+            either end, as those of some documents of a collection do.
         num_docs: N; known from `ids` or `offsets` where `rows` is not given.
         k: return only the k largest scores a query; the scores of all documents are then never written.
         out_dtype: of the scores; default the wider dtype of query and values. Sums are in fp32 (fp64 for fp64).

@@ -68,6 +68,7 @@ def _posting_rows(positions, weights, mask, docs, values, num_docs, out_dtype) -
     for first in range(0, B, step):
         here = positions[first : first + step]
         rows = docs[here].flatten(1).long()
+        rows = torch.where(rows < 0, rows + num_docs, rows)  # from the end, as in an index
         parts = values[here].to(dtype) * weights[first : first + step].to(dtype)
         if mask is not None:
             parts = parts.masked_fill(~mask[first : first + step].bool(), 0.0)

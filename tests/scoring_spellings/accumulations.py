@@ -176,3 +176,10 @@ def into_a_row_of_ones(c, q):
     scores = torch.ones(B, N)
     scores[0].index_add_(0, c.rows, q[0][c.cols] * c.vals)
     return scores
+
+
+@scoring(batch=False, modes=BOTH)
+def diff_of_some_documents(c, q):
+    """all documents but the first: the sums begin where it ends"""
+    sums = F.pad((q[c.cols] * c.vals).cumsum(0), (1, 0))
+    return sums[c.offsets[1:]].diff()

@@ -112,3 +112,12 @@ def into_each_row_of_a_buffer_by_lists(c, terms, weights):
         impacts = c.post[terms[i]] * weights[i, :, None]
         scores[i].scatter_add_(0, c.docs[terms[i]].flatten(), impacts.flatten())
     return scores
+
+
+@scoring(terms=True, batch=False)
+def lists_padded_with_minus_one(c, terms, weights):
+    """an index counts from the end, and what is added there is 0"""
+    docs = torch.where(c.post > 0, c.docs, -1)
+    scores = torch.zeros(N)
+    scores.index_put_((docs[terms],), c.post[terms] * weights[:, None], accumulate=True)
+    return scores.topk(K)
