@@ -107,6 +107,12 @@ def launch(
         general = (id(kernel), num_warps, types, *map(_kind, args), settled)
         compiled = _compiled.get(general)
         if compiled is None:
+            # The code depends on a constant's value, and of an argument only its kind is looked at.
+            constexprs = [
+                p.name for p in getattr(kernel, "params", ())[: len(args)] if p.is_constexpr
+            ]
+            if constexprs:
+                raise TypeError(f"{constexprs} are constants, but given among the arguments")
             compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
             if compiled is not None:  # under the interpreter there is nothing to keep
                 _compiled[general] = compiled

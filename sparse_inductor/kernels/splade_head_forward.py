@@ -94,10 +94,8 @@ def _select_kernel(per_element, order, count, B, WANT: tl.constexpr, BLOCK: tl.c
 def _peak_kernel(
     hidden, weight, bias, add, fill, rows, order, count,
     values, winner, peak,
-    B, S, V, D: tl.constexpr,
-    stride_hb, stride_hs, stride_hd, stride_wv, stride_wd,
-    stride_ab, stride_as,
-    INNER: tl.constexpr, OUTER: tl.constexpr,
+    B, S, V, stride_hb, stride_hs, stride_hd, stride_wv, stride_wd, stride_ab, stride_as,
+    D: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_FILL: tl.constexpr,
     SELECTED: tl.constexpr, WANT_WINNER: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     BV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
@@ -219,8 +217,8 @@ def _launch(operands, outputs, outer, inner=(), rows=None, selected=None):
     order, count = (None, None) if selected is None else selected
     _peak_kernel[(min(tiles, programs),)](
         hidden, weight, bias, add, fill, rows, order, count, values, winner, peak,
-        B, S, V, D, *hidden.stride(), *weight.stride(), *((0, 0) if add is None else add.stride()),
-        INNER=encode(inner), OUTER=encode(outer),
+        B, S, V, *hidden.stride(), *weight.stride(), *((0, 0) if add is None else add.stride()),
+        D=D, INNER=encode(inner), OUTER=encode(outer),
         HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_FILL=fill is not None,
         SELECTED=selected is not None, WANT_WINNER=winner is not None, PRECISION=precision,
         WIDEN=hidden.device.type != "cuda",  # the interpreter multiplies bf16 as integers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,18 @@ def test_a_decorated_kernel_is_written_as_any_and_launched_with_its_constants_in
     assert kernel.launched == [((3, 1, 1), (X.data_ptr(), 48, 16, True))]
     with pytest.raises(KeyError, match="BLOCK"):
         decorated[(3,)](X, 48, FLAG=True)
+
+
+def test_constants_are_not_taken_for_arguments():
+    """Another width would be launched with the code for the first."""
+    kernel = Kernel()
+    names = [("x", False), ("D", True), ("n", False), ("BLOCK", True)]
+    kernel.params = [SimpleNamespace(name=n, is_constexpr=c) for n, c in names]
+    with pytest.raises(TypeError, match="'D'"):
+        launch(kernel, (1,), (X, 768, 48), CONSTANTS, 4)
+    kernel.params.pop(1)
+    launch(kernel, (1,), (X, 48), CONSTANTS, 4)
+    assert kernel.compiled == 1
 
 
 def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
