@@ -4,7 +4,8 @@
 compile time, so a kernel holds the code of its own steps and nothing else:
 
     STEPS = encode(parse("row_where(0, -inf) | relu | log1p"))     # host
-    y = evaluate_rows(y, rows_ptr, B * S, b * S + s, s < S, STEPS)  # kernel, fp32
+    rows, strides = row_arguments(operands)                         # host, operands [B, S]
+    y = evaluate_rows(y, rows, strides, b, s, s < S, STEPS)         # kernel, fp32
 
 `steps.dual` is the specification. Arithmetic is fp32; functions that Triton has only as fast approximations (exp) or
 not at all (log1p, expm1, tanh, atan, asinh, pow) are written out here to about 1e-6 relative, without libdevice, so
@@ -16,12 +17,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Step
 
-__all__ = ["dual", "dual_rows", "encode", "evaluate", "evaluate_rows"]
+__all__ = [
+    "dual",
+    "dual_rows",
+    "encode",
+    "evaluate",
+    "evaluate_rows",
+    "row_arguments",
+    "row_operand",
+]
 
 
 def _float32(c: float) -> float:
@@ -42,6 +52,16 @@ def encode(program: Sequence[Step]) -> tuple[str | int | float, ...]:
         c0, c1 = [*map(_float32, s.consts), 0.0, 0.0][:2]
         items += [s.fn, -1 if s.row is None else s.row, c0, c1]
     return tuple(items)
+
+
+def row_arguments(
+    rows: Sequence[torch.Tensor],
+) -> tuple[tuple[torch.Tensor, ...] | None, tuple[int, ...] | None]:
+    """Row operands [B, S], of any real or bool dtype and strides, as a kernel's arguments: tensors and strides."""
+    if not rows:
+        return None, None
+    tensors = tuple(r.view(torch.uint8) if r.dtype == torch.bool else r for r in rows)
+    return tensors, tuple(stride for r in rows for stride in r.stride())
 
 
 @triton.jit
@@ -235,25 +255,24 @@ def _slope(x, y, STEPS: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
-def _row_operand(rows, row_stride, offset, mask, STEPS: tl.constexpr, AT: tl.constexpr):
-    """The row operand of the step at index AT of STEPS."""
-    operand = tl.full([], STEPS[AT + 1], tl.int64)  # operands times B * S may pass 2**31
-    return tl.load(rows + operand * row_stride + offset, mask=mask, other=0.0)
+def row_operand(rows, strides, b, s, mask, ROW: tl.constexpr):
+    """Row operand number ROW at (b, s), fp32; 0 where `mask` is off."""
+    at = b.to(tl.int64) * strides[2 * ROW] + s.to(tl.int64) * strides[2 * ROW + 1]
+    return tl.load(rows[ROW] + at, mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
-def evaluate_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
+def evaluate_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
     """All steps in order, on an fp32 tensor `y` of any shape.
 
-    Row operand i of an entry is `rows[i * row_stride + offset]`. `offset` (b * S + s) and `mask` must broadcast
-    to `y`: [1, BS] beside a [BV, BS] tile, [N] beside N gathered entries. Each row step reads its operand
-    once an offset, 4 bytes; where `mask` is off the operand counts as 0.
+    rows, strides: what `row_arguments` makes. b, s and `mask` must broadcast to `y`: b and [1, BS] beside a [BV, BS]
+    tile, [N] and [N] beside N gathered entries. Each row step reads its operand once a place of theirs.
     """
     for i in tl.static_range(0, len(STEPS), 4):
         if STEPS[i + 1] < 0:
             y = _value(y, STEPS, i)
         else:
-            r = _row_operand(rows, row_stride, offset, mask, STEPS, i)
+            r = row_operand(rows, strides, b, s, mask, STEPS[i + 1])
             if STEPS[i] == "row_add":
                 y = y + r
             elif STEPS[i] == "row_mul":
@@ -264,7 +283,7 @@ def evaluate_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
 
 
 @triton.jit
-def dual_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
+def dual_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
     """(value, slope) of the program at `y`; operands as in `evaluate_rows`.
 
     The slope is exactly 0 wherever any step was flat, whatever follows: sqrt(relu(x)) at x <= 0 has slope 0,
@@ -289,7 +308,7 @@ def dual_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
             elif STEPS[i] != "add":
                 slope = slope * _slope(x, y, STEPS, i)
         else:
-            r = _row_operand(rows, row_stride, offset, mask, STEPS, i)
+            r = row_operand(rows, strides, b, s, mask, STEPS[i + 1])
             if STEPS[i] == "row_add":
                 y = x + r
             elif STEPS[i] == "row_mul":
@@ -304,10 +323,10 @@ def dual_rows(y, rows, row_stride, offset, mask, STEPS: tl.constexpr):
 @triton.jit
 def evaluate(y, STEPS: tl.constexpr):
     """`evaluate_rows` for a program of scalar steps."""
-    return evaluate_rows(y, None, 0, 0, None, STEPS)
+    return evaluate_rows(y, None, None, 0, 0, None, STEPS)
 
 
 @triton.jit
 def dual(y, STEPS: tl.constexpr):
     """`dual_rows` for a program of scalar steps."""
-    return dual_rows(y, None, 0, 0, None, STEPS)
+    return dual_rows(y, None, None, 0, 0, None, STEPS)

@@ -1,7 +1,8 @@
 """Backward of the SPLADE head: two sums of gathered rows, in an order that never changes.
 
 The forward leaves, for each sequence b and vocabulary entry v, the position winner[b, v] whose logit won the max and
-the value peak[b, v] it won with. Only that one product carries a gradient g[b, v] = grad[b, v] * outer'(peak[b, v]):
+that logit, peak[b, v]. Only that one product carries a gradient g[b, v] = grad[b, v] * program'(peak[b, v]), of the
+steps before and after the max with the winner's row operands:
 
     grad_hidden[b, winner[b, v], :] += g[b, v] * weight[v, :]
     grad_weight[v, :]               += g[b, v] * hidden[b, winner[b, v], :]
@@ -29,7 +30,7 @@ import triton
 import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
-from sparse_inductor.kernels.epilogue import dual, dual_rows, encode
+from sparse_inductor.kernels.epilogue import dual, dual_rows, encode, row_arguments
 from sparse_inductor.kernels.launch import relaunched
 
 __all__ = ["backward"]
@@ -56,13 +57,13 @@ _HOT_ROW = {"R": 128, "BD": 64, "num_warps": 4, "num_stages": 1}
 
 @triton.jit
 def _winner_and_gain(
-    b, v, mask, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, V,
-    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+    b, v, mask, some, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides, V,
+    STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
 ):  # fmt: skip
     """Winner (int32) and gradient g (fp32) of entries (b, v), any shape; inactive entries get g = 0.
 
-    MODE "fast": g = grad * OUTER'(peak). MODE "general": g = grad, to be finished by `_general_gains`. MODE "mixed":
-    the latter where per_element[b], else grad * OUTER_FAST'(peak).
+    g = grad * STEPS'(peak), with the row operands of (b, winner). If MIXED, g = grad * FAST'(peak) where per_element[b]
+    is not set; `some`: whether it is for any of these b.
     """
     at = b.to(tl.int64) * V + v
     s = tl.load(winner + at, mask=mask, other=-1).to(tl.int32)
@@ -72,26 +73,33 @@ def _winner_and_gain(
         mask=alive,
         other=0.0,
     ).to(tl.float32)
-    if MODE == "general":
-        g = upstream
+    z = tl.load(peak + at, mask=alive, other=0.0)
+    if MIXED:
+        _, slope = dual(z, FAST)
+        if some:
+            general = tl.load(per_element + (b + v * 0), mask=alive, other=0) != 0
+            _, other = dual_rows(z, rows, row_strides, b, s, general, STEPS)
+            slope = tl.where(general, other, slope)
     else:
-        y = tl.load(peak + at, mask=alive, other=0.0)
-        if MODE == "fast":
-            _, slope = dual(y, OUTER)
-            g = upstream * slope
-        else:
-            _, slope = dual(y, OUTER_FAST)
-            general = tl.load(per_element + (b + v * 0), mask=mask, other=0) != 0
-            g = tl.where(general, upstream, upstream * slope)
-    return s, tl.where(alive, g, 0.0)
+        _, slope = dual_rows(z, rows, row_strides, b, s, alive, STEPS)
+    return s, tl.where(alive, upstream * slope, 0.0)
+
+
+@triton.jit
+def _flag(flags, b, MIXED: tl.constexpr):
+    """flags[b], where they are mixed."""
+    flag = False
+    if MIXED:
+        flag = tl.load(flags + b) != 0
+    return flag
 
 
 @relaunched
 @triton.jit
 def _list_by_entry(
-    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, B, S, V, v0, v_end,
-    rows, gains, counts,
-    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
+    B, S, V, v0, v_end, entries, gains, counts,
+    STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
     BB: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Lists the active (b * S + winner, g) of each v in order of b.
@@ -103,15 +111,19 @@ def _list_by_entry(
     local = (v - v0).to(tl.int64)
     count = tl.zeros([1, BV], tl.int32)
     for b0 in range(0, B, BB):
+        some = False
+        if MIXED:
+            each = b0 + tl.arange(0, BB)
+            some = tl.max(tl.load(per_element + each, mask=each < B, other=0).to(tl.int32), 0) != 0
         b = b0 + tl.arange(0, BB)[:, None]
         s, g = _winner_and_gain(
-            b, v, (b < B) & (v < v_end), grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
-            V, OUTER, OUTER_FAST, MODE,
+            b, v, (b < B) & (v < v_end), some, grad, grad_stride_b, grad_stride_v, winner, peak,
+            per_element, rows, row_strides, V, STEPS, FAST, MIXED,
         )  # fmt: skip
         active = g != 0.0  # NaN is active
         ones = active.to(tl.int32)
         slot = local * B + (count + tl.cumsum(ones, 0) - 1)
-        tl.store(rows + slot, b * S + s, mask=active)
+        tl.store(entries + slot, b * S + s, mask=active)
         tl.store(gains + slot, g, mask=active)
         count += tl.sum(ones, 0, keep_dims=True)
     tl.store(counts + local, count, mask=v < v_end)
@@ -134,9 +146,9 @@ def _first_not_below(keys, n, target, STEPS: tl.constexpr):
 @relaunched
 @triton.jit
 def _sort_tiles(
-    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
-    keys, starts,
-    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
+    S, V, b0, tiles, keys, starts,
+    STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
     T: tl.constexpr, LOG_T: tl.constexpr, FEW: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Sorts the active entries of a tile by (winner, v) and counts them by winner.
@@ -150,8 +162,8 @@ def _sort_tiles(
     j = tl.arange(0, T)
     v = (tile % tiles) * T + j
     s, g = _winner_and_gain(
-        b + tl.zeros_like(v), v, v < V, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, V,
-        OUTER, OUTER_FAST, MODE,
+        b + tl.zeros_like(v), v, v < V, _flag(per_element, b, MIXED), grad, grad_stride_b, grad_stride_v,
+        winner, peak, per_element, rows, row_strides, V, STEPS, FAST, MIXED,
     )  # fmt: skip
     active = g != 0.0
     key = tl.where(active, (s << LOG_T) | j, 0x7FFFFFFF)
@@ -215,9 +227,9 @@ def _place_tiles(
 @relaunched
 @triton.jit
 def _merge_tiles(
-    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, S, V, b0, tiles,
-    keys, destination, entries, gains,
-    OUTER: tl.constexpr, OUTER_FAST: tl.constexpr, MODE: tl.constexpr,
+    grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
+    S, V, b0, tiles, keys, destination, entries, gains,
+    STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
     T: tl.constexpr, LOG_T: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """Moves a tile's sorted entries to their places in the list of the sequence, with their gradients.
@@ -227,6 +239,8 @@ def _merge_tiles(
     """
     tile = tl.program_id(0)
     local = tile // tiles
+    b = b0 + local
+    some = _flag(per_element, b, MIXED)
     destination += tile.to(tl.int64) * (S + 1)
     n = tl.load(destination + S)
     for j0 in range(0, n, BE):
@@ -235,60 +249,12 @@ def _merge_tiles(
         v = (tile % tiles) * T + (key & (T - 1))
         shift = tl.load(destination + (key >> LOG_T), mask=j < n, other=0)
         _, g = _winner_and_gain(
-            b0 + local + tl.zeros_like(v), v, j < n, grad, grad_stride_b, grad_stride_v, winner, peak,
-            per_element, V, OUTER, OUTER_FAST, MODE,
+            b + tl.zeros_like(v), v, j < n, some, grad, grad_stride_b, grad_stride_v, winner, peak,
+            per_element, rows, row_strides, V, STEPS, FAST, MIXED,
         )  # fmt: skip
         slot = local.to(tl.int64) * V + shift + j
         tl.store(entries + slot, v, mask=j < n)
         tl.store(gains + slot, g, mask=j < n)
-
-
-@relaunched
-@triton.jit
-def _general_gains(
-    hidden, weight, bias, winner, peak, rows, row_stride, per_element, S, D, V, first,
-    entries, gains, lengths, length_stride, capacity,
-    INNER: tl.constexpr, OUTER: tl.constexpr, MODE: tl.constexpr, BY_ENTRY: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BE: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """Finishes g of listed entries whose inner program ran per element: g = grad * outer'(peak) * inner'(z).
-
-    The programs (group, .) share one list, of a v if BY_ENTRY, else of a sequence, BE slots at a time. z is not saved:
-    they read the entry's hidden and weight rows, 2 D elements an entry, and rewrite 4 bytes.
-    """
-    group = tl.program_id(0)
-    n = tl.load(lengths + group.to(tl.int64) * length_stride)
-    for j0 in range(tl.program_id(1) * BE, n, tl.num_programs(1) * BE):
-        j = j0 + tl.arange(0, BE)
-        mask = j < n
-        slot = group.to(tl.int64) * capacity + j
-        entry = tl.load(entries + slot, mask=mask, other=0)
-        if BY_ENTRY:
-            row = entry
-            b = row // S
-            v = first + group + tl.zeros_like(entry)
-        else:
-            b = first + group + tl.zeros_like(entry)
-            v = entry
-            row = b * S + tl.load(winner + b.to(tl.int64) * V + v, mask=mask, other=0).to(tl.int32)
-        if MODE == "mixed":
-            mask = mask & (tl.load(per_element + b, mask=mask, other=0) != 0)
-        if tl.max(mask.to(tl.int32), 0) != 0:  # else all took the fast path
-            z = tl.zeros([BE], tl.float32)
-            for d0 in range(0, D, BD):
-                d = d0 + tl.arange(0, BD)[None, :]
-                here = mask[:, None] & (d < D)
-                x = tl.load(hidden + row[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
-                w = tl.load(weight + v[:, None].to(tl.int64) * D + d, mask=here, other=0.0)
-                z += tl.sum(x.to(tl.float32) * w.to(tl.float32), 1)
-            if HAS_BIAS:
-                z += tl.load(bias + v, mask=mask, other=0.0).to(tl.float32)
-            _, inner_slope = dual_rows(z, rows, row_stride, row, mask, INNER)
-            _, outer_slope = dual(
-                tl.load(peak + b.to(tl.int64) * V + v, mask=mask, other=0.0), OUTER
-            )
-            g = tl.load(gains + slot, mask=mask, other=0.0)
-            tl.store(gains + slot, g * outer_slope * inner_slope, mask=mask)
 
 
 @triton.jit
@@ -313,7 +279,7 @@ def _sum_listed_rows(entries, gains, n, table, D, d, R: tl.constexpr, BD: tl.con
 @relaunched
 @triton.jit
 def _weight_rows(
-    rows, gains, counts, hidden, grad_weight, grad_bias, B, D, v0, v_end,
+    entries, gains, counts, hidden, grad_weight, grad_bias, B, D, v0, v_end,
     NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
     ROWS: tl.constexpr, R: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -330,7 +296,7 @@ def _weight_rows(
             n = tl.load(counts + local)
             at = local.to(tl.int64) * B
             if NEED_WEIGHT:
-                acc = _sum_listed_rows(rows + at, gains + at, n, hidden, D, d, R, BD)
+                acc = _sum_listed_rows(entries + at, gains + at, n, hidden, D, d, R, BD)
                 out = grad_weight + v.to(tl.int64) * D + d
                 tl.store(out, acc.to(grad_weight.dtype.element_ty), mask=d < D)
             if NEED_BIAS:  # a constexpr, so not one condition with the next  # noqa: SIM102
@@ -426,7 +392,7 @@ def backward(
     outer: Program,
     *,
     inner: Program = (),
-    rows: torch.Tensor | None = None,
+    rows: Sequence[torch.Tensor] = (),
     per_element: torch.Tensor | None = None,
     outer_fast: Program | None = None,
     needs: tuple[bool, bool, bool] = (True, True, True),
@@ -437,11 +403,11 @@ def backward(
         grad: [B, V], any float dtype and strides.
         hidden, weight, bias: [B, S, D], [V, D] and [V] or None, as the forward had them.
         winner: [B, V] signed integer; the position that won the max, or -1 where no gradient flows.
-        peak: [B, V] fp32; what `outer` was applied to.
+        peak: [B, V] fp32; the logit that won.
         outer: scalar steps after the max.
-        inner: steps run on each logit before the max; then `peak` lies behind them. If there are none, all
-            sequences take the fast path: gradient grad * outer'(peak).
-        rows: [R, B, S] fp32, the operands of the row steps of `inner`. They get no gradient.
+        inner: steps run on each logit before the max.
+        rows: the operands of the row steps of `inner`, each [B, S] of any real or bool dtype and strides. They get no
+            gradient.
         per_element: [B] bool, which sequences ran `inner`; None: all. The others had the whole program after the
             max, which is `outer_fast` (default `outer`).
         needs: which of the three gradients to compute; the others are returned as None.
@@ -469,58 +435,43 @@ def backward(
     winner, peak = winner.contiguous(), peak.contiguous()
     if per_element is not None:
         per_element = per_element.contiguous().view(torch.uint8)
-    mode = "fast" if not inner else "general" if per_element is None else "mixed"
-    source = (grad, *grad.stride(), winner, peak, per_element)
+    source = (grad, *grad.stride(), winner, peak, per_element, *row_arguments(rows))
     programs = {
-        "OUTER": encode(outer),
-        "OUTER_FAST": encode(outer if outer_fast is None else outer_fast),
-        "MODE": mode,
+        "STEPS": encode((*inner, *outer)),
+        "FAST": encode(outer if outer_fast is None else outer_fast),
+        "MIXED": per_element is not None,
     }
     shape = _Shape(B, S, D, V)
-
-    def finish_gains(first, groups, entries, gains, lengths, stride, capacity, by_entry):
-        if mode == "fast":
-            return
-        BE = 16  # with 128 columns of two operands: 32 registers a thread of 4 warps
-        # A list may be full, but most are nearly empty: 65 536 programs fill the GPU often enough.
-        sharers = min(triton.cdiv(capacity, BE), triton.cdiv(1 << 16, groups))
-        _general_gains[(groups, sharers)](
-            hidden, weight, bias, winner, peak, rows, B * S, per_element, S, D, V, first,
-            entries, gains, lengths, stride, capacity,
-            INNER=encode(inner), OUTER=programs["OUTER"], MODE=mode, BY_ENTRY=by_entry,
-            HAS_BIAS=bias is not None, BE=BE, BD=128, num_warps=4,
-        )  # fmt: skip
 
     device = torch.cuda.device(hidden.device) if hidden.is_cuda else contextlib.nullcontext()
     with device:
         if grad_weight is not None or grad_bias is not None:
-            _grad_weight(shape, source, programs, finish_gains, hidden, grad_weight, grad_bias)
+            _grad_weight(shape, source, programs, hidden, grad_weight, grad_bias)
         if grad_hidden is not None:
-            _grad_hidden(shape, source, programs, finish_gains, weight, grad_hidden)
+            _grad_hidden(shape, source, programs, weight, grad_hidden)
     return grad_hidden, grad_weight, grad_bias
 
 
-def _grad_weight(shape, source, programs, finish_gains, hidden, grad_weight, grad_bias):
+def _grad_weight(shape, source, programs, hidden, grad_weight, grad_bias):
     B, S, D, V = shape.B, shape.S, shape.D, shape.V
     slots = shape.slab_v * B
-    rows = torch.empty(slots, dtype=torch.int32, device=hidden.device)
+    entries = torch.empty(slots, dtype=torch.int32, device=hidden.device)
     gains = torch.empty(slots, dtype=torch.float32, device=hidden.device)
     counts = torch.empty(shape.slab_v, dtype=torch.int32, device=hidden.device)
     for slab in _slabs(V, shape.slab_v):
         _list_by_entry[(triton.cdiv(len(slab), _LIST["BV"]),)](
-            *source, B, S, V, slab.start, slab.stop, rows, gains, counts,
+            *source, B, S, V, slab.start, slab.stop, entries, gains, counts,
             **programs, **_LIST,
         )  # fmt: skip
-        finish_gains(slab.start, len(slab), rows, gains, counts, 1, B, True)
         column_blocks = 1 if grad_weight is None else triton.cdiv(D, _ROW["BD"])
         _weight_rows[(triton.cdiv(len(slab), _ROW["ROWS"]), column_blocks)](
-            rows, gains, counts, hidden, grad_weight, grad_bias, B, D, slab.start, slab.stop,
+            entries, gains, counts, hidden, grad_weight, grad_bias, B, D, slab.start, slab.stop,
             NEED_WEIGHT=grad_weight is not None, NEED_BIAS=grad_bias is not None,
             BN=128, **_ROW,
         )  # fmt: skip
 
 
-def _grad_hidden(shape, source, programs, finish_gains, weight, grad_hidden):
+def _grad_hidden(shape, source, programs, weight, grad_hidden):
     S, D, V, T, tiles = shape.S, shape.D, shape.V, shape.T, shape.tiles
     log_t = T.bit_length() - 1
 
@@ -549,7 +500,6 @@ def _grad_hidden(shape, source, programs, finish_gains, weight, grad_hidden):
             *source, S, V, slab.start, tiles, keys, starts, entries, gains, **programs,
             T=T, LOG_T=log_t, BE=min(T, 256), num_warps=4,
         )  # fmt: skip
-        finish_gains(slab.start, len(slab), entries, gains, offsets[:, S:], S + 1, V, False)
         groups = triton.cdiv(S, _ROW["ROWS"])
         _hidden_rows[(len(slab) * groups, triton.cdiv(D, _ROW["BD"]))](
             entries, gains, offsets, weight, grad_hidden, S, D, V, slab.start, HOT=_HOT, **_ROW

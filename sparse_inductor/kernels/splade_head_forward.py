@@ -3,9 +3,10 @@
     values[b, v] = max(outer(peak[b, v]), fill[b])
     peak[b, v]   = max_s (hidden[b, s] . weight[v] + add[b, s]) + bias[v]
 
-The logits [B, S, V] never reach memory. The vocabulary is on the M side of the matrix product and
-the positions are on the N side, so that the maximum runs along the rows of an accumulator, which a
-warp holds whole.
+or, with steps `inner` before the maximum, max_s inner(hidden[b, s] . weight[v] + bias[v]) in place of
+peak[b, v], which is then the logit that won. The logits [B, S, V] never reach memory. The vocabulary is
+on the M side of the matrix product and the positions are on the N side, so that the maximum runs
+along the rows of an accumulator, which a warp holds whole.
 
 `forward` is the launcher. The kernel here is portable Triton and also runs in the interpreter;
 `splade_head_hopper` is the same reduction for Hopper GPUs, where it applies.
@@ -14,6 +15,7 @@ warp holds whole.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -21,7 +23,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
-from .epilogue import encode, evaluate, evaluate_rows
+from .epilogue import encode, evaluate, evaluate_rows, row_arguments
 from .launch import relaunched
 from .splade_head_positions import Positions
 
@@ -37,6 +39,8 @@ NEG_INF = tl.constexpr(float("-inf"))
 # Multiplications, a few microseconds of a GPU, up to which what `splade_head_hopper` saves is less than what the launch
 # before it takes, which lists the positions.
 FEW = 1 << 24
+# Flags of sequences a program looks at together: all of most batches.
+_FLAGS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,9 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    # Whether steps on every element take a quarter of the positions at a time: the accumulator of a wgmma or mma
+    # fills half the registers, and what steps need for all of it at once would be spilled.
+    quarters: bool = True
 
 
 def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
@@ -57,9 +64,8 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
     shared = torch.cuda.get_device_properties(hidden.device).shared_memory_per_block_optin
     if hidden.dtype == torch.float32:
         if torch.get_float32_matmul_precision() == "highest":
-            return Tile(
-                64, 64, 32, 4, 2
-            )  # FMA units: 32 accumulators a thread leave room for operands
+            # FMA units: 32 accumulators a thread leave room for operands
+            return Tile(64, 64, 32, 4, 2, quarters=False)
         return Tile(128, 128, 32, 8, 2)  # tf32: 4-byte operands, 64 KiB of stages
     if shared < 160 * 1024:  # consumer cards: 3 stages of 128 x 256 x 64 need 144 KiB
         return Tile(128, 128, 32, 8, 3)
@@ -72,54 +78,125 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
     return Tile(128, 256, 64, 8, 3)
 
 
-@relaunched
 @triton.jit
-def _select_kernel(per_element, order, count, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: order[:count] = the sequences b with per_element[b] == WANT, ascending.
+def _wanted(flags, b, B, WANT: tl.constexpr):
+    """1 for each of the sequences b whose flag is WANT, else 0."""
+    return (tl.load(flags + b, mask=b < B, other=1 - WANT) == WANT).to(tl.int32)
 
-    Reads B bytes, writes 4 bytes a selected sequence.
-    """
+
+@triton.jit
+def _how_many(flags, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
+    """The number of sequences whose flag is WANT; reads B bytes."""
     n = 0
     for b0 in range(0, B, BLOCK):
-        b = b0 + tl.arange(0, BLOCK)
-        take = (tl.load(per_element + b, mask=b < B, other=1 - WANT) != 0) == (WANT != 0)
-        take = (take & (b < B)).to(tl.int32)
-        tl.store(order + n + tl.cumsum(take, 0) - take, b, mask=take != 0)
-        n += tl.sum(take, 0)
-    tl.store(count, n)
+        n += tl.sum(_wanted(flags, b0 + tl.arange(0, BLOCK), B, WANT), 0)
+    return n
+
+
+@triton.jit
+def _nth(flags, n, B, WANT: tl.constexpr, BLOCK: tl.constexpr):
+    """The n-th, from 0, of the sequences whose flag is WANT, of which there are more; reads up to B bytes."""
+    b = tl.arange(0, BLOCK)
+    wanted = _wanted(flags, b, B, WANT)
+    here = tl.sum(wanted, 0)
+    while n >= here:
+        n -= here
+        b += BLOCK
+        wanted = _wanted(flags, b, B, WANT)
+        here = tl.sum(wanted, 0)
+    return tl.sum(tl.where((wanted != 0) & (tl.cumsum(wanted, 0) == n + 1), b, 0), 0)
+
+
+@triton.jit
+def _halves(x):
+    """A tensor [A, 2n] as its halves [A, n]; no data moves where a thread holds both."""
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@triton.jit
+def _quarters(x):
+    """A tensor [A, 4n] as its quarters [A, n]."""
+    left, right = _halves(x)
+    q0, q1 = _halves(left)
+    q2, q3 = _halves(right)
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _best_of(
+    z,
+    s,
+    kept,
+    best,
+    where,
+    won,
+    b,
+    S,
+    rows,
+    row_strides,
+    INNER: tl.constexpr,
+    WANT_WINNER: tl.constexpr,
+):
+    """Logits z [BV, n] of positions s [n] through INNER into the running maximum, its position and its logit."""
+    y = evaluate_rows(z, rows, row_strides, b, s[None, :], kept[None, :], INNER)
+    y = tl.where(kept[None, :], y, NEG_INF)
+    top = _top(y)
+    if WANT_WINNER:
+        first = _first(y, top, s, S)
+        logit = tl.sum(tl.where(s[None, :] == first[:, None], z, 0.0), 1)
+        where = tl.where(top > best, first, where)
+        won = tl.where(top > best, logit, won)
+    return tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL), where, won
+
+
+@triton.jit
+def _top(x):
+    """The maximum of each row, NaN where there is one: tl.max skips it on a GPU."""
+    top = tl.max(x, 1)
+    return tl.where(tl.max((x != x).to(tl.int32), 1) != 0, float("nan"), top)
+
+
+@triton.jit
+def _first(x, top, s, S):
+    """The first position of each row's maximum."""
+    # ~(x < top): the columns that equal the top; all of them where it is NaN.
+    return tl.min(tl.where(x < top[:, None], S, s[None, :]), 1)
 
 
 @relaunched
 @triton.jit(do_not_specialize=["B"])  # B == 1 would be a constexpr, which has no .to
 def _peak_kernel(
-    hidden, weight, bias, add, fill, rows, order, count,
+    hidden, weight, bias, add, fill, rows, row_strides, flags,
     values, winner, peak,
     B, S, V, stride_hb, stride_hs, stride_hd, stride_wv, stride_wd, stride_ab, stride_as,
     D: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_FILL: tl.constexpr,
-    SELECTED: tl.constexpr, WANT_WINNER: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    SELECTED: tl.constexpr, WANT: tl.constexpr, BLOCK: tl.constexpr,
+    WANT_WINNER: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    BV: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, QUARTERS: tl.constexpr,
 ):  # fmt: skip
     """A program owns [BV] columns of one sequence at a time: values, winner, peak [b, v0:v0 + BV].
 
     For each tile of BS positions that holds a kept one it reads BV * D elements of weight and
     BS * D of hidden, and for every tile 4 bytes of `add` a position; it writes BV values and, if
     wanted, BV winners and 4 * BV bytes of peak. Programs stride over the owned tiles, sequences
-    fastest, so that programs running together share weight rows; `order[:count]` names the
-    sequences (all of them unless SELECTED).
+    fastest, so that programs running together share weight rows. If SELECTED, the sequences are
+    those with flags[b] == WANT, which each program looks for itself.
     """
-    sequences = tl.load(count) if SELECTED else B
+    sequences = _how_many(flags, B, WANT, BLOCK) if SELECTED else B
     blocks = tl.cdiv(V, BV)
     for tile in range(tl.program_id(0), sequences * blocks, tl.num_programs(0)):
         b = tile % sequences
-        if SELECTED:
-            b = tl.load(order + b)
+        if SELECTED:  # a constexpr, so not one condition with the next  # noqa: SIM102
+            if sequences < B:
+                b = _nth(flags, b, B, WANT, BLOCK)
         b = b.to(tl.int64)
         v = (tile // sequences) * BV + tl.arange(0, BV)
         in_v = v < V
         weight_rows = weight + v.to(tl.int64)[:, None] * stride_wv
         best = tl.full([BV], NEG_INF, tl.float32)
         where = tl.full([BV], 0, tl.int32)
+        won = best  # the logit behind the best
         if HAS_BIAS:
             shift = tl.load(bias + v, mask=in_v, other=0.0).to(tl.float32)
         for s0 in range(0, S, BS):
@@ -155,21 +232,26 @@ def _peak_kernel(
                 if len(INNER) > 0:
                     if HAS_BIAS:
                         acc += shift[:, None]
-                    acc = evaluate_rows(
-                        acc, rows, B.to(tl.int64) * S, (b * S + s)[None, :], in_s[None, :], INNER
-                    )
-                if (tl.min(plus, 0) != 0.0) | (tl.max(plus, 0) != 0.0):
-                    # A dropped position is dropped whatever it holds: NaN + -inf would be NaN.
-                    acc = tl.where(plus[None, :] == NEG_INF, NEG_INF, acc + plus[None, :])
-                top = tl.max(acc, 1)
-                # tl.max skips NaN on a GPU; a NaN logit has to reach the value.
-                nan = tl.max((acc != acc).to(tl.int32), 1) != 0
-                top = tl.where(nan, float("nan"), top)
-                if WANT_WINNER:
-                    # ~(acc < top): the columns that equal the top; all of them where it is NaN.
-                    first = tl.min(tl.where(acc < top[:, None], S, s[None, :]), 1)
-                    where = tl.where(top > best, first, where)
-                best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
+                    parts = _quarters(acc) if QUARTERS else (acc,)
+                    for i in tl.static_range(len(parts)):
+                        t = s0 + i * (BS // len(parts)) + tl.arange(0, BS // len(parts))
+                        kept = t < S
+                        if HAS_ADD:
+                            to = add + b * stride_ab + t * stride_as
+                            kept = tl.load(to, mask=kept, other=NEG_INF) != NEG_INF
+                        if tl.max(kept.to(tl.int32), 0) != 0:
+                            best, where, won = _best_of(
+                                parts[i], t, kept, best, where, won, b, S, rows, row_strides,
+                                INNER, WANT_WINNER,
+                            )  # fmt: skip
+                else:
+                    if (tl.min(plus, 0) != 0.0) | (tl.max(plus, 0) != 0.0):
+                        # A dropped position is dropped whatever it holds: NaN + -inf would be NaN.
+                        acc = tl.where(plus[None, :] == NEG_INF, NEG_INF, acc + plus[None, :])
+                    top = _top(acc)
+                    if WANT_WINNER:
+                        where = tl.where(top > best, _first(acc, top, s, S), where)
+                    best = tl.maximum(best, top, propagate_nan=tl.PropagateNan.ALL)
         # Nothing kept: before the bias, which may be -inf itself and has no say in that.
         none = best == NEG_INF
         if HAS_BIAS and len(INNER) == 0:
@@ -184,6 +266,8 @@ def _peak_kernel(
         tl.store(values + out, y.to(values.dtype.element_ty), mask=in_v)
         if WANT_WINNER:
             tl.store(winner + out, tl.where(lost, -1, where).to(winner.dtype.element_ty), mask=in_v)
+            if len(INNER) > 0:
+                best = tl.where(best != best, best, won)
             tl.store(peak + out, best, mask=in_v)
 
 
@@ -192,17 +276,8 @@ def _winner_dtype(S: int) -> torch.dtype:
     return torch.int8 if S <= 2**7 else torch.int16 if S <= 2**15 else torch.int32
 
 
-def _select(per_element: torch.Tensor, want: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences whose `per_element` equals `want`, and their number, left on the device."""
-    B = per_element.shape[0]
-    order = torch.empty(B, device=per_element.device, dtype=torch.int32)
-    count = torch.empty(1, device=per_element.device, dtype=torch.int32)
-    _select_kernel[(1,)](per_element, order, count, B, WANT=int(want), BLOCK=1024)
-    return order, count
-
-
-def _launch(operands, outputs, outer, inner=(), rows=None, selected=None):
-    """The portable kernel over all sequences, or over `selected`."""
+def _launch(operands, outputs, outer, inner=(), rows=(), flags=None, want=False):
+    """The portable kernel over all sequences, or over those with flags[b] == want."""
     hidden, weight, bias, add, fill = operands
     values, winner, peak = outputs
     B, S, D = hidden.shape
@@ -214,15 +289,16 @@ def _launch(operands, outputs, outer, inner=(), rows=None, selected=None):
     if hidden.device.type == "cuda":
         # Two programs a multiprocessor hide each other's epilogue where shared memory lets both in.
         programs = 2 * torch.cuda.get_device_properties(hidden.device).multi_processor_count
-    order, count = (None, None) if selected is None else selected
     _peak_kernel[(min(tiles, programs),)](
-        hidden, weight, bias, add, fill, rows, order, count, values, winner, peak,
+        hidden, weight, bias, add, fill, *row_arguments(rows),
+        None if flags is None else flags.view(torch.uint8), values, winner, peak,
         B, S, V, *hidden.stride(), *weight.stride(), *((0, 0) if add is None else add.stride()),
         D=D, INNER=encode(inner), OUTER=encode(outer),
         HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_FILL=fill is not None,
-        SELECTED=selected is not None, WANT_WINNER=winner is not None, PRECISION=precision,
+        SELECTED=flags is not None, WANT=int(want), BLOCK=_FLAGS,
+        WANT_WINNER=winner is not None, PRECISION=precision,
         WIDEN=hidden.device.type != "cuda",  # the interpreter multiplies bf16 as integers
-        BV=tile.vocab, BS=tile.positions, BD=tile.depth,
+        BV=tile.vocab, BS=tile.positions, BD=tile.depth, QUARTERS=tile.quarters,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -230,11 +306,11 @@ def _launch(operands, outputs, outer, inner=(), rows=None, selected=None):
 def _reduce(operands, outputs, outer, skip=None, positions=None):
     """The path without `inner`, for all sequences or for those with skip[b] False."""
     hidden, weight = operands[:2]
-    few = skip is None and hidden.numel() * weight.shape[0] <= FEW
+    few = hidden.numel() * weight.shape[0] <= FEW
     if hopper is not None and not few and hopper.applies(hidden, weight, outer):
         hopper.launch(operands, outputs, outer, skip, positions)
     else:
-        _launch(operands, outputs, outer, selected=None if skip is None else _select(skip, False))
+        _launch(operands, outputs, outer, flags=skip, want=False)
 
 
 def forward(
@@ -246,7 +322,7 @@ def forward(
     outer: Program,
     *,
     inner: Program = (),
-    rows: torch.Tensor | None = None,
+    rows: Sequence[torch.Tensor] = (),
     per_element: torch.Tensor | None = None,
     outer_fast: Program | None = None,
     out_dtype: torch.dtype | None = None,
@@ -266,16 +342,17 @@ def forward(
     values = max(outer(peak), fill[b]), in `out_dtype` (hidden's by default). `outer` holds scalar
     steps only. A NaN logit gives a NaN value.
 
-    With `inner`, the maximum is over y = inner(acc + bias[v]) + add[b, s], element by element; row
-    step i reads rows[i] of fp32 [R, B, S]. Where a bool tensor per_element [B] is given, only its
-    True sequences are computed so, and the others take the path without `inner`, with `outer_fast`
-    for their outer program; both are launched and each skips the other's sequences, without a host
-    synchronisation.
+    With `inner`, values are max(outer(y), fill[b]) of the maximum y = max_s inner(acc + bias[v]),
+    element by element; `add` only drops. peak is the logit acc + bias[v] that gave the maximum, NaN
+    where that is NaN. A row step reads its operand in rows, each [B, S] of any real or bool dtype
+    and strides. Where a bool tensor per_element [B] is given, only its True sequences are computed
+    so, and the others take the path without `inner`, with `outer_fast` for their outer program; both
+    are launched and each skips the other's sequences, without a host synchronisation.
 
     positions: what `classify` says of `add`, if it is known already.
 
     winner: position of the first maximum, in the smallest signed integer that holds S; -1 where
-    fill[b] exceeds outer(peak) or no position is kept. peak fp32. Both are None unless
+    fill[b] exceeds the value or no position is kept. peak fp32. Both are None unless
     `want_winner`.
 
     Raises ValueError if per_element is given without outer_fast.
@@ -293,7 +370,7 @@ def forward(
         peak = torch.empty(B, V, device=hidden.device, dtype=torch.float32)
     if values.numel() == 0:
         return values, winner, peak
-    bias, fill, rows = (t if t is None else t.contiguous() for t in (bias, fill, rows))
+    bias, fill = (t if t is None else t.contiguous() for t in (bias, fill))
     operands = hidden, weight, bias, add, fill
     outputs = values, winner, peak
     with torch.cuda.device_of(hidden):
@@ -304,5 +381,5 @@ def forward(
         else:
             # Nearly all sequences of nearly all batches: first, so that the host is not waited for.
             _reduce(operands, outputs, outer_fast, per_element, positions)
-            _launch(operands, outputs, outer, inner, rows, _select(per_element, True))
+            _launch(operands, outputs, outer, inner, rows, per_element, True)
     return outputs

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import ROW, Program, Step
 
-from .epilogue import _value, encode
+from .epilogue import _value, encode, row_arguments, row_operand
 from .launch import launch
 
 __all__ = ["ADDED", "GRANULE", "Positions", "classify"]
@@ -39,7 +39,6 @@ class Positions:
     add [B, S] fp32: -inf where dropped, else what is added to the logits.
     fill [B] fp32: the largest value that dropped positions contribute, -inf where there are none.
     per_element [B] bool or None: sequences that need the general path.
-    rows [R, B, S] fp32 or None: the row operands, for the general path.
     spans [B, parts, 4] int32: of each part of a sequence its first kept position (or 2**30), one past
         the last (or 0), how many are kept, and whether anything but 0 is added to one of them.
     kinds [B, granules] uint8: KEPT and PARTLY of each granule.
@@ -48,7 +47,6 @@ class Positions:
     add: torch.Tensor
     fill: torch.Tensor
     per_element: torch.Tensor | None
-    rows: torch.Tensor | None
     spans: torch.Tensor
     kinds: torch.Tensor
 
@@ -73,18 +71,18 @@ def _finite(states, stride, wanted, words, STRIP: tl.constexpr, BW: tl.constexpr
     return tl.max((carried >> 15) & 0x10001, 1) == 0
 
 
-@triton.jit(do_not_specialize=["B"])  # B == 1 would be a constexpr, which has no .to
+@triton.jit
 def _classify_kernel(
-    hidden, operands, strides, add, fill, other, rows, spans, kinds,
-    B, S, words, stride_hb, stride_hs, stride_hw,
-    STEPS: tl.constexpr, SHIFTS: tl.constexpr, EXHAUSTIVE: tl.constexpr, WANT_ROWS: tl.constexpr,
-    STRIP: tl.constexpr, BLOCK: tl.constexpr, BW: tl.constexpr,
+    hidden, rows, strides, add, fill, other, spans, kinds,
+    S, words, stride_hb, stride_hs, stride_hw,
+    STEPS: tl.constexpr, SHIFTS: tl.constexpr, EXHAUSTIVE: tl.constexpr, STRIP: tl.constexpr,
+    BLOCK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """A program classifies BLOCK positions of a sequence, as `epilogue.plan.lower` does.
 
     The row steps before item SHIFTS of STEPS come before any other step. Reads the row operands and,
-    where a position is multiplied by 0, its hidden states, as words; writes 4 bytes of `add` (and
-    of each row if wanted) a position, a byte a granule and 21 bytes.
+    where a position is multiplied by 0, its hidden states, as words; writes 4 bytes of `add` a
+    position, a byte a granule and 21 bytes.
     """
     b = tl.program_id(0).to(tl.int64)
     s = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -97,11 +95,7 @@ def _classify_kernel(
         if STEPS[i + 1] < 0:
             value = _value(value, STEPS, i)
         else:
-            at = b * strides[2 * STEPS[i + 1]] + s.to(tl.int64) * strides[2 * STEPS[i + 1] + 1]
-            r = tl.load(operands[STEPS[i + 1]] + at, mask=inside, other=1).to(tl.float32)
-            if WANT_ROWS:
-                row = tl.full([], STEPS[i + 1], tl.int64)  # rows times B * S may pass 2**31
-                tl.store(rows + (row * B + b) * S + s, r, mask=inside)
+            r = row_operand(rows, strides, b, s, inside, STEPS[i + 1])
             if STEPS[i] == "row_where":
                 value = tl.where(r == 0.0, STEPS[i + 2], value)
                 dropped = dropped | (r == 0.0)
@@ -174,7 +168,6 @@ def classify(
     hidden: torch.Tensor,
     *,
     exhaustive: bool = True,
-    want_rows: bool = False,
 ) -> Positions:
     """Classify the positions of hidden [B, S, D] by the values of operands [B, S], of any real or bool dtype.
 
@@ -190,34 +183,28 @@ def classify(
 
     add, fill = empty(B, S), empty(B, parts)
     other = None if exhaustive else empty(B, parts, dtype=torch.bool)
-    rows = empty(len(operands), B, S) if want_rows else None
     spans = empty(B, parts, 4, dtype=torch.int32)
     kinds = empty(B, parts * (block // GRANULE.value), dtype=torch.uint8)
     words, strip = _words(hidden)
     scalar = [i for i, step in enumerate(program) if step.fn not in ROW]
     args = (
-        words,
-        tuple(r.view(torch.uint8) if r.dtype == torch.bool else r for r in operands),
-        tuple(stride for r in operands for stride in r.stride()),
-        add, fill, None if other is None else other.view(torch.uint8), rows, spans, kinds,
-        B, S, words.shape[2], *words.stride(),
+        words, *row_arguments(operands),
+        add, fill, None if other is None else other.view(torch.uint8), spans, kinds,
+        S, words.shape[2], *words.stride(),
     )  # fmt: skip
     constants = {
         "STEPS": encode(program),
         "SHIFTS": 4 * (scalar[0] if scalar else len(program)),
         "EXHAUSTIVE": exhaustive,
-        "WANT_ROWS": want_rows,
         "STRIP": strip,
         "BLOCK": block,
         "BW": _WORDS,
     }
     launch(_classify_kernel, (B, parts), args, constants, num_warps=16)
     if parts == 1:
-        return Positions(
-            add, fill.view(B), None if other is None else other.view(B), rows, spans, kinds
-        )
+        return Positions(add, fill.view(B), None if other is None else other.view(B), spans, kinds)
     per_element = None if other is None else other.any(1)
     if per_element is not None and any(step.fn == "row_add" for step in program):
         # The general path adds it itself, in every part of the sequence.
         add = torch.where(per_element[:, None] & (add != float("-inf")), 0.0, add)
-    return Positions(add, fill.amax(1), per_element, rows, spans, kinds)
+    return Positions(add, fill.amax(1), per_element, spans, kinds)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..epilogue.plan import Lowered
-from ..epilogue.steps import Program, dual, run
+from ..epilogue.steps import dual, run
 
 # CSR products are what PyTorch has for this; its once-a-process notice is of no use to our users.
 warnings.filterwarnings(
@@ -43,7 +43,7 @@ def forward(
     out_dtype: torch.dtype,
     winner_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(values [B, V], winner [B, V] or None, peak [B, V] or None); see `ops.splade_head` for their meaning."""
+    """(values [B, V], winner [B, V] or None, peak [B, V] or None), as `kernels.splade_head_forward.forward` says."""
     B, S, D = hidden.shape
     V = weight.shape[0]
     dt = compute_dtype(hidden, weight, bias)
@@ -100,7 +100,8 @@ def _reduce(logits, bias, rows, part, low, general, want_winner):
         if dropped is not None:
             y = y.masked_fill(dropped, float("-inf"))
         top, winner = _max(y, want_winner)
-        slow = _finish(run(p.outer, top), top, winner, top, fill)
+        peak = top if winner is None else z.gather(1, winner[:, None]).squeeze(1)
+        slow = _finish(run(p.outer, top), peak, winner, top, fill)
     if fast is None or slow is None:
         return fast or slow
     pick = general[:, None]
@@ -123,9 +124,6 @@ def _finish(values, peak, winner, top, fill):
 
 def slopes(
     grad: torch.Tensor,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
     rows: Sequence[torch.Tensor],
     low: Lowered,
     winner: torch.Tensor,
@@ -141,29 +139,12 @@ def slopes(
     active = (winner >= 0) & (g != 0)
     general = low.per_element if p.hoists else g.new_ones(len(g), dtype=torch.bool)
     if general is not None:
-        slow = general[:, None] & active
-        b, v = slow.nonzero(as_tuple=True)
-        slope[b, v] = _general_slopes(
-            p.inner, p.outer, hidden, weight, bias, rows, b, v, winner, peak
-        )
+        b, v = (general[:, None] & active).nonzero(as_tuple=True)
+        s = winner[b, v].long()
+        _, slope[b, v] = dual(p.program, peak[b, v], [r[b, s] for r in rows])
     g = torch.where(active & (slope != 0), g * slope, 0.0)
     b, v = (g != 0).nonzero(as_tuple=True)
     return b, v, winner[b, v].long(), g[b, v]
-
-
-def _general_slopes(inner: Program, outer: Program, hidden, weight, bias, rows, b, v, winner, peak):
-    """d value / d logit at the winner: the logit is recomputed, the steps differentiated in one forward sweep."""
-    out = peak.new_empty(len(b))
-    for i in range(0, len(b), 65536):
-        bi, vi = b[i : i + 65536], v[i : i + 65536]
-        si = winner[bi, vi].long()
-        z = (hidden[bi, si].to(peak.dtype) * weight[vi].to(peak.dtype)).sum(-1)
-        if bias is not None:
-            z = z + bias[vi].to(peak.dtype)
-        _, d_inner = dual(inner, z, [r[bi, si] for r in rows])
-        _, d_outer = dual(outer, peak[bi, vi])
-        out[i : i + 65536] = torch.where((d_inner == 0) | (d_outer == 0), 0.0, d_inner * d_outer)
-    return out
 
 
 def backward(

@@ -5,7 +5,8 @@
 without the [B, S, V] logits ever existing, forward or backward. Three dispatcher operators make it up:
 
     splade_head            what a rewrite puts in; chooses between the next two by whether a gradient is needed
-    splade_head_train      also returns what the backward needs: winning positions and peaks, 6 bytes a [B, V] entry
+    splade_head_train      also returns what the backward needs: winning positions and their logits, 6 bytes a [B, V]
+                           entry
     splade_head_backward   gradients over active entries only
 """
 
@@ -192,10 +193,6 @@ def _has_kernels(x: Tensor, V: int) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and V > 0
 
 
-def _stack(rows: Sequence[Tensor]) -> Tensor | None:
-    return torch.stack([r.float() for r in rows]) if rows else None
-
-
 def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
     """(values, winner, peak, per_element)."""
     from ..kernels import splade_head_forward as kernel
@@ -204,7 +201,7 @@ def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
     fast = p.hoists and p.exhaustive
     low = None
     if p.hoists and rows:
-        low = classify(p.program, rows, x, exhaustive=p.exhaustive, want_rows=not fast)
+        low = classify(p.program, rows, x, exhaustive=p.exhaustive)
     add, fill, per_element = (low.add, low.fill, low.per_element) if low else (None, None, None)
     if fast:
         out = kernel.forward(
@@ -214,8 +211,8 @@ def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
     else:
         out = kernel.forward(
             x, weight, bias, add, fill, p.outer,
-            inner=p.inner, rows=low.rows if low else _stack(rows), per_element=per_element,
-            outer_fast=p.scalar, out_dtype=out_dtype, want_winner=want_winner, positions=low,
+            inner=p.inner, rows=rows, per_element=per_element, outer_fast=p.scalar,
+            out_dtype=out_dtype, want_winner=want_winner, positions=low,
         )  # fmt: skip
     return *out, per_element
 
@@ -252,7 +249,7 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element
         elif _has_kernels(x, weight.shape[0]):
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
-            active = aten.slopes(grad, x, weight, bias, flat_rows, low, winner, peak)
+            active = aten.slopes(grad, flat_rows, low, winner, peak)
             grads = aten.backward(active, x, weight, bias, needs)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in grads)
     return d_hidden.view(hidden.shape) if needs[0] else d_hidden, d_weight, d_bias
@@ -266,7 +263,7 @@ def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, need
         return kernel.backward(grad, x, weight, bias, winner, peak, p.scalar, needs=tuple(needs))
     return kernel.backward(
         grad, x, weight, bias, winner, peak, p.outer,
-        inner=p.inner, rows=_stack(rows), per_element=low.per_element, outer_fast=p.scalar,
+        inner=p.inner, rows=rows, per_element=low.per_element, outer_fast=p.scalar,
         needs=tuple(needs),
     )  # fmt: skip
 

@@ -137,29 +137,22 @@ def test_long_programs_and_constants_beyond_fp32(device):
 
 @triton.jit
 def tile_kernel(
-    x_ptr,
-    rows_ptr,
-    out_ptr,
-    S,
-    batch_times_s,
-    b,
-    STEPS: tl.constexpr,
-    BV: tl.constexpr,
-    BS: tl.constexpr,
+    x_ptr, rows, strides, out_ptr, S, b, STEPS: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr
 ):
     v, s = tl.arange(0, BV)[:, None], tl.arange(0, BS)[None, :]
     x = tl.load(x_ptr + v * BS + s)
-    y = epilogue.evaluate_rows(x, rows_ptr, batch_times_s, b * S + s, s < S, STEPS)
+    one = tl.full([], 1, tl.int32)
+    y = epilogue.evaluate_rows(x, rows, strides, b * one, s, s < S, STEPS)
     tl.store(out_ptr + v * BS + s, y)
 
 
 @triton.jit
 def gathered_kernel(
-    x_ptr, at_ptr, rows_ptr, y_ptr, slope_ptr, batch_times_s, STEPS: tl.constexpr, N: tl.constexpr
+    x_ptr, b_ptr, s_ptr, rows, strides, y_ptr, slope_ptr, STEPS: tl.constexpr, N: tl.constexpr
 ):
     n = tl.arange(0, N)
-    at = tl.load(at_ptr + n)
-    y, slope = epilogue.dual_rows(tl.load(x_ptr + n), rows_ptr, batch_times_s, at, at >= 0, STEPS)
+    b, s = tl.load(b_ptr + n), tl.load(s_ptr + n)
+    y, slope = epilogue.dual_rows(tl.load(x_ptr + n), rows, strides, b, s, s >= 0, STEPS)
     tl.store(y_ptr + n, y)
     tl.store(slope_ptr + n, slope)
 
@@ -168,37 +161,32 @@ ROW_PROGRAM = parse("mul(0.5) | row_add(1) | row_mul(2) | row_where(0, -1.5) | r
 
 
 def row_operands(B, S):
-    mask = (torch.rand(B, S) > 0.3).float()
-    return torch.stack([mask, torch.randn(B, S), torch.randn(B, S)])
+    """A mask, one row for all sequences, and one whose sequences lie side by side."""
+    mask = torch.rand(B, S) > 0.3
+    return [mask, torch.randn(S).expand(B, S), torch.randn(S, B).bfloat16().t()]
 
 
 def test_rows_vary_along_the_second_axis_of_a_tile(device):
     torch.manual_seed(1)
     B, S, BV, BS, b = 3, 13, 8, 16, 2
-    rows, x = row_operands(B, S), torch.randn(BV, BS)
+    rows, x = [r.to(device) for r in row_operands(B, S)], torch.randn(BV, BS)
     out = torch.full_like(x, math.nan).to(device)
-    tile_kernel[(1,)](
-        x.to(device), rows.to(device), out, S, B * S, b, epilogue.encode(ROW_PROGRAM), BV, BS
-    )
-    want, _ = dual(ROW_PROGRAM, x[:, :S], [r[b].expand(BV, S) for r in rows])
+    given = epilogue.row_arguments(rows)
+    tile_kernel[(1,)](x.to(device), *given, out, S, b, epilogue.encode(ROW_PROGRAM), BV, BS)
+    want, _ = dual(ROW_PROGRAM, x[:, :S], [r[b].cpu().expand(BV, S) for r in rows])
     torch.testing.assert_close(out[:, :S].cpu(), want, rtol=2e-6, atol=1e-7)
 
 
 def test_rows_of_gathered_entries(device):
     torch.manual_seed(2)
     B, S, N = 3, 13, 64
-    rows, x, at = row_operands(B, S), torch.randn(N), torch.randint(0, B * S, (N,))
+    rows, x = [r.to(device) for r in row_operands(B, S)], torch.randn(N)
+    b, s = torch.randint(0, B, (N,)), torch.randint(0, S, (N,))
     y, slope = (torch.full_like(x, math.nan).to(device) for _ in range(2))
+    given = epilogue.row_arguments(rows)
     gathered_kernel[(1,)](
-        x.to(device),
-        at.to(device),
-        rows.to(device),
-        y,
-        slope,
-        B * S,
-        epilogue.encode(ROW_PROGRAM),
-        N,
+        x.to(device), b.to(device), s.to(device), *given, y, slope, epilogue.encode(ROW_PROGRAM), N
     )
-    want_y, want_slope = dual(ROW_PROGRAM, x, [r.flatten()[at] for r in rows])
+    want_y, want_slope = dual(ROW_PROGRAM, x, [r.cpu()[b, s] for r in rows])
     torch.testing.assert_close(y.cpu(), want_y, rtol=2e-6, atol=1e-7)
     torch.testing.assert_close(slope.cpu(), want_slope, rtol=2e-6, atol=1e-7)

@@ -39,24 +39,16 @@ def problem(device, B, S, D, V, dtype=torch.float32, active=0.3, hot=0.3, seed=0
     return {k: v.to(device) for k, v in tensors.items()}
 
 
-def gains(p, outer, inner=(), rows=None, per_element=None, outer_fast=None):
+def gains(p, outer, inner=(), rows=(), per_element=None, outer_fast=None):
     """g[b, v] in fp64, 0 where nobody won."""
     p = {k: v.double() for k, v in p.items()}
     w = p["winner"].long().clamp_min(0)
-    B, V = w.shape
-    g = p["grad"] * dual(outer, p["peak"])[1]
-    if inner:
-        b = torch.arange(B, device=w.device)[:, None].expand(B, V)
-        z = torch.einsum("bsd,vd->bsv", p["hidden"], p["weight"]) + p["bias"]
-        z = z.gather(1, w[:, None, :])[:, 0]
-        at_winner = [] if rows is None else [r.double()[b, w] for r in rows]
-        general = g * dual(inner, z, at_winner)[1]
-        fast = p["grad"] * dual(outer_fast or outer, p["peak"])[1]
-        if per_element is None:
-            g = general
-        else:
-            g = torch.where(per_element[:, None], general, fast)
-    return torch.where(p["winner"] >= 0, g, 0.0)
+    b = torch.arange(len(w), device=w.device)[:, None]
+    slope = dual((*inner, *outer), p["peak"], [r.double()[b, w] for r in rows])[1]
+    if per_element is not None:
+        fast = dual(outer_fast or outer, p["peak"])[1]
+        slope = torch.where(per_element[:, None], slope, fast)
+    return torch.where(p["winner"] >= 0, p["grad"] * slope, 0.0)
 
 
 def reference(p, g):
@@ -204,36 +196,41 @@ def test_empty_batch(device):
     assert (grad_weight == 0).all() and (grad_bias == 0).all()
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["all", "mixed"])
-def test_general_path_recomputes_the_winning_logit(device, mixed):
-    B, S, D, V = 4, 9, 6, 70
+GENERAL = {
+    "all": None,
+    "none": lambda b: b < 0,
+    "one": lambda b: b == 1,
+    "every third": lambda b: b % 3 == 0,
+}
+
+
+@pytest.mark.parametrize("general", GENERAL)
+@pytest.mark.parametrize("B", [4, 35])
+def test_steps_before_the_maximum(device, general, B):
+    """Operands of several dtypes and layouts, negative ones too."""
+    S, D, V = 9, 6, 70
     p = problem(device, B, S, D, V, active=0.6)
+    p["peak"] = torch.randn(B, V, generator=torch.Generator().manual_seed(2)).to(device)
     g = torch.Generator().manual_seed(1)
-    rows = torch.randn(3, B, S, generator=g)
-    rows[0] = (torch.rand(B, S, generator=g) > 0.3).float()
-    general = {"inner": INNER, "rows": rows.to(device)}
-    if mixed:
-        general["per_element"] = torch.tensor([True, False, True, False], device=device)
-        general["outer_fast"] = parse("relu | sqrt")
-    run_and_check(p, outer=parse("log1p"), **general)
+    mask = torch.rand(B, S, generator=g) > 0.3
+    added = torch.randn(S, B, generator=g).half().t()
+    weights = torch.randn(1, S, generator=g).expand(B, S)
+    steps = {"inner": INNER, "rows": [r.to(device) for r in (mask, added, weights)]}
+    if GENERAL[general] is not None:
+        steps["per_element"] = GENERAL[general](torch.arange(B)).to(device)
+        steps["outer_fast"] = parse("relu | sqrt")
+    run_and_check(p, outer=parse("log1p"), **steps)
 
 
-def test_general_path_does_not_read_rows_where_inner_is_flat(device):
+def test_flat_steps_before_the_maximum_are_inactive(device):
+    """Whatever follows: sqrt has an infinite slope at 0."""
     p = problem(device, 3, 5, 6, 20, active=1.0)
-    p["hidden"].abs_()
-    p["weight"][::2] = -math.inf  # z is -inf, where relu is flat
-    grad_hidden, grad_weight, _ = backward(**p, outer=parse("log1p"), inner=parse("relu"))
-    assert grad_hidden.isfinite().all()
-    assert (grad_weight[::2] == 0).all() and (grad_weight[1::2] != 0).any()
-
-
-def test_general_path_without_rows_or_bias(device):
-    p = problem(device, 3, 5, 150, 20)
-    p["bias"].zero_()
-    want = reference(p, gains(p, parse("log1p"), inner=parse("square")))
-    p["bias"] = None
-    got = backward(**p, outer=parse("log1p"), inner=parse("square"))
-    check(got[:2], want[:2], [torch.float32] * 2)
+    p["peak"][:, ::2] = -1.0
+    p["weight"][::2] = math.nan
+    mask = [torch.full((3, 5), 0.5, device=device)]
+    got = backward(**p, outer=parse("sqrt"), inner=parse("relu | row_mul(0)"), rows=mask)
+    assert got[0].isfinite().all()
+    assert (got[1][::2] == 0).all() and (got[1][1::2] != 0).any()
 
 
 def test_bitwise_repeatable(device):

@@ -34,21 +34,21 @@ def lengths_to_add(lengths, S, device):
     return torch.where(keep, 0.0, -math.inf).to(device)
 
 
-def reference(hidden, weight, bias, add, fill, outer, inner=(), rows=None):
-    """(values, y [B, S, V], peak, dropped [B, S]) in fp64."""
-    y = hidden.double() @ weight.double().T
+def reference(hidden, weight, bias, add, fill, outer, inner=(), rows=()):
+    """(values, logits z [B, S, V], what the maximum is over [B, S, V], dropped [B, S]) in fp64."""
+    z = hidden.double() @ weight.double().T
     if bias is not None:
-        y = y + bias.double()
-    y = steps.run(inner, y, () if rows is None else rows.double())
-    dropped = torch.zeros(y.shape[:2], dtype=torch.bool, device=y.device)
+        z = z + bias.double()
+    dropped = torch.zeros(z.shape[:2], dtype=torch.bool, device=z.device)
     if add is not None:
         dropped = add == -math.inf
-        y = torch.where(dropped[..., None], -math.inf, y + add.double()[..., None])
-    peak = y.amax(1)
-    values = steps.run(outer, peak)
+        z = z if inner else z + torch.where(dropped, 0.0, add).double()[..., None]
+    y = steps.run(inner, z, [r.double() for r in rows])
+    y = torch.where(dropped[..., None], -math.inf, y)
+    values = steps.run(outer, y.amax(1))
     if fill is not None:
         values = torch.maximum(values, fill.double()[:, None])
-    return values, y, peak, dropped
+    return values, z, y, dropped
 
 
 def assert_close(actual, expected, dtype):
@@ -64,7 +64,7 @@ def assert_close(actual, expected, dtype):
 
 
 def check(
-    hidden, weight, bias, add=None, fill=None, outer=RELU_LOG1P, inner=(), rows=None, out_dtype=None
+    hidden, weight, bias, add=None, fill=None, outer=RELU_LOG1P, inner=(), rows=(), out_dtype=None
 ):
     """Values, winner and peak of one call against the reference; returns the winner."""
     dtype = out_dtype or hidden.dtype
@@ -72,12 +72,13 @@ def check(
     values, winner, peak = forward(
         hidden, weight, bias, add, fill, outer, want_winner=True, **kwargs
     )
-    expected, y, expected_peak, dropped = reference(
-        hidden, weight, bias, add, fill, outer, inner, rows
-    )
+    expected, z, y, dropped = reference(hidden, weight, bias, add, fill, outer, inner, rows)
+    most = y.amax(1)
     assert values.dtype == dtype and peak.dtype == torch.float32
     assert_close(values, expected, dtype)
-    assert_close(peak, expected_peak, torch.float32)
+    at_winner = z.gather(1, winner.long().clamp_min(0)[:, None]).squeeze(1)
+    assert_close(peak, torch.where(winner < 0, peak.double(), at_winner), torch.float32)
+    assert (peak[dropped.all(1)] == -math.inf).all()
     only_values, *nothing = forward(
         hidden, weight, bias, add, fill, outer, want_winner=False, **kwargs
     )
@@ -85,11 +86,11 @@ def check(
     assert torch.equal(only_values.nan_to_num(), values.nan_to_num())
     lost = dropped.all(1)[:, None].expand_as(winner)
     if fill is not None:
-        lost = lost | (fill[:, None] > steps.run(outer, peak))
+        lost = lost | (fill[:, None] > steps.run(outer, most.float()))
     assert (winner[lost] == -1).all()
     at = y.gather(1, winner.long().clamp_min(0)[:, None]).squeeze(1)
-    slack = 2e-6 * expected_peak[expected_peak.isfinite()].abs().max().clamp_min(1.0)
-    assert (winner[~lost] >= 0).all() and (at >= expected_peak - slack)[~lost].all()
+    slack = 2e-6 * most[most.isfinite()].abs().max().clamp_min(1.0)
+    assert (winner[~lost] >= 0).all() and (at >= most - slack)[~lost].all()
     return winner
 
 
@@ -187,36 +188,87 @@ def test_empty_batch(device):
 PER_ELEMENT = "row_mul(0) | relu | row_add(1) | row_where(2, -1.0)"
 
 
+def per_token(B, S, device, *kinds):
+    """Row operands of several dtypes and layouts."""
+    g = torch.Generator().manual_seed(2)
+    made = {
+        "real": lambda: torch.randn(B, S, generator=g),
+        "strided": lambda: torch.randn(S, B, generator=g).half().t(),
+        "bool": lambda: torch.rand(B, S, generator=g) < 0.5,
+        "int64": lambda: torch.randint(-1, 3, (B, S), generator=g),
+        "one for all": lambda: torch.randn(1, S, generator=g).expand(B, S),
+    }
+    return [made[kind]().to(device) for kind in kinds]
+
+
+@pytest.mark.parametrize("kinds", [("real", "real", "bool"), ("int64", "strided", "one for all")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_before_the_maximum(device, dtype):
+def test_steps_before_the_maximum(device, dtype, kinds):
     hidden, weight, bias = make(device, S=70, dtype=dtype)
-    rows = torch.randn(3, 3, 70, generator=torch.Generator().manual_seed(2)).to(device)
-    rows[2] = (rows[2] > 0).float()
+    rows = per_token(3, 70, device, *kinds)
     add = lengths_to_add((70, 33, 0), 70, device)
     check(hidden, weight, bias, add, inner=steps.parse(PER_ELEMENT), rows=rows)
 
 
 def test_steps_before_the_maximum_of_one_sequence(device):
     hidden, weight, bias = make(device, B=1, S=33)
-    rows = torch.randn(1, 1, 33, generator=torch.Generator().manual_seed(2)).to(device)
-    check(hidden, weight, bias, inner=steps.parse("row_mul(0)"), rows=rows)
+    check(
+        hidden, weight, bias, inner=steps.parse("row_mul(0)"), rows=per_token(1, 33, device, "real")
+    )
 
 
-@pytest.mark.parametrize("flags", [(True, False, True), (False,) * 3, (True,) * 3])
-def test_each_sequence_takes_its_own_path(device, flags):
-    hidden, weight, bias = make(device, S=70, dtype=torch.bfloat16)
-    rows = torch.randn(1, 3, 70, generator=torch.Generator().manual_seed(2)).to(device)
-    add = lengths_to_add((70, 33, 0), 70, device)
+def test_steps_before_the_maximum_without_any_operand(device):
+    """And a maximum of the steps that is no maximum of the logits."""
+    hidden, weight, bias = make(device, S=70)
+    check(hidden, weight, bias, inner=steps.parse("square"))
+
+
+def test_the_peak_of_a_plateau_is_the_logit_of_its_first_position(device):
+    hidden, weight, bias = make(device, S=70)
+    weight.abs_(), hidden.abs_().neg_(), bias.zero_()
+    _, winner, peak = forward(
+        hidden, weight, bias, None, None, (), inner=steps.parse("relu"), want_winner=True
+    )
+    assert (winner == 0).all()
+    assert_close(peak, hidden[:, 0].double() @ weight.double().T, torch.float32)
+
+
+def test_the_peak_of_a_nan_is_nan(device):
+    """Also where it is the steps that make it, of a logit that is none."""
+    hidden, weight, bias = make(device, S=70)
+    values, _, peak = forward(
+        hidden, weight, bias, None, None, (), inner=steps.parse("log"), want_winner=True
+    )
+    assert values.isnan().all() and peak.isnan().all()
+
+
+FLAGS = {
+    "none": lambda b: b < 0,
+    "all": lambda b: b >= 0,
+    "the last": lambda b: b == b.max(),
+    "every third": lambda b: b % 3 == 1,
+}
+
+
+@pytest.mark.parametrize("B", [1, 4, 11])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_each_sequence_takes_its_own_path(device, flags, B, monkeypatch):
+    monkeypatch.setattr(splade_head_forward, "_FLAGS", 4)  # a time
+    S = 40
+    hidden, weight, bias = make(device, B=B, S=S, dtype=torch.bfloat16)
+    rows = per_token(B, S, device, "real")
+    add = lengths_to_add([S - (b * S) // B for b in range(B)], S, device)
+    per_element = FLAGS[flags](torch.arange(B)).to(device)
     inner, outer = steps.parse("relu | row_mul(0)"), steps.parse("log1p")
-    values, winner, peak = forward(
+    both = forward(
         hidden, weight, bias, add, None, outer, inner=inner, rows=rows, want_winner=True,
-        per_element=torch.tensor(flags, device=device), outer_fast=RELU_LOG1P,
+        per_element=per_element, outer_fast=RELU_LOG1P,
     )  # fmt: skip
     slow = forward(hidden, weight, bias, add, None, outer, inner=inner, rows=rows, want_winner=True)
     fast = forward(hidden, weight, bias, add, None, RELU_LOG1P, want_winner=True)
-    for b, flag in enumerate(flags):
-        for actual, expected in zip((values, winner, peak), slow if flag else fast, strict=True):
-            torch.testing.assert_close(actual[b], expected[b], rtol=0, atol=0, equal_nan=True)
+    for actual, one, other in zip(both, slow, fast, strict=True):
+        expected = torch.where(per_element[:, None], one, other)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
