@@ -14,7 +14,8 @@ list of active entries in list order: no float atomics, so results are bitwise r
     by vocabulary entry   a list for each v, in order of b: a running count a column (`_list_by_entry`)
     by position           a list for each b, in order of (winner, v): a stable counting sort in three kernels.
                           `_sort_tiles` sorts tiles of the vocabulary, `_place_tiles` finds where each tile's run
-                          of a position goes, `_merge_tiles` moves the entries there
+                          of a position goes, `_merge_tiles` moves the entries there. A vocabulary of one tile is
+                          in order once that is sorted
 
 A list has room for every entry, so sizes never depend on data: no host synchronisation, CUDA graphs work. The
 room is bounded instead by working through v, or b, in slabs (`_SCRATCH_BYTES`).
@@ -147,23 +148,25 @@ def _first_not_below(keys, n, target, STEPS: tl.constexpr):
 @triton.jit
 def _sort_tiles(
     grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
-    S, V, b0, tiles, keys, starts,
+    S, V, b0, tiles, keys, starts, entries, gains,
     STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
-    T: tl.constexpr, LOG_T: tl.constexpr, FEW: tl.constexpr, BS: tl.constexpr,
+    T: tl.constexpr, LOG_T: tl.constexpr, FEW: tl.constexpr, BS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Sorts the active entries of a tile by (winner, v) and counts them by winner.
 
     A program owns tile t, T consecutive v, of sequence b0 + program // tiles. It reads winner, peak and grad (2 + 4 + 4
     bytes an entry) and writes keys winner << LOG_T | (v - t T) (4 bytes an active entry) and, 4 bytes a position,
-    starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys.
+    starts[., t, s], the index of the first key of position s; starts[., t, S] is the number of keys. If it is ALONE,
+    the only tile, it writes the sequence's list, too: (v, g), 8 bytes an active entry, to slots of [., V].
     """
     tile = tl.program_id(0)
     b = b0 + tile // tiles
     j = tl.arange(0, T)
     v = (tile % tiles) * T + j
+    some = _flag(per_element, b, MIXED)
     s, g = _winner_and_gain(
-        b + tl.zeros_like(v), v, v < V, _flag(per_element, b, MIXED), grad, grad_stride_b, grad_stride_v,
-        winner, peak, per_element, rows, row_strides, V, STEPS, FAST, MIXED,
+        b + tl.zeros_like(v), v, v < V, some, grad, grad_stride_b, grad_stride_v, winner, peak,
+        per_element, rows, row_strides, V, STEPS, FAST, MIXED,
     )  # fmt: skip
     active = g != 0.0
     key = tl.where(active, (s << LOG_T) | j, 0x7FFFFFFF)
@@ -185,6 +188,15 @@ def _sort_tiles(
         first = _first_not_below(mine, n, position << LOG_T, LOG_T + 1)
         tl.store(starts + position, first, mask=position < S)
     tl.store(starts + S, n)
+    if ALONE:
+        entry = tl.load(mine + j, mask=j < n, other=0) & (T - 1)
+        _, gain = _winner_and_gain(
+            b + tl.zeros_like(entry), entry, j < n, some, grad, grad_stride_b, grad_stride_v, winner, peak,
+            per_element, rows, row_strides, V, STEPS, FAST, MIXED,
+        )  # fmt: skip
+        slot = tile.to(tl.int64) * V + j
+        tl.store(entries + slot, entry, mask=j < n)
+        tl.store(gains + slot, gain, mask=j < n)
 
 
 @relaunched
@@ -478,32 +490,36 @@ def _grad_hidden(shape, source, programs, weight, grad_hidden):
     def scratch(*size, dtype=torch.int32):
         return torch.empty(size, dtype=dtype, device=weight.device)
 
+    alone = tiles == 1
     keys, starts = scratch(shape.slab_b, tiles, T), scratch(shape.slab_b, tiles, S + 1)
-    offsets = scratch(shape.slab_b, S + 1)
+    offsets = starts if alone else scratch(shape.slab_b, S + 1)
     entries, gains = scratch(shape.slab_b, V), scratch(shape.slab_b, V, dtype=torch.float32)
     hot = scratch(shape.slab_b, 1 + V // _HOT)
-    hot_programs = min(V // _HOT, 8)
+    # A warp sums the entries of a tile in at most 128 steps: not worth another launch.
+    hot_programs = 0 if alone else min(V // _HOT, 8)
     tiles_padded = triton.next_power_of_2(tiles)
     for slab in _slabs(shape.B, shape.slab_b):
         grid = (len(slab) * tiles,)
         _sort_tiles[grid](
-            *source, S, V, slab.start, tiles, keys, starts, **programs,
-            T=T, LOG_T=log_t, FEW=min(T, 256), BS=min(512, max(128, triton.next_power_of_2(S))),
-            num_warps=_SORT_WARPS,
-        )  # fmt: skip
-        _place_tiles[(len(slab),)](
-            starts, offsets, hot, hot.stride(0), S, tiles, TILES=tiles_padded, HOT=_HOT,
-            BS=max(16, 4096 // tiles_padded),  # 32 numbers a thread of 4 warps
-            num_warps=4,
-        )  # fmt: skip
-        _merge_tiles[grid](
             *source, S, V, slab.start, tiles, keys, starts, entries, gains, **programs,
-            T=T, LOG_T=log_t, BE=min(T, 256), num_warps=4,
+            T=T, LOG_T=log_t, FEW=min(T, 256), BS=min(512, max(128, triton.next_power_of_2(S))),
+            ALONE=alone, num_warps=_SORT_WARPS,
         )  # fmt: skip
+        if not alone:
+            _place_tiles[(len(slab),)](
+                starts, offsets, hot, hot.stride(0), S, tiles, TILES=tiles_padded, HOT=_HOT,
+                BS=max(16, 4096 // tiles_padded),  # 32 numbers a thread of 4 warps
+                num_warps=4,
+            )  # fmt: skip
+            _merge_tiles[grid](
+                *source, S, V, slab.start, tiles, keys, starts, entries, gains, **programs,
+                T=T, LOG_T=log_t, BE=min(T, 256), num_warps=4,
+            )  # fmt: skip
         groups = triton.cdiv(S, _ROW["ROWS"])
         _hidden_rows[(len(slab) * groups, triton.cdiv(D, _ROW["BD"]))](
-            entries, gains, offsets, weight, grad_hidden, S, D, V, slab.start, HOT=_HOT, **_ROW
-        )
+            entries, gains, offsets, weight, grad_hidden, S, D, V, slab.start,
+            HOT=_TILE + 1 if alone else _HOT, **_ROW,
+        )  # fmt: skip
         if hot_programs:
             _hot_hidden_rows[(len(slab) * hot_programs, triton.cdiv(D, _HOT_ROW["BD"]))](
                 entries, gains, offsets, hot, hot.stride(0), weight, grad_hidden, S, D, V, slab.start,

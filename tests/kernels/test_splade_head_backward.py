@@ -103,7 +103,8 @@ def test_low_precision_inputs_accumulate_in_fp32(device, dtype):
 
 
 @pytest.mark.parametrize("active", [0.0, 0.02, 1.0])
-def test_any_share_of_active_entries(device, active):
+def test_any_share_of_active_entries(device, active, monkeypatch):
+    monkeypatch.setattr(splade_head_backward, "_TILE", 128)
     run_and_check(problem(device, 3, 7, 5, 300, active=active))
 
 
@@ -114,12 +115,16 @@ def test_no_active_entry_gives_zeros(device):
 
 def test_one_position_may_win_everything(device, monkeypatch):
     """Positions that win much are summed by another kernel."""
+    run_and_check(problem(device, 2, 3, 4, 130, active=1.0, hot=1.0))  # one tile: not there
     monkeypatch.setattr(splade_head_backward, "_HOT", 64)
+    monkeypatch.setattr(splade_head_backward, "_TILE", 128)
     run_and_check(problem(device, 2, 3, 4, 130, active=1.0, hot=1.0))
     run_and_check(problem(device, 1, 9, 70, 700, active=1.0, hot=0.1))  # 9 hot, 8 programs
 
 
-def test_slabs_cover_everything(device, monkeypatch):
+@pytest.mark.parametrize("tile", [128, 1024])
+def test_slabs_cover_everything(device, tile, monkeypatch):
+    monkeypatch.setattr(splade_head_backward, "_TILE", tile)
     monkeypatch.setattr(splade_head_backward, "_SCRATCH_BYTES", 0)
     run_and_check(problem(device, 5, 6, 4, 150))
 
@@ -205,10 +210,11 @@ GENERAL = {
 
 
 @pytest.mark.parametrize("general", GENERAL)
-@pytest.mark.parametrize("B", [4, 35])
-def test_steps_before_the_maximum(device, general, B):
+@pytest.mark.parametrize("B, V", [(4, 150), (35, 20)])
+def test_steps_before_the_maximum(device, general, B, V, monkeypatch):
     """Operands of several dtypes and layouts, negative ones too."""
-    S, D, V = 9, 6, 70
+    monkeypatch.setattr(splade_head_backward, "_TILE", 128)
+    S, D = 9, 6
     p = problem(device, B, S, D, V, active=0.6)
     p["peak"] = torch.randn(B, V, generator=torch.Generator().manual_seed(2)).to(device)
     g = torch.Generator().manual_seed(1)
@@ -233,7 +239,9 @@ def test_flat_steps_before_the_maximum_are_inactive(device):
     assert (got[1][::2] == 0).all() and (got[1][1::2] != 0).any()
 
 
-def test_bitwise_repeatable(device):
+@pytest.mark.parametrize("tile", [128, 1024])
+def test_bitwise_repeatable(device, tile, monkeypatch):
+    monkeypatch.setattr(splade_head_backward, "_TILE", tile)
     p = problem(device, 2, 9, 16, 150, active=1.0)
     first, again = backward(**p, outer=LOG1P), backward(**p, outer=LOG1P)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
