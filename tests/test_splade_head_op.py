@@ -169,10 +169,12 @@ def test_backward_twice_over_one_graph_is_bitwise_equal():
     assert all(map(torch.equal, first, second))
 
 
-@pytest.mark.parametrize("mask", [lengths(4, 33), torch.rand(4, 33)], ids=["binary", "real"])
+@pytest.mark.parametrize("mask", [lengths(24, 9), torch.rand(24, 9)], ids=["binary", "real"])
 def test_two_runs_are_bitwise_equal(mask):
+    """With as many entries as PyTorch's threads share."""
+
     def once():
-        leaves = leaves_of(*make(B=4, S=33, D=16, V=200))
+        leaves = leaves_of(*make(B=24, S=9, D=4, V=4000))
         values = splade_head(*leaves, mask)
         return values, *gradients(values, leaves)
 

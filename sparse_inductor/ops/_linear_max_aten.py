@@ -165,7 +165,8 @@ def backward(
     if needs[1]:
         d_weight = _scatter_rows(v, token, g, V, hidden.reshape(B * S, D), weight.dtype)
     if needs[2] and bias is not None:
-        d_bias = g.new_zeros(V).index_put_((v,), g, accumulate=True).to(bias.dtype)
+        # Not accumulated by index_put_, whose threads add in the order they come.
+        d_bias = g.new_zeros(B, V).index_put_((b, v), g).sum(0).to(bias.dtype)
     return d_hidden, d_weight, d_bias
 
 
