@@ -45,6 +45,9 @@ _SORT_WARPS = 8
 # Sequences and vocabulary entries a step of `_list_by_entry`: 32 entries are whole sectors of every operand; more
 # sequences cost registers, and with them the programs that hide each other's latency.
 _LIST = {"BB": 32, "BV": 32, "num_warps": 4}
+# Registers a thread of it: what steps after the maximum need, so that those before it, which few sequences have, cost
+# no program its place; 4 fit a multiprocessor.
+_LIST_REGISTERS = 128
 # 256 columns are a 16-byte bf16 load a thread of one warp. Programs of one column block run together, and at D = 768
 # their third of the weight stays in L2, whose latency 8 rows in flight hide. A row of few entries is over before a
 # program has started, so each does 4; 8 leave too few programs to balance. No software pipelining: rows in flight do
@@ -95,6 +98,24 @@ def _flag(flags, b, MIXED: tl.constexpr):
     return flag
 
 
+@triton.jit
+def _list_block(
+    b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element, rows, row_strides,
+    B, S, V, v_end, entries, gains, STEPS: tl.constexpr, FAST: tl.constexpr, MIXED: tl.constexpr,
+):  # fmt: skip
+    """Appends the active entries of sequences b [BB, 1] to the lists of v [1, BV]; their new lengths."""
+    s, g = _winner_and_gain(
+        b, v, (b < B) & (v < v_end), True, grad, grad_stride_b, grad_stride_v, winner, peak,
+        per_element, rows, row_strides, V, STEPS, FAST, MIXED,
+    )  # fmt: skip
+    active = g != 0.0  # NaN is active
+    ones = active.to(tl.int32)
+    slot = local * B + (count + tl.cumsum(ones, 0) - 1)
+    tl.store(entries + slot, b * S + s, mask=active)
+    tl.store(gains + slot, g, mask=active)
+    return count + tl.sum(ones, 0, keep_dims=True)
+
+
 @relaunched
 @triton.jit
 def _list_by_entry(
@@ -112,21 +133,26 @@ def _list_by_entry(
     local = (v - v0).to(tl.int64)
     count = tl.zeros([1, BV], tl.int32)
     for b0 in range(0, B, BB):
-        some = False
-        if MIXED:
-            each = b0 + tl.arange(0, BB)
-            some = tl.max(tl.load(per_element + each, mask=each < B, other=0).to(tl.int32), 0) != 0
         b = b0 + tl.arange(0, BB)[:, None]
-        s, g = _winner_and_gain(
-            b, v, (b < B) & (v < v_end), some, grad, grad_stride_b, grad_stride_v, winner, peak,
-            per_element, rows, row_strides, V, STEPS, FAST, MIXED,
-        )  # fmt: skip
-        active = g != 0.0  # NaN is active
-        ones = active.to(tl.int32)
-        slot = local * B + (count + tl.cumsum(ones, 0) - 1)
-        tl.store(entries + slot, b * S + s, mask=active)
-        tl.store(gains + slot, g, mask=active)
-        count += tl.sum(ones, 0, keep_dims=True)
+        if MIXED:
+            # All of a step is in the branch: data that left it would be moved for either.
+            each = b0 + tl.arange(0, BB)
+            some = tl.max(tl.load(per_element + each, mask=each < B, other=0).to(tl.int32), 0)
+            if some != 0:
+                count = _list_block(
+                    b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
+                    rows, row_strides, B, S, V, v_end, entries, gains, STEPS, FAST, True,
+                )  # fmt: skip
+            else:
+                count = _list_block(
+                    b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
+                    rows, row_strides, B, S, V, v_end, entries, gains, FAST, FAST, False,
+                )  # fmt: skip
+        else:
+            count = _list_block(
+                b, v, local, count, grad, grad_stride_b, grad_stride_v, winner, peak, per_element,
+                rows, row_strides, B, S, V, v_end, entries, gains, STEPS, FAST, False,
+            )  # fmt: skip
     tl.store(counts + local, count, mask=v < v_end)
 
 
@@ -473,7 +499,7 @@ def _grad_weight(shape, source, programs, hidden, grad_weight, grad_bias):
     for slab in _slabs(V, shape.slab_v):
         _list_by_entry[(triton.cdiv(len(slab), _LIST["BV"]),)](
             *source, B, S, V, slab.start, slab.stop, entries, gains, counts,
-            **programs, **_LIST,
+            **programs, **_LIST, **({"maxnreg": _LIST_REGISTERS} if hidden.is_cuda else {}),
         )  # fmt: skip
         column_blocks = 1 if grad_weight is None else triton.cdiv(D, _ROW["BD"])
         _weight_rows[(triton.cdiv(len(slab), _ROW["ROWS"]), column_blocks)](
