@@ -1,11 +1,13 @@
 """The SPLADE head's forward kernels against the same formula in fp64."""
 
+import importlib
 import math
 
 import pytest
 import torch
 
 from sparse_inductor.epilogue import steps
+from sparse_inductor.epilogue.plan import Lowered, lower, plan
 from sparse_inductor.kernels import splade_head_forward
 from sparse_inductor.kernels.splade_head_forward import forward
 
@@ -271,7 +273,6 @@ def test_each_sequence_takes_its_own_path(device, flags, B, monkeypatch):
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("few, kernel", [(3 * 37 * 24 * 50, "portable"), (1000, "hopper")])
 def test_what_is_few_takes_no_list_of_positions(few, kernel, monkeypatch):
     """Which is a launch before the one that computes."""
@@ -286,11 +287,16 @@ def test_what_is_few_takes_no_list_of_positions(few, kernel, monkeypatch):
     monkeypatch.setattr(splade_head_forward, "_launch", lambda *a, **k: took.append("portable"))
     forward(*make("cpu"), None, None, RELU_LOG1P)
     assert took == [kernel]
+    some = torch.tensor([True, False, False])
+    forward(
+        *make("cpu"), None, None, RELU_LOG1P,
+        inner=steps.parse("square"), per_element=some, outer_fast=RELU_LOG1P,
+    )  # fmt: skip
+    assert took == [kernel, kernel, "portable"]
 
 
+@pytest.mark.gpu
 def test_runs_in_a_cuda_graph():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     hidden, weight, bias = make("cuda", S=300, D=64, dtype=torch.bfloat16)
     add = lengths_to_add((300, 1, 64), 300, "cuda")
     expected, _, _ = forward(hidden, weight, bias, add, None, RELU_LOG1P)
@@ -300,3 +306,40 @@ def test_runs_in_a_cuda_graph():
     values.fill_(math.nan)
     graph.replay()
     assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "relu | log1p | row_mul(0)",
+        "row_add(0) | tanh | row_mul(1)",
+        "square | row_mul(0) | row_where(1, -1.0)",
+        "square",
+    ],
+)
+def test_what_is_kept_is_that_of_the_other_path(device, text):
+    """A step's forward and backward may be computed by either, kernels or ATen operators: fp64 and empty ones are not
+    the kernels'."""
+    op = importlib.import_module("sparse_inductor.ops.splade_head")
+    hidden, weight, bias = make(device, B=4, S=40)
+    p = plan(text)
+    weights = per_token(4, 40, device, "real")[0]
+    weights[2] = 1.0
+    weights[3] = (weights[3] > 0).float()
+    rows = [weights, *per_token(4, 40, device, "bool")][: text.count("row_")]
+    low = lower(p, rows)
+    values, winner, peak, per_element = op._cuda_forward(
+        hidden, weight, bias, rows, p, torch.float32, True
+    )
+    other = op.aten.forward(hidden, weight, bias, rows, low, torch.float32, torch.int8)
+    assert torch.equal(winner, other[1])
+    torch.testing.assert_close(values, other[0])
+    torch.testing.assert_close(peak[winner >= 0], other[2][winner >= 0])
+    assert (per_element is None) == (low.per_element is None)
+    grad = torch.randn(values.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    kept = Lowered(p, None, None, per_element), winner, peak
+    needs = [True, True, True]
+    ours = op._cuda_backward(grad, hidden, weight, bias, rows, *kept, needs)
+    theirs = op.aten.backward(op.aten.slopes(grad, rows, *kept), hidden, weight, bias, needs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
