@@ -1,0 +1,42 @@
+"""A second line of kernels beside the current stream."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+__all__ = ["Branch"]
+
+
+class Branch:
+    """A second line of kernels, which begins where the current stream is now.
+
+    Tensors that it writes are allocated outside, on the current stream, and outlive it there. On a CPU both lines are
+    one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._main = self._side = None
+        if device.type == "cuda":
+            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
+            self._side.wait_event(self._main.record_event())
+
+    def __call__(self) -> contextlib.AbstractContextManager[object]:
+        """What is launched within goes to it."""
+        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What was launched on it so far."""
+        return None if self._side is None else self._side.record_event()
+
+    def wait(self, mark: torch.cuda.Event | None) -> None:
+        """Have the current stream go on when that is done."""
+        if self._main is not None and mark is not None:
+            self._main.wait_event(mark)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
