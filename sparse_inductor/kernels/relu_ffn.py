@@ -8,8 +8,6 @@ so a call has one sequence of launches for every input.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +21,7 @@ from . import relu_ffn_hopper as hopper
 from . import relu_ffn_packing as packer
 from . import relu_ffn_pool as rows_pool
 from . import relu_ffn_rows as rows
+from .branch import Branch
 
 __all__ = ["chunks", "forward", "rows_of_table"]
 
@@ -95,34 +94,6 @@ def _may_share(M: int, N: int, cut: float) -> bool:
     return M >= SHARING and N <= 32768 and cut >= 0
 
 
-class _Branch:
-    """A second line of kernels, which begins where the current stream is now."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._main = self._side = None
-        if device.type == "cuda":
-            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
-            self._side.wait_event(self._main.record_event())
-
-    def __call__(self) -> contextlib.AbstractContextManager[object]:
-        """What is launched within goes to it."""
-        return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
-
-    def mark(self) -> torch.cuda.Event | None:
-        """What was launched on it so far."""
-        return None if self._side is None else self._side.record_event()
-
-    def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Have the current stream go on when that is done."""
-        if self._main is not None and mark is not None:
-            self._main.wait_event(mark)
-
-
-@functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def forward(
     x: torch.Tensor, b: Block, stats: torch.Tensor | None, packed: Packed | None, cap: int
 ) -> torch.Tensor:
@@ -179,7 +150,7 @@ def forward(
         if pool is not None:
             rows_pool.split(pool, state, *entries)
         # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
-        branch = _Branch(x.device)
+        branch = Branch(x.device)
         h, steps = value, b.f
         if up is not None:
             h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)

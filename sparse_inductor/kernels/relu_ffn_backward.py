@@ -17,6 +17,7 @@ import triton.language as tl
 from . import relu_ffn as forward
 from . import relu_ffn_dense as dense
 from . import relu_ffn_rows as rows
+from .branch import Branch
 from .relu_ffn import Block, Packed, chunks, rows_of_table
 from .relu_ffn_packing import heavy_rows, popcount
 
@@ -77,34 +78,47 @@ def _place_kernel(
     tl.store(entry + slot, m * CAP + i, mask=mask)
 
 
-def token_lists(
-    count: torch.Tensor, index: torch.Tensor, N: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(entry, start [N], total [N]): entry[start[n] + j] is where in the packed form the j-th token of neuron n is."""
-    M, cap = index.shape
-    words = triton.cdiv(M, WORD)
-    marks = torch.zeros(words, N, dtype=torch.int32, device=count.device)
-    before, total = torch.empty_like(marks), count.new_empty(N)
-    entry = count.new_empty(M * cap)
-    block = triton.next_power_of_2(cap)
-    warps = 1 if block <= 128 else 4
-    _mark_kernel[(M,)](count, index, marks, N, CAP=cap, BLOCK=block, num_warps=warps)
-    bn = 32
-    _count_kernel[(triton.cdiv(N, bn),)](
-        marks,
-        before,
-        total,
-        words,
-        N,
-        WORDS=min(256, triton.next_power_of_2(words)),
-        BN=bn,
-        num_warps=8,
-    )
-    start = torch.cumsum(total, 0, dtype=torch.int32) - total
-    _place_kernel[(M,)](
-        count, index, marks, before, start, entry, N, CAP=cap, BLOCK=block, num_warps=warps
-    )
-    return entry, start, total
+@triton.jit
+def _scan_kernel(total, start, N, BLOCK: tl.constexpr):
+    """One program: start[n] = the sum of total before n."""
+    before = tl.full([], 0, tl.int32)
+    for n0 in range(0, N, BLOCK):
+        n = n0 + tl.arange(0, BLOCK)
+        t = tl.load(total + n, mask=n < N, other=0)
+        tl.store(start + n, before + tl.cumsum(t, 0) - t, mask=n < N)
+        before += tl.sum(t, 0)
+
+
+class TokenLists:
+    """The tokens of each neuron n: entry[start[n] + j] is the place of the j-th in the packed form, j < total[n]."""
+
+    def __init__(self, count: torch.Tensor, index: torch.Tensor, N: int) -> None:
+        self._count, self._index = count, index
+        M, cap = index.shape
+        self._marks = count.new_empty(triton.cdiv(M, WORD), N)
+        self._before = torch.empty_like(self._marks)
+        self.entry = count.new_empty(M * cap)
+        self.start, self.total = count.new_empty(N), count.new_empty(N)
+
+    def fill(self) -> None:
+        """Launch what makes the lists."""
+        count, index, marks, before = self._count, self._index, self._marks, self._before
+        words, N = marks.shape
+        M, cap = index.shape
+        block = triton.next_power_of_2(cap)
+        warps = 1 if block <= 128 else 4
+        marks.zero_()
+        _mark_kernel[(M,)](count, index, marks, N, CAP=cap, BLOCK=block, num_warps=warps)
+        bn = 32
+        _count_kernel[(triton.cdiv(N, bn),)](
+            marks, before, self.total, words, N,
+            WORDS=min(256, triton.next_power_of_2(words)), BN=bn, num_warps=8,
+        )  # fmt: skip
+        _scan_kernel[(1,)](self.total, self.start, N, BLOCK=4096, num_warps=8)
+        _place_kernel[(M,)](
+            count, index, marks, before, self.start, self.entry, N,
+            CAP=cap, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -148,14 +162,15 @@ def _by_neuron_kernel(
             tl.store(bias_b + n, side_b.to(bias_b.dtype.element_ty))
 
 
-def _by_neuron(lists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None) -> None:
+def _by_neuron(
+    lists: TokenLists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None
+) -> None:
     """out[n] = sum over the tokens of neuron n of value * x[token]."""
-    entry, start, total = lists
     K = x.shape[1]
     # Half the width of the row kernels: two sums, and twice the programs, as neurons have uneven lists.
     width = min(1024, rows.width(K, not x.is_cuda))
-    _by_neuron_kernel[(len(total), triton.cdiv(K, width))](
-        entry, start, total, x, a, b, out_a, out_b, bias_a, bias_b,
+    _by_neuron_kernel[(len(lists.total), triton.cdiv(K, width))](
+        lists.entry, lists.start, lists.total, x, a, b, out_a, out_b, bias_a, bias_b,
         K, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
         TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
         FLIGHT=8 if x.is_cuda else 4, WIDTH=width, EVEN=K % width == 0, STAGES=1, num_warps=4,
@@ -180,7 +195,7 @@ def backward(
     cap = packed.index.shape[1]
     gated = b.up is not None
     gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
-    table = rows.by_neuron(b.down)
+    tables = gate, up, rows_of_table(b.down)
 
     def like(t: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         return (
@@ -191,7 +206,27 @@ def backward(
 
     sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias)
     dx, d_wg, d_bg, d_wu, d_bu, _, d_bd = map(like, sources, needs)
-    d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if needs[5] else None
+    by_gate = d_wg is not None or d_bg is not None
+    by_up = d_wu is not None or d_bu is not None
+    by_down = needs[5]
+
+    def heavy(part: slice) -> _Heavy:
+        numbers = None if d_stats is None else d_stats[:, part]
+        to = None if dx is None else dx[part]
+        return _Heavy(dy[part], numbers, x[part], b, tables, packed.count[part], cap, to)
+
+    first_part, *other_parts = chunks(len(x), N, CHUNK)
+    # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
+    lists, first = TokenLists(packed.count, packed.index, N), heavy(first_part)
+    branch = Branch(x.device)
+    with branch():
+        if by_gate or by_up or by_down:
+            lists.fill()
+        filled = branch.mark()
+        first.make()
+        made = branch.mark()
+    table = rows.by_neuron(b.down)
+    d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
     entries = packed.count, packed.index, packed.gate
     d_gate, d_up, h = rows.gradients(
         dy, table, entries, packed.up if gated else None, d_stats, b.f, b.g
@@ -202,20 +237,22 @@ def backward(
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
-    by_gate = d_wg is not None or d_bg is not None
-    by_up = d_wu is not None or d_bu is not None
-    if by_gate or by_up or d_table is not None:
-        lists = token_lists(packed.count, packed.index, N)
-        if by_gate or by_up:
-            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
-        if d_table is not None:
-            _by_neuron(lists, dy, h, d_table, None, cap)
-    wanted_gate = (into_gate, d_bg) if by_gate else (None, None)
-    wanted_up = (into_up, d_bu) if by_up else (None, None)
-    wanted_down = (d_table, None)
-    _dense_rows(
-        dy, d_stats, x, b, gate, up, packed.count, cap, dx, wanted_gate, wanted_up, wanted_down
+    branch.wait(filled)
+    if by_gate or by_up:
+        _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
+    if d_table is not None:
+        _by_neuron(lists, dy, h, d_table, None, cap)
+    wanted = (
+        (into_gate, d_bg) if by_gate else (None, None),
+        (into_up, d_bu) if by_up else (None, None),
+        (d_table, None),
     )
+    branch.wait(made)
+    first.add(*wanted)
+    for part in other_parts:
+        more = heavy(part)
+        more.make()
+        more.add(*wanted)
     d_wd = None
     if d_table is not None:
         d_wd = rows.by_neuron(d_table)
@@ -256,26 +293,40 @@ def _few(
     return found
 
 
-def _dense_rows(dy, d_stats, x, b, gate, up, count, cap, dx, d_gate, d_up, d_table) -> None:
-    """Add what the rows that are not packed contribute: to dx their rows, to the others their share of the sum."""
-    N = b.gate.shape[0]
-    down = rows_of_table(b.down)
-    for part in chunks(len(x), N, CHUNK):
-        length, listed = heavy_rows(count[part], cap)
-        numbers = None if d_stats is None else d_stats[:, part]
-        xs, dys = dense.gather(x[part], dy[part], listed, length)
-        g, dh = x.new_empty(len(xs), N), x.new_empty(len(xs), N)
-        u = None if up is None else x.new_empty(len(xs), N)
-        dense.copied_product(xs, gate, g, listed, length, bias=b.gate_bias)
+class _Heavy:
+    """Rows of `count` that are not packed: what they contribute, by tensor cores."""
+
+    def __init__(self, dy, d_stats, x, b: Block, tables, count, cap: int, dx) -> None:
+        N = b.gate.shape[0]
+        self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
+        self._tables, self._count, self._cap = tables, count, cap
+        self._length, self._listed = count.new_empty(1), count.new_empty(len(x))
+        self._xs, self._dys = map(dense.room_for_copies, (x, dy))
+        self._g, self._dh = (x.new_empty(len(self._xs), N) for _ in range(2))
+        self._u = None if b.up is None else torch.empty_like(self._g)
+
+    def make(self) -> None:
+        """Their gradients before the sums over tokens, and their rows of dx."""
+        gate, up, down = self._tables
+        g, u, dh, b = self._g, self._u, self._dh, self._b
+        listed = self._listed, self._length
+        heavy_rows(self._count, self._cap, self._length, self._listed)
+        dense.gather(self._x, self._dy, self._xs, self._dys, *listed)
+        dense.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias)
         if u is not None:
-            dense.copied_product(xs, up, u, listed, length, bias=b.up_bias)
-        dense.copied_product(dys, down, dh, listed, length, by_row=True)
-        dense.slopes_in_place(g, u, dh, numbers, listed, length, b.f, b.g, b.cut)
-        if dx is not None:
+            dense.copied_product(self._xs, up, u, *listed, bias=b.up_bias)
+        dense.copied_product(self._dys, down, dh, *listed, by_row=True)
+        dense.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut)
+        if self._dx is not None:
             second = None if u is None else (u, up)
             dense.copied_product(
-                g, gate, dx[part], listed, length, by_row=True, scatter=True, second=second
+                g, gate, self._dx, *listed, by_row=True, scatter=True, second=second
             )
-        for values, tokens, (weight, bias) in ((g, xs, d_gate), (u, xs, d_up), (dh, dys, d_table)):
+
+    def add(self, d_gate, d_up, d_table) -> None:
+        """Add their share of the sums to pairs (gradient of a weight, of its bias), either None where not wanted."""
+        for values, tokens, (weight, bias) in (
+            (self._g, self._xs, d_gate), (self._u, self._xs, d_up), (self._dh, self._dys, d_table),
+        ):  # fmt: skip
             if values is not None and weight is not None:
-                dense.add_products(values, tokens, weight, bias, length)
+                dense.add_products(values, tokens, weight, bias, self._length)

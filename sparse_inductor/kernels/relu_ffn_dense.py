@@ -27,6 +27,7 @@ __all__ = [
     "hidden",
     "precision",
     "product",
+    "room_for_copies",
     "row_stats",
     "slopes_in_place",
 ]
@@ -376,17 +377,24 @@ def _gather_kernel(
             tl.store(dy_out + at * D + d, v, mask=d < D)
 
 
+def room_for_copies(x: torch.Tensor) -> torch.Tensor:
+    """Room for `gather` to copy rows of x [M, K] to: PAD more of them."""
+    return x.new_empty(len(x) + PAD.value, x.shape[1])
+
+
 def gather(
-    x: torch.Tensor, dy: torch.Tensor, rows: torch.Tensor, length: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the listed rows of x [M, K] and dy [M, D], with room for PAD more."""
-    M = len(x) + PAD.value
-    x_out, dy_out = x.new_empty(M, x.shape[1]), dy.new_empty(M, dy.shape[1])
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    x_out: torch.Tensor,
+    dy_out: torch.Tensor,
+    rows: torch.Tensor,
+    length: torch.Tensor,
+) -> None:
+    """Copy the listed rows of x [M, K] and dy [M, D] to x_out and dy_out, of `room_for_copies`."""
     _gather_kernel[(4 * _programs(x),)](
         x, dy, x_out, dy_out, rows, length, x.shape[1], dy.shape[1], x.stride(0), dy.stride(0),
         PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32,
     )  # fmt: skip
-    return x_out, dy_out
 
 
 @triton.jit

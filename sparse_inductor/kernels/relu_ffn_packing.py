@@ -22,6 +22,7 @@ __all__ = [
     "ARRIVED",
     "DENSE",
     "FEW_ROWS",
+    "IN_ORDER",
     "LISTED",
     "ROWS_MOST",
     "decide_after_pools",
@@ -42,6 +43,8 @@ PACK_WARPS = 2
 PACK_HEAD = 512
 # Words with a mark that a program of one warp looks at at once: more than most rows have.
 CHUNK_MARKED = 64
+# Neurons whose order in a row is the marks', and tiles of which are in order.
+IN_ORDER = 256
 # What `pack` counts: tallies, each in a 32-byte sector of its own, as adds to one address take turns; then how many
 # tallies are full; then the number of rows of the dense path. Row m counts in tally m % TALLIES.
 TALLIES = tl.constexpr(32)
@@ -472,9 +475,7 @@ def _list_kernel(count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.const
         tl.store(heavy, first + tl.sum(take, 0))
 
 
-def heavy_rows(count: torch.Tensor, cap: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(how many, which) rows of a packed block are heavy, on the device."""
+def heavy_rows(count: torch.Tensor, cap: int, length: torch.Tensor, listed: torch.Tensor) -> None:
+    """length [1], listed [M]: how many, and which, rows of a packed block are heavy."""
     M = len(count)
-    heavy, rows = count.new_empty(1), count.new_empty(M)
-    _list_kernel[(triton.cdiv(M, 1024),)](count, heavy, rows, M, CAP=cap, BLOCK=1024)
-    return heavy, rows
+    _list_kernel[(triton.cdiv(M, 1024),)](count, length, listed, M, CAP=cap, BLOCK=1024)
