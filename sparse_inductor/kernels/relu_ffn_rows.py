@@ -1,11 +1,15 @@
 """Kernels of the ReLU feed-forward block that work a row at a time, on its active neurons only, packed as
 `relu_ffn_packing` says.
 
-Every weight table read here is [N, *] with unit stride along a row: a neuron's weights are one run of memory. Tables of
-up to about 40 MB stay in L2, which is why up and down are kernels of their own: each reads one table.
+Every weight table read here is [N, *] with unit stride along a row: a neuron's weights are one run of memory. A table
+that stays in L2 is read from there, which is why up and down are kernels of their own: each reads one table. A larger
+one is taken a part at a time, which all rows pass over before the next: some columns where rows are summed, some
+neurons where they are multiplied by.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,7 +19,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from .early import EARLY_STARTS, early, wait_for_previous
 from .epilogue import dual, encode, evaluate
-from .relu_ffn_packing import FEW_ROWS, LISTED, n_listed, pieces_of
+from .relu_ffn_packing import FEW_ROWS, IN_ORDER, LISTED, n_listed, pieces_of
 
 __all__ = ["by_neuron", "dots", "gradients", "slopes", "weighted_rows"]
 
@@ -29,6 +33,16 @@ WARPS = 4
 # against 0.163 of four and four and 0.148 of one warp, at 8 192 tokens of 30 entries).
 FLIGHT_DOTS = 2
 WARPS_DOTS = 2
+# Where few rows run, a row is not to wait for its own dot products: more of them at a time, by more warps (0.184 ms a
+# block against 0.187, at 2 048 tokens).
+FLIGHT_FEW = 4
+WARPS_FEW = 4
+# Registers of a thread of them where what a backward needs is kept, at 16 bits: as many as without.
+REGISTERS_DOTS = 72
+# Bytes of a table, or of a part of it, that stay in L2 (50 MB on an H200) beside what is read and written once.
+RESIDENT = 36 << 20
+# Columns of a part at least: a warp's loads of 16 bytes of two rows.
+NARROWEST = 512
 # A kernel of these loops gains nothing from software pipelining: the loads of a block are all in flight already.
 STAGES = 1
 
@@ -38,12 +52,39 @@ def width(n: int, interpreted: bool) -> int:
     return 32 if interpreted else min(WIDTH, max(32, triton.next_power_of_2(n)))
 
 
-def _whole(n: int, interpreted: bool) -> tuple[int, int]:
+def _resident(D: int, interpreted: bool, tables: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """(columns, warps) of sums of rows of D: fewer columns where so many of all rows would not stay in L2."""
+    columns = width(D, interpreted)
+    column = sum(len(t) * t.element_size() for t in tables)
+    while columns > NARROWEST and columns * column > RESIDENT:
+        columns //= 2
+    return columns, WARPS if interpreted else max(1, WARPS * columns // WIDTH)
+
+
+def _parts(table: torch.Tensor) -> tuple[int, int]:
+    """(parts, neurons a part) of a table that is multiplied by: tiles of neurons as rows are packed by."""
+    n = len(table)
+    fit = max(1, RESIDENT // (table.shape[1] * table.element_size() * IN_ORDER)) * IN_ORDER
+    parts = triton.cdiv(n, fit)
+    return parts, triton.cdiv(triton.cdiv(n, parts), IN_ORDER) * IN_ORDER
+
+
+@triton.jit
+def _in_part(index, start, end, p, SPAN: tl.constexpr, PIECE: tl.constexpr):
+    """(first, end) of those of a row's entries start to end, PIECE at most, whose neurons are in part p."""
+    i = start + tl.arange(0, PIECE)
+    n = tl.load(index + i, mask=i < end, other=0).to(tl.int32)
+    before = ((i < end) & (n < p * SPAN)).to(tl.int32)
+    until = ((i < end) & (n < (p + 1) * SPAN)).to(tl.int32)
+    return start + tl.sum(before, 0), start + tl.sum(until, 0)
+
+
+def _whole(n: int, interpreted: bool, warps: int = WARPS_DOTS) -> tuple[int, int]:
     """(columns, warps) for a dot product over rows of n: all of a row at once, as long as registers last."""
     if interpreted:
         return 32, 1
     columns = min(8192, triton.next_power_of_2(n))
-    return columns, max(WARPS_DOTS, columns // 1024)
+    return columns, max(warps, columns // 1024)
 
 
 def _flight(interpreted: bool) -> int:
@@ -165,11 +206,12 @@ def _dots_kernel(
     M, K, stride_x, stride_t, listers,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
+    PARTS: tl.constexpr, SPAN: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
-    for each."""
+    for each. Of several PARTS of the table, SPAN neurons each, it takes those of a piece that are in one."""
     wait_for_previous(EARLY)
     some = n_listed(state) != M
     first, end, step = _own_pieces(state, listers, LISTS)
@@ -184,6 +226,9 @@ def _dots_kernel(
         if LISTS:
             mine = mine & ((c > PIECE) == (tl.program_id(0) < listers))
         c = tl.where(mine, tl.minimum(c, start + PIECE), 0)
+        if PARTS > 1:
+            start, c = _in_part(index + m * CAP, start, c, tl.program_id(1), SPAN, PIECE)
+            ahead = tl.load(index + m * CAP + start + r, mask=start + r < c, other=0).to(tl.int64)
         if start < c:
             token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
             last = c - 1
@@ -220,9 +265,11 @@ def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: 
 
 # A weighted sum of more entries is made in halves.
 LONG = 64
-# Rows to a program that takes listed pieces, where few rows run (it takes about one piece) and where many do.
+# Rows to a program that takes listed pieces, where few rows run (it takes about one piece) and where many do; and
+# programs that take them at least, where most rows may be long.
 SHARE = 2
 SHARE_MANY = 8
+LISTERS = 2048
 # `gradients` stripes a row's entries over programs, so many at a time.
 STRIPE = 32
 PROGRAMS = 4
@@ -231,7 +278,7 @@ PROGRAMS_MANY = 2
 
 def _listers(M: int, most: int) -> int:
     """Programs for the pieces that are listed, of rows of `most` at most."""
-    return triton.cdiv(M, SHARE if M <= FEW_ROWS else SHARE_MANY) if most > 1 else 0
+    return max(triton.cdiv(M, SHARE_MANY), min(triton.cdiv(M, SHARE), LISTERS)) if most > 1 else 0
 
 
 def dots(
@@ -250,15 +297,21 @@ def dots(
     out = torch.empty_like(gates)
     M, K = x.shape
     cap = index.shape[1]
-    wide, warps = _whole(K, not x.is_cuda)
+    few = M <= FEW_ROWS and K <= WIDTH
+    flight, warps = (FLIGHT_FEW, WARPS_FEW) if few else (FLIGHT_DOTS, WARPS_DOTS)
+    wide, warps = _whole(K, not x.is_cuda, warps)
     piece, most = pieces_of(M, cap, not x.is_cuda)
     listers = _listers(M, most)
-    _dots_kernel[(listers + M,)](
+    parts, span = _parts(table)
+    keep = ups is not None
+    registers = {"maxnreg": REGISTERS_DOTS} if keep and x.is_cuda and x.element_size() == 2 else {}
+    _dots_kernel[(listers + M, parts)](
         x, table, bias, count, index, gates, ups, out, *packing,
         M, K, x.stride(0), table.stride(0), listers,
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
-        KEEP=ups is not None, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0,
-        FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES, **early(x), num_warps=warps,
+        KEEP=keep, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0,
+        PARTS=parts, SPAN=span, FLIGHT=flight, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
+        **early(x), **registers, num_warps=warps,
     )  # fmt: skip
     if stats is not None:
         _sum_stats_kernel[(M,)](
@@ -394,8 +447,9 @@ def weighted_rows(
     each block of `pool_rows` rows; where it is not 0, `out` is added to.
     """
     M, D = out.shape
-    wide = width(D, not out.is_cuda)
     value_b, table_b = second if second is not None else (value, table)
+    tables = [table] if second is None else [table, table_b]
+    wide, warps = _resident(D, not out.is_cuda, tables)
     piece, most = pieces_of(M, index.shape[1], not out.is_cuda)
     state, pieces = (None, None) if packing is None else packing
     listers = 0 if packing is None else _listers(M, most)
@@ -405,7 +459,7 @@ def weighted_rows(
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most, LISTS=listers > 0,
         POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
-        STAGES=STAGES, **early(out), num_warps=WARPS,
+        STAGES=STAGES, **early(out), num_warps=warps,
     )  # fmt: skip
 
 

@@ -197,6 +197,17 @@ def alike(M, **kwargs):
     return x[:1] + 0.3 * x, b
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train):
+    """They are taken by parts: 256 neurons, 16 columns."""
+    monkeypatch.setattr(rows, "RESIDENT", 1)
+    monkeypatch.setattr(rows, "NARROWEST", 16)
+    x, b = make(9, N=600, share=0.02)
+    assert rows._parts(b.gate)[0] == 3
+    x[5] *= 3.0  # several pieces
+    check_forward(x, b, stats=False, train=train)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("M", [128, 300])
 def test_rows_that_share_neurons(monkeypatch, gated, M):
