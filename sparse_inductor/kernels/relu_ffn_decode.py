@@ -22,10 +22,10 @@ __all__ = ["applies", "forward"]
 
 # One token's gate and up projections: neurons a program, warps. Small programs, so that one that waits for its up rows
 # holds up no others (8.1 us at K = 2 048, N = 5 632; four neurons and four warps 10.5).
-ONE_UP = (1, 1)
+ONE_UP = (1, 4)
 # One token's down projection: outputs a program, groups of neurons whose weights are in flight, warps. Few outputs, so
-# that many programs send for their weights at once: a token of 28 layers takes 1.51 ms, 1.57 by 16 outputs (H200).
-ONE_DOWN = (4, 64, 4)
+# that many programs send for their weights at once: a token of 28 layers takes 1.47 ms, 1.57 by 16 outputs (H200).
+ONE_DOWN = (8, 128, 8)
 # Neurons that are neighbours in a row of the down weights: 16 bytes of it, one load.
 GROUP = 8
 # Groups with an active neuron up to which they are listed; each costs a sector of memory for every output.
