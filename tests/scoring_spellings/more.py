@@ -156,9 +156,9 @@ def bfloat16_documents(c, q):
 def postings_end_to_end(c, terms, weights):
     """accumulators of all queries end to end"""
     b = terms.size(0)
-    key = c.docs[terms].long() + (torch.arange(b) * N)[:, None, None]
+    key = c.docs[terms].long() + (torch.arange(b, device=terms.device) * N)[:, None, None]
     impacts = c.post[terms] * weights[..., None]
-    flat = torch.zeros(b * N).index_add_(0, key.flatten(), impacts.flatten())
+    flat = torch.zeros(b * N, device=terms.device).index_add_(0, key.flatten(), impacts.flatten())
     return flat.reshape(b, N).topk(K)
 
 
