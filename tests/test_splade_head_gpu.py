@@ -60,7 +60,9 @@ def _gradients(module, hidden, mask, cotangent):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(5, 70, 64, 1001), (3, 257, 48, 513), (2, 33, 31, 70)])
+@pytest.mark.parametrize(
+    "shape", [(5, 70, 64, 1001), (3, 257, 48, 513), (2, 33, 31, 70), (3, 70, 2112, 257)]
+)
 def test_training_is_rewritten_and_as_accurate_as_eager(dtype, shape, report):
     B, S, D, V = shape
     module = Head(D, V, dtype)

@@ -47,6 +47,9 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # 48 KiB each; four fit the 227 KiB of a multiprocessor.
 STAGES = gl.constexpr(4)
+# Steps over the features are unrolled: an accumulator that is carried over a loop edge is waited for. The 12 of D = 768
+# take the compiler 6 s, 32 would take 25 s: more than MOST_UNROLLED are taken UNROLL at a time.
+UNROLL, MOST_UNROLLED = 8, 16
 # Flags of a granule, a byte: 0 when all its positions are kept, with add == 0; when that holds of the
 # first n only, n; else this: look at `add`.
 MIXED = gl.constexpr(255)
@@ -351,7 +354,7 @@ def _mask_tile(p, flag, rows, column, add, S, strides, HAS_ADD: gl.constexpr):
 @gluon.jit
 def _reduce_tiles(
     operands,
-    ME: gl.constexpr, KBLOCKS: gl.constexpr, OUTER: gl.constexpr,
+    ME: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, OUTER: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
@@ -407,27 +410,30 @@ def _reduce_tiles(
             bit = (8 * (slot % GRANULES)).to(gl.int64)
             flag = (gl.load(word) >> bit) | ((gl.load(word + 1) << 1) << (63 - bit))
             acc = gl.zeros([ROWS, GRANULE * GRANULES], gl.float32, MMA)
-            # Unrolled: an accumulator carried over a loop edge would be waited for at every step.
-            for k_block in gl.static_range(KBLOCKS):
-                stage = n % STAGES
-                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-                w = w_ring.index(stage * CONSUMERS + ME)
-                h = h_ring.index(stage).permute((1, 0))
-                acc = warpgroup_mma(w, h, acc, use_acc=k_block > 0, is_async=True)
-                if k_block == (1 if KBLOCKS > 1 else 0):
-                    while done > 0:  # while the tensor cores are busy
-                        _write_columns(
-                            best0, at0, sequences, k - done, rows, v, in_v, offset, fill,
-                            values, winner, peak, S, V, OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
-                        )  # fmt: skip
-                        best0, best1, at0, at1 = best1, best2, at1, at2
-                        done -= 1
-                if k_block > 0:
-                    acc = warpgroup_mma_wait(1, deps=(acc,))
-                    mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
-                n += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+            for _ in range(0, KBLOCKS, EACH):
+                for k_block in gl.static_range(EACH):
+                    stage = n % STAGES
+                    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+                    w = w_ring.index(stage * CONSUMERS + ME)
+                    h = h_ring.index(stage).permute((1, 0))
+                    if KBLOCKS == EACH:
+                        acc = warpgroup_mma(w, h, acc, use_acc=k_block > 0, is_async=True)
+                    else:
+                        acc = warpgroup_mma(w, h, acc, is_async=True)
+                    if k_block == (1 if EACH > 1 else 0):
+                        while done > 0:  # while the tensor cores are busy
+                            _write_columns(
+                                best0, at0, sequences, k - done, rows, v, in_v, offset, fill,
+                                values, winner, peak, S, V, OUTER, HAS_BIAS, HAS_FILL, WANT_WINNER,
+                            )  # fmt: skip
+                            best0, best1, at0, at1 = best1, best2, at1, at2
+                            done -= 1
+                    if k_block > 0:
+                        acc = warpgroup_mma_wait(1, deps=(acc,))
+                        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+                    n += 1
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
             p = _granules(acc, PIECE)
             if flag != 0:
                 p = _mask_tile(p, flag, rows + slot, column, add, S, strides, HAS_ADD)
@@ -495,7 +501,7 @@ SIZES = ["blocks", "S", "V", "stride_ab", "stride_as"]
 def _peak_kernel(
     hidden, weight, bias, add, fill, rows, flags, sequences, groups, values, winner, peak,
     blocks, S, V, stride_ab, stride_as,
-    KBLOCKS: gl.constexpr, OUTER: gl.constexpr,
+    KBLOCKS: gl.constexpr, EACH: gl.constexpr, OUTER: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_ADD: gl.constexpr, HAS_FILL: gl.constexpr,
     WANT_WINNER: gl.constexpr,
 ):  # fmt: skip
@@ -525,11 +531,11 @@ def _peak_kernel(
         [
             (
                 _reduce_tiles,
-                (operands, 0, KBLOCKS, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
+                (operands, 0, KBLOCKS, EACH, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
             ),
             (
                 _reduce_tiles,
-                (operands, 1, KBLOCKS, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
+                (operands, 1, KBLOCKS, EACH, OUTER, HAS_BIAS, HAS_ADD, HAS_FILL, WANT_WINNER),
             ),
             (_copy_tiles, (source, KBLOCKS)),
         ],
@@ -560,7 +566,6 @@ def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
     return (
         torch.cuda.get_device_capability(hidden.device)[0] == 9
         and D % 8 == 0
-        and D <= 4096  # the loop over features is unrolled
         and B * S < 2**31 - 256  # rows are 32-bit coordinates
         # A transposed weight is copied while that is cheap; else the portable kernel reads it.
         and (addressable(weight) or weight.nbytes <= 64 * 2**20)
@@ -614,6 +619,8 @@ def launch(
         positions, skip, rows, flags.view(torch.uint8), sequences, groups, B, S, blocks, programs
     )
     layout = _layout(hidden.dtype)
+    steps = _cdiv(D, DEPTH.value)
+    each = steps if steps <= MOST_UNROLLED else _cdiv(steps, _cdiv(steps, UNROLL))
     unused = rows
     args = (
         TensorDescriptor.from_tensor(_rows(hidden), [GRANULE.value, DEPTH.value], layout),
@@ -627,7 +634,8 @@ def launch(
         blocks, S, V, *((0, 0) if add is None else add.stride()),
     )  # fmt: skip
     constants = {
-        "KBLOCKS": _cdiv(D, DEPTH.value),
+        "KBLOCKS": _cdiv(steps, each) * each,
+        "EACH": each,
         "OUTER": encode(outer),
         "HAS_BIAS": bias is not None,
         "HAS_ADD": add is not None,
