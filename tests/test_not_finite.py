@@ -62,3 +62,34 @@ def test_minus_infinity_times_its_sign_is_zero():
     result = _compiled(Model(), hidden().detach(), forbid)
     assert (result[:, :4] == 0).all()
     assert result.isfinite().all()
+
+
+def test_a_poisoned_token_poisons_banned_terms_too():
+    """A term that is filled in the logits is one whose weight is 0: 0 times NaN is NaN, like the sequence's others."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            logits = self.decoder(h)
+            logits[..., [0, 3]] = -1e4
+            return tokens(logits).amax(dim=1)
+
+    states = hidden().detach()
+    states[0, 2] = float("nan")
+    result = _compiled(Model(), states)
+    assert result[0].isnan().all()
+    assert (result[1:, [0, 3]] == 0).all() and result[1:].isfinite().all()
+
+
+def test_an_undefined_root_that_is_thrown_away_has_no_gradient():
+    """where(x > 0, sqrt(x), 0) gives NaN gradients to what is negative; here nothing flows there."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            logits = self.decoder(h)
+            return torch.where(logits > 0, torch.sqrt(logits), 0.0).amax(dim=1)
+
+    module, states = Model(), hidden()
+    (eager,) = torch.autograd.grad(module(states).sum(), states)
+    (ours,) = torch.autograd.grad(_compiled(module, states).sum(), states)
+    assert eager.isnan().any()
+    assert ours.isfinite().all() and ours.any()

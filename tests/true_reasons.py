@@ -188,6 +188,7 @@ TRUE["scoring_spellings"] = {
     "assigned_by_document": ("part of the contributions", "products[:, c.lengths < 2] = 0"),
     "filled_with_one": ("does not start at zero", ".fill_(1.0).index_add_("),
     "clamped_postings": ("changed after they were looked up", ".clamp(max=N - 1)"),
+    "trained_on_lists": ("no gradient for the weights", "torch.zeros(B, N).scatter_add("),
     "into_a_row_of_ones": ("does not start at zero", "scores[0].index_add_("),
     "segments_with_a_start": ("start at 1.0", "torch.segment_reduce("),
     "terms_after_a_look_at_the_scores": ("also read by amax", "first.amax(1)"),

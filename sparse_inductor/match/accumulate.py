@@ -300,7 +300,7 @@ def _segments(
     if at.gradient is not None or len(view.shape(offsets)) != 1:
         return None
     sums, axis = at.source, 1 if at.batch == 0 else 0
-    prefix = _behind_a_zero(view, sums, axis)
+    prefix, made = _behind_a_zero(view, sums, axis, at.node)
     running = view.call(prefix)
     if running is None or running.name != "cumsum":
         return None
@@ -309,27 +309,39 @@ def _segments(
         return None
     if running["dim"] % len(w.shape) != axis:
         raise Decline("it adds up over the queries", prefix)
-    for n in (prefix, sums, *within):
+    for n in (prefix, sums, *made, *within):
         w = w.then(n)
     N = view.shape(node)[axis]
     reads = ((offsets, reader),)
     return Scores(node, w, N, w.batch, offsets=lambda e: offsets, reads=reads)
 
 
-def _behind_a_zero(view: GraphView, sums: fx.Node, axis: int) -> Any:
-    """x of cat([0, x], axis), or of x padded by one zero at the front of that axis."""
-    padded, ndim = view.call(sums), len(view.shape(sums))
-    if padded is None:
-        return None
+def _behind_a_zero(
+    view: GraphView, sums: fx.Node, axis: int, reader: fx.Node
+) -> tuple[Any, tuple[fx.Node, ...]]:
+    """x of cat([0, x], axis), of x padded by one zero at the front of that axis, or assigned behind one; and what
+    assigned it."""
+    seen = view.value(sums, reader)
+    padded, ndim = view.call(seen), len(view.shape(sums))
+    nothing: tuple[Any, tuple[fx.Node, ...]] = None, ()
+    if padded is None or seen is None:
+        return nothing
+    if padded.name == "setitem" and view.const(padded["input"]) == 0:
+        rest = (slice(1, None),) if axis == 0 else (slice(None), slice(1, None))
+        index = padded["index"] if isinstance(padded["index"], tuple) else (padded["index"],)
+        whole = padded["input"] is sums and view.value(sums, seen) is sums and index == rest
+        return (padded["value"], (seen,)) if whole else nothing
+    if seen is not sums:
+        return nothing
     if padded.name == "cat" and len(padded["tensors"]) == 2:
         zero, x = padded["tensors"]
         first = view.const(zero, sums) == 0 and same_size(view.shape(zero)[axis], 1)
-        return x if first and padded.get("dim", 0) % ndim == axis else None
+        return (x, ()) if first and padded.get("dim", 0) % ndim == axis else nothing
     if padded.name == "pad" and not padded.get("value"):
         front = [0, 0] * (ndim - 1 - axis) + [1]  # of the last axis first
         pads = list(padded["pad"])
-        return padded["input"] if pads == front + [0] * (len(pads) - len(front)) else None
-    return None
+        return (padded["input"], ()) if pads == front + [0] * (len(pads) - len(front)) else nothing
+    return nothing
 
 
 def _cut(view: GraphView, x: Any, cuts: Sequence[slice]) -> fx.Node | None:

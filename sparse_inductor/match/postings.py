@@ -144,6 +144,8 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
                 break
     docs = rows_of(view, inner)
     if torch.is_grad_enabled() and view.requires_grad(source):
+        if docs is not None and len(view.shape(docs.source)) > 1:
+            raise Decline("posting lists have no gradient for the weights of a query's terms", node)
         return None
     changed = docs is None
     docs = docs or _changed_after(view, inner)

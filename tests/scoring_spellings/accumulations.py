@@ -183,3 +183,20 @@ def diff_of_some_documents(c, q):
     """all documents but the first: the sums begin where it ends"""
     sums = F.pad((q[c.cols] * c.vals).cumsum(0), (1, 0))
     return sums[c.offsets[1:]].diff()
+
+
+@scoring()
+def prefix_sums_behind_an_assigned_zero(c, q):
+    """zeros, of which all but the first are assigned"""
+    sums = torch.zeros(q.size(0), c.cols.numel() + 1)
+    sums[:, 1:] = (q[:, c.cols] * c.vals).cumsum(1)
+    return (sums[:, c.offsets[1:]] - sums[:, c.offsets[:-1]]).topk(K)
+
+
+@scoring("maybe", "the first sum is no zero")
+def prefix_sums_behind_something_else(c, q):
+    """a base that the first document's score lacks"""
+    sums = torch.zeros(q.size(0), c.cols.numel() + 1)
+    sums[:, 0] = 0.5
+    sums[:, 1:] = (q[:, c.cols] * c.vals).cumsum(1)
+    return sums[:, c.offsets].diff(dim=1)

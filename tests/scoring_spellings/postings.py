@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from scoring_spellings.registry import B, K, N, scoring
+from scoring_spellings.registry import TRAIN, B, Collection, K, N, program, query_terms, scoring
 
 
 @scoring(terms=True)
@@ -121,3 +121,15 @@ def lists_padded_with_minus_one(c, terms, weights):
     scores = torch.zeros(N)
     scores.index_put_((docs[terms],), c.post[terms] * weights[:, None], accumulate=True)
     return scores.topk(K)
+
+
+@program("no_rewrite", "the operator of posting lists has no gradient", TRAIN, explained=True)
+def trained_on_lists():
+    """the weights of a query's terms come from a model that is trained"""
+
+    def score(c, terms, weights):
+        impacts = c.post[terms] * weights[..., None]
+        return torch.zeros(B, N).scatter_add(1, c.docs[terms].flatten(1), impacts.flatten(1))
+
+    terms, weights = query_terms()
+    return Collection(score, torch.int64, torch.float32), (terms, weights.requires_grad_())
