@@ -254,6 +254,7 @@ TRUE["entmax_spellings"] = {
     "floor_that_scores_reach": ("clamp between", ".clamp(min=-1e3)"),
     "rows_spread_by_a_mask": ("masked_fill spreads the scores", ".masked_fill("),
     "sequences_spread_by_a_mask": ("masked_fill spreads the scores", ".masked_fill("),
+    "three_in_one_einsum": ("einsum of 3 tensors", "torch.einsum("),
     "zeroed_in_place": ("probabilities are changed in place", "p = "),
     "keys_written_before_the_values": ("changed in place between", "q @ k.mT"),
 }

@@ -20,6 +20,7 @@ from torch import fx
 
 from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
+from .entmax import transform
 from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
@@ -37,7 +38,10 @@ _SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
 def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
     """The attention that ends in `node`; None if nothing there is an entmax. Raises Decline."""
     product = contraction(view, node)
-    if product is None or product.bias is not None or product.scale != 1:
+    if product is None:
+        _check_operands(view, node)
+        return None
+    if product.bias is not None or product.scale != 1:
         return None
     for p, v in ((product.a, product.b), (product.b, product.a)):
         atoms = {
@@ -52,6 +56,15 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
         if found is not None:
             return _Reader(view, node, product, p, v, atoms, found).read()
     return None
+
+
+def _check_operands(view: GraphView, node: fx.Node) -> None:
+    """Raises Decline where probabilities are multiplied with several tensors at once."""
+    call = view.call(node)
+    operands = call.get("operands", ()) if call is not None and call.name == "einsum" else ()
+    for x in operands if len(operands) > 2 else ():
+        if view.is_tensor(x) and transform(view, x) is not None:
+            raise Decline(f"an einsum of {len(operands)} tensors: two products in one", node)
 
 
 def _axes(o: Operand, atoms: dict[str, Atom]) -> list[Axis]:
