@@ -35,6 +35,7 @@ from .boxes import addressable
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .relu_ffn_packing import DENSE
+from .unroll import unrolled
 
 __all__ = ["applies", "hidden", "least_active", "marked_product", "may_activate", "may_mark"]
 
@@ -49,9 +50,6 @@ COLUMNS = gl.constexpr(256)
 DEPTH = gl.constexpr(64)
 # A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup.
 PIECES = gl.constexpr(4)
-# Steps unrolled. An accumulator that is carried over a loop edge is waited for, which costs a quarter of a per cent;
-# 32 steps took the compiler seven times as long.
-UNROLL = 8
 # Row tiles that share their column tiles in turn: 4 MiB of tokens of K = 2 048 stay in L2 beside the weight.
 GROUP = gl.constexpr(8)
 
@@ -325,8 +323,7 @@ def _launch(
     mode, a, weight, out, bias, marks, state, cut, f: Program = (), g: Program = ()
 ) -> None:
     M, K = a.shape
-    blocks = -(-K // DEPTH.value)
-    each = -(-blocks // -(-blocks // UNROLL))
+    steps, each = unrolled(-(-K // DEPTH.value))
     layout = _layout(a.dtype)
     unused = out
     args = (
@@ -339,7 +336,7 @@ def _launch(
         M, len(weight), cut,
     )  # fmt: skip
     constants = {
-        "KBLOCKS": -(-blocks // each) * each,
+        "KBLOCKS": steps,
         "EACH": each,
         "MODE": mode.value,
         "HAS_BIAS": bias is not None,

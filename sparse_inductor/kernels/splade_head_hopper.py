@@ -35,6 +35,7 @@ from .boxes import addressable
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .splade_head_positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
+from .unroll import unrolled
 
 __all__ = ["applies", "launch"]
 
@@ -47,9 +48,6 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # 48 KiB each; four fit the 227 KiB of a multiprocessor.
 STAGES = gl.constexpr(4)
-# Steps over the features are unrolled: an accumulator that is carried over a loop edge is waited for. The 12 of D = 768
-# take the compiler 6 s, 32 would take 25 s: more than MOST_UNROLLED are taken UNROLL at a time.
-UNROLL, MOST_UNROLLED = 8, 16
 # Flags of a granule, a byte: 0 when all its positions are kept, with add == 0; when that holds of the
 # first n only, n; else this: look at `add`.
 MIXED = gl.constexpr(255)
@@ -619,8 +617,7 @@ def launch(
         positions, skip, rows, flags.view(torch.uint8), sequences, groups, B, S, blocks, programs
     )
     layout = _layout(hidden.dtype)
-    steps = _cdiv(D, DEPTH.value)
-    each = steps if steps <= MOST_UNROLLED else _cdiv(steps, _cdiv(steps, UNROLL))
+    steps, each = unrolled(_cdiv(D, DEPTH.value))
     unused = rows
     args = (
         TensorDescriptor.from_tensor(_rows(hidden), [GRANULE.value, DEPTH.value], layout),
@@ -634,7 +631,7 @@ def launch(
         blocks, S, V, *((0, 0) if add is None else add.stride()),
     )  # fmt: skip
     constants = {
-        "KBLOCKS": _cdiv(steps, each) * each,
+        "KBLOCKS": steps,
         "EACH": each,
         "OUTER": encode(outer),
         "HAS_BIAS": bias is not None,

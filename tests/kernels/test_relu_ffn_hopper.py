@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
 from sparse_inductor.kernels import relu_ffn_packing as packer
+from sparse_inductor.kernels.unroll import unrolled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAP = 16
@@ -22,6 +23,13 @@ def test_the_cut_in_fp32_decides_as_the_rounded_number_would(dtype, cut):
     least = torch.tensor(hopper.least_active(cut, dtype))
     above = torch.nextafter(least, torch.tensor(math.inf))
     assert least.to(dtype).item() <= cut < above.to(dtype).item()
+
+
+def test_steps_are_unrolled_within_what_a_compiler_takes():
+    for steps in range(1, 200):
+        total, each = unrolled(steps)
+        assert total % each == 0 and steps <= total <= steps * 9 / 8 + 1
+        assert each <= 16 and (each == total or each >= 5)
 
 
 def marks_of(gate, cut):
