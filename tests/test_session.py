@@ -347,6 +347,7 @@ def test_a_match_in_an_inner_block_counts_for_the_outer_one():
 # Process-wide switches of a pattern
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="this torch traces Functions wrongly")
 def test_class_methods_are_traced_while_entmax_is_enabled():
     class Twice(torch.autograd.Function):
         @classmethod

@@ -103,9 +103,12 @@ def substitute_in_graph(fn: Any, traced: Any) -> Any:
 def trace_class_methods() -> Any:
     """Have Dynamo trace autograd Functions whose forward or backward is a class method; the result undoes it.
 
-    torch 2.11 to 2.13 pass the class to them twice where a gradient is wanted, cannot bind the arguments, and end the
-    graph. A torch without the method that does so is left alone.
+    torch 2.13 passes the class to them twice where a gradient is wanted, cannot bind the arguments, and ends the graph.
+    So does torch 2.11, which has to go on doing so: of a bisection that it traces it loses the gradient. A torch
+    without the method that does so is left alone, too.
     """
+    if torch.__version__ < (2, 13):
+        return lambda: None
     from torch._dynamo.source import AttrSource
     from torch._dynamo.variables import UserDefinedClassVariable, UserMethodVariable
     from torch._dynamo.variables import higher_order_ops as hops
