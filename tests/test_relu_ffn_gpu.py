@@ -9,6 +9,7 @@ from torch import nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import sparse_inductor
+from sparse_inductor.kernels.branch import Branch
 
 pytestmark = pytest.mark.gpu
 relu_ffn = sparse_inductor.ops.relu_ffn
@@ -151,3 +152,14 @@ def test_a_graph_of_512_tokens_trains_the_block_as_it_was_written():
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-3)
     for call in ("sparse_inductor_site(", "torch.ops.sparse_inductor.relu_ffn"):
         assert not any(f"= {call}" in code for code in codes)
+
+
+def test_what_runs_beside_is_waited_for_after_an_error_too():
+    """What it writes may be freed then, and be somebody else's."""
+    written = torch.zeros(1, device="cuda")
+    with pytest.raises(RuntimeError, match="of the caller"), Branch(written.device) as branch:
+        with branch.beside():
+            torch.cuda._sleep(100_000_000)
+            written.fill_(1)
+        raise RuntimeError("of the caller")
+    assert written.item() == 1

@@ -13,8 +13,9 @@ __all__ = ["Branch"]
 class Branch:
     """A second line of kernels, which begins where the current stream is now.
 
-    Tensors that it writes are allocated outside, on the current stream, and outlive it there. On a CPU both lines are
-    one.
+    Used as `with Branch(device) as branch`: the current stream goes on behind the block, which may end by an error,
+    when all of the second line is done. So tensors that it reads and writes are allocated on the current stream and
+    live as long as the block. On a CPU both lines are one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,12 +24,18 @@ class Branch:
             self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
             self._side.wait_event(self._main.record_event())
 
-    def __call__(self) -> contextlib.AbstractContextManager[object]:
-        """What is launched within goes to it."""
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait(self.mark())
+
+    def beside(self) -> contextlib.AbstractContextManager[object]:
+        """What is launched within goes to the second line."""
         return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def mark(self) -> torch.cuda.Event | None:
-        """What was launched on it so far."""
+        """What was launched on the second line so far."""
         return None if self._side is None else self._side.record_event()
 
     def wait(self, mark: torch.cuda.Event | None) -> None:

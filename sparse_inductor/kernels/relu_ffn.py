@@ -150,31 +150,29 @@ def forward(
         if pool is not None:
             rows_pool.split(pool, state, *entries)
         # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
-        branch = Branch(x.device)
-        h, steps = value, b.f
-        if up is not None:
-            h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)
-            steps = ()
-        beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
-        pooled = None
-        with branch():
-            if pool is not None:
-                precision = dense.precision(x)
-                rows_pool.products(
-                    x[part], up, b.up_bias, table, pool, state, y[part], b.f, b.g, precision
-                )
-                beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
-                pooled = branch.mark()
-            # All rows, then a list of them: one of the two finds nothing to do.
-            whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
-            if whole:
-                hopper.hidden(x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut)
-            dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
-            if numbers is not None and up is not None:
-                dense.row_stats(gate, numbers, listed)
-            dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
-            done = branch.mark()
-        branch.wait(pooled)
-        rows.weighted_rows(count, index, h, table, y[part], **beside)
-        branch.wait(done)
+        with Branch(x.device) as branch:
+            h, steps = value, b.f
+            if up is not None:
+                h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)
+                steps = ()
+            beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
+            pooled = None
+            with branch.beside():
+                if pool is not None:
+                    precision = dense.precision(x)
+                    rows_pool.products(
+                        x[part], up, b.up_bias, table, pool, state, y[part], b.f, b.g, precision
+                    )
+                    beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
+                    pooled = branch.mark()
+                # All rows, then a list of them: one of the two finds nothing to do.
+                whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
+                if whole:
+                    hopper.hidden(x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut)
+                dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
+                if numbers is not None and up is not None:
+                    dense.row_stats(gate, numbers, listed)
+                dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
+            branch.wait(pooled)
+            rows.weighted_rows(count, index, h, table, y[part], **beside)
     return y

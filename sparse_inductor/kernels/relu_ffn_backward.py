@@ -218,36 +218,34 @@ def backward(
     first_part, *other_parts = chunks(len(x), N, CHUNK)
     # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
     lists, first = TokenLists(packed.count, packed.index, N), heavy(first_part)
-    branch = Branch(x.device)
-    with branch():
-        if by_gate or by_up or by_down:
-            lists.fill()
-        filled = branch.mark()
-        first.make()
-        made = branch.mark()
-    table = rows.by_neuron(b.down)
-    d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
-    entries = packed.count, packed.index, packed.gate
-    d_gate, d_up, h = rows.gradients(
-        dy, table, entries, packed.up if gated else None, d_stats, b.f, b.g
-    )
-    if dx is not None:
-        second = None if up is None or d_up is None else (d_up, up)
-        rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
-    branch.wait(filled)
-    if by_gate or by_up:
-        _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
-    if d_table is not None:
-        _by_neuron(lists, dy, h, d_table, None, cap)
+    with Branch(x.device) as branch:
+        with branch.beside():
+            if by_gate or by_up or by_down:
+                lists.fill()
+            filled = branch.mark()
+            first.make()
+        table = rows.by_neuron(b.down)
+        d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
+        entries = packed.count, packed.index, packed.gate
+        d_gate, d_up, h = rows.gradients(
+            dy, table, entries, packed.up if gated else None, d_stats, b.f, b.g
+        )
+        if dx is not None:
+            second = None if up is None or d_up is None else (d_up, up)
+            rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
+        branch.wait(filled)
+        if by_gate or by_up:
+            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
+        if d_table is not None:
+            _by_neuron(lists, dy, h, d_table, None, cap)
     wanted = (
         (into_gate, d_bg) if by_gate else (None, None),
         (into_up, d_bu) if by_up else (None, None),
         (d_table, None),
     )
-    branch.wait(made)
     first.add(*wanted)
     for part in other_parts:
         more = heavy(part)
