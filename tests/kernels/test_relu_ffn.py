@@ -203,7 +203,8 @@ def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train):
     monkeypatch.setattr(rows, "RESIDENT", 1)
     monkeypatch.setattr(rows, "NARROWEST", 16)
     x, b = make(9, N=600, share=0.02)
-    assert rows._parts(b.gate)[0] == 3
+    assert rows._parts(b.gate) == (3, 256)
+    assert rows._parts(b.gate.new_empty(5 * 256, 40))[0] == 1, "too many to look through"
     x[5] *= 3.0  # several pieces
     check_forward(x, b, stats=False, train=train)
 
