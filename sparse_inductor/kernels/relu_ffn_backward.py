@@ -247,10 +247,12 @@ def backward(
         (d_table, None),
     )
     first.add(*wanted)
+    del first  # one at a time: they are large
     for part in other_parts:
         more = heavy(part)
         more.make()
         more.add(*wanted)
+        del more
     d_wd = None
     if d_table is not None:
         d_wd = rows.by_neuron(d_table)
