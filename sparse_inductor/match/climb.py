@@ -18,7 +18,7 @@ from .batch_norm import normalised
 from .comparisons import COMPARISONS, edge, is_comparison
 from .gates import conditions, gated
 from .gemm import linears
-from .graph import GraphView, fake, label, same_size
+from .graph import GraphView, fake, label
 from .mesh import redistributed
 from .names import Call
 from .scalars import number, scalar_steps
@@ -156,13 +156,9 @@ class _Climber:
 
     def _pick(self, a: Any, b: Any) -> tuple[Spine, int]:
         """Which of two tensor operands the logits come through: its spine and 0 or 1."""
-        shape = self.view.shape(self.node)
 
         def full(x: Any) -> bool:
-            if not self.view.is_tensor(x):
-                return False
-            own = self.view.shape(x)
-            return len(own) == len(shape) and all(map(same_size, own, shape))
+            return self.view.is_tensor(x) and self.view.same_shape(x, self.node)
 
         first: Decline | None = None
         found: list[tuple[Spine, int]] = []
@@ -255,9 +251,8 @@ class _Climber:
 
     def _compares_each(self, conditions: list[Any], x: fx.Node) -> bool:
         """Whether one of some conditions compares every element of `x`, not one number a token."""
-        shape = self.view.shape(x)
-        each = (self.view.shape(c) for c in conditions if is_comparison(self.view, c))
-        return any(len(own) == len(shape) and all(map(same_size, own, shape)) for own in each)
+        view = self.view
+        return any(is_comparison(view, c) and view.same_shape(c, x) for c in conditions)
 
     def _div(self) -> Spine:
         if self.call.get("rounding_mode") is not None:

@@ -59,16 +59,12 @@ def compared(
     view: GraphView, node: fx.Node, condition: Any, mine: fx.Node, negate: bool = False
 ) -> Edge | None:
     """The same, of a value rather than of what is read now."""
-    nodes: list[fx.Node] = []
+    condition, wrapped, negated = _unwrapped(view, condition)
     call = view.call(condition)
-    while call is not None and call.name in _NEGATIONS | _COPIES | {"cast"}:
-        nodes.append(condition)
-        negate ^= call.name in _NEGATIONS
-        condition = call["input"]
-        call = view.call(condition)
     if call is None or call.name not in COMPARISONS:
         return None
-    nodes.append(condition)
+    negate ^= negated
+    nodes = (*wrapped, condition)
     sides = call["input"], call["other"]
     for operand, other, less in (
         (*sides, call.name in ("lt", "le")),
@@ -84,16 +80,27 @@ def compared(
             what = label(other) if isinstance(other, fx.Node) else "it"
             raise Decline(f"the threshold ({what}) is a tensor, not a number", node)
         ties = (call.name in ("ge", "le")) ^ negate
-        return Edge(at, not (less ^ negate), ties, tuple(nodes))
+        return Edge(at, not (less ^ negate), ties, nodes)
     return None
 
 
 def is_comparison(view: GraphView, condition: Any) -> bool:
     """Whether a condition, or its contrary, compares something."""
+    call = view.call(_unwrapped(view, condition)[0])
+    return call is not None and call.name in COMPARISONS
+
+
+def _unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool]:
+    """A condition without its negations, copies and casts; these, the last one first; whether they negate it."""
+    wrapped: list[fx.Node] = []
+    negated = False
     call = view.call(condition)
     while call is not None and call.name in _NEGATIONS | _COPIES | {"cast"}:
-        call = view.call(call["input"])
-    return call is not None and call.name in COMPARISONS
+        wrapped.append(condition)
+        negated ^= call.name in _NEGATIONS
+        condition = call["input"]
+        call = view.call(condition)
+    return condition, wrapped, negated
 
 
 def _same(view: GraphView, a: fx.Node, b: fx.Node) -> bool:
