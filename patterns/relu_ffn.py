@@ -11,6 +11,7 @@ the operator.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -53,7 +54,8 @@ _EXPERTS = "every expert (or head) has weights of its own, and the operator take
 
 @dataclasses.dataclass
 class BlockMatch:
-    """A recognised block, ready to be replaced. `at` is where the operator goes in."""
+    """A recognised block, ready to be replaced. `at` is where the operator goes in; residual: what is added to the
+    block, where the anchor is that sum."""
 
     anchor: fx.Node
     reading: Reading
@@ -61,6 +63,7 @@ class BlockMatch:
     at: fx.Node
     swallowed: tuple[fx.Node, ...]
     bytes_saved: int | None
+    residual: fx.Node | None = None
     pattern: str = NAME
     op: str = OP
 
@@ -83,7 +86,8 @@ class BlockMatch:
         text = render(r.gate.program)
         if r.up is not None:
             text = f"gate {text}, up {render(r.up.program) or 'as it is'}"
-        return text + (", with statistics" if self.statistics else "")
+        text += ", with statistics" if self.statistics else ""
+        return text + (", with the residual" if self.residual is not None else "")
 
     def replace(self) -> None:
         r, e = self.reading, Emitter(self.at)
@@ -105,6 +109,7 @@ class BlockMatch:
             torch.ops.sparse_inductor.relu_ffn.default,
             x, *weights, self._down(e, dtype), None if r.tokens else down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.statistics),
+            *([] if self.residual is None else [self.residual]),
         )  # fmt: skip
         y = self._scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
         y = r.down.finish(e, e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)]))
@@ -229,6 +234,13 @@ class ReluFfn:
         places = [view.order[n] for n in nodes]
         check_grad_mode(view, min(places), max(places), "within the block")
         saved = _bytes_saved(view, reading, bool(found))
+        if (total := _residual_sum(view, reading, node)) is not None and not found:
+            end, residual = total
+            with contextlib.suppress(Decline):
+                reads = [*reads, (residual, end)]
+                check_memory(view, reads, (*nodes, end), end, "within the block", "the block")
+                nodes = (*nodes, end)
+                return BlockMatch(end, reading, found, end, nodes, saved, residual)
         return BlockMatch(node, reading, found, at, nodes, saved)
 
     def _statistics(
@@ -272,6 +284,38 @@ class ReluFfn:
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
+
+
+def _residual_sum(
+    view: GraphView, reading: Reading, node: fx.Node
+) -> tuple[fx.Node, fx.Node] | None:
+    """(a sum, the residual in it) where the block of a single token is read for nothing else, in inference.
+
+    The operator adds it on its way, for less than a kernel of its own costs; of more tokens Inductor fuses the sum with
+    what comes after it.
+    """
+    down, sizes = reading.down, view.shape(node)
+    plain = down.order is None and not down.also and not reading.tokens
+    alone = all(isinstance(n, int) for n in sizes) and math.prod(sizes[:-1]) == 1
+    if not (plain and alone and down.v_dim == len(sizes) - 1 and len(node.users) == 1):
+        return None
+    end = next(iter(node.users))
+    call = view.call(end)
+    if call is None or call.name != "add" or view.const(call.get("alpha", 1)) != 1:
+        return None
+    residual = next((t for t in (call["input"], call["other"]) if t is not node), None)
+    if not isinstance(residual, fx.Node) or not view.is_tensor(residual):
+        return None
+    same = view.same_shape(residual, node) and view.same_shape(end, node)
+    same = same and view.dtype(residual) == view.dtype(node) == view.dtype(end)
+    written = view.effects.writers.get(end)
+    # A product may be a block of its own, which ends in the same sum.
+    if not same or written or linears(view, residual):
+        return None
+    read = [residual, *(b.linear.source for b in reading.branches), down.weight_source]
+    read += [b.linear.weight_source for b in reading.branches]
+    learns = torch.is_grad_enabled() and any(map(view.requires_grad, read))
+    return None if learns else (end, residual)
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:

@@ -293,6 +293,30 @@ def a_feed_forward_block_by_column_and_by_row(mesh: DeviceMesh) -> None:
 
 
 @check
+def residual_of_a_block(mesh: DeviceMesh) -> None:
+    """Spread over the tokens only: over the neurons everybody would add it."""
+    block, (x, gate, up, down) = ops_of(mesh)["relu_ffn"]
+    with_residual = lambda x, gate, up, down, r: torch.ops.sparse_inductor.relu_ffn(
+        x, gate, None, up, None, down, None, "relu", "", False, r
+    )[0]
+    r = torch.randn_like(x)
+    with torch.no_grad():
+        wanted = r + block(x, gate, up, down)
+        for of_x, of_gate, of_down in (
+            (Shard(0), R, R),
+            (R, Shard(0), Shard(1)),
+            (R, R, R),
+        ):
+            spread = [
+                distribute_tensor(t.detach(), mesh, [p])
+                for t, p in ((x, of_x), (gate, of_gate), (up, of_gate), (down, of_down), (r, of_x))
+            ]
+            got = with_residual(*spread)
+            assert not got.placements[0].is_partial()
+            close(got.full_tensor(), wanted)
+
+
+@check
 def tensor_parallel_on_dtensors(mesh: DeviceMesh) -> None:
     """The head alone, DTensors from end to end."""
     whole, spread, (ids, mask) = models(mesh)

@@ -172,6 +172,42 @@ def test_opcheck(train, stats):
     torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1), (2, 3), (0,)])
+def test_residual(lead):
+    x, w = tokens(*lead), weights()
+    r = torch.randn(D, *lead, dtype=x.dtype).movedim(0, -1)
+    torch.testing.assert_close(relu_ffn(x, **w, residual=r), r + dense(x, w)[0])
+    got, stats = relu_ffn(x, **w, return_stats=True, residual=r)
+    torch.testing.assert_close(got, r + dense(x, w)[0])
+    assert stats.shape == (4, *lead)
+
+
+def test_a_residual_is_added_to_the_rounded_result():
+    x, w = tokens(3, dtype=torch.float32).bfloat16(), weights(dtype=torch.float32)
+    w = {name: t.bfloat16() for name, t in w.items()}
+    r = torch.randn(3, D).bfloat16()
+    assert torch.equal(relu_ffn(x, **w, residual=r), r + relu_ffn(x, **w))
+
+
+def test_gradients_with_a_residual():
+    x, w = tokens(4, requires_grad=True), weights(requires_grad=True)
+    r = torch.randn(4, D, dtype=x.dtype, requires_grad=True)
+    fn = lambda x, r, down: relu_ffn(x, **{**w, "down": down}, residual=r)
+    assert gradcheck(fn, (x, r, w["down"]))
+    frozen = {name: t.detach() for name, t in w.items()}
+    assert gradcheck(lambda r: relu_ffn(x.detach(), **frozen, residual=r), (r,))
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_opcheck_with_a_residual(train):
+    w = weights(dtype=torch.float32, requires_grad=train)
+    x = tokens(2, 3, dtype=torch.float32, requires_grad=train)
+    r = torch.randn(2, 3, D, requires_grad=train)
+    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
+    args = (x, *(w[k] for k in order), "relu", "", False, r)
+    torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
+
+
 def test_autocast():
     x, w = tokens(4, dtype=torch.float32), weights(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -195,6 +231,9 @@ def test_autocast():
         ({"up": None}, ValueError, "up_bias is given without up"),
         ({"down_bias": torch.zeros(3)}, ValueError, "down_bias must be [5], got shape (3,)"),
         ({"down": torch.zeros(D, N).half()}, TypeError, "down must have the dtype of x"),
+        ({"residual": torch.zeros(2, 3)}, ValueError, "residual must be (2, 5), got shape (2, 3)"),
+        ({"residual": torch.zeros(D)}, ValueError, "residual must be (2, 5), got shape (5,)"),
+        ({"residual": torch.zeros(2, D).half()}, TypeError, "residual must have the dtype of x"),
         ({"gate_steps": "sigmoid"}, ValueError, "must be 0 up to some number, got 'sigmoid'"),
         ({"gate_steps": "relu | row_mul(0)"}, ValueError, "takes no row operands, got 'row_mul'"),
         ({"gate_steps": "rellu"}, ValueError, "unknown step 'rellu'"),

@@ -45,6 +45,15 @@ def ffn(tokens: int, gated: bool = True, dtype: torch.dtype = torch.bfloat16) ->
     return ops.relu_ffn, inputs
 
 
+def ffn_with_residual(tokens: int) -> Made:
+    _, inputs = ffn(tokens)
+
+    def added(x: Tensor, gate: Tensor, down: Tensor, up: Tensor, residual: Tensor) -> Tensor:
+        return ops.relu_ffn(x, gate, down, up, residual=residual)
+
+    return added, lambda: [*inputs(), draw(tokens, 256)]
+
+
 def attention(heads: int, keys: int, causal: bool) -> Made:
     def inputs() -> list[Tensor | None]:
         return [4 * draw(2, heads, keys, 64), draw(2, 2, keys, 64), draw(2, 2, keys, 64)]
@@ -77,7 +86,9 @@ CASES = {
     "head, several parts": splade(2, 1100, 3000),
     "head in fp32": splade(3, 40, 500, torch.float32),
     "block of a token": ffn(1),
+    "block of a token, residual": ffn_with_residual(1),
     "block of a few": ffn(16),
+    "block of a few, residual": ffn_with_residual(16),
     "block of 300, not gated": ffn(300, gated=False),
     "block of 5000": ffn(5000),
     "block in fp32": ffn(16, dtype=torch.float32),
@@ -95,7 +106,9 @@ REPLAYED = {
     "head",
     "head in fp32",
     "block of a token",
+    "block of a token, residual",
     "block of a few",
+    "block of a few, residual",
     "attention",
     "rows",
 }

@@ -95,14 +95,24 @@ def _may_share(M: int, N: int, cut: float) -> bool:
 
 
 def forward(
-    x: torch.Tensor, b: Block, stats: torch.Tensor | None, packed: Packed | None, cap: int
+    x: torch.Tensor,
+    b: Block,
+    stats: torch.Tensor | None,
+    packed: Packed | None,
+    cap: int,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y [M, D] of tokens x [M, K]; fills `stats` [4, M] and `packed` where given. cap: entries of a packed row."""
+    """y [M, D] of tokens x [M, K], `residual` [M, D] added; fills `stats` [4, M] and `packed` where given.
+
+    cap: entries of a packed row.
+    """
     M, N = x.shape[0], b.gate.shape[0]
     y = x.new_empty(M, b.down.shape[0])
     x = x if x.stride(1) == 1 else x.contiguous()
     if packed is None and stats is None and decode.applies(x, b):
-        return decode.forward(x, b, y)
+        return decode.forward(x, b, y, residual)
+    if residual is not None:
+        return forward(x, b, stats, packed, cap).add_(residual)
     if stats is None and M <= FEW:
         if packed is not None:
             packed.count.fill_(cap + 1)  # nothing is kept

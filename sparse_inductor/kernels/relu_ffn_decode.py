@@ -49,9 +49,14 @@ def applies(x: torch.Tensor, b: Any) -> bool:
     return len(x) <= (TOKENS if several else 1)
 
 
-def forward(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
-    """Fill and return y [M, D]."""
-    return _one(x, b, y) if len(x) == 1 else _few(x, b, y)
+def forward(
+    x: torch.Tensor, b: Any, y: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Fill and return y [M, D], to which `residual` [M, D] is added."""
+    if len(x) == 1:
+        return _one(x, b, y, residual)
+    _few(x, b, y)
+    return y if residual is None else y.add_(residual)
 
 
 @relaunched
@@ -110,11 +115,12 @@ def _gate_up_kernel(
 @relaunched
 @triton.jit
 def _down_kernel(
-    hidden, down, bias, out, lists, N, D, stride_d, stride_n,
-    HAS_BIAS: tl.constexpr, BD: tl.constexpr, FLIGHT: tl.constexpr, MOST: tl.constexpr,
+    hidden, down, bias, residual, out, lists, N, D, stride_d, stride_n, stride_r,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BD: tl.constexpr, FLIGHT: tl.constexpr, MOST: tl.constexpr,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program makes BD outputs of one token: reads h, and BD weights of the neurons where h is not zero.
+    """A program makes BD outputs of one token: reads h, and BD weights of the neurons where h is not zero; adds what is
+    added to them.
 
     It lists the groups of GROUP neurons that have such a one, in a row of its own of lists [programs, MOST], and reads
     their weights then; if there are more than MOST, it goes through all neurons instead. EARLY: as in
@@ -164,10 +170,13 @@ def _down_kernel(
         y = tl.sum(total, 1)
     if HAS_BIAS:
         y += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        y = y.to(out.dtype.element_ty).to(tl.float32)  # the linear's own rounding
+        y += tl.load(residual + d * stride_r, mask=in_d, other=0.0).to(tl.float32)
     tl.store(out + d, y.to(out.dtype.element_ty), mask=in_d)
 
 
-def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
+def _one(x: torch.Tensor, b: Any, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     N, K = b.gate.shape
     D = b.down.shape[0]
     h = x.new_empty(1, N)
@@ -187,9 +196,11 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor) -> torch.Tensor:
     most = 8 if small else MOST_LISTED
     group = GROUP if b.down.stride(1) == 1 else 1
     _down_kernel[(programs,)](
-        h, b.down, b.down_bias, y, torch.empty(programs * most, dtype=torch.int32, device=x.device),
-        N, D, b.down.stride(0), b.down.stride(1),
-        HAS_BIAS=b.down_bias is not None, BD=bd, FLIGHT=4 if small else flight, MOST=most,
+        h, b.down, b.down_bias, residual, y,
+        torch.empty(programs * most, dtype=torch.int32, device=x.device),
+        N, D, b.down.stride(0), b.down.stride(1), 1 if residual is None else residual.stride(1),
+        HAS_BIAS=b.down_bias is not None, HAS_RESIDUAL=residual is not None,
+        BD=bd, FLIGHT=4 if small else flight, MOST=most,
         GROUP=group, GROUPS=triton.next_power_of_2(triton.cdiv(N, group)), BLOCK=64 if small else 512,
         **early(x), num_warps=warps,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The ReLU feed-forward block: y = down(f(gate(x)) * g(up(x))), at the cost of the neurons that are not zero.
 
     h = f(x Wg^T + bg) * g(x Wu^T + bu)          [..., N]; without Wu: h = f(x Wg^T + bg)
-    y = h Wd^T + bd                              [..., D]
+    y = h Wd^T + bd                              [..., D]; with a residual r: y = r + h Wd^T + bd
 
 f is zero up to some number, so most of h is zero in a trained sparse model (TwELL, section 3). Three dispatcher
 operators:
@@ -50,7 +50,7 @@ _INPUTS = (
 )
 _PACKED = "Tensor count, Tensor index, Tensor gates, Tensor ups"
 _lib = define(
-    f"relu_ffn({_INPUTS}) -> (Tensor, Tensor)",
+    f"relu_ffn({_INPUTS}, Tensor? residual=None) -> (Tensor, Tensor)",
     f"relu_ffn_train({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[7] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -69,6 +69,7 @@ def relu_ffn(
     gate_steps: str = "relu",
     up_steps: str = "",
     return_stats: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A feed-forward block whose hidden activations are mostly zeros (TwELL, section 3).
 
@@ -83,6 +84,7 @@ def relu_ffn(
             "threshold(0.1, 0.0)" or "add(-1.0) | relu" are.
         up_steps: the program g after the up projection; "" leaves it as it is.
         return_stats: also return statistics of every token.
+        residual: [..., D] or None, in the dtype of the result, to which that is added, rounded as it is without.
 
     Returns:
         y [..., D], or (y, stats), stats [4, ...] in fp32 (fp64 for fp64): of f(gate(x)) the sum of absolute values
@@ -97,7 +99,9 @@ def relu_ffn(
     if autocast_on(device) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x, weights = x.to(dtype), [None if w is None else w.to(dtype) for w in weights]
-    y, stats = torch.ops.sparse_inductor.relu_ffn(x, *weights, gate_steps, up_steps, return_stats)
+    y, stats = torch.ops.sparse_inductor.relu_ffn(
+        x, *weights, gate_steps, up_steps, return_stats, residual
+    )
     return (y, stats) if return_stats else y
 
 
@@ -152,6 +156,19 @@ def _check(x, gate, gate_bias, up, up_bias, down, down_bias) -> None:
             raise ValueError(f"{name} is on {t.device}, x on {x.device}")
 
 
+def _check_residual(x: Tensor, down: Tensor, residual: Tensor | None) -> None:
+    """Raises the errors that `relu_ffn` documents."""
+    if residual is None:
+        return
+    shape = (*x.shape[:-1], down.shape[0])
+    if residual.dim() != len(shape) or any(map(differ, residual.shape, shape)):
+        raise ValueError(f"residual must be {shape}, got shape {tuple(residual.shape)}")
+    if residual.dtype != x.dtype:
+        raise TypeError(f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}")
+    if residual.device != x.device:
+        raise ValueError(f"residual is on {residual.device}, x on {x.device}")
+
+
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:
     """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
     sizes = (*x.shape, *block.gate.shape, *block.down.shape)
@@ -181,8 +198,9 @@ def _empty_packed(x: Tensor, N, gated: bool) -> aten.Packed:
     )
 
 
-def _run(x, weights, gate_steps, up_steps, stats, train):
+def _run(x, weights, gate_steps, up_steps, stats, train, residual=None):
     _check(x, *weights)
+    _check_residual(x, weights[4], residual)
     block = _block(weights, gate_steps, up_steps)
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
@@ -193,15 +211,20 @@ def _run(x, weights, gate_steps, up_steps, stats, train):
             from ..kernels import relu_ffn as kernel
 
             cap = capacity(block.gate.shape[0])
-            y = kernel.forward(flat, block, numbers if stats else None, packed, cap)
+            rest = None if residual is None else residual.reshape(len(flat), -1)
+            y = kernel.forward(flat, block, numbers if stats else None, packed, cap, rest)
         else:
             y = aten.forward(flat, block, numbers if stats else None, packed)
+            if residual is not None:
+                y += residual.reshape(y.shape)
     return y.view(*lead, y.shape[-1]), numbers.view(len(numbers), *lead), packed
 
 
-def _infer(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+def _infer(
+    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
+):
     weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    return _run(x, weights, gate_steps, up_steps, stats, False)[:2]
+    return _run(x, weights, gate_steps, up_steps, stats, False, residual)[:2]
 
 
 def _train(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
@@ -260,15 +283,25 @@ class _ReluFfn(torch.autograd.Function):
         return None, None, None, *(g if n else None for g, n in zip(grads, needs))
 
 
-def _autograd(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+def _autograd(
+    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
+):
     outside_transforms("relu_ffn")
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
+    learns = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*tensors, residual)
+    )
+    if residual is not None and learns:
+        _check_residual(x, down, residual)
+        y, numbers = _autograd(*tensors, gate_steps, up_steps, stats)
+        return residual + y, numbers
     if not stats and _dense_in_graphs(x, tensors, gate_steps, up_steps):
-        return _dense(x, tensors[1:], gate_steps, up_steps)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        y, numbers = _dense(x, tensors[1:], gate_steps, up_steps)
+        return (y if residual is None else residual + y), numbers
+    if learns:
         _check(*tensors)
         return _ReluFfn.apply(gate_steps, up_steps, stats, *tensors)
-    args = (*tensors, gate_steps, up_steps, stats)
+    args = (*tensors, gate_steps, up_steps, stats, residual)
     return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
 
 
@@ -312,8 +345,11 @@ def _dense(x, weights, gate_steps, up_steps):
     return y, x.new_empty(0, *x.shape[:-1], dtype=_wide(x))
 
 
-def _fake(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
+def _fake(
+    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
+):
     _check(x, gate, gate_bias, up, up_bias, down, down_bias)
+    _check_residual(x, down, residual)
     _programs(gate_steps, up_steps)
     lead = x.shape[:-1]
     numbers = x.new_empty(4 if stats else 0, *lead, dtype=_wide(x))
@@ -354,6 +390,13 @@ def _shared(x, gate, gate_bias, up, up_bias, down, down_bias, *_) -> Rule:
     )  # fmt: skip
 
 
+def _shared_with_residual(*args) -> Rule:
+    rule = _shared(*args)
+    if len(args) == 10 or args[-1] is None:
+        return rule
+    return dataclasses.replace(rule, inputs=(*rule.inputs, rule.outputs[0]), ways=("T",))
+
+
 def _shared_backward(grad, d_stats, *args) -> Rule:
     rule = _shared(*args)
     y, stats, packed, *_ = rule.outputs
@@ -366,6 +409,6 @@ def _shared_backward(grad, d_stats, *args) -> Rule:
     )
 
 
-register(_lib, "relu_ffn", _infer, _fake, _shared, _autograd)
+register(_lib, "relu_ffn", _infer, _fake, _shared_with_residual, _autograd)
 register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
 register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)

@@ -124,6 +124,17 @@ def test_decoding(M, gated, share):
     check_forward(*make(M, gated=gated, share=share), stats=False, train=False)
 
 
+@pytest.mark.parametrize("M", [1, 7, 40])
+@pytest.mark.parametrize("stats", [True, False])
+def test_a_residual(M, stats):
+    x, b = make(M)
+    residual = torch.randn(b.down.shape[0], M, device=DEVICE).t()
+    numbers = torch.empty(4, M, device=DEVICE) if stats else None
+    want = aten.forward(x, b, None, None) + residual
+    got = kernel.forward(x, b, numbers, None, CAP, residual)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_rows_too_few_to_pack(monkeypatch, gated):
     monkeypatch.setattr(kernel, "FEW", 100)
