@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import dataclasses
 import importlib
 import pkgutil
 import shlex
@@ -75,10 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.budget if options.budget is not None else 330 if on_gpu else 2400,
         only=only,
     )
-    importlib.import_module(f".families.{options.family}", __package__).run(bench)
-    if missing := sorted(only - bench.ran):
-        print(f"error: --only: {options.family} has no part {', '.join(missing)}", file=sys.stderr)
-        return 2
+    run = importlib.import_module(f".families.{options.family}", __package__).run
+    if only:
+        plan = dataclasses.replace(
+            bench, results=copy.deepcopy(results), ran=set(), failed=[], planning=True
+        )
+        run(plan)
+        if missing := sorted(only - plan.ran):
+            what = f"{options.family} has no part {', '.join(missing)}"
+            print(f"error: --only: {what}", file=sys.stderr)
+            return 2
+    run(bench)
     paths = bench.save()
     print("\n" + aligned(rows_table(results.rows)) + "\n")
     print("written: " + ", ".join(path.name for path in paths))

@@ -48,6 +48,8 @@ class Bench:
     part: str = ""
     """The one that is running."""
     ran: set[str] = dataclasses.field(default_factory=set)
+    planning: bool = False
+    """Whether nothing is measured or written: `ran` then tells which parts would be."""
     limits: Ceilings = dataclasses.field(default_factory=lambda: Ceilings(1.0, 1.0))
 
     @property
@@ -64,6 +66,8 @@ class Bench:
         if self.only and self.part not in self.only:
             return
         self.ran.add(self.part)
+        if self.planning:
+            return
         self.results.ran(self.part)
         name = self.part.replace("_", " ")
         try:
@@ -88,7 +92,7 @@ class Bench:
 
     def save(self) -> list[Path]:
         """Write what is known so far."""
-        return write(self.results, self.out)
+        return [] if self.planning else write(self.results, self.out)
 
     def measure_limits(self) -> None:
         """The machine's own rates, each alone."""
