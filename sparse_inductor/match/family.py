@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
@@ -24,26 +25,41 @@ def above(view: GraphView, node: fx.Node, stop: Collection[str] = ()) -> set[str
     map counts as "linear", a matmul of two batched tensors as "batched matmul"."""
     found: set[str] = set()
     seen: set[fx.Node] = set()
-    queue = [node]
+    queue = deque([node])
     while queue and len(seen) < _REACH:
-        node = queue.pop(0)
-        if node in seen or not isinstance(fake(node), (torch.Tensor, tuple, list)):
+        node = queue.popleft()
+        if node in seen:
+            continue
+        name, producers = _named(view, node)
+        if producers is None:
             continue
         seen.add(node)
-        readings = linears(view, node)
-        if readings is not None:
-            found.add("linear" if readings else "batched matmul")
-            continue
-        if entry_of_stack(view, node) is not None:
-            found.add("linear")
-            continue
-        call = view.call(node)
-        if call is not None:
-            found.add(call.name)
-            if call.name in stop:
-                continue
-        queue += node.all_input_nodes  # a function of somebody else's may well be in the way
+        if name is not None:
+            found.add(name)
+        if name not in stop:
+            queue += producers
     return found
+
+
+def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node] | None]:
+    """What a node counts as, and what is above it: nothing of a product, None of what is no tensor. Every linear of a
+    model looks at much the same ones, so they are remembered."""
+    if node not in view.named:
+        name: str | None = None
+        producers: Sequence[fx.Node] | None = ()
+        readings = linears(view, node)
+        if not isinstance(fake(node), (torch.Tensor, tuple, list)):
+            producers = None
+        elif readings is not None:
+            name = "linear" if readings else "batched matmul"
+        elif entry_of_stack(view, node) is not None:
+            name = "linear"
+        else:
+            call = view.call(node)
+            name = None if call is None else call.name
+            producers = node.all_input_nodes  # a function of somebody else's may well be in the way
+        view.named[node] = name, producers
+    return view.named[node]
 
 
 def below(view: GraphView, node: fx.Node, names: Collection[str], reach: int = 8) -> bool:

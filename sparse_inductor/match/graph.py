@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class GraphView:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call | None] = {}
+        self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
         self.transforms = _transforms(graph)
 
     @functools.cached_property
