@@ -136,7 +136,9 @@ class HeadMatch:
         """[*others, V] in the axis order of the user's result."""
         order = [*others, self.chain.v_dim]
         t = e.permuted(t, [order.index(d) for d in sorted(order)])
-        return e.method("unsqueeze", t, self.reduction.dim) if self.reduction.keepdim else t
+        t = e.method("unsqueeze", t, self.reduction.dim) if self.reduction.keepdim else t
+        result = fake(self.anchor)
+        return e.laid_out(t, result if isinstance(result, torch.Tensor) else result[0])
 
 
 class SpladeHead:
