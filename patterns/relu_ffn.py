@@ -113,15 +113,21 @@ class BlockMatch:
         )  # fmt: skip
         y = self._scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
         y = r.down.finish(e, e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)]))
+        y = e.laid_out(y, fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
         if self.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
 
     def _down(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
-        """The weight [D, N] of the down projection, times what the neurons are scaled by: (IA)^3, say."""
+        """The weight [D, N] of the down projection, times what the neurons are scaled by ((IA)^3, say), and 0 where
+        they are masked."""
         weight = self.reading.down.weight(e)
         for chain, term in self.reading.factors:
-            weight = e.call(operator.mul, weight, chain.vector(e, term, fake(weight).shape[1]))
+            t = chain.vector(e, term, fake(weight).shape[1])
+            if term.fn == "where":
+                weight = e.call(torch.where, e.method("bool", t), weight, 0.0)
+            else:
+                weight = e.call(operator.mul, weight, t)
         return e.cast(weight, dtype)
 
     def _scaled(self, e: Emitter, y: fx.Node, order: list[int], bias: fx.Node | None) -> fx.Node:
@@ -153,7 +159,7 @@ class BlockMatch:
             t = e.call(operator.getitem, values, row)
             t = e.permuted(t, [order.index(a) for a in axes])
             neurons = fake(s.source).shape[axis]
-            s.node.replace_all_uses_with(s.emit(e, t, axis, neurons))
+            s.node.replace_all_uses_with(e.laid_out(s.emit(e, t, axis, neurons), fake(s.node)))
 
 
 class ReluFfn:
