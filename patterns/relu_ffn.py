@@ -320,8 +320,7 @@ def _residual_sum(
         return None
     read = [residual, *(b.linear.source for b in reading.branches), down.weight_source]
     read += [b.linear.weight_source for b in reading.branches]
-    learns = torch.is_grad_enabled() and any(map(view.requires_grad, read))
-    return None if learns else (end, residual)
+    return None if any(map(view.learns, read)) else (end, residual)
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
@@ -351,7 +350,7 @@ def _bytes_saved(view: GraphView, reading: Reading, counted: bool) -> int | None
     counted: with statistics, for which the operator stays whatever the number of tokens.
     """
     tensors = [t for b in reading.branches for t in (b.linear.source, b.linear.weight_source)]
-    if not torch.is_grad_enabled() or not any(view.requires_grad(t) for t in tensors):
+    if not any(map(view.learns, tensors)):
         return 0
     sizes = view.shape(reading.down.source)
     if not all(isinstance(s, int) for s in sizes):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..epilogue.steps import Program, Step
@@ -101,7 +100,7 @@ def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) ->
             return [s.then(Element(seen)) for s in up(x)]
         raise Decline("dropout is active here", seen)
     elif name == "detach":
-        if not (torch.is_grad_enabled() and view.requires_grad(x)):
+        if not view.learns(x):
             return [s.then(Element(seen)) for s in up(x)]
     elif name in SHAPE_OPS and view.is_tensor(x):
         return [s.then(Element(seen, shape_op=call)) for s in up(x)]

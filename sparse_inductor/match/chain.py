@@ -109,7 +109,7 @@ class Chain:
             kind = "column"  # one number for everything: a learned scale of the logits, say
         nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
         self.reads += [(n, node) for n in nodes]
-        learned = [n for n in nodes if torch.is_grad_enabled() and self.view.requires_grad(n)]
+        learned = [n for n in nodes if self.view.learns(n)]
         if kind != "row":
             self._column(term, node, kind)
         elif self.linear_after and _scales_whole(term):

@@ -93,7 +93,7 @@ class _Climber:
         if name == "cast":
             return self._cast()
         if name == "detach":
-            if torch.is_grad_enabled() and view.requires_grad(call["input"]):
+            if view.learns(call["input"]):
                 raise self.decline("detach() cuts the gradient here")
             return self.up(call["input"]).then(Element(node))
         if name == "dropout":
