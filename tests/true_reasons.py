@@ -136,6 +136,7 @@ TRUE["ffn_spellings"] = {
     "small_products_filled": ("a comparison (lt)", "h.abs() < 0.1"),
     "weak_tokens_filled": ("made of the activations", "< 3"),
     "clamped_product": ("clamp after the product of two", ".clamp(-3, 3)"),
+    "modulated_neurons": ("differs by sequence and by output", "m.scale"),
     "star_relu": ("more than a factor or mask", "+ m.scale[:1]"),
 }
 TRUE["ffn_spellings"] |= {

@@ -230,12 +230,12 @@ class Chain:
         columns: list[Term] = []
         rows: list[Term] = []
         for item in self.tail:
-            if isinstance(item, Term) and _scales_whole(item):
-                kind = self._kind(item, node)
-                if kind in ("row", "column"):
-                    (rows if kind == "row" else columns).append(item)
-                    continue
-            raise Decline(_MORE, node)
+            kind = self._kind(item, node) if isinstance(item, Term) else None
+            if kind == "entry":
+                raise Decline("an operand differs by sequence and by output", node)
+            if not (isinstance(item, Term) and _scales_whole(item)):
+                raise Decline(_MORE, node)
+            (rows if kind == "row" else columns).append(item)
         return columns, rows
 
     # Building the operator's inputs

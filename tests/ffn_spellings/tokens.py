@@ -143,6 +143,12 @@ def star_relu(x, p, m):
     return m.down(m.factor * F.relu(m.up(x)) ** 2 + m.scale[:1])
 
 
+@weighed("no_rewrite", "every sequence has factors of its own", explained=True)
+def modulated_neurons(x, p, m):
+    """FiLM before the rectifier: a factor of every neuron made of the first token"""
+    return m.down(F.relu(m.up(x) * torch.tanh(p[:, :1] + m.scale)))
+
+
 @program(modes=INFER)
 def masked_convolutions():
     """VITS, Glow-TTS: both convolutions see x * mask"""
