@@ -113,15 +113,21 @@ class BlockMatch:
         )  # fmt: skip
         y = self._scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
         y = r.down.finish(e, e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)]))
+        y = e.laid_out(y, fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
         if self.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
 
     def _down(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
-        """The weight [D, N] of the down projection, times what the neurons are scaled by: (IA)^3, say."""
+        """The weight [D, N] of the down projection, times what the neurons are scaled by ((IA)^3, say), and 0 where
+        they are masked."""
         weight = self.reading.down.weight(e)
         for chain, term in self.reading.factors:
-            weight = e.call(operator.mul, weight, chain.vector(e, term, fake(weight).shape[1]))
+            t = chain.vector(e, term, fake(weight).shape[1])
+            if term.fn == "where":
+                weight = e.call(torch.where, e.method("bool", t), weight, 0.0)
+            else:
+                weight = e.call(operator.mul, weight, t)
         return e.cast(weight, dtype)
 
     def _scaled(self, e: Emitter, y: fx.Node, order: list[int], bias: fx.Node | None) -> fx.Node:
@@ -153,7 +159,7 @@ class BlockMatch:
             t = e.call(operator.getitem, values, row)
             t = e.permuted(t, [order.index(a) for a in axes])
             neurons = fake(s.source).shape[axis]
-            s.node.replace_all_uses_with(s.emit(e, t, axis, neurons))
+            s.node.replace_all_uses_with(e.laid_out(s.emit(e, t, axis, neurons), fake(s.node)))
 
 
 class ReluFfn:
@@ -314,8 +320,7 @@ def _residual_sum(
         return None
     read = [residual, *(b.linear.source for b in reading.branches), down.weight_source]
     read += [b.linear.weight_source for b in reading.branches]
-    learns = torch.is_grad_enabled() and any(map(view.requires_grad, read))
-    return None if learns else (end, residual)
+    return None if any(map(view.learns, read)) else (end, residual)
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
@@ -345,7 +350,7 @@ def _bytes_saved(view: GraphView, reading: Reading, counted: bool) -> int | None
     counted: with statistics, for which the operator stays whatever the number of tokens.
     """
     tensors = [t for b in reading.branches for t in (b.linear.source, b.linear.weight_source)]
-    if not torch.is_grad_enabled() or not any(view.requires_grad(t) for t in tensors):
+    if not any(map(view.learns, tensors)):
         return 0
     sizes = view.shape(reading.down.source)
     if not all(isinstance(s, int) for s in sizes):

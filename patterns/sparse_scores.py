@@ -164,7 +164,7 @@ class SparseScores:
         check_memory(view, s.inputs, gone, anchor, "before the scores are made", "the scores")
         check_gradient(view, [s.w.gather.source], s.swallowed)
         gather = s.w.gather
-        if gather.gradient and torch.is_grad_enabled() and view.requires_grad(gather.source):
+        if gather.gradient and view.learns(gather.source):
             raise Decline(gather.gradient, gather.node)
         if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
             self._rehearse(s, anchor)

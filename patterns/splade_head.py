@@ -136,7 +136,9 @@ class HeadMatch:
         """[*others, V] in the axis order of the user's result."""
         order = [*others, self.chain.v_dim]
         t = e.permuted(t, [order.index(d) for d in sorted(order)])
-        return e.method("unsqueeze", t, self.reduction.dim) if self.reduction.keepdim else t
+        t = e.method("unsqueeze", t, self.reduction.dim) if self.reduction.keepdim else t
+        result = fake(self.anchor)
+        return e.laid_out(t, result if isinstance(result, torch.Tensor) else result[0])
 
 
 class SpladeHead:
@@ -270,7 +272,7 @@ def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -
 def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     """What a training step keeps of the logits, less the winning positions and peaks that replace them."""
     tensors = (linear.source, linear.weight_source)
-    if not torch.is_grad_enabled() or not any(view.requires_grad(t) for t in tensors):
+    if not any(map(view.learns, tensors)):
         return 0
     sizes = view.shape(linear.node)
     if not all(isinstance(s, int) for s in sizes):

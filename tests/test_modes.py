@@ -254,6 +254,39 @@ def test_without_gradients(report, mode):
     assert compiled.calls("splade_head_train") == compiled.calls("entmax_attention_train") == 0
 
 
+def with_a_detached_rectifier(x, gate, up, down):
+    return down(torch.relu(gate(x)).detach() * up(x))
+
+
+def with_a_detached_step(x, gate, up, down):
+    return torch.log1p(torch.relu(gate(x).detach() * down.bias[0])).amax(1)
+
+
+def with_a_learned_gate_of_tokens(x, gate, up, down):
+    return (torch.log1p(torch.relu(gate(x))) * torch.sigmoid(down(up(x))[..., :1])).amax(1)
+
+
+@pytest.mark.parametrize(
+    "forward", [with_a_detached_rectifier, with_a_detached_step, with_a_learned_gate_of_tokens]
+)
+def test_gradients_that_the_program_turns_on_itself(report, forward):
+    """enable_grad inside a caller's no_grad, as samplers have it: what is cut or learnt there matters."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)])
+    twin = copy.deepcopy(layers)
+
+    @torch.enable_grad()
+    def energy(x, modules):
+        return forward(x, *modules)
+
+    x = torch.randn(2, 6, 8)
+    with torch.no_grad():
+        mine, theirs = compile_without_codegen(energy)(x, layers), energy(x, twin)
+    mine.square().sum().backward()
+    theirs.square().sum().backward()
+    assert_gradients(layers, twin)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",

@@ -79,6 +79,7 @@ TRUE["splade_spellings"] = {
     "either_condition": ("(or_) differs by token and by output", "torch.where("),
     "undefined_times_zero": ("what may be no number", "(logits > 1)"),
     "compared_after_a_write": ("(gt) differs by token and by output", "torch.where("),
+    "one_sequence_under_several_masks": ("mul spreads the values", "m.unsqueeze(-1)"),
 }
 
 TRUE["corpus.ffn"] = {
@@ -86,7 +87,7 @@ TRUE["corpus.ffn"] = {
         "dropout is active",
         "",
     ),  # in torch's own module: no line of the user's
-    "relu_of_the_product": ("mul combines two tensors", "m.gate(x) * m.up(x)"),
+    "relu_of_the_product": ("relu after the product of two", "F.relu(m.gate(x) * m.up(x))"),
     "activations_returned": ("activations are also returned", "h ="),
     "sub_norm": ("rms_norm", "F.rms_norm("),
     "leaky": ("leaky_relu", "F.leaky_relu("),
@@ -120,7 +121,7 @@ TRUE["ffn_spellings"] = {
     "input_written": ("read different inputs", "(x @ u)"),
     "per_neuron": ("every neuron over the tokens", "h.mean((0, 1))"),
     "softmax_of_relu": ("softmax", ".softmax(-1)"),
-    "neuron_shift": ("more than a factor of every neuron", "+ m.scale"),
+    "neuron_shift": ("more than a factor or mask of every neuron", "+ m.scale"),
     "statistic_after_the_scale": ("also read by abs", "h.abs()"),
     "batch_norm_after": ("batch_norm after the activation", "m.bn("),
     "batch_norm_of_the_batch": ("statistics of the batch itself", "m.bn("),
@@ -129,6 +130,14 @@ TRUE["ffn_spellings"] = {
     "token_term": ("a term of every token", "+ p"),
     "batch_norm_of_tokens": ("another axis than the linear's", "F.batch_norm("),
     "statistic_after_a_token_factor": ("also read by abs", "h.abs()"),
+    "pruned_neurons_filled_with_ones": ("more than a factor or mask", ".masked_fill("),
+    "padding_filled_with_ones": ("a number filled in between", ".masked_fill("),
+    "padded_product_filled_with_ones": ("masked_fill after the product of two", ".masked_fill("),
+    "small_products_filled": ("a comparison (lt)", "h.abs() < 0.1"),
+    "weak_tokens_filled": ("made of the activations", "< 3"),
+    "clamped_product": ("clamp after the product of two", ".clamp(-3, 3)"),
+    "modulated_neurons": ("differs by sequence and by output", "m.scale"),
+    "star_relu": ("more than a factor or mask", "+ m.scale[:1]"),
 }
 TRUE["ffn_spellings"] |= {
     "sequences_spread_by_a_mask": ("masked_fill spreads", ".masked_fill("),

@@ -223,7 +223,7 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return None
     if call.get("max_norm") is not None or call.get("padding_idx") is not None:
         raise Decline("the bags renormalise or skip entries", node)
-    if torch.is_grad_enabled() and view.requires_grad(values):
+    if view.learns(values):
         raise Decline(
             "the document weights are learnt, and the operator has no gradient for them", node
         )

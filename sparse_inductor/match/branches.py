@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..epilogue.steps import Program, Step
@@ -19,6 +18,7 @@ from .climb import climb
 from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, same_size
+from .names import Call
 from .shapes import SHAPE_OPS, Decline
 from .spine import Element, Spine, Term
 
@@ -100,11 +100,36 @@ def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) ->
             return [s.then(Element(seen)) for s in up(x)]
         raise Decline("dropout is active here", seen)
     elif name == "detach":
-        if not (torch.is_grad_enabled() and view.requires_grad(x)):
+        if not view.learns(x):
             return [s.then(Element(seen)) for s in up(x)]
     elif name in SHAPE_OPS and view.is_tensor(x):
         return [s.then(Element(seen, shape_op=call)) for s in up(x)]
+    else:
+        x, mask = _kept(view, call, seen) or (x, None)
+        try:
+            product = up(x) if view.is_tensor(x) else []
+        except Decline:
+            raise first from None
+        if len(product) > 1 and mask is not None:
+            return _times(product, seen, mask)
+        if len(product) > 1:
+            raise Decline(f"{name} after the product of two projections", seen)
     raise first
+
+
+def _kept(view: GraphView, call: Call, node: fx.Node) -> tuple[fx.Node, Term] | None:
+    """(x, mask) where a call is x where a mask says so and 0 elsewhere, or where it does not; None for others."""
+    sides: tuple[tuple[Any, Any, bool], ...] = ()
+    if call.name == "masked_fill":
+        sides = ((call["input"], call["value"], True),)
+    elif call.name == "where" and call.get("other") is not None:
+        a, b = call["input"], call["other"]
+        sides = (a, b, False), (b, a, True)
+    condition = call.get("mask", call.get("condition"))
+    for x, other, negate in sides:
+        if view.is_tensor(x) and view.const(other, node) == 0:
+            return x, Term("where", condition, (0.0,), "not" if negate else None)
+    return None
 
 
 def _full(view: GraphView, x: Any, node: fx.Node) -> bool:

@@ -32,6 +32,8 @@ from .values import not_negative
 
 __all__ = ["Chain"]
 
+_MORE = "more than a factor or mask of every neuron or token after the rectifier"
+
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
@@ -107,7 +109,7 @@ class Chain:
             kind = "column"  # one number for everything: a learned scale of the logits, say
         nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
         self.reads += [(n, node) for n in nodes]
-        learned = [n for n in nodes if torch.is_grad_enabled() and self.view.requires_grad(n)]
+        learned = [n for n in nodes if self.view.learns(n)]
         if kind != "row":
             self._column(term, node, kind)
         elif self.linear_after and _scales_whole(term):
@@ -120,7 +122,10 @@ class Chain:
     def _row(self, term: Term, node: fx.Node) -> None:
         # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.
         if self.tail and not (_scales(term) and self._only_scaled()):
-            raise Decline("a mask of tokens comes after a factor or term of every output", node)
+            if self.linear_after:
+                raise Decline(_MORE, node)
+            what = "term" if term.fn == "add" else "mask"
+            raise Decline(f"a {what} of tokens comes after a factor or term of every output", node)
         self.rows.append(_Row(len(self.moves), term, node))
         self.steps.append(Step("row_" + term.fn, term.const, len(self.rows) - 1))
 
@@ -220,17 +225,17 @@ class Chain:
         return True
 
     def factors(self, node: fx.Node) -> tuple[list[Term], list[Term]]:
-        """The tail where it is factors alone: those of every vocabulary entry, and those (with masks that leave
-        zeros) of every token. Raises Decline where it is more."""
+        """The tail where it is factors, and masks that leave zeros, alone: those of every vocabulary entry, and those
+        of every token. Raises Decline where it is more."""
         columns: list[Term] = []
         rows: list[Term] = []
         for item in self.tail:
-            if isinstance(item, Term) and _scales_whole(item):
-                kind = self._kind(item, node)
-                if kind == "row" or (kind == "column" and item.fn == "mul"):
-                    (rows if kind == "row" else columns).append(item)
-                    continue
-            raise Decline("more than a factor of every neuron or token after the rectifier", node)
+            kind = self._kind(item, node) if isinstance(item, Term) else None
+            if kind == "entry":
+                raise Decline("an operand differs by sequence and by output", node)
+            if not (isinstance(item, Term) and _scales_whole(item)):
+                raise Decline(_MORE, node)
+            (rows if kind == "row" else columns).append(item)
         return columns, rows
 
     # Building the operator's inputs

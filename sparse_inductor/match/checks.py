@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-import torch
 from torch import fx
 
 from ..pattern import Miss
@@ -64,7 +63,7 @@ def check_memory(
 
 def check_gradient(view: GraphView, sources: Iterable[fx.Node], through: Iterable[fx.Node]) -> None:
     """Raises Decline where a gradient that an operator gives its inputs is cut in the user's code."""
-    if not torch.is_grad_enabled() or not any(view.requires_grad(s) for s in sources):
+    if not any(map(view.learns, sources)):
         return
     for node in through:
         if view.is_tensor(node) and not view.requires_grad(node):

@@ -71,7 +71,7 @@ class _Climber:
 
     def up(self, x: fx.Node) -> Spine:
         if self.call.name not in SHAPE_OPS and not self.view.same_shape(x, self.node):
-            raise self.decline(f"{self.call.name} spreads the values over an axis that they lack")
+            raise self._spread()
         return climb(self.view, x, self.node, self.depth + 1)
 
     def const(self, x: Any) -> float | None:
@@ -79,6 +79,9 @@ class _Climber:
 
     def decline(self, reason: str) -> Decline:
         return Decline(reason, self.node)
+
+    def _spread(self) -> Decline:
+        return self.decline(f"{self.call.name} spreads the values over an axis that they lack")
 
     def spine(self) -> Spine:
         call, node, view = self.call, self.node, self.view
@@ -90,7 +93,7 @@ class _Climber:
         if name == "cast":
             return self._cast()
         if name == "detach":
-            if torch.is_grad_enabled() and view.requires_grad(call["input"]):
+            if view.learns(call["input"]):
                 raise self.decline("detach() cuts the gradient here")
             return self.up(call["input"]).then(Element(node))
         if name == "dropout":
@@ -174,9 +177,7 @@ class _Climber:
             return found[0]
         if found:
             raise self.decline(f"{self.call.name} combines two tensors that come from linears")
-        raise first or self.decline(
-            f"{self.call.name} of operands of which none comes from a linear"
-        )
+        raise first or self._spread()
 
     def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> Spine:
         """f(a, b) with the logits in a (`forward`) or in b (`backward`); each maps (operand, constant) to terms."""

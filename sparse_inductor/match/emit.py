@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fakes import fake
+from .fakes import fake, same_size
 
 __all__ = ["Emitter"]
 
@@ -43,6 +43,14 @@ class Emitter:
         """t.to(dtype); t itself where it is of that dtype."""
         return t if fake(t).dtype == dtype else self.method("to", t, dtype)
 
+    def laid_out(self, t: fx.Node, like: torch.Tensor) -> fx.Node:
+        """t with its axes in memory as another tensor of its shape has them, which a view of it may count on."""
+        order = _memory_order(like)
+        if order is None or _memory_order(fake(t)) == order:
+            return t
+        t = self.method("contiguous", self.permuted(t, order))
+        return self.permuted(t, [order.index(d) for d in range(len(order))])
+
     def undo(self) -> None:
         """Take out everything that was inserted; nothing may use it yet."""
         for node in reversed(self.inserted):
@@ -67,6 +75,21 @@ class Emitter:
                 value = node.target(*args, **kwargs)
         node.meta["example_value"] = value
         return node
+
+
+def _memory_order(t: torch.Tensor) -> list[int] | None:
+    """The axes of a dense tensor from the widest stride to the narrowest; None for one that is not dense."""
+    order: list[int] = []
+    wide = [d for d in range(t.dim()) if not same_size(t.shape[d], 1)]
+    expected: Any = 1
+    while wide:
+        found = [d for d in wide if same_size(t.stride(d), expected)]
+        if not found:
+            return None
+        order.append(found[-1])
+        wide.remove(found[-1])
+        expected = expected * t.shape[found[-1]]
+    return [d for d in range(t.dim()) if d not in order] + order[::-1]
 
 
 def _tensors(x: Any):

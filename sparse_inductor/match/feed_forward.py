@@ -57,7 +57,7 @@ class Reading:
 
 def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
     """The gate and up branches of a value. Raises Decline."""
-    found, factors, tokens = _branches(view, value, reader)
+    found, factors, tokens = _branches(view, value, reader, down.d_dim)
     cuts = [cut(b.program) for b in found]
     _check_tokens(view, found, tokens)
     if all(c is None for c in cuts):
@@ -96,14 +96,15 @@ def _programs(found: Sequence[Branch]) -> str:
 
 
 def _branches(
-    view: GraphView, value: fx.Node, reader: fx.Node
+    view: GraphView, value: fx.Node, reader: fx.Node, neurons: int
 ) -> tuple[list[Branch], list[Factor], list[Factor]]:
     """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
-    chains = [_chain(view, s) for s in branches(view, value, reader)]
+    chains = [_chain(view, s, neurons) for s in branches(view, value, reader)]
     found = merged(view, chains, reader)
-    rows = [row.node for c in chains for row in c.rows]
+    rows = [row for c in chains for row in c.rows]
     if rows:
-        raise Decline("a term of every token between the projections", rows[0])
+        what = "a term of every token" if rows[0].term.fn == "add" else "a number filled in"
+        raise Decline(f"{what} between the projections", rows[0].node)
     parts = [(c, c.factors(value)) for c in chains]
     factors, tokens = ([Factor(c, t) for c, part in parts for t in part[i]] for i in (0, 1))
     if any(is_distributed(fake(token.source)) for token in tokens):
@@ -111,15 +112,18 @@ def _branches(
     return found, factors, tokens
 
 
-def _chain(view: GraphView, spine: Spine) -> Chain:
+def _chain(view: GraphView, spine: Spine, neurons: int) -> Chain:
+    """The chain whose outputs are on the axis of the neurons, where either operand may be the weight."""
     first: Decline | None = None
+    found: list[Chain] = []
     for linear in spine.linears:
         try:
-            return Chain(view, spine, linear, linear_after=True)
+            found.append(Chain(view, spine, linear, linear_after=True))
         except Decline as e:
             first = first or e
-    assert first is not None
-    raise first
+    if first is not None and not found:
+        raise first
+    return next((c for c in found if c.v_dim == neurons), found[0])
 
 
 def activation(

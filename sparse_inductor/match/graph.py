@@ -107,6 +107,17 @@ class GraphView:
     def requires_grad(self, node: Any) -> bool:
         return self.is_tensor(node) and fake(node).requires_grad
 
+    @functools.cached_property
+    def grad_enabled(self) -> bool:
+        """Whether gradients are recorded where the graph starts, or are from some place of it on."""
+        return torch.is_grad_enabled() or any(
+            "set_grad_enabled" in n.name and n.args == (True,) for n in self.graph.nodes
+        )
+
+    def learns(self, node: Any) -> bool:
+        """Whether a gradient may be asked for of a tensor."""
+        return self.grad_enabled and self.requires_grad(node)
+
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
         """The node whose result `reader` sees when it reads `node` (see `Effects.value`)."""
         return self.effects.value(node, reader)

@@ -143,7 +143,7 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
                 path, shift, inner = [*path, inner, *more], shift_side, below
                 break
     docs = rows_of(view, inner)
-    if torch.is_grad_enabled() and view.requires_grad(source):
+    if view.learns(source):
         if docs is not None and len(view.shape(docs.source)) > 1:
             raise Decline("posting lists have no gradient for the weights of a query's terms", node)
         return None

@@ -132,7 +132,7 @@ def _identity_input(view: GraphView, call: Call) -> Any:
         call.name in IDENTITY
         or call.name in VIEWS
         or (call.name == "dropout" and not (call.get("training", True) and call.get("p", 0.5)))
-        or (call.name == "detach" and not torch.is_grad_enabled())
+        or (call.name == "detach" and not view.grad_enabled)
         or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
     )
     return call.get("input") if quiet else None

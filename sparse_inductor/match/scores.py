@@ -118,7 +118,7 @@ class _Step:
                 raise self.decline(f"the scores become {self.view.dtype(self.node)}")
             return self.up(x)
         if name == "detach":
-            if torch.is_grad_enabled() and self.view.requires_grad(x):
+            if self.view.learns(x):
                 raise self.decline("detach() cuts the gradient here")
             return self.up(x)
         if name == "dropout":
@@ -162,7 +162,7 @@ class _Step:
         plain = [b for b in found.biases if b.fill is None]
         if len(plain) > 1 or found.unless or any(b.times for b in plain):
             raise self.decline("several terms of the scores have one floor")
-        learns = torch.is_grad_enabled() and self.view.requires_grad(self.node)
+        learns = self.view.learns(self.node)
         if learns and any(as_mask(self.view, b) is None for b in plain):
             # Where every key of a row is at the floor, no gradient passes it; the sum with a bias lets it through.
             raise self.decline("scores with a bias that is no mask have a floor")

@@ -80,9 +80,8 @@ class _Reader:
         name = call.name
         if name in ("sum", "mean"):
             return [self._reduction(node, call, passed, norm, name == "mean", detached)]
-        if norm is None and name == "count_nonzero" and not call.get("dim"):
-            dims = tuple(range(len(self.view.shape(self.source))))
-            return [Statistic(node, self.source, passed, 0, dims, False, False, True)]
+        if norm is None and name == "count_nonzero":
+            return [self._reduction(node, call, passed, 0, False, True)]
         if norm is None and name in ("norm", "vector_norm") and call.get("p") in (1, 1.0):
             return [self._reduction(node, call, passed, 1, False, detached)]
         if name == "abs":

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from .emit import Emitter
@@ -124,7 +123,7 @@ def _times(
                 t = e.method("unsqueeze", t, at)
         return t
 
-    if torch.is_grad_enabled() and view.requires_grad(other):
+    if view.learns(other):
         raise Decline(
             "the document weights are learnt, and the operator has no gradient for them", node
         )

@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 
 from .emit import Emitter
@@ -77,7 +76,7 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
         return None
     doc = wide[0] if wide else next(a for a in range(len(shape)) if a != s.batch)
     axes = ["b" if a == s.batch else "n" if a == doc else "1" for a in range(len(shape))]
-    if torch.is_grad_enabled() and view.requires_grad(s.node):
+    if view.learns(s.node):
         return None  # the gradient needs the scores' documents; scatter them from the top-k is not worth it
     node, path = s.node, []
     written = [] if s.accumulator is None else names_of(view, s.accumulator, node)

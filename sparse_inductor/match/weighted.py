@@ -202,7 +202,7 @@ def _check_shared(view: GraphView, f: Factor, reader: fx.Node) -> None:
     """A factor must be the same for every query."""
     operand = f.operand
     assert isinstance(operand, fx.Node)
-    if torch.is_grad_enabled() and view.requires_grad(operand):
+    if view.learns(operand):
         raise Decline(
             "the document weights are learnt, and the operator has no gradient for them", reader
         )
@@ -258,7 +258,7 @@ def _through(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int)
     w = weighted(view, call["input"], node, read, reach)
     if w is None:
         return None
-    if call.name == "detach" and torch.is_grad_enabled() and view.requires_grad(call["input"]):
+    if call.name == "detach" and view.learns(call["input"]):
         raise Decline("the contributions are detached", node)
     if call.name == "cast":
         if not view.dtype(node).is_floating_point:

@@ -268,3 +268,40 @@ def one_token_matmul():
         lambda x, u, d: torch.relu(x @ u) @ d,
         (tokens(shape=(K,)), weight(K, N), weight(N, K, seed=36)),
     )
+
+
+class Viewed(nn.Module):
+    def forward(self, y):
+        return y.view(y.shape[0], -1)
+
+
+@program()
+def convolutions_flattened():
+    """What convolutions return lies as [B, K, S], which view counts on."""
+    return nn.Sequential(Convolutions(1), Viewed()), (tokens(shape=(B, K, S)),)
+
+
+@program(dynamic=True)
+def convolutions_flattened_of_any_size():
+    """The same with symbolic sizes."""
+    return nn.Sequential(Convolutions(2), Viewed()), (tokens(shape=(B, K, 3, S)),)
+
+
+def column(name, doc, forward, **fields):
+    """Register `forward(x, g, u, d)` of matrices that stand on the left, x [K, B]."""
+
+    def build():
+        matrices = (weight(N, K), weight(N, K, seed=35), weight(K, N, seed=36))
+        return forward, (tokens(shape=(K, B)), *matrices)
+
+    build.__name__, build.__doc__ = name, doc
+    program(**fields)(build)
+
+
+column("columns", "W2 relu(W1 x), every token a column", lambda x, g, u, d: d @ torch.relu(g @ x))
+column("columns_gated", "the same", lambda x, g, u, d: (d @ (F.relu(g @ x) * (u @ x))).view(-1))
+column(
+    "columns_with_bias",
+    "a bias [N, 1]",
+    lambda x, g, u, d: d @ torch.relu(torch.matmul(g, x) + u[:, :1]),
+)

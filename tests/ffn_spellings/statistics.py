@@ -62,3 +62,10 @@ def statistic_of_tokens(x, m):
     """One number a token."""
     h = F.relu(m.up(x))
     return m.down(h), h.abs().mean(dim=-1)
+
+
+@block()
+def count_of_each_token(x, m):
+    """torch.count_nonzero(h, dim=-1)"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), torch.count_nonzero(h, dim=-1)

@@ -66,6 +66,89 @@ def padding_filled_with_zeros(x, p, m):
     return m.down(F.relu(m.up(x)).masked_fill(p < 0, 0.0))
 
 
+@weighed(modes=INFER)
+def padded_product_filled_with_zeros(x, p, m):
+    """the same after a product, and what is padding is infinite"""
+    x = x.masked_fill(p < 0, float("inf"))
+    return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 0.0))
+
+
+@weighed()
+def product_where_kept(x, p, m):
+    """torch.where(keep, product, 0)"""
+    return m.down(torch.where(p > 0, m.up(x) * F.relu(m.gate(x)), 0.0))
+
+
+@weighed()
+def product_unless_dropped(x, p, m):
+    """torch.where(drop, zeros, product)"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(torch.where(p < 0, torch.zeros_like(h), h))
+
+
+@weighed()
+def pruned_neurons(x, p, m):
+    """a mask of neurons, filled with zeros"""
+    return m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 0.0))
+
+
+@weighed()
+def pruned_neurons_of_a_product(x, p, m):
+    """where(keep, product, 0), a factor of every neuron behind it"""
+    h = torch.where(m.scale > 0, F.relu(m.gate(x)) * m.up(x), 0.0)
+    return m.down(h * m.scale)
+
+
+@weighed("no_rewrite", "pruned neurons are 1", explained=True)
+def pruned_neurons_filled_with_ones(x, p, m):
+    """a mask of neurons, filled with ones"""
+    return m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 1.0))
+
+
+@weighed("no_rewrite", "padding is 1", explained=True)
+def padding_filled_with_ones(x, p, m):
+    """padding that is not zero"""
+    return m.down(F.relu(m.up(x)).masked_fill(p < 0, 1.0))
+
+
+@weighed("no_rewrite", "the padding of a product is 1", explained=True)
+def padded_product_filled_with_ones(x, p, m):
+    """the same after a product"""
+    return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 1.0))
+
+
+@weighed("no_rewrite", "the mask is made of the product", explained=True)
+def small_products_filled(x, p, m):
+    """h where |h| > 0.1"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h.masked_fill(h.abs() < 0.1, 0.0))
+
+
+@weighed("no_rewrite", "the mask is made of the activations", explained=True)
+def weak_tokens_filled(x, p, m):
+    """tokens whose activations are small are dropped"""
+    h = F.relu(m.up(x))
+    return m.down(h.masked_fill(h.sum(-1, keepdim=True) < 3, 0.0))
+
+
+@weighed("no_rewrite", "the product is clamped", explained=True)
+def clamped_product(x, p, m):
+    """clamp of a gated product"""
+    return m.down((F.relu(m.gate(x)) * m.up(x)).clamp(-3, 3))
+
+
+@weighed("no_rewrite", "a term makes every neuron active", explained=True)
+def star_relu(x, p, m):
+    """MetaFormer: a learned scalar times the squared relu, plus another"""
+    return m.down(m.factor * F.relu(m.up(x)) ** 2 + m.scale[:1])
+
+
+@weighed("no_rewrite", "every sequence has factors of its own", explained=True)
+def modulated_neurons(x, p, m):
+    """FiLM before the rectifier: a factor of every neuron made of the first token"""
+    return m.down(F.relu(m.up(x) * torch.tanh(p[:, :1] + m.scale)))
+
+
 @program(modes=INFER)
 def masked_convolutions():
     """VITS, Glow-TTS: both convolutions see x * mask"""

@@ -617,3 +617,14 @@ def packed_sequences(logits, mask):
     owner = torch.arange(logits.size(0)).repeat_interleave(logits.size(1))
     weights = tokens(logits).flatten(0, 1)
     return torch.zeros_like(logits[:, 0]).index_reduce(0, owner, weights, "amax")
+
+
+@program("no_rewrite", "one sequence is read under several masks", explained=True)
+def one_sequence_under_several_masks():
+    """hidden [1, S, D], masks [B, S]: spans of one document"""
+
+    class Model(Vocabulary):
+        def forward(self, h, m):
+            return (tokens(self.decoder(h)) * m.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(shape=(1, S, D)), mask())

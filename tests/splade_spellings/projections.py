@@ -98,6 +98,18 @@ def vocabulary_first():
 
 
 @program()
+def vocabulary_first_flattened():
+    """einsum("vd,bsd->vbs"): values [V, B] that lie as they are written, which view counts on."""
+
+    def encode(h, mask, w, b):
+        logits = torch.einsum("vd,bsd->vbs", w, h) + b[:, None, None]
+        values, positions = (tokens(logits) * mask).max(-1)
+        return values.view(-1), positions.view(-1)
+
+    return encode, (hidden(), mask(), weight(), bias())
+
+
+@program()
 def addmm_on_flat_tokens():
     """torch.addmm on [B*S, D]."""
 
