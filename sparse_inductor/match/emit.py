@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fakes import fake
+from .fakes import fake, is_contiguous
 
 __all__ = ["Emitter"]
 
@@ -38,6 +38,11 @@ class Emitter:
     def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
         """t.permute(dims); t itself where they are in order."""
         return t if list(dims) == sorted(dims) else self.method("permute", t, tuple(dims))
+
+    def in_order(self, t: fx.Node, like: fx.Node) -> fx.Node:
+        """t, copied where `like` lies in the order of its axes and t does not: readers may view() it."""
+        copied = is_contiguous(fake(like)) and not is_contiguous(fake(t))
+        return self.method("contiguous", t) if copied else t
 
     def cast(self, t: fx.Node, dtype: torch.dtype) -> fx.Node:
         """t.to(dtype); t itself where it is of that dtype."""

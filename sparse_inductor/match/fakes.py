@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["fake", "same_size", "static_size"]
+__all__ = ["fake", "is_contiguous", "same_size", "static_size"]
 
 
 def fake(node: Any) -> Any:
@@ -23,6 +23,16 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a is b or bool(statically_known_true(a == b))
+
+
+def is_contiguous(value: Any) -> bool:
+    """Whether a tensor's elements lie in the order of its axes on every run."""
+    step: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride())):
+        if not (same_size(size, 1) or same_size(stride, step)):
+            return False
+        step = step * size
+    return True
 
 
 def static_size(size: Any) -> int | None:

@@ -267,4 +267,4 @@ class Attention:
                 out = e.method("unsqueeze", out, i)
             elif count > 1:
                 out = e.method("flatten", out, i, i + count - 1)
-        return out
+        return e.in_order(out, self.node)
