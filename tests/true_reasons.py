@@ -193,6 +193,7 @@ TRUE["scoring_spellings"] = {
     "segments_with_a_start": ("start at 1.0", "torch.segment_reduce("),
     "terms_after_a_look_at_the_scores": ("also read by amax", "first.amax(1)"),
     "lists_that_are_clamped_in_place": ("also read by clamp", "docs.clamp_("),
+    "no_queries": ("batch of queries is empty", ".sum(-1)"),
     "best_list_of_a_document": ("'amax': only sums", ".scatter_reduce(1, docs"),
 }
 NOTHING_OF_IT["scoring_spellings"] = {
