@@ -229,6 +229,23 @@ def row_without_keys(q, k, v, mask):
 
 
 @attention()
+def row_without_keys_added(q, k, v, mask):
+    """the same with a mask that is added: there the gradient passes on to the scores"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    scores = q @ k.mT * SCALE
+    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def causal_rows_without_keys_added(q, k, v, mask):
+    """more queries than keys, so that the first queries have none"""
+    k, v = k[:, :, : L - 2], v[:, :, : L - 2]
+    future = torch.full((L, L - 2), torch.finfo(torch.float32).min).triu(-1)
+    return entmax.sparsemax(q @ k.mT * SCALE + future, dim=-1) @ v
+
+
+@attention()
 def padding_then_causal_of_another_fill(q, k, v, mask):
     """-1e9 for padding, -inf for the future; the second sequence begins with padding"""
     left = torch.stack([mask[0], mask[1].flip(0)])
