@@ -335,7 +335,7 @@ class _Reader:
                     # Where it drops every key of a row, a sum passes the gradient on; a fill does not.
                     alike = len(added) == 1 and keeps_a_key(view, mask)
             if mask is not None and alike:
-                masks.append(dataclasses.replace(mask, fill=None, reader=bias.reader))
+                masks.append(dataclasses.replace(mask, fill=None))
                 fill = mask.fill
             else:
                 biases.append(bias)
