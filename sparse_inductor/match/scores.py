@@ -138,7 +138,9 @@ class _Step:
             raise self.decline("the scores are a product with a single vector, or a linear map")
         if name in _NOT_LINEAR:
             raise self.decline(f"{name} between the product and the normalisation is not linear")
-        raise self.decline(f"{name} between the product and the normalisation is not followed")
+        raise self.decline(
+            f"the scores come from {name}, which is not followed to a product of queries and keys"
+        )
 
     # Scale and bias
 

@@ -93,6 +93,12 @@ def masked_before_and_after_a_triangle(q, k, v, mask):
     return entmax.entmax15(scores, dim=-1) @ v
 
 
+@seen("there are no queries", pattern="entmax_attention")
+def pooled_by_a_sum(q, k, v, mask):
+    """attention pooling: one score a token, and no product that makes it"""
+    return entmax.sparsemax(k.sum(-1), dim=-1).unsqueeze(-2) @ v
+
+
 @seen("three tensors make the scores", pattern="entmax_attention")
 def bilinear_scores_in_one_einsum(q, k, v, mask):
     """q W k"""
