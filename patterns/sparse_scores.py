@@ -28,7 +28,7 @@ from sparse_inductor.match.checks import (
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.postings import Postings, postings_of
-from sparse_inductor.match.scored import Scores, names_of
+from sparse_inductor.match.scored import TURNS, Scores, names_of
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.topk import Top, top_of
 from sparse_inductor.match.values import swallowed
@@ -175,6 +175,8 @@ class SparseScores:
         e = Emitter(anchor)
         try:
             s.shaped(e, s.emit(e))
+        except IndexError:  # the first of what all queries share is taken
+            raise Decline("the batch of queries is empty", anchor) from None
         except (RuntimeError, TypeError, ValueError) as error:
             raise Decline(f"the operator does not take it: {error}", anchor) from error
         finally:
@@ -230,9 +232,7 @@ def _documents_first(view: GraphView, s: Scores | Postings, top: Top | None) -> 
     if top is not None:
         return True
     readers = list(view.readers(s.node))
-    return bool(readers) and all(
-        view.name_of(r) in ("t", "T", "mT", "transpose", "permute") for r in readers
-    )
+    return bool(readers) and all(view.name_of(r) in TURNS for r in readers)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

@@ -108,6 +108,14 @@ def test_top_k_is_a_stable_sort_of_the_scores(data):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_top_k_lies_as_it_is_declared(dtype):
+    """In the order of its axes, whatever the order of what was sorted."""
+    ids, values, _, _ = documents(dtype)
+    best = sparse_scores(query(dtype=dtype), ids, values, k=4)
+    assert all(t.is_contiguous() for t in best)
+
+
 @pytest.mark.parametrize("k", [1, 5, N])
 def test_blocks_do_not_change_the_result(k, monkeypatch):
     ids, values, _, _ = documents()

@@ -202,6 +202,7 @@ TRUE["scoring_spellings"] = {
     "segments_with_a_start": ("start at 1.0", "torch.segment_reduce("),
     "terms_after_a_look_at_the_scores": ("also read by amax", "first.amax(1)"),
     "lists_that_are_clamped_in_place": ("also read by clamp", "docs.clamp_("),
+    "no_queries": ("batch of queries is empty", ".sum(-1)"),
     "best_list_of_a_document": ("'amax': only sums", ".scatter_reduce(1, docs"),
 }
 NOTHING_OF_IT["scoring_spellings"] = {
@@ -240,6 +241,9 @@ TRUE["entmax_spellings"] = {
     "budget": ("budget", "budget_bisect("),
     "not_renormalised": ("ensure_sum_one=False", "entmax_bisect("),
     "few_steps": ("n_iter=4", "entmax_bisect("),
+    "masked_before_and_after_a_triangle": ("masked twice are masked", "> 3"),
+    "pooled_by_a_sum": ("scores come from sum", "k.sum(-1)"),
+    "bilinear_scores_in_one_einsum": ("einsum of 3 tensors makes the scores", "torch.einsum("),
     "masked_afterwards": ("masked_fill changes the probabilities", "attn.masked_fill("),
     "attentions_returned": ("probabilities are also returned", "attn ="),
     "dropout_active": ("dropout is active", "F.dropout("),

@@ -24,7 +24,7 @@ from .entmax import transform
 from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
-from .masks import as_mask, conjuncts, is_triangle
+from .masks import as_mask, conjuncts, is_triangle, keeps_a_key
 from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores
 from .shapes import Decline
@@ -325,13 +325,17 @@ class _Reader:
         added = [(b, as_mask(view, b)) for b in scores.biases]
         finite = [m for _, m in added if m is not None and m.fill != -math.inf]
         plain = [b for b, m in added if m is None and not view.requires_grad(b.node)]
+        learns = view.learns(scores.product.node)
         for bias, mask in added:
             alike = mask is not None and (fill is None or fill == mask.fill)
             # min + min is -inf, not min: a number is a fill only where it is added once.
             if mask is not None and alike and mask.fill != -math.inf:
                 alike = len(finite) == 1 and not plain and fill is None
+                if alike and learns and bias.floor is None:
+                    # Where it drops every key of a row, a sum passes the gradient on; a fill does not.
+                    alike = len(added) == 1 and keeps_a_key(view, mask)
             if mask is not None and alike:
-                masks.append(dataclasses.replace(mask, fill=None, reader=bias.reader))
+                masks.append(dataclasses.replace(mask, fill=None))
                 fill = mask.fill
             else:
                 biases.append(bias)

@@ -17,7 +17,7 @@ from .axes import Atom, Axis, Placed, flat
 from .emit import Emitter
 from .entmax import Transform
 from .graph import GraphView, fake, static_size
-from .scores import Scores
+from .scores import ABSORBS, Scores
 
 __all__ = ["WIDTH", "Attention", "Tensor"]
 
@@ -69,7 +69,7 @@ class Attention:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        beside = [*self.scores.factors, *self.biases, *self.masks]
+        beside = [*self.scores.factors, *self.biases, *self.masks, *self.scores.unless]
         beside += [self.alpha] if self.alpha is not None else []
         return list(
             dict.fromkeys([self.q.node, self.k.node, self.v.node, *(p.node for p in beside)])
@@ -78,7 +78,7 @@ class Attention:
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
         """Inputs, each with the node that reads it."""
-        beside = [*self.scores.factors, *self.biases, *self.masks]
+        beside = [*self.scores.factors, *self.biases, *self.masks, *self.scores.unless]
         beside += [self.alpha] if self.alpha is not None else []
         return [(t.node, t.reader) for t in (self.q, self.k, self.v)] + [
             (p.node, p.reader) for p in beside
@@ -143,7 +143,12 @@ class Attention:
             kept = one if kept is None else e.call(operator.and_, kept, one)
         for mask in self.scores.unless:
             assert kept is not None
-            kept = e.call(operator.or_, kept, e.call(operator.invert, self._kept(e, mask)))
+            if mask.fill is None:
+                bias = e.call(operator.mul, self._beside(e, mask), mask.factor)
+                dropped = e.call(operator.lt, bias, -ABSORBS)
+            else:
+                dropped = e.call(operator.invert, self._kept(e, mask))
+            kept = e.call(operator.or_, kept, dropped)
         return kept
 
     def _kept(self, e: Emitter, mask: Placed) -> fx.Node:
@@ -267,4 +272,4 @@ class Attention:
                 out = e.method("unsqueeze", out, i)
             elif count > 1:
                 out = e.method("flatten", out, i, i + count - 1)
-        return out
+        return e.laid_out(out, fake(self.node))

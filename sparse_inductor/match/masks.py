@@ -15,7 +15,7 @@ from .graph import GraphView
 from .shapes import Decline
 from .trial import Untestable, region, run
 
-__all__ = ["as_mask", "conjuncts", "is_triangle", "mixed", "zero_or_one"]
+__all__ = ["as_mask", "conjuncts", "is_triangle", "keeps_a_key", "mixed", "zero_or_one"]
 
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 _FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
@@ -68,6 +68,18 @@ def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> b
     if flat(mask.axes[-2]) != queries or flat(mask.axes[-1]) != keys:
         return False
     return _triangle(view, mask.node, mask.negate) or _computes_triangle(view, mask)
+
+
+def keeps_a_key(view: GraphView, mask: Placed) -> bool:
+    """Whether a mask provably keeps a key, the last axis, in every row."""
+    if not mask.axes or not flat(mask.axes[-1]):
+        return False
+    shape = view.shape(mask.node)
+    square = len(shape) > 1 and same_size(shape[-1], shape[-2])
+    if square and _triangle(view, mask.node, mask.negate):
+        return True
+    keep = _computed(view, mask.node)
+    return keep is not None and bool(((keep != 0) != mask.negate).any(-1).all())
 
 
 def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:

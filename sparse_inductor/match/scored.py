@@ -11,14 +11,15 @@ from torch import fx
 
 from .emit import Emitter
 from .graph import GraphView, fake
-from .names import Call
+from .names import Call, name_of
 from .shapes import Decline
 from .weighted import Weighted, reshaped
 
-__all__ = ["Scores", "accumulator_of", "check_zero", "names_of", "part_of", "total"]
+__all__ = ["TURNS", "Scores", "accumulator_of", "check_zero", "names_of", "part_of", "total"]
 
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
+TURNS = frozenset("t T mT transpose permute".split())
 _SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
 
 Make = Callable[[Emitter], fx.Node]
@@ -106,7 +107,9 @@ class Scores:
         if self.batch == 0:
             return scores
         order = [*range(1, self.batch + 1), 0, *range(self.batch + 1, len(want))]
-        return e.method("permute", scores, tuple(order))
+        turned = e.method("permute", scores, tuple(order))
+        back = all(name_of(user) in TURNS for user in self.node.users)
+        return turned if back else e.laid_out(turned, fake(self.node))
 
 
 def total(sizes: Sequence[Any]) -> Any:

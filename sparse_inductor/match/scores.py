@@ -18,16 +18,16 @@ from torch import fx
 from .axes import VIEWS, Axis, Placed, above, placed
 from .contraction import Contraction, contraction
 from .graph import GraphView, fake, label, same_size
-from .masks import as_mask, mixed
+from .masks import as_mask, keeps_a_key, mixed
 from .names import Call
 from .shapes import Decline
 
-__all__ = ["Scores", "read_scores"]
+__all__ = ["ABSORBS", "Scores", "read_scores"]
 
 _MAX_DEPTH = 48
 _IDENTITY = frozenset("contiguous clone alias lift_fresh positive".split())
 # Adding a score to a number this large gives the number back in any precision that has it.
-_ABSORBS = 1e30
+ABSORBS = 1e30
 _NOT_LINEAR = frozenset(
     "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
 )
@@ -49,7 +49,9 @@ class Scores:
     masks: list[Placed] = dataclasses.field(default_factory=list)
     fill: float | None = None
     unless: list[Placed] = dataclasses.field(default_factory=list)
-    """Masks among the biases that win over the others: where they drop, nothing is filled in."""
+    """Masks among the biases that win over the others: where they drop, nothing is filled in. One without a fill is
+    a bias, and drops where it is a large negative number."""
+    doubled: bool = False  # the masks are among the biases, too
     floored: bool = False
     shifted: bool = False  # a constant was added, which only a finite fill would notice
     nodes: list[fx.Node] = dataclasses.field(default_factory=list)
@@ -130,11 +132,15 @@ class _Step:
         handler = getattr(self, f"_{name}", None) if name in _HANDLED else None
         if handler is not None:
             return handler()
+        if name == "einsum" and len(call.get("operands", ())) > 2:
+            raise self.decline(f"an einsum of {len(call['operands'])} tensors makes the scores")
         if name in _PRODUCTS:
             raise self.decline("the scores are a product with a single vector, or a linear map")
         if name in _NOT_LINEAR:
             raise self.decline(f"{name} between the product and the normalisation is not linear")
-        raise self.decline(f"{name} between the product and the normalisation is not followed")
+        raise self.decline(
+            f"the scores come from {name}, which is not followed to a product of queries and keys"
+        )
 
     # Scale and bias
 
@@ -155,7 +161,7 @@ class _Step:
     def _floored(self, x: Any, least: Any) -> Scores:
         """max(z, finfo.min), as of masks that were added up: no score is as low, so it is the masks that have it."""
         low = self.const(least)
-        if low is None or not self.view.is_tensor(x) or low > -_ABSORBS:
+        if low is None or not self.view.is_tensor(x) or low > -ABSORBS:
             name = self.call.name
             raise self.decline(f"{name} between the product and the normalisation is not linear")
         found = self.up(x)
@@ -277,20 +283,42 @@ class _Step:
             excluded = as_mask(self.view, one)
             if excluded is not None and excluded.fill == -math.inf:
                 found.unless.append(excluded)
+            elif self._learns(found) and not self.view.requires_grad(one.node):
+                # A fill, which stops the gradient, where the bias is lost in it; a sum where both are large.
+                found.biases += [] if found.doubled else self._filled(found)
+                found.doubled = True
+                found.unless.append(excluded or one)
             else:
                 self._masks_to_biases(found)
         found.biases.append(one)
         return found
 
-    def _masks_to_biases(self, found: Scores) -> None:
-        """z where kept, else fill: the same as adding fill, where the number is so large that the score is lost."""
+    def _learns(self, found: Scores) -> bool:
+        return self.view.learns(found.product.node)
+
+    def _filled(self, found: Scores) -> list[Placed]:
+        """Masks as biases: adding a number so large that the score is lost is the same as filling it in."""
         assert found.fill is not None
-        if found.fill > -_ABSORBS:
+        if found.fill > -ABSORBS:
             raise self.decline(
                 f"scores that are masked with {found.fill:g} are masked or biased once more"
             )
-        found.biases += [dataclasses.replace(m, fill=found.fill) for m in found.masks]
-        found.masks, found.fill = [], None
+        return [dataclasses.replace(m, fill=found.fill) for m in found.masks]
+
+    def _masks_to_biases(self, found: Scores) -> None:
+        """z where kept, else fill: the same as adding fill, but that a sum passes the gradient on."""
+        biases = self._filled(found)
+        if self._learns(found) and not (
+            len(found.masks) == 1 and keeps_a_key(self.view, found.masks[0])
+        ):
+            raise self.decline(
+                f"scores that are masked with {found.fill:g} are masked or biased once more; a row "
+                "that they empty has another gradient"
+            )
+        if found.doubled:
+            raise self.decline("scores that are masked twice are masked or biased once more")
+        found.biases += biases
+        found.masks, found.fill, found.unless = [], None, []
 
     def _place(self, node: Any, **fields: Any) -> Placed:
         seen = self.view.value(node, self.node)
@@ -364,8 +392,10 @@ class _Step:
         fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
         if found.shifted and fill != -math.inf:
             raise self.decline("a constant is added to scores that are masked with a number")
+        if found.unless and fill != -math.inf:
+            raise self.decline("scores that are masked twice are masked or biased once more")
         if found.masks and found.fill != fill:
-            if fill == -math.inf and (found.fill or 0.0) > -_ABSORBS:
+            if fill == -math.inf and (found.fill or 0.0) > -ABSORBS:
                 excluded = self._place(mask, negate=negate, fill=fill)
                 found.unless.append(excluded)
                 found.biases.append(excluded)

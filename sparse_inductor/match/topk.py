@@ -11,13 +11,12 @@ from torch import fx
 from .emit import Emitter
 from .graph import GraphView, fake, same_size
 from .postings import Postings
-from .scored import Scores, names_of
+from .scored import TURNS, Scores, names_of
 from .values import only_slices
 
 __all__ = ["Top", "top_of"]
 
 _SAME = frozenset(("contiguous", "clone"))
-_TURNS = frozenset("t T mT transpose permute".split())
 _VIEWS = frozenset("squeeze unsqueeze view flatten unflatten getitem select".split())
 
 
@@ -47,8 +46,10 @@ class Top:
             if self.reduced:
                 t = e.method("squeeze", t, self.dim)
             want = fake(self._result(i))
-            if want is not None and tuple(want.shape) != tuple(fake(t).shape):
-                t = e.method("reshape", t, tuple(want.shape))
+            if want is not None:
+                if tuple(want.shape) != tuple(fake(t).shape):
+                    t = e.method("reshape", t, tuple(want.shape))
+                t = e.laid_out(t, want)
             parts.append(t)
         for user in list(self.node.users):
             if user.target is operator.getitem and user.args[1] in (0, 1):
@@ -92,7 +93,7 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
         call = view.call(reader)
         if call is None or call.inplace or call.args.get("input") not in (node, *written):
             return None
-        if call.name in _SAME | _TURNS | _VIEWS:
+        if call.name in _SAME | TURNS | _VIEWS:
             moved = _moved(view, axes, call, reader)
             if moved is None:
                 return None
@@ -109,7 +110,7 @@ def _moved(view: GraphView, axes: list[str], call: Any, node: fx.Node) -> list[s
     n = len(axes)
     if call.name in _SAME:
         return axes
-    if call.name in _TURNS:
+    if call.name in TURNS:
         if call.name == "permute":
             return [axes[d % n] for d in call["dims"]]
         return axes[::-1] if n == 2 else None

@@ -59,6 +59,6 @@ def best_of(parts: Iterable[tuple[int, Tensor]], k: int) -> tuple[Tensor, Tensor
             keys = torch.cat((best, keys), 1)
         best = torch.topk(keys, min(k, keys.shape[1]), dim=1).values
     if wide is not None:
-        return wide
+        return wide[0].contiguous(), wide[1].contiguous()  # a sort keeps its input's order
     assert best is not None, "at least one part"
     return scores_and_ids(best)

@@ -56,6 +56,14 @@ def grouped_broadcast(q, k, v, mask):
     return (entmax.entmax15(scores, dim=-1) @ v.unsqueeze(2)).flatten(1, 2)
 
 
+@attention(inputs=grouped)
+def groups_before_key_heads(q, k, v, mask):
+    """[B, G, Hkv, L, D] times [B, 1, Hkv, L, D], and a view of the result"""
+    q = q.view(B, 2, 2, L, D)
+    scores = q @ k.unsqueeze(1).mT * SCALE
+    return (entmax.entmax15(scores, dim=-1) @ v.unsqueeze(1)).view(B, H, L, D)
+
+
 @attention(inputs=lambda: (*qkv(kv_heads=1), keep()))
 def one_key_head(q, k, v, mask):
     """multi-query attention: the key head broadcasts"""

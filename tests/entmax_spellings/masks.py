@@ -229,6 +229,72 @@ def row_without_keys(q, k, v, mask):
 
 
 @attention()
+def row_without_keys_added(q, k, v, mask):
+    """the same with a mask that is added: there the gradient passes on to the scores"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    scores = q @ k.mT * SCALE
+    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def causal_rows_without_keys_added(q, k, v, mask):
+    """more queries than keys, so that the first queries have none"""
+    k, v = k[:, :, : L - 2], v[:, :, : L - 2]
+    future = torch.full((L, L - 2), torch.finfo(torch.float32).min).triu(-1)
+    return entmax.sparsemax(q @ k.mT * SCALE + future, dim=-1) @ v
+
+
+FUTURE = torch.ones(L, L).triu(1).bool()
+
+
+@attention()
+def padding_then_causal_then_distances(q, k, v, mask):
+    """three terms: finfo.min filled in, an added -inf triangle, ALiBi"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+    scores = scores + torch.full((L, L), -torch.inf).triu(1)
+    return entmax.entmax15(scores + distances(q), dim=-1) @ v
+
+
+@attention()
+def padding_filled_then_distances(q, k, v, mask):
+    """a row that the fill empties passes no gradient on, though a bias is added to it"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+    return entmax.entmax15(scores + distances(q), dim=-1) @ v
+
+
+@attention()
+def left_padding_after_the_triangle(q, k, v, mask):
+    """GPT-2 on sequences that begin with padding: rows whose keys are filled here, added to there"""
+    low = torch.finfo(q.dtype).min
+    scores = torch.where(~FUTURE, q @ k.mT * SCALE, low)
+    scores = scores + (1.0 - mask.flip(1)[:, None, None].to(q.dtype)) * low
+    return entmax.sparsemax(scores, dim=-1) @ v
+
+
+@attention(inputs=lambda: (*qkv(), combined_biases()))
+def given_mask_after_the_triangle(q, k, v, bias):
+    """the same with a mask that the caller made"""
+    scores = torch.where(~FUTURE, q @ k.mT * SCALE, torch.finfo(q.dtype).min)
+    return entmax.sparsemax(scores + bias.flip(3), dim=-1) @ v
+
+
+@attention("maybe", "the mask that was added is another one by then", modes=INFER)
+def mask_written_before_it_is_added(q, k, v, mask):
+    """the additive mask of one layer, its boolean reused"""
+    keep = mask[:, None, None].clone()
+    bias = torch.where(keep, 0.0, -torch.inf)
+    keep.fill_(True)
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+def distances(q):
+    at = torch.arange(L)
+    return -(at[:, None] - at).abs().to(q.dtype) * 0.3
+
+
+@attention()
 def padding_then_causal_of_another_fill(q, k, v, mask):
     """-1e9 for padding, -inf for the future; the second sequence begins with padding"""
     left = torch.stack([mask[0], mask[1].flip(0)])

@@ -83,6 +83,30 @@ def masked_afterwards(q, k, v, mask):
     return attn.masked_fill(~mask[:, None, None], 0.0) @ v
 
 
+@seen("a row that is filled twice has one number or the other", pattern="entmax_attention")
+def masked_before_and_after_a_triangle(q, k, v, mask):
+    """-1e9 for padding, an added -inf triangle, -1e9 for what is far away"""
+    at = torch.arange(q.size(2))
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    scores = scores + torch.full((len(at), len(at)), -torch.inf).triu(1)
+    scores = scores.masked_fill((at[:, None] - at).abs() > 3, -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@seen("there are no queries", pattern="entmax_attention")
+def pooled_by_a_sum(q, k, v, mask):
+    """attention pooling: one score a token, and no product that makes it"""
+    return entmax.sparsemax(k.sum(-1), dim=-1).unsqueeze(-2) @ v
+
+
+@seen("three tensors make the scores", pattern="entmax_attention")
+def bilinear_scores_in_one_einsum(q, k, v, mask):
+    """q W k"""
+    w = torch.eye(D) + 0.1
+    scores = torch.einsum("bhid,de,bhje->bhij", q, w, k)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
 @seen("somebody reads the probabilities", pattern="entmax_attention")
 def attentions_returned(q, k, v, mask):
     """output_attentions"""

@@ -134,6 +134,19 @@ def einsum_of_four(c, q):
 
 
 @scoring(modes=BOTH)
+def documents_first_and_viewed(c, q):
+    """the scores of all queries in one row, documents first"""
+    return torch.einsum("bnl,nl->nb", q[:, c.ids], c.values).view(-1)
+
+
+@scoring()
+def best_documents_first_and_viewed(c, q):
+    """the best of each column, end to end"""
+    best = torch.einsum("bnl,nl->nb", q[:, c.ids], c.values).topk(K, dim=0)
+    return best.values.view(-1), best.indices.view(-1)
+
+
+@scoring(modes=BOTH)
 def einsum_of_one(c, q):
     """the sum as an einsum, documents first"""
     return torch.einsum("bnl->nb", q[:, c.ids] * c.values)

@@ -133,6 +133,17 @@ def query_changed_between(c, q):
     return scores.index_add_(0, c.rows, q[c.cols] * c.vals)
 
 
+@program("no_rewrite", "nothing to score", INFER, explained=True)
+def no_queries():
+    """the last batch of a loop over chunks"""
+
+    def score(q, ids, values):
+        ids = ids.expand(q.size(0), -1, -1)
+        return (q[:, None].expand(-1, N, -1).gather(2, ids) * values).sum(-1)
+
+    return score, (torch.rand(0, V), torch.randint(0, V, (1, N, L)), torch.rand(N, L))
+
+
 @scoring("no_rewrite", "the transform has no rule for the operator", explained=True)
 def query_by_query_through_vmap(c, q):
     """functorch instead of a batch axis"""
