@@ -24,7 +24,7 @@ from .entmax import transform
 from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
-from .masks import as_mask, conjuncts, is_triangle, keeps_a_key
+from .masks import as_mask, conjuncts, is_triangle, keeps_a_key, keeps_all
 from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores
 from .shapes import Decline
@@ -409,9 +409,11 @@ def _causal(
     view: GraphView, masks: list[Placed], queries: tuple[Atom, ...], keys: tuple[Atom, ...]
 ) -> tuple[bool, list[Placed]]:
     """Whether one of the masks, or a part of one, is the causal triangle, and what is left without it."""
-    rest: list[Placed] = []
+    causal, rest = False, list[Placed]()
     for mask in masks:
         parts = conjuncts(view, mask)
-        left = [part for part in parts if not is_triangle(view, part, queries, keys)]
+        some = [part for part in parts if not keeps_all(view, part)]
+        left = [part for part in some if not is_triangle(view, part, queries, keys)]
+        causal |= len(left) < len(some)
         rest += [mask] if len(left) == len(parts) else left
-    return rest != masks, rest
+    return causal, rest

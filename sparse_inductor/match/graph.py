@@ -53,6 +53,7 @@ class GraphView:
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call | None] = {}
         self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
+        self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
         self.transforms = _transforms(graph)
 
     @functools.cached_property

@@ -15,7 +15,15 @@ from .graph import GraphView
 from .shapes import Decline
 from .trial import Untestable, region, run
 
-__all__ = ["as_mask", "conjuncts", "is_triangle", "keeps_a_key", "mixed", "zero_or_one"]
+__all__ = [
+    "as_mask",
+    "conjuncts",
+    "is_triangle",
+    "keeps_a_key",
+    "keeps_all",
+    "mixed",
+    "zero_or_one",
+]
 
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 _FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
@@ -62,21 +70,47 @@ def _through(view: GraphView, mask: Placed, x: Any, **changes: Any) -> list[Plac
 
 
 def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
-    """Whether a mask keeps exactly the keys j <= i + Lk - Lq."""
-    if len(mask.axes) < 2 or any(mask.axes[:-2]):
+    """Whether a mask keeps exactly the keys j <= i + Lk - Lq, of whatever it has besides."""
+    if len(mask.axes) < 2:
         return False
     if flat(mask.axes[-2]) != queries or flat(mask.axes[-1]) != keys:
         return False
     return _triangle(view, mask.node, mask.negate) or _computes_triangle(view, mask)
 
 
+def keeps_all(view: GraphView, mask: Placed) -> bool:
+    """Whether a mask provably keeps every key, as one does that tells the documents of a sequence apart by positions
+    that count through."""
+    node = _bare(view, mask.node)
+    call = view.call(node)
+    if call is not None and call.name == "eq" and not mask.negate:
+        sides = call["input"], call["other"]
+        values = [_computed(view, x) if view.is_tensor(x) else None for x in sides]
+        if all(v is not None and v.numel() for v in values):
+            one = torch.cat([v.flatten() for v in values if v is not None])
+            return bool((one == one[0]).all())
+    keep = _computed(view, node)
+    return keep is not None and bool(((keep != 0) != mask.negate).all())
+
+
+def _bare(view: GraphView, node: fx.Node) -> fx.Node:
+    """What a boolean was before it was copied."""
+    while (call := view.call(node)) is not None and call.name in ("cast", "contiguous", "clone"):
+        x = view.value(call["input"], node) if view.is_tensor(call["input"]) else None
+        if call.inplace or x is None or view.dtype(x) != torch.bool:
+            break
+        node = x
+    return node
+
+
 def keeps_a_key(view: GraphView, mask: Placed) -> bool:
     """Whether a mask provably keeps a key, the last axis, in every row."""
     if not mask.axes or not flat(mask.axes[-1]):
         return False
-    shape = view.shape(mask.node)
-    square = len(shape) > 1 and same_size(shape[-1], shape[-2])
-    if square and _triangle(view, mask.node, mask.negate):
+    parts = [part for part in conjuncts(view, mask) if not keeps_all(view, part)]
+    shapes = [view.shape(part.node) for part in parts]
+    square = all(len(s) > 1 and same_size(s[-1], s[-2]) for s in shapes)
+    if square and all(_triangle(view, part.node, part.negate) for part in parts):
         return True
     keep = _computed(view, mask.node)
     return keep is not None and bool(((keep != 0) != mask.negate).any(-1).all())
@@ -142,9 +176,27 @@ def _compared(view: GraphView, node: fx.Node, call: Any, negate: bool, offset: A
 
 
 def _positions(view: GraphView, node: Any) -> tuple[int, Any] | None:
-    """(axis from the end, first position) of an arange that lies along one axis."""
+    """(axis from the end, first position) of numbers that count along one axis and are the same along the others."""
     if not view.is_tensor(node):
         return None
+    return _of_arange(view, node) or _of_numbers(view, node)
+
+
+def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
+    """Such numbers, computed: transformers gathers the positions of every sequence."""
+    value = _computed(view, node)
+    if value is None or value.is_floating_point() or value.dim() < 2 or not value.numel():
+        return None
+    for axis in (1, 2):
+        lines = value.movedim(-axis, -1).flatten(0, -2)
+        length, first = lines.shape[1], int(lines[0, 0])
+        if length > 1 and bool((lines == torch.arange(first, first + length)).all()):
+            return axis, first
+    return None
+
+
+def _of_arange(view: GraphView, node: Any) -> tuple[int, Any] | None:
+    """An arange that lies along one axis."""
     shape = view.shape(node)
     along = [i for i, s in enumerate(shape) if not same_size(s, 1)]
     if len(along) != 1:
@@ -182,7 +234,7 @@ def _computes_triangle(view: GraphView, mask: Placed) -> bool:
     keep = keep != 0
     rows, columns = shape[-2:]
     triangle = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-    return bool(torch.equal(keep.reshape(rows, columns), ~triangle if mask.negate else triangle))
+    return bool((keep == (~triangle if mask.negate else triangle)).all())
 
 
 def as_mask(view: GraphView, bias: Placed) -> Placed | None:
@@ -324,6 +376,12 @@ def _is_binary(view: GraphView, m: fx.Node) -> bool:
 
 def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     """The value of a tensor that is made of nothing but numbers, if it is small enough to compute here."""
+    if node not in view.computed:
+        view.computed[node] = _compute(view, node)
+    return view.computed[node]
+
+
+def _compute(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     shape = view.shape(node)
     if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
         return None

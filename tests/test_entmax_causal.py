@@ -1,0 +1,118 @@
+"""Causal masks made of positions: where the operator is told that it is causal, and where a mask stays one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from corpus.entmax import Transformer, token_ids
+from support import compile_without_codegen, only, rewrites
+
+entmax = pytest.importorskip("entmax")
+B, H, L, D = 3, 2, 9, 8
+
+
+def gathered(positions):
+    """[B, 1, L, 1] and [B, 1, 1, L], as transformers reads the positions of every sequence."""
+    batch = torch.arange(B)[:, None, None, None]
+    at = torch.arange(L)
+    return positions[batch, at[None, None, :, None]], positions[batch, at[None, None, None]]
+
+
+def documents(positions):
+    """A new number wherever positions do not count on."""
+    before = positions[:, :1] - 1
+    return (positions.diff(prepend=before, dim=-1) != 1).cumsum(-1)
+
+
+def same_document(positions):
+    mine, theirs = gathered(documents(positions))
+    return mine == theirs
+
+
+def not_after(positions):
+    mine, theirs = gathered(positions)
+    return theirs <= mine
+
+
+def in_order():
+    return torch.arange(L)[None].expand(B, -1)
+
+
+def packed():
+    return torch.cat([torch.arange(4), torch.arange(L - 4)])[None].expand(B, -1)
+
+
+def one_is_shifted():
+    """The keys of the last sequence may lie one ahead."""
+    ahead = (torch.arange(B) == B - 1).long()[:, None, None, None]
+    mine, theirs = gathered(in_order())
+    return theirs <= mine + ahead
+
+
+MASKS = {
+    "positions of every sequence": (lambda: not_after(in_order()), "causal"),
+    "positions from seven on": (lambda: not_after(in_order() + 7), "causal"),
+    "one document": (lambda: not_after(in_order()) & same_document(in_order()), "causal"),
+    "through a copy": (lambda: not_after(in_order()).to("cpu").contiguous(), "causal"),
+    "what comes after is dropped": (lambda: ~(not_after(in_order()).logical_not()), "causal"),
+    "two documents": (lambda: not_after(packed()) & same_document(packed()), "mask"),
+    "documents alone": (lambda: same_document(packed()), "mask"),
+    "positions of two documents": (lambda: not_after(packed()), "mask"),
+    "one sequence sees more": (one_is_shifted, "mask"),
+    "strictly before": (lambda: gathered(in_order())[1] < gathered(in_order())[0], "mask"),
+}
+
+
+def notes(program, inputs, training):
+    """What the rewrites' notes say, once the numbers and gradients are the program's own."""
+    leaves = [t.requires_grad_(training) if t.is_floating_point() else t for t in inputs]
+    with torch.set_grad_enabled(training), only("entmax_attention") as report:
+        got, want = compile_without_codegen(program)(*leaves), program(*leaves)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        if training:
+            learnt = [t for t in leaves if t.requires_grad]
+            if learnt:
+                weights = torch.randn_like(want)
+                grads = [torch.autograd.grad((y * weights).sum(), learnt) for y in (got, want)]
+                torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-5)
+        return [set(r.note.split(", ")) for r in rewrites(report, "entmax_attention")]
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("added", [False, True], ids=["filled", "added"])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_positions(name, added, training):
+    make, said = MASKS[name]
+    torch.manual_seed(0)
+
+    def program(q, k, v):
+        scores, low = q @ k.mT * D**-0.5, torch.finfo(q.dtype).min
+        if added:
+            scores = scores + torch.where(make(), torch.zeros(()), low)
+        else:
+            scores = torch.where(make(), scores, low)
+        return entmax.entmax15(scores, dim=-1) @ v
+
+    (note,) = notes(program, [torch.randn(B, H, L, D) for _ in range(3)], training)
+    assert ("causal" in note) == (said == "causal")
+    assert (not {"mask", "bias"} & note) == (said == "causal")
+
+
+def test_a_comparison_that_always_holds_may_drop_every_key():
+    def program(q, k, v):
+        keep = not_after(in_order()) & ~same_document(in_order())
+        scores = torch.where(keep, q @ k.mT * D**-0.5, -1e9)
+        return entmax.entmax15(scores, dim=-1) @ v
+
+    (note,) = notes(program, [torch.randn(B, H, L, D) for _ in range(3)], training=True)
+    assert {"causal", "mask"} <= note
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
+def test_a_decoder_without_padding_is_causal_alone(training):
+    model = Transformer("llama", "entmax15", layers=2)
+    ids, _ = token_ids()
+    found = notes(lambda ids: model.model(ids).last_hidden_state, [ids], training)
+    assert len(found) == 2
+    assert all("causal" in note and not {"mask", "bias"} & note for note in found)
