@@ -144,7 +144,7 @@ def test_rows_too_few_to_pack(monkeypatch, gated):
 
 def test_rows_in_pieces(monkeypatch):
     monkeypatch.setattr(kernel, "CHUNK", 128 * 72)
-    check_forward(*make(300, share=0.15))
+    check_forward(*make(140, share=0.15))
 
 
 def check_backward(x, b, stats=True, needs=(True,) * 7):
@@ -199,7 +199,7 @@ def test_only_what_is_needed():
 
 def test_backward_in_pieces(monkeypatch):
     monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
-    check_backward(*make(300, share=0.2))
+    check_backward(*make(140, share=0.2))
 
 
 def alike(M, **kwargs):
