@@ -127,7 +127,7 @@ def _programs(gate_steps: str, up_steps: str) -> tuple[Program, Program, float]:
     return f, g, at
 
 
-def _check(x, gate, gate_bias, up, up_bias, down, down_bias) -> None:
+def _check(x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None) -> None:
     """Raises the errors that `relu_ffn` documents."""
     if x.dim() < 1:
         raise ValueError(f"x must be [..., K], got shape {tuple(x.shape)}")
@@ -146,27 +146,19 @@ def _check(x, gate, gate_bias, up, up_bias, down, down_bias) -> None:
     for name, t, n in (*biases, ("down_bias", down_bias, down.shape[0])):
         if t is not None and (t.dim() != 1 or differ(t.shape[0], n)):
             raise ValueError(f"{name} must be [{n}], got shape {tuple(t.shape)}")
+    shape = (*x.shape[:-1], down.shape[0])
+    if residual is not None and (
+        residual.dim() != len(shape) or any(map(differ, residual.shape, shape))
+    ):
+        raise ValueError(f"residual must be {shape}, got shape {tuple(residual.shape)}")
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be one of {FLOATS}, got {x.dtype}")
-    names = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    for name, t in zip(names, (gate, gate_bias, up, up_bias, down, down_bias)):
+    names = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias", "residual")
+    for name, t in zip(names, (gate, gate_bias, up, up_bias, down, down_bias, residual)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {t.dtype}")
         if t is not None and t.device != x.device:
             raise ValueError(f"{name} is on {t.device}, x on {x.device}")
-
-
-def _check_residual(x: Tensor, down: Tensor, residual: Tensor | None) -> None:
-    """Raises the errors that `relu_ffn` documents."""
-    if residual is None:
-        return
-    shape = (*x.shape[:-1], down.shape[0])
-    if residual.dim() != len(shape) or any(map(differ, residual.shape, shape)):
-        raise ValueError(f"residual must be {shape}, got shape {tuple(residual.shape)}")
-    if residual.dtype != x.dtype:
-        raise TypeError(f"residual must have the dtype of x, {x.dtype}, got {residual.dtype}")
-    if residual.device != x.device:
-        raise ValueError(f"residual is on {residual.device}, x on {x.device}")
 
 
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:
@@ -199,8 +191,7 @@ def _empty_packed(x: Tensor, N, gated: bool) -> aten.Packed:
 
 
 def _run(x, weights, gate_steps, up_steps, stats, train, residual=None):
-    _check(x, *weights)
-    _check_residual(x, weights[4], residual)
+    _check(x, *weights, residual=residual)
     block = _block(weights, gate_steps, up_steps)
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
@@ -292,7 +283,7 @@ def _autograd(
         t is not None and t.requires_grad for t in (*tensors, residual)
     )
     if residual is not None and learns:
-        _check_residual(x, down, residual)
+        _check(*tensors, residual=residual)
         y, numbers = _autograd(*tensors, gate_steps, up_steps, stats)
         return residual + y, numbers
     if not stats and _dense_in_graphs(x, tensors, gate_steps, up_steps):
@@ -348,8 +339,7 @@ def _dense(x, weights, gate_steps, up_steps):
 def _fake(
     x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
 ):
-    _check(x, gate, gate_bias, up, up_bias, down, down_bias)
-    _check_residual(x, down, residual)
+    _check(x, gate, gate_bias, up, up_bias, down, down_bias, residual=residual)
     _programs(gate_steps, up_steps)
     lead = x.shape[:-1]
     numbers = x.new_empty(4 if stats else 0, *lead, dtype=_wide(x))
