@@ -129,13 +129,15 @@ def forward(
         numbers = None if stats is None else stats[:, part]
         # Looked for where it may pay; a training step needs its packed rows whole.
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
-        # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
-        pool = rows_pool.Pool(x[part], N) if shares else None
-        state = packer.new_state(x.device)
+        room = rows_pool.Pool.words(m, N) if shares else 0
+        state = packer.new_state(x.device, room)
+        pool = rows_pool.Pool(x[part], N, state[len(state) - room :]) if shares else None
         marks = None
+        # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
         if marking:
-            gate, marks = hopper.marked_product(x[part], b.gate, b.gate_bias, b.cut)
+            gate, marks = hopper.marked_product(x[part], b.gate, b.gate_bias, b.cut, state)
         else:
+            state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
         if table is None:
             table = rows.by_neuron(b.down, beside=marking)

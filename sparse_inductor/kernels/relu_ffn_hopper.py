@@ -69,6 +69,17 @@ def _wait_for_previous():
 
 
 @gluon.jit
+def _clear(zeros, words):
+    """Each program writes its share of `words` zeros."""
+    PIECE: gl.constexpr = 256  # 16 bytes a thread
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    zero = gl.zeros([PIECE], gl.int64, layout)
+    for first in range(gl.program_id(0) * PIECE, words, gl.num_programs(0) * PIECE):
+        at = first + gl.arange(0, PIECE, layout)
+        gl.store(zeros + at, zero, mask=at < words)
+
+
+@gluon.jit
 def _tile_at(t, tiles_m, tiles_n):
     """(row tile, column tile)."""
     group = t // (GROUP * tiles_n)
@@ -218,15 +229,16 @@ def _multiply_tiles(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "cut"])
+@gluon.jit(do_not_specialize=["M", "N", "cut", "words"])
 def _product_kernel(
-    x, weight, out, bias, marks, state, M, N, cut,
+    x, weight, out, bias, marks, state, M, N, cut, words,
     KBLOCKS: gl.constexpr, EACH: gl.constexpr, MODE: gl.constexpr, HAS_BIAS: gl.constexpr,
     F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """x weight^T + bias, which ends as MODE says in out [M, N]. A program owns every so manieth tile.
 
-    HIDDEN does nothing but where the state says that all M rows take the dense path.
+    HIDDEN does nothing but where the state says that all M rows take the dense path. MARK makes zeros of the state, of
+    so many int64 words.
     """
     # 48 KiB each: as many as fit the 227 KiB of a multiprocessor beside what is read and written.
     STAGES: gl.constexpr = 3 if MODE == HIDDEN else 4
@@ -249,6 +261,8 @@ def _product_kernel(
     tiles_n = gl.cdiv(N, COLUMNS)
     # A multiprocessor has no room for anything beside this: the next kernel starts where tiles have run out.
     _let_next_start()
+    if MODE == MARK:
+        _clear(state, words)
     if MODE == HIDDEN:
         _wait_for_previous()
         tiles_m = gl.where(gl.load(state + DENSE) == M, tiles_m, 0)
@@ -332,8 +346,7 @@ def _launch(
         TensorDescriptor.from_tensor(out, [ROWS.value, COLUMNS.value // PIECES.value], layout),
         unused if bias is None else bias,
         unused if marks is None else marks,
-        unused if state is None else state,
-        M, len(weight), cut,
+        state, M, len(weight), cut, len(state),
     )  # fmt: skip
     constants = {
         "KBLOCKS": steps,
@@ -349,13 +362,17 @@ def _launch(
 
 
 def marked_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, cut: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cut: float,
+    state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x weight^T + bias [M, N], marks [M, words] of what of it is not <= cut)."""
+    """(x weight^T + bias [M, N], marks [M, words] of what of it is not <= cut). `state`, int64, becomes zeros."""
     M, N = len(x), len(weight)
     out = x.new_empty(M, N)
     marks = torch.empty(M, 8 * -(-N // COLUMNS.value), dtype=torch.int32, device=x.device)
-    _launch(MARK, x, weight, out, bias, marks, None, least_active(cut, x.dtype))
+    _launch(MARK, x, weight, out, bias, marks, state, least_active(cut, x.dtype))
     return out, marks
 
 

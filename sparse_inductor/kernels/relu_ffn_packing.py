@@ -21,7 +21,6 @@ from .epilogue import encode, evaluate
 __all__ = [
     "ARRIVED",
     "DENSE",
-    "FEW_ROWS",
     "IN_ORDER",
     "LISTED",
     "ROWS_MOST",
@@ -373,9 +372,9 @@ def _pair(cut: float, dtype: torch.dtype) -> int:
     return ((bits << 16 | bits) ^ 0x80000000) - 0x80000000
 
 
-def new_state(device: torch.device) -> torch.Tensor:
-    """Zeros for `pack` to count in."""
-    return torch.zeros(ARRIVED.value + ARRIVALS, dtype=torch.int64, device=device)
+def new_state(device: torch.device, more: int = 0) -> torch.Tensor:
+    """Room for `pack` to count in, and behind it for `more` words: all of it is to be zeros."""
+    return torch.empty(ARRIVED.value + ARRIVALS + more, dtype=torch.int64, device=device)
 
 
 def pack(
@@ -393,7 +392,7 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous: (state, pieces), for `listed_rows` and the row kernels.
 
-    rows_heavy: room for `listed` rows. state: of `new_state`. shared: zeros, for pools to be chosen by. M is at most
+    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. shared: zeros, for pools to be chosen by. M is at most
     ROWS_MOST. marks: of `relu_ffn_hopper`, which spare reading the projection; statistics are not made from them.
     """
     M, N = gate.shape

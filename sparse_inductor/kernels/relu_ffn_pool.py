@@ -32,10 +32,16 @@ ENTRIES = 10 * ROWS
 class Pool:
     """size [blocks]: neurons of each block's pool; neuron [blocks, SIZE]; value [M, SIZE], 0 where not active."""
 
-    def __init__(self, x: torch.Tensor, N: int) -> None:
+    @staticmethod
+    def words(M: int, N: int) -> int:
+        """Words of the counts of M rows."""
+        return triton.cdiv(triton.cdiv(M, ROWS) * N, 2)
+
+    def __init__(self, x: torch.Tensor, N: int, counts: torch.Tensor) -> None:
+        """counts: `words` of int64 that are zeros when rows are packed."""
         M = len(x)
         self.blocks = triton.cdiv(M, ROWS)
-        self.counts = torch.zeros(self.blocks, N, dtype=torch.int32, device=x.device)
+        self.counts = counts.view(torch.int32)[: self.blocks * N].view(self.blocks, N)
         self.slot = torch.empty(self.blocks, N, dtype=torch.int16, device=x.device)
         self.size = torch.empty(self.blocks, dtype=torch.int32, device=x.device)
         self.neuron = torch.empty(self.blocks, SIZE, dtype=torch.int32, device=x.device)

@@ -19,26 +19,27 @@ from sparse_inductor.epilogue.steps import Program
 
 from .early import EARLY_STARTS, early, wait_for_previous
 from .epilogue import dual, encode, evaluate
-from .relu_ffn_packing import FEW_ROWS, IN_ORDER, LISTED, n_listed, pieces_of
+from .relu_ffn_packing import IN_ORDER, LISTED, n_listed, pieces_of
 
-__all__ = ["by_neuron", "dots", "gradients", "slopes", "weighted_rows"]
+__all__ = [
+    "FLIGHT",
+    "by_neuron",
+    "dots",
+    "gradients",
+    "limited",
+    "slopes",
+    "weighted_rows",
+    "width",
+]
 
-# Columns of a table row that a program holds at once: 2 048 fp32 are 16 registers of 128 threads.
+# Table rows in flight a program, and registers of a thread where weights have 16 bits: what the compiler takes unasked
+# leaves room for too few programs (162 us of dot products for 123, at 8 192 tokens of 30 entries, K = 2 048).
+FLIGHT = 4
+REGISTERS = 96
+# Columns of a sum that a program holds, and of them a warp; columns of a dot product that a warp holds.
 WIDTH = 2048
-# Table rows in flight a program: 8 x 2 048 16-bit numbers are 64 registers of 128 threads, and enough
-# loads to cover the latency of L2.
-FLIGHT = 8
-WARPS = 4
-# Dot products end in a sum over the threads: two warps, and two rows at a time, wait less for one another (0.145 ms
-# against 0.163 of four and four and 0.148 of one warp, at 8 192 tokens of 30 entries).
-FLIGHT_DOTS = 2
-WARPS_DOTS = 2
-# Where few rows run, a row is not to wait for its own dot products: more of them at a time, by more warps (0.184 ms a
-# block against 0.187, at 2 048 tokens).
-FLIGHT_FEW = 4
-WARPS_FEW = 4
-# Registers of a thread of them where what a backward needs is kept, at 16 bits: as many as without.
-REGISTERS_DOTS = 72
+SUM_COLUMNS = 512
+DOT_COLUMNS = 1024
 # Bytes of a table, or of a part of it, that stay in L2 (50 MB on an H200) beside what is read and written once.
 RESIDENT = 36 << 20
 # Columns of a part at least: a warp's loads of 16 bytes of two rows.
@@ -50,18 +51,23 @@ MOST_PARTS = 4
 STAGES = 1
 
 
-def width(n: int, interpreted: bool) -> int:
-    """Columns that a program holds of rows of n; 32 at least, so that there is a half of them."""
-    return 32 if interpreted else min(WIDTH, max(32, triton.next_power_of_2(n)))
+def width(n: int, most: int, interpreted: bool) -> int:
+    """Columns, `most` at most, that a program holds of rows of n; 32 at least, so that there is a half of them."""
+    return 32 if interpreted else min(most, max(32, triton.next_power_of_2(n)))
 
 
 def _resident(D: int, interpreted: bool, tables: Sequence[torch.Tensor]) -> tuple[int, int]:
     """(columns, warps) of sums of rows of D: fewer columns where so many of all rows would not stay in L2."""
-    columns = width(D, interpreted)
+    columns = width(D, WIDTH, interpreted)
     column = sum(len(t) * t.element_size() for t in tables)
     while columns > NARROWEST and columns * column > RESIDENT:
         columns //= 2
-    return columns, WARPS if interpreted else max(1, WARPS * columns // WIDTH)
+    return columns, max(1, columns // SUM_COLUMNS)
+
+
+def limited(t: torch.Tensor) -> dict[str, int]:
+    """Options of a kernel that holds FLIGHT rows of such elements."""
+    return {"maxnreg": REGISTERS} if t.is_cuda and t.element_size() == 2 else {}
 
 
 def _parts(table: torch.Tensor) -> tuple[int, int]:
@@ -83,16 +89,10 @@ def _in_part(index, start, end, p, SPAN: tl.constexpr, PIECE: tl.constexpr):
     return start + tl.sum(before, 0), start + tl.sum(until, 0)
 
 
-def _whole(n: int, interpreted: bool, warps: int = WARPS_DOTS) -> tuple[int, int]:
+def _whole(n: int, interpreted: bool) -> tuple[int, int]:
     """(columns, warps) for a dot product over rows of n: all of a row at once, as long as registers last."""
-    if interpreted:
-        return 32, 1
-    columns = min(8192, triton.next_power_of_2(n))
-    return columns, max(warps, columns // 1024)
-
-
-def _flight(interpreted: bool) -> int:
-    return 4 if interpreted else FLIGHT
+    columns = width(n, 8192, interpreted)
+    return columns, max(1, columns // DOT_COLUMNS)
 
 
 @triton.jit
@@ -269,10 +269,8 @@ def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: 
 
 # A weighted sum of more entries is made in halves.
 LONG = 64
-# Rows to a program that takes listed pieces, where few rows run (it takes about one piece) and where many do; and
-# programs that take them at least, where most rows may be long.
-SHARE = 2
-SHARE_MANY = 8
+# Rows to a program that takes listed pieces, where many run; and such programs, one a row at most, where few do.
+SHARE = 8
 LISTERS = 2048
 # `gradients` stripes a row's entries over programs, so many at a time.
 STRIPE = 32
@@ -282,7 +280,7 @@ PROGRAMS_MANY = 2
 
 def _listers(M: int, most: int) -> int:
     """Programs for the pieces that are listed, of rows of `most` at most."""
-    return max(triton.cdiv(M, SHARE_MANY), min(triton.cdiv(M, SHARE), LISTERS)) if most > 1 else 0
+    return max(triton.cdiv(M, SHARE), min(M, LISTERS)) if most > 1 else 0
 
 
 def dots(
@@ -301,21 +299,18 @@ def dots(
     out = torch.empty_like(gates)
     M, K = x.shape
     cap = index.shape[1]
-    few = M <= FEW_ROWS and K <= WIDTH
-    flight, warps = (FLIGHT_FEW, WARPS_FEW) if few else (FLIGHT_DOTS, WARPS_DOTS)
-    wide, warps = _whole(K, not x.is_cuda, warps)
+    wide, warps = _whole(K, not x.is_cuda)
     piece, most = pieces_of(M, cap, not x.is_cuda)
     listers = _listers(M, most)
     parts, span = _parts(table)
     keep = ups is not None
-    registers = {"maxnreg": REGISTERS_DOTS} if keep and x.is_cuda and x.element_size() == 2 else {}
     _dots_kernel[(listers + M, parts)](
         x, table, bias, count, index, gates, ups, out, *packing,
         M, K, x.stride(0), table.stride(0), listers,
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
         KEEP=keep, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0,
-        PARTS=parts, SPAN=span, FLIGHT=flight, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
-        **early(x), **registers, num_warps=warps,
+        PARTS=parts, SPAN=span, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
+        **early(x), **limited(x), num_warps=warps,
     )  # fmt: skip
     if stats is not None:
         _sum_stats_kernel[(M,)](
@@ -462,8 +457,8 @@ def weighted_rows(
         M, D, table.stride(0), table_b.stride(0), out.stride(0), listers,
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most, LISTS=listers > 0,
-        POOL_ROWS=pool_rows, FLIGHT=_flight(not out.is_cuda), WIDTH=wide, EVEN=D % wide == 0,
-        STAGES=STAGES, **early(out), num_warps=warps,
+        POOL_ROWS=pool_rows, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
+        STAGES=STAGES, **early(out), **limited(out), num_warps=warps,
     )  # fmt: skip
 
 
@@ -549,7 +544,7 @@ def gradients(
         dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
         D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
-        CAP=cap, PIECE=piece, FLIGHT=FLIGHT_DOTS, WIDTH=wide, EVEN=D % wide == 0, ONE=wide >= D,
-        STAGES=STAGES, num_warps=warps,
+        CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0, ONE=wide >= D,
+        STAGES=STAGES, **limited(dy), num_warps=warps,
     )  # fmt: skip
     return d_gate, d_up, hidden

@@ -56,7 +56,7 @@ def test_packing_from_marks(N, share):
     value = gate.new_empty(M, CAP)
     heavy = count.new_empty(packer.room_for_rows(M))
     marks = marks_of(gate, 0.0)
-    state = packer.new_state(gate.device)
+    state = packer.new_state(gate.device).zero_()
     packer.pack(
         gate, (count, index, value), heavy, state, None, parse("relu"), 0.0, True, marks=marks
     )
@@ -91,7 +91,9 @@ def test_marked_product(dtype, M, K, N, bias):
     b = torch.randn(N, device="cuda", dtype=dtype) if bias else None
     x[1, 3] = torch.nan
     hopper_gpu(x, w)
-    out, marks = hopper.marked_product(x, w, b, 0.3)
+    state = torch.full((M * 7 + 1,), -1, dtype=torch.int64, device="cuda")
+    out, marks = hopper.marked_product(x, w, b, 0.3, state)
+    assert not state.any()
     want = F.linear(x, w, b)
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2, equal_nan=True)
     assert torch.equal(marks, marks_of(out.float(), 0.3))
