@@ -392,8 +392,8 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous: (state, pieces), for `listed_rows` and the row kernels.
 
-    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. shared: zeros, for pools to be chosen by. M is at most
-    ROWS_MOST. marks: of `relu_ffn_hopper`, which spare reading the projection; statistics are not made from them.
+    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. shared: zeros, for pools to be chosen by. M is at
+    most ROWS_MOST. marks: of `relu_ffn_hopper`, which spare reading the projection; statistics are not made from them.
     """
     M, N = gate.shape
     count, index, value = packed
