@@ -29,9 +29,6 @@ __all__ = ["chunks", "forward", "rows_of_table"]
 CHUNK = 1 << 29
 # Rows up to which nothing is packed: what is saved does not make up for the launches and the longest row.
 FEW = 1024
-# Rows among which one or two with more active neurons than usual are expected, and a tile of the dense path just for
-# them would take longer than to gather for them.
-MANY = 16384
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
 
@@ -120,7 +117,9 @@ def forward(
         up = None if b.up is None else F.linear(x, b.up, b.up_bias)
         return F.linear(dense.activate(gate, up, b.f, b.g, b.cut), b.down, b.down_bias)
     up = None if b.up is None else rows_of_table(b.up)
-    if packed is None and M > MANY:
+    if packed is None and M > packer.MANY:
+        # Among so many, one or two with more active neurons than usual are expected, and a tile of the dense path just
+        # for them would take longer than to gather for them.
         cap *= 2
     marking = stats is None and hopper.may_mark(x, b.gate, b.cut)
     table = None

@@ -23,6 +23,7 @@ __all__ = [
     "DENSE",
     "IN_ORDER",
     "LISTED",
+    "MANY",
     "ROWS_MOST",
     "decide_after_pools",
     "dense_row",
@@ -60,9 +61,13 @@ ONE_HEAVY = tl.constexpr(1 << 29)
 # The fields of POOLED.
 ONE_BLOCK = tl.constexpr(1 << 40)
 ROWS_MOST = 1 << 21
+# Rows from which on the longest of them do not count any more.
+MANY = 16384
 # Entries of packed rows that cost as much as a row of the dense path, for each neuron: the tensor cores multiply by all
-# N up and down weights in the time in which L2 yields those of N / 120 neurons (H200, at 8 192 tokens of K = 2 048).
-DENSE_ROW = 1 / 120
+# N up and down weights in the time in which L2 yields those of N / 105 neurons, of N / 80 where rows are many (H200, at
+# 8 192 and 32 768 tokens of K = 2 048).
+DENSE_ROW = 1 / 105
+DENSE_ROW_MANY = 1 / 80
 # Entries a piece. Rows are uneven: where few rows run, the longest piece is the time it takes (49 us of dot products
 # against 53 at 2 048 tokens, but 164 against 145 at 8 192).
 PIECE = 64
@@ -71,9 +76,9 @@ PIECE_FEW = 32
 FEW_ROWS = 4096
 
 
-def dense_row(N: int) -> float:
-    """Entries that cost as much as a row of the dense path."""
-    return max(N * DENSE_ROW, 1.0)
+def dense_row(M: int, N: int) -> float:
+    """Entries that cost as much as a row of the dense path, of M rows."""
+    return max(N * (DENSE_ROW_MANY if M > MANY else DENSE_ROW), 1.0)
 
 
 def pieces_of(M: int, cap: int, interpreted: bool) -> tuple[int, int]:
@@ -404,7 +409,7 @@ def pack(
         words_listed = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
         _pack_marked_kernel[(M,)](
             gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
-            M, N, marks.shape[1], dense_row(N),
+            M, N, marks.shape[1], dense_row(M, N),
             BLOCK_ROWS=block_rows, CAP=cap, PIECE=piece, PIECES=most,
             BLOCK=triton.next_power_of_2(marks.shape[1]), CHUNK=CHUNK_MARKED, **early(gate), num_warps=1,
         )  # fmt: skip
@@ -424,7 +429,7 @@ def pack(
     _pack_kernel[(M,)](
         gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
         M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
-        dense_row(N), pairs,
+        dense_row(M, N), pairs,
         STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
         CAP=cap, PIECE=piece, PIECES=most, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
         C=columns, num_warps=warps,

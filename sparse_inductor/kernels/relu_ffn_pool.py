@@ -137,7 +137,7 @@ def split(
     block = min(64, triton.next_power_of_2(cap))  # a few more than most rows have
     rows_each = 4  # a row and a warp
     _select_kernel[(pool.blocks,)](
-        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N, dense_row(N),
+        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N, dense_row(M, N),
         SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), **early(value), num_warps=8,
     )  # fmt: skip
     _split_kernel[(triton.cdiv(M, rows_each),)](

@@ -99,7 +99,7 @@ def test_where_packed_rows_do_not_pay_all_are_dense(monkeypatch):
     packed = empty_packed(x, b)
     kernel.forward(x, b, None, packed, CAP)
     assert (packed.count <= CAP).sum() >= 40
-    monkeypatch.setattr(packer, "DENSE_ROW", 1 / 120)
+    monkeypatch.setattr(packer, "DENSE_ROW", 1 / 105)
     kernel.forward(x, b, None, packed, CAP)
     assert (packed.count > CAP).all()
     check_forward(x, b)
