@@ -104,7 +104,7 @@ class Attention:
             lambda: fake(q).new_empty(shape),
             torch.ops.sparse_inductor.entmax_attention.default,
             q, k, v, bias, mask, alpha, None, None,
-            number, self.scores.scale, self.fill, self.causal,
+            number, self.scores.scale, self.fill, self.causal, False,
         )  # fmt: skip
         out = e.cast(out, fake(self.node).dtype)
         return self._as_user_has_it(e, out)
