@@ -249,6 +249,23 @@ FUTURE = torch.ones(L, L).triu(1).bool()
 
 
 @attention()
+def causal_and_left_padding_added(q, k, v, mask):
+    """Hugging Face's decoders: one additive mask of both, to sequences that begin with padding"""
+    keep = ~FUTURE & mask.flip(1)[:, None, None]
+    extended = torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+    return entmax.entmax15(q @ k.mT * SCALE + extended, dim=-1) @ v
+
+
+@attention()
+def left_padding_added_then_triangle_of_infinity(q, k, v, mask):
+    """two sums: what the second drops is no longer at the number of the first"""
+    padding = (1.0 - mask.flip(1)[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    scores = q @ k.mT * SCALE + padding
+    scores = scores + torch.full((L, L), -torch.inf).triu(1)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
 def padding_then_causal_then_distances(q, k, v, mask):
     """three terms: finfo.min filled in, an added -inf triangle, ALiBi"""
     scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
