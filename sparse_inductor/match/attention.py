@@ -328,11 +328,15 @@ class _Reader:
             alike = mask is not None and (fill is None or fill == mask.fill)
             if mask is not None and alike and mask.fill != -math.inf:
                 # min + min is -inf, not min, and so is min - inf: a number is a fill where nothing else is added.
-                alike = fill is None and len(scores.biases) == 1
+                # One that a floor fills in is as a mask's.
+                alike = len(scores.biases) == 1 and (fill is None or bias.floor is not None)
                 added = alike and bias.floor is None
             if mask is not None and alike:
                 masks.append(dataclasses.replace(mask, fill=None))
                 fill = mask.fill
+            elif bias.floor is not None and view.learns(scores.product.node):
+                later = scores.biases[-1].reader
+                raise Decline("scores that have a floor are masked or biased once more", later)
             else:
                 biases.append(bias)
         return masks, biases, fill, added, alpha
