@@ -2,7 +2,7 @@
 
     p = entmax_alpha(where(mask, scale * (q @ k^T) + bias, fill), dim=-1)      [B, H, Lq, Lk]
     p @ v                                                                      [B, H, Lq, Dv]
-        ->  entmax_attention(q, k, v, alpha, scale, mask, bias, causal, fill)
+        ->  entmax_attention(q, k, v, alpha, scale, mask, bias, causal, fill, added)
 
 The probabilities never exist, so nobody else may read them: where somebody does, or dropout acts on them, the pattern
 `entmax` takes the transformation alone. Sources: AdaSplash (Goncalves et al. 2025); Peters et al. 2019.

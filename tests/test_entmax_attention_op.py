@@ -18,7 +18,7 @@ INF = math.inf
 
 def written_out(
     q, k, v, alpha=1.5, scale=None, mask=None, bias=None, causal=False, fill=-INF,
-    query_lengths=None, key_lengths=None,
+    added=False, query_lengths=None, key_lengths=None,
 ):  # fmt: skip
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     z = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -27,14 +27,18 @@ def written_out(
     if bias is not None:
         z = z + bias
     if mask is not None:
-        z = torch.where(mask, z, fill)
+        z = torch.where(mask, z, fill_in(z, fill, added))
     if causal:
-        z = torch.where(j <= i + Lk - Lq, z, fill)
+        z = torch.where(j <= i + Lk - Lq, z, fill_in(z, fill, added))
     if key_lengths is not None:
         z = torch.where(j < key_lengths[:, None, None, None], z, -INF)
     if query_lengths is not None:
         z = torch.where(i < query_lengths[:, None, None, None], z, -INF)
     return entmax(z, alpha) @ v
+
+
+def fill_in(z, fill, added):
+    return z - z.detach() + fill if added else z.new_tensor(fill)
 
 
 def make(B=2, H=4, Hkv=2, Lq=5, Lk=6, D=3, Dv=2, dtype=torch.float64, seed=0):
@@ -62,9 +66,11 @@ def compare(leaves, **kwargs):
         assert torch.allclose(ours, formula, atol=1e-9), (ours - formula).abs().max()
 
 
-@pytest.mark.parametrize("fill", [-INF, -1e9, -1.0])
+@pytest.mark.parametrize(
+    "fill, added", [(-INF, False), (-1e9, False), (-1e9, True), (-1.0, False), (-1.0, True)]
+)
 @pytest.mark.parametrize("alpha", [1.3, 1.5, 2.0, "per head"])
-def test_all_terms_in_all_combinations(alpha, fill):
+def test_all_terms_in_all_combinations(alpha, fill, added):
     leaves = make()
     (B, H, Lq, _), Lk = leaves[0].shape, leaves[1].shape[2]
     if alpha == "per head":
@@ -80,7 +86,9 @@ def test_all_terms_in_all_combinations(alpha, fill):
     for causal, m, b, padding in itertools.product(
         (False, True), (None, mask), (None, bias), ({}, lengths)
     ):
-        compare(leaves, alpha=alpha, causal=causal, fill=fill, mask=m, bias=b, **padding)
+        compare(
+            leaves, alpha=alpha, causal=causal, fill=fill, added=added, mask=m, bias=b, **padding
+        )
 
 
 def test_opcheck():
@@ -90,8 +98,10 @@ def test_opcheck():
     alpha = torch.full((1, 4, 1, 1), 1.3, dtype=torch.float64, requires_grad=True)
     lengths = torch.tensor([3, 6])
     op = ops.entmax_attention.default
-    torch.library.opcheck(op, (q, k, v, bias, mask, alpha, None, lengths, 0.0, 0.3, -1e9, True))
-    torch.library.opcheck(op, (q, k, v, None, None, None, None, None, 1.5, 0.3, -INF, True))
+    torch.library.opcheck(
+        op, (q, k, v, bias, mask, alpha, None, lengths, 0.0, 0.3, -1e9, True, True)
+    )
+    torch.library.opcheck(op, (q, k, v, None, None, None, None, None, 1.5, 0.3, -INF, True, False))
 
 
 def test_compiles_with_dynamic_shapes():
@@ -165,6 +175,27 @@ def test_a_finite_fill_averages_all_values():
     mask = torch.zeros(1, 1, 5, 6, dtype=torch.bool)
     out = entmax_attention(q, k, v, mask=mask, causal=True, fill=-1e9)
     assert torch.allclose(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_added_fill_that_takes_every_key_passes_the_gradient_on(causal, dtype):
+    """As in a program that adds the lowest number of a precision, where dropped scores are lost in it."""
+    q, k, v = make(Lq=6)
+    low, past = torch.finfo(dtype).min, torch.ones(6, 6, dtype=torch.bool).tril()
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1], [0] * 6], dtype=torch.bool)[:, None, None]
+    keep = mask & past if causal else mask
+    k_, v_ = (t.repeat_interleave(2, 1) for t in (k, v))
+    lowered = (q @ k_.mT * 3**-0.5).float() + torch.where(keep, 0.0, low)
+    grads = [
+        torch.autograd.grad(out.double().square().sum(), (q, k, v))
+        for out in (
+            entmax_attention(q, k, v, mask=mask, causal=causal, fill=low, added=True),
+            entmax(lowered, 1.5) @ v_.float(),
+        )
+    ]
+    assert grads[0][0][1].abs().min() > 0  # of queries without a key
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
 def test_nan_stays_in_its_row_and_padding_is_never_seen():

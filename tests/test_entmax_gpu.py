@@ -188,8 +188,8 @@ def test_operators_check_out():
     op = ops.entmax_attention.default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")  # fmt: skip
     for args in (
-        (q, k, v, bias, None, alpha, None, lengths, 0.0, 0.3, -1e9, True),
-        (*(t.double() for t in (q, k, v)), *[None] * 5, 1.5, 0.3, -math.inf, True),
+        (q, k, v, bias, None, alpha, None, lengths, 0.0, 0.3, -1e9, True, True),
+        (*(t.double() for t in (q, k, v)), *[None] * 5, 1.5, 0.3, -math.inf, True, False),
     ):
         torch.library.opcheck(op, args, test_utils=tests)
     x = torch.randn(64, 200, device="cuda", requires_grad=True)

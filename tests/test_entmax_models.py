@@ -54,6 +54,28 @@ def test_a_decoder_is_seen_to_be_causal_and_to_share_key_heads():
         assert "causal" in found.note and "grouped queries" in found.note
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("which, said", [("llama", {"causal", "mask"}), ("bert", {"mask"})])
+def test_padding_is_a_mask_in_training(which, said, side):
+    """One of the sequences is nothing but padding: the mask, a sum, passes its gradient on."""
+    length = torch.tensor([7, 3, 0])[:, None]
+    mask = (torch.arange(7) < length).long()
+    mask = mask if side == "right" else mask.flip(1)
+    ids = torch.randint(5, 60, (3, 7), generator=torch.Generator().manual_seed(0))
+    model = Transformer(which, "entmax15", layers=2)
+    with only(ATTENTION) as report:
+        out = compile_without_codegen(model)(ids, mask)
+        assert len(rewrites(report, ATTENTION)) == 2
+        for found in rewrites(report, ATTENTION):
+            assert said <= {*found.note.split(", ")} and "bias" not in found.note
+        eager = model(ids, mask)
+    torch.testing.assert_close(out, eager, rtol=1e-4, atol=1e-5)
+    weights = torch.randn(out.shape)
+    learnt = [p for n, p in model.named_parameters() if "pooler" not in n]
+    grads = [torch.autograd.grad((y * weights).sum(), learnt) for y in (out, eager)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-4)
+
+
 def test_attentions_that_are_asked_for_stay():
     class Recorded(nn.Module):
         def forward(self, q, k, v):

@@ -88,6 +88,7 @@ def forward(
     scale: float,
     fill: float,
     causal: bool,
+    added: bool,
     training: bool,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """out [B, H, Lq, Dv] in q's dtype, contiguous, and what `backward` needs.
@@ -100,6 +101,7 @@ def forward(
     problem = Problem.of(
         q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
         key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
+        added=added,
     )  # fmt: skip
     out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
     saved = saved_like(q, k, v, bias=bias, mask=mask, scale=scale)
@@ -128,6 +130,7 @@ def backward(
     scale: float,
     fill: float,
     causal: bool,
+    added: bool,
     needs: tuple[bool, bool, bool, bool, bool],
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of (q, k, v, bias, alpha), None where not needed; bitwise repeatable.
@@ -137,6 +140,7 @@ def backward(
     problem = Problem.of(
         q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
         key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
+        added=added,
     )  # fmt: skip
     if not out.numel():
         inputs = (q, k, v, bias, alpha)

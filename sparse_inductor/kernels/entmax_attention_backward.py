@@ -56,7 +56,7 @@ def _rows_pass(
     sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, first, last,
     EDGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     WANT_ALPHA: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add to sums = (g dp k, g k, g dp, g, and for dalpha p dp, p dp log2 u, p log2 u) over key tiles."""
@@ -86,7 +86,7 @@ def _rows_pass(
             pdp += lane_sums(w * u, LANES)
             sdp += lane_sums(w * ulog, LANES)
             s += lane_sums(g * ulog, LANES)
-        if FINITE_FILL:
+        if FINITE_FILL and not ADDED:
             w = tl.where(kept, w, 0.0)
             g = tl.where(kept, g, 0.0)
         gdpk = add_product(_narrow(w, kt), kt, gdpk, PRECISION, WIDEN)
@@ -104,7 +104,7 @@ def _rows_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     WANT_ALPHA: tl.constexpr, LANES: tl.constexpr, LEFT_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -146,13 +146,13 @@ def _rows_kernel(
     sums = (wide, wide, zero, zero, zero, zero, zero)
     sums = _rows_pass(
         sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, 0, whole,
-        False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, PRECISION, WIDEN,
-        WANT_ALPHA, LANES, BN, STAGES,
+        False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, ADDED, PRECISION,
+        WIDEN, WANT_ALPHA, LANES, BN, STAGES,
     )  # fmt: skip
     gdpk, gk, gdp, gs, pdp, sdp, s = _rows_pass(
         sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, whole, tiles,
-        True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, PRECISION, WIDEN,
-        WANT_ALPHA, LANES, BN, STAGES,
+        True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, ADDED, PRECISION,
+        WIDEN, WANT_ALPHA, LANES, BN, STAGES,
     )  # fmt: skip
     dead = d == POS_INF
     rest = tl.where(dead, 0.0, tl.sum(gdp, 1) / tl.sum(gs, 1))
@@ -182,8 +182,8 @@ def _keys_pass(
     EDGE: tl.constexpr, ONLY_LOW: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    BM: tl.constexpr, STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, ADDED: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add to dk / scale and dv over query tiles first:last.
 
@@ -222,7 +222,7 @@ def _keys_pass(
             p, g = powers(clip(x, d[:, None]), beta[:, None], KIND)
             dv = add_product(tl.trans(p.to(do.dtype)), do, dv, PRECISION, WIDEN)
             dz = g * (product(do, tl.trans(vt), PRECISION, WIDEN) - mean[:, None])
-            if FINITE_FILL:
+            if FINITE_FILL and not ADDED:
                 dz = tl.where(kept, dz, 0.0)
             dk = add_product(tl.trans(_narrow(dz, qt)), qt, dk, PRECISION, WIDEN)
     return dk, dv
@@ -233,7 +233,7 @@ def _head_pass(
     dk, dv, kt, vt, j, head_data, spread, start, plain, rows,
     LISTED: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, ADDED: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add one head to dk / scale and dv: query tiles start:plain have an edge, plain:rows none."""
@@ -242,17 +242,17 @@ def _head_pass(
         dk, dv = _keys_pass(
             dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
             0, tl.where(spread != 0, start, 0), True, True, LISTED, EVEN, D, DV, BD, BDV, KIND,
-            HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, 1,
+            HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, ADDED, PRECISION, WIDEN, BM, 1,
         )  # fmt: skip
     dk, dv = _keys_pass(
         dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
         start, plain, True, False, LISTED, EVEN, D, DV, BD, BDV, KIND,
-        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
     )  # fmt: skip
     return _keys_pass(
         dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
         plain, rows, False, False, LISTED, EVEN, D, DV, BD, BDV, KIND,
-        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
     )  # fmt: skip
 
 
@@ -266,7 +266,7 @@ def _keys_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     LEFT_ROWS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -342,13 +342,13 @@ def _keys_kernel(
             acc_k, acc_v = _head_pass(
                 acc_k, acc_v, kt, vt, j, head_data, spread, first, middle, final,
                 True, EVEN, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
-                FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+                FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
         else:
             acc_k, acc_v = _head_pass(
                 acc_k, acc_v, kt, vt, j, head_data, spread, start, plain, rows,
                 False, EVEN, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
-                FINITE_FILL, PRECISION, WIDEN, BM, STAGES,
+                FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
             )  # fmt: skip
     at = (bg.to(tl.int64) * Lk + j)[:, None]
     c = tl.arange(0, BD)
@@ -370,7 +370,7 @@ def _bias_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
     HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
     OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_ROWS: tl.constexpr, OVER_KEYS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -418,7 +418,9 @@ def _bias_kernel(
                     )
                     _, g = powers(clip(x, d[:, None]), beta[:, None], KIND)
                     dz = g * (product(do, tl.trans(vt), PRECISION, WIDEN) - mean[:, None])
-                    acc += tl.where(kept, dz, 0.0)
+                    if not ADDED:
+                        dz = tl.where(kept, dz, 0.0)
+                    acc += dz
     i = row_block * BM + tl.arange(0, BM)
     j = key_block * BN + tl.arange(0, BN)
     rows = 1 if OVER_ROWS else Lq
@@ -461,7 +463,7 @@ def rows_blocks(
     _rows_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
         *problem.operands(), out, grad, reference, shift, *rows, dq, delta,
         delta if dalpha is None else dalpha, *grad.stride(),
-        **problem.constants(), WANT_ALPHA=dalpha is not None, LANES=problem.lanes,
+        **problem.constants(), ADDED=problem.added_fill, WANT_ALPHA=dalpha is not None, LANES=problem.lanes,
         LEFT_ROWS=0 if left is None else left.block,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
     )  # fmt: skip
@@ -486,8 +488,8 @@ def keys_blocks(
     tile = tile_for(problem, "keys")
     _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(k.shape[2], tile.keys),)](
         *problem.operands(), grad, reference, shift, delta, low, *rows, dk, dv,
-        *grad.stride(), **problem.constants(), LEFT_ROWS=0 if left is None else left.block,
-        EVEN=problem.q.shape[2] % tile.rows == 0,
+        *grad.stride(), **problem.constants(), ADDED=problem.added_fill,
+        LEFT_ROWS=0 if left is None else left.block, EVEN=problem.q.shape[2] % tile.rows == 0,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
     )  # fmt: skip
 
@@ -509,7 +511,7 @@ def bias_gradient(
     keys = 1 if over[3] else triton.cdiv(Lk, tile.keys)
     _bias_kernel[(like.shape[0] * like.shape[1] * rows * keys,)](
         *problem.operands(), grad, reference, shift, delta, dbias, *grad.stride(), B,
-        **problem.constants(),
+        **problem.constants(), ADDED=problem.added_fill,
         OVER_B=over[0], OVER_H=over[1], OVER_ROWS=over[2], OVER_KEYS=over[3],
         BM=tile.rows, BN=tile.keys, **tile.options(),
     )  # fmt: skip

@@ -130,6 +130,7 @@ class Problem:
     scale: float
     fill: float
     causal: bool
+    added: bool
 
     @classmethod
     def of(
@@ -174,6 +175,11 @@ class Problem:
     @property
     def finite_fill(self) -> bool:
         return self.drops and self.fill != -math.inf
+
+    @property
+    def added_fill(self) -> bool:
+        """Whether dropped keys, whose score is `fill`, pass their gradient on."""
+        return self.finite_fill and self.added
 
     @property
     def lanes(self) -> int:

@@ -24,7 +24,7 @@ from .entmax import transform
 from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
-from .masks import as_mask, conjuncts, is_triangle, keeps_a_key, keeps_all
+from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores
 from .shapes import Decline
@@ -240,7 +240,7 @@ class _Reader:
             )
         alone = [a for a in rows if a in in_q and a not in in_k and a not in in_v]
         batch = [a for a in rows if a not in alone]
-        masks, biases, fill, alpha = self._beside(scores)
+        masks, biases, fill, added, alpha = self._beside(scores)
         if self.probabilities.again:
             also = bool(scores.unless) or any(b.fill is not None for b in biases)
             check_again(self.view, self.probabilities, masks, fill, also)
@@ -283,6 +283,7 @@ class _Reader:
             biases=biases,
             fill=-math.inf if fill is None else fill,
             causal=causal,
+            added=added,
             path=self.path,
             nodes=[
                 *self.product.nodes, *self.path, *self.found.nodes, *scores.nodes,
@@ -310,8 +311,8 @@ class _Reader:
 
     def _beside(
         self, scores: Scores
-    ) -> tuple[list[Placed], list[Placed], float | None, Placed | None]:
-        """Masks, biases, the fill, alpha; an added mask joins the others where that is exact."""
+    ) -> tuple[list[Placed], list[Placed], float | None, bool, Placed | None]:
+        """Masks, biases, the fill, whether it was added, alpha; an added mask joins the others where that is exact."""
         view, found = self.view, self.found
         alpha = None
         if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
@@ -320,26 +321,25 @@ class _Reader:
                 raise Decline("alpha is changed in place through a view of it", found.node)
             where = tuple(placed(view, seen, self.axes, found.node))
             alpha = Placed(seen, found.reader, where)
-        masks, fill = list(scores.masks), scores.fill
+        masks, fill, added = list(scores.masks), scores.fill, False
         biases: list[Placed] = []
-        added = [(b, as_mask(view, b)) for b in scores.biases]
-        finite = [m for _, m in added if m is not None and m.fill != -math.inf]
-        plain = [b for b, m in added if m is None and not view.requires_grad(b.node)]
-        learns = view.learns(scores.product.node)
-        for bias, mask in added:
+        for bias in scores.biases:
+            mask = as_mask(view, bias)
             alike = mask is not None and (fill is None or fill == mask.fill)
-            # min + min is -inf, not min: a number is a fill only where it is added once.
             if mask is not None and alike and mask.fill != -math.inf:
-                alike = len(finite) == 1 and not plain and fill is None
-                if alike and learns and bias.floor is None:
-                    # Where it drops every key of a row, a sum passes the gradient on; a fill does not.
-                    alike = len(added) == 1 and keeps_a_key(view, mask)
+                # min + min is -inf, not min, and so is min - inf: a number is a fill where nothing else is added.
+                # One that a floor fills in is as a mask's.
+                alike = len(scores.biases) == 1 and (fill is None or bias.floor is not None)
+                added = alike and bias.floor is None
             if mask is not None and alike:
                 masks.append(dataclasses.replace(mask, fill=None))
                 fill = mask.fill
+            elif bias.floor is not None and view.learns(scores.product.node):
+                later = scores.biases[-1].reader
+                raise Decline("scores that have a floor are masked or biased once more", later)
             else:
                 biases.append(bias)
-        return masks, biases, fill, alpha
+        return masks, biases, fill, added, alpha
 
     def _settle_dtype(self, a: Attention) -> torch.dtype:
         """What the operator computes in: 16 bits where both products do, or their operands were only widened."""

@@ -59,6 +59,7 @@ class Attention:
     biases: list[Placed]
     fill: float
     causal: bool
+    added: bool  # the fill was added to the scores, to which the gradient passes on
     path: list[fx.Node]  # between the transformation and the product with the values
     nodes: list[fx.Node]
     dtype: torch.dtype
@@ -104,7 +105,7 @@ class Attention:
             lambda: fake(q).new_empty(shape),
             torch.ops.sparse_inductor.entmax_attention.default,
             q, k, v, bias, mask, alpha, None, None,
-            number, self.scores.scale, self.fill, self.causal,
+            number, self.scores.scale, self.fill, self.causal, self.added,
         )  # fmt: skip
         out = e.cast(out, fake(self.node).dtype)
         return self._as_user_has_it(e, out)

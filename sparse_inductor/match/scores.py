@@ -165,19 +165,21 @@ class _Step:
             name = self.call.name
             raise self.decline(f"{name} between the product and the normalisation is not linear")
         found = self.up(x)
-        plain = [b for b in found.biases if b.fill is None]
-        if len(plain) > 1 or found.unless or any(b.times for b in plain):
+        if len(found.biases) > 1 or found.unless or any(b.times for b in found.biases):
             raise self.decline("several terms of the scores have one floor")
-        learns = self.view.learns(self.node)
-        if learns and any(as_mask(self.view, b) is None for b in plain):
-            # Where every key of a row is at the floor, no gradient passes it; the sum with a bias lets it through.
-            raise self.decline("scores with a bias that is no mask have a floor")
-        found.biases = [
-            dataclasses.replace(b, floor=low)
-            if b.fill is None
-            else dataclasses.replace(b, fill=max(b.fill, low))
-            for b in found.biases
-        ]
+        for bias in found.biases:
+            mask = as_mask(self.view, bias)
+            lowest = -math.inf if mask is None or mask.fill is None else mask.fill
+            if self.view.learns(self.node):
+                # Where every key of a row is at the floor, no gradient passes it; the sum with a bias lets it through.
+                if mask is None:
+                    raise self.decline("scores with a bias that is no mask have a floor")
+                halved = lowest == low and self.call.name == "maximum"
+                if halved and not keeps_a_key(self.view, mask):
+                    raise self.decline("maximum halves the gradient of a row whose keys all tie")
+            if lowest < low:
+                fill = None if bias.fill is None else low
+                found.biases = [dataclasses.replace(bias, fill=fill, floor=low)]
         if found.fill is not None:
             found.fill = max(found.fill, low)
         found.floored = True

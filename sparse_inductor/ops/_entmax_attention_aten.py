@@ -30,6 +30,7 @@ class Terms:
     scale: float
     fill: float
     causal: bool
+    added: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def backward(
         if not need_scores:
             continue
         ds = rows.score_gradient_(gp, u)
-        if dropped is not None:
+        if dropped is not None and not t.added:
             ds.masked_fill_(dropped, 0)
         if d_bias_ is not None:
             part = c.take(d_bias_)[..., : c.keys]

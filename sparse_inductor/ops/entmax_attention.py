@@ -37,7 +37,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alpha, Tensor? query_lengths,"
     " Tensor? key_lengths"
 )
-_NUMBERS = "float alpha_value, float scale, float fill, bool causal"
+_NUMBERS = "float alpha_value, float scale, float fill, bool causal, bool added"
 _lib = define(
     f"entmax_attention({_INPUTS}, {_NUMBERS}) -> Tensor",
     f"entmax_attention_train({_INPUTS}, {_NUMBERS}) -> (Tensor, Tensor[])",
@@ -57,6 +57,7 @@ def entmax_attention(
     causal: bool = False,
     *,
     fill: float = -math.inf,
+    added: bool = False,
     query_lengths: Tensor | None = None,
     key_lengths: Tensor | None = None,
 ) -> Tensor:
@@ -74,6 +75,8 @@ def entmax_attention(
         causal: query i keeps the keys j <= i + Lk - Lq: both sequences end together.
         fill: the score of keys that `mask` or `causal` drop. A finite one takes part like any score: a query
             that keeps no key averages all values.
+        added: the fill was added to these scores, which are lost in it: they pass their gradient on to q, k and
+            bias. Where the fill is that low, it tells in queries that keep no key alone.
         query_lengths: [B] integers; queries from there on are padding and give zeros.
         key_lengths: [B] integers; keys from there on are padding and are never seen.
 
@@ -112,6 +115,7 @@ def entmax_attention(
         q.shape[-1] ** -0.5 if scale is None else scale,
         fill,
         causal,
+        added,
     )
     return out.squeeze(1) if flat else out
 
@@ -128,8 +132,8 @@ def _four(name: str, t: Tensor | None, flat: bool) -> Tensor | None:
 
 
 def _check(
-    q, k, v, bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal
-) -> None:
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal, added
+) -> None:  # fmt: skip
     """Raises the errors that `entmax_attention` documents."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
@@ -185,6 +189,7 @@ def _check(
 
 _KEYWORDS = (
     "bias", "mask", "alpha", "query_lengths", "key_lengths", "alpha_value", "scale", "fill", "causal",
+    "added",
 )  # fmt: skip
 
 
@@ -223,11 +228,11 @@ def _train(q, k, v, *terms):
 
 def _backward(
     grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
-    alpha_value, scale, fill, causal, needs,
+    alpha_value, scale, fill, causal, added, needs,
 ):  # fmt: skip
     kernels, terms = _kernels(
         q, k, v,
-        (bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal),
+        (bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal, added),
     )  # fmt: skip
     with autocast_off(q.device.type):
         if kernels is not None:
@@ -254,7 +259,7 @@ class _EntmaxAttention(torch.autograd.Function):
             grad, *inputs, out, list(ctx.saved_tensors[9:]), *ctx.numbers, needs
         )
         q, k, v, bias, alpha = (g if n else None for g, n in zip(grads, needs))
-        return q, k, v, bias, None, alpha, *(None,) * 6
+        return q, k, v, bias, None, alpha, *(None,) * 7
 
 
 def _autograd(*args):
@@ -282,7 +287,7 @@ def _fake_train(q, k, v, *terms):
 
 def _fake_backward(
     grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
-    alpha_value, scale, fill, causal, needs,
+    alpha_value, scale, fill, causal, added, needs,
 ):  # fmt: skip
     return tuple(
         t.new_empty(t.shape) if n and t is not None else q.new_empty(0)

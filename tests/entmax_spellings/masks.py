@@ -97,6 +97,23 @@ def floored_mask(q, k, v, mask):
 
 
 @attention()
+def floor_at_the_added_number(q, k, v, mask):
+    """clamp passes a tie's gradient on, as the sum does in a sequence that is all padding"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    low = torch.finfo(q.dtype).min
+    scores = q @ k.mT * SCALE + (1.0 - mask[:, None, None].to(q.dtype)) * low
+    return entmax.entmax15(scores.clamp(min=low), dim=-1) @ v
+
+
+@attention()
+def floored_mask_then_triangle(q, k, v, mask):
+    """finfo.min by a floor and by a fill; neither passes a gradient on"""
+    low, left = torch.finfo(q.dtype).min, mask.flip(1)[:, None, None]
+    scores = (q @ k.mT * SCALE + torch.where(left, 0.0, -torch.inf)).clamp(min=low)
+    return entmax.entmax15(torch.where(~FUTURE, scores, low), dim=-1) @ v
+
+
+@attention()
 def boolean_assignment(q, k, v, mask):
     """scores[~mask] = -inf after expanding the mask"""
     scores = q @ k.mT * SCALE
@@ -246,6 +263,23 @@ def causal_rows_without_keys_added(q, k, v, mask):
 
 
 FUTURE = torch.ones(L, L).triu(1).bool()
+
+
+@attention()
+def causal_and_left_padding_added(q, k, v, mask):
+    """Hugging Face's decoders: one additive mask of both, to sequences that begin with padding"""
+    keep = ~FUTURE & mask.flip(1)[:, None, None]
+    extended = torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+    return entmax.entmax15(q @ k.mT * SCALE + extended, dim=-1) @ v
+
+
+@attention()
+def left_padding_added_then_triangle_of_infinity(q, k, v, mask):
+    """two sums: what the second drops is no longer at the number of the first"""
+    padding = (1.0 - mask.flip(1)[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    scores = q @ k.mT * SCALE + padding
+    scores = scores + torch.full((L, L), -torch.inf).triu(1)
+    return entmax.entmax15(scores, dim=-1) @ v
 
 
 @attention()

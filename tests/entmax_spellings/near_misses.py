@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from entmax_spellings.hand_written import halving, sort_entmax15
 from entmax_spellings.masks import some_rows_without_keys
-from entmax_spellings.registry import INFER, TRAIN, D, H, qkv
+from entmax_spellings.registry import INFER, TRAIN, D, H, L, qkv
 from entmax_spellings.registry import attention as any_attention
 from entmax_spellings.registry import rows as any_rows
 
@@ -351,6 +351,31 @@ def keys_written_before_the_values(q, k, v, mask):
 def floor_that_scores_reach(q, k, v, mask):
     """a floor that is no lowest number"""
     return entmax.entmax15((q @ k.mT * SCALE).clamp(min=-1e3), dim=-1) @ v
+
+
+@seen("half a gradient", modes=TRAIN)
+def maximum_of_a_row_that_ties(q, k, v, mask):
+    """torch.max(scores + padding, finfo.min), finfo.min being what is added"""
+    low = torch.finfo(q.dtype).min
+    scores = q @ k.mT * SCALE + (1.0 - mask[:, None, None].to(q.dtype)) * low
+    return entmax.entmax15(torch.max(scores, torch.tensor(low)), dim=-1) @ v
+
+
+@seen("the bias has no floor", modes=TRAIN)
+def floored_mask_then_distances(q, k, v, mask):
+    """a floor, then a bias"""
+    scores = q @ k.mT * SCALE + torch.where(mask, 0.0, -torch.inf)[:, None, None]
+    scores = scores.clamp(min=torch.finfo(q.dtype).min)
+    return entmax.entmax15(scores - torch.arange(L, dtype=q.dtype), dim=-1) @ v
+
+
+@seen("finfo.min and -inf are both lifted to finfo.min", modes=INFER)
+def floor_of_two_masks(q, k, v, mask):
+    """one filled in, one added: twice finfo.min is -inf"""
+    low = torch.finfo(q.dtype).min
+    scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), low)
+    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * low
+    return entmax.entmax15(scores.clamp(min=low), dim=-1) @ v
 
 
 @seen(

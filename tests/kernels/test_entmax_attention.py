@@ -16,6 +16,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PLAIN = {
     "bias": None, "mask": None, "alpha": None, "query_lengths": None, "key_lengths": None,
     "alpha_value": 1.5, "fill": -math.inf, "causal": False,
+    "added": False,
 }  # fmt: skip
 
 pytestmark = pytest.mark.usefixtures("nan_filled_memory")
@@ -58,14 +59,15 @@ class Entmax(torch.autograd.Function):
 
 
 def reference(
-    q, k, v, scale, bias, mask, alpha, query_lengths, key_lengths, alpha_value, fill, causal
-):
+    q, k, v, scale, bias, mask, alpha, query_lengths, key_lengths, alpha_value, fill, causal, added
+):  # fmt: skip
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     z = scale * (q @ k.transpose(-1, -2))
     Lq, Lk = z.shape[-2:]
     i, j = torch.arange(Lq, device=z.device)[:, None], torch.arange(Lk, device=z.device)[None]
     if bias is not None:
         z = z + bias
+    fill = z - z.detach() + fill if added else fill
     if mask is not None:
         z = torch.where(mask, z, fill)
     if causal:
@@ -205,26 +207,47 @@ def test_variable_lengths(device):
     assert not out[0].any() and not out[1].any() and not out[2, :, 20:].eq(0).all()
 
 
-@pytest.mark.parametrize("fill", [-math.inf, -1e4, 0.25])
+@pytest.mark.parametrize(
+    "fill, added", [(-math.inf, False), (-1e4, False), (0.25, False), (0.25, True)]
+)
 @pytest.mark.parametrize("causal", [False, True])
-def test_masked_keys_take_the_fill(fill, causal, device):
+def test_masked_keys_take_the_fill(fill, added, causal, device):
     mask = torch.rand(1, 1, 37, 45, generator=torch.Generator().manual_seed(1)) > 0.4
     mask[..., 5, :] = False
-    check(*operands(device, variance=0.5), mask=mask.to(device), fill=fill, causal=causal)
+    check(
+        *operands(device, variance=0.5), mask=mask.to(device), fill=fill, causal=causal, added=added
+    )
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device):
+    """Padding on the left, and a sequence of nothing else: these rows' scores are all lost in the fill."""
+    mask = torch.arange(45) >= torch.tensor([20, 45])[:, None]
+    q, k, v, grad = operands(device, B=2, H=4, Hkv=2, Lq=45, dtype=dtype)
+    low = torch.finfo(torch.float32).min
+    mask = mask[:, None, None].to(device)
+    _, dq, *_ = check(q, k, v, grad, mask=mask, causal=causal, fill=low, added=True)
+    without = dq[:, :, :20] if causal else dq[1:]
+    assert without.any(-1).all()
+
+
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("lengths", [(45, 45), (60, 40)])
-def test_a_causal_fill_that_competes_reaches_later_keys(lengths, device):
-    check(*operands(device, Lq=lengths[0], Lk=lengths[1], variance=0.3), causal=True, fill=0.0)
+def test_a_causal_fill_that_competes_reaches_later_keys(lengths, added, device):
+    q, k, v, grad = operands(device, Lq=lengths[0], Lk=lengths[1], variance=0.3)
+    check(q, k, v, grad, causal=True, fill=0.0, added=added)
 
 
+@pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 37, 45), (2, 1, 1, 45), (1, 1, 37, 1), (1, 2, 37, 45)])
-def test_bias_has_a_gradient(shape, device):
+def test_bias_has_a_gradient(shape, added, device):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.rand(2, 1, 1, 45, generator=torch.Generator().manual_seed(2)) > 0.2
     # A bias that is constant along a row changes nothing but where a fill competes.
-    fill = 0.0 if shape[3] == 1 else -math.inf
-    check(*operands(device, B=2), bias=bias, mask=mask.to(device), fill=fill, tolerance=1e-5)
+    fill = 0.0 if shape[3] == 1 or added else -math.inf
+    keywords = {"bias": bias, "mask": mask.to(device), "fill": fill, "added": added}
+    check(*operands(device, B=2), **keywords, tolerance=1e-5)
 
 
 def test_bias_of_minus_infinity(device):

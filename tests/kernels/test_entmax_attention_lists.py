@@ -103,10 +103,10 @@ def test_variable_lengths(device):
     check(*operands(device, **sizes(device, B=3, H=4, Hkv=2)), **lengths)
 
 
-@pytest.mark.parametrize("fill", [-1e4, 0.0])
-def test_causal_fill(fill, device):
+@pytest.mark.parametrize("fill, added", [(-1e4, False), (-1e4, True), (0.0, False), (0.0, True)])
+def test_causal_fill(fill, added, device):
     q, k, v, grad = operands(device, **sizes(device, Lq=100, Lk=100, variance=2.0))
-    check(q, k, v, grad, causal=True, fill=fill)
+    check(q, k, v, grad, causal=True, fill=fill, added=added)
     assert left(q, k, v, causal=True, fill=fill).any() == (fill == 0.0)
 
 
