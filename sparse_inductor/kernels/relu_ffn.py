@@ -20,15 +20,20 @@ from . import relu_ffn_dense as dense
 from . import relu_ffn_hopper as hopper
 from . import relu_ffn_packing as packer
 from . import relu_ffn_pool as rows_pool
+from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
 from .branch import Branch
 
-__all__ = ["chunks", "forward", "rows_of_table"]
+__all__ = ["chunks", "forward", "resides", "rows_of_table"]
 
 # Elements of the gate projection at a time: 1 GiB at 16 bits. Every piece ends with its longest row.
 CHUNK = 1 << 29
 # Rows up to which nothing is packed: what is saved does not make up for the launches and the longest row.
 FEW = 1024
+# Rows from which on a table's slices may stay in shared memory, in inference and where a backward follows: with fewer,
+# to arrange the entries and to add up takes as long as is gained.
+RESIDENT = 16384
+RESIDENT_TRAINING = 8192
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
 
@@ -80,6 +85,11 @@ def chunks(M: int, N: int, elements: int) -> list[slice]:
 def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
     """A weight with unit stride along its rows: itself, or a copy (a transposed one costs one pass over it)."""
     return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def resides(M: int, training: bool) -> bool:
+    """Whether `relu_ffn_resident` is for so many rows."""
+    return (RESIDENT_TRAINING if training else RESIDENT) <= M
 
 
 def _may_share(M: int, N: int, cut: float) -> bool:
@@ -160,12 +170,24 @@ def forward(
         listed = state, heavy
         if pool is not None:
             rows_pool.split(pool, state, *entries)
+        h, steps, rest = value, b.f, None
+        if up is not None:
+            h, steps = torch.empty_like(value), ()
+            made = resident.plan(x[part], up) if resides(m, packed is not None) else None
+            if made is not None:
+                octets = state[packer.OCTETS.value : packer.ARRIVED.value].view(torch.int32)
+                lists = resident.Lists(count, index, made, packer.most_entries(m, N), octets)
+                lists.fill(state)
+                # In front of what else there is to do: it needs whole multiprocessors.
+                resident.dots(x[part], up, b.up_bias, entries, ups, lists, h, b.f, b.g)
+                rest = lists.rest
+                del lists  # its sums are large
         # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
         with Branch(x.device) as branch:
-            h, steps = value, b.f
             if up is not None:
-                h = rows.dots(x[part], up, b.up_bias, entries, ups, numbers, packing, b.f, b.g)
-                steps = ()
+                rows.dots(x[part], up, b.up_bias, entries, ups, packing, h, b.f, b.g, rest)
+                if numbers is not None:
+                    rows.hidden_stats(count, h, numbers)
             beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
             pooled = None
             with branch.beside():

@@ -16,10 +16,11 @@ import triton.language as tl
 
 from . import relu_ffn as forward
 from . import relu_ffn_dense as dense
+from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
 from .branch import Branch
 from .relu_ffn import Block, Packed, chunks, rows_of_table
-from .relu_ffn_packing import heavy_rows, popcount
+from .relu_ffn_packing import heavy_rows, most_entries, popcount
 
 __all__ = ["backward"]
 
@@ -231,9 +232,21 @@ def backward(
         table = rows.by_neuron(b.down)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
         entries = packed.count, packed.index, packed.gate
-        d_gate, d_up, h = rows.gradients(
-            dy, table, entries, packed.up if gated else None, d_stats, b.f, b.g
-        )
+        d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
+        d_up = torch.empty_like(packed.up) if gated else None
+        work = (entries, packed.up if gated else None, d_stats)
+        rest = None
+        made = resident.plan(dy, table) if forward.resides(len(x), True) else None
+        if made is not None:
+            octets = torch.zeros(2, dtype=torch.int32, device=x.device)
+            pieces = chunks(len(x), N, forward.CHUNK)
+            most = sum(most_entries(part.stop - part.start, N) for part in pieces)
+            arranged = resident.Lists(packed.count, packed.index, made, most, octets)
+            arranged.fill()
+            resident.gradients(dy, table, *work, arranged, (d_gate, d_up, h), b.f, b.g)
+            rest = arranged.rest
+            del arranged  # its sums are large
+        rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g, rest)
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)

@@ -24,11 +24,13 @@ __all__ = [
     "IN_ORDER",
     "LISTED",
     "MANY",
+    "OCTETS",
     "ROWS_MOST",
     "decide_after_pools",
     "dense_row",
     "heavy_rows",
     "listed_rows",
+    "most_entries",
     "n_listed",
     "new_state",
     "pack",
@@ -53,7 +55,8 @@ FULL = tl.constexpr(128)
 DENSE = tl.constexpr(129)
 LISTED = tl.constexpr(130)  # entries of the list of pieces
 POOLED = tl.constexpr(131)  # blocks whose pools are chosen, and what their rows cost then
-ARRIVED = tl.constexpr(132)  # from here on, a counter for each tile that several programs make
+OCTETS = tl.constexpr(132)  # two counters of `relu_ffn_resident`
+ARRIVED = tl.constexpr(133)  # from here on, a counter for each tile that several programs make
 ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
 # A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
 ONE_ROW = tl.constexpr(1 << 46)
@@ -74,6 +77,11 @@ PIECE = 64
 PIECE_FEW = 32
 # Up to so many rows a piece is a short one.
 FEW_ROWS = 4096
+
+
+def most_entries(M: int, N: int) -> int:
+    """Entries of M rows that are packed, at most: where there are more, all rows take the dense path."""
+    return int(0.9 * dense_row(M, N) * M) + 1
 
 
 def dense_row(M: int, N: int) -> float:

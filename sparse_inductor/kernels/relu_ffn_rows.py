@@ -17,6 +17,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from . import relu_ffn_ptx as ptx
 from .early import EARLY_STARTS, early, wait_for_previous
 from .epilogue import dual, encode, evaluate
 from .relu_ffn_packing import IN_ORDER, LISTED, n_listed, pieces_of
@@ -26,6 +27,7 @@ __all__ = [
     "by_neuron",
     "dots",
     "gradients",
+    "hidden_stats",
     "limited",
     "slopes",
     "weighted_rows",
@@ -182,15 +184,15 @@ def _own_entries(c, p, programs, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _own_pieces(state, listers, LISTS: tl.constexpr):
-    """(first, end, step): what is this program's. The first `listers` programs share the pieces that are listed; each
-    of the others has a row of one piece. So the longest rows begin first: one that began last would be waited for.
+def _own_pieces(state, listers, M, LISTS: tl.constexpr):
+    """(first, end, step): what is this program's. The first `listers` programs share the pieces that are listed, the
+    others the rows of one piece. So the longest rows begin first: one that began last would be waited for.
     """
     p = tl.program_id(0)
-    first, end = p - listers, p - listers + 1
+    first, end, step = p - listers, tl.full([], 0, tl.int32) + M, tl.num_programs(0) - listers
     if LISTS and p < listers:
-        first, end = p, tl.load(state + LISTED).to(tl.int32)
-    return first, end, tl.maximum(listers, 1)
+        first, end, step = p, tl.load(state + LISTED).to(tl.int32), listers
+    return first, end, step
 
 
 @triton.jit
@@ -204,24 +206,38 @@ def _piece(pieces, i, listers, PIECES: tl.constexpr, LISTS: tl.constexpr):
     return m.to(tl.int64), piece
 
 
+@triton.jit
+def _row_of_rest(alone, i, M):
+    """Row i of those in groups left alone; in the last group, the last of M rows again."""
+    m = tl.load(alone + i // GROUP) * GROUP + i % GROUP
+    return tl.minimum(m, M - 1).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["listers"])
 def _dots_kernel(
-    x, table, bias, count, index, gates, ups, out, state, pieces,
+    x, table, bias, count, index, gates, ups, out, state, pieces, octets, alone,
     M, K, stride_x, stride_t, listers,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
-    PARTS: tl.constexpr, SPAN: tl.constexpr,
+    PARTS: tl.constexpr, SPAN: tl.constexpr, REST: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
-    for each. Of several PARTS of the table, SPAN neurons each, it takes those of a piece that are in one."""
+    for each. Of several PARTS of the table, SPAN neurons each, it takes those of a piece that are in one.
+
+    REST: the rows of the groups that `relu_ffn_resident` has left alone, each in one piece.
+    """
     wait_for_previous(EARLY)
     some = n_listed(state) != M
-    first, end, step = _own_pieces(state, listers, LISTS)
+    first, end, step = _own_pieces(state, listers, M, LISTS)
+    if REST:
+        end = tl.load(octets + 1) * GROUP
     r = tl.arange(0, FLIGHT)
     for i in range(first, end, step):
         m, piece = _piece(pieces, i, listers, PIECES, LISTS)
+        if REST:
+            m = _row_of_rest(alone, i, M)
         start = piece * PIECE
         # What is asked of L2 is asked at once: neurons that are not there are looked at, not used.
         c = tl.load(count + m)
@@ -272,6 +288,9 @@ LONG = 64
 # Rows to a program that takes listed pieces, where many run; and such programs, one a row at most, where few do.
 SHARE = 8
 LISTERS = 2048
+# Programs of a kernel that may have nothing to do: 10 us where it has not, and enough to share the rows out evenly.
+IDLE = 8192
+GROUP = tl.constexpr(ptx.GROUP)
 # `gradients` stripes a row's entries over programs, so many at a time.
 STRIPE = 32
 PROGRAMS = 4
@@ -289,40 +308,45 @@ def dots(
     bias: torch.Tensor | None,
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ups: torch.Tensor | None,
-    stats: torch.Tensor | None,
     packing: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
     f: Program,
     g: Program,
-) -> torch.Tensor:
-    """h [M, CAP] of the packed rows; fills `ups`, the up projection itself, where given. packing: of `pack`."""
+    rest: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """h of the packed rows into `out` [M, CAP]; fills `ups`, the up projection itself, where given. packing: of `pack`.
+
+    rest: of `relu_ffn_resident.Lists`, where it has done the others.
+    """
     count, index, gates = packed
-    out = torch.empty_like(gates)
     M, K = x.shape
     cap = index.shape[1]
     wide, warps = _whole(K, not x.is_cuda)
     piece, most = pieces_of(M, cap, not x.is_cuda)
-    listers = _listers(M, most)
+    listers, programs = _listers(M, most), M
+    octets, alone = (None, None) if rest is None else rest
+    if rest is not None:
+        piece, most, listers, programs = triton.next_power_of_2(cap), 1, 0, min(M, IDLE)
     parts, span = _parts(table)
     keep = ups is not None
-    _dots_kernel[(listers + M, parts)](
-        x, table, bias, count, index, gates, ups, out, *packing,
+    _dots_kernel[(listers + programs, parts)](
+        x, table, bias, count, index, gates, ups, out, *packing, octets, alone,
         M, K, x.stride(0), table.stride(0), listers,
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
         KEEP=keep, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0,
-        PARTS=parts, SPAN=span, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
+        PARTS=parts, SPAN=span, REST=rest is not None,
+        FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
         **early(x), **limited(x), num_warps=warps,
     )  # fmt: skip
-    if stats is not None:
-        _sum_stats_kernel[(M,)](
-            count,
-            out,
-            stats,
-            stats.stride(0),
-            CAP=cap,
-            BLOCK=triton.next_power_of_2(cap),
-            num_warps=1,
-        )
-    return out
+
+
+def hidden_stats(count: torch.Tensor, hidden: torch.Tensor, stats: torch.Tensor) -> None:
+    """Fill the last two of stats [4, M] for the packed rows of h [M, CAP]."""
+    M, cap = hidden.shape
+    block = triton.next_power_of_2(cap)
+    _sum_stats_kernel[(M,)](
+        count, hidden, stats, stats.stride(0), CAP=cap, BLOCK=block, num_warps=1
+    )
 
 
 @triton.jit
@@ -391,7 +415,7 @@ def _weighted_rows_kernel(
     """
     wait_for_previous(EARLY)
     HALF: tl.constexpr = WIDTH // 2
-    first, end, step = _own_pieces(state, listers, LISTS)
+    first, end, step = _own_pieces(state, listers, M, LISTS)
     d = tl.program_id(1) * WIDTH
     if LISTS and tl.program_id(0) < listers:
         if n_listed(state) == M:
@@ -483,43 +507,52 @@ def slopes(
 
 @triton.jit
 def _gradients_kernel(
-    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
-    D, stride_y, stride_t, stride_s,
+    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats, octets, alone,
+    M, D, stride_y, stride_t, stride_s,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
-    CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
-    ONE: tl.constexpr, STAGES: tl.constexpr,
+    REST: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the gradients of both projections, and h, of some pieces of a row."""
-    m = tl.program_id(0).to(tl.int64)
-    c = tl.load(count + m)
+    """A program computes the gradients of both projections, and h, of some pieces of its rows.
+
+    REST: as in `_dots_kernel`.
+    """
+    rows = M
+    if REST:
+        rows = tl.load(octets + 1) * GROUP
     p = tl.num_programs(1) - 1 - tl.program_id(1)  # what only long rows have begins first
     start = p * PIECE
-    if (c > CAP) | (start >= c):
-        return
     r = tl.arange(0, FLIGHT)
-    token = _token(dy + m * stride_y, tl.arange(0, WIDTH), D, EVEN)
-    da_extra = tl.full([], 0.0, tl.float32)
-    dh_extra = tl.full([], 0.0, tl.float32)
-    if STATS:
-        da_extra = tl.load(d_stats + m)
-        dh_extra = tl.load(d_stats + 2 * stride_s + m)
-    after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
-    own = _own_entries(c, p, tl.num_programs(1), PIECE)
-    for i in tl.range(0, own, FLIGHT, num_stages=STAGES):
-        id = after
-        e = start + i // PIECE * (tl.num_programs(1) * PIECE) + i % PIECE
-        valid = e + r < c
-        at = m * CAP + e + r
-        then = start + (i + FLIGHT) // PIECE * (tl.num_programs(1) * PIECE) + (i + FLIGHT) % PIECE
-        after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int64)
-        g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
-        u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
-        dh = _dot_block(dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE)
-        dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
-        tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
-        if GATED:
-            tl.store(d_up + at, du.to(d_up.dtype.element_ty), mask=valid)
-        tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=valid)
+    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+        m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
+        if REST:
+            m = _row_of_rest(alone, i, M)
+        c = tl.load(count + m)
+        if (c <= CAP) & (start < c):
+            token = _token(dy + m * stride_y, tl.arange(0, WIDTH), D, EVEN)
+            da_extra = tl.full([], 0.0, tl.float32)
+            dh_extra = tl.full([], 0.0, tl.float32)
+            if STATS:
+                da_extra = tl.load(d_stats + m)
+                dh_extra = tl.load(d_stats + 2 * stride_s + m)
+            after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
+            own = _own_entries(c, p, tl.num_programs(1), PIECE)
+            stripe = tl.num_programs(1) * PIECE
+            for o in tl.range(0, own, FLIGHT, num_stages=STAGES):
+                id = after
+                e = start + o // PIECE * stripe + o % PIECE
+                valid = e + r < c
+                at = m * CAP + e + r
+                then = start + (o + FLIGHT) // PIECE * stripe + (o + FLIGHT) % PIECE
+                after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int64)
+                g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+                u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
+                dh = _dot_block(dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE)
+                dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
+                tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
+                if GATED:
+                    tl.store(d_up + at, du.to(d_up.dtype.element_ty), mask=valid)
+                tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=valid)
 
 
 def gradients(
@@ -528,23 +561,29 @@ def gradients(
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ups: torch.Tensor | None,
     d_stats: torch.Tensor | None,
+    out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     f: Program,
     g: Program,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """(d gate, d up, h), each [M, CAP], of the packed rows; `table` is the down projection as [N, D]."""
+    rest: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """(d gate, d up, h) of the packed rows into `out`, each [M, CAP]; `table` is the down projection as [N, D].
+
+    rest: as in `dots`.
+    """
     count, index, gates = packed
-    d_gate, hidden = torch.empty_like(gates), torch.empty_like(gates)
-    d_up = None if ups is None else torch.empty_like(ups)
     M, D = dy.shape
     cap = index.shape[1]
     wide, warps = _whole(D, not dy.is_cuda)
     piece = 8 if not dy.is_cuda else STRIPE
     programs = min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
-    _gradients_kernel[(M, programs)](
-        dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
-        D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
+    octets, alone = (None, None) if rest is None else rest
+    row_programs = M
+    if rest is not None:
+        row_programs = min(M, IDLE // programs)
+    _gradients_kernel[(row_programs, programs)](
+        dy, table, count, index, gates, ups, *out, d_stats, octets, alone,
+        M, D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
-        CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0, ONE=wide >= D,
-        STAGES=STAGES, **limited(dy), num_warps=warps,
+        REST=rest is not None, CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
+        ONE=wide >= D, STAGES=STAGES, **limited(dy), num_warps=warps,
     )  # fmt: skip
-    return d_gate, d_up, hidden

@@ -64,9 +64,20 @@ class Memory:
         self.at(address, size)[:] = np.frombuffer(part.to_bytes(size, "little"), np.uint8)
 
 
-def block(code: str, inputs: Sequence[int], shared: Memory, memory: Memory, warps: int = 8) -> None:
-    """Run inline assembly whose $1, $2, ... are the inputs, as a block of `warps`."""
-    values = {f"${i + 1}": v for i, v in enumerate(inputs)}
+def block(
+    code: str,
+    inputs: Sequence[int],
+    shared: Memory,
+    memory: Memory,
+    warps: int = 8,
+    dynamic: int = 0,
+) -> None:
+    """Run inline assembly whose $1, $2, ... are the inputs, as a block of `warps`; `global_smem` is at `dynamic`."""
+    values = {f"${i + 1}": v for i, v in enumerate(inputs)} | {"global_smem": dynamic}
+    at = 1 << 30
+    for name, size in re.findall(r"\.shared [^;]*?(\w+)(?:\[(\d+)\])?;", code):
+        values[name] = shared.add(at, np.full(int(size or 8), 0xAB, np.uint8))
+        at += 1 << 20
     for _ in _turns(*_parsed(code), values, shared, memory, warps, random.Random(0)):
         pass
 
@@ -163,7 +174,7 @@ def _parsed_kernel(code: str) -> tuple[_Program, dict[str, int], dict[str, int]]
 
 def _parsed(code: str) -> tuple[_Program, dict[str, int]]:
     """Instructions as (parts of the name, operands, predicate), and where labels are."""
-    body = re.sub(r"\.reg[^;]*;", "", code.strip()[1:-1]).replace("\n", " ")
+    body = re.sub(r"\.(reg|shared) [^;]*;", "", code.strip()[1:-1]).replace("\n", " ")
     program: _Program = []
     labels: dict[str, int] = {}
     for statement in body.split(";"):
@@ -254,6 +265,8 @@ class _Warp:
                 self.access(name, operands, active)
             elif name[0] in ("shfl", "vote", "match", "redux"):
                 self.exchange(name, operands, active)
+            elif name[0] == "mma":
+                self.multiply(name, operands)
             elif name[0] == "mov" and "{" in "".join(operands):
                 self.split_or_join(operands, active)
             else:
@@ -281,9 +294,10 @@ class _Warp:
                     memory.store(there, size, max(old, new) if name[-2] == "max" else old + new)
                 if name[0] in ("st", "red"):
                     new = int(self.value(r)[lane])
-                    memory.store(
-                        there, size, new | memory.load(there, size) if name[0] == "red" else new
-                    )
+                    if name[0] == "red":
+                        old = memory.load(there, size)
+                        new = new + old if name[-2] == "add" else new | old
+                    memory.store(there, size, new)
         if name[0] in ("ld", "atom"):
             for r, new in zip(registers, found, strict=True):
                 self.set(r, new, active, 64)
@@ -301,6 +315,33 @@ class _Warp:
             else:
                 for a, x in zip(at, self.value(r.strip()), strict=True):
                     self.shared.store(a, 4, int(x))
+
+    def multiply(self, name: list[str], operands: list[str]) -> None:
+        """mma.m16n8k16: where the 16-bit elements of a lane's registers, and its sums, are in the matrices."""
+        assert name[3:6] == ["m16n8k16", "row", "col"]
+        each = [r.strip("{} ").split(", ") for r in operands]
+        row, q = np.divmod(np.arange(32), 4)
+        a, b, c = np.zeros((16, 16), "f4"), np.zeros((16, 8), "f4"), np.zeros((16, 8), "f4")
+
+        def halves(register: str) -> list[np.ndarray]:
+            bits = self.value(register)
+            parts = [(bits >> np.uint64(16 * i)).astype(np.uint16) for i in range(2)]
+            if name[-2] == "f16":
+                return [p.view(np.float16).astype("f4") for p in parts]
+            return [(p.astype(np.uint32) << 16).view(np.float32) for p in parts]
+
+        for i, r in enumerate(each[1]):
+            for j, half in enumerate(halves(r)):
+                a[row + i % 2 * 8, 2 * q + i // 2 * 8 + j] = half
+        for i, r in enumerate(each[2]):
+            for j, half in enumerate(halves(r)):
+                b[2 * q + 8 * i + j, row] = half
+        for i, r in enumerate(each[3]):
+            c[row + i // 2 * 8, 2 * q + i % 2] = _single(self.value(r))
+        total = a @ b + c
+        for i, r in enumerate(each[0]):
+            found = _bits_of(np.ascontiguousarray(total[row + i // 2 * 8, 2 * q + i % 2]))
+            self.set(r, found, np.ones(32, bool))
 
     def exchange(self, name: list[str], operands: list[str], active: np.ndarray) -> None:
         target, x = operands[0], self.value(operands[1])
@@ -378,6 +419,8 @@ class _Warp:
             case "div":
                 x, y = _signed(x), _signed(y)
                 return np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y))
+            case "rem":
+                return (x & _LOW) % (y & _LOW)
             case "bfe":
                 return (x & _LOW) >> y & ((np.uint64(1) << z) - np.uint64(1))
             case "and":
