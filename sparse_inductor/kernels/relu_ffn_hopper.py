@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .boxes import addressable
+from .copies import load_box, store_box
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .relu_ffn_packing import DENSE
@@ -104,9 +105,9 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
             for c in gl.static_range(CONSUMERS):
                 box = x_ring.index(stage * CONSUMERS + c)
                 at = [(pm * CONSUMERS + c) * ROWS, k * DEPTH]
-                tma.async_copy_global_to_shared(x, at, filled, box)
+                load_box(x, at, filled, box)
             at = [pn * COLUMNS, k * DEPTH]
-            tma.async_copy_global_to_shared(weight, at, filled, w_ring.index(stage))
+            load_box(weight, at, filled, w_ring.index(stage))
             n += 1
 
 
@@ -196,7 +197,7 @@ def _multiply_tiles(
                     for i in gl.static_range(PIECES):
                         box = out_ring.index(BOXES * ME + i)
                         at = [m0, pn * COLUMNS + i * WIDTH]
-                        tma.async_copy_global_to_shared(out, at, read.index(ME), box)
+                        load_box(out, at, read.index(ME), box)
                 if k_block > 0:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
@@ -225,7 +226,7 @@ def _multiply_tiles(
                 tma.store_wait(BOXES - 1)  # what was copied from this box has left it
             box.store(piece.to(out.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out, [m0, pn * COLUMNS + i * WIDTH], box)
+            store_box(out, [m0, pn * COLUMNS + i * WIDTH], box)
     tma.store_wait(0)
 
 

@@ -34,6 +34,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_ptx as ptx
 from .boxes import addressable
+from .copies import load_rows
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
@@ -46,6 +47,8 @@ FEATURES = gl.constexpr(ptx.FEATURES)
 # Rows of a table that a block copies at a time, 16 bytes a thread; and such tiles at most: 224 KiB.
 TILE = gl.constexpr(64)
 MOST_TILES = 14
+# Three would be the 48 KiB that are given unasked, and what the PTX declares itself is more.
+LEAST_TILES = 4
 WARPS = 32
 # Groups a run, at most, and runs a warp at least.
 RUN = 8
@@ -69,7 +72,7 @@ def _plan(K: int, N: int, programs: int) -> Plan | None:
     slices = K // ptx.FEATURES
     best, found = 1e30, None
     for parts in range(4, ptx.MOST_PARTS + 1, 4):
-        tiles = -(-N // (parts * TILE.value))
+        tiles = max(LEAST_TILES, -(-N // (parts * TILE.value)))
         if tiles > MOST_TILES:
             continue
         blocks = slices * parts
@@ -198,7 +201,7 @@ def _dots_kernel(
     for i in gl.static_range(TILES):
         n = gl.minimum((i * TILE + r) * PARTS + part, N - 1).to(gl.int64)
         rows = column[None, :] + (n * stride_t)[:, None]
-        async_copy.async_copy_global_to_shared(held.index(i), rows)
+        load_rows(held.index(i), rows)
     async_copy.commit_group()
     if FIRST:
         _wait_for_previous()

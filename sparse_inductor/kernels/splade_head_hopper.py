@@ -23,7 +23,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .boxes import addressable
+from .copies import load_box
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .splade_head_positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
@@ -201,10 +201,10 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr):
                 mbarrier.expect(filled, BYTES)
                 for c in gl.static_range(CONSUMERS):
                     box = w_ring.index(stage * CONSUMERS + c)
-                    tma.async_copy_global_to_shared(weight, [v0 + c * ROWS, k * DEPTH], filled, box)
+                    load_box(weight, [v0 + c * ROWS, k * DEPTH], filled, box)
                 for g in gl.static_range(GRANULES):
                     box = h_box.index(stage * GRANULES + g)
-                    tma.async_copy_global_to_shared(hidden, [row[g], k * DEPTH], filled, box)
+                    load_box(hidden, [row[g], k * DEPTH], filled, box)
                 n += 1
 
 

@@ -1,0 +1,72 @@
+"""The feed-forward block's Gluon kernels compile for a Hopper GPU, on a machine that has none: the interpreter does not
+run them, and Gluon's names change from one version to the next."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def compile_all() -> None:
+    """In a process of its own, where the interpreter is off."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from sparse_inductor.kernels import relu_ffn_hopper as hopper
+    from sparse_inductor.kernels import relu_ffn_ptx as ptx
+    from sparse_inductor.kernels import relu_ffn_resident as resident
+    from sparse_inductor.kernels.epilogue import encode
+
+    def made(kernel, types, constants, **options):
+        given = iter(types)
+        signature = {a: "constexpr" if a in constants else next(given) for a in kernel.arg_names}
+        places = {(kernel.arg_names.index(a),): v for a, v in constants.items()}
+        aligned = {
+            (i,): [["tt.divisibility", 16]]
+            for i, a in enumerate(kernel.arg_names)
+            if signature[a].startswith("*") or a.startswith("stride")
+        }
+        source = GluonASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    layout = hopper._layout(torch.bfloat16)
+    boxes = [f"tensordesc<bf16[{rows}, 64],{layout!r}>" for rows in (64, 256, 64)]
+    for mode in (hopper.MARK, hopper.HIDDEN):
+        constants = {"KBLOCKS": 4, "EACH": 4, "MODE": mode.value, "HAS_BIAS": False}
+        constants |= {"F": encode(()), "G": encode(())}
+        types = [*boxes, "*bf16", "*i32", "*i64", "i32", "i32", "fp32", "i32"]
+        code = made(hopper._product_kernel, types, constants, num_warps=4).asm["ptx"]
+        assert "wgmma" in code and "cp.async.bulk.tensor" in code and ".local" not in code
+    body = ptx.dots("bf16", 16, 1)
+    constants = {"SLICES": 16, "PARTS": 8, "TILES": 11, "BODY": body, "FIRST": True}
+    types = "*bf16 *bf16 *i32 *i32 *i16 *fp32 i32 i32 i32 i32 i32 i32".split()
+    options = {"num_warps": resident.WARPS, "maxnreg": 64}
+    compiled = made(resident._dots_kernel, types, constants, **options)
+    code = compiled.asm["ptx"]
+    assert "mma.sync" in code and "cp.async" in code and ".local" not in code
+    assert compiled.metadata.shared == 11 * 64 * 256, (
+        "the table is all that is allocated, from the beginning on"
+    )
+    print("compiled")
+
+
+def test_gluon_kernels_compile_for_hopper(tmp_path):
+    pytest.importorskip("triton.backends.nvidia")
+    env = {
+        **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, Path(__file__).parent))),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
+    command = "from test_gluon_compile import compile_all; compile_all()"
+    done = subprocess.run(
+        [sys.executable, "-c", command], env=env, capture_output=True, text=True, check=False
+    )
+    assert "compiled" in done.stdout, done.stderr[-3000:]
