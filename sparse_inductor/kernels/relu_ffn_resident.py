@@ -94,13 +94,14 @@ def plan(x: torch.Tensor, table: torch.Tensor) -> Plan | None:
         addressable(x) and addressable(table)
     ):
         return None
-    if x.shape[1] % ptx.FEATURES:
+    # 16 bytes are copied at a time, which Triton sees in a stride of 16 elements.
+    if x.shape[1] % ptx.FEATURES or table.stride(0) % 16:
         return None
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     return _plan(x.shape[1], len(table), programs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["groups", "M"])
 def _arrange_kernel(
     count, index, state, octets, heads, records, places, alone, groups, M,
     ASK: tl.constexpr, BODY: tl.constexpr, EARLY: tl.constexpr,
@@ -175,7 +176,7 @@ def _wait_for_previous():
     gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "N", "groups", "run"])
 def _dots_kernel(
     x, table, octets, heads, records, partial,
     M, N, groups, run, stride_x, stride_t,
