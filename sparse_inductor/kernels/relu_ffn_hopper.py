@@ -32,8 +32,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .boxes import addressable
-from .copies import load_box, store_box
 from .epilogue import encode, evaluate
+from .gluon_names import let_next_start, load_box, store_box, wait_for_previous
 from .launch import launch as launch_kernel
 from .relu_ffn_packing import DENSE
 from .unroll import unrolled
@@ -53,20 +53,6 @@ DEPTH = gl.constexpr(64)
 PIECES = gl.constexpr(4)
 # Row tiles that share their column tiles in turn: 4 MiB of tokens of K = 2 048 stay in L2 beside the weight.
 GROUP = gl.constexpr(8)
-
-
-@gluon.jit
-def _let_next_start():
-    """`gdc_launch_dependents`, which Gluon has not."""
-    early: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
-    gl.inline_asm_elementwise(early, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _wait_for_previous():
-    """`gdc_wait`."""
-    wait: gl.constexpr = "griddepcontrol.wait; // $0"
-    gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -261,11 +247,11 @@ def _product_kernel(
     tiles_m = gl.cdiv(M, ROWS * CONSUMERS)
     tiles_n = gl.cdiv(N, COLUMNS)
     # A multiprocessor has no room for anything beside this: the next kernel starts where tiles have run out.
-    _let_next_start()
+    let_next_start()
     if MODE == MARK:
         _clear(state, words)
     if MODE == HIDDEN:
-        _wait_for_previous()
+        wait_for_previous()
         tiles_m = gl.where(gl.load(state + DENSE) == M, tiles_m, 0)
     source = (x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n)
     operands = (

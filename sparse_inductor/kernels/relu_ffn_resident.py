@@ -32,9 +32,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from sparse_inductor.epilogue.steps import Program
 
+from . import gluon_names as names
 from . import relu_ffn_ptx as ptx
 from .boxes import addressable
-from .copies import load_rows
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
@@ -162,20 +162,6 @@ class Lists:
         )  # fmt: skip
 
 
-@gluon.jit
-def _let_next_start():
-    """`gdc_launch_dependents`, which Gluon has not."""
-    early: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
-    gl.inline_asm_elementwise(early, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _wait_for_previous():
-    """`gdc_wait`."""
-    wait: gl.constexpr = "griddepcontrol.wait; // $0"
-    gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
 @gluon.jit(do_not_specialize=["M", "N", "groups", "run"])
 def _dots_kernel(
     x, table, octets, heads, records, partial,
@@ -187,7 +173,7 @@ def _dots_kernel(
     Reads the slice once, and of every group of tokens with entries in the part the slice's features; for an octet, 16
     lines of shared memory, and 28 wavefronts in all. FIRST: the table is there before the kernel in front ends.
     """
-    _let_next_start()
+    names.let_next_start()
     slice = gl.program_id(0) % SLICES
     part = gl.program_id(0) // SLICES % PARTS
     share = gl.program_id(0) // (SLICES * PARTS)
@@ -197,15 +183,15 @@ def _dots_kernel(
     r = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     k = gl.arange(0, FEATURES, gl.SliceLayout(0, layout))
     if not FIRST:
-        _wait_for_previous()
+        names.wait_for_previous()
     column = table + slice * FEATURES + k
     for i in gl.static_range(TILES):
         n = gl.minimum((i * TILE + r) * PARTS + part, N - 1).to(gl.int64)
         rows = column[None, :] + (n * stride_t)[:, None]
-        load_rows(held.index(i), rows)
+        names.load_rows(held.index(i), rows)
     async_copy.commit_group()
     if FIRST:
-        _wait_for_previous()
+        names.wait_for_previous()
     some = gl.load(octets) > 0
     async_copy.wait_group(0)
     if some:

@@ -31,8 +31,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .boxes import addressable
-from .copies import load_box
 from .epilogue import encode, evaluate
+from .gluon_names import load_box
 from .launch import launch as launch_kernel
 from .splade_head_positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
 from .unroll import unrolled

@@ -1,0 +1,40 @@
+"""What Gluon has under names that change, or has not.
+
+Asynchronous copies have these names since Triton 3.8; older ones call each after both its ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+__all__ = ["let_next_start", "load_box", "load_rows", "store_box", "wait_for_previous"]
+
+
+def _named(module: Any, now: str, before: str) -> Any:
+    return getattr(module, now, None) or getattr(module, before)
+
+
+# Global to shared memory, by addresses: (shared, addresses).
+load_rows = _named(async_copy, "async_load", "async_copy_global_to_shared")
+# The bulk copy engine's: (descriptor, place, barrier, shared) and (descriptor, place, shared).
+load_box = _named(tma, "async_load", "async_copy_global_to_shared")
+store_box = _named(tma, "async_store", "async_copy_shared_to_global")
+
+
+@gluon.jit
+def let_next_start():
+    """`gdc_launch_dependents`, which Gluon has not."""
+    early: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
+    gl.inline_asm_elementwise(early, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wait_for_previous():
+    """`gdc_wait`, the same."""
+    wait: gl.constexpr = "griddepcontrol.wait; // $0"
+    gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
