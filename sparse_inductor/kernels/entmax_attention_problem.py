@@ -183,8 +183,13 @@ class Problem:
 
     @property
     def lanes(self) -> int:
-        """How many `lane_sums` the block kernels take of a row."""
-        return 4 if self.q.element_size() == 2 else 1
+        """How many `lane_sums` the block kernels take of a row.
+
+        One where a mask or a bias is read beside the scores: these may then lie in two warps a row, as do masks whose
+        rows are not 16 bytes apart, and Triton 3.6 makes wrong sums of parts of rows across warps.
+        """
+        busy = self.mask is not None or self.bias is not None
+        return 4 if self.q.element_size() == 2 and not busy else 1
 
     def operands(self) -> tuple[Any, ...]:
         """Leading arguments of every block kernel."""

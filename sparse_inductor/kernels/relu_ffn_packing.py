@@ -26,6 +26,7 @@ __all__ = [
     "MANY",
     "OCTETS",
     "ROWS_MOST",
+    "WINDOWS",
     "decide_after_pools",
     "dense_row",
     "heavy_rows",
@@ -56,7 +57,8 @@ DENSE = tl.constexpr(129)
 LISTED = tl.constexpr(130)  # entries of the list of pieces
 POOLED = tl.constexpr(131)  # blocks whose pools are chosen, and what their rows cost then
 OCTETS = tl.constexpr(132)  # two counters of `relu_ffn_resident`
-ARRIVED = tl.constexpr(133)  # from here on, a counter for each tile that several programs make
+WINDOWS = tl.constexpr(133)  # two counters of `relu_ffn_sums`
+ARRIVED = tl.constexpr(134)  # from here on, a counter for each tile that several programs make
 ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
 # A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
 ONE_ROW = tl.constexpr(1 << 46)

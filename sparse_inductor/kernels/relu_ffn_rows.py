@@ -290,6 +290,7 @@ SHARE = 8
 LISTERS = 2048
 # Programs of a kernel that may have nothing to do: 10 us where it has not, and enough to share the rows out evenly.
 IDLE = 8192
+IDLE_SUMS = 4096
 GROUP = tl.constexpr(ptx.GROUP)
 # `gradients` stripes a row's entries over programs, so many at a time.
 STRIPE = 32
@@ -398,12 +399,35 @@ def _weighted_row(
     tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
 
 
-@triton.jit(do_not_specialize=["listers"])
+@triton.jit
+def _one_row(
+    i, none, d, count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+    D, stride_a, stride_b, stride_o,
+    STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, LONG: tl.constexpr,
+    LISTS: tl.constexpr, POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Columns d to d + WIDTH of row i, unless it is heavy, or becomes so, or is listed."""
+    m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
+    c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, FLIGHT)
+    if c <= CAP:
+        if none:
+            tl.store(count + m, CAP + 1)
+        elif not LISTS or c <= LONG:
+            _weighted_row(
+                m, c, d + tl.arange(0, WIDTH), ahead, n_pool,
+                index, value_a, table_a, value_b, table_b, bias, out,
+                D, stride_a, stride_b, stride_o,
+                STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, FLIGHT, EVEN, STAGES,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["listers", "programs"])
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces,
-    M, D, stride_a, stride_b, stride_o, listers,
+    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces, summed, all_summed,
+    M, D, stride_a, stride_b, stride_o, listers, programs,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
-    LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
+    SUMMED: tl.constexpr, LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -412,42 +436,51 @@ def _weighted_rows_kernel(
     POOL_ROWS: where the row's block has a pool, its part is in `out` already. ASK: where the state says that all rows
     are dense, the row becomes heavy. LISTS: a row of more than LONG entries is done where its first two pieces are
     listed, half of the columns each, and twice as many table rows in flight: else it would be waited for.
+    summed: of each SUMMED rows, unless that is 0, whether it is done already.
     """
     wait_for_previous(EARLY)
     HALF: tl.constexpr = WIDTH // 2
+    nothing = False
+    if SUMMED > 0:
+        nothing = tl.load(all_summed) == tl.cdiv(M, SUMMED)
+    if nothing:
+        return
     first, end, step = _own_pieces(state, listers, M, LISTS)
     d = tl.program_id(1) * WIDTH
+    none = False
+    if ASK:
+        none = n_listed(state) == M
     if LISTS and tl.program_id(0) < listers:
-        if n_listed(state) == M:
+        if none:
             return
         for i in range(first, end, step):
             m, part = _piece(pieces, i, listers, PIECES, LISTS)
             c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, 2 * FLIGHT)
-            if (c <= CAP) & (c > LONG) & (part < 2):
+            here = (c <= CAP) & (c > LONG) & (part < 2)
+            if SUMMED > 0:
+                here &= tl.load(summed + m // SUMMED) == 0
+            if here:
                 _weighted_row(
                     m, c, d + part * HALF + tl.arange(0, HALF), ahead, n_pool,
                     index, value_a, table_a, value_b, table_b, bias, out,
                     D, stride_a, stride_b, stride_o,
                     STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, 2 * FLIGHT, EVEN, STAGES,
                 )  # fmt: skip
+    elif SUMMED > 0:
+        # Few programs, as there may be nothing to do.
+        for i in range(first, end, programs):
+            if tl.load(summed + i // SUMMED) == 0:
+                _one_row(
+                    i, none, d, count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+                    D, stride_a, stride_b, stride_o,
+                    STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
+                )  # fmt: skip
     else:
-        m = first.to(tl.int64)
-        c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, FLIGHT)
-        none = False
-        if ASK:
-            none = n_listed(state) == M
-        if c > CAP:
-            return
-        if none:
-            tl.store(count + m, CAP + 1)
-            return
-        if not LISTS or c <= LONG:
-            _weighted_row(
-                m, c, d + tl.arange(0, WIDTH), ahead, n_pool,
-                index, value_a, table_a, value_b, table_b, bias, out,
-                D, stride_a, stride_b, stride_o,
-                STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, FLIGHT, EVEN, STAGES,
-            )  # fmt: skip
+        _one_row(
+            first, none, d, count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+            D, stride_a, stride_b, stride_o,
+            STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
+        )  # fmt: skip
 
 
 def weighted_rows(
@@ -463,11 +496,14 @@ def weighted_rows(
     pool_size: torch.Tensor | None = None,
     pool_rows: int = 0,
     packing: tuple[torch.Tensor, torch.Tensor] | None = None,
+    summed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    summed_rows: int = 0,
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
     Rows that are heavy are left as they are, and become so where `packing`, of `pack`, says it of all. pool_size: of
-    each block of `pool_rows` rows; where it is not 0, `out` is added to.
+    each block of `pool_rows` rows; where it is not 0, `out` is added to. summed: of each `summed_rows` rows; where it
+    is not 0, there is nothing to do; and how many are not.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
@@ -476,12 +512,16 @@ def weighted_rows(
     piece, most = pieces_of(M, index.shape[1], not out.is_cuda)
     state, pieces = (None, None) if packing is None else packing
     listers = 0 if packing is None else _listers(M, most)
-    _weighted_rows_kernel[(listers + M, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces,
-        M, D, table.stride(0), table_b.stride(0), out.stride(0), listers,
+    flags, all_flags = (None, None) if summed is None else summed
+    programs = M
+    if summed is not None:
+        programs, listers = min(M, IDLE_SUMS), min(listers, LISTERS)
+    _weighted_rows_kernel[(listers + programs, triton.cdiv(D, wide))](
+        count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces, flags, all_flags,
+        M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, programs,
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
-        CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most, LISTS=listers > 0,
-        POOL_ROWS=pool_rows, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
+        CAP=index.shape[1], SUMMED=summed_rows, LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
+        LISTS=listers > 0, POOL_ROWS=pool_rows, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
         STAGES=STAGES, **early(out), **limited(out), num_warps=warps,
     )  # fmt: skip
 

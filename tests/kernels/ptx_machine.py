@@ -210,6 +210,20 @@ def _bits_of(x: np.ndarray) -> np.ndarray:
     return x.view(kind).astype(np.uint64)
 
 
+def _halves(kind: str, x: np.ndarray) -> np.ndarray:
+    """The bits of fp32 numbers rounded to 16."""
+    if kind[0] == "f":
+        return _single(x).astype(np.float16).view(np.uint16).astype(np.uint64)
+    low = (x & _LOW) >> np.uint64(16) & np.uint64(1)
+    return ((x & _LOW) + np.uint64(0x7FFF) + low & _LOW) >> np.uint64(16)
+
+
+def _transposed(x: np.ndarray) -> np.ndarray:
+    """Of 8 x 8 16-bit elements, two a lane."""
+    halves = (x & _LOW).astype(np.uint32).view(np.uint16).reshape(8, 8)
+    return np.ascontiguousarray(halves.T).view(np.uint32).reshape(32).astype(np.uint64)
+
+
 def _each(function: Any, x: np.ndarray) -> np.ndarray:
     return np.array([function(int(v)) for v in x], dtype=np.uint64)
 
@@ -253,7 +267,7 @@ class _Warp:
                 if name[1] == "wait":
                     self.memory.wait()
             elif name[0] == "bar":
-                if name[1] == "sync":
+                if name[1] == "sync":  # lanes of a warp are in step
                     yield _BARRIER
             elif name[:2] == ["ld", "param"]:
                 self.set(operands[0], self.value(operands[1].strip("[]")), active, 64)
@@ -267,6 +281,8 @@ class _Warp:
                 self.exchange(name, operands, active)
             elif name[0] == "mma":
                 self.multiply(name, operands)
+            elif name[0] == "movmatrix":
+                self.transpose(operands)
             elif name[0] == "mov" and "{" in "".join(operands):
                 self.split_or_join(operands, active)
             else:
@@ -308,13 +324,19 @@ class _Warp:
         base, _, offset = place[1:-1].partition("+")
         for i, r in enumerate(registers.strip("{} ").split(",")):
             rows = [int(a) + int(offset or 0) for a in self.value(base.strip())[8 * i : 8 * i + 8]]
+            assert all(a % 16 == 0 for a in rows), f"{'.'.join(name)} of {rows}"
             at = [(rows[lane // 4] + 4 * (lane % 4)) for lane in range(32)]
             if name[0] == "ldmatrix":
                 found = np.array([self.shared.load(a, 4) for a in at], np.uint64)
+                found = _transposed(found) if "trans" in name else found
                 self.set(r.strip(), found, np.ones(32, bool))
             else:
                 for a, x in zip(at, self.value(r.strip()), strict=True):
                     self.shared.store(a, 4, int(x))
+
+    def transpose(self, operands: list[str]) -> None:
+        """movmatrix: an 8 x 8 of 16 bits each, of which a lane has two elements of a row."""
+        self.set(operands[0], _transposed(self.value(operands[1])), np.ones(32, bool))
 
     def multiply(self, name: list[str], operands: list[str]) -> None:
         """mma.m16n8k16: where the 16-bit elements of a lane's registers, and its sums, are in the matrices."""
@@ -361,7 +383,10 @@ class _Warp:
         elif name[0] == "match":
             self.set(target, [sum(1 << j for j in range(32) if x[j] == v) for v in x], active)
         else:
-            found = getattr(_signed(x), {"add": "sum"}.get(name[2], name[2]))()
+            if name[2] == "or":
+                found = np.bitwise_or.reduce(x)
+            else:
+                found = getattr(_signed(x), {"add": "sum"}.get(name[2], name[2]))()
             self.set(target, np.full(32, found), active)
 
     def split_or_join(self, operands: list[str], active: np.ndarray) -> None:
@@ -433,6 +458,9 @@ class _Warp:
                 return np.uint64(0) - x
             case "not":
                 return x ^ np.uint64(1) if kind == "pred" else ~x
+            case "min" if kind == "u16x2":
+                low, high = (np.minimum(x & m, y & m) for m in map(np.uint64, (0xFFFF, 0xFFFF0000)))
+                return low | high
             case "max" | "min":
                 read = (
                     (lambda v: _signed(v, int(kind[1:])))
@@ -449,8 +477,11 @@ class _Warp:
             case "prmt":
                 both = (y << np.uint64(32)) | (x & _LOW)
                 nibble = [(z >> np.uint64(4 * i)) & np.uint64(15) for i in range(4)]
-                assert not any((n > 7).any() for n in nibble), "signs are not spread"
-                byte = [(both >> (n * np.uint64(8))) & np.uint64(255) for n in nibble]
+                byte = [
+                    (both >> ((n & np.uint64(7)) * np.uint64(8))) & np.uint64(255) for n in nibble
+                ]
+                sign = [(b >> np.uint64(7)) * np.uint64(255) for b in byte]
+                byte = [np.where(n > 7, s, b) for n, s, b in zip(nibble, sign, byte)]
                 return sum(b << np.uint64(8 * i) for i, b in enumerate(byte))
             case "shf":
                 assert name[1:3] == ["r", "wrap"]
@@ -468,13 +499,17 @@ class _Warp:
             case "brev":
                 return _each(lambda v: int(f"{v:032b}"[::-1], 2), x & _LOW)
             case "clz":
-                return _each(lambda v: 32 - v.bit_length(), x & _LOW)
+                return _each(lambda v: bits - v.bit_length(), x if bits == 64 else x & _LOW)
+            case "cvt" if name[-2] in ("f16x2", "bf16x2"):
+                return _halves(name[-2], x) << np.uint64(16) | _halves(name[-2], y)
             case "cvt":
                 return self.converted(name[-2], kind, x)
         raise NotImplementedError(".".join(name))
 
     @staticmethod
     def converted(to: str, kind: str, x: np.ndarray) -> np.ndarray:
+        if kind == "bf16":
+            return (x & np.uint64(0xFFFF)) << np.uint64(16)
         if kind == "f16":
             return _bits_of((x & np.uint64(0xFFFF)).astype(np.uint16).view(np.float16).astype("f4"))
         if to == "f64":

@@ -232,6 +232,20 @@ def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device
     assert without.any(-1).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+@pytest.mark.parametrize("layout", ["aligned", "odd", "strided"])
+def test_masks_and_biases_however_they_lie(layout, kind, width, dtype):
+    """How they are read decides in which warps scores lie, and so how rows are summed."""
+    Lk = 45 if layout == "odd" else 64
+    side = torch.randn(1, 2, 37, Lk, 2, generator=torch.Generator().manual_seed(1)).cuda()
+    side = side if kind == "bias" else side > -0.5
+    side = side[..., 0] if layout == "strided" else side[..., 0].contiguous()
+    check(*operands("cuda", Lk=Lk, D=width, dtype=dtype), **{kind: side})
+
+
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("lengths", [(45, 45), (60, 40)])
 def test_a_causal_fill_that_competes_reaches_later_keys(lengths, added, device):

@@ -23,6 +23,8 @@ def compile_all() -> None:
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_ptx as ptx
     from sparse_inductor.kernels import relu_ffn_resident as resident
+    from sparse_inductor.kernels import relu_ffn_sums as sums
+    from sparse_inductor.kernels import relu_ffn_sums_ptx as sums_ptx
     from sparse_inductor.kernels.epilogue import encode
 
     def made(kernel, types, constants, **options):
@@ -55,6 +57,13 @@ def compile_all() -> None:
     assert compiled.metadata.shared == 11 * 64 * 256, (
         "the table is all that is allocated, from the beginning on"
     )
+    for biased in (False, True):
+        constants = {"SLICES": 128, "TILES": 11, "BODY": sums_ptx.sums("bf16", 1, biased)}
+        types = "*bf16 *bf16 *i32 *i32 *i32 *i32 *i16 *bf16 i32 i32 i32 i32".split()
+        compiled = made(sums._sums_kernel, types, constants, **options)
+        code = compiled.asm["ptx"]
+        assert "ldmatrix" in code and "cp.async" in code and ".local" not in code
+        assert compiled.metadata.shared == 11 * 512 * 32
     print("compiled")
 
 
