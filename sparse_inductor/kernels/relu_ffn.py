@@ -35,9 +35,9 @@ FEW = 1024
 # to arrange the entries and to add up takes as long as is gained.
 RESIDENT = 16384
 RESIDENT_TRAINING = 8192
-# Rows from which on the down projection's slices do: to settle what is read when takes 0.1 ms, of which less is hidden
-# where rows are fewer (gathered and summed at 65 536 rows: 3.84 and 3.73 ms; at 16 384: 1.00 and 1.03).
-SUMMED = 32768
+# Rows from which on the down projection's slices do: to settle what is read when takes 0.1 ms, only a part of which is
+# hidden (gathered and summed at 65 536 rows of 30 entries: 3.84 and 3.73 ms; at 16 384 rows: 1.00 and 1.03).
+SUMMED = 65536
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
 
