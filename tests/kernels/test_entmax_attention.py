@@ -224,7 +224,7 @@ def test_masked_keys_take_the_fill(fill, added, causal, device):
 def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device):
     """Padding on the left, and a sequence of nothing else: these rows' scores are all lost in the fill."""
     mask = torch.arange(45) >= torch.tensor([20, 45])[:, None]
-    q, k, v, grad = operands(device, B=2, H=4, Hkv=2, Lq=45, dtype=dtype)
+    q, k, v, grad = operands(device, B=2, H=2, Hkv=1, Lq=45, dtype=dtype)
     low = torch.finfo(torch.float32).min
     mask = mask[:, None, None].to(device)
     _, dq, *_ = check(q, k, v, grad, mask=mask, causal=causal, fill=low, added=True)
@@ -254,7 +254,7 @@ def test_a_causal_fill_that_competes_reaches_later_keys(lengths, added, device):
 
 
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("shape", [(1, 2, 37, 45), (2, 1, 1, 45), (1, 1, 37, 1), (1, 2, 37, 45)])
+@pytest.mark.parametrize("shape", [(1, 2, 37, 45), (2, 1, 1, 45), (1, 1, 37, 1)])
 def test_bias_has_a_gradient(shape, added, device):
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.rand(2, 1, 1, 45, generator=torch.Generator().manual_seed(2)) > 0.2
@@ -312,14 +312,16 @@ def test_nan_stays_in_its_rows(device):
 @pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
 def test_mild_scores_lose_no_mass(alpha, device):
     """Ten halvings of [max - 1, max - n^(1 - alpha)] leave most of a flat row's mass behind."""
-    q, k, _, grad = operands(device, H=1, Lq=4, Lk=3000, variance=1e-3)
+    Lk = 3000 if device.type == "cuda" else 1000
+    q, k, _, grad = operands(device, H=1, Lq=4, Lk=Lk, variance=1e-3)
     v = torch.ones_like(k)
     out = run(q, k, v, grad, alpha_value=alpha)[0]
     assert (out - 1).abs().max() <= 1e-6
 
 
-def test_gradients_repeat_bitwise(device):
-    tensors = operands(device, B=2, H=4, Hkv=2, dtype=torch.bfloat16)
+@pytest.mark.gpu
+def test_gradients_repeat_bitwise():
+    tensors = operands("cuda", B=2, H=4, Hkv=2, dtype=torch.bfloat16)
     for a, b in zip(run(*tensors)[:4], run(*tensors)[:4]):
         assert torch.equal(a, b)
 

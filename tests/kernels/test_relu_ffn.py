@@ -161,8 +161,9 @@ def check_backward(x, b, stats=True, needs=(True,) * 7):
         assert (g is None) == (w is None), name
         if g is not None:
             torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4, msg=name)
-    again = backward_kernel.backward(dy, d_stats, x, b, packed, needs)
-    assert all(g is None or torch.equal(g, a) for g, a in zip(got, again)), "not the same bits"
+    if x.is_cuda:  # under the interpreter programs run one after another
+        again = backward_kernel.backward(dy, d_stats, x, b, packed, needs)
+        assert all(g is None or torch.equal(g, a) for g, a in zip(got, again)), "not the same bits"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -200,7 +201,7 @@ def test_only_what_is_needed():
 
 def test_backward_in_pieces(monkeypatch):
     monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
-    check_backward(*make(140, share=0.2))
+    check_backward(*make(140, share=0.05))
 
 
 def alike(M, **kwargs):
@@ -222,7 +223,7 @@ def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("M", [128, 300])
+@pytest.mark.parametrize("M", [128, 200])
 def test_rows_that_share_neurons(monkeypatch, gated, M):
     """Every block has a pool; some neurons are strays, some rows are heavy, the last block is not full."""
     monkeypatch.setattr(kernel, "SHARING", 1)
