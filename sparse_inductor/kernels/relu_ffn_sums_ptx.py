@@ -28,15 +28,15 @@ SPAN = 48
 CHUNK = 16
 # Windows of a block that schedules them.
 WINDOWS = 4
+# Rows of a table that differ modulo this lie in different banks.
 CLASSES = 8
 
 
-def _scan(register: str, lanes: int = 32) -> str:
+def _scan(register: str) -> str:
     """Sums over the lanes up to each."""
     return "".join(
         f"shfl.sync.up.b32 t|p, {register}, {d}, 0, -1; @p add.u32 {register}, {register}, t;"
         for d in (1, 2, 4, 8, 16)
-        if d < lanes
     )
 
 
