@@ -16,12 +16,19 @@ class Branch:
     Used as `with Branch(device) as branch`: the current stream goes on behind the block, which may end by an error,
     when all of the second line is done. So tensors that it reads and writes are allocated on the current stream and
     live as long as the block. On a CPU both lines are one.
+
+    urgent: its kernels' blocks go in front of those of the current stream that do not run yet.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, urgent: bool = False) -> None:
         self._main = self._side = None
         if device.type == "cuda":
-            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device)
+            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device, urgent)
+            self.follow()
+
+    def follow(self) -> None:
+        """Have the second line go on when all is done that is on the current stream now."""
+        if self._main is not None and self._side is not None:
             self._side.wait_event(self._main.record_event())
 
     def __enter__(self) -> Branch:
@@ -39,11 +46,11 @@ class Branch:
         return None if self._side is None else self._side.record_event()
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
-        """Have the current stream go on when that is done."""
+        """Have the stream that is current here, of one of the two lines, go on when that is done."""
         if self._main is not None and mark is not None:
-            self._main.wait_event(mark)
+            torch.cuda.current_stream(self._main.device).wait_event(mark)
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _side_stream(device: torch.device, urgent: bool) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-urgent)

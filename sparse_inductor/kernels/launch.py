@@ -231,11 +231,18 @@ def relaunched(kernel: Any) -> Any:
 class _Relaunched:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        constant = [p.is_constexpr for p in kernel.params]
         self._names = kernel.arg_names
+        self._plain = constant.index(True) if any(constant) else len(constant)
+        if not all(constant[self._plain :]):
+            raise TypeError(f"{kernel.__name__}: constants are the last parameters")
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return functools.partial(self._run, grid)
 
     def _run(self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **named: Any) -> None:
-        constants = {name: named.pop(name) for name in self._names[len(args) :]}
+        args, given = args[: self._plain], args[self._plain :]
+        constants = dict(zip(self._names[self._plain :], given))
+        for name in self._names[len(args) + len(given) :]:
+            constants[name] = named.pop(name)
         launch(self.kernel, grid, args, constants, num_warps, **named)

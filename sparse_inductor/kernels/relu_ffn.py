@@ -37,7 +37,7 @@ RESIDENT = 16384
 RESIDENT_TRAINING = 8192
 # Rows from which on the down projection's slices do: to settle what is read when takes 0.1 ms, only a part of which is
 # hidden (gathered and summed at 65 536 rows of 30 entries: 3.84 and 3.73 ms; at 16 384 rows: 1.00 and 1.03).
-SUMMED = 65536
+SUMMED = 32768
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
 
@@ -172,56 +172,67 @@ def forward(
             gate, entries, heavy, state, numbers, b.f, b.cut, up is not None, **counts
         )
         listed = state, heavy
-        if pool is not None:
-            rows_pool.split(pool, state, *entries)
-        schedule = None
+        summed = None
         if m >= SUMMED and sums.applies(y, table):
-            taken = state[packer.WINDOWS.value : packer.ARRIVED.value].view(torch.int32)
-            schedule = sums.Schedule(count, index, packer.most_entries(m, N), taken)
-        h, steps, rest = value, b.f, None
-        if up is not None:
-            h, steps = torch.empty_like(value), ()
-            made = resident.plan(x[part], up) if resides(m, packed is not None) else None
-            if made is not None:
-                octets = state[packer.OCTETS.value : packer.WINDOWS.value].view(torch.int32)
-                lists = resident.Lists(count, index, made, packer.most_entries(m, N), octets)
-                lists.fill(state)
-                # In front of what else there is to do: it needs whole multiprocessors.
-                resident.dots(x[part], up, b.up_bias, entries, ups, lists, h, b.f, b.g)
-                rest = lists.rest
-                del lists  # its sums are large
-        # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
-        with Branch(x.device) as branch:
+            blocks = state[packer.SUMMED.value : packer.ARRIVED.value].view(torch.int32)
+            summed = sums.Lists(count, index, blocks)
+        pools: tuple[torch.Tensor | None, int] = (None, 0)
+        if pool is not None:
+            rows_pool.choose(pool, state, m)
+            pools = pool.size, rows_pool.ROWS
+        # A few large blocks, for which there is no room once there are those that gather.
+        with Branch(x.device, urgent=True) as ahead:
+            if summed is not None:
+                with ahead.beside():
+                    summed.fill(state, *pools)
+                    arranged = ahead.mark()
+            if pool is not None:
+                rows_pool.split(pool, state, *entries)
+            h, steps, rest = value, b.f, None
             if up is not None:
-                rows.dots(x[part], up, b.up_bias, entries, ups, packing, h, b.f, b.g, rest)
-                if numbers is not None:
-                    rows.hidden_stats(count, h, numbers)
-            beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
-            pooled = scheduled = None
-            with branch.beside():
-                if pool is not None:
-                    precision = dense.precision(x)
-                    rows_pool.products(
-                        x[part], up, b.up_bias, table, pool, state, y[part], b.f, b.g, precision
+                h, steps = torch.empty_like(value), ()
+                made = resident.plan(x[part], up) if resides(m, packed is not None) else None
+                if made is not None:
+                    octets = state[packer.OCTETS.value : packer.SUMMED.value].view(torch.int32)
+                    lists = resident.Lists(count, index, made, packer.most_entries(m, N), octets)
+                    lists.fill(state)
+                    # In front of what else there is to do: it needs whole multiprocessors.
+                    resident.dots(x[part], up, b.up_bias, entries, ups, lists, h, b.f, b.g)
+                    rest = lists.rest
+                    del lists  # its sums are large
+            # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
+            with Branch(x.device) as branch:
+                if up is not None:
+                    rows.dots(x[part], up, b.up_bias, entries, ups, packing, h, b.f, b.g, rest)
+                    if numbers is not None:
+                        rows.hidden_stats(count, h, numbers)
+                beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
+                pooled = None
+                with branch.beside():
+                    if pool is not None:
+                        precision = dense.precision(x)
+                        rows_pool.products(
+                            x[part], up, b.up_bias, table, pool, state, y[part], b.f, b.g, precision
+                        )
+                        beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
+                        pooled = branch.mark()
+                    # All rows, then a list of them: one of the two finds nothing to do.
+                    whole = (
+                        up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
                     )
-                    beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
-                    pooled = branch.mark()
-                if schedule is not None:
-                    pools = (None, 0) if pool is None else (pool.size, rows_pool.ROWS)
-                    schedule.fill(state, *pools)
-                    beside.update(summed=schedule.done, summed_rows=sums.BLOCK)
-                    scheduled = branch.mark()
-                # All rows, then a list of them: one of the two finds nothing to do.
-                whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
-                if whole:
-                    hopper.hidden(x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut)
-                dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
-                if numbers is not None and up is not None:
-                    dense.row_stats(gate, numbers, listed)
-                dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
-            if schedule is not None:
-                branch.wait(scheduled)
-                schedule.sums(h, table, b.down_bias, y[part], steps)
-            branch.wait(pooled)
-            rows.weighted_rows(count, index, h, table, y[part], **beside)
+                    if whole:
+                        hopper.hidden(x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut)
+                    dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
+                    if numbers is not None and up is not None:
+                        dense.row_stats(gate, numbers, listed)
+                    dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
+                if summed is not None:
+                    ahead.wait(arranged)
+                    summed.put(h, steps)
+                    ahead.follow()
+                    with ahead.beside():
+                        summed.sums(table, b.down_bias, y[part])
+                    beside.update(summed=summed.done, summed_rows=sums.BLOCK)
+                branch.wait(pooled)
+                rows.weighted_rows(count, index, h, table, y[part], **beside)
     return y

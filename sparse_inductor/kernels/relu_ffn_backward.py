@@ -19,6 +19,7 @@ from . import relu_ffn_dense as dense
 from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
 from .branch import Branch
+from .launch import relaunched
 from .relu_ffn import Block, Packed, chunks, rows_of_table
 from .relu_ffn_packing import heavy_rows, most_entries, popcount
 
@@ -32,6 +33,7 @@ WIDTH = 1024
 CHUNK = 1 << 26
 
 
+@relaunched
 @triton.jit
 def _mark_kernel(count, index, marks, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
     """marks[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes: any order gives the same."""
@@ -45,6 +47,7 @@ def _mark_kernel(count, index, marks, N, CAP: tl.constexpr, BLOCK: tl.constexpr)
     tl.atomic_or(marks + (m // 32).to(tl.int64) * N + n, bit, mask=i < c)
 
 
+@relaunched
 @triton.jit
 def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.constexpr):
     """before[w, n] = tokens of neuron n in words before w; total[n] = all of them."""
@@ -61,6 +64,7 @@ def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.co
     tl.store(total + n, carry, mask=n < N)
 
 
+@relaunched
 @triton.jit
 def _place_kernel(
     count, index, marks, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
@@ -81,6 +85,7 @@ def _place_kernel(
     tl.store(entry + slot, m * CAP + i, mask=mask)
 
 
+@relaunched
 @triton.jit
 def _scan_kernel(total, start, N, BLOCK: tl.constexpr):
     """One program: start[n] = the sum of total before n."""
@@ -124,6 +129,7 @@ class TokenLists:
         )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _by_neuron_kernel(
     entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b,

@@ -15,6 +15,7 @@ from sparse_inductor.epilogue.steps import Program
 from .boxes import boxes
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
+from .launch import relaunched
 from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
 from .relu_ffn_rows import slopes
 
@@ -101,6 +102,7 @@ def _hidden_box(
     box.store([m, n], tl.where(g <= cut, 0.0, h).to(box.dtype))
 
 
+@relaunched
 @triton.jit
 def _hidden_kernel(
     x, up, gate, x_box, up_box, gate_box, bias, state, rows,
@@ -206,6 +208,7 @@ def hidden(
     )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _activate_kernel(
     gate, up, numbers, CUT,
@@ -233,6 +236,7 @@ def activate(
     return gate
 
 
+@relaunched
 @triton.jit
 def _row_stats_kernel(hidden, stats, state, rows, M, N, stride_s, BLOCK: tl.constexpr):
     """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]."""
@@ -265,6 +269,7 @@ def row_stats(
 SPLITS = tl.constexpr(16)
 
 
+@relaunched
 @triton.jit
 def _product_kernel(
     a, b, out, a_box, b_box, out_box, bias, state, rows, parts,
@@ -358,6 +363,7 @@ def product(
 PAD = tl.constexpr(64)
 
 
+@relaunched
 @triton.jit
 def _gather_kernel(
     x, dy, x_out, dy_out, rows, length, K, D, stride_x, stride_y, PAD: tl.constexpr, BLOCK: tl.constexpr
@@ -430,6 +436,7 @@ def _copied_tile(
     return acc
 
 
+@relaunched
 @triton.jit
 def _copied_product_kernel(
     a, b, c, d, bias, out, rows, length,
@@ -495,6 +502,7 @@ def copied_product(
     )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _slopes_kernel(
     gate, up, dh, d_stats, rows, length,
@@ -547,6 +555,7 @@ def slopes_in_place(
     )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _add_products_kernel(
     a, x, out, bias_out, length, N, K, stride_a, stride_x, stride_o,

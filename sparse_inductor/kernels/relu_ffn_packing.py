@@ -17,6 +17,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
+from .launch import relaunched
 
 __all__ = [
     "ARRIVED",
@@ -26,7 +27,7 @@ __all__ = [
     "MANY",
     "OCTETS",
     "ROWS_MOST",
-    "WINDOWS",
+    "SUMMED",
     "decide_after_pools",
     "dense_row",
     "heavy_rows",
@@ -57,7 +58,7 @@ DENSE = tl.constexpr(129)
 LISTED = tl.constexpr(130)  # entries of the list of pieces
 POOLED = tl.constexpr(131)  # blocks whose pools are chosen, and what their rows cost then
 OCTETS = tl.constexpr(132)  # two counters of `relu_ffn_resident`
-WINDOWS = tl.constexpr(133)  # two counters of `relu_ffn_sums`
+SUMMED = tl.constexpr(133)  # blocks that `relu_ffn_sums` sums
 ARRIVED = tl.constexpr(134)  # from here on, a counter for each tile that several programs make
 ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
 # A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
@@ -223,6 +224,7 @@ def _settle_row(
         tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
 
 
+@relaunched
 @triton.jit
 def _pack_kernel(
     gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
@@ -321,6 +323,7 @@ def _next_mark(bits, word):
     return n, bits & (bits - 1)
 
 
+@relaunched
 @triton.jit
 def _pack_marked_kernel(
     gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
@@ -439,8 +442,8 @@ def pack(
     _pack_kernel[(M,)](
         gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
         M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
-        dense_row(M, N), pairs,
-        STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
+        dense_row(M, N),
+        PAIRS=pairs, STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
         CAP=cap, PIECE=piece, PIECES=most, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
         C=columns, num_warps=warps,
     )  # fmt: skip
@@ -474,6 +477,7 @@ def listed_rows(state, rows_heavy, i, M):
     return tl.where(n_listed(state) == M, tl.where(i < M, i, 0), row)
 
 
+@relaunched
 @triton.jit(do_not_specialize=["M"])
 def _list_kernel(count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.constexpr):
     """rows_heavy[:heavy] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before it."""

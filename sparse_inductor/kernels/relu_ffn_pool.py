@@ -16,9 +16,10 @@ from sparse_inductor.epilogue.steps import Program
 from .boxes import boxes
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
+from .launch import relaunched
 from .relu_ffn_packing import decide_after_pools, dense_row, n_listed
 
-__all__ = ["ROWS", "Pool", "products", "split"]
+__all__ = ["ROWS", "Pool", "choose", "products", "split"]
 
 # Rows a block: the height of a tile.
 ROWS = 128
@@ -48,6 +49,7 @@ class Pool:
         self.value = x.new_empty(M, SIZE)
 
 
+@relaunched
 @triton.jit
 def _select_kernel(
     counts, slot, size, neuron, state, M, N, ROW,
@@ -84,6 +86,7 @@ def _n_pooled(size, b, state, M):
     return tl.where(n_listed(state) == M, 0, tl.load(size + b))
 
 
+@relaunched
 @triton.jit
 def _split_kernel(
     count, index, value, slot, size, pool_value, state, M, N,
@@ -125,27 +128,33 @@ def _split_kernel(
     tl.store(count + m, kept, mask=c >= 0)
 
 
-def split(
-    pool: Pool, state: torch.Tensor, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
-) -> None:
-    """Find the pools of packed rows, whose counts are there, and move their entries to them; the strays are left.
+def choose(pool: Pool, state: torch.Tensor, M: int) -> None:
+    """Find the pools of M packed rows, whose counts are there, and then whether all rows take the dense path.
 
     state: of `pack`.
     """
+    N = pool.counts.shape[1]
+    _select_kernel[(pool.blocks,)](
+        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N, dense_row(M, N),
+        SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), **early(state), num_warps=8,
+    )  # fmt: skip
+
+
+def split(
+    pool: Pool, state: torch.Tensor, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
+) -> None:
+    """Move packed rows' entries to their blocks' pools, which are chosen; the strays are left."""
     M, cap = index.shape
     N = pool.counts.shape[1]
     block = min(64, triton.next_power_of_2(cap))  # a few more than most rows have
     rows_each = 4  # a row and a warp
-    _select_kernel[(pool.blocks,)](
-        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N, dense_row(M, N),
-        SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), **early(value), num_warps=8,
-    )  # fmt: skip
     _split_kernel[(triton.cdiv(M, rows_each),)](
         count, index, value, pool.slot, pool.size, pool.value, state, M, N,
         CAP=cap, ROWS=ROWS, SIZE=SIZE, R=rows_each, BLOCK=block, **early(value), num_warps=rows_each,
     )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _up_kernel(
     x, up, value, x_box, bias, size, neuron, state, M, K, stride_x, stride_u,
@@ -196,6 +205,7 @@ def _up_kernel(
     tl.store(at, tl.where(g == 0.0, 0.0, h).to(value.dtype.element_ty), mask=mask)
 
 
+@relaunched
 @triton.jit
 def _down_kernel(
     value, table, out, value_box, out_box, size, neuron, state, M, D, stride_t, stride_o,

@@ -6,6 +6,8 @@ the lists are.
 
 from __future__ import annotations
 
+import functools
+
 __all__ = [
     "ARRANGE_WARPS",
     "FEATURES",
@@ -32,6 +34,7 @@ FEWEST = 9 * GROUP
 ARRANGE_WARPS = 4
 
 
+@functools.cache
 def dots(kind: str, slices: int, shares: int) -> str:
     """Multiply groups of tokens by rows of a part of the table.
 
@@ -153,6 +156,7 @@ DONE:
     }}"""
 
 
+@functools.cache
 def arrange(parts: int, cap: int) -> str:
     """A block makes the octets of a group: counts the entries of each part, takes so many octets, and fills them. A
     group of fewer than FEWEST entries is left alone.

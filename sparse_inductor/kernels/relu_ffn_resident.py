@@ -38,6 +38,7 @@ from .boxes import addressable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
+from .launch import relaunched
 from .relu_ffn_packing import n_listed
 from .relu_ffn_rows import slopes
 
@@ -101,6 +102,7 @@ def plan(x: torch.Tensor, table: torch.Tensor) -> Plan | None:
     return _plan(x.shape[1], len(table), programs)
 
 
+@relaunched
 @triton.jit(do_not_specialize=["groups", "M"])
 def _arrange_kernel(
     count, index, state, octets, heads, records, places, alone, groups, M,
@@ -242,6 +244,7 @@ def _sums(partial, places, o, n, SLICES: tl.constexpr, WIDE: tl.constexpr):
     return total, place, place >= 0
 
 
+@relaunched
 @triton.jit
 def _hidden_kernel(
     octets, partial, places, index, gates, bias, ups, out,
@@ -263,6 +266,7 @@ def _hidden_kernel(
         tl.store(out + at, h.to(out.dtype.element_ty), mask=there)
 
 
+@relaunched
 @triton.jit
 def _slopes_kernel(
     octets, partial, places, gates, ups, d_gate, d_up, hidden, d_stats, stride_s,

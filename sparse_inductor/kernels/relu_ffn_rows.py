@@ -20,6 +20,7 @@ from sparse_inductor.epilogue.steps import Program
 from . import relu_ffn_ptx as ptx
 from .early import EARLY_STARTS, early, wait_for_previous
 from .epilogue import dual, encode, evaluate
+from .launch import relaunched
 from .relu_ffn_packing import IN_ORDER, LISTED, n_listed, pieces_of
 
 __all__ = [
@@ -97,6 +98,7 @@ def _whole(n: int, interpreted: bool) -> tuple[int, int]:
     return columns, max(1, columns // DOT_COLUMNS)
 
 
+@relaunched
 @triton.jit
 def _transpose_kernel(
     weight, out, D, N, stride_d, stride_n, stride_o,
@@ -213,6 +215,7 @@ def _row_of_rest(alone, i, M):
     return tl.minimum(m, M - 1).to(tl.int64)
 
 
+@relaunched
 @triton.jit(do_not_specialize=["listers"])
 def _dots_kernel(
     x, table, bias, count, index, gates, ups, out, state, pieces, octets, alone,
@@ -270,6 +273,7 @@ def _dots_kernel(
                 tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
 
 
+@relaunched
 @triton.jit
 def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of |h| and the number of non-zeros of one packed row."""
@@ -290,7 +294,9 @@ SHARE = 8
 LISTERS = 2048
 # Programs of a kernel that may have nothing to do: 10 us where it has not, and enough to share the rows out evenly.
 IDLE = 8192
-IDLE_SUMS = 4096
+# The same of one that runs on the few multiprocessors that another kernel leaves; and rows a program.
+IDLE_SUMS = 2048
+ROWS_IDLE = 8
 GROUP = tl.constexpr(ptx.GROUP)
 # `gradients` stripes a row's entries over programs, so many at a time.
 STRIPE = 32
@@ -422,6 +428,7 @@ def _one_row(
             )  # fmt: skip
 
 
+@relaunched
 @triton.jit(do_not_specialize=["listers", "programs"])
 def _weighted_rows_kernel(
     count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces, summed, all_summed,
@@ -515,7 +522,8 @@ def weighted_rows(
     flags, all_flags = (None, None) if summed is None else summed
     programs = M
     if summed is not None:
-        programs, listers = min(M, IDLE_SUMS), min(listers, LISTERS)
+        programs = min(M, max(IDLE_SUMS, M // ROWS_IDLE))
+        listers = min(listers, programs // 2)
     _weighted_rows_kernel[(listers + programs, triton.cdiv(D, wide))](
         count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces, flags, all_flags,
         M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, programs,
@@ -545,6 +553,7 @@ def slopes(
     return d_gate, d_up, h
 
 
+@relaunched
 @triton.jit
 def _gradients_kernel(
     dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats, octets, alone,

@@ -2,25 +2,21 @@
 
 A gathered row is read from L2 by every token that needs it, and L2 is what `relu_ffn_rows.weighted_rows` is bound by.
 Here a multiprocessor holds 16 features of all neurons, and makes these features of all tokens: nothing is left to be
-added up. What it is bound by is how many lines of shared memory it reads, and beside them the list of what to read,
+added up. What it is bound by is how many lines of shared memory it reads, and beside them the lists of what to read,
 which each multiprocessor reads whole.
 
 Tokens are ranked by how many entries they have, BLOCK of them at a time, and taken by groups of eight in that order.
-Entries of a group get *slots*: in a slot, a token has one entry at most, and entries of two tokens lie in different
-banks of shared memory. (A group of rows of 30 entries has 1.29 times as many slots as would do without that.) Two slots
-are a step, the 16 rows of the second operand of `mma.m16n8k16`; a *window* has up to 64 slots, for up to 48 entries of
-each token. All of it is a function of the rows alone, so that sums are the same bits each time:
+Their entries get *places*, at each of which a token has one or none. Eight rows of the table are one read of shared
+memory if they lie in different banks, as neurons do that differ modulo 8; so places are given such that those of a
+place are of different classes, as far as that is simple (1.37 reads for one, with 30 entries a row). All of it is a
+function of the rows alone, so that sums are the same bits each time.
 
-    order    [blocks, BLOCK] int32: tokens as they are ranked, -1 behind the last; rows that are not packed have no rank
     flags    [blocks] int32: whether the tokens of the block are summed here: they have enough entries, and no pools
-    heads    [groups, 4] int32: steps of the group's first window; how many more it has; the first of them
-    owners   [further windows] int32: the group
-    steps    [further windows] int32: the steps
-    records  [windows, 4, 256] int16: 4 chunks of 8 steps; first, for each slot of a step, row of the operand and step,
-             the neuron's place in shared memory; then the values, by lane of a warp. The i-th of the further windows
-             is window groups + i.
+    tokens   [groups, 8] int32: -1 behind the last; rows that are not packed have no rank
+    heads    [groups, 2] int32: the group's first turn, a turn being 16 places; and how many places it has
+    lists    [turns, 32, 2, 4] int16: by lane of a warp, neurons as places in shared memory, and values
 
-Until `values` puts them there, the places of the values hold which of its token's entries each is to be.
+Until `put` puts them there, the places of the values hold which of its token's entries each is to be, or -1.
 """
 
 from __future__ import annotations
@@ -42,9 +38,10 @@ from .boxes import addressable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
+from .launch import relaunched
 from .relu_ffn_packing import n_listed
 
-__all__ = ["BLOCK", "Schedule", "applies"]
+__all__ = ["BLOCK", "Lists", "applies"]
 
 BLOCK = ptx.BLOCK
 FEATURES = gl.constexpr(ptx.FEATURES)
@@ -54,17 +51,13 @@ MOST_TILES = 14
 # Three would be the 48 KiB that are given unasked, and what the PTX declares itself is more.
 LEAST_TILES = 4
 WARPS = 32
-# Warps of a block that ranks tokens: it counts for each of them, in at most 48 KiB.
-RANK_WARPS = 8
 ROWS = tl.constexpr(ptx.BLOCK)
-GROUPS = tl.constexpr(ptx.BLOCK // ptx.GROUP)
+SHARES = tl.constexpr(ptx.SHARES)
 # Entries of a token, on average, from which on this is quicker than to gather.
 LEAST = 8
 # What an entry takes here, a turn of the GPU for each 16 features, in what gathering a feature for it does: 618 us for
 # 865, at 65 536 tokens of 29 entries and 2 048 features.
 TURN = 1463
-# Windows whose values a program looks up at least, where there are many.
-PROGRAMS = 4096
 
 
 def applies(y: torch.Tensor, table: torch.Tensor) -> bool:
@@ -95,87 +88,64 @@ def _pays(N: int, D: int, multiprocessors: int) -> bool:
     return D % ptx.FEATURES == 0 and tiles <= MOST_TILES and TURN * turns / shares < 0.9 * D
 
 
-@triton.jit(do_not_specialize=["M", "groups"])
-def _rank_kernel(
-    count, state, pool_size, order, flags, taken, heads, owners, M, groups,
-    ASK: tl.constexpr, POOLS: tl.constexpr, BODY: tl.constexpr, EARLY: tl.constexpr,
+@relaunched
+@triton.jit(do_not_specialize=["M"])
+def _arrange_kernel(
+    count, state, pool_size, index, tokens, heads, lists, flags, summed, M,
+    ASK: tl.constexpr, POOL_ROWS: tl.constexpr, BODY: tl.constexpr,
 ):  # fmt: skip
-    """A program ranks a block of tokens. POOLS: pools of the rows of a block, unless that is 0."""
-    wait_for_previous(EARLY)
+    """A program makes a share of the lists of a block of tokens. POOL_ROWS: of each so many rows, unless that is 0, the
+    size of their pool."""
+    block = tl.program_id(0) // SHARES
     here = tl.full([], 1, tl.int32)
     if ASK:
         here = (n_listed(state) != M).to(tl.int32)
-    if POOLS > 0:
-        p = tl.program_id(0) * POOLS + tl.arange(0, POOLS)
-        size = tl.load(pool_size + p, mask=p < tl.cdiv(M, ROWS // POOLS), other=0)
-        here = tl.where(tl.max(size, 0) > 0, 0, here)
+    if POOL_ROWS > 0:
+        for i in tl.static_range(ROWS // POOL_ROWS):
+            p = block * (ROWS // POOL_ROWS) + i
+            size = tl.load(pool_size + p, mask=p * POOL_ROWS < M, other=0)
+            here = tl.where(size > 0, 0, here)
     tl.inline_asm_elementwise(
-        BODY, "=r,r,l,r,r,l,l,l,l,l,r",
+        BODY, "=r,r,l,r,r,l,l,l,l,l,l,r",
         [
-            tl.program_id(0), count.to(tl.int64), M, here, order.to(tl.int64), flags.to(tl.int64),
-            taken.to(tl.int64), heads.to(tl.int64), owners.to(tl.int64), groups,
+            block, count.to(tl.int64), M, here, index.to(tl.int64), tokens.to(tl.int64),
+            heads.to(tl.int64), lists.to(tl.int64), flags.to(tl.int64), summed.to(tl.int64),
+            tl.program_id(0) % SHARES,
         ],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["groups"])
-def _schedule_kernel(
-    taken, owners, heads, order, count, index, records, steps, flags, groups,
-    WINDOWS: tl.constexpr, BODY: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A program gives the entries of WINDOWS windows their slots."""
-    wait_for_previous(EARLY)
-    tl.inline_asm_elementwise(
-        BODY, "=r,r,l,l,l,l,l,l,l,l,r,l",
-        [
-            tl.program_id(0) * WINDOWS, taken.to(tl.int64), owners.to(tl.int64), heads.to(tl.int64),
-            order.to(tl.int64), count.to(tl.int64), index.to(tl.int64), records.to(tl.int64), steps.to(tl.int64),
-            groups, flags.to(tl.int64),
-        ],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
+@relaunched
 @triton.jit
-def _window(w, groups, heads, owners, steps, flags):
-    """(group, chunks that are used) of window w."""
-    g = w
-    if w >= groups:
-        g = tl.load(owners + w - groups)
-        used = tl.load(steps + w - groups)
-    else:
-        used = tl.load(heads + w * 4)
-    return g, tl.where(tl.load(flags + g // GROUPS) != 0, (used + 7) // 8, 0)
-
-
-@triton.jit(do_not_specialize=["groups"])
 def _values_kernel(
-    taken, owners, heads, order, steps, records, values, hidden, flags, groups,
-    STEPS: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr,
+    tokens, heads, lists, values, hidden, STEPS: tl.constexpr, CAP: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
-    """A program puts the values of a window, then of the next that is its own, where records say which they are.
+    """A program puts the values of a group where its lists say which they are; 0 where there is none.
 
-    records and values are the same memory; 0 where there is no entry.
+    lists and values are the same memory, and the lists have been made when this starts; the values have been when it
+    has waited.
     """
-    wait_for_previous(EARLY)
+    g = tl.program_id(0)
+    first = tl.load(heads + 2 * g).to(tl.int64)
+    places = tl.load(heads + 2 * g + 1)
     e = tl.arange(0, 512)
-    at = e // 128 * 256 + 128 + e % 128
     token = e % 128 // 16
-    n = groups + tl.load(taken)
-    for w in range(tl.program_id(0), n, tl.num_programs(0)):
-        g, used = _window(w, groups, heads, owners, steps, flags)
-        there = e // 128 < used
-        m = tl.load(order + g * 8 + token)
-        k = tl.load(records + w * 1024 + at, mask=there, other=-1).to(tl.int64)
-        h = tl.load(hidden + m.to(tl.int64) * CAP + k, mask=k >= 0, other=0.0).to(tl.float32)
+    m = tl.load(tokens + g * 8 + token).to(tl.int64)
+    at = first * 256 + e // 128 * 256 + e % 128 // 4 * 8 + 4 + e % 4
+    k = tl.load(lists + at, mask=e // 128 * 16 < places, other=-1).to(tl.int64)
+    wait_for_previous(EARLY)
+    for t in range(0, places, 64):
+        h = tl.load(hidden + m * CAP + k, mask=k >= 0, other=0.0).to(tl.float32)
         h = tl.where(k >= 0, evaluate(h, STEPS), 0.0)
-        tl.store(values + w * 1024 + at, h.to(values.dtype.element_ty), mask=there)
+        tl.store(values + at, h.to(values.dtype.element_ty), mask=t + e // 128 * 16 < places)
+        at += 1024
+        k = tl.load(lists + at, mask=t + 64 + e // 128 * 16 < places, other=-1).to(tl.int64)
 
 
 @gluon.jit(do_not_specialize=["N", "groups"])
 def _sums_kernel(
-    table, out, taken, order, heads, steps, records, bias, N, groups, stride_t, stride_o,
+    table, out, summed, tokens, heads, lists, bias, N, groups, stride_t, stride_o,
     SLICES: gl.constexpr, TILES: gl.constexpr, BODY: gl.constexpr,
 ):  # fmt: skip
     """A program makes 16 features of the sums of a share of the groups. Reads its slice of the table once."""
@@ -190,7 +160,7 @@ def _sums_kernel(
     k = gl.arange(0, FEATURES, gl.SliceLayout(0, layout))
     column = table + slice * FEATURES + k
     names.wait_for_previous()
-    if gl.load(taken + 1) > 0:
+    if gl.load(summed) > 0:
         for i in gl.static_range(TILES):
             n = gl.minimum(i * TILE + r, N - 1).to(gl.int64)
             rows = column[None, :] + (n * stride_t)[:, None]
@@ -198,41 +168,34 @@ def _sums_kernel(
         async_copy.commit_group()
         async_copy.wait_group(0)
         gl.inline_asm_elementwise(
-            BODY, "=r,l,r,l,l,l,l,r,r,l",
+            BODY, "=r,l,r,l,l,l,r,r,l",
             [
-                (out + slice * FEATURES).to(gl.int64), stride_o * 2, order.to(gl.int64),
-                heads.to(gl.int64), steps.to(gl.int64), records.to(gl.int64), groups, share,
-                (bias + slice * FEATURES).to(gl.int64),
+                (out + slice * FEATURES).to(gl.int64), stride_o * 2, tokens.to(gl.int64), heads.to(gl.int64),
+                lists.to(gl.int64), groups, share, (bias + slice * FEATURES).to(gl.int64),
             ],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
 
 
-class Schedule:
+class Lists:
     """What is read for packed rows, and when."""
 
-    def __init__(
-        self, count: torch.Tensor, index: torch.Tensor, most: int, taken: torch.Tensor
-    ) -> None:
-        """most: entries of all rows that are ever packed. taken [2]: int32 zeros, for how many further windows and how
-        many ranked blocks there are."""
-        self._count, self._index, self._taken = count, index, taken
-        M, cap = index.shape
-        blocks = triton.cdiv(M, BLOCK)
-        self._groups = blocks * BLOCK // ptx.GROUP
-        # The tokens of a group have at least as many entries as those of the next.
-        further = min(most, M * cap) // (ptx.GROUP * ptx.SPAN) + blocks * (cap // ptx.SPAN + 1)
-        new = functools.partial(torch.empty, dtype=torch.int32, device=index.device)
-        self.flags = new(blocks)
-        self._order = new(blocks, BLOCK)
-        self._heads = new(self._groups, 4)
-        self._owners, self._steps = new(further), new(further)
-        self._records = new(self._groups + further, 32 * ptx.SLOTS // 2, dtype=torch.int16)
+    def __init__(self, count: torch.Tensor, index: torch.Tensor, summed: torch.Tensor) -> None:
+        """count [M] and index [M, CAP] int16 of packed rows, CAP a multiple of 4; summed [1]: int32 zero, for how many
+        blocks are summed here."""
+        self._count, self._index, self._summed = count, index, summed
+        blocks = triton.cdiv(len(count), BLOCK)
+        groups = blocks * BLOCK // ptx.GROUP
+        new = functools.partial(torch.empty, dtype=torch.int32, device=count.device)
+        self._flags = new(blocks)
+        self._tokens = new(groups, ptx.GROUP)
+        self._heads = new(groups, 2)
+        self._lists = new(groups * ptx.TURNS, 2 * ptx.GROUP * ptx.TURN, dtype=torch.int16)
 
     @property
     def done(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(flags, how many of them are set): what `relu_ffn_rows` takes."""
-        return self.flags, self._taken[1:]
+        return self._flags, self._summed
 
     def fill(
         self,
@@ -240,45 +203,34 @@ class Schedule:
         pool_size: torch.Tensor | None = None,
         pool_rows: int = 0,
     ) -> None:
-        """Launch what ranks tokens and gives their entries slots. state: of `pack`; where all rows take the dense path,
-        nothing is made, nor for a block of which `pool_rows` rows have a pool."""
+        """Launch what makes the lists. state: of `pack`; where all rows take the dense path, nothing is made, nor for a
+        block of which `pool_rows` rows have a pool."""
         M, cap = self._index.shape
-        _rank_kernel[(len(self.flags),)](
-            self._count, state, pool_size, self._order, self.flags, self._taken, self._heads, self._owners,
-            M, self._groups,
-            ASK=state is not None, POOLS=BLOCK // pool_rows if pool_rows else 0,
-            BODY=ptx.rank(cap, LEAST, RANK_WARPS), EARLY=False, num_warps=RANK_WARPS,
-        )  # fmt: skip
-        _schedule_kernel[(triton.cdiv(len(self._records), ptx.WINDOWS),)](
-            self._taken, self._owners, self._heads, self._order, self._count, self._index, self._records,
-            self._steps, self.flags, self._groups,
-            WINDOWS=ptx.WINDOWS, BODY=ptx.schedule(cap), **early(self._index), num_warps=1,
+        _arrange_kernel[(len(self._flags) * ptx.SHARES,)](
+            self._count, state, pool_size, self._index, self._tokens, self._heads, self._lists, self._flags,
+            self._summed, M,
+            ASK=state is not None, POOL_ROWS=pool_rows, BODY=ptx.arrange(cap, LEAST), num_warps=ptx.WARPS,
         )  # fmt: skip
 
-    def sums(
-        self,
-        value: torch.Tensor,
-        table: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        steps: Program = (),
-    ) -> None:
-        """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] for the rows of flagged blocks that are not
-        heavy. value [M, CAP], table [N, D], out [M, D].
+    def put(self, value: torch.Tensor, steps: Program = ()) -> None:
+        """Launch what puts steps(value) [M, CAP] into the lists, which `fill` has made."""
+        lists = self._lists
+        _values_kernel[(len(self._heads),)](
+            self._tokens, self._heads, lists, lists.view(value.dtype), value,
+            STEPS=encode(steps), CAP=value.shape[1], **early(value), num_warps=4,
+        )  # fmt: skip
+
+    def sums(self, table: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out[m] = bias + sum_i value[m, i] * table[index[m, i]] for the rows of flagged blocks that are not heavy, by
+        the values that were put. table [N, D], out [M, D].
 
         Where a table's row is not finite, not only tokens that need it get NaN, as from a product with all of it."""
-        records, cap = self._records, self._index.shape[1]
-        _values_kernel[(min(len(records), PROGRAMS),)](
-            self._taken, self._owners, self._heads, self._order, self._steps, records,
-            records.view(value.dtype), value, self.flags, self._groups,
-            STEPS=encode(steps), CAP=cap, **early(value), num_warps=4,
-        )  # fmt: skip
         N, D = table.shape
         slices, shares = _grid(D, _multiprocessors(out))
         body = ptx.sums("bf16" if out.dtype == torch.bfloat16 else "f16", shares, bias is not None)
         args = (
-            table, out, self._taken, self._order, self._heads, self._steps, records,
-            table if bias is None else bias, N, self._groups, table.stride(0), out.stride(0),
+            table, out, self._summed, self._tokens, self._heads, self._lists, table if bias is None else bias,
+            N, len(self._heads), table.stride(0), out.stride(0),
         )  # fmt: skip
         constants = {
             "SLICES": slices, "TILES": max(LEAST_TILES, triton.cdiv(N, TILE.value)), "BODY": body,

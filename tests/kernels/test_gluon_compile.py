@@ -59,7 +59,7 @@ def compile_all() -> None:
     )
     for biased in (False, True):
         constants = {"SLICES": 128, "TILES": 11, "BODY": sums_ptx.sums("bf16", 1, biased)}
-        types = "*bf16 *bf16 *i32 *i32 *i32 *i32 *i16 *bf16 i32 i32 i32 i32".split()
+        types = "*bf16 *bf16 *i32 *i32 *i32 *i16 *bf16 i32 i32 i32 i32".split()
         compiled = made(sums._sums_kernel, types, constants, **options)
         code = compiled.asm["ptx"]
         assert "ldmatrix" in code and "cp.async" in code and ".local" not in code

@@ -28,6 +28,14 @@ class Kernel:
         return run
 
 
+def with_parameters(**constant: bool) -> Kernel:
+    kernel = Kernel()
+    kernel.__name__ = "kernel"
+    kernel.params = [SimpleNamespace(name=n, is_constexpr=c) for n, c in constant.items()]
+    kernel.arg_names = list(constant)
+    return kernel
+
+
 class Compiled:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -129,21 +137,25 @@ def test_many_shapes_do_not_pile_up(monkeypatch):
 
 
 def test_a_decorated_kernel_is_written_as_any_and_launched_with_its_constants_in_order():
-    kernel = Kernel()
-    kernel.arg_names = ["x", "n", "BLOCK", "FLAG"]
+    kernel = with_parameters(x=False, n=False, BLOCK=True, FLAG=True)
     decorated = module._Relaunched(kernel)
     for _ in range(2):
         decorated[(3,)](X, 48, FLAG=True, BLOCK=16, num_warps=2, num_stages=1)
-    assert kernel.launched == [((3, 1, 1), (X.data_ptr(), 48, 16, True))]
+        decorated[(3,)](X, 48, 16, FLAG=True, num_warps=2, num_stages=1)
+    assert kernel.compiled == 1
+    assert kernel.launched == [((3, 1, 1), (X.data_ptr(), 48, 16, True))] * 3
     with pytest.raises(KeyError, match="BLOCK"):
         decorated[(3,)](X, 48, FLAG=True)
 
 
+def test_constants_of_a_decorated_kernel_come_last():
+    with pytest.raises(TypeError, match="last"):
+        module._Relaunched(with_parameters(x=False, D=True, n=False))
+
+
 def test_constants_are_not_taken_for_arguments():
     """Another width would be launched with the code for the first."""
-    kernel = Kernel()
-    names = [("x", False), ("D", True), ("n", False), ("BLOCK", True)]
-    kernel.params = [SimpleNamespace(name=n, is_constexpr=c) for n, c in names]
+    kernel = with_parameters(x=False, D=True, n=False, BLOCK=True)
     with pytest.raises(TypeError, match="'D'"):
         launch(kernel, (1,), (X, 768, 48), CONSTANTS, 4)
     kernel.params.pop(1)
@@ -164,3 +176,10 @@ def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
     for file, name in decorated:
         assert re.search(rf"\b{name}\[", everything), (file, name)
         assert not re.search(rf"(?<!def )\b{name}\(", everything), (file, name)
+        parameters = re.search(
+            rf"def {name}\((.*?)\):", (Path(module.__file__).parent / file).read_text(), re.S
+        )[1]
+        constant = [
+            "constexpr" in p for p in re.sub(r"#.*", "", parameters).split(",") if p.strip()
+        ]
+        assert constant == sorted(constant), (file, name)

@@ -15,137 +15,110 @@ from sparse_inductor.kernels import relu_ffn_sums as sums
 from sparse_inductor.kernels import relu_ffn_sums_ptx as ptx
 from sparse_inductor.kernels.epilogue import encode
 
-CAP = 100
+CAP = 128
 LEAST = 8
 GROUPS = ptx.BLOCK // ptx.GROUP
 
 
-class Scheduled:
-    """The schedule of random packed rows, some of them heavy, as the PTX makes it."""
+class Arranged:
+    """The lists of random packed rows, some of them heavy, as the PTX makes them."""
 
-    def __init__(self, M: int, N: int, most: int, packed: int = 1, apart: int = 1) -> None:
+    def __init__(
+        self, M: int, N: int, most: int, wanted: int = 1, apart: int = 1, least: int = 0
+    ) -> None:
         g = np.random.default_rng(0)
-        self.blocks = -(-M // ptx.BLOCK)
-        self.count = g.integers(0, most, M).astype(np.int32)
-        self.index = np.stack([g.permutation(N)[:CAP] * apart for _ in range(M)])
-        self.index = self.index.astype(np.int16)
-        self.order = np.full((self.blocks, ptx.BLOCK), -9, np.int32)
-        self.flags = np.full(self.blocks, -9, np.int32)
-        self.taken = np.zeros(2, np.int32)
-        self.groups = self.blocks * GROUPS
-        self.heads = np.full((self.groups, 4), 0, np.int32)
-        self.owners = np.full(4096, -9, np.int32)
-        self.steps = np.full(4096, -9, np.int32)
-        self.records = np.full((self.groups + M, 32 * ptx.SLOTS // 2), 0x5B5B, np.int16)
+        self.M = M
+        blocks = -(-M // ptx.BLOCK)
+        self.count = g.integers(least, most, M).astype(np.int32)
+        self.count[g.random(M) < 0.1] = CAP + 5
+        self.index = np.stack([g.permutation(N)[:CAP] * apart for _ in range(M)]).astype(np.int16)
+        there = np.arange(CAP) < self.count[:, None]
+        self.index = np.where(there, self.index, np.int16(-20))
+        self.groups = blocks * GROUPS
+        self.tokens = np.full((self.groups, 8), -9, np.int32)
+        self.heads = np.full((self.groups, 2), -9, np.int32)
+        self.lists = np.full((self.groups * ptx.TURNS, 256), 0x5B5B, np.int16)
+        self.flags, self.summed = np.full(blocks, -9, np.int32), np.zeros(1, np.int32)
         self.memory = Memory()
-        arrays = {
-            name: self.memory.add((i + 1) << 40, getattr(self, name))
-            for i, name in enumerate(
-                "count index order flags taken heads owners steps records".split()
-            )
-        }
-        self.at = arrays
-        names = "order flags taken heads owners".split()
-        for b in range(self.blocks):
-            inputs = [b, arrays["count"], M, packed, *(arrays[n] for n in names), self.groups]
-            block(ptx.rank(CAP, LEAST, 4), inputs, Memory(), self.memory, warps=4)
-        names = "taken owners heads order count index records steps".split()
-        used = [range(-(-M // ptx.GROUP)), range(self.groups, self.groups + self.taken[0])]
-        self.windows = [w for r in used for w in r] if self.taken[1] else []
-        for w in sorted({w // ptx.WINDOWS * ptx.WINDOWS for w in self.windows}):
-            inputs = [w, *(arrays[n] for n in names), self.groups, arrays["flags"]]
-            block(ptx.schedule(CAP), inputs, Memory(), self.memory, warps=1)
+        names = "count index tokens heads lists flags summed".split()
+        self.at = {n: self.memory.add((i + 1) << 40, getattr(self, n)) for i, n in enumerate(names)}
+        for b in range(blocks):
+            inputs = [b, self.at["count"], M, wanted, *(self.at[n] for n in names[1:])]
+            for share in range(ptx.SHARES):
+                code = ptx.arrange(CAP, LEAST)
+                block(code, [*inputs, share], Memory(), self.memory, warps=ptx.WARPS)
 
-    def owner(self, window: int) -> int:
-        return window if window < self.groups else int(self.owners[window - self.groups])
-
-    def used(self, window: int) -> int:
-        first = window < self.groups
-        return int(self.heads[window, 0] if first else self.steps[window - self.groups])
-
-    def slots(self, window: int) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, places) [slots, tokens] of the window's used chunks."""
-        used = -(-self.used(window) // 8)
-        record = self.records[window].reshape(4, 256)[:used]
-        rows = np.full((16 * used, 8), -9)
-        places = np.full((16 * used, 8), -9)
-        for chunk in range(used):
-            for step in range(8):
-                for half in range(2):
-                    slot = 16 * chunk + 2 * step + half
-                    for token in range(8):
-                        turn = (token // 2 + step) % 4
-                        at = half * 64 + (2 * turn + token % 2) * 8 + step
-                        rows[slot, token] = record[chunk, at] >> 1
-                        assert record[chunk, at] & 1 == rows[slot, token] >> 2 & 1
-                        places[slot, token] = record[chunk, self.value(token, turn, step, half)]
-        return rows, places
-
-    @staticmethod
-    def value(token: int, turn: int, step: int, half: int) -> int:
-        return 128 + (4 * token + turn) * 4 + step // 4 * 2 + half
+    def places(self, group: int) -> tuple[np.ndarray, np.ndarray]:
+        """(neurons, which of its token's entries each is or -1) [places, tokens] of the group's turns."""
+        first, places = self.heads[group]
+        turns = self.lists[first : first + -(-places // 16)].reshape(-1, 32, 2, 4)
+        n, of = (np.empty((len(turns) * 16, 8), int) for _ in range(2))
+        for i, t in np.ndindex(n.shape):
+            quarter = i % 16 // 4
+            turn = (t // 2 + quarter) % 4
+            found = turns[i // 16, i % 4 * 8 + 2 * turn + t % 2, 0, quarter]
+            assert found & 1 == found >> 3 & 1
+            n[i, t] = found >> 1
+            of[i, t] = turns[i // 16, 4 * t + turn, 1, i % 4]
+        return n, of
 
 
-@pytest.mark.parametrize("apart", [1, 4, 8])
-def test_entries_are_scheduled(apart):
-    """apart: neurons of all classes, of two, of one."""
-    M, N = 300, 500
-    made = Scheduled(M, N, CAP + 8, apart=apart)
-    order = made.order.reshape(-1)
-    packed = np.flatnonzero(made.count <= CAP)
-    assert sorted(order[: len(packed)]) == list(packed) and (order[len(packed) :] == -1).all()
-    ranked = sorted(packed, key=lambda m: (-made.count[m], m))
-    assert list(order[: len(packed)]) == ranked
-    assert made.flags.tolist() == [1]
-    windows = []
-    again = 0
-    for g in range(-(-M // ptx.GROUP)):
-        more, first = made.heads[g, 1:3]
-        tokens = order[g * 8 : g * 8 + 8]
-        left = {(t, k) for t, m in enumerate(tokens) if m >= 0 for k in range(made.count[m])}
-        most = max([made.count[m] for m in tokens if m >= 0], default=0)
-        assert more == max(0, -(-most // ptx.SPAN) - 1)
-        for w in [g, *range(first, first + more)]:
-            windows.append(w)
-            assert made.owner(w) == g
-            rows, places = made.slots(w)
-            assert (0 < len(rows) <= ptx.SLOTS) or (w == g and not left)
-            assert (places[2 * made.used(w) :] == -1).all()
-            for s, t in np.argwhere(places >= 0):
-                k = places[s, t]
-                left.remove((t, k))
-                assert rows[s, t] == made.index[tokens[t], k]
-            for row, place in zip(rows, places):
-                mine = row[place >= 0]
-                again += len(mine) - len(set(mine % 8))
-                assert set(row) <= (set(mine) or {0})
-        assert not left
-    share = again / made.count[packed].sum()
-    assert (share > 0.01) == (apart > 1) and share < 1 - 1 / apart + 0.01
-    assert sorted(windows) == made.windows
+@pytest.mark.parametrize(("M", "most", "apart"), [(600, 45, 1), (200, 40, 8), (100, CAP, 1)])
+def test_entries_have_places(M, most, apart):
+    """Each has one; those of a place are of different classes, where they may be. apart: neurons of all classes, or of
+    one."""
+    made = Arranged(M, 500, most, apart=apart)
+    assert made.flags.tolist() == [1] * len(made.flags) and made.summed[0] == len(made.flags)
+    packed = [m for m in range(M) if made.count[m] <= CAP]
+    tokens = made.tokens.reshape(-1)
+    for b in range(len(made.flags)):
+        mine = [m for m in packed if m // ptx.BLOCK == b]
+        mine.sort(key=lambda m: (-made.count[m], m))
+        here = tokens[b * ptx.BLOCK : (b + 1) * ptx.BLOCK].tolist()
+        assert here == mine + [-1] * (ptx.BLOCK - len(mine))
+    reads = lines = turns = 0
+    for g in range(made.groups):
+        own = made.tokens[g]
+        counts = [made.count[m] if m >= 0 else 0 for m in own]
+        places = made.heads[g, 1]
+        full, more = divmod(max(counts), ptx.SPAN)
+        assert places == full * ptx.WINDOW + (more + ptx.EXTRA + 3) // 4 * 4 * (more > 0)
+        n, of = made.places(g)
+        turns += len(n) // 16
+        for t, m in enumerate(own):
+            used = np.flatnonzero(of[:, t] >= 0)
+            assert sorted(of[used, t]) == list(range(counts[t])) and (used < places).all()
+            assert (n[used, t] == made.index[m, of[used, t]]).all()
+        for row in n[:places]:
+            reads += 1
+            lines += max(len(set(row[row % 8 == k])) for k in range(8))
+    firsts = made.heads[made.heads[:, 1] > 0, 0]
+    assert len(set(firsts)) == len(firsts) and turns <= len(made.lists)
+    assert lines <= (1.3 if apart == 1 else 8) * reads
 
 
-@pytest.mark.parametrize(("most", "packed"), [(LEAST, 1), (CAP, 0)])
-def test_few_entries_are_not_scheduled(most, packed):
-    made = Scheduled(100, 200, most, packed=packed)
-    assert made.flags.tolist() == [0] and not made.taken.any()
-    assert (made.order == -1).all() and not made.heads[:, :2].any()
+@pytest.mark.parametrize(
+    ("M", "least", "most", "wanted"), [(100, 0, LEAST, 1), (100, 0, CAP, 0), (512, 100, CAP, 1)]
+)
+def test_what_is_not_summed(M, least, most, wanted):
+    """Few entries; all rows dense; more than there is room for."""
+    made = Arranged(M, 500, most, wanted=wanted, least=least)
+    assert made.flags.tolist() == [0] and made.summed[0] == 0
+    assert (made.tokens == -1).all() and not made.heads.any() and (made.lists == 0x5B5B).all()
 
 
 @pytest.mark.parametrize(("kind", "shares", "biased"), [("bf16", 1, False), ("f16", 2, True)])
 def test_rows_of_a_slice_are_summed(kind, shares, biased):
     M, N, D = 90, 150, 32
-    made = Scheduled(M, N, CAP + 8)
+    made = Arranged(M, N, 60)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     torch.manual_seed(0)
     table, h, bias = (torch.randn(*s).to(dtype) for s in ((N, D), (M, CAP), (D,)))
-    made.heads[-(-M // ptx.GROUP) :, 0] = 0
-    given = {n: torch.from_numpy(getattr(made, n)) for n in made.at}
-    names = "taken owners heads order steps records".split()
-    sums._values_kernel[(3,)](
-        *(given[n] for n in names), given["records"].view(dtype), h, given["flags"], made.groups,
-        STEPS=encode(()), CAP=CAP, EARLY=False,
-    )  # fmt: skip
+    h[torch.from_numpy(np.arange(CAP) >= made.count[:, None])] = torch.nan
+    given = {n: torch.from_numpy(getattr(made, n)) for n in ("tokens", "heads", "lists")}
+    sums._values_kernel[(made.groups,)](
+        *given.values(), given["lists"].view(dtype), h, STEPS=encode(()), CAP=CAP, EARLY=False
+    )
     out = np.full((M, D), 0x7E7E, np.int16)
     at = made.memory.add(1 << 50, out)
     biases = made.memory.add(1 << 51, bias.view(torch.int16).numpy())
@@ -157,8 +130,8 @@ def test_rows_of_a_slice_are_summed(kind, shares, biased):
             shared = Memory()
             start = shared.add(4096 + 16, own.view(torch.int16).numpy())
             inputs = [
-                at + 2 * ptx.FEATURES * piece, 2 * D, made.at["order"], made.at["heads"],
-                made.at["steps"], made.at["records"], made.groups, share, biases + 2 * ptx.FEATURES * piece,
+                at + 2 * ptx.FEATURES * piece, 2 * D, made.at["tokens"], made.at["heads"], made.at["lists"],
+                made.groups, share, biases + 2 * ptx.FEATURES * piece,
             ]  # fmt: skip
             code = ptx.sums(kind, shares, biased)
             block(code, inputs, shared, made.memory, warps=2, dynamic=start)
@@ -202,13 +175,13 @@ def test_as_gathered(monkeypatch, dtype, M, K, N, D, steps, train, stats):
     monkeypatch.setattr(forward_kernel, "FEW", 0)
     monkeypatch.setattr(sums, "LEAST", 2)
     made = []
-    plain = sums.Schedule.sums
-    monkeypatch.setattr(sums.Schedule, "sums", lambda s, *args: made.append(s) or plain(s, *args))
+    plain = sums.Lists.sums
+    monkeypatch.setattr(sums.Lists, "sums", lambda s, *args: made.append(s) or plain(s, *args))
     found = []
     for least in (0, 1 << 40):
         monkeypatch.setattr(forward_kernel, "SUMMED", least)
         found.append(outcomes(M, K, N, D, dtype, steps, train, stats))
-    assert len(made) == 1 and made[0].flags.all()
+    assert len(made) == 1 and made[0].done[0].all()
     for mine, gathered in zip(*found):
         scale = gathered.float().abs().mean()
         torch.testing.assert_close(mine / scale, gathered / scale, rtol=3e-2, atol=3e-2)
@@ -216,29 +189,28 @@ def test_as_gathered(monkeypatch, dtype, M, K, N, D, steps, train, stats):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pools", [False, True])
-def test_blocks_with_pools_are_left_alone(monkeypatch, pools):
-    """Two blocks of tokens, of the first of which some rows share their neurons."""
+def test_blocks_with_pools_are_left_alone(pools):
+    """Eight blocks of tokens, of the second of which some rows share their neurons."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    M, N, D, cap = 2 * sums.BLOCK, 3000, 2048, 64
+    M, N, D, cap = 8 * sums.BLOCK, 3000, 2048, 64
     torch.manual_seed(0)
     count = torch.randint(0, cap + 4, (M,), device="cuda", dtype=torch.int32)
     index = torch.rand(M, N, device="cuda").topk(cap, 1).indices.to(torch.int16)
     value = torch.randn(M, cap, device="cuda").bfloat16()
     table = torch.randn(N, D, device="cuda").bfloat16()
     size = torch.zeros(M // rows_pool.ROWS, dtype=torch.int32, device="cuda")
-    size[3] = 5 * pools
-    schedule = sums.Schedule(
-        count, index, M * cap, torch.zeros(2, dtype=torch.int32, device="cuda")
-    )
-    schedule.fill(None, size, rows_pool.ROWS)
+    size[sums.BLOCK // rows_pool.ROWS + 1] = 5 * pools
+    lists = sums.Lists(count, index, torch.zeros(1, dtype=torch.int32, device="cuda"))
+    lists.fill(None, size, rows_pool.ROWS)
     out = torch.full((M, D), 7.0, device="cuda").bfloat16()
-    schedule.sums(value, table, None, out)
-    assert schedule.flags.tolist() == [int(not pools), 1]
+    lists.put(value)
+    lists.sums(table, None, out)
+    assert lists.done[0].tolist() == [1, int(not pools), *[1] * 6] and lists.done[1] == 8 - pools
     there = (torch.arange(cap, device="cuda") < count[:, None]) & (count <= cap)[:, None]
     dense = torch.zeros(M, N, device="cuda").scatter_(1, index.long(), value.float() * there)
     want = (dense @ table.float()).bfloat16()
     want[count > cap] = 7
     if pools:
-        want[: sums.BLOCK] = 7
+        want[sums.BLOCK : 2 * sums.BLOCK] = 7
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
