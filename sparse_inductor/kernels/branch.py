@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+from .launch import note
+
 __all__ = ["Branch"]
 
 
@@ -29,7 +31,7 @@ class Branch:
     def follow(self) -> None:
         """Have the second line go on when all is done that is on the current stream now."""
         if self._main is not None and self._side is not None:
-            self._side.wait_event(self._main.record_event())
+            _wait(self._side, _record(self._main))
 
     def __enter__(self) -> Branch:
         return self
@@ -43,12 +45,23 @@ class Branch:
 
     def mark(self) -> torch.cuda.Event | None:
         """What was launched on the second line so far."""
-        return None if self._side is None else self._side.record_event()
+        return None if self._side is None else _record(self._side)
 
     def wait(self, mark: torch.cuda.Event | None) -> None:
         """Have the stream that is current here, of one of the two lines, go on when that is done."""
         if self._main is not None and mark is not None:
-            torch.cuda.current_stream(self._main.device).wait_event(mark)
+            _wait(torch.cuda.current_stream(self._main.device), mark)
+
+
+def _record(line: torch.cuda.Stream) -> torch.cuda.Event:
+    event = line.record_event()
+    note("record", line, event)
+    return event
+
+
+def _wait(line: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    line.wait_event(event)
+    note("wait", line, event)
 
 
 @functools.cache

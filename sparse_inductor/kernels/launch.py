@@ -18,7 +18,17 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Bound", "Launcher", "bound", "captured", "hooked", "launch", "relaunched", "watched"]
+__all__ = [
+    "Bound",
+    "Launcher",
+    "bound",
+    "captured",
+    "hooked",
+    "launch",
+    "note",
+    "relaunched",
+    "watched",
+]
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
 """What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
@@ -34,8 +44,11 @@ _MOST_SEEN = 16384
 
 # Told of a launch: (compiled kernel, grid, stream, what its parameters were given, constants too).
 Told = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
-# The thread whose launches somebody is told of.
+# Told of an event's place in a line of kernels: ("record" or "wait", the line, the event).
+Noted = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
+# The thread whose launches somebody is told of, and who is told of events.
 _watched: int | None = None
+_noted: Noted | None = None
 
 
 def _kind(argument: Any) -> Hashable:
@@ -124,13 +137,14 @@ def launch(
 
 
 @contextlib.contextmanager
-def watched(told: Told) -> Iterator[None]:
-    """Have `told` called after each Triton kernel that this thread launches in the block, whoever does it; one block at
-    a time. Nobody is told under Triton's interpreter."""
-    global _watched
+def watched(told: Told, noted: Noted) -> Iterator[None]:
+    """Have `told` called after each Triton kernel that this thread launches in the block, whoever does it, and `noted`
+    at each `note`; one block at a time. Nobody is told under Triton's interpreter."""
+    global _noted, _watched
     kind: Any = triton.compiler.CompiledKernel
     usual = kind.run
     _watched = thread = threading.get_ident()
+    _noted = noted
 
     def run(compiled: Any) -> Any:
         launcher = usual.__get__(compiled)
@@ -147,7 +161,13 @@ def watched(told: Told) -> Iterator[None]:
     try:
         yield
     finally:
-        kind.run, _watched = usual, None
+        kind.run, _watched, _noted = usual, None, None
+
+
+def note(what: str, line: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Say that an event was recorded in a line of kernels, or that it waits for one."""
+    if _noted is not None and _watched == threading.get_ident():
+        _noted(what, line, event)
 
 
 # What a compiled kernel's `run` takes in front of the parameters: grid, stream, function, metadata twice, two hooks.

@@ -5,9 +5,9 @@ than the kernels of a small batch take. None of it depends on what the tensors h
 shapes, strides, dtypes, alignments and options is recorded, as what it allocates, launches and calls of ATen; from the
 third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned.
 
-A call that does anything else on the way (reads a number off the GPU, uses another stream or a tensor of its own from
-before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to allocate, whose kernels
-take longer than the host.
+A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `Branch` or a
+tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to
+allocate, whose kernels take longer than the host.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ __all__ = ["Site", "forget", "replayed"]
 log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.
-MOST_SCRATCH = 64 * 2**20
+MOST_SCRATCH = 512 * 2**20
 # Bytes that the recorded call may keep until its end, once.
-MOST_KEPT = 256 * 2**20
+MOST_KEPT = 1024 * 2**20
 # Programs of many shapes start over here: some kilobytes each.
 MOST_PLANS = 1024
 # What addresses may have in common with those recorded: kernels align their own buffers up to this, but for what they
@@ -218,7 +218,7 @@ def _record(fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tenso
         return fn(*args)
     try:
         recording = _Recording(inputs)
-        with recording, launches.watched(recording.launched):
+        with recording, launches.watched(recording.launched, recording.noted):
             result = fn(*args)
         try:
             _plans[key] = recording.plan(result)
@@ -237,12 +237,15 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._inputs = inputs
         self._device = inputs[0].device
-        self._stream = compat.raw_stream(self._device)
+        # Lines of kernels, the current stream's first, and what they wait for.
+        self._lines = {compat.raw_stream(self._device): 0}
+        self._streams: list[torch.cuda.Stream] = []
+        self._events: list[torch.cuda.Event] = []
         self._made: list[Tensor] = []  # kept, so that no address is given out twice
         self._results: set[int] = set()  # which of them an ATen operator returned
         self._passed: set[int] = set()  # which of them an ATen operator was given
         self._divided: set[int] = set()  # which of them were used from a later element on
-        self._steps: list[_Launch | _Call] = []
+        self._steps: list[_Step] = []
         self._why = "" if all(t.device == self._device for t in inputs) else "several devices"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,18 +269,20 @@ class _Recording(TorchDispatchMode):
             raise _Unplannable("too much memory")
 
     def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self._check_stream()
+        line = self._line(compat.raw_stream(self._device))
         if func in _OF_DTYPES:
             return
         if func.namespace != "aten" or not _SIZES_FROM_DATA.isdisjoint(func.tags):
             raise _Unplannable("what it returns is not known beforehand")
         named = {name: self._views(v) for name, v in kwargs.items()}
-        call = _Call(func, self._views(args), named)
+        call = _Call(func, self._views(args), named, line)
         results = out if isinstance(out, (tuple, list)) else (out,)
         for i, t in enumerate(results):
             if not isinstance(t, Tensor):
                 raise _Unplannable("a number: what follows may depend on it")
             if not self._known(t):
+                if line:
+                    raise _Unplannable("a new tensor on another stream")
                 self._results.add(len(self._made))
                 self._keep(t)
                 call.new.append(i)
@@ -303,9 +308,11 @@ class _Recording(TorchDispatchMode):
         self._made.clear()
         self._steps.clear()
 
-    def _check_stream(self) -> None:
-        if compat.raw_stream(self._device) != self._stream:
+    def _line(self, stream: int) -> int:
+        line = self._lines.get(stream)
+        if line is None:
             raise _Unplannable("another stream")
+        return line
 
     def launched(
         self, compiled: Any, grid: tuple[int, ...], stream: int, args: Sequence[Any]
@@ -314,11 +321,30 @@ class _Recording(TorchDispatchMode):
         if self._why:
             return
         try:
-            if stream != self._stream:
-                raise _Unplannable("another stream")
-            self._steps.append(_Launch(compiled, grid, args, self._locate))
+            line = self._line(stream)
+            self._steps.append(_Launch(compiled, grid, args, self._locate, line))
         except _Unplannable as why:
             self._give_up(f"{compiled.name}: {why}")
+
+    def noted(self, what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """An event of one line is recorded, or a line waits for it; one that has not done anything yet begins so."""
+        if self._why:
+            return
+        known = [i for i, e in enumerate(self._events) if e is event]
+        try:
+            if what == "record":
+                line, known = self._line(stream.cuda_stream), [len(self._events)]
+                self._events.append(event)
+            elif not known:
+                raise _Unplannable("an event from elsewhere")
+            elif stream.cuda_stream not in self._lines:
+                line = self._lines[stream.cuda_stream] = len(self._lines)
+                self._streams.append(stream)
+            else:
+                line = self._line(stream.cuda_stream)
+            self._steps.append(_Event(what, known[0], line))
+        except _Unplannable as why:
+            self._give_up(str(why))
 
     def _known(self, t: Tensor) -> bool:
         storage = t.untyped_storage().data_ptr()
@@ -391,7 +417,7 @@ class _Recording(TorchDispatchMode):
         ]
         given = [_layout(t) for t in self._inputs]
         results = [_layout(self._made[i]) for i in sorted(self._results)]
-        writer = _Writer(self._device, given, made, size, results)
+        writer = _Writer(self._device, given, made, size, results, self._streams)
         return _Plan(writer.function(self._steps, views, shape))
 
     def _returned(self, result: Any, found: list[_View | None]) -> Any:
@@ -448,7 +474,8 @@ class _Writer:
     """Writes a plan's function: what has no loop and looks nothing up costs the host the launches and little more.
 
     Bases are tensors t0, t1, ... that begin at addresses b0, b1, ...: the inputs, what is allocated, scratch memory of
-    so many bytes, what ATen operators return. given, allocated, results: their layouts.
+    so many bytes, what ATen operators return. given, allocated, results: their layouts. streams: the lines of kernels
+    beside the current stream, line0; their handles are stream0, stream1, ...
     """
 
     def __init__(
@@ -458,21 +485,27 @@ class _Writer:
         allocated: list[Any],
         scratch: int,
         results: list[Any],
+        streams: Sequence[torch.cuda.Stream],
     ) -> None:
-        self._device = device
+        self._device, self._several = device, bool(streams)
         self._names: dict[str, Any] = {
             "empty": compat.allocator(device),
             "view": _view_of,
             "piece": _piece_of,
             "stream_of": compat.stream_getter(device),
+            "line_of": functools.partial(torch.cuda.current_stream, device),
+            "on": torch.cuda.stream,
+            "event": torch.cuda.Event,
         }
+        for i, stream in enumerate(streams, 1):
+            self._names |= {f"line{i}": stream, f"stream{i}": stream.cuda_stream}
         self._inputs, self._allocated, self._size = len(given), allocated, scratch
         self._layouts = dict(enumerate([*given, *allocated, None, *results]))
         self._scratch = len(given) + len(allocated)
         self._results = self._scratch + 1
 
     def function(
-        self, steps: Sequence[_Launch | _Call], views: Sequence[_View | None], shape: Any
+        self, steps: Sequence[_Step], views: Sequence[_View | None], shape: Any
     ) -> Callable[[Sequence[Tensor], list[int]], Any]:
         """The function of these steps that returns `shape`."""
         calls = any(isinstance(step, _Call) for step in steps)
@@ -489,7 +522,9 @@ class _Writer:
                 f"t{i} = empty({self._all(layout)})",
                 f"b{i} = -(-t{i}.data_ptr() // {_PAGE}) * {_PAGE}",
             ]
-        lines.append("stream = stream_of()")
+        lines.append("stream0 = stream_of()")
+        if self._several:
+            lines.append("line0 = line_of()")
         for step in steps:
             lines += step.written(self)
         lines.append(f"return {self._returned(shape, views)}")
@@ -584,8 +619,8 @@ def _piece_of(scratch: Tensor, start: int, size: Any, stride: Any, dtype: torch.
 class _Call:
     """An ATen operator's call; `new` are those of its results that it allocated."""
 
-    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self._func, self._args, self._kwargs = func, args, kwargs
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], line: int) -> None:
+        self._func, self._args, self._kwargs, self._line = func, args, kwargs, line
         self.new: list[int] = []
 
     def move(self, moved: Callable[[_At], _At]) -> None:
@@ -612,6 +647,8 @@ class _Call:
         given = [*map(expression, self._args)]
         given += [f"{name}={expression(v)}" for name, v in self._kwargs.items()]
         lines = [f"out = {writer.named(self._func)}({', '.join(given)})"]
+        if self._line:
+            return [f"with on(line{self._line}): {lines[0]}"]
         several = len(self._func._schema.returns) > 1
         for i in self.new:
             n = writer.result()
@@ -628,8 +665,9 @@ class _Launch:
         grid: tuple[int, ...],
         args: Sequence[Any],
         locate: Callable[[Tensor], _At | None],
+        line: int,
     ) -> None:
-        self._compiled, self._grid = compiled, grid
+        self._compiled, self._grid, self._line = compiled, grid, line
 
         def placed(a: Any) -> Any:
             if isinstance(a, Tensor):
@@ -670,7 +708,7 @@ class _Launch:
             return writer.named(a)
 
         launch, first, more, encoded = launches.bound(self._compiled, self._grid)
-        given = [*map(writer.named, first), "stream", *map(writer.named, more)]
+        given = [*map(writer.named, first), f"stream{self._line}", *map(writer.named, more)]
         for i, a in enumerate(self._args):
             if i in encoded and isinstance(a, _Descriptors):
                 a.encode = encoded[i]
@@ -678,6 +716,27 @@ class _Launch:
             else:
                 given.append(expression(a))
         return [f"{writer.named(launch)}({', '.join(given)})"]
+
+
+class _Event(NamedTuple):
+    """An event that is recorded in a line of kernels, or that it waits for: of each call its own, as calls of several
+    threads may be under way."""
+
+    what: str
+    number: int
+    line: int
+
+    def move(self, moved: Callable[[_At], _At]) -> None:
+        """It has no place in memory."""
+
+    def written(self, writer: _Writer) -> list[str]:
+        """As lines of code."""
+        if self.what == "wait":
+            return [f"e{self.number}.wait(line{self.line})"]
+        return [f"e{self.number} = event()", f"e{self.number}.record(line{self.line})"]
+
+
+_Step = _Launch | _Call | _Event
 
 
 class _Descriptors:

@@ -150,6 +150,74 @@ def test_a_call_that_depends_on_more_than_its_arguments_goes_its_usual_way(betwe
     assert call.planned == 5
 
 
+class Line:
+    """Stands for a stream; the current one's handle is 0 on a CPU."""
+
+    def __init__(self, number: int) -> None:
+        self.cuda_stream = number
+
+
+class Event:
+    """Stands for an event, and writes down what becomes of it."""
+
+    log: list[tuple[str, int, int]]
+
+    def record(self, line: Line) -> None:
+        self.log.append(("record", id(self), line.cuda_stream))
+
+    def wait(self, line: Line) -> None:
+        self.log.append(("wait", id(self), line.cuda_stream))
+
+
+def two_lines(kernel: Kernel, wait_for: Event | None = None):
+    """A call whose second line begins behind its first launch, and is waited for behind the second."""
+    main, side = Line(0), Line(7)
+
+    def note(what: str, line: Line, event: Event) -> None:
+        getattr(event, what)(line)
+        launching.note(what, line, event)
+
+    def fn(x: Tensor) -> Tensor:
+        scratch, out = torch.empty(x.numel()), x.new_empty(x.shape)
+        launch(kernel, (1,), (x, scratch, x.numel()), {"F": 2}, 4)
+        forked, joined = Event(), Event()
+        note("record", main, forked)
+        note("wait", side, wait_for or forked)
+        launch(kernel, (1,), (scratch, out, x.numel()), {"F": 2}, 4)
+        note("record", side, joined)
+        note("wait", main, joined)
+        return out
+
+    return fn
+
+
+def test_lines_of_kernels_wait_for_each_other(monkeypatch):
+    """Each call has events of its own."""
+    monkeypatch.setattr(Event, "log", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Line(0))
+    call = replay.replayed(two_lines(Kernel(double)))
+    kept = []
+    for x in draws(5):
+        monkeypatch.setattr(Event, "log", [])
+        torch.testing.assert_close(call(x), 4 * x)
+        kept.append(Event.log)
+    assert type(*replay._plans.values()) is replay._Plan
+    for log in kept:
+        assert [(what, line) for what, _, line in log] == [
+            ("record", 0), ("wait", 7), ("record", 7), ("wait", 0),
+        ]  # fmt: skip
+        assert log[0][1] == log[1][1] != log[2][1] == log[3][1]
+
+
+def test_an_event_from_before_is_not_written_into_a_plan(monkeypatch):
+    monkeypatch.setattr(Event, "log", [], raising=False)
+    call = replay.replayed(two_lines(Kernel(double), Event()))
+    for x in draws(3):
+        torch.testing.assert_close(call(x), 4 * x)
+    assert [*replay._plans.values()] == [None]
+
+
 def scaled_twice(factor: float):
     """Between its two launches ATen multiplies the scratch memory, in place and out of place."""
     kernel = Kernel(double)
