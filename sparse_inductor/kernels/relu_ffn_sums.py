@@ -55,9 +55,9 @@ ROWS = tl.constexpr(ptx.BLOCK)
 SHARES = tl.constexpr(ptx.SHARES)
 # Entries of a token, on average, from which on this is quicker than to gather.
 LEAST = 8
-# What an entry takes here, a turn of the GPU for each 16 features, in what gathering a feature for it does: 618 us for
-# 865, at 65 536 tokens of 29 entries and 2 048 features.
-TURN = 1463
+# What an entry takes here, a turn of the GPU for each 16 features, in what gathering a feature for it does: 590 us for
+# 907, at 65 536 tokens of 30 entries and 2 048 features.
+TURN = 1340
 
 
 def applies(y: torch.Tensor, table: torch.Tensor) -> bool:

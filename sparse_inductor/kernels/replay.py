@@ -31,9 +31,9 @@ __all__ = ["Site", "forget", "replayed"]
 log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.
-MOST_SCRATCH = 512 * 2**20
+MOST_SCRATCH = 1024 * 2**20
 # Bytes that the recorded call may keep until its end, once.
-MOST_KEPT = 1024 * 2**20
+MOST_KEPT = 2048 * 2**20
 # Programs of many shapes start over here: some kilobytes each.
 MOST_PLANS = 1024
 # What addresses may have in common with those recorded: kernels align their own buffers up to this, but for what they

@@ -281,8 +281,6 @@ class _Warp:
                 self.exchange(name, operands, active)
             elif name[0] == "mma":
                 self.multiply(name, operands)
-            elif name[0] == "movmatrix":
-                self.transpose(operands)
             elif name[0] == "mov" and "{" in "".join(operands):
                 self.split_or_join(operands, active)
             else:
@@ -334,10 +332,6 @@ class _Warp:
                 for a, x in zip(at, self.value(r.strip()), strict=True):
                     self.shared.store(a, 4, int(x))
 
-    def transpose(self, operands: list[str]) -> None:
-        """movmatrix: an 8 x 8 of 16 bits each, of which a lane has two elements of a row."""
-        self.set(operands[0], _transposed(self.value(operands[1])), np.ones(32, bool))
-
     def multiply(self, name: list[str], operands: list[str]) -> None:
         """mma.m16n8k16: where the 16-bit elements of a lane's registers, and its sums, are in the matrices."""
         assert name[3:6] == ["m16n8k16", "row", "col"]
@@ -383,10 +377,7 @@ class _Warp:
         elif name[0] == "match":
             self.set(target, [sum(1 << j for j in range(32) if x[j] == v) for v in x], active)
         else:
-            if name[2] == "or":
-                found = np.bitwise_or.reduce(x)
-            else:
-                found = getattr(_signed(x), {"add": "sum"}.get(name[2], name[2]))()
+            found = getattr(_signed(x), {"add": "sum"}.get(name[2], name[2]))()
             self.set(target, np.full(32, found), active)
 
     def split_or_join(self, operands: list[str], active: np.ndarray) -> None:
@@ -458,9 +449,6 @@ class _Warp:
                 return np.uint64(0) - x
             case "not":
                 return x ^ np.uint64(1) if kind == "pred" else ~x
-            case "min" if kind == "u16x2":
-                low, high = (np.minimum(x & m, y & m) for m in map(np.uint64, (0xFFFF, 0xFFFF0000)))
-                return low | high
             case "max" | "min":
                 read = (
                     (lambda v: _signed(v, int(kind[1:])))

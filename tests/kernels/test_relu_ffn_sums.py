@@ -149,7 +149,7 @@ def test_rows_of_a_slice_are_summed(kind, shares, biased):
 @pytest.mark.parametrize(
     ("N", "D", "pays"),
     [(5632, 2048, True), (3072, 1024, True), (5632, 4096, True)]
-    + [(7200, 2048, False), (5632, 1536, False), (5632, 2056, False), (5632, 8, False)],
+    + [(7200, 2048, False), (5632, 1408, False), (5632, 2056, False), (5632, 8, False)],
 )
 def test_where_it_pays(N, D, pays):
     """Tables that do not fit, and widths that leave too many multiprocessors without a slice."""
