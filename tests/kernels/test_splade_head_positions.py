@@ -137,8 +137,9 @@ def check_list(add, skip, B, S, device, blocks=239):
     assert (groups[0] > 0) == bool(starts)
 
 
-@pytest.mark.parametrize("B, S", [(1, 5), (3, 33), (20, 64), (70, 300), (3, 2100)])
-@pytest.mark.parametrize("blocks", [1, 239])
+@pytest.mark.parametrize(
+    "B, S, blocks", [(1, 5, 239), (3, 33, 1), (20, 64, 239), (70, 300, 239), (3, 2100, 1)]
+)
 @pytest.mark.parametrize("mask", ["none", "right", "left", "holes", "real"])
 def test_the_list_holds_what_is_kept(device, B, S, blocks, mask):
     g = torch.Generator().manual_seed(B + S)
