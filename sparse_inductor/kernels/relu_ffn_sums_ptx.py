@@ -50,8 +50,8 @@ def _scan(register: str) -> str:
     )
 
 
-def _write_out(guard: str) -> str:
-    """A lane's place i, of whose tokens w0 to w7 say what is there: a table's row times two, and which entry."""
+def _write_out() -> str:
+    """A lane's place i, if it is `here`; w0 to w7 say what its tokens have there: where the row is, and which entry."""
     return f"""
     shr.u32 a, i, {TURN.bit_length() - 1};
     mad.wide.u32 at, a, {4 * GROUP * TURN}, list;
@@ -73,10 +73,10 @@ def _write_out(guard: str) -> str:
         + "".join(
             f"""
     cvt.u16.u32 half, w{2 * u + j};
-    {guard} st.global.b16 [value+{64 * (2 * u + j)}], half;
+    @here st.global.b16 [value+{64 * (2 * u + j)}], half;
     shr.u32 b, w{2 * u + j}, 16;
     cvt.u16.u32 half, b;
-    {guard} st.global.b16 [to+{16 * j}], half;"""
+    @here st.global.b16 [to+{16 * j}], half;"""
             for j in range(2)
         )
         for u in range(4)
@@ -100,7 +100,7 @@ def arrange(cap: int, least: int) -> str:
     are given places a window after another.
     """
     words = WINDOW // 32
-    heavy_order = 0xFFFF
+    last = 0xFFFF
     # A lane's next listed entry, the first place that will do, by words of 32 places.
     search = "".join(
         f"ld.shared.b32 t, [a+{4 * j}]; not.b32 t, t; and.b32 could{j}, free{j}, t;"
@@ -147,7 +147,7 @@ def arrange(cap: int, least: int) -> str:
     @here add.u32 rows, rows, 1;
     add.u32 key{s}, c, 1;
     @!here mov.u32 key{s}, 0;
-    sub.u32 t, {heavy_order}, b;
+    sub.u32 t, {last}, b;
     mad.lo.u32 key{s}, key{s}, 65536, t;
     mov.u32 a, ffn_keys;
     mad.lo.u32 a, b, 4, a;
@@ -213,7 +213,7 @@ def arrange(cap: int, least: int) -> str:
     mad.lo.u32 a, b, 4, ranked;
     ld.shared.u32 key, [a];
     and.b32 t, key, 65535;
-    sub.u32 t, {heavy_order}, t;
+    sub.u32 t, {last}, t;
     mad.lo.u32 m, $1, {BLOCK}, t;
     setp.ge.and.u32 p, key, 65536, some;
     @!p mov.u32 m, -1;
@@ -245,7 +245,7 @@ def arrange(cap: int, least: int) -> str:
     bfe.u32 a, own, 2, 1;
     mad.lo.u32 own, own, 2, a;
     add.u32 a, i, done;
-    selp.u32 a, a, {heavy_order}, p;
+    selp.u32 a, a, {last}, p;
     mad.lo.u32 w{t}, own, 65536, a;"""
         for t in range(GROUP)
     )
@@ -341,7 +341,7 @@ GROUP:
     max.u32 rest, rest, 1;
     sub.u32 rest, rest, 1;
     and.b32 t, key, 65535;
-    sub.u32 t, {heavy_order}, t;
+    sub.u32 t, {last}, t;
     mad.lo.u32 m, $1, {BLOCK}, t;
     setp.eq.u32 p, rest, 0;
     @p mov.u32 m, 0;
@@ -502,10 +502,10 @@ FILLING:
     {no_class}
     bfe.u32 t, k, 2, 1;
     mad.lo.u32 t, k, 2, t;
-    mad.lo.u32 own, t, 65536, {heavy_order};
+    mad.lo.u32 own, t, 65536, {last};
     {"".join(f"setp.eq.u32 p, w{t}, -1; @p mov.u32 w{t}, own;" for t in range(GROUP))}
     setp.lt.u32 here, i, all;
-    {_write_out("@here")}
+    {_write_out()}
     add.u32 i, i, 32;
     sub.u32 t, i, lane;
     setp.lt.u32 p, t, all;
@@ -516,7 +516,7 @@ AS_IT_IS:
 PLACE:
     {as_it_is}
     setp.lt.u32 here, i, all;
-    {_write_out("@here")}
+    {_write_out()}
     add.u32 i, i, 32;
     sub.u32 t, i, lane;
     setp.lt.u32 p, t, all;

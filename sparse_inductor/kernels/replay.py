@@ -7,7 +7,8 @@ third on that is done again with the new tensors' addresses, out of one allocati
 
 A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `Branch` or a
 tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to
-allocate, whose kernels take longer than the host.
+allocate, whose kernels take longer than the host. Of operators with several lines of kernels the host has the most to
+do, and next to nothing is freed on the way: for them there are limits of their own.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ __all__ = ["Site", "forget", "replayed"]
 log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.
-MOST_SCRATCH = 1024 * 2**20
+MOST_SCRATCH = 64 * 2**20
+MOST_SCRATCH_OF_LINES = 1024 * 2**20
 # Bytes that the recorded call may keep until its end, once.
-MOST_KEPT = 2048 * 2**20
+MOST_KEPT = 256 * 2**20
+MOST_KEPT_OF_LINES = 2048 * 2**20
 # Programs of many shapes start over here: some kilobytes each.
 MOST_PLANS = 1024
 # What addresses may have in common with those recorded: kernels align their own buffers up to this, but for what they
@@ -67,10 +70,10 @@ def forget() -> None:
     _plans.clear()
 
 
-def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
+def replayed(fn: Callable[..., Any], lines: bool = False) -> Callable[..., Any]:
     """Decorates the device function of an operator: arguments are tensors, None, numbers, strings, dtypes and lists
     of these; it returns new tensors, None, or tuples and lists of them, and decides by nothing but the arguments'
-    layouts and `compat.launch_settings`."""
+    layouts and `compat.launch_settings`. lines: it has several lines of kernels."""
 
     last: tuple[list[Hashable], Any] = [], None
 
@@ -87,7 +90,7 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
             settled = (fn, *key)
             plan = _plans.get(settled)
             if type(plan) is not _Plan:
-                return _first(fn, args, settled, plan, inputs)
+                return _first(fn, args, settled, plan, inputs, lines)
             last = key, plan
         return fn(*args) if launches.hooked() else plan.run(inputs, addresses)
 
@@ -95,11 +98,11 @@ def replayed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first(
-    fn: Callable[..., Any], args: Any, key: Hashable, found: Any, inputs: list[Tensor]
+    fn: Callable[..., Any], args: Any, key: Hashable, found: Any, inputs: list[Tensor], lines: bool
 ) -> Any:
     """A call that there is no plan for: found is _ONCE where it is the second one."""
     if found is _ONCE:
-        return _record(fn, args, key, inputs)
+        return _record(fn, args, key, inputs, lines)
     if key not in _plans:
         if len(_plans) >= MOST_PLANS:
             forget()
@@ -138,12 +141,12 @@ def _describe(
 class Site:
     """A call in generated code, whose arguments never differ but in the tensors' addresses and what they hold.
 
-    fn: what `replayed` decorates. Once there is a plan it is looked up no more: only the addresses' alignment is, and
-    what else a plan depends on.
+    fn, lines: what `replayed` takes. Once there is a plan it is looked up no more: only the addresses' alignment is,
+    and what else a plan depends on.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn, self._usual = fn, replayed(fn)
+    def __init__(self, fn: Callable[..., Any], lines: bool = False) -> None:
+        self._fn, self._usual = fn, replayed(fn, lines)
         self._plan: _Plan | None = None
         self._hopeful = True  # until there turns out to be no plan
         self._tensors: Callable[[Any], Sequence[Tensor]] = tuple
@@ -212,12 +215,14 @@ class _View(NamedTuple):
     dtype: torch.dtype
 
 
-def _record(fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor]) -> Any:
+def _record(
+    fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], lines: bool
+) -> Any:
     """Make the call and keep its plan, or that it has none."""
     if not _one_at_a_time.acquire(blocking=False):
         return fn(*args)
     try:
-        recording = _Recording(inputs)
+        recording = _Recording(inputs, lines)
         with recording, launches.watched(recording.launched, recording.noted):
             result = fn(*args)
         try:
@@ -233,9 +238,11 @@ def _record(fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tenso
 class _Recording(TorchDispatchMode):
     """What a call does, in order."""
 
-    def __init__(self, inputs: list[Tensor]) -> None:
+    def __init__(self, inputs: list[Tensor], lines: bool) -> None:
         super().__init__()
         self._inputs = inputs
+        self._most_kept = MOST_KEPT_OF_LINES if lines else MOST_KEPT
+        self._most_scratch = MOST_SCRATCH_OF_LINES if lines else MOST_SCRATCH
         self._device = inputs[0].device
         # Lines of kernels, the current stream's first, and what they wait for.
         self._lines = {compat.raw_stream(self._device): 0}
@@ -265,7 +272,7 @@ class _Recording(TorchDispatchMode):
         self._made.append(t)
         if t.device != self._device:
             raise _Unplannable(f"a tensor on {t.device}")
-        if sum(map(_storage_bytes, self._made)) > MOST_KEPT:
+        if sum(map(_storage_bytes, self._made)) > self._most_kept:
             raise _Unplannable("too much memory")
 
     def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -400,7 +407,7 @@ class _Recording(TorchDispatchMode):
                 size += (t.data_ptr() - size) % _PAGE
                 bases[count + i] = _At(count + len(allocated), size)
                 size += _storage_bytes(t)
-        if size + kept > MOST_SCRATCH:
+        if size + kept > self._most_scratch:
             raise _Unplannable(f"{size + kept} bytes of scratch memory")
 
         def moved(at: _At) -> _At:

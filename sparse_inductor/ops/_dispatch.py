@@ -35,6 +35,10 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
         return op(*args)
 
 
+# Functions whose kernels run on several streams.
+on_lines: set[Callable[..., Any]] = set()
+
+
 @functools.cache
 def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The CUDA kernel of an operator that `fn` computes: `fn`, whose launches are kept and replayed
@@ -46,7 +50,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn
         from ..kernels.replay import replayed
 
-        return replayed(fn)
+        return replayed(fn, fn in on_lines)
 
     return lambda *args: replaying()(*args)
 

@@ -37,6 +37,7 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     define,
+    on_lines,
     outside_transforms,
     register,
 )
@@ -399,6 +400,7 @@ def _shared_backward(grad, d_stats, *args) -> Rule:
     )
 
 
+on_lines.update((_infer, _train, _backward))
 register(_lib, "relu_ffn", _infer, _fake, _shared_with_residual, _autograd)
 register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
 register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)
