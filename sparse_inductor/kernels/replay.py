@@ -494,7 +494,7 @@ class _Writer:
         results: list[Any],
         streams: Sequence[torch.cuda.Stream],
     ) -> None:
-        self._device, self._several = device, bool(streams)
+        self._device, self._beside = device, range(1, len(streams) + 1)
         self._names: dict[str, Any] = {
             "empty": compat.allocator(device),
             "view": _view_of,
@@ -503,6 +503,7 @@ class _Writer:
             "line_of": functools.partial(torch.cuda.current_stream, device),
             "on": torch.cuda.stream,
             "event": torch.cuda.Event,
+            "join": _join,
         }
         for i, stream in enumerate(streams, 1):
             self._names |= {f"line{i}": stream, f"stream{i}": stream.cuda_stream}
@@ -516,9 +517,10 @@ class _Writer:
     ) -> Callable[[Sequence[Tensor], list[int]], Any]:
         """The function of these steps that returns `shape`."""
         calls = any(isinstance(step, _Call) for step in steps)
-        lines = [f"{_listed('b', self._inputs)} = addresses"]
+        given = range(self._inputs)
+        lines = [f"{_listed('b', given)} = addresses"]
         if calls:
-            lines.append(f"{_listed('t', self._inputs)} = inputs")
+            lines.append(f"{_listed('t', given)} = inputs")
         for i, layout in enumerate(self._allocated, self._inputs):
             lines += [f"t{i} = empty({self._all(layout)})", f"b{i} = t{i}.data_ptr()"]
         if self._size:
@@ -530,10 +532,16 @@ class _Writer:
                 f"b{i} = -(-t{i}.data_ptr() // {_PAGE}) * {_PAGE}",
             ]
         lines.append("stream0 = stream_of()")
-        if self._several:
-            lines.append("line0 = line_of()")
-        for step in steps:
-            lines += step.written(self)
+        work = [line for step in steps for line in step.written(self)]
+        if self._beside:
+            # What the other lines use is not freed before they are done, where a call ends by an error either.
+            lines += ["line0 = line_of()", "try:", *(f"    {line}" for line in work)]
+            work = [
+                "except BaseException:",
+                f"    join(line0, {_listed('line', self._beside)})",
+                "    raise",
+            ]
+        lines += work
         lines.append(f"return {self._returned(shape, views)}")
         body = "".join(f"    {line}\n" for line in lines)
         exec(f"def run(inputs, addresses):\n{body}", self._names)
@@ -607,8 +615,13 @@ class _Writer:
         return f"[{parts}]" if kind is list else f"({parts})"
 
 
-def _listed(letter: str, count: int) -> str:
-    return "".join(f"{letter}{i}, " for i in range(count))
+def _listed(letter: str, numbers: Sequence[int]) -> str:
+    return "".join(f"{letter}{i}, " for i in numbers)
+
+
+def _join(line: torch.cuda.Stream, *others: torch.cuda.Stream) -> None:
+    for other in others:
+        line.wait_event(other.record_event())
 
 
 def _view_of(t: Tensor, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:

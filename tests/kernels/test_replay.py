@@ -156,6 +156,14 @@ class Line:
     def __init__(self, number: int) -> None:
         self.cuda_stream = number
 
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
 
 class Event:
     """Stands for an event, and writes down what becomes of it."""
@@ -208,6 +216,29 @@ def test_lines_of_kernels_wait_for_each_other(monkeypatch):
             ("record", 0), ("wait", 7), ("record", 7), ("wait", 0),
         ]  # fmt: skip
         assert log[0][1] == log[1][1] != log[2][1] == log[3][1]
+
+
+def test_a_second_line_is_waited_for_where_a_call_ends_by_an_error(monkeypatch):
+    monkeypatch.setattr(Event, "log", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Line(0))
+    calls = []
+
+    def fails_at_last(*args) -> None:
+        calls.append(args)
+        if len(calls) == 6:
+            raise MemoryError
+        double(*args)
+
+    call = replay.replayed(two_lines(Kernel(fails_at_last)))
+    for x in draws(2):
+        call(x)
+    monkeypatch.setattr(Event, "log", [])
+    with pytest.raises(MemoryError):
+        call(draws(1)[0])
+    assert [(what, line) for what, _, line in Event.log] == [
+        ("record", 0), ("wait", 7), ("record", 7), ("wait", 0),
+    ]  # fmt: skip
 
 
 def test_an_event_from_before_is_not_written_into_a_plan(monkeypatch):
