@@ -420,7 +420,8 @@ def _cpu_row(
 
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
     """Peak resident memory over the inputs, each contender in a process of its own."""
-    for kind, limits in ((FORWARD, (None, None)), (TRAINING, (0.25, 0.1))):
+    kinds = ((FORWARD, (None, None)), (TRAINING, (0.25, 0.1)))
+    for kind, limits in kinds[bench.quick :]:
         taken = {}
         for name in ("compile", "ours") if bench.quick else ("eager", "compile", "ours"):
             sizes = dataclasses.astuple(shape)
