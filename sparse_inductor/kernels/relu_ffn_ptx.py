@@ -17,6 +17,7 @@ __all__ = [
     "PART_ROWS",
     "arrange",
     "dots",
+    "scan",
 ]
 
 # Features of a table's row that a block holds: two lines of shared memory.
@@ -156,6 +157,15 @@ DONE:
     }}"""
 
 
+def scan(register: str, lanes: int = 32) -> str:
+    """Sums over the lanes up to each, of the first `lanes` at least; t and p are written over."""
+    return "".join(
+        f"shfl.sync.up.b32 t|p, {register}, {d}, 0, -1; @p add.u32 {register}, {register}, t;"
+        for d in (1, 2, 4, 8, 16)
+        if d < lanes
+    )
+
+
 @functools.cache
 def arrange(parts: int, cap: int) -> str:
     """A block makes the octets of a group: counts the entries of each part, takes so many octets, and fills them. A
@@ -195,13 +205,6 @@ def arrange(parts: int, cap: int) -> str:
     or.b32 n, n, i;
     mad.wide.u32 at, n, 2, $6;"""
 
-    def scan(lanes: int) -> str:
-        return "".join(
-            f"shfl.sync.up.b32 t|p, sum, {d}, 0, -1; @p add.u32 sum, sum, t;"
-            for d in (1, 2, 4, 8, 16)
-            if d < lanes
-        )
-
     empty = f"""
     setp.lt.u32 mine, t, last;
     mad.wide.u32 at, t, 4, $7;
@@ -229,7 +232,7 @@ def arrange(parts: int, cap: int) -> str:
     setp.gt.u32 p, c, {cap};
     @p mov.u32 c, 0;
     mov.u32 sum, c;
-    {scan(GROUP)}
+    {scan("sum", GROUP)}
     {"".join(f"shfl.sync.idx.b32 end{j}, sum, {j}, 31, -1;" for j in ends)}
     shfl.sync.idx.b32 total, sum, {GROUP - 1}, 31, -1;
     mov.u32 t, %tid.x;
@@ -270,7 +273,7 @@ COUNTED:
     add.u32 m, c, 7;
     shr.u32 m, m, 3;
     mov.u32 sum, m;
-    {scan(32)}
+    {scan("sum")}
     shfl.sync.idx.b32 last, sum, 31, 31, -1;
     sub.u32 sum, sum, m;
     setp.eq.u32 p, lane, 0;

@@ -34,7 +34,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from . import gluon_names as names
 from . import relu_ffn_ptx as ptx
-from .boxes import addressable
+from .boxes import addressable, sliceable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
@@ -89,14 +89,7 @@ def _plan(K: int, N: int, programs: int) -> Plan | None:
 
 def plan(x: torch.Tensor, table: torch.Tensor) -> Plan | None:
     """How to multiply tokens x [M, K] by rows of table [N, K]; None where this cannot, or gathering is quicker."""
-    if not x.is_cuda or x.element_size() != 2 or not x.dtype.is_floating_point:
-        return None
-    if torch.cuda.get_device_capability(x.device) != (9, 0) or not (
-        addressable(x) and addressable(table)
-    ):
-        return None
-    # 16 bytes are copied at a time, which Triton sees in a stride of 16 elements.
-    if x.shape[1] % ptx.FEATURES or table.stride(0) % 16:
+    if not sliceable(x, table) or not addressable(x) or x.shape[1] % ptx.FEATURES:
         return None
     programs = torch.cuda.get_device_properties(x.device).multi_processor_count
     return _plan(x.shape[1], len(table), programs)

@@ -34,7 +34,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from . import gluon_names as names
 from . import relu_ffn_sums_ptx as ptx
-from .boxes import addressable
+from .boxes import sliceable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
@@ -62,13 +62,8 @@ TURN = 1340
 
 def applies(y: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether rows of table [N, D] are summed to y [M, D] this way: where this can, and is quicker than gathering."""
-    if not y.is_cuda or y.element_size() != 2 or not y.dtype.is_floating_point:
-        return False
-    if torch.cuda.get_device_capability(y.device) != (9, 0) or not addressable(table):
-        return False
     N, D = table.shape
-    # 16 bytes are copied at a time, which Triton sees in a stride of 16 elements.
-    return table.stride(0) % 16 == 0 and _pays(N, D, _multiprocessors(y))
+    return sliceable(y, table) and _pays(N, D, _multiprocessors(y))
 
 
 def _multiprocessors(t: torch.Tensor) -> int:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import functools
 
+from .relu_ffn_ptx import scan
+
 __all__ = [
     "BLOCK",
     "EXTRA",
@@ -40,14 +42,6 @@ SPAN = 92
 WINDOW = 96
 # Of how many of a token's entries in a window the first place may be taken.
 LISTED = 32
-
-
-def _scan(register: str) -> str:
-    """Sums over the lanes up to each."""
-    return "".join(
-        f"shfl.sync.up.b32 t|p, {register}, {d}, 0, -1; @p add.u32 {register}, {register}, t;"
-        for d in (1, 2, 4, 8, 16)
-    )
 
 
 def _write_out() -> str:
@@ -188,7 +182,7 @@ def arrange(cap: int, least: int) -> str:
     add.u32 v, places{s}, {TURN - 1};
     shr.u32 v, v, {TURN.bit_length() - 1};
     mov.u32 first{s}, v;
-    {_scan(f"first{s}")}
+    {scan(f"first{s}")}
     sub.u32 v, first{s}, v;
     shfl.sync.idx.b32 t, first{s}, 31, 31, -1;
     add.u32 first{s}, v, all;
