@@ -180,7 +180,7 @@ def forward(
             summed = sums.Lists(count, index, blocks)
         pools: tuple[torch.Tensor | None, int] = (None, 0)
         if pool is not None:
-            rows_pool.choose(pool, state, m)
+            rows_pool.split(pool, state, *entries)
             pools = pool.size, rows_pool.ROWS
         with contextlib.ExitStack() as lines:
             ahead = arranged = None
@@ -190,8 +190,6 @@ def forward(
                 with ahead.beside():
                     summed.fill(state, *pools)
                     arranged = ahead.mark()
-            if pool is not None:
-                rows_pool.split(pool, state, *entries)
             h, steps, rest = value, b.f, None
             if up is not None:
                 h, steps = torch.empty_like(value), ()
@@ -233,6 +231,7 @@ def forward(
                 summed.put(h, steps)
                 ahead.follow()
                 with ahead.beside():
+                    ahead.wait(pooled)
                     summed.sums(table, b.down_bias, y[part])
                 beside.update(summed=summed.done, summed_rows=sums.BLOCK)
             branch.wait(pooled)

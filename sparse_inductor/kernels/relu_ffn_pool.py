@@ -19,7 +19,7 @@ from .epilogue import encode, evaluate
 from .launch import relaunched
 from .relu_ffn_packing import decide_after_pools, dense_row, n_listed
 
-__all__ = ["ROWS", "Pool", "choose", "products", "split"]
+__all__ = ["ROWS", "Pool", "products", "split"]
 
 # Rows a block: the height of a tile.
 ROWS = 128
@@ -128,26 +128,21 @@ def _split_kernel(
     tl.store(count + m, kept, mask=c >= 0)
 
 
-def choose(pool: Pool, state: torch.Tensor, M: int) -> None:
-    """Find the pools of M packed rows, whose counts are there, and then whether all rows take the dense path.
-
-    state: of `pack`.
-    """
-    N = pool.counts.shape[1]
-    _select_kernel[(pool.blocks,)](
-        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N, dense_row(M, N),
-        SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), **early(state), num_warps=8,
-    )  # fmt: skip
-
-
 def split(
     pool: Pool, state: torch.Tensor, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Move packed rows' entries to their blocks' pools, which are chosen; the strays are left."""
+    """Find the pools of packed rows, whose counts are there, and move their entries to them; the strays are left.
+
+    state: of `pack`.
+    """
     M, cap = index.shape
     N = pool.counts.shape[1]
     block = min(64, triton.next_power_of_2(cap))  # a few more than most rows have
     rows_each = 4  # a row and a warp
+    _select_kernel[(pool.blocks,)](
+        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N, dense_row(M, N),
+        SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), **early(value), num_warps=8,
+    )  # fmt: skip
     _split_kernel[(triton.cdiv(M, rows_each),)](
         count, index, value, pool.slot, pool.size, pool.value, state, M, N,
         CAP=cap, ROWS=ROWS, SIZE=SIZE, R=rows_each, BLOCK=block, **early(value), num_warps=rows_each,

@@ -11,8 +11,9 @@ memory if they lie in different banks, as neurons do that differ modulo 8; so pl
 place are of different classes, as far as that is simple (1.37 reads for one, with 30 entries a row). All of it is a
 function of the rows alone, so that sums are the same bits each time.
 
-    flags    [blocks] int32: whether the tokens of the block are summed here: they have enough entries, and no pools
-    tokens   [groups, 8] int32: -1 behind the last; rows that are not packed have no rank
+    flags    [blocks] int32: whether the tokens of the block are summed here: they have enough entries
+    tokens   [groups, 8] int32: -1 behind the last; rows that are not packed have no rank. Bit 30 says that the token's
+             rows have a pool, whose part of the sums is there already.
     heads    [groups, 2] int32: the group's first turn, a turn being 16 places; and how many places it has
     lists    [turns, 32, 2, 4] int16: by lane of a warp, neurons as places in shared memory, and values
 
@@ -51,8 +52,8 @@ MOST_TILES = 14
 # Three would be the 48 KiB that are given unasked, and what the PTX declares itself is more.
 LEAST_TILES = 4
 WARPS = 32
-ROWS = tl.constexpr(ptx.BLOCK)
 SHARES = tl.constexpr(ptx.SHARES)
+POOLED = tl.constexpr(ptx.POOLED)
 # Entries of a token, on average, from which on this is quicker than to gather.
 LEAST = 8
 # What an entry takes here, a turn of the GPU for each 16 features, in what gathering a feature for it does: 590 us for
@@ -89,23 +90,18 @@ def _arrange_kernel(
     count, state, pool_size, index, tokens, heads, lists, flags, summed, M,
     ASK: tl.constexpr, POOL_ROWS: tl.constexpr, BODY: tl.constexpr,
 ):  # fmt: skip
-    """A program makes a share of the lists of a block of tokens. POOL_ROWS: of each so many rows, unless that is 0, the
-    size of their pool."""
+    """A program makes a share of a block's lists. pool_size: of each POOL_ROWS rows, unless that is 0."""
     block = tl.program_id(0) // SHARES
     here = tl.full([], 1, tl.int32)
     if ASK:
         here = (n_listed(state) != M).to(tl.int32)
-    if POOL_ROWS > 0:
-        for i in tl.static_range(ROWS // POOL_ROWS):
-            p = block * (ROWS // POOL_ROWS) + i
-            size = tl.load(pool_size + p, mask=p * POOL_ROWS < M, other=0)
-            here = tl.where(size > 0, 0, here)
+    sizes = pool_size if POOL_ROWS > 0 else count
     tl.inline_asm_elementwise(
-        BODY, "=r,r,l,r,r,l,l,l,l,l,l,r",
+        BODY, "=r,r,l,r,r,l,l,l,l,l,l,r,l",
         [
             block, count.to(tl.int64), M, here, index.to(tl.int64), tokens.to(tl.int64),
             heads.to(tl.int64), lists.to(tl.int64), flags.to(tl.int64), summed.to(tl.int64),
-            tl.program_id(0) % SHARES,
+            tl.program_id(0) % SHARES, sizes.to(tl.int64),
         ],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -126,7 +122,7 @@ def _values_kernel(
     places = tl.load(heads + 2 * g + 1)
     e = tl.arange(0, 512)
     token = e % 128 // 16
-    m = tl.load(tokens + g * 8 + token).to(tl.int64)
+    m = (tl.load(tokens + g * 8 + token) & (POOLED - 1)).to(tl.int64)
     at = first * 256 + e // 128 * 256 + e % 128 // 4 * 8 + 4 + e % 4
     k = tl.load(lists + at, mask=e // 128 * 16 < places, other=-1).to(tl.int64)
     wait_for_previous(EARLY)
@@ -179,6 +175,7 @@ class Lists:
         """count [M] and index [M, CAP] int16 of packed rows, CAP a multiple of 4; summed [1]: int32 zero, for how many
         blocks are summed here."""
         self._count, self._index, self._summed = count, index, summed
+        self._pools = False
         blocks = triton.cdiv(len(count), BLOCK)
         groups = blocks * BLOCK // ptx.GROUP
         new = functools.partial(torch.empty, dtype=torch.int32, device=count.device)
@@ -198,13 +195,14 @@ class Lists:
         pool_size: torch.Tensor | None = None,
         pool_rows: int = 0,
     ) -> None:
-        """Launch what makes the lists. state: of `pack`; where all rows take the dense path, nothing is made, nor for a
-        block of which `pool_rows` rows have a pool."""
+        """Launch what makes the lists. state: of `pack`; where all rows take the dense path, nothing is made.
+        pool_size: of each `pool_rows` rows, a power of two; where it is not 0, `sums` adds to what is there."""
         M, cap = self._index.shape
+        self._pools = pool_rows > 0
         _arrange_kernel[(len(self._flags) * ptx.SHARES,)](
             self._count, state, pool_size, self._index, self._tokens, self._heads, self._lists, self._flags,
             self._summed, M,
-            ASK=state is not None, POOL_ROWS=pool_rows, BODY=ptx.arrange(cap, LEAST), num_warps=ptx.WARPS,
+            ASK=state is not None, POOL_ROWS=pool_rows, BODY=ptx.arrange(cap, LEAST, pool_rows), num_warps=ptx.WARPS,
         )  # fmt: skip
 
     def put(self, value: torch.Tensor, steps: Program = ()) -> None:
@@ -222,7 +220,8 @@ class Lists:
         Where a table's row is not finite, not only tokens that need it get NaN, as from a product with all of it."""
         N, D = table.shape
         slices, shares = _grid(D, _multiprocessors(out))
-        body = ptx.sums("bf16" if out.dtype == torch.bfloat16 else "f16", shares, bias is not None)
+        kind = "bf16" if out.dtype == torch.bfloat16 else "f16"
+        body = ptx.sums(kind, shares, bias is not None, self._pools)
         args = (
             table, out, self._summed, self._tokens, self._heads, self._lists, table if bias is None else bias,
             N, len(self._heads), table.stride(0), out.stride(0),

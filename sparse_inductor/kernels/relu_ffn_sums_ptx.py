@@ -42,6 +42,8 @@ SPAN = 92
 WINDOW = 96
 # Of how many of a token's entries in a window the first place may be taken.
 LISTED = 32
+# Set in a token of whose sums a part is there already.
+POOLED = 1 << 30
 
 
 def _write_out() -> str:
@@ -78,14 +80,15 @@ def _write_out() -> str:
 
 
 @functools.cache
-def arrange(cap: int, least: int) -> str:
+def arrange(cap: int, least: int, pool_rows: int = 0) -> str:
     """A block of eight warps ranks BLOCK tokens, those with the most entries first, and gives a share of their entries
     places.
 
     $1 the block; $2 the counts of $3 rows; $4 whether it is to be done at all; $5 the indices, int16, `cap` a row, a
     multiple of 4; $6 the tokens, int32 [groups, GROUP]; $7 the heads, int32 [groups, 2]; $8 the lists, int16; $9 the
-    blocks' flags, int32; $10 how many blocks are flagged; $11 the share. The flag is 1 where a token has `least`
-    entries on average and all have room; where it is 0, heads are 0 and tokens -1.
+    blocks' flags, int32; $10 how many blocks are flagged; $11 the share; $12 the sizes of pools, of `pool_rows` rows
+    each, a power of two, unless that is 0. The flag is 1 where a token has `least` entries on average and all have
+    room; where it is 0, heads are 0 and tokens -1.
 
     A warp takes four lanes for each token of a group. The r-th entry of its token's class k has place
     8 r + (k - token) % 8. What is past the end is listed, by token, and then a lane for each token looks for a
@@ -127,6 +130,15 @@ def arrange(cap: int, least: int) -> str:
         f"@p mov.u32 k, {k};"
         for k in reversed(range(CLASSES))
     )
+    pooled = ""
+    if pool_rows:
+        pooled = f"""
+    shr.u32 t, m, {pool_rows.bit_length() - 1};
+    mad.wide.u32 at, t, 4, $12;
+    mov.u32 t, 0;
+    @p ld.global.u32 t, [at];
+    setp.ne.u32 here, t, 0;
+    @here or.b32 m, m, {POOLED};"""
     each = range(BLOCK // (32 * WARPS))
     keys = "".join(
         f"""
@@ -210,6 +222,7 @@ def arrange(cap: int, least: int) -> str:
     sub.u32 t, {last}, t;
     mad.lo.u32 m, $1, {BLOCK}, t;
     setp.ge.and.u32 p, key, 65536, some;
+    {pooled}
     @!p mov.u32 m, -1;
     mad.lo.u32 t, $1, {BLOCK}, b;
     mad.wide.u32 at, t, 4, $6;
@@ -531,12 +544,13 @@ DONE:
 
 
 @functools.cache
-def sums(kind: str, shares: int, has_bias: bool) -> str:
+def sums(kind: str, shares: int, has_bias: bool, pools: bool = False) -> str:
     """Sum the rows of a slice of the table for all groups of tokens.
 
     $1 the slice's first feature of the result, whose rows have $2 bytes; $3 the tokens, $4 the heads and $5 the lists;
     $6 how many groups; $7 the share; $8 the slice's biases. The table is in shared memory from `global_smem` on, a row
-    32 bytes, its halves changed about where bit 2 of its number is set. kind: "bf16" or "f16".
+    32 bytes, its halves changed about where bit 2 of its number is set. kind: "bf16" or "f16". pools: sums of tokens
+    that are POOLED are added to what is there.
 
     A step is two places of all tokens: columns of the first operand are those 16, of which token n, a row of it, has
     one of each place, so that a lane knows where its part of the values belongs; rows 8 to 15 are empty. The two steps
@@ -562,6 +576,32 @@ def sums(kind: str, shares: int, has_bias: bool) -> str:
         for h, d in enumerate("de")
         for i in range(2)
     )
+    from_pools = ""
+    if pools:
+        # As it is written below, the other way round.
+        from_pools = f"""
+    setp.ge.s32 stored, m, 0;
+    bfe.u32 t, m, {POOLED.bit_length() - 1}, 1;
+    setp.ne.and.u32 p, t, 0, stored;
+    @stored and.b32 m, m, {POOLED - 1};
+    mad.wide.u32 at, m, $2, out;
+    mov.b32 b0, 0;
+    mov.b32 b1, 0;
+    @p ld.global.v2.b32 {{b0, b1}}, [at];
+    selp.b32 b2, b0, b1, odd;
+    shfl.sync.bfly.b32 b2, b2, 1, 31, -1;
+    selp.b32 b0, b2, b0, odd;
+    selp.b32 b1, b1, b2, odd;""" + "".join(
+            f"""
+    cvt.u16.u32 half, b{h};
+    cvt.f32.{kind} part, half;
+    add.f32 {d}0, {d}0, part;
+    shr.u32 b{h}, b{h}, 16;
+    cvt.u16.u32 half, b{h};
+    cvt.f32.{kind} part, half;
+    add.f32 {d}1, {d}1, part;"""
+            for h, d in enumerate("de")
+        )
     # The group after the next; and what the next one is.
     take = f"""
     setp.eq.u32 p, lane, 0;
@@ -621,6 +661,7 @@ GROUP@:
     mov.u32 m, m_then;
     mov.u32 left, left_then;
     {from_bias}
+    {from_pools}
     {ahead}
     mov.u32 now, group;
     {take}
@@ -661,7 +702,7 @@ SUMMED@:
     .reg .pred p, stored, own_turn, odd;
     .reg .b16 half;
     .reg .b32 a0, a2, none, b<8>, x<4>, y<4>, low<4>, high<4>;
-    .reg .f32 d<4>, e<4>, bias<4>;
+    .reg .f32 d<4>, e<4>, bias<4>, part;
     .reg .u32 lane, q, tok, turn, own, group, now, last, m, left, t, a, one, m_then, first_then, left_then;
     .reg .u64 at, out, list, own_list;
     .shared .align 4 .u32 ffn_taken;

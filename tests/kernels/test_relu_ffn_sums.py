@@ -24,7 +24,14 @@ class Arranged:
     """The lists of random packed rows, some of them heavy, as the PTX makes them."""
 
     def __init__(
-        self, M: int, N: int, most: int, wanted: int = 1, apart: int = 1, least: int = 0
+        self,
+        M: int,
+        N: int,
+        most: int,
+        wanted: int = 1,
+        apart: int = 1,
+        least: int = 0,
+        pools: int = 0,
     ) -> None:
         g = np.random.default_rng(0)
         self.M = M
@@ -39,14 +46,19 @@ class Arranged:
         self.heads = np.full((self.groups, 2), -9, np.int32)
         self.lists = np.full((self.groups * ptx.TURNS, 256), 0x5B5B, np.int16)
         self.flags, self.summed = np.full(blocks, -9, np.int32), np.zeros(1, np.int32)
+        self.pool_rows = pools
+        self.pool_size = g.integers(0, 2, 64).astype(np.int32) * 7
         self.memory = Memory()
-        names = "count index tokens heads lists flags summed".split()
+        names = "count index tokens heads lists flags summed pool_size".split()
         self.at = {n: self.memory.add((i + 1) << 40, getattr(self, n)) for i, n in enumerate(names)}
         for b in range(blocks):
-            inputs = [b, self.at["count"], M, wanted, *(self.at[n] for n in names[1:])]
+            inputs = [b, self.at["count"], M, wanted, *(self.at[n] for n in names[1:-1])]
             for share in range(ptx.SHARES):
-                code = ptx.arrange(CAP, LEAST)
-                block(code, [*inputs, share], Memory(), self.memory, warps=ptx.WARPS)
+                given = [*inputs, share, self.at["pool_size"]]
+                code = ptx.arrange(CAP, LEAST, pools)
+                block(code, given, Memory(), self.memory, warps=ptx.WARPS)
+        self.pooled = (self.tokens >= 0) & (self.tokens & ptx.POOLED > 0)
+        self.owners = np.where(self.tokens < 0, -1, self.tokens & (ptx.POOLED - 1))
 
     def places(self, group: int) -> tuple[np.ndarray, np.ndarray]:
         """(neurons, which of its token's entries each is or -1) [places, tokens] of the group's turns."""
@@ -63,14 +75,21 @@ class Arranged:
         return n, of
 
 
-@pytest.mark.parametrize(("M", "most", "apart"), [(600, 45, 1), (200, 40, 8), (100, CAP, 1)])
-def test_entries_have_places(M, most, apart):
+@pytest.mark.parametrize(
+    ("M", "most", "apart", "pools"), [(600, 45, 1, 16), (200, 40, 8, 0), (100, CAP, 1, 0)]
+)
+def test_entries_have_places(M, most, apart, pools):
     """Each has one; those of a place are of different classes, where they may be. apart: neurons of all classes, or of
     one."""
-    made = Arranged(M, 500, most, apart=apart)
+    made = Arranged(M, 500, most, apart=apart, pools=pools)
     assert made.flags.tolist() == [1] * len(made.flags) and made.summed[0] == len(made.flags)
     packed = [m for m in range(M) if made.count[m] <= CAP]
-    tokens = made.tokens.reshape(-1)
+    tokens = made.owners.reshape(-1)
+    there = tokens[tokens >= 0]
+    assert (
+        made.pooled.reshape(-1)[tokens >= 0]
+        == (made.pool_size[there // (pools or M)] > 0) * (pools > 0)
+    ).all()
     for b in range(len(made.flags)):
         mine = [m for m in packed if m // ptx.BLOCK == b]
         mine.sort(key=lambda m: (-made.count[m], m))
@@ -78,7 +97,7 @@ def test_entries_have_places(M, most, apart):
         assert here == mine + [-1] * (ptx.BLOCK - len(mine))
     reads = lines = turns = 0
     for g in range(made.groups):
-        own = made.tokens[g]
+        own = made.owners[g]
         counts = [made.count[m] if m >= 0 else 0 for m in own]
         places = made.heads[g, 1]
         full, more = divmod(max(counts), ptx.SPAN)
@@ -107,10 +126,14 @@ def test_what_is_not_summed(M, least, most, wanted):
     assert (made.tokens == -1).all() and not made.heads.any() and (made.lists == 0x5B5B).all()
 
 
-@pytest.mark.parametrize(("kind", "shares", "biased"), [("bf16", 1, False), ("f16", 2, True)])
-def test_rows_of_a_slice_are_summed(kind, shares, biased):
+@pytest.mark.parametrize(
+    ("kind", "shares", "biased", "pools"),
+    [("bf16", 1, False, 0), ("f16", 2, True, 0), ("bf16", 2, True, 16), ("f16", 1, False, 8)],
+)
+def test_rows_of_a_slice_are_summed(kind, shares, biased, pools):
+    """pools: of so many rows; those that have one are added to."""
     M, N, D = 90, 150, 32
-    made = Arranged(M, N, 60)
+    made = Arranged(M, N, 60, pools=pools)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     torch.manual_seed(0)
     table, h, bias = (torch.randn(*s).to(dtype) for s in ((N, D), (M, CAP), (D,)))
@@ -119,7 +142,12 @@ def test_rows_of_a_slice_are_summed(kind, shares, biased):
     sums._values_kernel[(made.groups,)](
         *given.values(), given["lists"].view(dtype), h, STEPS=encode(()), CAP=CAP, EARLY=False
     )
-    out = np.full((M, D), 0x7E7E, np.int16)
+    pooled = np.zeros(M, bool)
+    pooled[made.owners[made.pooled]] = True
+    part = torch.randn(M, D).to(dtype)
+    part[torch.from_numpy(~pooled)] = torch.nan
+    out = part.view(torch.int16).numpy().copy()
+    before = out.copy()
     at = made.memory.add(1 << 50, out)
     biases = made.memory.add(1 << 51, bias.view(torch.int16).numpy())
     for piece in range(D // ptx.FEATURES):
@@ -133,16 +161,18 @@ def test_rows_of_a_slice_are_summed(kind, shares, biased):
                 at + 2 * ptx.FEATURES * piece, 2 * D, made.at["tokens"], made.at["heads"], made.at["lists"],
                 made.groups, share, biases + 2 * ptx.FEATURES * piece,
             ]  # fmt: skip
-            code = ptx.sums(kind, shares, biased)
+            code = ptx.sums(kind, shares, biased, pools > 0)
             block(code, inputs, shared, made.memory, warps=2, dynamic=start)
     got = torch.from_numpy(out).view(dtype).double()
     for m in range(M):
         c = made.count[m]
         if c > CAP:
-            assert (out[m] == 0x7E7E).all()
+            assert (out[m] == before[m]).all()
             continue
         want = h[m, :c].double() @ table[torch.from_numpy(made.index[m, :c].astype(int))].double()
         want += bias.double() * biased
+        if pooled[m]:
+            want += part[m].double()
         torch.testing.assert_close(got[m], want, rtol=1e-2, atol=2e-2)
 
 
@@ -189,7 +219,7 @@ def test_as_gathered(monkeypatch, dtype, M, K, N, D, steps, train, stats):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pools", [False, True])
-def test_blocks_with_pools_are_left_alone(pools):
+def test_what_pools_yield_is_added_to(pools):
     """Eight blocks of tokens, of the second of which some rows share their neurons."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
@@ -206,11 +236,12 @@ def test_blocks_with_pools_are_left_alone(pools):
     out = torch.full((M, D), 7.0, device="cuda").bfloat16()
     lists.put(value)
     lists.sums(table, None, out)
-    assert lists.done[0].tolist() == [1, int(not pools), *[1] * 6] and lists.done[1] == 8 - pools
+    assert lists.done[0].tolist() == [1] * 8 and lists.done[1] == 8
     there = (torch.arange(cap, device="cuda") < count[:, None]) & (count <= cap)[:, None]
     dense = torch.zeros(M, N, device="cuda").scatter_(1, index.long(), value.float() * there)
-    want = (dense @ table.float()).bfloat16()
+    want = dense @ table.float()
+    first = sums.BLOCK + rows_pool.ROWS
+    want[first : first + rows_pool.ROWS] += 7 * pools
+    want = want.bfloat16()
     want[count > cap] = 7
-    if pools:
-        want[sums.BLOCK : 2 * sums.BLOCK] = 7
     torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
