@@ -494,6 +494,18 @@ OVER:
     bar.warp.sync -1;
     add.u32 i, i, 1;
     bra OVER;
+AS_IT_IS:
+    mov.u32 i, lane;
+PLACE:
+    {as_it_is}
+    setp.lt.u32 p, i, all;
+    mad.lo.u32 a, i, {4 * GROUP}, slots;
+    @p st.shared.v4.u32 [a], {{w0, w1, w2, w3}};
+    @p st.shared.v4.u32 [a+16], {{w4, w5, w6, w7}};
+    add.u32 i, i, 32;
+    sub.u32 t, i, lane;
+    setp.lt.u32 p, t, all;
+    @p bra PLACE;
 FILL:
     bar.warp.sync -1;
     mov.u32 i, lane;
@@ -517,18 +529,6 @@ FILLING:
     sub.u32 t, i, lane;
     setp.lt.u32 p, t, all;
     @p bra FILLING;
-    bra NEXT;
-AS_IT_IS:
-    mov.u32 i, lane;
-PLACE:
-    {as_it_is}
-    setp.lt.u32 here, i, all;
-    {_write_out()}
-    add.u32 i, i, 32;
-    sub.u32 t, i, lane;
-    setp.lt.u32 p, t, all;
-    @p bra PLACE;
-NEXT:
     bar.warp.sync -1;
     add.u64 list, list, {4 * GROUP * WINDOW};
     add.u32 start, start, {SPAN};
