@@ -107,7 +107,7 @@ def _added(
     theirs: Work,
     limits: tuple[float | None, float | None] = (5, 0),
 ) -> None:
-    much = (2, 2) if bench.quick else (40, 20)
+    much = (2, 2) if bench.quick else (120, 10)
     mine, other = measure.host_us((ours, theirs), *much)
     floor, goal = limits
     note = f"{mine:.3g} us; unrewritten {other:.3g} us"

@@ -288,7 +288,7 @@ def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: 
 
 
 # A weighted sum of more entries is made in halves.
-LONG = 64
+LONG = 48
 # Rows to a program that takes listed pieces, where many run; and such programs, one a row at most, where few do.
 SHARE = 8
 LISTERS = 2048

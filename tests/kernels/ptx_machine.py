@@ -405,7 +405,8 @@ class _Warp:
         x, y, z = ([self.value(o) for o in operands[1:]] + [_LANES] * 3)[:3]
         if kind in ("f32", "f64") and name[0] in ("add", "sub", "mul", "fma"):
             a, b, c = ((_single(v) if kind == "f32" else v.view(np.float64)) for v in (x, y, z))
-            done = {"add": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[name[0]]
+            with np.errstate(invalid="ignore"):
+                done = {"add": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[name[0]]
             self.set(target, _bits_of(done), active, bits)
             return
         if name[0] == "cvt":
@@ -439,6 +440,13 @@ class _Warp:
                 return (x & _LOW) % (y & _LOW)
             case "bfe":
                 return (x & _LOW) >> y & ((np.uint64(1) << z) - np.uint64(1))
+            case "set":  # which halves of x are not those of y, of 16-bit numbers
+                assert name[1:3] == ["neu", "u32"] and not y.any()
+                magnitude = np.uint64(0x7FFF7FFF)
+                return sum(
+                    np.where(x & magnitude & m != 0, m, np.uint64(0))
+                    for m in (np.uint64(0xFFFF), np.uint64(0xFFFF0000))
+                )
             case "and":
                 return x & y
             case "or":

@@ -1,0 +1,89 @@
+"""A token's down projection as PTX, run on a CPU; the kernel around it on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ptx_machine import Memory, block
+
+from sparse_inductor.kernels import relu_ffn_decode as decode
+from sparse_inductor.kernels import relu_ffn_decode_ptx as ptx
+
+WARPS = 8
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize(
+    ("groups", "rows", "share", "word"),
+    [(300, 4, 0.05, 32), (137, 3, 0.5, 22), (40, 4, 1.0, 10), (64, 1, 0.0, 16), (1, 2, 0.9, 1)],
+)
+def test_outputs_of_a_block(kind, groups, rows, share, word):
+    """Where the hidden activation is zero, of either sign, what is there counts for nothing: NaN and inf."""
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+    torch.manual_seed(0)
+    h = torch.randn(groups * ptx.GROUP) * (torch.rand(groups * ptx.GROUP) < share)
+    h = torch.where(torch.rand(len(h)) < 0.5, h, h.abs().copysign(-h)).to(dtype)
+    weights = torch.randn(rows, groups * ptx.GROUP + ptx.GROUP).to(dtype)
+    want = weights[:, : len(h)].double() @ h.double()
+    absent = (h == 0).nonzero()[:, 0]
+    weights[:, absent[::2]], weights[:, absent[1::2]] = torch.nan, torch.inf
+    memory, shared = Memory(), Memory()
+    at = [
+        memory.add((i + 1) << 40, t.view(torch.int16).numpy()) for i, t in enumerate((h, weights))
+    ]
+    code = ptx.down(kind, WARPS)
+    block(
+        code,
+        [at[0], groups, at[1], weights.stride(0) * 2, rows - 1, word],
+        shared,
+        memory,
+        warps=WARPS,
+    )
+    start = 1 << 30  # of what it declares
+    got = np.empty(rows, np.float32)
+    to = memory.add(9 << 40, got)
+    add_up = ptx.total(WARPS).replace("mov.b32 $0, t;", "st.global.b32 [$3], t;")
+    for i in range(rows):
+        block(add_up, [start, i, to + 4 * i], shared, memory, warps=1)
+    got = torch.from_numpy(got).double()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * len(h) ** 0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize(
+    ("K", "N", "D", "share"),
+    [(256, 1000, 100, 0.05), (2048, 5632, 2048, 0.01), (512, 28672, 515, 0.5), (64, 8, 8, 0.9)],
+)
+def test_by_words_and_by_lists(monkeypatch, K, N, D, share, extras, dtype):
+    """Both kernels weigh the same neurons; what is not active has weights that are not finite."""
+    torch.manual_seed(0)
+    x = torch.randn(1, K, device="cuda", dtype=dtype)
+    h = torch.randn(1, N, device="cuda", dtype=dtype) * (torch.rand(1, N, device="cuda") < share)
+    down = torch.randn(D, N, device="cuda", dtype=dtype) / N**0.5
+    down.masked_fill_(h == 0, torch.nan)
+    bias = torch.randn(D, device="cuda", dtype=dtype) if extras else None
+    residual = torch.randn(1, D, device="cuda", dtype=dtype) if extras else None
+    want = torch.where(h == 0, 0, h).double() @ down.nan_to_num().double().T
+    if extras:
+        want += bias.double() + residual.double()
+    assert decode.by_words(x, down)
+    first, again, listed = (torch.empty(1, D, device="cuda", dtype=dtype) for _ in range(3))
+    decode.down_projection(h, down, bias, residual, first)
+    decode.down_projection(h, down, bias, residual, again)
+    assert torch.equal(again, first)
+    monkeypatch.setattr(decode, "by_words", lambda *_: False)
+    decode.down_projection(h, down, bias, residual, listed)
+    for y in (first, listed):
+        torch.testing.assert_close(y.double(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_by_words_where_rows_are_pieces_of_16_bytes():
+    x = torch.randn(1, 64, device="cuda", dtype=torch.bfloat16)
+    down = torch.randn(16, 72, device="cuda", dtype=torch.bfloat16)
+    assert decode.by_words(x, down)
+    others = [down[:, :66], down[:, 1:65], down[:, ::2], down.T.contiguous().T, down.float()]
+    assert not any(decode.by_words(x.to(t.dtype), t) for t in others)
