@@ -148,8 +148,8 @@ def rows_table(rows: Sequence[Row]) -> list[list[str]]:
     lines = [["", "value", "floor", "", "goal", "", "remarks"]]
     for r in rows:
         lines.append(
-            [r.name, _value(r.value, r.unit), _value(r.floor, r.unit, ""), r.verdict(r.floor),
-             _value(r.goal, r.unit, ""), r.verdict(r.goal), r.note]
+            [r.name, _value(r.value, r.unit, limits=(r.floor, r.goal)),
+             _value(r.floor, r.unit, ""), r.verdict(r.floor), _value(r.goal, r.unit, ""), r.verdict(r.goal), r.note]
         )  # fmt: skip
     return lines
 
@@ -262,10 +262,24 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
-def _value(value: float | None, unit: str, missing: str = "not measured") -> str:
+def _value(
+    value: float | None,
+    unit: str,
+    missing: str = "not measured",
+    limits: Sequence[float | None] = (),
+) -> str:
+    """Three digits, or as many as tell it from the limits that it is not."""
     if value is None:
         return missing
-    return f"{value:.3g} {unit}".rstrip() if value < 1000 else f"{value:.0f} {unit}".rstrip()
+    if value >= 1000:
+        return f"{value:.0f} {unit}".rstrip()
+    digits = 3
+    while digits < 6 and any(
+        limit not in (None, value) and f"{value:.{digits}g}" == f"{limit:.{digits}g}"
+        for limit in limits
+    ):
+        digits += 1
+    return f"{value:.{digits}g} {unit}".rstrip()
 
 
 def _mib(number: int | None) -> str:

@@ -51,6 +51,16 @@ def test_verdicts_follow_the_direction_of_the_row():
     assert gone.verdict(None) == ""
 
 
+def test_a_value_that_just_misses_a_limit_does_not_look_like_it():
+    rows = [
+        Row("just", 1.29942, "x", floor=1.3, goal=1.8, higher_is_better=True),
+        Row("exactly", 1.3, "x", floor=1.3, goal=1.8, higher_is_better=True),
+        Row("far", 1.123456, "x", floor=1.3, higher_is_better=True),
+        Row("large", 1234.56, "us", floor=1234),
+    ]
+    assert [line[1] for line in rows_table(rows)[1:]] == ["1.299 x", "1.3 x", "1.12 x", "1235 us"]
+
+
 def test_a_row_that_misses_its_floor_is_named_on_the_page(tmp_path):
     found = results()
     found.rows.append(Row("slow one", 2.0, "x", 1.0))

@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from benchmarks.bench import Bench, both, graphed, ratio
 from benchmarks.clients import encoder, fit, llama, splade
@@ -190,34 +191,63 @@ def _llama(
     activity: Sequence[tuple[float, float]],
     floor: float | None,
     goal: float | None,
+    places: int = 1,
 ) -> None:
     """Tokens a second of "prefill" or "decode", under one CUDA graph each.
 
     activity: (share of the neurons that is active, how alike the tokens of a text are); the first share is judged.
+    places: how often the weights are allocated anew, elsewhere; the median ratio counts.
     """
     runs = {name: llama.contender(name) for name in ("eager", *NAMES)}
     for share, alike in activity:
-        model = llama.Llama(sizes, bench.device, share, rows, alike)
-        case = f"ReLU Llama {sizes}, {what}, {rows} x {sizes.context}, {model.active:.2%} active"
-        if alike:
-            case += f", {model.shared:.0%} of them among {llama.SHARED} neurons of the text"
-        works: dict[tuple[str, str], Work] = {}
-        for name, run in runs.items():
-            work = (model.prefill if what == "prefill" else model.decode)(run)
-            if (share, alike) == activity[0]:
-                llama.checked(name, work)
-            works[case, name] = graphed(work) if bench.cuda and not bench.quick else work
-        taken = bench.race(works, 0.2 if bench.quick else 1.0, weigh=False)
-        theirs, mine = (taken[case, name] for name in NAMES)
-        tokens = rows * (sizes.context if what == "prefill" else 1)
-        rates = " / ".join(f"{tokens / t.ms * 1e3:,.0f}" for t in (mine, theirs))
-        note = f"{rates} tokens a second; {both(mine, theirs)}"
+        found, spacers = [], []
+        for place in range(places):
+            case, theirs, mine = _llama_at(bench, what, sizes, rows, share, alike, runs, place)
+            tokens = rows * (sizes.context if what == "prefill" else 1)
+            rates = " / ".join(f"{tokens / t.ms * 1e3:,.0f}" for t in (mine, theirs))
+            note = f"{rates} tokens a second; {both(mine, theirs)}"
+            found.append((theirs.ms / mine.ms, note))
+            runs.pop("eager", None)
+            gc.collect()
+            if bench.cuda and place + 1 < places:
+                torch.cuda.empty_cache()
+                spacer = torch.empty((37 * place + 11) * MIB, dtype=torch.uint8, device="cuda")
+                spacers.append(spacer)
+        found.sort()
+        value, note = found[places // 2]
+        if places > 1:
+            least, most = found[0][0], found[-1][0]
+            note += f"; median of {places} places of the weights, {least:.3g}x to {most:.3g}x"
         name = f"{case}: tokens a second, ours over compile"
         limits = (floor, goal) if share == activity[0][0] else (None, None)
-        bench.row(name, ratio(theirs, mine), "x", *limits, True, note)
-        runs.pop("eager", None)
-        del model, works
-        gc.collect()
+        bench.row(name, value, "x", *limits, True, note)
+
+
+def _llama_at(
+    bench: Bench,
+    what: str,
+    sizes: llama.Sizes,
+    rows: int,
+    share: float,
+    alike: float,
+    runs: Mapping[str, Callable[..., Tensor]],
+    place: int,
+) -> tuple[str, Timing, Timing]:
+    """(the case, the time of "compile", of "ours") of a model whose weights are allocated for the call."""
+    model = llama.Llama(sizes, bench.device, share, rows, alike)
+    case = f"ReLU Llama {sizes}, {what}, {rows} x {sizes.context}, {model.active:.2%} active"
+    if alike:
+        case += f", {model.shared:.0%} of them among {llama.SHARED} neurons of the text"
+    label = case + (f", weights in place {place + 1}" if place else "")
+    works: dict[tuple[str, str], Work] = {}
+    for name, run in runs.items():
+        work = (model.prefill if what == "prefill" else model.decode)(run)
+        if "eager" in runs:
+            llama.checked(name, work)
+        works[label, name] = graphed(work) if bench.cuda and not bench.quick else work
+    taken = bench.race(works, 0.2 if bench.quick else 1.0, weigh=False)
+    theirs, mine = (taken[label, name] for name in NAMES)
+    return case, theirs, mine
 
 
 # --- Entmax encoder ---------------------------------------------------------------------------------------------------
@@ -270,7 +300,8 @@ def _gpu_sections(bench: Bench) -> list[Section]:
 
     def llama_decode(bench: Bench) -> None:
         short = model if bench.quick else llama.Sizes(context=1024)
-        _llama(bench, "decode", short, 1, [(0.01, 0.0), (30 / 5632, 0.0)], 1.3, 1.8)
+        places = 1 if bench.quick else 5
+        _llama(bench, "decode", short, 1, [(0.01, 0.0), (30 / 5632, 0.0)], 1.3, 1.8, places)
 
     def entmax_encoder(bench: Bench) -> None:
         _encoder(bench, layers, ("ours", "softmax"))
