@@ -126,6 +126,7 @@ TRUE["ffn_spellings"] = {
     "batch_norm_after": ("batch_norm after the activation", "m.bn("),
     "batch_norm_of_the_batch": ("statistics of the batch itself", "m.bn("),
     "learned_threshold": ("threshold (scale) is a tensor", "torch.where("),
+    "learned_threshold_as_a_factor": ("threshold (scale) is a tensor", "h > m.scale"),
     "token_factor_before": ("more than a factor", "F.relu("),
     "token_term": ("a term of every token", "+ p"),
     "batch_norm_of_tokens": ("another axis than the linear's", "F.batch_norm("),

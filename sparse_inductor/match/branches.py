@@ -7,6 +7,7 @@ relu(u) * u is one branch with the program relu | square.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -46,9 +47,19 @@ def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) ->
     """The spines whose product is the value `reader` sees of `node`. Raises Decline with what is in the way."""
     try:
         spine = climb(view, node, reader)
-        return [spine]
-    except Decline as e:
-        first = e
+    except Decline as first:
+        return _parts(view, node, reader, depth, first)
+    if _multiplies(view, node, reader):
+        # `climb` takes a factor for any tensor if it cannot climb it, as it cannot climb a product: x * x * x.
+        with contextlib.suppress(Decline):
+            return _parts(view, node, reader, depth, Decline("no product", node))
+    return [spine]
+
+
+def _parts(
+    view: GraphView, node: fx.Node, reader: fx.Node, depth: int, first: Decline
+) -> list[Spine]:
+    """The same of a value that is more than one spine, to raise `first` where it is not."""
     seen = view.value(node, reader)
     call = None if seen is None else view.call(seen)
     if seen is None or call is None or depth > _DEPTH:
@@ -69,7 +80,10 @@ def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) ->
                 return _times(up(a), seen, Step("mul", (c,)))
         full = [_full(view, t, seen) for t in (x, other)]
         if all(full):
-            return [s.then(Element(seen)) for s in up(x) + up(other)]
+            try:
+                return [s.then(Element(seen)) for s in up(x) + up(other)]
+            except Decline as inner:
+                raise inner if "combines two" in first.reason else first from None
         if any(full) and all(
             map(view.is_tensor, (x, other))
         ):  # a factor of every neuron, or of every token
@@ -138,6 +152,15 @@ def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
         return False
     own, shape = view.shape(x), view.shape(node)
     return len(own) == len(shape) and all(map(same_size, own, shape))
+
+
+def _multiplies(view: GraphView, node: fx.Node, reader: fx.Node) -> bool:
+    """Whether the value `reader` sees of `node` is a product of two tensors of its shape."""
+    seen = view.value(node, reader)
+    call = None if seen is None else view.call(seen)
+    if seen is None or call is None or call.name != "mul":
+        return False
+    return _full(view, call["input"], seen) and _full(view, call["other"], seen)
 
 
 def _times(spines: list[Spine], node: fx.Node, factor: Step | Term) -> list[Spine]:

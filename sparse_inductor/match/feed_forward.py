@@ -23,7 +23,10 @@ __all__ = ["Factor", "Reading", "activation", "read_block", "resembles"]
 
 _OTHERS = frozenset("amax max_dim amin min_dim aminmax scaled_dot_product_attention".split())
 _RECTIFIERS = frozenset(
-    "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign autograd_function_apply".split()
+    (
+        "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign heaviside gt ge lt le "
+        "autograd_function_apply"
+    ).split()
 )
 
 

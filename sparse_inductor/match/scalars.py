@@ -51,7 +51,8 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
         case "elu":
             if const("input_scale", 1.0) != 1:
                 raise Decline("elu with an input scale", node)
-            return (Step("elu", (const("alpha", 1.0), const("scale", 1.0))),)
+            alpha, scale = const("alpha", 1.0), const("scale", 1.0)
+            return (Step("relu") if (alpha, scale) == (0, 1) else Step("elu", (alpha, scale)),)
         case "celu":
             a = const("alpha", 1.0)
             if a <= 0:

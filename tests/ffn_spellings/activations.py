@@ -123,6 +123,19 @@ def square_by_itself(x, m):
 
 
 @block()
+def cube_by_itself(x, m):
+    """h * h * h: a product of a product"""
+    h = F.relu(m.up(x))
+    return m.down(h * h * h)
+
+
+@block()
+def elu_of_nothing(x, m):
+    """ELU with alpha 0, which is ReLU"""
+    return m.down(F.elu(m.gate(x), alpha=0.0) * m.up(x))
+
+
+@block()
 def square_in_place(x, m):
     """r.mul_(r) in inference, r.mul(r) else: here without writing."""
     r = F.relu(m.up(x))

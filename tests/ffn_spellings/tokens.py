@@ -242,6 +242,13 @@ def negative_assigned_too_late(x, p, m):
 
 
 @weighed("no_rewrite", "the operator's thresholds are numbers", explained=True)
+def learned_threshold_as_a_factor(x, p, m):
+    """JumpReLU as sparse autoencoders write it: pre * (pre > theta)"""
+    h = m.up(x)
+    return m.down(h * (h > m.scale))
+
+
+@weighed("no_rewrite", "the operator's thresholds are numbers", explained=True)
 def learned_threshold(x, p, m):
     """JumpReLU: a threshold a neuron, learned"""
     h = m.up(x)
