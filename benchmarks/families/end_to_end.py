@@ -242,7 +242,7 @@ def _llama_at(
     works: dict[tuple[str, str], Work] = {}
     for name, run in runs.items():
         work = (model.prefill if what == "prefill" else model.decode)(run)
-        if "eager" in runs:
+        if "eager" in runs:  # the first model: for others nothing is compiled anew
             llama.checked(name, work)
         works[label, name] = graphed(work) if bench.cuda and not bench.quick else work
     taken = bench.race(works, 0.2 if bench.quick else 1.0, weigh=False)

@@ -421,7 +421,7 @@ def _cpu_row(
 def _cpu_memory(bench: Bench, shape: Shape) -> None:
     """Peak resident memory over the inputs, each contender in a process of its own."""
     kinds = ((FORWARD, (None, None)), (TRAINING, (0.25, 0.1)))
-    for kind, limits in kinds[bench.quick :]:
+    for kind, limits in kinds[1:] if bench.quick else kinds:
         taken = {}
         for name in ("compile", "ours") if bench.quick else ("eager", "compile", "ours"):
             sizes = dataclasses.astuple(shape)

@@ -19,6 +19,7 @@ from .boxes import addressable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
+from .relu_ffn_ptx import element
 
 __all__ = ["applies", "by_words", "down_projection", "forward"]
 
@@ -205,12 +206,7 @@ def _down_words_kernel(
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     y = tl.inline_asm_elementwise(
-        TOTAL,
-        "=f,r,r",
-        [tl.zeros([OUTPUTS], tl.int32) + sums, i],
-        dtype=tl.float32,
-        is_pure=False,
-        pack=1,
+        TOTAL, "=f,r,r", [sums, i], dtype=tl.float32, is_pure=False, pack=1
     )
     if HAS_BIAS:
         y += b
@@ -260,12 +256,12 @@ def down_projection(
     extras = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
     stride_r = 1 if residual is None else residual.stride(1)
     if by_words(h, down):
-        kind, warps = "bf16" if h.dtype == torch.bfloat16 else "f16", ONE_DOWN_WORDS
+        warps = ONE_DOWN_WORDS
         groups = N // ptx.GROUP
         word = min(32, triton.cdiv(groups, 2 * warps))
         _down_words_kernel[(triton.cdiv(D, ptx.OUTPUTS),)](
             h, down, bias, residual, y, groups, word, D, down.stride(0), stride_r,
-            **extras, OUTPUTS=ptx.OUTPUTS, BODY=ptx.down(kind, warps), TOTAL=ptx.total(warps),
+            **extras, OUTPUTS=ptx.OUTPUTS, BODY=ptx.down(element(h), warps), TOTAL=ptx.total(warps),
             **early(h), num_warps=warps,
         )  # fmt: skip
         return

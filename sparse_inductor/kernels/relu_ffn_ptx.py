@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 __all__ = [
     "ARRANGE_WARPS",
     "FEATURES",
@@ -17,6 +19,7 @@ __all__ = [
     "PART_ROWS",
     "arrange",
     "dots",
+    "element",
     "scan",
 ]
 
@@ -33,6 +36,11 @@ MOST_PARTS = 32
 FEWEST = 9 * GROUP
 # Warps of a block that arranges a group.
 ARRANGE_WARPS = 4
+
+
+def element(t: torch.Tensor) -> str:
+    """PTX's name for the type of a 16-bit tensor."""
+    return "bf16" if t.dtype == torch.bfloat16 else "f16"
 
 
 @functools.cache

@@ -206,7 +206,7 @@ def _products(
 ) -> tuple[dict[str, int], int]:
     """Fill `lists.partial`: (sizes of the kernels that add it up, their programs)."""
     made = lists.plan
-    body = ptx.dots("bf16" if x.dtype == torch.bfloat16 else "f16", made.slices, made.shares)
+    body = ptx.dots(ptx.element(x), made.slices, made.shares)
     run = max(1, min(RUN, lists.groups // (RUNS * WARPS * made.shares)))
     args = (
         x, table, lists.octets, lists.heads, lists.records, lists.partial,

@@ -41,6 +41,7 @@ from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .launch import relaunched
 from .relu_ffn_packing import n_listed
+from .relu_ffn_ptx import element
 
 __all__ = ["BLOCK", "Lists", "applies"]
 
@@ -220,8 +221,7 @@ class Lists:
         Where a table's row is not finite, not only tokens that need it get NaN, as from a product with all of it."""
         N, D = table.shape
         slices, shares = _grid(D, _multiprocessors(out))
-        kind = "bf16" if out.dtype == torch.bfloat16 else "f16"
-        body = ptx.sums(kind, shares, bias is not None, self._pools)
+        body = ptx.sums(element(out), shares, bias is not None, self._pools)
         args = (
             table, out, self._summed, self._tokens, self._heads, self._lists, table if bias is None else bias,
             N, len(self._heads), table.stride(0), out.stride(0),

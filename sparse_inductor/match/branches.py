@@ -20,7 +20,7 @@ from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, same_size
 from .names import Call
-from .shapes import SHAPE_OPS, Decline
+from .shapes import SHAPE_OPS, Combined, Decline
 from .spine import Element, Spine, Term
 
 __all__ = ["Branch", "branches", "merged", "same_input", "same_map"]
@@ -45,25 +45,33 @@ class Branch:
 
 def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> list[Spine]:
     """The spines whose product is the value `reader` sees of `node`. Raises Decline with what is in the way."""
+    seen = view.value(node, reader)
+    call = None if seen is None else view.call(seen)
     try:
         spine = climb(view, node, reader)
     except Decline as first:
-        return _parts(view, node, reader, depth, first)
-    if _multiplies(view, node, reader):
-        # `climb` takes a factor for any tensor if it cannot climb it, as it cannot climb a product: x * x * x.
-        with contextlib.suppress(Decline):
-            return _parts(view, node, reader, depth, Decline("no product", node))
+        if seen is None or call is None or depth > _DEPTH:
+            raise
+        return _parts(view, seen, call, depth, first)
+    if seen is not None and call is not None and call.name == "mul" and depth <= _DEPTH:
+        operands = call["input"], call["other"]
+        if all(_full(view, t, seen) for t in operands):
+            # `climb` takes a factor for any tensor if it cannot climb it, as it cannot climb a product: x * x * x.
+            with contextlib.suppress(Decline):
+                return _product_of(view, seen, operands, depth)
     return [spine]
 
 
-def _parts(
-    view: GraphView, node: fx.Node, reader: fx.Node, depth: int, first: Decline
+def _product_of(
+    view: GraphView, seen: fx.Node, operands: tuple[fx.Node, fx.Node], depth: int
 ) -> list[Spine]:
-    """The same of a value that is more than one spine, to raise `first` where it is not."""
-    seen = view.value(node, reader)
-    call = None if seen is None else view.call(seen)
-    if seen is None or call is None or depth > _DEPTH:
-        raise first
+    """The spines of both operands, which are of the product's shape. Raises Decline."""
+    found = [s for t in operands for s in branches(view, t, seen, depth + 1)]
+    return [s.then(Element(seen)) for s in found]
+
+
+def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Decline) -> list[Spine]:
+    """The spines whose product a value is that `climb` does not see as one, for the reason `first`."""
 
     def up(x: Any) -> list[Spine]:
         if call.name not in SHAPE_OPS and not view.same_shape(x, seen):
@@ -81,9 +89,9 @@ def _parts(
         full = [_full(view, t, seen) for t in (x, other)]
         if all(full):
             try:
-                return [s.then(Element(seen)) for s in up(x) + up(other)]
+                return _product_of(view, seen, (x, other), depth)
             except Decline as inner:
-                raise inner if "combines two" in first.reason else first from None
+                raise inner if isinstance(first, Combined) else first from None
         if any(full) and all(
             map(view.is_tensor, (x, other))
         ):  # a factor of every neuron, or of every token
@@ -152,15 +160,6 @@ def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
         return False
     own, shape = view.shape(x), view.shape(node)
     return len(own) == len(shape) and all(map(same_size, own, shape))
-
-
-def _multiplies(view: GraphView, node: fx.Node, reader: fx.Node) -> bool:
-    """Whether the value `reader` sees of `node` is a product of two tensors of its shape."""
-    seen = view.value(node, reader)
-    call = None if seen is None else view.call(seen)
-    if seen is None or call is None or call.name != "mul":
-        return False
-    return _full(view, call["input"], seen) and _full(view, call["other"], seen)
 
 
 def _times(spines: list[Spine], node: fx.Node, factor: Step | Term) -> list[Spine]:

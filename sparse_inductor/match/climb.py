@@ -22,7 +22,7 @@ from .graph import GraphView, fake, label
 from .mesh import redistributed
 from .names import Call
 from .scalars import number, scalar_steps
-from .shapes import SHAPE_OPS, Decline, part_of_axis
+from .shapes import SHAPE_OPS, Combined, Decline, part_of_axis
 from .spine import Assigned, Element, Fill, Spine, Term
 from .stacked import entry_of_stack
 
@@ -176,7 +176,8 @@ class _Climber:
         if len(found) == 1:
             return found[0]
         if found:
-            raise self.decline(f"{self.call.name} combines two tensors that come from linears")
+            reason = f"{self.call.name} combines two tensors that come from linears"
+            raise Combined(reason, self.node)
         raise first or self._spread()
 
     def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> Spine:

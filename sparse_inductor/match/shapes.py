@@ -19,7 +19,16 @@ from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call
 
-__all__ = ["SHAPE_OPS", "Decline", "Move", "entry_of_axis", "move", "order_of", "part_of_axis"]
+__all__ = [
+    "SHAPE_OPS",
+    "Combined",
+    "Decline",
+    "Move",
+    "entry_of_axis",
+    "move",
+    "order_of",
+    "part_of_axis",
+]
 
 
 class Decline(Exception):
@@ -28,6 +37,10 @@ class Decline(Exception):
     def __init__(self, reason: str, node: fx.Node | None = None):
         super().__init__(reason)
         self.reason, self.node = reason, node
+
+
+class Combined(Decline):
+    """Two values that both come from linears meet here."""
 
 
 @dataclasses.dataclass(frozen=True)
