@@ -51,6 +51,7 @@ TRUE["splade_spellings"] = {
     "temperature_logsumexp": ("log-sum-exp", "torch.logsumexp("),
     "power_mean": ("mean pooling", ".mean(dim=1)"),
     "max_over_vocabulary": ("over the vocabulary", "amax(dim=-1)"),
+    "terms_first_over_the_batch": ("over the batch: axis 0 is a sequence where", ".amax(1)"),
     "min_over_sequence": ("minimum", "amin(dim=1)"),
     "median_over_sequence": ("median", ".median(dim=1)"),
     "second_largest": ("k-th smallest", ".kthvalue("),
