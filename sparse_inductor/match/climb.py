@@ -362,10 +362,9 @@ class _Climber:
         if c is None:
             raise self.decline("assigns a tensor into the linear's result")
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        if self.view.is_tensor(index) and self.view.dtype(index) == torch.bool:
-            parts, _ = conditions(self.view, index, self.node, True)
-            if self._compares_each(parts, x):
-                return self._select(x, index, value, negate=True)
+        boolean = self.view.is_tensor(index) and self.view.dtype(index) == torch.bool
+        if boolean and self.view.same_shape(index, x):
+            return self._select(x, index, value, negate=True)
         return self.up(x).then(Element(self.node, (Term("where", Assigned(index), (c,)),)))
 
 
