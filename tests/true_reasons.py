@@ -196,6 +196,7 @@ TRUE["scoring_spellings"] = {
     "query_changed_between": ("does not start at zero", "scores.index_add_("),
     "query_by_query_through_vmap": ("torch.func (vmap)", "torch.vmap("),
     "einsum_with_boosts_of_queries": ("differ from query to query", "torch.einsum("),
+    "einsum_that_multiplies_by_query": ("differ from query to query", "torch.einsum("),
     "assigned_by_document": ("part of the contributions", "products[:, c.lengths < 2] = 0"),
     "filled_with_one": ("does not start at zero", ".fill_(1.0).index_add_("),
     "clamped_postings": ("changed after they were looked up", ".clamp(max=N - 1)"),

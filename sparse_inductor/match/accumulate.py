@@ -83,9 +83,7 @@ def _index_add(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return found
     if not isinstance(alpha, (int, float)):
         raise Decline("the contributions are scaled by a number that is not known", node)
-    factor = Factor("mul", float(alpha), found.w.shape, found.w.batch)
-    w = dataclasses.replace(found.w, factors=(*found.w.factors, factor))
-    return dataclasses.replace(found, w=w)
+    return dataclasses.replace(found, w=found.w.scaled(alpha))
 
 
 def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:

@@ -159,6 +159,7 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     w = weighted(view, source, node, same_lists)
     if w is None or not (w.has_weights or _are_lists(view, docs)):
         return None
+    w = w.scaled(call.get("alpha", 1))
     if changed:
         raise Decline(
             "the documents are changed after they were looked up: change the lists", inner
@@ -282,7 +283,7 @@ def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.
             rows, source = call["index"], call["src"]
         case "put" if ndim == 1 and call.get("accumulate"):
             rows, source = call["index"], call["source"]
-        case "index_add" if ndim == 1 and call.get("alpha", 1) == 1:
+        case "index_add" if ndim == 1 and isinstance(call.get("alpha", 1), (int, float)):
             rows, source = call["index"], call["source"]
         case "index_put" if call.get("accumulate") and len(call["indices"]) == ndim <= 2:
             *who, rows = call["indices"]
