@@ -116,7 +116,8 @@ class Chain:
         elif self.linear_after and _scales_whole(term):
             self.tail.append(term)
         elif learned and not self.linear_after:
-            raise Decline(f"a per-token operand ({label(learned[0])}) needs a gradient", node)
+            what = "a number for all tokens" if self._is_scalar(term) else "a per-token operand"
+            raise Decline(f"{what} ({label(learned[0])}) needs a gradient", node)
         else:
             self._row(term, node)
 

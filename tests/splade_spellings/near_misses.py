@@ -494,6 +494,38 @@ def learned_position_weights(logits, mask):
     return (tokens(logits) * decay[None, :, None] * mask.unsqueeze(-1)).amax(dim=1)
 
 
+@program("no_rewrite", "the operator has no gradient for its operands", TRAIN, explained=True)
+def learned_scale_of_activations():
+    """One number for all activations, trained, between the rectifier and the logarithm."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.3))
+
+        def forward(self, h, mask):
+            weights = torch.log1p(torch.relu(self.decoder(h)) * self.scale)
+            return (weights * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "the operator has no gradient for its operands", TRAIN, explained=True)
+def learned_importance_of_tokens():
+    """EPIC: how much a token matters comes from a linear of its own."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.importance = nn.Linear(D, 1)
+
+        def forward(self, h, mask):
+            matters = torch.log1p(F.softplus(self.importance(h)))
+            return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
 @program("maybe", "a gate that needs a gradient")
 def learned_gate():
     """A token gate multiplied after the activation; it is trained."""
