@@ -51,6 +51,7 @@ TRUE["splade_spellings"] = {
     "temperature_logsumexp": ("log-sum-exp", "torch.logsumexp("),
     "power_mean": ("mean pooling", ".mean(dim=1)"),
     "max_over_vocabulary": ("over the vocabulary", "amax(dim=-1)"),
+    "weights_of_own_terms": ("a weight for its own term alone", ".scatter("),
     "learned_scale_of_activations": ("a number for all tokens (scale)", "* self.scale)"),
     "learned_importance_of_tokens": ("a per-token operand", "* matters)"),
     "terms_first_over_the_batch": ("over the batch: axis 0 is a sequence where", ".amax(1)"),
