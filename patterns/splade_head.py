@@ -34,7 +34,7 @@ from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear, is_parameter
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
 from sparse_inductor.match.maxima import Reduction, maximum
 from sparse_inductor.match.poolings import (
     ANCHORS,
@@ -52,6 +52,9 @@ from sparse_inductor.unread import drop_unread_logits
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
+_LAYERS = (
+    100  # calls between a transpose and the linear that are looked through: an encoder's layers
+)
 
 
 @dataclasses.dataclass
@@ -103,7 +106,8 @@ class HeadMatch:
         # Under autocast the linear computes in another dtype than its inputs have.
         dtype = fake(chain.linear.node).dtype
         hidden, weight = e.cast(hidden, dtype), e.cast(weight, dtype)
-        bias = None if bias is None else e.cast(bias, dtype)
+        if bias is not None:
+            bias = e.cast(bias, torch.float32 if chain.wide_bias else dtype)
         result = fake(anchor) if red.values is None else fake(anchor)[red.values]
         wide = torch.promote_types(result.dtype, torch.float32) if chain.tail else result.dtype
         # None says the same; an AOTInductor package of torch 2.11 takes another dtype for the one that is named.
@@ -202,7 +206,10 @@ class SpladeHead:
         ):
             raise Decline("it reduces over the vocabulary, not over the sequence", node)
         if _over_batch(view, chain, red, linear):
-            raise Decline("it reduces over the batch, not over the sequence", node)
+            raise Decline(
+                "it reduces over the batch: axis 0 is a sequence where a transpose put it there",
+                node,
+            )
         check_device(linear.node)
         if not fake(linear.node).dtype.is_floating_point:
             raise Decline(f"the logits are {fake(linear.node).dtype}", linear.node)
@@ -258,15 +265,29 @@ def _name(m: HeadMatch, node: fx.Node) -> str:
 
 
 def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:
-    """Axis 0 of a 3-D output is the batch, unless the input was put sequence-first on purpose."""
+    """Axis 0 of a 3-D output is the batch, unless the input or the output was turned on purpose."""
     if len(view.shape(linear.node)) != 3 or chain.origin[red.dim] != 0:
         return False
-    call = view.call(linear.source)
-    if call is not None and call.name == "transpose":
-        return {call["dim0"] % 3, call["dim1"] % 3} != {0, 1}
-    return not (
-        call is not None and call.name == "permute" and [d % 3 for d in call["dims"]][:2] == [1, 0]
-    )
+    others = [d for d in range(len(chain.origin)) if d not in (red.dim, chain.v_dim)]
+    turned = len(others) == 1 and others[0] < red.dim
+    return not (turned or _sequence_first(view, linear.source))
+
+
+def _sequence_first(view: GraphView, node: fx.Node) -> bool:
+    """Whether the first axis was put there by a transpose, maybe before layers that keep it where it is."""
+    for _ in range(_LAYERS):
+        call = view.call(node)
+        x = None if call is None else call.get("input")
+        if call is None or not view.is_tensor(x) or len(view.shape(x)) != 3:
+            return False
+        if call.name == "transpose":
+            return {call["dim0"] % 3, call["dim1"] % 3} == {0, 1}
+        if call.name == "permute":
+            return [d % 3 for d in call["dims"]][:2] == [1, 0]
+        if not all(map(same_size, view.shape(x)[:2], view.shape(node)[:2])):
+            return False
+        node = x
+    return False
 
 
 def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:

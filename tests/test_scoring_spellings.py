@@ -37,6 +37,26 @@ def test_a_bincount_that_is_kept_in_the_graph():
         assert_case(case, only=("sparse_scores",))
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_rows_that_queries_may_not_have(dynamic):
+    """An accumulator of a fixed number of rows is one row a query where as many queries come, which sizes may tell."""
+
+    def score(q, cols, rows, vals):
+        return torch.zeros(3, 9).index_add(1, rows, q[:, cols] * vals)
+
+    cols, rows, q = torch.arange(6), torch.arange(6), torch.rand(3, 8)
+    with sparse_inductor.enabled(only="sparse_scores"), torch.no_grad():
+        report = sparse_inductor.report()
+        report.clear()
+        torch._dynamo.reset()
+        compile_without_codegen(score, dynamic=dynamic)(q, cols, rows, torch.rand(6))
+        said = [m.reason for m in report.near_misses]
+        assert len(report.rewrites) == (not dynamic)
+    assert said == (
+        ["nothing says that the accumulator has as many rows as there are queries"] * dynamic
+    )
+
+
 def test_names_are_unique():
     assert len(BY_NAME) == len(CASES)
 

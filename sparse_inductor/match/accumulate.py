@@ -14,7 +14,7 @@ from .emit import Emitter
 from .gathers import Gather, gather_of, is_transposed, table_gradient
 from .graph import GraphView, same_size
 from .names import Call
-from .scored import Scores, accumulator_of, check_zero, part_of
+from .scored import Scores, accumulator_of, check_rows, check_zero, part_of
 from .shapes import Decline
 from .values import counting, uniform
 from .weighted import Factor, Weighted, weighted
@@ -53,8 +53,8 @@ def _accumulated(
         raise Decline("the contributions have more than one axis beside the queries", node)
     if w.batch == axis:
         raise Decline("it adds up over the queries", node)
-    if w.batch is not None and not same_size(w.shape[w.batch], view.shape(node)[w.batch]):
-        raise Decline("the accumulator has rows that belong to no query", node)
+    if w.batch is not None:
+        check_rows(view.shape(node)[w.batch], w.shape[w.batch], node)
     check_zero(view, call["input"], node)
     target = accumulator_of(view, call)
     reads = ((rows, node),)
@@ -83,9 +83,7 @@ def _index_add(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return found
     if not isinstance(alpha, (int, float)):
         raise Decline("the contributions are scaled by a number that is not known", node)
-    factor = Factor("mul", float(alpha), found.w.shape, found.w.batch)
-    w = dataclasses.replace(found.w, factors=(*found.w.factors, factor))
-    return dataclasses.replace(found, w=w)
+    return dataclasses.replace(found, w=found.w.scaled(alpha))
 
 
 def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:

@@ -69,6 +69,7 @@ class Chain:
         if linear.bias is not None:
             self.reads.append((linear.bias, first))
         self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
+        self.wide_bias = False  # whether what is added to 16-bit logits makes them fp32
         self._turns: Decline | None = None  # why a maximum may not move past the tail
         for element in spine.elements:
             self._pass(element)
@@ -115,7 +116,8 @@ class Chain:
         elif self.linear_after and _scales_whole(term):
             self.tail.append(term)
         elif learned and not self.linear_after:
-            raise Decline(f"a per-token operand ({label(learned[0])}) needs a gradient", node)
+            what = "a number for all tokens" if self._is_scalar(term) else "a per-token operand"
+            raise Decline(f"{what} ({label(learned[0])}) needs a gradient", node)
         else:
             self._row(term, node)
 
@@ -133,6 +135,7 @@ class Chain:
         scale = math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
         if kind == "column" and self._linear_so_far():
             self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
+            self.wide_bias |= term.fn == "add" and self._widens(node)
             return
         if isinstance(term.operand, Normalised):
             raise Decline("batch_norm after the activation", node)
@@ -148,6 +151,10 @@ class Chain:
         if term.prepare is not None:
             return Decline("division by a number of every output after the activation", node)
         return None
+
+    def _widens(self, node: fx.Node) -> bool:
+        narrow = fake(self.linear.node).dtype.itemsize == 2
+        return narrow and self.view.dtype(node) == torch.float32
 
     def _only_scaled(self) -> bool:
         """Whether what is in the tail commutes with a constant factor."""

@@ -18,7 +18,7 @@ from .batch_norm import normalised
 from .comparisons import COMPARISONS, edge, is_comparison
 from .gates import conditions, gated
 from .gemm import linears
-from .graph import GraphView, fake, label
+from .graph import GraphView, fake, label, same_size
 from .mesh import redistributed
 from .names import Call
 from .scalars import number, scalar_steps
@@ -115,7 +115,17 @@ class _Climber:
             raise self.decline(f"{name} is not monotone, and no step of an operator")
         if name in COMPARISONS:
             raise self.decline(f"a comparison ({name}) is no step of an operator")
+        if name == "scatter" and self._of_own_terms():
+            raise self.decline(
+                "every token has a weight for its own term alone: scatter_reduce of 'amax' into one row a text makes "
+                "no rows of tokens"
+            )
         raise self.decline(f"{name} after the linear is not an elementwise step")
+
+    def _of_own_terms(self) -> bool:
+        """Whether a scatter puts one number a token into a row of the vocabulary."""
+        src, dim = self.call.get("src"), self.call["dim"]
+        return self.view.is_tensor(src) and same_size(self.view.shape(src)[dim], 1)
 
     # Shape and dtype
 
@@ -362,10 +372,9 @@ class _Climber:
         if c is None:
             raise self.decline("assigns a tensor into the linear's result")
         index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        if self.view.is_tensor(index) and self.view.dtype(index) == torch.bool:
-            parts, _ = conditions(self.view, index, self.node, True)
-            if self._compares_each(parts, x):
-                return self._select(x, index, value, negate=True)
+        boolean = self.view.is_tensor(index) and self.view.dtype(index) == torch.bool
+        if boolean and self.view.same_shape(index, x):
+            return self._select(x, index, value, negate=True)
         return self.up(x).then(Element(self.node, (Term("where", Assigned(index), (c,)),)))
 
 

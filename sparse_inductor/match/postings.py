@@ -19,7 +19,7 @@ from .emit import Emitter
 from .gathers import Gather, rows_of
 from .graph import GraphView, fake, same_size
 from .names import Call
-from .scored import accumulator_of, check_zero, part_of, total
+from .scored import accumulator_of, check_rows, check_zero, part_of, total
 from .shapes import Decline
 from .values import counting
 from .weighted import Weighted, kept_axis, only_new_axes, reshaped, weighted
@@ -159,6 +159,7 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     w = weighted(view, source, node, same_lists)
     if w is None or not (w.has_weights or _are_lists(view, docs)):
         return None
+    w = w.scaled(call.get("alpha", 1))
     if changed:
         raise Decline(
             "the documents are changed after they were looked up: change the lists", inner
@@ -243,8 +244,7 @@ def _placed(
     if values == torch.bool:
         raise Decline(f"the values of the posting lists are {values}", w.gather.node)
     if len(size) == 2 and shift is None:
-        if not same_size(size[0], view.shape(rows)[0]):
-            raise Decline("the accumulator has rows that belong to no query", node)
+        check_rows(size[0], view.shape(rows)[0], node)
         B, flat = view.shape(rows)[0], view.shape(docs.index)
         if kept_axis(found, 0, view.shape(rows)) == 0 and kept_axis(w.shape, 0, found) == 0:
             one = (B, 1, *found[1:]) if len(flat) == 1 else None  # one list for each query
@@ -282,7 +282,7 @@ def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.
             rows, source = call["index"], call["src"]
         case "put" if ndim == 1 and call.get("accumulate"):
             rows, source = call["index"], call["source"]
-        case "index_add" if ndim == 1 and call.get("alpha", 1) == 1:
+        case "index_add" if ndim == 1 and isinstance(call.get("alpha", 1), (int, float)):
             rows, source = call["index"], call["source"]
         case "index_put" if call.get("accumulate") and len(call["indices"]) == ndim <= 2:
             *who, rows = call["indices"]

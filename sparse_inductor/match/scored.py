@@ -10,12 +10,21 @@ import torch
 from torch import fx
 
 from .emit import Emitter
-from .graph import GraphView, fake
+from .graph import GraphView, fake, same_size, static_size
 from .names import Call, name_of
 from .shapes import Decline
 from .weighted import Weighted, reshaped
 
-__all__ = ["TURNS", "Scores", "accumulator_of", "check_zero", "names_of", "part_of", "total"]
+__all__ = [
+    "TURNS",
+    "Scores",
+    "accumulator_of",
+    "check_rows",
+    "check_zero",
+    "names_of",
+    "part_of",
+    "total",
+]
 
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
@@ -118,6 +127,17 @@ def total(sizes: Sequence[Any]) -> Any:
     for s in sizes:
         product = product * s
     return product
+
+
+def check_rows(rows: Any, queries: Any, node: fx.Node) -> None:
+    """Raises Decline unless the accumulator that `node` adds to has one row for each query."""
+    if same_size(rows, queries):
+        return
+    if static_size(rows) is None or static_size(queries) is None:
+        raise Decline(
+            "nothing says that the accumulator has as many rows as there are queries", node
+        )
+    raise Decline("the accumulator has rows that belong to no query", node)
 
 
 def check_zero(view: GraphView, accumulator: Any, node: fx.Node) -> None:

@@ -129,6 +129,13 @@ class Weighted:
         )
         return dataclasses.replace(self, gather=gather, batch=None)
 
+    def scaled(self, factor: float) -> Weighted:
+        """All contributions times a number, which is no node."""
+        if factor == 1:
+            return self
+        one = Factor("mul", float(factor), self.shape, self.batch)
+        return dataclasses.replace(self, factors=(*self.factors, one))
+
     def times(self, view: GraphView, node: fx.Node, factor: Factor, reader: fx.Node) -> Weighted:
         """With one more factor, read by `reader`."""
         reads = self.reads
@@ -373,18 +380,27 @@ def _assigned(
 def _lettered(
     view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
 ) -> Weighted | None:
-    """An einsum that only multiplies: bnl,nl->bnl."""
+    """An einsum that only multiplies: bnl,nl->bnl, or btp,bt->btp."""
     product = lettered(view, call)
     if product is None:
         return None
     operands, letters, out = product
     for i in (0, 1):
-        mine, theirs = letters[i], letters[1 - i]
-        if mine != out or len(set(out)) != len(out) or not out.endswith(theirs) or not theirs:
+        mine, theirs, other = letters[i], letters[1 - i], operands[1 - i]
+        ordered = "".join(c for c in out if c in theirs) == theirs
+        if mine != out or len(set(out)) != len(out) or not ordered or not theirs:
             continue
         w = weighted(view, operands[i], node, read, reach)
-        if w is not None and all(map(same_size, w.shape, view.shape(node))):
-            return w.times(view, node, Factor("mul", operands[1 - i], w.shape, w.batch), node)
+        if w is None or not all(map(same_size, w.shape, view.shape(node))):
+            continue
+        factor = Factor("mul", other, w.shape, w.batch)
+        if not out.endswith(theirs):
+            if w.batch is not None and out[w.batch] in theirs:
+                raise Decline("the document weights differ from query to query", node)
+            at = tuple(slice(None) if c in theirs else None for c in out)
+            spread = lambda e, other=other, at=at: e.call(operator.getitem, other, at)
+            factor = dataclasses.replace(factor, make=spread)
+        return w.times(view, node, factor, node)
     return None
 
 

@@ -102,6 +102,11 @@ def test_low_precision_inputs_accumulate_in_fp32(device, dtype):
     run_and_check(problem(device, 4, 9, 16, 300, dtype=dtype, active=1.0))
 
 
+def test_a_bias_wider_than_the_states_has_a_gradient_as_wide(device):
+    p = problem(device, 4, 9, 16, 30, dtype=torch.bfloat16)
+    run_and_check({**p, "bias": p["bias"].float()})
+
+
 @pytest.mark.parametrize("active", [0.0, 0.02, 1.0])
 def test_any_share_of_active_entries(device, active, monkeypatch):
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)

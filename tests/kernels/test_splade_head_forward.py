@@ -107,6 +107,11 @@ def test_no_bias_and_other_output_dtype(device, dtype):
     check(*make(device, dtype=dtype, bias=False), out_dtype=torch.float32)
 
 
+def test_a_bias_wider_than_the_states(device):
+    hidden, weight, bias = make(device, dtype=torch.bfloat16)
+    check(hidden, weight, bias.float() + 1e-3, out_dtype=torch.float32)
+
+
 @pytest.mark.parametrize("lengths", [(300, 1, 64), (32, 33, 31), (0, 257, 300)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dropped_positions(device, dtype, lengths):

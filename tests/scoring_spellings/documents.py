@@ -134,6 +134,19 @@ def einsum_of_four(c, q):
 
 
 @scoring(modes=BOTH)
+def einsum_with_norms_of_documents(c, q):
+    """one number a document, spread over its terms by an einsum that only multiplies"""
+    norms = torch.linspace(0.5, 1.0, N)
+    return torch.einsum("bnl,n->bnl", q[:, c.ids] * c.values, norms).sum(-1)
+
+
+@scoring("no_rewrite", "a boost of each query's own", modes=BOTH, explained=True)
+def einsum_that_multiplies_by_query(c, q):
+    """one number a query, spread over its contributions"""
+    return torch.einsum("bnl,b->bnl", q[:, c.ids] * c.values, q[:, 0]).sum(-1)
+
+
+@scoring(modes=BOTH)
 def documents_first_and_viewed(c, q):
     """the scores of all queries in one row, documents first"""
     return torch.einsum("bnl,nl->nb", q[:, c.ids], c.values).view(-1)

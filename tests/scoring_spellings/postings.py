@@ -87,6 +87,23 @@ def weighed_by_bm25(c, terms, weights):
     return torch.zeros(B, N).scatter_add_(1, docs.view(B, -1), impacts.view(B, -1)).topk(K)
 
 
+@scoring(terms=True)
+def weighed_by_einsum(c, terms, weights):
+    """an einsum that only multiplies, its second operand one number a list"""
+    impacts = torch.einsum("btp,bt->btp", c.post[terms], weights).flatten(1)
+    return torch.zeros(B, N).scatter_add_(1, c.docs[terms].flatten(1), impacts).topk(K)
+
+
+@scoring(terms=True, batch=False)
+def fields_of_a_document(c, terms, weights):
+    """title and body into one accumulator, each with a factor of its own"""
+    scores = torch.zeros(N)
+    for boost, field in ((0.7, slice(0, 2)), (0.3, slice(2, 4))):
+        impacts = c.post[terms[field]] * weights[field, None]
+        scores.index_add_(0, c.docs[terms[field]].flatten(), impacts.flatten(), alpha=boost)
+    return scores.topk(K)
+
+
 @scoring("no_rewrite", "the lists are not what was looked up", terms=True, explained=True)
 def lists_that_are_clamped_in_place(c, terms, weights):
     """documents beyond the sixth share its scores"""

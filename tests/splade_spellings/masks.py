@@ -125,6 +125,15 @@ def boolean_assignment_on_logits(logits, mask):
 
 
 @head()
+def boolean_assignment_of_every_element(logits, mask):
+    """The mask spread over the vocabulary as numbers, compared, then assigned: max pooling as for dense vectors."""
+    weights = tokens(logits)
+    spread = mask.unsqueeze(-1).expand(weights.size()).float()
+    weights[spread == 0] = -1e9
+    return torch.max(weights, 1)[0]
+
+
+@head()
 def repeat_over_vocabulary(logits, mask):
     """The mask repeated to the full size first."""
     full = mask.unsqueeze(-1).repeat(1, 1, logits.shape[-1])

@@ -494,6 +494,55 @@ def learned_position_weights(logits, mask):
     return (tokens(logits) * decay[None, :, None] * mask.unsqueeze(-1)).amax(dim=1)
 
 
+@program("no_rewrite", "the linear has one output: no vocabulary is projected to", explained=True)
+def weights_of_own_terms():
+    """BGE-M3: one weight a token, put into a row of the vocabulary a token, then the maximum."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.weigh = nn.Linear(D, 1)
+
+        def forward(self, h, terms):
+            weights = torch.relu(self.weigh(h))
+            rows = weights.new_zeros(*terms.shape, V).scatter(-1, terms.unsqueeze(-1), weights)
+            return rows.max(dim=1).values
+
+    return Model(), (hidden(), ids())
+
+
+@program("no_rewrite", "the operator has no gradient for its operands", TRAIN, explained=True)
+def learned_scale_of_activations():
+    """One number for all activations, trained, between the rectifier and the logarithm."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.3))
+
+        def forward(self, h, mask):
+            weights = torch.log1p(torch.relu(self.decoder(h)) * self.scale)
+            return (weights * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "the operator has no gradient for its operands", TRAIN, explained=True)
+def learned_importance_of_tokens():
+    """EPIC: how much a token matters comes from a linear of its own."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.importance = nn.Linear(D, 1)
+
+        def forward(self, h, mask):
+            matters = torch.log1p(F.softplus(self.importance(h)))
+            return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
 @program("maybe", "a gate that needs a gradient")
 def learned_gate():
     """A token gate multiplied after the activation; it is trained."""

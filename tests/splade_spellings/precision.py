@@ -8,6 +8,7 @@ from splade_spellings.registry import (
     BOTH,
     INFER,
     TRAIN,
+    V,
     Vocabulary,
     head,
     hidden,
@@ -128,6 +129,22 @@ def autocast_training_step():
             logits = self.decoder(torch.tanh(self.dense(h)))
             reps = torch.log1p(torch.relu(logits * mask.unsqueeze(-1))).amax(dim=1)
             return reps @ reps.T
+
+    return Model(), (hidden(), mask())
+
+
+@program(precision=BF16, autocast=BF16)
+def bias_added_in_fp32():
+    """A tied decoder and a bias of its own, as older BERTs have: autocast leaves the sum alone, which is fp32."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__(bias=False)
+            self.bias = torch.nn.Parameter(torch.linspace(-0.5, 0.5, V) / 3)
+
+        def forward(self, h, mask):
+            logits = self.decoder(h) + self.bias
+            return torch.relu((logits + (1 - mask[..., None]) * -1e4).amax(dim=1))
 
     return Model(), (hidden(), mask())
 

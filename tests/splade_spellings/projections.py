@@ -388,6 +388,53 @@ def passages_in_one_amax():
     return Model(), (hidden(shape=(B, 2, S, D)), keep)
 
 
+class SequenceFirst(Vocabulary):
+    """Layers of a model that has its tokens along the first axis, in front of the head."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.dense, self.norm, self.pool = nn.Linear(D, D), nn.LayerNorm(D), pool
+
+    def forward(self, h, mask):
+        x = h.transpose(0, 1).contiguous()
+        return self.pool(self.decoder(self.norm(F.gelu(self.dense(x)))), mask)
+
+
+@program()
+def sequence_first_inside():
+    """The model turns its input around, and pools over the first axis."""
+    return SequenceFirst(lambda z, m: (tokens(z) * m.t()[..., None]).amax(0)), (hidden(), mask())
+
+
+@program()
+def sequence_first_until_the_logits():
+    """The logits are turned back before they are pooled."""
+    turned = SequenceFirst(lambda z, m: (tokens(z.transpose(0, 1)) * m[..., None]).amax(1))
+    return turned, (hidden(), mask())
+
+
+@program()
+def sequence_first_terms_before_tokens():
+    """The logits of [S, B, D] as [V, B, S]: tokens come last."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)).permute(2, 1, 0) * mask).amax(-1).t()
+
+    return Model(), (hidden(shape=(S, B, D)), mask())
+
+
+@program("no_rewrite", "terms first, then a maximum over the batch", explained=True)
+def terms_first_over_the_batch():
+    """Which terms a batch has at each position."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask[..., None]).permute(2, 0, 1).amax(1)
+
+    return Model(), (hidden(), mask())
+
+
 @program("maybe", "sequence first, [S, B, D]: in the graph the same as a max over the batch")
 def sequence_first():
     """fairseq layout."""
