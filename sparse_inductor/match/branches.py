@@ -184,11 +184,27 @@ def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Branch
 
 
 def same_map(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
-    """Whether two chains come from one linear map of the same tokens, and the same columns of its result."""
-    if a.linear.node is not b.linear.node or a.v_dim != b.v_dim:
+    """Whether two chains come from one linear map of the same tokens, the same columns of its result, and have the
+    same bias and scale."""
+    if a.linear.node is not b.linear.node or a.v_dim != b.v_dim or len(a.folded) != len(b.folded):
+        return False
+    if not all(_same_fold(view, p, q) for p, q in zip(a.folded, b.folded)):
         return False
     kept = ([m.columns for m in chain.moves if m.columns is not None] for chain in (a, b))
     return next(kept) == next(kept) and same_input(view, a, b, anchor)
+
+
+def _same_fold(
+    view: GraphView, a: tuple[Term, fx.Node, float], b: tuple[Term, fx.Node, float]
+) -> bool:
+    """Whether two terms with their readers do the same to a weight and its bias."""
+    (s, s_reader, s_scale), (t, t_reader, t_scale) = a, b
+    if dataclasses.replace(s, operand=t.operand) != t or s_scale != t_scale:
+        return False
+    if not (isinstance(s.operand, fx.Node) and isinstance(t.operand, fx.Node)):
+        return s.operand == t.operand
+    u, v = view.value(s.operand, s_reader), view.value(t.operand, t_reader)
+    return u is not None and v is not None and view.same_value(u, v)
 
 
 def _product(p: Program, q: Program, node: fx.Node) -> Program:
