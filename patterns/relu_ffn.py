@@ -28,8 +28,8 @@ from sparse_inductor.epilogue.steps import Program, render
 from sparse_inductor.match.branches import same_input
 from sparse_inductor.match.checks import (
     check_device,
-    check_grad_mode,
     check_memory,
+    outside_no_grad,
     outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
@@ -227,6 +227,8 @@ class ReluFfn:
         nodes = swallowed(view, [*nodes, *down.within, node])
         found, nodes = self._statistics(view, reading, nodes, node)
         at = min([node, *(s.node for s, _ in found)], key=view.order.__getitem__)
+        apart = {n for s, _ in found for n in (*s.nodes, s.node)}
+        at = outside_no_grad(view, {*nodes} - apart, at, "within the block")
         reads = [r for b in reading.branches for r in b.reads]
         reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
         late = [t for t, _ in reads if view.order[t] >= view.order[at]]
@@ -237,8 +239,6 @@ class ReluFfn:
         if down.weight_source in nodes:
             raise Decline("the down weight comes out of the block itself", node)
         check_memory(view, reads, nodes, at, "within the block", "the block")
-        places = [view.order[n] for n in nodes]
-        check_grad_mode(view, min(places), max(places), "within the block")
         saved = _bytes_saved(view, reading, bool(found))
         if (total := _residual_sum(view, reading, node)) is not None and not found:
             end, residual = total

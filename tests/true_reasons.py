@@ -148,6 +148,7 @@ TRUE["ffn_spellings"] |= {
     "statistic_of_more_tokens": ("also read by mean", "h.mean()"),
     "statistic_of_more_neurons": ("also read by ne", "h != 0"),
     "statistic_of_each_token_in_another_order": ("also read by mean", "h.mean(-1)"),
+    "down_without_gradients": ("grad mode changes", "y = m.down(h)"),
     "stacked_third_is_read": ("also read by sum", "h[2].sum()"),
     "stacked_tokens_of_their_own": ("read different inputs", "h[1]"),
     "stacked_tokens_written_in_between": ("changed in place within", "torch.einsum("),
