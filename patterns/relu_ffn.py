@@ -226,7 +226,9 @@ class ReluFfn:
                 )
             for n in branch.nodes if is_flat(branch.program) else ():
                 if view.name_of(n) in COMPARISONS and (other := compared_dtype(view, n)) != dtype:
-                    raise Decline(f"thresholds compared in {other}, which the operator has in {dtype}", n)
+                    raise Decline(
+                        f"thresholds compared in {other}, which the operator has in {dtype}", n
+                    )
         check_device(node)
         if all(is_flat(b.program) for b in reading.branches) and any(
             map(view.learns, (t for b in reading.branches for t in _inputs(b)))

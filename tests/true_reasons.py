@@ -261,6 +261,8 @@ TRUE["entmax_spellings"] = {
     "straight_through": ("gradient is not entmax's", "StraightThrough.apply(x)"),
     "soft_threshold": ("multiplied by 1", "torch.relu(x - x.mean("),
     "scores_returned": ("scores are also returned", "scores ="),
+    "half_a_gradient": ("gradient is not entmax's", "Halved.apply("),
+    "lowest_numbers_doubled": ("too large to be multiplied", "p / (p.sum("),
     "alpha_one": ("alpha=1 is softmax", "alpha=1.0"),
     "probabilities_without_gradient": ("under no_grad", "attn ="),
     "cubed": ("power 3", "** 3"),

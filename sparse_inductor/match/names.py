@@ -215,8 +215,8 @@ _ALIASES = {
 }  # fmt: skip
 _KEYWORDS = {
     "self": "input", "x": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
-    "indices": "index", "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec": "other", "vec2": "other",
-    "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
+    "indices": "index", "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec2": "other",
+    "vec": "other", "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
 }  # fmt: skip
 _KEYWORDS_OF = {
     "addmm": {"input": "bias", "mat1": "input", "mat2": "weight", "self": "bias"},
