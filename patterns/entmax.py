@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,14 +69,17 @@ class RowsMatch:
 
     def replace(self) -> None:
         found, e = self.found, Emitter(self.anchor)
+        source = found.source
+        if found.scale != 1:
+            top = e.method("detach", e.method("amax", source, found.dim, True))
+            # less their maximum, so that what is filled in cannot overflow
+            source = e.call(operator.mul, e.call(operator.sub, source, top), found.scale)
         tensor = found.alpha if isinstance(found.alpha, fx.Node) else None
         number = 0.0 if isinstance(found.alpha, fx.Node) else found.alpha
         if tensor is not None and not isinstance(fake(tensor), torch.Tensor):
             shape = (1,) * fake(found.source).dim()  # a number that is known when it runs
             tensor = e.method("new_full", found.source, shape, tensor, dtype=torch.float32)
-        p = e.call(
-            torch.ops.sparse_inductor.entmax.default, found.source, tensor, number, found.dim
-        )
+        p = e.call(torch.ops.sparse_inductor.entmax.default, source, tensor, number, found.dim)
         wanted = fake(self.anchor).dtype
         if fake(p).dtype != wanted:
             p = e.method("to", p, wanted)

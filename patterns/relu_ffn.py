@@ -25,18 +25,20 @@ from torch import fx, nn
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.epilogue.ranges import prove
 from sparse_inductor.epilogue.steps import Program, render
-from sparse_inductor.match.branches import same_input
+from sparse_inductor.match.branches import Branch, same_input
 from sparse_inductor.match.checks import (
     check_device,
-    check_grad_mode,
     check_memory,
+    outside_no_grad,
     outside_readers,
 )
+from sparse_inductor.match.comparisons import COMPARISONS
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import rectified_product
 from sparse_inductor.match.feed_forward import Reading, activation, read_block, resembles
 from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.shapes import SHAPE_OPS, Decline
 from sparse_inductor.match.statistics import Statistic, statistics
@@ -83,9 +85,9 @@ class BlockMatch:
     @property
     def note(self) -> str:
         r = self.reading
-        text = render(r.gate.program)
+        text = said(r.gate.program)
         if r.up is not None:
-            text = f"gate {text}, up {render(r.up.program) or 'as it is'}"
+            text = f"gate {text}, up {said(r.up.program) or 'as it is'}"
         text += ", with statistics" if self.statistics else ""
         return text + (", with the residual" if self.residual is not None else "")
 
@@ -99,8 +101,10 @@ class BlockMatch:
         rest = [d for d in range(ndim) if d != axis]
         x = e.cast(e.permuted(x, [*rest, axis]), dtype)
         weights: list[fx.Node | None] = []
-        for chain in [b.chain for b in r.branches]:
-            pair = chain.weight_and_bias(e)
+        for branch in r.branches:
+            pair = branch.chain.weight_and_bias(e)
+            if is_flat(branch.program):  # not even a gradient of zeros
+                pair = tuple(t if t is None else e.method("detach", t) for t in pair)
             weights += [None if t is None else e.cast(t, dtype) for t in pair]
         weights += [None] * (4 - len(weights))
         down_bias = r.down.bias if r.down.make_bias is None else r.down.make_bias(e)
@@ -220,13 +224,24 @@ class ReluFfn:
                 raise Decline(
                     f"the activations are {mine}, the down projection computes in {dtype}", node
                 )
+            for n in branch.nodes if is_flat(branch.program) else ():
+                if view.name_of(n) in COMPARISONS and (other := compared_dtype(view, n)) != dtype:
+                    raise Decline(
+                        f"thresholds compared in {other}, which the operator has in {dtype}", n
+                    )
         check_device(node)
+        if all(is_flat(b.program) for b in reading.branches) and any(
+            map(view.learns, (t for b in reading.branches for t in _inputs(b)))
+        ):
+            raise Decline("a comparison passes no gradient on to what it compares", node)
         if reading.up is not None and not same_input(view, gate.chain, reading.up.chain, node):
             raise Decline("the two projections read different inputs", reading.up.linear.node)
         nodes = [n for b in reading.branches for n in b.nodes]
         nodes = swallowed(view, [*nodes, *down.within, node])
         found, nodes = self._statistics(view, reading, nodes, node)
         at = min([node, *(s.node for s, _ in found)], key=view.order.__getitem__)
+        apart = {n for s, _ in found for n in (*s.nodes, s.node)}
+        at = outside_no_grad(view, {*nodes} - apart, at, "within the block")
         reads = [r for b in reading.branches for r in b.reads]
         reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
         late = [t for t, _ in reads if view.order[t] >= view.order[at]]
@@ -237,8 +252,6 @@ class ReluFfn:
         if down.weight_source in nodes:
             raise Decline("the down weight comes out of the block itself", node)
         check_memory(view, reads, nodes, at, "within the block", "the block")
-        places = [view.order[n] for n in nodes]
-        check_grad_mode(view, min(places), max(places), "within the block")
         saved = _bytes_saved(view, reading, bool(found))
         if (total := _residual_sum(view, reading, node)) is not None and not found:
             end, residual = total
@@ -321,6 +334,10 @@ def _residual_sum(
     read = [residual, *(b.linear.source for b in reading.branches), down.weight_source]
     read += [b.linear.weight_source for b in reading.branches]
     return None if any(map(view.learns, read)) else (end, residual)
+
+
+def _inputs(branch: Branch) -> tuple[fx.Node, fx.Node]:
+    return branch.linear.source, branch.linear.weight_source
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
-from .scores import Scores, read_scores
+from .scores import Scores, read_scores, scaled
 from .shapes import Decline
 
 __all__ = ["read_attention", "relu_attention"]
@@ -43,6 +43,8 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
         return None
     if product.bias is not None or product.scale != 1:
         return None
+    if (product.a.node, product.a.axes) == (product.b.node, product.b.axes):
+        return None  # a sum of squares
     for p, v in ((product.a, product.b), (product.b, product.a)):
         atoms = {
             letter: Atom(view.shape(o.node)[i])
@@ -110,6 +112,12 @@ class _Reader:
         (letter,) = summed
         # Atoms may be split while the scores are read: look at them afterwards.
         scores = read_scores(view, found.source, found.reader, self.axes)
+        if found.scale != 1:
+            scores = scaled(scores, found.scale, found.node)
+            low = torch.finfo(view.dtype(found.source)).min
+            fills = [scores.fill, *(b.fill for b in scores.biases)]
+            if any(f is not None and -math.inf < f < low for f in fills):
+                raise Decline("what masked scores become is too large to be multiplied", found.node)
         qk = scores.product
         if len(qk.summed) != 1:
             raise Decline("the scores are no product over one axis", qk.node)

@@ -13,12 +13,15 @@ from typing import Any
 
 from torch import fx
 
+from ..epilogue.cut import cut
 from ..epilogue.steps import Program, Step
 from .chain import Chain
 from .climb import climb
+from .comparisons import COMPARISONS, is_comparison
 from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, same_size
+from .indicators import NEGATIONS, indicator, lone
 from .names import Call
 from .shapes import SHAPE_OPS, Combined, Decline
 from .spine import Element, Spine, Term
@@ -55,7 +58,8 @@ def branches(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) ->
         return _parts(view, seen, call, depth, first)
     if seen is not None and call is not None and call.name == "mul" and depth <= _DEPTH:
         operands = call["input"], call["other"]
-        if all(_full(view, t, seen) for t in operands):
+        factors = [t.operand for t in spine.elements[-1].terms if isinstance(t, Term)]
+        if all(_full(view, t, seen) for t in operands) and any(t in factors for t in operands):
             # `climb` takes a factor for any tensor if it cannot climb it, as it cannot climb a product: x * x * x.
             with contextlib.suppress(Decline):
                 return _product_of(view, seen, operands, depth)
@@ -66,7 +70,12 @@ def _product_of(
     view: GraphView, seen: fx.Node, operands: tuple[fx.Node, fx.Node], depth: int
 ) -> list[Spine]:
     """The spines of both operands, which are of the product's shape. Raises Decline."""
-    found = [s for t in operands for s in branches(view, t, seen, depth + 1)]
+    found: list[Spine] = []
+    for t, other in (operands, operands[::-1]):
+        if is_comparison(view, t):
+            found.append(indicator(view, t, factor=other))
+        else:
+            found += branches(view, t, seen, depth + 1)
     return [s.then(Element(seen)) for s in found]
 
 
@@ -126,8 +135,15 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
             return [s.then(Element(seen)) for s in up(x)]
     elif name in SHAPE_OPS and view.is_tensor(x):
         return [s.then(Element(seen, shape_op=call)) for s in up(x)]
+    elif name in COMPARISONS | NEGATIONS:
+        with contextlib.suppress(Decline):
+            return [indicator(view, seen)]
     else:
         x, mask = _kept(view, call, seen) or (x, None)
+        if mask is not None and _full(view, mask.operand, seen):
+            with contextlib.suppress(Decline):
+                spine = indicator(view, mask.operand, mask.prepare == "not", x)
+                return [s.then(Element(seen)) for s in (spine, *up(x))]
         try:
             product = up(x) if view.is_tensor(x) else []
         except Decline:
@@ -184,16 +200,35 @@ def merged(view: GraphView, chains: list[Chain], anchor: fx.Node) -> list[Branch
 
 
 def same_map(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
-    """Whether two chains come from one linear map of the same tokens, and the same columns of its result."""
-    if a.linear.node is not b.linear.node or a.v_dim != b.v_dim:
+    """Whether two chains come from one linear map of the same tokens, the same columns of its result, and have the
+    same bias and scale."""
+    if a.linear.node is not b.linear.node or a.v_dim != b.v_dim or len(a.folded) != len(b.folded):
+        return False
+    if not all(_same_fold(view, p, q) for p, q in zip(a.folded, b.folded)):
         return False
     kept = ([m.columns for m in chain.moves if m.columns is not None] for chain in (a, b))
     return next(kept) == next(kept) and same_input(view, a, b, anchor)
 
 
+def _same_fold(
+    view: GraphView, a: tuple[Term, fx.Node, float], b: tuple[Term, fx.Node, float]
+) -> bool:
+    """Whether two terms with their readers do the same to a weight and its bias."""
+    (s, s_reader, s_scale), (t, t_reader, t_scale) = a, b
+    if dataclasses.replace(s, operand=t.operand) != t or s_scale != t_scale:
+        return False
+    if not (isinstance(s.operand, fx.Node) and isinstance(t.operand, fx.Node)):
+        return s.operand == t.operand
+    u, v = view.value(s.operand, s_reader), view.value(t.operand, t_reader)
+    return u is not None and v is not None and view.same_value(u, v)
+
+
 def _product(p: Program, q: Program, node: fx.Node) -> Program:
-    """p(x) * q(x), where one of them is a power of a rectified value."""
+    """p(x) * q(x), where one of them is a power of a rectified value, or says where the other one is not 0."""
     for a, b in ((p, q), (q, p)):
+        above, zero = lone(a), cut(b)
+        if above is not None and zero is not None and zero >= above:
+            return b
         for at, step in enumerate(a):
             if step.fn != "relu":
                 continue

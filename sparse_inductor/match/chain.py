@@ -53,6 +53,8 @@ class Chain:
 
     linear_after: another linear map follows, not a maximum. A token's factors may then wait until after it: they are
     in the tail, and `factors` tells them apart.
+
+    folded: the terms that became part of weight and bias, each with its reader and the constant factor before it.
     """
 
     def __init__(self, view: GraphView, spine: Spine, linear: Linear, linear_after: bool = False):
@@ -68,6 +70,7 @@ class Chain:
         self.reads = [(linear.source, first), (linear.weight_source, first)]
         if linear.bias is not None:
             self.reads.append((linear.bias, first))
+        self.folded: list[tuple[Term, fx.Node, float]] = []
         self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
         self.wide_bias = False  # whether what is added to 16-bit logits makes them fp32
         self._turns: Decline | None = None  # why a maximum may not move past the tail
@@ -134,6 +137,7 @@ class Chain:
     def _column(self, term: Term, node: fx.Node, kind: Kind) -> None:
         scale = math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
         if kind == "column" and self._linear_so_far():
+            self.folded.append((term, node, scale))
             self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
             self.wide_bias |= term.fn == "add" and self._widens(node)
             return

@@ -16,6 +16,7 @@ __all__ = [
     "check_grad_mode",
     "check_gradient",
     "check_memory",
+    "outside_no_grad",
     "outside_readers",
     "without_outside_readers",
 ]
@@ -75,6 +76,29 @@ def check_grad_mode(view: GraphView, first: int, last: int, where: str) -> None:
     for n in view.graph.nodes:
         if first < view.order[n] < last and "set_grad_enabled" in n.name:
             raise Decline(f"grad mode changes {where}", n)
+
+
+def outside_no_grad(
+    view: GraphView, nodes: Collection[fx.Node], at: fx.Node, where: str
+) -> fx.Node:
+    """Where an operator goes in that is to stand at `at`: before the region without gradients that `at` is in.
+
+    Raises Decline where one of the nodes that it takes the place of is in such a region and others are not.
+    """
+    places = [view.order[n] for n in nodes]
+    place, off = at, None
+    for n in view.graph.nodes:
+        if n is at:
+            place = at if off is None else off
+        if not min(places) <= view.order[n] <= max(places):
+            continue
+        if "set_grad_enabled" in n.name:
+            if off is None and n.args != (False,):
+                raise Decline(f"grad mode changes {where}", n)
+            off = (off or n) if n.args == (False,) else None
+        elif off is not None and n in nodes:
+            raise Decline(f"grad mode changes {where}", n)
+    return place
 
 
 def outside_readers(

@@ -42,11 +42,11 @@ _SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """probabilities = entmax(source, alpha, dim)
+    """probabilities = entmax(scale * source, alpha, dim)
 
     node: the probabilities. source: the scores as they are read by `reader`. alpha: a number, or a tensor that
     broadcasts to the scores with one element along `dim`. nodes: what the operator takes the place of.
-    note: how it was recognised, where that was no call of the package.
+    note: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
     """
 
     node: fx.Node
@@ -56,11 +56,13 @@ class Transform:
     alpha: float | fx.Node
     nodes: tuple[fx.Node, ...]
     note: str = ""
+    scale: float = 1.0
 
     @property
     def alpha_text(self) -> str:
         """What a record says of alpha."""
-        return "alpha is a tensor" if isinstance(self.alpha, fx.Node) else f"alpha {self.alpha:g}"
+        text = "alpha is a tensor" if isinstance(self.alpha, fx.Node) else f"alpha {self.alpha:g}"
+        return text if self.scale == 1 else f"{text}, scores times {self.scale:g}"
 
 
 def transform(view: GraphView, node: fx.Node) -> Transform | None:
@@ -167,9 +169,11 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
         {view.name_of(n) for n in closed[0][1].nodes} & _SEARCHES
     )
     try:
-        chosen, alpha, piece = _scaled_right(view, node, found, closed)
+        chosen, alpha, piece, scale = _scaled_right(view, node, found, closed)
         learns = torch.is_grad_enabled() and view.requires_grad(chosen.source)
-        trial = Trial(view, chosen.source, found.dim, alpha, node)
+        trial = Trial(view, chosen.source, found.dim, alpha, node, scale)
+        if scale != 1:
+            _check_scaled(trial, piece, found, chosen.factor)
         trial.check(piece, learns)
     except Decline:
         if searched:
@@ -178,17 +182,19 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     note = "written out; that its rows sum to one was tried"
     if trial.learned:
         note += ", as was its gradient"
-    return Transform(node, chosen.source, chosen.reader, found.dim, alpha, _replaced(piece), note)
+    nodes = _replaced(piece)
+    return Transform(node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale)
 
 
 def _scaled_right(
     view: GraphView, node: fx.Node, found: Form, closed: list[tuple[Candidate, Region]]
-) -> tuple[Candidate, float | fx.Node, Region]:
-    """The furthest candidate whose factor is alpha - 1. Raises Decline where none is."""
+) -> tuple[Candidate, float | fx.Node, Region, float]:
+    """The furthest candidate whose factor is alpha - 1, else the furthest one, and what it is to be multiplied by.
+    Raises Decline where none will do."""
     if found.alpha is not None:
         for candidate, piece in reversed(closed):
             if candidate.gaps == 1 and math.isclose(candidate.factor, 1, rel_tol=1e-6):
-                return candidate, found.alpha, piece
+                return candidate, found.alpha, piece, 1.0
         raise Decline("the scores are not multiplied by alpha - 1 before the threshold", node)
     assert found.power is not None
     if not found.power > 0:
@@ -196,10 +202,26 @@ def _scaled_right(
     alpha = _sane(round(1 + 1 / found.power, 9), node)
     for candidate, piece in reversed(closed):
         if math.isclose(candidate.factor, alpha - 1, rel_tol=1e-6) and not candidate.gaps:
-            return candidate, alpha, piece
-    raise Decline(
-        f"the scores are multiplied by {closed[-1][0].factor:g} before the threshold; with the "
-        f"power {found.power:g} entmax has {alpha - 1:g}",
+            return candidate, alpha, piece, 1.0
+    for candidate, piece in reversed(closed):
+        if candidate.factor > 0 and not candidate.gaps:
+            return candidate, alpha, piece, candidate.factor / (alpha - 1)
+    raise _unlike(found, closed[-1][0].factor)
+
+
+def _check_scaled(trial: Trial, piece: Region, found: Form, factor: float) -> None:
+    """Raises Decline where the factor is not alpha - 1 and entmax of other scores is not what results, either."""
+    try:
+        trial.check(piece, learns=False)
+    except Decline:
+        raise _unlike(found, factor) from None
+
+
+def _unlike(found: Form, factor: float) -> Decline:
+    assert found.power is not None
+    return Decline(
+        f"the scores are multiplied by {factor:g} before the threshold; with the power "
+        f"{found.power:g} entmax has {1 / found.power:g}",
         found.clamp,
     )
 
@@ -256,7 +278,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     nodes = tuple(dict.fromkeys((hop, node)))
     nodes += tuple(a for a in hop.args if isinstance(a, fx.Node) and a.op == "get_attr")
     nodes += tuple(u for u in hop.users if u is not node and not u.users)
-    trial = Trial(view, source, found.dim, alpha, node)
+    trial = Trial(view, source, found.dim, alpha, node, found.scale)
     piece = region(view, node, (source, *([alpha] if isinstance(alpha, fx.Node) else [])))
     if piece is None:
         raise Decline("the Function reads more than its scores", hop)
@@ -264,7 +286,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     note = f"autograd Function; {found.note or 'a call of the package'}"
     if trial.learned:
         note += ", its backward was tried"
-    return Transform(node, source, hop, found.dim, alpha, nodes, note)
+    return Transform(node, source, hop, found.dim, alpha, nodes, note, found.scale)
 
 
 def _argument(view: GraphView, alpha: fx.Node) -> fx.Node:

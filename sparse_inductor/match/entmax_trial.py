@@ -32,12 +32,19 @@ _MAX_NUMEL = 1 << 21  # scores of a trial in the program's own shape: about a se
 
 
 class Trial:
-    """One written-out transformation, run on rows of many kinds."""
+    """One written-out transformation, run on rows of many kinds: entmax of `scale` times its source."""
 
     def __init__(
-        self, view: GraphView, source: fx.Node, dim: int, alpha: float | fx.Node, node: fx.Node
+        self,
+        view: GraphView,
+        source: fx.Node,
+        dim: int,
+        alpha: float | fx.Node,
+        node: fx.Node,
+        scale: float = 1.0,
     ):
         self.view, self.source, self.dim, self.node = view, source, dim, node
+        self.scale = scale
         self.tensor = alpha if isinstance(alpha, fx.Node) else None
         self.alphas = (1.3, 1.8) if isinstance(alpha, fx.Node) else (alpha,)
         self.alpha = self.alphas[0]
@@ -48,8 +55,9 @@ class Trial:
     def check(self, piece: Region, learns: bool) -> None:
         """Raises Decline where the result or the gradient is not entmax's."""
         self.learned = learns
-        fills = tuple(sorted(_fills(self.view, self.source)))
-        key = (_key(self.view, piece), self.dim, self.alphas, learns, fills, self._learns_alpha())
+        fills = tuple(self.scale * fill for fill in sorted(_fills(self.view, self.source)))
+        how = self.dim, self.alphas, self.scale, learns, fills, self._learns_alpha()
+        key = (_key(self.view, piece), *how)
         if key not in _tried:
             if len(_tried) >= _MAX_TRIED:
                 _tried.clear()
@@ -167,7 +175,7 @@ class Trial:
         found = []
         for start in range(0, rows.shape[0], at_once):
             filled = rows[(start + torch.arange(at_once)) % rows.shape[0]]
-            values = {self.source: filled.reshape(last).movedim(-1, self.dim)}
+            values = {self.source: filled.reshape(last).movedim(-1, self.dim) / self.scale}
             if self.tensor is not None:
                 values[self.tensor] = self._alpha_like(sizes)
             p = run(self.view, piece, values, self.source, self.dim)

@@ -9,17 +9,21 @@ from typing import NamedTuple
 from torch import fx
 
 from ..epilogue.cut import cut
-from ..epilogue.steps import render
+from ..epilogue.ranges import prove
+from ..epilogue.steps import Step
 from .branches import Branch, branches, merged, same_map
 from .chain import Chain
 from .family import above
 from .gemm import Linear
 from .graph import GraphView, fake
+from .indicators import is_flat, said
 from .mesh import is_distributed
 from .shapes import Decline
 from .spine import Spine, Term
 
 __all__ = ["Factor", "Reading", "activation", "read_block", "resembles"]
+
+_TINY = 2.0**-24
 
 _OTHERS = frozenset("amax max_dim amin min_dim aminmax scaled_dot_product_attention".split())
 _RECTIFIERS = frozenset(
@@ -63,6 +67,8 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     found, factors, tokens = _branches(view, value, reader, down.d_dim)
     cuts = [cut(b.program) for b in found]
     _check_tokens(view, found, tokens)
+    for branch in found if len(found) > 1 else ():
+        _check_defined(branch, value)
     if all(c is None for c in cuts):
         for token in tokens:
             if above(view, token.source) & _RECTIFIERS:
@@ -73,6 +79,7 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     if len(found) > 2:
         raise Decline(f"a product of {len(found)} projections", value)
     at = next(i for i, c in enumerate(cuts) if c is not None)
+    at = next((i for i, b in enumerate(found) if is_flat(b.program) and cuts[i] is not None), at)
     rest = [b for i, b in enumerate(found) if i != at]
     return Reading(down, found[at], rest[0] if rest else None, factors, tokens)
 
@@ -94,8 +101,26 @@ def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Fac
                 queue += node.all_input_nodes
 
 
+def _check_defined(branch: Branch, value: fx.Node) -> None:
+    """Raises Decline where a factor may be no number: 0 times it is none, either."""
+    for at, step in enumerate(branch.program):
+        least = _defined_from(step)
+        if least is not None and prove(branch.program[:at]).range.lo < least:
+            raise Decline(f"multiplies by 0 what may be no number: {step}", value)
+
+
+def _defined_from(step: Step) -> float | None:
+    """The least number that a step gives a finite number for; None where it does for all."""
+    if step.fn in ("log", "log2", "log10"):
+        return _TINY
+    if step.fn == "pow":
+        exponent = step.consts[0]
+        return _TINY if exponent < 0 else None if exponent == int(exponent) else 0.0
+    return {"log1p": -1.0 + _TINY, "sqrt": 0.0}.get(step.fn)
+
+
 def _programs(found: Sequence[Branch]) -> str:
-    return ", ".join(render(b.program) or "a projection as it is" for b in found)
+    return ", ".join(said(b.program) or "a projection as it is" for b in found)
 
 
 def _branches(
@@ -103,11 +128,11 @@ def _branches(
 ) -> tuple[list[Branch], list[Factor], list[Factor]]:
     """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
     chains = [_chain(view, s, neurons) for s in branches(view, value, reader)]
-    found = merged(view, chains, reader)
     rows = [row for c in chains for row in c.rows]
     if rows:
         what = "a term of every token" if rows[0].term.fn == "add" else "a number filled in"
         raise Decline(f"{what} between the projections", rows[0].node)
+    found = merged(view, chains, reader)
     parts = [(c, c.factors(value)) for c in chains]
     factors, tokens = ([Factor(c, t) for c, part in parts for t in part[i]] for i in (0, 1))
     if any(is_distributed(fake(token.source)) for token in tokens):

@@ -171,6 +171,9 @@ def _product(view: GraphView, node: fx.Node, a: Any, b: Any) -> list[Linear]:
     if not (view.is_tensor(a) and view.is_tensor(b)):
         return []
     n = len(view.shape(node))
+    if len(view.shape(b)) == 1 and (left := _matrix(view, a)) is not None and n == 1:
+        base, flipped = left  # a is [V, D], and there is one token
+        return [Linear(node, b, base, 0, lambda e: b, _oriented(base, flipped))]
     if len(view.shape(a)) < 1 or len(view.shape(b)) < 2:
         return []
     found = []

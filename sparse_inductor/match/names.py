@@ -209,14 +209,14 @@ _ALIASES = {
     "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast", "bfloat16": "cast",
     "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
     "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
-    "split_with_sizes": "split", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
+    "split_with_sizes": "split", "mv": "matmul", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
     "prim_to_local": "to_local", "prim_redistribute": "redistribute", "prim from_local": "from_local",  # torch 2.11
     "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
 }  # fmt: skip
 _KEYWORDS = {
     "self": "input", "x": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
     "indices": "index", "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec2": "other",
-    "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
+    "vec": "other", "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
 }  # fmt: skip
 _KEYWORDS_OF = {
     "addmm": {"input": "bias", "mat1": "input", "mat2": "weight", "self": "bias"},

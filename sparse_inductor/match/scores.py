@@ -22,7 +22,7 @@ from .masks import as_mask, keeps_a_key, mixed
 from .names import Call
 from .shapes import Decline
 
-__all__ = ["ABSORBS", "Scores", "read_scores"]
+__all__ = ["ABSORBS", "Scores", "read_scores", "scaled"]
 
 _MAX_DEPTH = 48
 _IDENTITY = frozenset("contiguous clone alias lift_fresh positive".split())
@@ -85,6 +85,25 @@ def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
             raise Decline("the bias is changed in place through a view of it", product.node)
         where = tuple(placed(view, seen, axes, product.node))
         found.biases.append(Placed(seen, product.node, where, factor))
+    return found
+
+
+def scaled(found: Scores, c: float, node: fx.Node) -> Scores:
+    """The scores times a number, by which `node` multiplies them. Raises Decline."""
+    if found.floored and c != 1:
+        raise Decline("scores that have a floor are multiplied", node)
+    if found.masks:
+        if c <= 0:
+            raise Decline("masked scores are multiplied by a number that is not positive", node)
+        assert found.fill is not None
+        found.fill *= c
+    found.scale *= c
+    found.biases = [
+        dataclasses.replace(b, factor=b.factor * c)
+        if b.fill is None
+        else dataclasses.replace(b, fill=b.fill * c)
+        for b in found.biases
+    ]
     return found
 
 
@@ -186,21 +205,7 @@ class _Step:
         return found
 
     def _scaled(self, found: Scores, c: float) -> Scores:
-        if found.floored and c != 1:
-            raise self.decline("scores that have a floor are multiplied")
-        if found.masks:
-            if c <= 0:
-                raise self.decline("masked scores are multiplied by a number that is not positive")
-            assert found.fill is not None
-            found.fill *= c
-        found.scale *= c
-        found.biases = [
-            dataclasses.replace(b, factor=b.factor * c)
-            if b.fill is None
-            else dataclasses.replace(b, fill=b.fill * c)
-            for b in found.biases
-        ]
-        return found
+        return scaled(found, c, self.node)
 
     def _mul(self) -> Scores:
         a, b = self.call["input"], self.call["other"]

@@ -123,6 +123,8 @@ class _Reader:
         size = self.view.shape(self.source)[self.axis]
         if not isinstance(size, int) or same_size(size, 0):
             raise self._decline(node)
+        cut = self.view.requires_grad(self.source) and not self.view.requires_grad(node)
+        detached = detached or cut  # under no_grad
         return Statistic(
             node, self.source, passed, norm, dims, bool(call.get("keepdim")), mean, detached
         )

@@ -149,6 +149,80 @@ def halving(x, steps=40):
     return p / p.sum(-1, keepdim=True)
 
 
+def unhalved(x):
+    """the closed form of a squared threshold without the half: entmax15 of twice the scores"""
+    s = x.sort(-1, descending=True).values
+    n = torch.arange(1, x.size(-1) + 1)
+    mean = s.cumsum(-1) / n
+    square = (s**2).cumsum(-1) / n
+    tau = mean - torch.sqrt(torch.relu(mean**2 - square + 1.0 / n))
+    size = (s > tau).sum(-1, keepdim=True)
+    return torch.relu(x - tau.gather(-1, size - 1)) ** 2
+
+
+def unhalved_halving(x):
+    """the same by bisection, normalised with an epsilon"""
+    x = x - x.max(-1, keepdim=True).values
+    low, high = x.max(-1, keepdim=True).values - 1, x.max(-1, keepdim=True).values
+    for _ in range(40):
+        middle = (low + high) * 0.5
+        z = (x - middle).clamp_min(0.0)
+        above = (z * z).sum(-1, keepdim=True) > 1
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    p = (x - (low + high) * 0.5).clamp_min(0.0)
+    p = p * p
+    return p / (p.sum(-1, keepdim=True) + 1e-12)
+
+
+class Unhalved(Function):
+    """The closed form with its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        p = unhalved(x)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        s = p.sqrt()
+        d = 2 * grad * s
+        return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
+
+
+@rows()
+def twice_the_scores(x):
+    """no half before the threshold"""
+    return unhalved(x)
+
+
+@rows(modes=INFER)
+def twice_the_scores_by_bisection(x):
+    """no half before the threshold"""
+    return unhalved_halving(x)
+
+
+@rows()
+def function_of_twice_the_scores(x):
+    """no half before the threshold"""
+    return Unhalved.apply(x)
+
+
+@attention()
+def attention_of_twice_the_scores(q, k, v, mask):
+    """no half before the threshold"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return unhalved(scores) @ v
+
+
+@rows(modes=INFER)
+def lowest_numbers_are_not_doubled(x):
+    """a row of finfo.min alone is uniform, and twice finfo.min is infinite"""
+    keep = (torch.arange(11) < 8) & torch.tensor([True, False, True])[:, None, None]
+    return unhalved_halving(x.masked_fill(~keep, torch.finfo(x.dtype).min))
+
+
 @rows()
 def sort_based_entmax15(x):
     """no Function: autograd through the sort"""

@@ -289,6 +289,44 @@ def scale_in_one_factor(x, m):
 
 
 @scaled()
+def rectified_times_shifted(x, m):
+    """One projection, a bias of its own in either factor."""
+    u = m.up(x)
+    return m.down(F.relu(u) * (u + m.scale))
+
+
+@scaled()
+def rectified_of_scaled(x, m):
+    """One projection, a scale inside the rectifier alone, as the magnitudes of a gated sparse autoencoder have it."""
+    u = m.up(x)
+    return m.down(F.relu(u * m.scale) * u)
+
+
+@scaled()
+def rectified_twice_with_one_bias(x, m):
+    """relu(u + b) * (u + b), the sum written twice"""
+    u = m.up(x)
+    return m.down(F.relu(u + m.scale) * (u + m.scale))
+
+
+@scaled()
+def shifted_in_place_between(x, m):
+    """u += b between the rectifier and the product"""
+    u = m.up(x).clone()
+    r = F.relu(u)
+    u += m.scale
+    return m.down(r * u)
+
+
+@scaled(modes=TRAIN)
+def statistic_of_the_factor_without_a_bias(x, m):
+    """The L1 term reads the rectified factor of two that differ by a bias."""
+    u = m.up(x)
+    h = F.relu(u)
+    return m.down(h * (u + m.scale)), h.abs().mean()
+
+
+@scaled()
 def neuron_divisor(x, m):
     """Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may."""
     return m.down(F.relu(m.up(x)) / m.scale)

@@ -270,6 +270,29 @@ def one_token_matmul():
     )
 
 
+def vector(name, doc, forward, **fields):
+    """Register `forward(x, k, v, r)` of matrices that stand on the left of a vector x [K]."""
+
+    def build():
+        matrices = (weight(N, K), weight(K, N, seed=35), weight(K, K, seed=36))
+        return forward, (tokens(shape=(K,)), *matrices)
+
+    build.__name__, build.__doc__ = name, doc
+    program(**fields)(build)
+
+
+vector(
+    "one_token_of_rwkv",
+    "channel mixing as a recurrence",
+    lambda x, k, v, r: torch.sigmoid(r @ x) * (v @ torch.square(torch.relu(k @ x))),
+)
+vector(
+    "one_token_mv",
+    "torch.mv, and a bias",
+    lambda x, k, v, r: torch.mv(v, torch.relu(k.mv(x) + v[0])) + x,
+)
+
+
 class Viewed(nn.Module):
     def forward(self, y):
         return y.view(y.shape[0], -1)

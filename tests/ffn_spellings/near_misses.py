@@ -100,6 +100,15 @@ def detached(x, m):
     return m.down(F.relu(m.up(x)).detach())
 
 
+@seen("what comes after the rectifier learns nothing", modes=TRAIN)
+def down_without_gradients(x, m):
+    """with torch.no_grad() around the down projection alone"""
+    h = F.relu(m.up(x))
+    with torch.no_grad():
+        y = m.down(h)
+    return y + x
+
+
 @program("no_rewrite", "the down weight is an activation: attention with relu, not a block")
 def relu_attention():
     """Primer's cousin: relu(q k^T) v."""

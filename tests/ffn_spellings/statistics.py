@@ -69,3 +69,23 @@ def count_of_each_token(x, m):
     """torch.count_nonzero(h, dim=-1)"""
     h = F.relu(m.gate(x)) * m.up(x)
     return m.down(h), torch.count_nonzero(h, dim=-1)
+
+
+@block()
+def share_of_zeros_without_gradients(x, m):
+    """with torch.no_grad(): what is logged, before the down projection"""
+    h = F.relu(m.gate(x))
+    with torch.no_grad():
+        zeros = (h == 0).float().mean()
+    return m.down(h * m.up(x)), zeros
+
+
+@block(modes=TRAIN)
+def loss_and_log(x, m):
+    """L1 in the loss, and the same number under no_grad for the log"""
+    h = F.relu(m.up(x))
+    loss = h.abs().mean()
+    y = m.down(h)
+    with torch.no_grad():
+        norm, logged = x.norm(), h.abs().mean()
+    return y, loss, logged, norm

@@ -241,15 +241,110 @@ def negative_assigned_too_late(x, p, m):
     return m.down(h)
 
 
-@weighed("no_rewrite", "the operator's thresholds are numbers", explained=True)
+@weighed()
 def learned_threshold_as_a_factor(x, p, m):
     """JumpReLU as sparse autoencoders write it: pre * (pre > theta)"""
     h = m.up(x)
     return m.down(h * (h > m.scale))
 
 
-@weighed("no_rewrite", "the operator's thresholds are numbers", explained=True)
+@weighed()
 def learned_threshold(x, p, m):
     """JumpReLU: a threshold a neuron, learned"""
     h = m.up(x)
     return m.down(torch.where(h > m.scale, h, torch.zeros_like(h)))
+
+
+@weighed()
+def jump_relu_of_gemma_scope(x, p, m):
+    """mask * relu(pre)"""
+    h = m.up(x)
+    mask = h > m.scale.exp()
+    return m.down(mask * F.relu(h))
+
+
+@weighed()
+def jump_relu_filled(x, p, m):
+    """masked_fill where the threshold is not exceeded, the comparison detached"""
+    h = m.up(x)
+    return m.down(h.masked_fill(h.detach() <= m.scale, 0.0))
+
+
+@weighed()
+def rectified_and_not_below_a_buffer(x, p, m):
+    """BatchTopK in inference: acts * (acts >= threshold), one number for all"""
+    a = F.relu(m.up(x))
+    return m.down(a * (a >= m.factor))
+
+
+@weighed()
+def gated_autoencoder(x, p, m):
+    """one projection, a bias for the gate, a scale for the magnitude"""
+    z = m.up(x)
+    active = ((z + m.scale) > 0).to(x.dtype)
+    return m.down(active * F.relu(z * m.scale.exp() + 0.1))
+
+
+@weighed()
+def gate_by_sign(x, p, m):
+    """up(x) where gate(x) > 0"""
+    return m.down(m.up(x) * (m.gate(x) > 0))
+
+
+@weighed()
+def rectified_up_to_a_ceiling(x, p, m):
+    """what exceeds a learned number is dropped"""
+    h = m.up(x)
+    return m.down(F.relu(h) * ~(h > m.scale))
+
+
+@weighed()
+def shifted_beyond_its_threshold(x, p, m):
+    """relu(pre - theta) * (pre > theta), the mask without effect"""
+    h = m.up(x)
+    return m.down(F.relu(h - m.scale) * (h > m.scale))
+
+
+@weighed(modes=BOTH)
+def active_features_counted(x, p, m):
+    """the mask is added up, too"""
+    h = m.up(x)
+    mask = (h > m.scale).to(h.dtype)
+    return m.down(mask * h), mask.sum(-1).mean()
+
+
+@weighed(modes=INFER)
+def binary_features(x, p, m):
+    """(pre > theta).float()"""
+    return m.down((m.up(x) > m.scale).to(x.dtype))
+
+
+@weighed("no_rewrite", "the gradient of a comparison is none, not zeros", TRAIN, explained=True)
+def binary_features_in_training(x, p, m):
+    """the same where the projection is learned"""
+    return m.down((m.up(x) > m.scale).to(x.dtype))
+
+
+@weighed("no_rewrite", "every token has a threshold", explained=True)
+def threshold_of_each_token(x, p, m):
+    """a router decides how many neurons stay"""
+    h = m.up(x)
+    return m.down(F.relu(h) * (h > p))
+
+
+@weighed("no_rewrite", "0 times log(h) is no number where h is negative", explained=True)
+def logarithm_of_the_factor(x, p, m):
+    """relu(g) * log(u)"""
+    return m.down(F.relu(m.gate(x)) * m.up(x).log())
+
+
+@weighed(
+    "no_rewrite",
+    "thresholds in more digits than the operator has",
+    precision=torch.bfloat16,
+    explained=True,
+)
+def threshold_in_float32(x, p, m):
+    """projections in bfloat16, thresholds in float32"""
+    h = F.linear(x.bfloat16(), m.up.weight.bfloat16())
+    return F.linear(F.relu(h) * (h > m.scale), m.down.weight.bfloat16())
