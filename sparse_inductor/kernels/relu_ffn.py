@@ -39,7 +39,7 @@ RESIDENT_TRAINING = 8192
 # Rows from which on the down projection's slices do. Where rows have pools there is nothing to sum so, and what is
 # launched for nothing takes 3 % at 8 192 rows, 2 % at 16 384 and 1 % from 32 768 on; where they have none, 3 % are
 # gained at 8 192 and 16 384 rows, 6 % from 32 768 on.
-SUMMED = 32768
+SUMMED = 6144
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
 
