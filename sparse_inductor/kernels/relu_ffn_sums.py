@@ -56,7 +56,7 @@ WARPS = 32
 SHARES = tl.constexpr(ptx.SHARES)
 POOLED = tl.constexpr(ptx.POOLED)
 # Entries of a token, on average, from which on this is quicker than to gather.
-LEAST = 8
+LEAST = 12
 # What an entry takes here, a turn of the GPU for each 16 features, in what gathering a feature for it does: 590 us for
 # 907, at 65 536 tokens of 30 entries and 2 048 features.
 TURN = 1340
