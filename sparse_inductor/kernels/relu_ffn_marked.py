@@ -16,9 +16,15 @@ from .relu_ffn_packing import dense_row, pieces_of
 
 __all__ = ["pack"]
 
-# Rows up to which a warp has one row to pack, where there are no pools.
+# Warps of a block without pools, and how many rows each has to pack: one up to so many.
+WARPS = 8
 FEW = 8192
 EACH = 4
+# Warps of a block with pools: where each has a multiprocessor for itself, and where they share them.
+POOL_WARPS = 32
+POOL_WARPS_MANY = 16
+# Blocks that share the rows of one, if each has a multiprocessor for itself.
+PARTS = 2
 
 
 @relaunched
@@ -61,16 +67,20 @@ def pack(
     cap = index.shape[1]
     piece, most = pieces_of(M, cap, False)
     pieces = torch.empty(M * most, dtype=torch.int32, device=gate.device)
-    wide = index.dtype == torch.int32
+    parts = 1
+    made = (marks.shape[1], N, cap, piece, most, index.dtype == torch.int32)
     if pool is None:
-        rows, chosen = ptx.WARPS[False] * (1 if M <= FEW else EACH), (None, None, None)
-        body = ptx.pack(marks.shape[1], N, cap, piece, most, wide, rows)
+        warps, chosen = WARPS, (None, None, None)
+        rows = warps * (1 if M <= FEW else EACH)
+        body = ptx.pack(*made, rows, warps)
     else:
+        multiprocessors = torch.cuda.get_device_properties(gate.device).multi_processor_count
+        warps = POOL_WARPS if pool.blocks <= multiprocessors else POOL_WARPS_MANY
+        parts = PARTS if PARTS * pool.blocks <= multiprocessors else 1
         rows, chosen = rows_pool.ROWS, (pool.size, pool.neuron, pool.value)
-        size, entries = rows_pool.SIZE, rows_pool.ENTRIES
-        body = ptx.pack(marks.shape[1], N, cap, piece, most, wide, rows, size, entries)
-    _pack_kernel[(triton.cdiv(M, rows),)](
+        body = ptx.pack(*made, rows, warps, rows_pool.SIZE, rows_pool.ENTRIES, parts)
+    _pack_kernel[(triton.cdiv(M, rows) * parts,)](
         marks, gate, count, index, value, state, rows_heavy, pieces, *chosen, M, dense_row(M, N),
-        BODY=body, **early(gate), num_warps=ptx.WARPS[pool is not None],
+        BODY=body, **early(gate), num_warps=warps,
     )  # fmt: skip
     return state, pieces

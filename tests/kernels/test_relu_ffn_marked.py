@@ -87,16 +87,17 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "cap", "piece", "share", "wide", "size", "entries"),
+    ("M", "N", "cap", "piece", "share", "wide", "warps", "size", "entries", "parts"),
     [
-        (20, 600, 16, 8, 0.015, False, 0, 0),
-        (9, 8900, 300, 32, 0.03, True, 0, 0),
-        (150, 600, 100, 16, 0.05, False, 256, 300),  # as many as there is room for
-        (60, 600, 30, 8, 0.003, False, 256, 100),  # packed rows pay
-        (70, 9000, 400, 64, 0.01, False, 256, 4000),  # too little in common
+        (20, 600, 16, 8, 0.015, False, 8, 0, 0, 1),
+        (9, 8900, 3000, 32, 0.2, True, 8, 0, 0, 1),  # more than a list has room for
+        (150, 600, 100, 16, 0.05, False, 32, 256, 300, 2),  # as many as there is room for
+        (60, 600, 30, 8, 0.003, False, 16, 256, 100, 1),  # packed rows pay
+        (70, 9000, 400, 64, 0.01, False, 32, 256, 4000, 2),  # too little in common
+        (140, 2500, 100, 64, 0.01, False, 16, 512, 100, 1),
     ],
 )
-def test_rows_are_packed(M, N, cap, piece, share, wide, size, entries):
+def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, parts):
     rows = Rows(M, N, share, size > 0)
     each = 128 if size else 16
     blocks = -(-M // each)
@@ -116,11 +117,11 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, size, entries):
     }
     memory = Memory()
     at = [memory.add((i + 1) << 40, a) for i, a in enumerate(made.values())]
-    code = ptx.pack(made["marks"].shape[1], N, cap, piece, most, wide, each, size, entries)
+    code = ptx.pack(made["marks"].shape[1], N, cap, piece, most, wide, each, warps, size, entries, parts)
     row = int(np.float32(packer.dense_row(M, N)).view(np.uint32))
-    for b in range(blocks):
-        inputs = [b, M, *at[:8], blocks, row, *at[8:]]
-        block(code, inputs, Memory(), memory, warps=ptx.WARPS[size > 0])
+    for b in range(blocks * parts):
+        inputs = [b, M, *at[:8], blocks * parts, row, *at[8:]]
+        block(code, inputs, Memory(), memory, warps=warps)
     pool = (made["size"], made["neuron"], made["pool_value"]) if size else None
     packed = [made[n] for n in "count index value state heavy pieces".split()]
     check(rows, cap, piece, *packed, pool, entries)
