@@ -37,9 +37,8 @@ FEW = 1024
 # to arrange the entries and to add up takes as long as is gained.
 RESIDENT = 16384
 RESIDENT_TRAINING = 8192
-# Rows from which on the down projection's slices do. Where rows have pools there is nothing to sum so, and what is
-# launched for nothing takes 3 % at 8 192 rows, 2 % at 16 384 and 1 % from 32 768 on; where they have none, 3 % are
-# gained at 8 192 and 16 384 rows, 6 % from 32 768 on.
+# Rows from which on the down projection's slices do: 6 % are gained at 6 144 rows and 5 % at 8 192 where they have no
+# pools. Where they have, or few entries, there is nothing to sum so, and what is launched for nothing takes 1 %.
 SUMMED = 6144
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
@@ -173,7 +172,16 @@ def forward(
         else:
             shared = None if pool is None else rows_pool.counts(state[len(state) - room :], N)
             packing = packer.pack(
-                gate, entries, heavy, state, numbers, b.f, b.cut, up is not None, shared, rows_pool.ROWS
+                gate,
+                entries,
+                heavy,
+                state,
+                numbers,
+                b.f,
+                b.cut,
+                up is not None,
+                shared,
+                rows_pool.ROWS,
             )
             if pool is not None and shared is not None:
                 rows_pool.split(pool, shared, state, *entries)

@@ -16,10 +16,9 @@ from .relu_ffn_packing import dense_row, pieces_of
 
 __all__ = ["pack"]
 
-# Warps of a block without pools, and how many rows each has to pack: one up to so many.
-WARPS = 8
-FEW = 8192
-EACH = 4
+# Rows up to which a block without pools is a warp and has one row; (warps, rows of each) where there are more.
+FEW = 4096
+BLOCK = (8, 4)
 # Warps of a block with pools: where each has a multiprocessor for itself, and where they share them.
 POOL_WARPS = 32
 POOL_WARPS_MANY = 16
@@ -70,8 +69,9 @@ def pack(
     parts = 1
     made = (marks.shape[1], N, cap, piece, most, index.dtype == torch.int32)
     if pool is None:
-        warps, chosen = WARPS, (None, None, None)
-        rows = warps * (1 if M <= FEW else EACH)
+        chosen = (None, None, None)
+        warps, each = (1, 1) if M <= FEW else BLOCK
+        rows = warps * each
         body = ptx.pack(*made, rows, warps)
     else:
         multiprocessors = torch.cuda.get_device_properties(gate.device).multi_processor_count

@@ -91,7 +91,9 @@ def _count(n: int, label: str) -> str:
     sub.u32 t, k, lane;
     setp.lt.u32 p, t, $tiles;
     @p bra {label};"""
-        + "".join(f"redux.sync.add.u32 c{i}, c{i}, -1; min.u32 c{i}, c{i}, $cap1;" for i in range(n))
+        + "".join(
+            f"redux.sync.add.u32 c{i}, c{i}, -1; min.u32 c{i}, c{i}, $cap1;" for i in range(n)
+        )
     )
 
 
@@ -121,13 +123,25 @@ def _count_block(rows: int, warps: int) -> str:
     return done + "bar.sync 0;"
 
 
+def _groups(words: int, warps: int) -> int:
+    """How many groups of threads there are, one for each word, among which a block's rows are shared out."""
+    groups = 1
+    while groups < 8 and 2 * groups * -(-words // 32) <= warps:
+        groups *= 2
+    return groups
+
+
+def _bytes_of_planes(words: int, rows: int, warps: int) -> int:
+    """What all groups but one have to hand over."""
+    groups = _groups(words, warps)
+    return 4 * (groups - 1) * (rows // groups).bit_length() * words
+
+
 def _planes(words: int, rows: int, warps: int) -> str:
     """p: in how many of a block's packed rows the neurons of word w are active, of the first `words` threads; others
-    have zeros. Threads share the rows out, as far as there are enough for all words."""
+    have zeros."""
     wide = 32 * -(-words // 32)
-    groups = 1
-    while groups < 8 and 2 * groups * wide <= 32 * warps:
-        groups *= 2
+    groups = _groups(words, warps)
     each = rows // groups
     batch = min(WORDS_AT_ONCE, each)
     own = each.bit_length()
@@ -177,7 +191,7 @@ ROWS:
             for i in range(own)
         )
         add += "".join(_carry(i, "v") for i in range(own, PLANES))
-    # Where entries will be listed.
+    # They are handed over where entries will be listed.
     return f"""{share}
     sub.u32 n, n, 1;
     mad.lo.u32 place, n, {own * words}, t;
@@ -444,8 +458,8 @@ def pack(
     values, `cap` a row; $8 the state and $9 the heavy rows, of `relu_ffn_packing`; $10 the pieces, `pieces` of a row at
     most; $12 entries that cost as much as a row of the dense path, fp32.
 
-    size: neurons of a block's pool at most, a multiple of 256, if it is not 0: pools are of 128 rows. $13 the sizes, and
-    $14 the neurons of each; $15 the values of its rows. A pool is the neurons that at least t of its packed rows have
+    size: neurons of a block's pool at most, a multiple of 256, if it is not 0: pools are of 128 rows. $13 the sizes,
+    and $14 the neurons of each; $15 the values of its rows. A pool is the neurons that at least t of its packed rows have
     active, t the least that `size` allows and LEAST at least; there is none where those are less than `entries`
     entries. Each of the parts chooses it, and packs a share of the rows.
 
@@ -459,8 +473,8 @@ def pack(
     if pools:
         shared |= {"masks": 4 * words, "places": 4 * words, "counts": 4 * rows, "totals": 4 * 32}
     room = (MOST_SHARED - sum(shared.values())) // (4 * 32 * warps) * 32
-    room = max(min(room, 64 * -(-cap // 64)), WORDS_AT_ONCE * 4 if pools else 0)
-    shared["lists"] = 4 * room * warps
+    room = min(room, 32 * -(-cap // 32))
+    shared["lists"] = max(4 * room * warps, _bytes_of_planes(words, rows, warps) if pools else 0)
     declared = "".join(
         f".shared .align 16 .b8 ffn_{n}[{s}]; .reg .u32 {n};" for n, s in shared.items()
     )
@@ -480,14 +494,24 @@ def pack(
     @here ld.shared.v4.b32 {{mask0, mask1, mask2, mask3}}, [own_masks];
     @here ld.shared.v4.b32 {{mask4, mask5, mask6, mask7}}, [own_masks+16];"""
     marks = "mov.u32 place_first, 0;" + "".join(
-        f"popc.b32 t, w{t}; add.u32 place_first, place_first, t;"
-        + (
-            f"not.b32 t, mask{t}; and.b32 t, t, w{t}; popc.b32 t, t; mad.lo.u32 place_first, t, 65536, place_first;"
-            if pools
-            else ""
-        )
-        for t in range(TILE)
+        f"popc.b32 t, w{t}; add.u32 place_first, place_first, t;" for t in range(TILE)
     )
+    split = "mov.u32 own, many;"
+    if pools:  # strays in the high half
+        marks += "".join(
+            f"""
+    not.b32 t, mask{t};
+    and.b32 t, t, w{t};
+    popc.b32 t, t;
+    mad.lo.u32 place_first, t, 65536, place_first;"""
+            for t in range(TILE)
+        )
+        split = """
+    shr.u32 stray_first, place_first, 16;
+    add.u32 stray_first, stray_first, done;
+    and.b32 place_first, place_first, 65535;
+    shr.u32 own, many, 16;
+    and.b32 many, many, 65535;"""
     zero_pool_row = """
     mad.wide.u32 pool_row, m, $size2, $15;
     mad.wide.u32 at, lane, 16, pool_row;""" + "".join(
@@ -525,9 +549,9 @@ def pack(
     .reg .pred p, q, here, mine, none, pools, pooled, strays, first_lane, teller, last, there<{AT_ONCE}>;
     .reg .b32 sum, equal, above, has, keep, low, v, zero, left, mask, w<8>, r<{WORDS_AT_ONCE}>, p<{PLANES}>, mask<8>;
     .reg .b32 {", ".join(f"w{i}_<8>" for i in range(AT_ONCE))};
-    .reg .u32 lane, warp, block, part, filled, word, first, own_masks, own_places, w, r, m, i, c<{AT_ONCE}>, n<4>, k, t, n, own, before, n_pool, base, place, place_first, stray;
-    .reg .u32 stray_first, slot, window, many, done, kept, heavies, list, end, last_row, item<2>;
-    .reg .u32 gate<2>, low32, high32;
+    .reg .u32 lane, warp, block, part, filled, word, first, own_masks, own_places, w, r, m, i, c<{AT_ONCE}>, n<4>;
+    .reg .u32 k, t, n, own, before, n_pool, base, place, place_first, stray, stray_first, slot, window, many, done;
+    .reg .u32 kept, heavies, list, end, last_row, item<2>, gate<2>, low32, high32;
     .reg .u64 at, row, row<{AT_ONCE}>, words, pool_row, gates, indices, values, add, old, one;
     .reg .f32 x, y;
     {declared}
@@ -593,8 +617,7 @@ CHUNK:
     {_scan("place_first", "own")}
     shfl.sync.idx.b32 many, place_first, 31, 31, -1;
     sub.u32 place_first, place_first, own;
-    {f"shr.u32 stray_first, place_first, 16; add.u32 stray_first, stray_first, done; and.b32 place_first, place_first, 65535;" if pools else ""}
-    {"shr.u32 t, many, 16; and.b32 many, many, 65535; mov.u32 own, t;" if pools else "mov.u32 own, many;"}
+    {split}
     mov.u32 window, 0;
 WINDOW:
     mov.u32 place, place_first;
@@ -689,7 +712,11 @@ OUT:
     mov.u32 $0, 0;
 }}"""
     constants = {
-        "$words4": 4 * words, "$words": words, "$tiles": tiles, "$cap1": cap + 1, "$warps": warps,
+        "$words4": 4 * words,
+        "$words": words,
+        "$tiles": tiles,
+        "$cap1": cap + 1,
+        "$warps": warps,
         "$size2": 2 * size,
     }
     for name, number in constants.items():

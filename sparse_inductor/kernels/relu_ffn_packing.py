@@ -15,7 +15,6 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
-from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
 
@@ -149,10 +148,7 @@ def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _note_row(state, m, c, CAP: tl.constexpr, PIECE: tl.constexpr):
-    """Count row m, of c entries: (what its tally was, where its pieces are listed), of lane 0 each.
-
-    `_settle_row` looks at them: until then a program does something else, rather than to wait for an answer of L2.
-    """
+    """Count row m, of c entries: (what its tally was, where its pieces are listed), of lane 0 each."""
     lanes = tl.arange(0, TALLIES)
     heavy = c > CAP
     add = ONE_ROW + tl.where(heavy, ONE_HEAVY, c.to(tl.int64))
@@ -187,7 +183,7 @@ def decide_after_pools(state, entries, ROW, M):
 
 @triton.jit
 def _settle_row(
-    old, place, count, state, rows_heavy, listed, m, c, M, ROW,
+    count, state, rows_heavy, listed, m, c, M, ROW,
     CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, POOLS: tl.constexpr,
 ):  # fmt: skip
     """Write row m's count. If it has several pieces, list them in `listed`, PIECES m + piece each, one after the other;
@@ -196,6 +192,7 @@ def _settle_row(
     The program that notes the last row decides: where packed rows do not pay, all take the dense path. POOLS: what
     they cost is known when blocks have their pools (`decide_after_pools`); here, only whether there are enough of them.
     """
+    old, place = _note_row(state, m, c, CAP, PIECE)
     tl.store(count + m, c)
     first = tl.arange(0, TALLIES) == 0
     if (c <= CAP) & (c > PIECE):
@@ -298,10 +295,7 @@ def _pack_kernel(
                 tl.atomic_add(
                     shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
                 )
-    old, place = _note_row(state, m, c, CAP, PIECE)
-    _settle_row(
-        old, place, count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0
-    )  # fmt: skip
+    _settle_row(count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0)
 
 
 @triton.jit

@@ -493,7 +493,16 @@ def _weighted_rows_kernel(
             # Few programs, as there may be nothing to do. The next head is here before the weights of a row are.
             for i in range(first, end, programs):
                 c_next, ahead_next, n_next = _unsummed(
-                    i + programs, end, count, index, pool_size, summed, CAP, SUMMED, POOL_ROWS, FLIGHT
+                    i + programs,
+                    end,
+                    count,
+                    index,
+                    pool_size,
+                    summed,
+                    CAP,
+                    SUMMED,
+                    POOL_ROWS,
+                    FLIGHT,
                 )
                 _one_row(
                     i, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,

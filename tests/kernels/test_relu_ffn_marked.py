@@ -90,16 +90,17 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
     ("M", "N", "cap", "piece", "share", "wide", "warps", "size", "entries", "parts"),
     [
         (20, 600, 16, 8, 0.015, False, 8, 0, 0, 1),
+        (9, 600, 32, 8, 0.03, False, 1, 0, 0, 1),
         (9, 8900, 3000, 32, 0.2, True, 8, 0, 0, 1),  # more than a list has room for
         (150, 600, 100, 16, 0.05, False, 32, 256, 300, 2),  # as many as there is room for
-        (60, 600, 30, 8, 0.003, False, 16, 256, 100, 1),  # packed rows pay
+        (60, 5632, 30, 8, 0.003, False, 32, 256, 100, 1),  # packed rows pay
         (70, 9000, 400, 64, 0.01, False, 32, 256, 4000, 2),  # too little in common
         (140, 2500, 100, 64, 0.01, False, 16, 512, 100, 1),
     ],
 )
 def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, parts):
     rows = Rows(M, N, share, size > 0)
-    each = 128 if size else 16
+    each = 128 if size else 2 * warps if warps > 1 else 1
     blocks = -(-M // each)
     most = -(-cap // piece)
     made = {
@@ -117,7 +118,9 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, pa
     }
     memory = Memory()
     at = [memory.add((i + 1) << 40, a) for i, a in enumerate(made.values())]
-    code = ptx.pack(made["marks"].shape[1], N, cap, piece, most, wide, each, warps, size, entries, parts)
+    code = ptx.pack(
+        made["marks"].shape[1], N, cap, piece, most, wide, each, warps, size, entries, parts
+    )
     row = int(np.float32(packer.dense_row(M, N)).view(np.uint32))
     for b in range(blocks * parts):
         inputs = [b, M, *at[:8], blocks * parts, row, *at[8:]]
@@ -181,5 +184,7 @@ def test_marks_of_a_product(dtype):
     assert torch.equal(count.long(), active.sum(1).clamp(max=129))
     there = torch.arange(128, device="cuda") < count[:, None]
     dense = torch.zeros_like(gate)
-    dense.scatter_(1, torch.where(there, index.long(), 0), torch.where(there, value, 0), reduce="add")
+    dense.scatter_(
+        1, torch.where(there, index.long(), 0), torch.where(there, value, 0), reduce="add"
+    )
     assert torch.equal(dense, torch.where(active, gate, 0))
