@@ -19,6 +19,7 @@ from sparse_inductor.epilogue.steps import Program
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
 from . import relu_ffn_hopper as hopper
+from . import relu_ffn_marked as marked
 from . import relu_ffn_packing as packer
 from . import relu_ffn_pool as rows_pool
 from . import relu_ffn_resident as resident
@@ -36,10 +37,9 @@ FEW = 1024
 # to arrange the entries and to add up takes as long as is gained.
 RESIDENT = 16384
 RESIDENT_TRAINING = 8192
-# Rows from which on the down projection's slices do. Where rows have pools there is nothing to sum so, and what is
-# launched for nothing takes 3 % at 8 192 rows, 2 % at 16 384 and 1 % from 32 768 on; where they have none, 3 % are
-# gained at 8 192 and 16 384 rows, 6 % from 32 768 on.
-SUMMED = 32768
+# Rows from which on the down projection's slices do: 6 % are gained at 6 144 rows and 5 % at 8 192 where they have no
+# pools. Where they have, or few entries, there is nothing to sum so, and what is launched for nothing takes 1 %.
+SUMMED = 6144
 # Rows from which on pools of neurons are looked for.
 SHARING = 4096
 
@@ -144,9 +144,9 @@ def forward(
         numbers = None if stats is None else stats[:, part]
         # Looked for where it may pay; a training step needs its packed rows whole.
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
-        room = rows_pool.Pool.words(m, N) if shares else 0
+        pool = rows_pool.Pool(x[part]) if shares else None
+        room = rows_pool.words(m, N) if shares and not marking else 0
         state = packer.new_state(x.device, room)
-        pool = rows_pool.Pool(x[part], N, state[len(state) - room :]) if shares else None
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
         if marking:
@@ -166,13 +166,25 @@ def forward(
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
             ups = packed.up[part] if up is not None else None
         heavy = count.new_empty(packer.room_for_rows(m))
-        counts: dict[str, Any] = {"marks": marks}
-        if pool is not None:
-            counts.update(shared=pool.counts, block_rows=rows_pool.ROWS)
         entries = (count, index, value)
-        packing = packer.pack(
-            gate, entries, heavy, state, numbers, b.f, b.cut, up is not None, **counts
-        )
+        if marks is not None:
+            packing = marked.pack(gate, marks, entries, heavy, state, pool)
+        else:
+            shared = None if pool is None else rows_pool.counts(state[len(state) - room :], N)
+            packing = packer.pack(
+                gate,
+                entries,
+                heavy,
+                state,
+                numbers,
+                b.f,
+                b.cut,
+                up is not None,
+                shared,
+                rows_pool.ROWS,
+            )
+            if pool is not None and shared is not None:
+                rows_pool.split(pool, shared, state, *entries)
         listed = state, heavy
         summed = None
         if m >= SUMMED and sums.applies(y, table):
@@ -180,7 +192,6 @@ def forward(
             summed = sums.Lists(count, index, blocks)
         pools: tuple[torch.Tensor | None, int] = (None, 0)
         if pool is not None:
-            rows_pool.split(pool, state, *entries)
             pools = pool.size, rows_pool.ROWS
         with contextlib.ExitStack() as lines:
             ahead = arranged = None

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
-from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
 
@@ -45,8 +44,6 @@ __all__ = [
 PACK_BLOCK = 2048
 PACK_WARPS = 2
 PACK_HEAD = 512
-# Words with a mark that a program of one warp looks at at once: more than most rows have.
-CHUNK_MARKED = 64
 # Neurons whose order in a row is the marks', and tiles of which are in order.
 IN_ORDER = 256
 # What `pack` counts: tallies, each in a 32-byte sector of its own, as adds to one address take turns; then how many
@@ -151,10 +148,7 @@ def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _note_row(state, m, c, CAP: tl.constexpr, PIECE: tl.constexpr):
-    """Count row m, of c entries: (what its tally was, where its pieces are listed), of lane 0 each.
-
-    `_settle_row` looks at them: until then a program does something else, rather than to wait for an answer of L2.
-    """
+    """Count row m, of c entries: (what its tally was, where its pieces are listed), of lane 0 each."""
     lanes = tl.arange(0, TALLIES)
     heavy = c > CAP
     add = ONE_ROW + tl.where(heavy, ONE_HEAVY, c.to(tl.int64))
@@ -189,7 +183,7 @@ def decide_after_pools(state, entries, ROW, M):
 
 @triton.jit
 def _settle_row(
-    old, place, count, state, rows_heavy, listed, m, c, M, ROW,
+    count, state, rows_heavy, listed, m, c, M, ROW,
     CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, POOLS: tl.constexpr,
 ):  # fmt: skip
     """Write row m's count. If it has several pieces, list them in `listed`, PIECES m + piece each, one after the other;
@@ -198,6 +192,7 @@ def _settle_row(
     The program that notes the last row decides: where packed rows do not pay, all take the dense path. POOLS: what
     they cost is known when blocks have their pools (`decide_after_pools`); here, only whether there are enough of them.
     """
+    old, place = _note_row(state, m, c, CAP, PIECE)
     tl.store(count + m, c)
     first = tl.arange(0, TALLIES) == 0
     if (c <= CAP) & (c > PIECE):
@@ -300,10 +295,7 @@ def _pack_kernel(
                 tl.atomic_add(
                     shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
                 )
-    old, place = _note_row(state, m, c, CAP, PIECE)
-    _settle_row(
-        old, place, count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0
-    )  # fmt: skip
+    _settle_row(count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0)
 
 
 @triton.jit
@@ -313,71 +305,6 @@ def popcount(x):
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
     return ((x * 0x01010101) >> 24) & 0xFF
-
-
-@triton.jit
-def _next_mark(bits, word):
-    """(neuron of the lowest mark of each word, the marks without it)."""
-    bit = popcount((bits & -bits) - 1)
-    n = word // 8 * 256 + word % 2 * 128 + word % 8 // 2 * 2 + bit // 2 * 8 + bit % 2
-    return n, bits & (bits - 1)
-
-
-@relaunched
-@triton.jit
-def _pack_marked_kernel(
-    gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
-    M, N, WORDS, ROW,
-    BLOCK_ROWS: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """A program packs one row from its marks, WORDS words in the order of `relu_ffn_hopper`: reads those, and the
-    gates that are active. The words with a mark are listed first, [M, CAP], each with the place of its first.
-
-    The rest as `_pack_kernel`, without groups; entries are in the order of the marks.
-    """
-    wait_for_previous(EARLY)
-    m = tl.program_id(0)
-    row = m.to(tl.int64)
-    block_word = tl.arange(0, BLOCK)
-    words = tl.load(marks + row * WORDS + block_word, mask=block_word < WORDS, other=0)
-    ones = popcount(words)
-    c = tl.minimum(tl.sum(ones, 0), CAP + 1)
-    old, begun = _note_row(state, m, c, CAP, PIECE)
-    if c <= CAP:
-        some = (ones > 0).to(tl.int32)
-        both = (some << 16) + ones  # one scan for both
-        before = tl.cumsum(both, 0) - both
-        listed = words_listed + row * CAP + (before >> 16)
-        tl.store(listed, (before << 16) | block_word, mask=some != 0)
-        tl.debug_barrier()  # other threads' words are read below
-        n_words = tl.sum(some, 0)
-        i = tl.arange(0, CHUNK)
-        for i0 in range(0, n_words, CHUNK):
-            there = i0 + i < n_words
-            item = tl.load(words_listed + row * CAP + i0 + i, mask=there, other=0)
-            word = item & 0xFFFF
-            bits = tl.load(marks + row * WORDS + word, mask=there, other=0)
-            at = row * CAP + (item >> 16)
-            while tl.max((bits != 0).to(tl.int32), 0) > 0:
-                # Two at a time: their gates are on their way together.
-                n0, rest = _next_mark(bits, word)
-                n1, after = _next_mark(rest, word)
-                g0 = tl.load(gate + row * N + n0, mask=bits != 0, other=0.0)
-                g1 = tl.load(gate + row * N + n1, mask=rest != 0, other=0.0)
-                tl.store(index + at, n0.to(index.dtype.element_ty), mask=bits != 0)
-                tl.store(index + at + 1, n1.to(index.dtype.element_ty), mask=rest != 0)
-                tl.store(value + at, g0, mask=bits != 0)
-                tl.store(value + at + 1, g1, mask=rest != 0)
-                if BLOCK_ROWS > 0:
-                    block = shared + row // BLOCK_ROWS * N
-                    tl.atomic_add(block + n0, 1, mask=bits != 0, sem="relaxed")
-                    tl.atomic_add(block + n1, 1, mask=rest != 0, sem="relaxed")
-                at += 2
-                bits = after
-    _settle_row(
-        old, begun, count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0
-    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=256)
@@ -406,27 +333,17 @@ def pack(
     gated: bool,
     shared: torch.Tensor | None = None,
     block_rows: int = 0,
-    marks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous: (state, pieces), for `listed_rows` and the row kernels.
 
-    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. shared: zeros, for pools to be chosen by. M is at
-    most ROWS_MOST. marks: of `relu_ffn_hopper`, which spare reading the projection; statistics are not made from them.
+    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. shared: zeros, for pools of blocks of `block_rows`
+    rows to be chosen by. M is at most ROWS_MOST.
     """
     M, N = gate.shape
     count, index, value = packed
     cap = index.shape[1]
     piece, most = pieces_of(M, cap, not gate.is_cuda)
     pieces = torch.empty(M * most, dtype=torch.int32, device=gate.device)
-    if marks is not None:
-        words_listed = torch.empty(M, cap, dtype=torch.int32, device=gate.device)
-        _pack_marked_kernel[(M,)](
-            gate, marks, count, index, value, words_listed, state, rows_heavy, pieces, shared,
-            M, N, marks.shape[1], dense_row(M, N),
-            BLOCK_ROWS=block_rows, CAP=cap, PIECE=piece, PIECES=most,
-            BLOCK=triton.next_power_of_2(marks.shape[1]), CHUNK=CHUNK_MARKED, **early(gate), num_warps=1,
-        )  # fmt: skip
-        return state, pieces
     groups = torch.empty(M, cap, dtype=index.dtype, device=gate.device)
     block, head = (
         (min(PACK_BLOCK, max(64, triton.next_power_of_2(N))), PACK_HEAD)
@@ -443,7 +360,8 @@ def pack(
         gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
         M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
         dense_row(M, N),
-        PAIRS=pairs, STEPS=encode(f), STATS=stats is not None, GATED=gated, BLOCK_ROWS=block_rows,
+        PAIRS=pairs, STEPS=encode(f), STATS=stats is not None, GATED=gated,
+        BLOCK_ROWS=0 if shared is None else block_rows,
         CAP=cap, PIECE=piece, PIECES=most, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
         C=columns, num_warps=warps,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from .epilogue import encode, evaluate
 from .launch import relaunched
 from .relu_ffn_packing import decide_after_pools, dense_row, n_listed
 
-__all__ = ["ROWS", "Pool", "products", "split"]
+__all__ = ["ENTRIES", "ROWS", "SIZE", "Pool", "counts", "products", "split", "words"]
 
 # Rows a block: the height of a tile.
 ROWS = 128
@@ -33,17 +33,10 @@ ENTRIES = 10 * ROWS
 class Pool:
     """size [blocks]: neurons of each block's pool; neuron [blocks, SIZE]; value [M, SIZE], 0 where not active."""
 
-    @staticmethod
-    def words(M: int, N: int) -> int:
-        """Words of the counts of M rows."""
-        return triton.cdiv(triton.cdiv(M, ROWS) * N, 2)
-
-    def __init__(self, x: torch.Tensor, N: int, counts: torch.Tensor) -> None:
-        """counts: `words` of int64 that are zeros when rows are packed."""
+    def __init__(self, x: torch.Tensor) -> None:
+        """x [M, K]: for how many rows, and their dtype."""
         M = len(x)
         self.blocks = triton.cdiv(M, ROWS)
-        self.counts = counts.view(torch.int32)[: self.blocks * N].view(self.blocks, N)
-        self.slot = torch.empty(self.blocks, N, dtype=torch.int16, device=x.device)
         self.size = torch.empty(self.blocks, dtype=torch.int32, device=x.device)
         self.neuron = torch.empty(self.blocks, SIZE, dtype=torch.int32, device=x.device)
         self.value = x.new_empty(M, SIZE)
@@ -128,23 +121,40 @@ def _split_kernel(
     tl.store(count + m, kept, mask=c >= 0)
 
 
+def words(M: int, N: int) -> int:
+    """Words of int64 that `counts` of M rows take."""
+    return triton.cdiv(triton.cdiv(M, ROWS) * N, 2)
+
+
+def counts(room: torch.Tensor, N: int) -> torch.Tensor:
+    """How many rows of a block have a neuron active, [blocks, N] int32, in room of `words`."""
+    c = room.view(torch.int32)
+    return c[: len(c) // N * N].view(-1, N)
+
+
 def split(
-    pool: Pool, state: torch.Tensor, count: torch.Tensor, index: torch.Tensor, value: torch.Tensor
+    pool: Pool,
+    counts: torch.Tensor,
+    state: torch.Tensor,
+    count: torch.Tensor,
+    index: torch.Tensor,
+    value: torch.Tensor,
 ) -> None:
-    """Find the pools of packed rows, whose counts are there, and move their entries to them; the strays are left.
+    """Find the pools of packed rows by their `counts`, and move their entries to them; the strays are left.
 
     state: of `pack`.
     """
     M, cap = index.shape
-    N = pool.counts.shape[1]
+    N = counts.shape[1]
+    slot = torch.empty(pool.blocks, N, dtype=torch.int16, device=index.device)
     block = min(64, triton.next_power_of_2(cap))  # a few more than most rows have
     rows_each = 4  # a row and a warp
     _select_kernel[(pool.blocks,)](
-        pool.counts, pool.slot, pool.size, pool.neuron, state, M, N, dense_row(M, N),
+        counts, slot, pool.size, pool.neuron, state, M, N, dense_row(M, N),
         SIZE=SIZE, ENTRIES=ENTRIES, BLOCK=triton.next_power_of_2(N), **early(value), num_warps=8,
     )  # fmt: skip
     _split_kernel[(triton.cdiv(M, rows_each),)](
-        count, index, value, pool.slot, pool.size, pool.value, state, M, N,
+        count, index, value, slot, pool.size, pool.value, state, M, N,
         CAP=cap, ROWS=ROWS, SIZE=SIZE, R=rows_each, BLOCK=block, **early(value), num_warps=rows_each,
     )  # fmt: skip
 

@@ -295,7 +295,7 @@ LISTERS = 2048
 # Programs of a kernel that may have nothing to do: 10 us where it has not, and enough to share the rows out evenly.
 IDLE = 8192
 # The same of one that runs on the few multiprocessors that another kernel leaves; and rows a program.
-IDLE_SUMS = 2048
+IDLE_SUMS = 4096
 ROWS_IDLE = 8
 GROUP = tl.constexpr(ptx.GROUP)
 # `gradients` stripes a row's entries over programs, so many at a time.
@@ -407,15 +407,14 @@ def _weighted_row(
 
 @triton.jit
 def _one_row(
-    i, none, d, count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+    i, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, LONG: tl.constexpr,
     LISTS: tl.constexpr, POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Columns d to d + WIDTH of row i, unless it is heavy, or becomes so, or is listed."""
+    """Columns d to d + WIDTH of row i with this head, unless it is heavy, or becomes so, or is listed."""
     m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
-    c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, FLIGHT)
     if c <= CAP:
         if none:
             tl.store(count + m, CAP + 1)
@@ -426,6 +425,19 @@ def _one_row(
                 D, stride_a, stride_b, stride_o,
                 STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, FLIGHT, EVEN, STAGES,
             )  # fmt: skip
+
+
+@triton.jit
+def _unsummed(
+    i, end, count, index, pool_size, summed,
+    CAP: tl.constexpr, SUMMED: tl.constexpr, POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr,
+):  # fmt: skip
+    """The head of row i, or of the last where there is none; a row that is summed already has too many entries."""
+    m = tl.minimum(tl.full([], 0, tl.int32) + i, end - 1).to(tl.int64)
+    c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, FLIGHT)
+    if SUMMED > 0:
+        c = tl.where(tl.load(summed + m // SUMMED) == 0, c, CAP + 1)
+    return c, ahead, n_pool
 
 
 @relaunched
@@ -447,18 +459,16 @@ def _weighted_rows_kernel(
     """
     wait_for_previous(EARLY)
     HALF: tl.constexpr = WIDTH // 2
-    nothing = False
-    if SUMMED > 0:
-        nothing = tl.load(all_summed) == tl.cdiv(M, SUMMED)
-    if nothing:
-        return
     first, end, step = _own_pieces(state, listers, M, LISTS)
     d = tl.program_id(1) * WIDTH
     none = False
     if ASK:
         none = n_listed(state) == M
+    nothing = False
+    if SUMMED > 0:
+        nothing = tl.load(all_summed) == tl.cdiv(M, SUMMED)
     if LISTS and tl.program_id(0) < listers:
-        if none:
+        if none or nothing:
             return
         for i in range(first, end, step):
             m, part = _piece(pieces, i, listers, PIECES, LISTS)
@@ -473,21 +483,39 @@ def _weighted_rows_kernel(
                     D, stride_a, stride_b, stride_o,
                     STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, 2 * FLIGHT, EVEN, STAGES,
                 )  # fmt: skip
-    elif SUMMED > 0:
-        # Few programs, as there may be nothing to do.
-        for i in range(first, end, programs):
-            if tl.load(summed + i // SUMMED) == 0:
+    else:
+        c, ahead, n_pool = _unsummed(
+            first, end, count, index, pool_size, summed, CAP, SUMMED, POOL_ROWS, FLIGHT
+        )
+        if nothing:
+            return
+        if SUMMED > 0:
+            # Few programs, as there may be nothing to do. The next head is here before the weights of a row are.
+            for i in range(first, end, programs):
+                c_next, ahead_next, n_next = _unsummed(
+                    i + programs,
+                    end,
+                    count,
+                    index,
+                    pool_size,
+                    summed,
+                    CAP,
+                    SUMMED,
+                    POOL_ROWS,
+                    FLIGHT,
+                )
                 _one_row(
-                    i, none, d, count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
+                    i, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
                     D, stride_a, stride_b, stride_o,
                     STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
                 )  # fmt: skip
-    else:
-        _one_row(
-            first, none, d, count, index, value_a, table_a, value_b, table_b, bias, out, pool_size,
-            D, stride_a, stride_b, stride_o,
-            STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
-        )  # fmt: skip
+                c, ahead, n_pool = c_next, ahead_next, n_next
+        else:
+            _one_row(
+                first, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
+                D, stride_a, stride_b, stride_o,
+                STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
+            )  # fmt: skip
 
 
 def weighted_rows(

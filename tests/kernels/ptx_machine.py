@@ -224,6 +224,15 @@ def _transposed(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(halves.T).view(np.uint32).reshape(32).astype(np.uint64)
 
 
+def _looked_up(x: np.ndarray, y: np.ndarray, z: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Bits of three words by the table of their eight values."""
+    found = np.zeros_like(x)
+    for i in np.flatnonzero([int(table[0]) >> i & 1 for i in range(8)]):
+        a, b, c = (v if i >> k & 1 else ~v for v, k in ((x, 2), (y, 1), (z, 0)))
+        found |= a & b & c
+    return found
+
+
 def _each(function: Any, x: np.ndarray) -> np.ndarray:
     return np.array([function(int(v)) for v in x], dtype=np.uint64)
 
@@ -266,6 +275,8 @@ class _Warp:
             elif name[0] == "griddepcontrol":
                 if name[1] == "wait":
                     self.memory.wait()
+            elif name[0] == "membar":  # memory is one
+                pass
             elif name[0] == "bar":
                 if name[1] == "sync":  # lanes of a warp are in step
                     yield _BARRIER
@@ -401,6 +412,9 @@ class _Warp:
             chosen = self.value(operands[3]).astype(bool)
             picked = np.where(chosen, self.value(operands[1]), self.value(operands[2]))
             self.set(target, picked, active, bits)
+            return
+        if name[0] == "lop3":
+            self.set(target, _looked_up(*(self.value(o) for o in operands[1:])), active)
             return
         x, y, z = ([self.value(o) for o in operands[1:]] + [_LANES] * 3)[:3]
         if kind in ("f32", "f64") and name[0] in ("add", "sub", "mul", "fma"):

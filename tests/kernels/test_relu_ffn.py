@@ -250,7 +250,7 @@ def test_what_pools_leave_decides_whether_packed_rows_pay(monkeypatch, entries):
     states = []
     plain = pool.split
     monkeypatch.setattr(
-        pool, "split", lambda p, state, *a: states.append((p, state)) or plain(p, state, *a)
+        pool, "split", lambda p, c, state, *a: states.append((p, state)) or plain(p, c, state, *a)
     )
     check_forward(x, b, stats=False, train=False)
     chosen, state = states[0]
