@@ -459,8 +459,8 @@ def pack(
     most; $12 entries that cost as much as a row of the dense path, fp32.
 
     size: neurons of a block's pool at most, a multiple of 256, if it is not 0: pools are of 128 rows. $13 the sizes,
-    and $14 the neurons of each; $15 the values of its rows. A pool is the neurons that at least t of its packed rows have
-    active, t the least that `size` allows and LEAST at least; there is none where those are less than `entries`
+    and $14 the neurons of each; $15 the values of its rows. A pool is the neurons that at least t of its packed rows
+    have active, t the least that `size` allows and LEAST at least; there is none where those are less than `entries`
     entries. Each of the parts chooses it, and packs a share of the rows.
 
     Counts are numbers of as many bits as there are planes, a word of marks a thread. A warp takes a row at a time: a
