@@ -52,9 +52,8 @@ from sparse_inductor.unread import drop_unread_logits
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
-_LAYERS = (
-    100  # calls between a transpose and the linear that are looked through: an encoder's layers
-)
+# Calls between a transpose and the linear that are looked through: an encoder's layers.
+_LAYERS = 100
 
 
 @dataclasses.dataclass

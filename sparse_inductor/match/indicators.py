@@ -21,10 +21,10 @@ from .spine import Element, Spine, Term
 __all__ = ["NEGATIONS", "compared_dtype", "indicator", "is_flat", "lone", "said"]
 
 NEGATIONS = frozenset({"invert", "logical_not"})
-_LEAST = (
-    2.0**-126
-)  # what is equal, less what it is equal to, is above -_LEAST, flushed denormals or not
-_NOTHING = -1000.0  # its exponential is 0 in every precision
+# What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
+_LEAST = 2.0**-126
+# Its exponential is 0 in every precision.
+_NOTHING = -1000.0
 _ONE = (Step("clamp_max", (0.0,)), Step("exp"))
 _COPIES = frozenset({"detach", "clone", "contiguous"})
 

@@ -1,9 +1,10 @@
-"""The feed-forward block's Gluon kernels compile for a Hopper GPU, on a machine that has none: the interpreter does not
-run them, and Gluon's names change from one version to the next."""
+"""The feed-forward block's kernels in Gluon and around PTX compile for a Hopper GPU, on a machine that has none: the
+interpreter does not run them, and Gluon's names change from one version to the next."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +19,19 @@ def compile_all() -> None:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
+    from sparse_inductor.kernels import relu_ffn_marked as marked
+    from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
     from sparse_inductor.kernels import relu_ffn_ptx as ptx
     from sparse_inductor.kernels import relu_ffn_resident as resident
     from sparse_inductor.kernels import relu_ffn_sums as sums
     from sparse_inductor.kernels import relu_ffn_sums_ptx as sums_ptx
     from sparse_inductor.kernels.epilogue import encode
 
-    def made(kernel, types, constants, **options):
+    def made(kernel, types, constants, of=GluonASTSource, **options):
         given = iter(types)
         signature = {a: "constexpr" if a in constants else next(given) for a in kernel.arg_names}
         places = {(kernel.arg_names.index(a),): v for a, v in constants.items()}
@@ -36,7 +40,7 @@ def compile_all() -> None:
             for i, a in enumerate(kernel.arg_names)
             if signature[a].startswith("*") or a.startswith("stride")
         }
-        source = GluonASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
+        source = of(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     layout = hopper._layout(torch.bfloat16)
@@ -64,10 +68,27 @@ def compile_all() -> None:
         code = compiled.asm["ptx"]
         assert "ldmatrix" in code and "cp.async" in code and ".local" not in code
         assert compiled.metadata.shared == 11 * 512 * 32
+    types = "*i32 *bf16 *i32 *i16 *bf16 *i64 *i32 *i32 *i32 *i32 *bf16 i32 fp32".split()
+    for words, N, rows, warps, pool in (
+        (176, 5632, 1, 1, ()),
+        (176, 5632, 32, 8, ()),
+        (176, 5632, 128, 32, (512, 1280, 2)),
+        (1024, 32768, 128, 32, (512, 1280)),
+        (1024, 32768, 128, 16, (512, 1280)),
+    ):
+        body = marked_ptx.pack(words, N, N // 15, 64, 40, False, rows, warps, *pool)
+        constants = {"BODY": body, "EARLY": True}
+        compiled = made(marked._pack_kernel.kernel, types, constants, ASTSource, num_warps=warps)
+        code = compiled.asm["ptx"]
+        assert code.count("griddepcontrol.wait") == 1 and ".local" not in code
+        declared = re.findall(r"\.shared .*ffn_\w+\[(\d+)\]", code)
+        assert sum(map(int, declared)) + compiled.metadata.shared <= 48 << 10, (
+            f"{words} words, {warps} warps: {declared} is more than is given unasked"
+        )
     print("compiled")
 
 
-def test_gluon_kernels_compile_for_hopper(tmp_path):
+def test_kernels_compile_for_hopper(tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     env = {
         **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
