@@ -26,6 +26,15 @@ POOL_WARPS_MANY = 16
 PARTS = 2
 
 
+def _blocks(words: int, blocks: int, multiprocessors: int) -> tuple[int, int]:
+    """(warps of a block, blocks that share the rows of one) for pools of so many blocks; a word of marks a thread."""
+    many = blocks > multiprocessors and words <= 32 * POOL_WARPS_MANY
+    return (
+        POOL_WARPS_MANY if many else POOL_WARPS,
+        PARTS if PARTS * blocks <= multiprocessors else 1,
+    )
+
+
 @relaunched
 @triton.jit(do_not_specialize=["M", "ROW"])
 def _pack_kernel(
@@ -75,8 +84,7 @@ def pack(
         body = ptx.pack(*made, rows, warps)
     else:
         multiprocessors = torch.cuda.get_device_properties(gate.device).multi_processor_count
-        warps = POOL_WARPS if pool.blocks <= multiprocessors else POOL_WARPS_MANY
-        parts = PARTS if PARTS * pool.blocks <= multiprocessors else 1
+        warps, parts = _blocks(marks.shape[1], pool.blocks, multiprocessors)
         rows, chosen = rows_pool.ROWS, (pool.size, pool.neuron, pool.value)
         body = ptx.pack(*made, rows, warps, rows_pool.SIZE, rows_pool.ENTRIES, parts)
     _pack_kernel[(triton.cdiv(M, rows) * parts,)](

@@ -461,13 +461,15 @@ def pack(
     size: neurons of a block's pool at most, a multiple of 256, if it is not 0: pools are of 128 rows. $13 the sizes,
     and $14 the neurons of each; $15 the values of its rows. A pool is the neurons that at least t of its packed rows
     have active, t the least that `size` allows and LEAST at least; there is none where those are less than `entries`
-    entries. Each of the parts chooses it, and packs a share of the rows.
+    entries. Each of the parts chooses it, and packs a share of the rows. There are as many threads as words at least.
 
     Counts are numbers of as many bits as there are planes, a word of marks a thread. A warp takes a row at a time: a
     lane lists the entries of a tile of 256 neurons, then lanes take entries in turn. The last block decides whether all
     rows take the dense path.
     """
     pools = size > 0
+    if pools and words > 32 * warps:
+        raise ValueError(f"pools need a thread for each of {words} words, {warps} warps have fewer")
     tiles = words // TILE
     shared = {"tallies": 4 * (PLANES + 4)}
     if pools:

@@ -130,6 +130,21 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, pa
     check(rows, cap, piece, *packed, pool, entries)
 
 
+@pytest.mark.parametrize("N", [256, 5632, 16384, 16640, 32768])
+@pytest.mark.parametrize("blocks", [1, 66, 67, 132, 133, 4000])
+def test_every_word_has_a_thread(N, blocks):
+    words = 8 * -(-N // 256)
+    warps, parts = marked._blocks(words, blocks, 132)
+    assert words <= 32 * warps and 128 % (warps * parts) == 0
+    assert parts * blocks <= 132 or parts == 1
+    assert ptx.pack(words, N, N // 15, 64, 35, False, 128, warps, 512, 1280, parts)
+
+
+def test_words_without_a_thread_are_refused():
+    with pytest.raises(ValueError, match="1024 words, 16 warps"):
+        ptx.pack(1024, 32768, 2000, 64, 32, False, 128, 16, 512, 1280)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("M", "N", "cap", "share", "pools"),
@@ -139,6 +154,7 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, pa
         (777, 40000, 600, 0.005, False),
         (5001, 5632, 187, 0.01, True),
         (300, 32768, 900, 0.003, True),
+        (17001, 20000, 900, 0.003, True),
         (4096, 1000, 100, 0.05, True),
     ],
 )
