@@ -53,9 +53,11 @@ def _carry(i: int, carry: str) -> str:
     mov.b32 {carry}, sum;"""
 
 
-def _neuron(base: str) -> str:
-    """n: the neuron of the lowest mark, `low`, of a word whose first is `base`."""
-    return f"""
+def _take_lowest(word: str, base: str) -> str:
+    """n: the neuron of the lowest mark, `low`, of a word whose first is `base`; the word without it."""
+    return f"""neg.s32 low, {word};
+    and.b32 low, low, {word};
+    xor.b32 {word}, {word}, low;
     bfind.u32 n, low;
     shr.u32 t, n, 1;
     and.b32 n, n, 1;
@@ -289,10 +291,7 @@ CHOSEN:
     setp.ne.and.b32 p, keep, 0, mine;
     vote.sync.any.pred q, p, -1;
     @!q bra NAMED;
-    neg.s32 low, keep;
-    and.b32 low, low, keep;
-    xor.b32 keep, keep, low;
-    {_neuron("base")}
+    {_take_lowest("keep", "base")}
     @p st.global.u32 [at], n;
     add.u64 at, at, 4;
     bra CHOSEN;
@@ -374,10 +373,7 @@ LIST:
     setp.ne.b32 p, v, 0;
     vote.sync.any.pred q, p, -1;
     @!q bra LISTED;
-    neg.s32 low, v;
-    and.b32 low, low, v;
-    xor.b32 v, v, low;
-    {_neuron("first")}
+    {_take_lowest("v", "first")}
     {where}
     sub.u32 t, place, window;
     setp.lt.and.u32 q, t, {room}, p;

@@ -17,11 +17,11 @@ from ..epilogue.cut import cut
 from ..epilogue.steps import Program, Step
 from .chain import Chain
 from .climb import climb
-from .comparisons import COMPARISONS, is_comparison
+from .comparisons import COMPARISONS, NEGATIONS, is_comparison
 from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, same_size
-from .indicators import NEGATIONS, indicator, lone
+from .indicators import indicator, lone
 from .names import Call
 from .shapes import SHAPE_OPS, Combined, Decline
 from .spine import Element, Spine, Term

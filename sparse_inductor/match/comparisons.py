@@ -14,10 +14,10 @@ from ..epilogue.steps import Step
 from .graph import GraphView, label
 from .shapes import Decline
 
-__all__ = ["COMPARISONS", "Edge", "compared", "edge", "is_comparison"]
+__all__ = ["COMPARISONS", "NEGATIONS", "Edge", "compared", "edge", "is_comparison"]
 
 COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
-_NEGATIONS = frozenset({"invert", "logical_not"})
+NEGATIONS = frozenset({"invert", "logical_not"})
 _COPIES = frozenset({"detach", "contiguous", "clone", "alias"})
 
 
@@ -95,9 +95,9 @@ def _unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], boo
     wrapped: list[fx.Node] = []
     negated = False
     call = view.call(condition)
-    while call is not None and call.name in _NEGATIONS | _COPIES | {"cast"}:
+    while call is not None and call.name in NEGATIONS | _COPIES | {"cast"}:
         wrapped.append(condition)
-        negated ^= call.name in _NEGATIONS
+        negated ^= call.name in NEGATIONS
         condition = call["input"]
         call = view.call(condition)
     return condition, wrapped, negated

@@ -13,14 +13,13 @@ from torch import fx
 
 from ..epilogue.steps import Program, Step, render
 from .climb import climb
-from .comparisons import COMPARISONS
+from .comparisons import COMPARISONS, NEGATIONS
 from .graph import GraphView
 from .shapes import Decline
 from .spine import Element, Spine, Term
 
-__all__ = ["NEGATIONS", "compared_dtype", "indicator", "is_flat", "lone", "said"]
+__all__ = ["compared_dtype", "indicator", "is_flat", "lone", "said"]
 
-NEGATIONS = frozenset({"invert", "logical_not"})
 # What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
 _LEAST = 2.0**-126
 # Its exponential is 0 in every precision.
