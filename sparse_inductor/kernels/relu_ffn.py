@@ -19,6 +19,7 @@ from sparse_inductor.epilogue.steps import Program
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
 from . import relu_ffn_hopper as hopper
+from . import relu_ffn_kept as kept
 from . import relu_ffn_marked as marked
 from . import relu_ffn_packing as packer
 from . import relu_ffn_pool as rows_pool
@@ -27,7 +28,7 @@ from . import relu_ffn_rows as rows
 from . import relu_ffn_sums as sums
 from .branch import Branch
 
-__all__ = ["chunks", "forward", "resides", "rows_of_table"]
+__all__ = ["chunks", "forward", "may_keep", "resides", "rows_of_table"]
 
 # Elements of the gate projection at a time: 1 GiB at 16 bits. Every piece ends with its longest row.
 CHUNK = 1 << 29
@@ -107,6 +108,14 @@ def _may_share(M: int, N: int, cut: float) -> bool:
     return M >= SHARING and N <= 32768 and cut >= 0
 
 
+def may_keep(x: torch.Tensor, b: Block) -> bool:
+    """Whether `forward` can keep both projections of a training step for its backward (`relu_ffn_kept`)."""
+    M, N = len(x), len(b.gate)
+    if M <= FEW or M * N > CHUNK or not hopper.may_mark(x, b.gate, b.cut):
+        return False
+    return b.up is None or (hopper.applies(x, b.up) and hopper.may_activate(b.f, b.g))
+
+
 def forward(
     x: torch.Tensor,
     b: Block,
@@ -138,6 +147,7 @@ def forward(
         # for them would take longer than to gather for them.
         cap *= 2
     marking = stats is None and hopper.may_mark(x, b.gate, b.cut)
+    room = None if packed is None else kept.of(packed.count, x.dtype, N, up is not None)
     table = None
     for part in chunks(M, N, CHUNK):
         m = part.stop - part.start
@@ -145,12 +155,15 @@ def forward(
         # Looked for where it may pay; a training step needs its packed rows whole.
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
         pool = rows_pool.Pool(x[part]) if shares else None
-        room = rows_pool.words(m, N) if shares and not marking else 0
-        state = packer.new_state(x.device, room)
+        words = rows_pool.words(m, N) if shares and not marking else 0
+        state = packer.new_state(x.device, words)
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
-        if marking:
-            gate, marks = hopper.marked_product(x[part], b.gate, b.gate_bias, b.cut, state)
+        if marking or room is not None:
+            gate, marks = hopper.marked_product(
+                x[part], b.gate, b.gate_bias, b.cut, state, None if room is None else room.gate[:m]
+            )
+            marks = marks if marking else None
         else:
             state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
@@ -170,7 +183,7 @@ def forward(
         if marks is not None:
             packing = marked.pack(gate, marks, entries, heavy, state, pool)
         else:
-            shared = None if pool is None else rows_pool.counts(state[len(state) - room :], N)
+            shared = None if pool is None else rows_pool.counts(state[len(state) - words :], N)
             packing = packer.pack(
                 gate,
                 entries,
@@ -204,10 +217,10 @@ def forward(
             h, steps, rest = value, b.f, None
             if up is not None:
                 h, steps = torch.empty_like(value), ()
-                made = resident.plan(x[part], up) if resides(m, packed is not None) else None
-                if made is not None:
+                slices = resident.plan(x[part], up) if resides(m, packed is not None) else None
+                if slices is not None:
                     octets = state[packer.OCTETS.value : packer.SUMMED.value].view(torch.int32)
-                    lists = resident.Lists(count, index, made, packer.most_entries(m, N), octets)
+                    lists = resident.Lists(count, index, slices, packer.most_entries(m, N), octets)
                     lists.fill(state)
                     # In front of what else there is to do: it needs whole multiprocessors.
                     resident.dots(x[part], up, b.up_bias, entries, ups, lists, h, b.f, b.g)
@@ -231,12 +244,20 @@ def forward(
                     pooled = branch.mark()
                 # All rows, then a list of them: one of the two finds nothing to do.
                 whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
+                made, keeps = (gate, None) if room is None else (torch.empty_like(gate), room.whole)
                 if whole:
-                    hopper.hidden(x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut)
-                dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut, some=whole)
+                    hopper.hidden(
+                        x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut, made,
+                        None if room is None or room.up is None else (room.up[:m], room.whole),
+                    )  # fmt: skip
+                    keeps = None
+                dense.hidden(
+                    x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut,
+                    some=whole, out=made, whole=keeps,
+                )  # fmt: skip
                 if numbers is not None and up is not None:
-                    dense.row_stats(gate, numbers, listed)
-                dense.product(gate, b.down, y[part], listed, bias=b.down_bias)
+                    dense.row_stats(gate, numbers, listed, made)
+                dense.product(gate, b.down, y[part], listed, b.down_bias, made)
             if summed is not None and ahead is not None:
                 ahead.wait(arranged)
                 summed.put(h, steps)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from . import relu_ffn as forward
 from . import relu_ffn_dense as dense
+from . import relu_ffn_kept as kept
 from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
 from .branch import Branch
@@ -218,22 +219,29 @@ def backward(
     by_up = d_wu is not None or d_bu is not None
     by_down = needs[5]
 
+    room = kept.of(packed.count, x.dtype, N, gated)
+
     def heavy(part: slice) -> _Heavy:
         numbers = None if d_stats is None else d_stats[:, part]
         to = None if dx is None else dx[part]
-        return _Heavy(dy[part], numbers, x[part], b, tables, packed.count[part], cap, to)
+        made = None if room is None else room.rows(part)
+        ends = part.stop == len(x)
+        return _Heavy(
+            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, made, ends
+        )
 
     first_part, *other_parts = chunks(len(x), N, CHUNK)
-    # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
     lists, first = TokenLists(packed.count, packed.index, N), heavy(first_part)
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
-    with Branch(x.device) as branch:
-        with branch.beside():
+    # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
+    with Branch(x.device, urgent=True) as ahead, Branch(x.device) as branch:
+        with ahead.beside():
             if by_gate or by_up or by_down:
                 lists.fill()
-            filled = branch.mark()
+            filled = ahead.mark()
+        with branch.beside():
             first.make()
         table = rows.by_neuron(b.down)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
@@ -256,7 +264,7 @@ def backward(
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
-        branch.wait(filled)
+        ahead.wait(filled)
         if by_gate or by_up:
             _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
         if d_table is not None:
@@ -314,16 +322,27 @@ def _few(
 
 
 class _Heavy:
-    """Rows of `count` that are not packed: what they contribute, by tensor cores."""
+    """Rows of `count` that are not packed: what they contribute, by tensor cores.
 
-    def __init__(self, dy, d_stats, x, b: Block, tables, count, cap: int, dx) -> None:
+    room: where their projections are, or have room; and whether nobody reads any of it after them.
+    """
+
+    def __init__(
+        self, dy, d_stats, x, b: Block, tables, count, cap: int, dx, room: kept.Kept | None, ends
+    ) -> None:
         N = b.gate.shape[0]
         self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
         self._tables, self._count, self._cap = tables, count, cap
         self._length, self._listed = count.new_empty(1), count.new_empty(len(x))
         self._xs, self._dys = map(dense.room_for_copies, (x, dy))
-        self._g, self._dh = (x.new_empty(len(self._xs), N) for _ in range(2))
-        self._u = None if b.up is None else torch.empty_like(self._g)
+        self._dh = x.new_empty(len(self._xs), N)
+        self._whole = None if room is None else room.whole
+        self._ends = ends
+        if room is None:
+            self._g = torch.empty_like(self._dh)
+            self._u = None if b.up is None else torch.empty_like(self._dh)
+        else:
+            self._g, self._u = room.gate, room.up
 
     def make(self) -> None:
         """Their gradients before the sums over tokens, and their rows of dx."""
@@ -332,11 +351,14 @@ class _Heavy:
         listed = self._listed, self._length
         heavy_rows(self._count, self._cap, self._length, self._listed)
         dense.gather(self._x, self._dy, self._xs, self._dys, *listed)
-        dense.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias)
+        projected = {"source": self._x, "made": self._whole}
+        dense.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, **projected)
         if u is not None:
-            dense.copied_product(self._xs, up, u, *listed, bias=b.up_bias)
-        dense.copied_product(self._dys, down, dh, *listed, by_row=True)
-        dense.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut)
+            dense.copied_product(self._xs, up, u, *listed, bias=b.up_bias, **projected)
+        dense.copied_product(self._dys, down, dh, *listed, by_row=True, source=self._dy)
+        # Gradients are now where the projections were, which another backward has to make again.
+        used = self._whole if self._ends else None
+        dense.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut, used)
         if self._dx is not None:
             second = None if u is None else (u, up)
             dense.copied_product(
@@ -345,8 +367,9 @@ class _Heavy:
 
     def add(self, d_gate, d_up, d_table) -> None:
         """Add their share of the sums to pairs (gradient of a weight, of its bias), either None where not wanted."""
-        for values, tokens, (weight, bias) in (
-            (self._g, self._xs, d_gate), (self._u, self._xs, d_up), (self._dh, self._dys, d_table),
+        of_x, of_dy = (self._xs, self._x), (self._dys, self._dy)
+        for values, (copies, source), (weight, bias) in (
+            (self._g, of_x, d_gate), (self._u, of_x, d_up), (self._dh, of_dy, d_table),
         ):  # fmt: skip
             if values is not None and weight is not None:
-                dense.add_products(values, tokens, weight, bias, self._length)
+                dense.add_products(values, copies, weight, bias, self._length, source)

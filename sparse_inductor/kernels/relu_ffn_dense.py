@@ -6,6 +6,8 @@ and returns at once where there is nothing to do. So rows may change sides from 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +30,7 @@ __all__ = [
     "hidden",
     "precision",
     "product",
+    "readable",
     "room_for_copies",
     "row_stats",
     "slopes_in_place",
@@ -92,20 +95,20 @@ def _dot_listed(
 
 @triton.jit
 def _hidden_box(
-    u, box, m, n, cut, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
+    u, gates, out, m, n, cut, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
 ):
-    """A box of gates at (m, n) becomes f(gate) * g(u)."""
-    g = box.load([m, n]).to(tl.float32)
+    """out = f(gate) * g(u) of a box of gates at (m, n)."""
+    g = gates.load([m, n]).to(tl.float32)
     h = evaluate(g, F_STEPS)
     if GATED:
         h = h * evaluate(u, G_STEPS)
-    box.store([m, n], tl.where(g <= cut, 0.0, h).to(box.dtype))
+    out.store([m, n], tl.where(g <= cut, 0.0, h).to(out.dtype))
 
 
 @relaunched
 @triton.jit
 def _hidden_kernel(
-    x, up, gate, x_box, up_box, gate_box, bias, state, rows,
+    x, up, gate, x_box, up_box, gate_box, out_box, bias, state, rows, whole,
     M, N, stride_xm, stride_xk, stride_un, stride_uk, CUT, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     BOXES: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
@@ -113,13 +116,15 @@ def _hidden_kernel(
 ):  # fmt: skip
     """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. SOME: nothing
-    where every row is listed.
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, into out_box, else PART columns.
+    SOME: nothing where every row is listed. whole, unless that is None: 1 where every row is listed, else 0.
     """
     wait_for_previous(EARLY)
     n_rows = n_listed(state)
     if SOME and n_rows == M:
         return
+    if whole is not None and tl.program_id(0) == 0:
+        tl.store(whole, (n_rows == M).to(tl.int32))
     cut = tl.full([], CUT, tl.float32)
     if BOXES and n_rows == M:
         tiles_m = tl.cdiv(M, BM)
@@ -136,8 +141,10 @@ def _hidden_kernel(
                     u += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             # By halves: what is read and written passes through shared memory, beside the operands' stages.
             left, right = tl.split(tl.permute(tl.reshape(u, (BM, 2, BN // 2)), (0, 2, 1)))
-            _hidden_box(left, gate_box, pm * BM, pn * BN, cut, F_STEPS, G_STEPS, GATED)
-            _hidden_box(right, gate_box, pm * BM, pn * BN + BN // 2, cut, F_STEPS, G_STEPS, GATED)
+            n = pn * BN
+            _hidden_box(left, gate_box, out_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
+            n += BN // 2
+            _hidden_box(right, gate_box, out_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
     else:
         tiles_m = tl.cdiv(n_rows, BM)
         tiles_n = tl.cdiv(N, PART)
@@ -190,18 +197,24 @@ def hidden(
     g: Program,
     cut: float,
     some: bool = False,
+    out: torch.Tensor | None = None,
+    whole: torch.Tensor | None = None,
 ) -> None:
     """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N].
 
-    some: nothing where every row is listed.
+    some: nothing where every row is listed. Else h is in `out` there, if that is given, which takes the copy engine,
+    and `whole`, one int32, says 1; it says 0 where not every row is listed.
     """
     table = x if up is None else up
     tile = _tile(x)
-    shapes = ((x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2))
+    to = gate if out is None else out
+    shapes = (
+        (x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2), (to, "BM", "BN", 2),
+    )  # fmt: skip
     made = [None if some else boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
     made, able, tile = _listed_tile(x, made)
     _hidden_kernel[(_programs(x),)](
-        x, table, gate, *made, bias, *listed,
+        x, table, gate, *made, bias, *listed, whole,
         *gate.shape, *x.stride(), *table.stride(), cut, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
         BOXES=able, SOME=some, PRECISION=precision(x), **early(x), **tile,
@@ -238,9 +251,11 @@ def activate(
 
 @relaunched
 @triton.jit
-def _row_stats_kernel(hidden, stats, state, rows, M, N, stride_s, BLOCK: tl.constexpr):
-    """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]."""
+def _row_stats_kernel(hidden, all_hidden, stats, state, rows, M, N, stride_s, BLOCK: tl.constexpr):
+    """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]; from all_hidden where all are."""
     n_rows = n_listed(state)
+    if n_rows == M:
+        hidden = all_hidden
     for i in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         row = tl.max(listed_rows(state, rows, tl.full([1], i, tl.int32), M), 0).to(tl.int64)
         size = tl.zeros([BLOCK], tl.float32)
@@ -255,11 +270,14 @@ def _row_stats_kernel(hidden, stats, state, rows, M, N, stride_s, BLOCK: tl.cons
 
 
 def row_stats(
-    hidden: torch.Tensor, stats: torch.Tensor, listed: tuple[torch.Tensor, torch.Tensor]
+    hidden: torch.Tensor,
+    stats: torch.Tensor,
+    listed: tuple[torch.Tensor, torch.Tensor],
+    all_hidden: torch.Tensor,
 ) -> None:
-    """Fill stats[2:] [4, M] of listed rows from `hidden` [M, N], contiguous."""
+    """Fill stats[2:] [4, M] of listed rows from `hidden` [M, N], contiguous, or from all_hidden where all are."""
     _row_stats_kernel[(8 * _programs(hidden),)](
-        hidden, stats, *listed, *hidden.shape, stats.stride(0),
+        hidden, all_hidden, stats, *listed, *hidden.shape, stats.stride(0),
         BLOCK=1024 if hidden.is_cuda else 32,
     )  # fmt: skip
 
@@ -272,12 +290,12 @@ SPLITS = tl.constexpr(16)
 @relaunched
 @triton.jit
 def _product_kernel(
-    a, b, out, a_box, b_box, out_box, bias, state, rows, parts,
+    a, all_a, b, out, a_box, b_box, out_box, bias, state, rows, parts,
     M, N, stride_am, stride_ak, stride_bn, stride_bk, stride_om, K: tl.constexpr,
     HAS_BIAS: tl.constexpr, BOXES: tl.constexpr, EARLY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = a[row] b^T + bias for the listed rows.
+    """out[row] = a[row] b^T + bias for the listed rows; of all_a, which is a_box, where all are.
 
     BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. Then if there
     are fewer tiles than programs, several make parts [tile, split, BM, PART] of a tile's sum, and the one that arrives
@@ -298,6 +316,8 @@ def _product_kernel(
                 acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             out_box.store([pm * BM, pn * BN], acc.to(out_box.dtype))
     else:
+        if n_rows == M:
+            a = all_a
         tiles_m = tl.cdiv(n_rows, BM)
         tiles_n = tl.cdiv(N, PART)
         tiles = tiles_m * tiles_n
@@ -344,32 +364,42 @@ def product(
     out: torch.Tensor,
     listed: tuple[torch.Tensor, torch.Tensor],
     bias: torch.Tensor | None = None,
+    all_a: torch.Tensor | None = None,
 ) -> None:
-    """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides."""
+    """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides.
+
+    all_a: what `a` is where every row is listed, of the same layout.
+    """
     tile = _tile(a)
-    shapes = ((a, "BM", "BK"), (b, "BN", "BK"), (out, "BM", "BN"))
+    all_a = a if all_a is None else all_a
+    shapes = ((all_a, "BM", "BK"), (b, "BN", "BK"), (out, "BM", "BN"))
     made, able, tile = _listed_tile(a, [boxes(t, tile[i], tile[j]) for t, i, j in shapes])
     programs = _programs(a)
     parts = torch.empty(programs * tile["BM"] * tile["PART"], dtype=torch.float32, device=a.device)
     _product_kernel[(programs,)](
-        a, b, out, *made, bias, *listed, parts,
+        a, all_a, b, out, *made, bias, *listed, parts,
         a.shape[0], b.shape[0], *a.stride(), *b.stride(), out.stride(0), b.shape[1],
         HAS_BIAS=bias is not None, BOXES=able, PRECISION=precision(a), **early(a), **tile,
     )  # fmt: skip
 
 
 # The backward works on copies of the listed rows, one after the other, so that every product of theirs can go through
-# the bulk copy engine. PAD rows after the last are zeros, for the products that sum over rows.
+# the bulk copy engine, which reads the rows themselves where it can and all are listed. PAD rows after the last are
+# zeros, for the products that sum over rows.
 PAD = tl.constexpr(64)
 
 
 @relaunched
 @triton.jit
 def _gather_kernel(
-    x, dy, x_out, dy_out, rows, length, K, D, stride_x, stride_y, PAD: tl.constexpr, BLOCK: tl.constexpr
+    x, dy, x_out, dy_out, rows, length, M, K, D, stride_x, stride_y,
+    SOME: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x_out[i], dy_out[i] = x[rows[i]], dy[rows[i]], and zeros up to a multiple of PAD rows."""
+    """x_out[i], dy_out[i] = x[rows[i]], dy[rows[i]], and zeros up to a multiple of PAD rows. SOME: unless all M rows
+    are listed."""
     n_rows = tl.load(length)
+    if SOME and n_rows == M:
+        return
     for i in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD, tl.num_programs(0)):
         row = tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64)
         at = tl.full([], 0, tl.int64) + i
@@ -381,6 +411,11 @@ def _gather_kernel(
             d = d0 + tl.arange(0, BLOCK)
             v = tl.load(dy + row * stride_y + d, mask=tl.where(i < n_rows, d < D, False), other=0.0)
             tl.store(dy_out + at * D + d, v, mask=d < D)
+
+
+def readable(t: torch.Tensor) -> bool:
+    """Whether rows of t need not be copied where all of them are listed."""
+    return not t.is_cuda or boxes(t, PAD.value, PAD.value) is not None
 
 
 def room_for_copies(x: torch.Tensor) -> torch.Tensor:
@@ -396,10 +431,12 @@ def gather(
     rows: torch.Tensor,
     length: torch.Tensor,
 ) -> None:
-    """Copy the listed rows of x [M, K] and dy [M, D] to x_out and dy_out, of `room_for_copies`."""
+    """Copy the listed rows of x [M, K] and dy [M, D] to x_out and dy_out, of `room_for_copies`; nothing where all are
+    listed and both are `readable`."""
+    some = readable(x) and readable(dy)
     _gather_kernel[(4 * _programs(x),)](
-        x, dy, x_out, dy_out, rows, length, x.shape[1], dy.shape[1], x.stride(0), dy.stride(0),
-        PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32,
+        x, dy, x_out, dy_out, rows, length, *x.shape, dy.shape[1], x.stride(0), dy.stride(0),
+        SOME=some, PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32,
     )  # fmt: skip
 
 
@@ -436,16 +473,13 @@ def _copied_tile(
     return acc
 
 
-@relaunched
 @triton.jit
-def _copied_product_kernel(
-    a, b, c, d, bias, out, rows, length,
-    N, K, stride_a, stride_b, stride_d, stride_o,
+def _copied_tiles(
+    a, b, c, d, bias, out, rows, n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b."""
-    n_rows = tl.load(length)
+    """The tiles of a program of `_copied_product_kernel`."""
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(n_rows, BM)
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -470,6 +504,34 @@ def _copied_product_kernel(
         tl.store(at, acc.to(out.dtype.element_ty), mask=(i < n_rows)[:, None] & (n < N)[None, :])
 
 
+@relaunched
+@triton.jit
+def _copied_product_kernel(
+    a, all_a, b, c, d, bias, out, rows, length, made,
+    M, N, K, stride_a, stride_all, stride_b, stride_d, stride_o,
+    BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b.
+
+    Where all M rows are listed, of all_a instead of a, unless that is None, and nothing if `made`, unless that is None,
+    says that it is done.
+    """
+    n_rows = tl.load(length)
+    if made is not None and n_rows == M and tl.load(made) != 0:
+        return
+    if all_a is not None and n_rows == M:
+        _copied_tiles(
+            all_a, b, c, d, bias, out, rows, n_rows, N, K, stride_all, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, BM, BN, BK, PRECISION
+        )  # fmt: skip
+    else:
+        _copied_tiles(
+            a, b, c, d, bias, out, rows, n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, BM, BN, BK, PRECISION
+        )  # fmt: skip
+
+
 def copied_product(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -481,22 +543,30 @@ def copied_product(
     scatter: bool = False,
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
+    source: torch.Tensor | None = None,
+    made: torch.Tensor | None = None,
 ) -> None:
     """out[i] (with `scatter` out[rows[i]]) = a[i] @ b^T (+ second[0][i] @ second[1]^T) + bias, i < length.
 
-    a: as `gather` gives it. b: [N, K], or with `by_row` [K, N] and not transposed; unit stride along rows, as a.
+    a: as `gather` gives it, from rows of `source`. b: [N, K], or with `by_row` [K, N] and not transposed; unit stride
+    along rows, as a. made, one int32: where all rows are listed and it is not 0, `out` is there already.
     """
     tile = _tile(a)
+    M = len(out) if source is None else len(source)
+    if source is not None and not readable(source):
+        source = None
     K, N = a.shape[1], b.shape[1] if by_row else b.shape[0]
     c, d = second or (a, b)
     b_box = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
-    made = [boxes(t, *box) for t, box in zip((a, b, c, d), ((tile["BM"], tile["BK"]), b_box) * 2)]
-    able = None not in made
+    a_box = tile["BM"], tile["BK"]
+    given = [boxes(t, *box) for t, box in zip((a, b, c, d), (a_box, b_box) * 2)]
+    able = None not in given
     if not able:
-        made, tile = [a, b, c, d], _narrow(tile)
+        given, tile = [a, b, c, d], _narrow(tile)
+    given.insert(1, boxes(source, *a_box) if source is not None and able else source)
     _copied_product_kernel[(_programs(a),)](
-        *made, bias, out, rows, length,
-        N, K, a.stride(0), b.stride(0), d.stride(0), out.stride(0),
+        *given, bias, out, rows, length, made,
+        M, N, K, a.stride(0), 0 if source is None else source.stride(0), b.stride(0), d.stride(0), out.stride(0),
         BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter, HAS_BIAS=bias is not None,
         PRECISION=precision(a), **tile,
     )  # fmt: skip
@@ -505,13 +575,18 @@ def copied_product(
 @relaunched
 @triton.jit
 def _slopes_kernel(
-    gate, up, dh, d_stats, rows, length,
+    gate, up, dh, d_stats, rows, length, made,
     N, stride_s, CUT,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in PAD rows more."""
+    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in PAD rows more.
+
+    made, unless that is None, becomes 0.
+    """
     n_rows = tl.load(length)
+    if made is not None and tl.program_id(0) == 0:
+        tl.store(made, tl.zeros([], tl.int32))
     blocks = tl.cdiv(N, BLOCK)
     for t in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD * blocks, tl.num_programs(0)):
         i = (t // blocks).to(tl.int64)
@@ -545,27 +620,24 @@ def slopes_in_place(
     f: Program,
     g: Program,
     cut: float,
+    made: torch.Tensor | None = None,
 ) -> None:
-    """(gate, up, dh) [M, N] of listed rows to (d gate, d up, h), in place."""
+    """(gate, up, dh) [M, N] of listed rows to (d gate, d up, h), in place. made: one int32 that becomes 0."""
     _slopes_kernel[(8 * _programs(gate),)](
-        gate, up, dh, d_stats, rows, length,
+        gate, up, dh, d_stats, rows, length, made,
         gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut,
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, STATS=d_stats is not None,
         PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32,
     )  # fmt: skip
 
 
-@relaunched
 @triton.jit
-def _add_products_kernel(
-    a, x, out, bias_out, length, N, K, stride_a, stride_x, stride_o,
+def _summed_tiles(
+    a, x, out, bias_out, n_rows, N, K, stride_a, stride_x, stride_o,
     BOXES: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] += sum over i < length of a[i, n] * x[i, k]; bias_out[n] += sum of a[i, n]."""
-    n_rows = tl.load(length)
-    if n_rows == 0:
-        return
+    """The tiles of a program of `_add_products_kernel`."""
     tiles_n = tl.cdiv(K, BN)
     tiles_m = tl.cdiv(N, BM)
     for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -599,20 +671,50 @@ def _add_products_kernel(
             tl.store(bias_out + n, total.to(bias_out.dtype.element_ty), mask=n < N)
 
 
+@relaunched
+@triton.jit
+def _add_products_kernel(
+    a, x, all_x, out, bias_out, length, M, N, K, stride_a, stride_x, stride_all, stride_o,
+    BOXES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out[n, k] += sum over i < length of a[i, n] * x[i, k], or where all M rows are listed of all_x, unless that is
+    None; bias_out[n] += sum of a[i, n]."""
+    n_rows = tl.load(length)
+    if n_rows == 0:
+        return
+    if all_x is not None and n_rows == M:
+        _summed_tiles(
+            a, all_x, out, bias_out, n_rows, N, K, stride_a, stride_all, stride_o,
+            BOXES, HAS_BIAS, BM, BN, BK, PRECISION
+        )  # fmt: skip
+    else:
+        _summed_tiles(
+            a, x, out, bias_out, n_rows, N, K, stride_a, stride_x, stride_o,
+            BOXES, HAS_BIAS, BM, BN, BK, PRECISION
+        )  # fmt: skip
+
+
 def add_products(
     a: torch.Tensor,
     x: torch.Tensor,
     out: torch.Tensor,
     bias_out: torch.Tensor | None,
     length: torch.Tensor,
+    source: torch.Tensor,
 ) -> None:
-    """out [N, K] += a^T x over the first rows of a [M, N] and x [M, K]; bias_out [N] += the sum of a over them."""
+    """out [N, K] += a^T x over the first rows of a [M, N] and x [M, K], copies of those listed of `source`;
+    bias_out [N] += the sum of a over them."""
     tile = _tile(a)
-    made = [boxes(a, tile["BK"], tile["BM"]), boxes(x, tile["BK"], tile["BN"])]
+    made: list[Any] = [boxes(a, tile["BK"], tile["BM"]), boxes(x, tile["BK"], tile["BN"])]
     able = None not in made
     if not able:
         made, tile = [a, x], _narrow(tile)
+    made.append(None)
+    if readable(source):
+        made[2] = boxes(source, tile["BK"], tile["BN"]) if able else source
     _add_products_kernel[(_programs(a),)](
-        *made, out, bias_out, length, a.shape[1], x.shape[1], a.stride(0), x.stride(0), out.stride(0),
+        *made, out, bias_out, length, len(source), a.shape[1], x.shape[1],
+        a.stride(0), x.stride(0), source.stride(0), out.stride(0),
         BOXES=able, HAS_BIAS=bias_out is not None, PRECISION=precision(a), **tile,
     )  # fmt: skip

@@ -6,7 +6,8 @@ cores busy, as far as the ring lasts. A tile ends in one of two ways:
 
     MARK    the gate projection is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for
             each, all that `relu_ffn_packing.pack` reads of rows that are
-    HIDDEN  the up projection meets the gate's, which becomes f(gate) * g(up)
+    HIDDEN  the up projection meets the gate's, which becomes f(gate) * g(up); or that goes elsewhere, and the up
+            projection is kept beside the gate's, for a backward
 
 Marks, [M, tiles of 256 neurons, 4, 2] int32: bit b of word (tile, lane, half) is neuron
 256 tile + 128 half + 8 (b // 2) + 2 lane + b % 2, as the threads hold the accumulator, so that marking moves no data.
@@ -148,11 +149,12 @@ def _mark(acc, marks, m0, pn, tiles_n, M, N, least):
 @gluon.jit
 def _multiply_tiles(
     operands, ME: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, MODE: gl.constexpr, HAS_BIAS: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
+    BOXES: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, F: gl.constexpr,
+    G: gl.constexpr,
 ):  # fmt: skip
     """Consumer ME: 64 rows of every tile of this program."""
     (
-        x_ring, w_ring, out_ring, full, empty, read, bias, out, marks, tiles_m, tiles_n, M, N, cut,
+        x_ring, w_ring, out_ring, up_ring, full, empty, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
     ) = operands  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
@@ -183,7 +185,7 @@ def _multiply_tiles(
                     for i in gl.static_range(PIECES):
                         box = out_ring.index(BOXES * ME + i)
                         at = [m0, pn * COLUMNS + i * WIDTH]
-                        load_box(out, at, read.index(ME), box)
+                        load_box(gate, at, read.index(ME), box)
                 if k_block > 0:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
                     mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
@@ -205,6 +207,11 @@ def _multiply_tiles(
         for i in gl.static_range(PIECES):
             piece = gl.convert_layout(pieces[i], PIECE)
             box = out_ring.index(BOXES * ME + i % BOXES)
+            if KEEP:
+                tma.store_wait(1)  # the up projection's last piece has left; h may be on its way
+                up_ring.index(ME).store(piece.to(out.dtype))
+                fence_async_shared()
+                store_box(ups, [m0, pn * COLUMNS + i * WIDTH], up_ring.index(ME))
             if MODE == HIDDEN:
                 g = box.load(PIECE).to(gl.float32)
                 piece = gl.where(g <= cut, 0.0, evaluate(g, F) * evaluate(piece, G))
@@ -218,14 +225,14 @@ def _multiply_tiles(
 
 @gluon.jit(do_not_specialize=["M", "N", "cut", "words"])
 def _product_kernel(
-    x, weight, out, bias, marks, state, M, N, cut, words,
-    KBLOCKS: gl.constexpr, EACH: gl.constexpr, MODE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    x, weight, gate, out, ups, bias, marks, state, whole, M, N, cut, words,
+    KBLOCKS: gl.constexpr, EACH: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr,
     F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """x weight^T + bias, which ends as MODE says in out [M, N]. A program owns every so manieth tile.
 
-    HIDDEN does nothing but where the state says that all M rows take the dense path. MARK makes zeros of the state, of
-    so many int64 words.
+    HIDDEN does nothing but where the state says that all M rows take the dense path; with KEEP, 1 in
+    `whole` says so, else 0, and the product goes to `ups`, too. MARK makes zeros of the state, of so many int64 words.
     """
     # 48 KiB each: as many as fit the 227 KiB of a multiprocessor beside what is read and written.
     STAGES: gl.constexpr = 3 if MODE == HIDDEN else 4
@@ -236,6 +243,11 @@ def _product_kernel(
     out_ring = gl.allocate_shared_memory(
         out.dtype, [BOXES * CONSUMERS, ROWS, COLUMNS // PIECES], out.layout
     )
+    up_ring = out_ring
+    if KEEP:
+        up_ring = gl.allocate_shared_memory(
+            out.dtype, [CONSUMERS, ROWS, COLUMNS // PIECES], out.layout
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -252,15 +264,24 @@ def _product_kernel(
         _clear(state, words)
     if MODE == HIDDEN:
         wait_for_previous()
-        tiles_m = gl.where(gl.load(state + DENSE) == M, tiles_m, 0)
+        dense = gl.load(state + DENSE) == M
+        tiles_m = gl.where(dense, tiles_m, 0)
+        if KEEP:
+            gl.store(whole, dense.to(gl.int32), mask=gl.program_id(0) == 0)
     source = (x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n)
     operands = (
-        x_ring, w_ring, out_ring, full, empty, read, bias, out, marks, tiles_m, tiles_n, M, N, cut,
+        x_ring, w_ring, out_ring, up_ring, full, empty, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_multiply_tiles, (operands, 0, KBLOCKS, EACH, STAGES, BOXES, MODE, HAS_BIAS, F, G)),
-            (_multiply_tiles, (operands, 1, KBLOCKS, EACH, STAGES, BOXES, MODE, HAS_BIAS, F, G)),
+            (
+                _multiply_tiles,
+                (operands, 0, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
+            ),
+            (
+                _multiply_tiles,
+                (operands, 1, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
+            ),
             (_copy_tiles, (source, KBLOCKS, STAGES)),
         ],
         [4, 1],
@@ -321,24 +342,41 @@ def may_activate(f: Program, g: Program) -> bool:
 
 
 def _launch(
-    mode, a, weight, out, bias, marks, state, cut, f: Program = (), g: Program = ()
+    mode,
+    a,
+    weight,
+    gate,
+    out,
+    bias,
+    marks,
+    state,
+    cut,
+    f: Program = (),
+    g: Program = (),
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     M, K = a.shape
     steps, each = unrolled(-(-K // DEPTH.value))
     layout = _layout(a.dtype)
     unused = out
+    ups, whole = kept or (out, unused)
+
+    def pieces(t: torch.Tensor) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(t, [ROWS.value, COLUMNS.value // PIECES.value], layout)
+
     args = (
         TensorDescriptor.from_tensor(a, [ROWS.value, DEPTH.value], layout),
         TensorDescriptor.from_tensor(weight, [COLUMNS.value, DEPTH.value], layout),
-        TensorDescriptor.from_tensor(out, [ROWS.value, COLUMNS.value // PIECES.value], layout),
+        pieces(gate), pieces(out), pieces(ups),
         unused if bias is None else bias,
         unused if marks is None else marks,
-        state, M, len(weight), cut, len(state),
+        state, whole, M, len(weight), cut, len(state),
     )  # fmt: skip
     constants = {
         "KBLOCKS": steps,
         "EACH": each,
         "MODE": mode.value,
+        "KEEP": kept is not None,
         "HAS_BIAS": bias is not None,
         "F": encode(f),
         "G": encode(g),
@@ -354,12 +392,17 @@ def marked_product(
     bias: torch.Tensor | None,
     cut: float,
     state: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x weight^T + bias [M, N], marks [M, words] of what of it is not <= cut). `state`, int64, becomes zeros."""
+    """(x weight^T + bias [M, N], marks [M, words] of what of it is not <= cut). `state`, int64, becomes zeros.
+
+    out: where the product goes, unless to new memory.
+    """
     M, N = len(x), len(weight)
-    out = x.new_empty(M, N)
+    if out is None:
+        out = x.new_empty(M, N)
     marks = torch.empty(M, 8 * -(-N // COLUMNS.value), dtype=torch.int32, device=x.device)
-    _launch(MARK, x, weight, out, bias, marks, state, least_active(cut, x.dtype))
+    _launch(MARK, x, weight, out, out, bias, marks, state, least_active(cut, x.dtype))
     return out, marks
 
 
@@ -372,6 +415,11 @@ def hidden(
     f: Program,
     g: Program,
     cut: float,
+    out: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Where all rows take the dense path, h in the place of their gate projection [M, N]."""
-    _launch(HIDDEN, x, up, gate, bias, None, state, cut, f, g)
+    """Where all rows take the dense path, h of their gate projection [M, N] in `out`, which may be the same.
+
+    kept: the up projection goes to the first, and 1 to the second, one int32; 0 where not all rows take that path.
+    """
+    _launch(HIDDEN, x, up, gate, out, bias, None, state, cut, f, g, kept)

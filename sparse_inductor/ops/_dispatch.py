@@ -37,6 +37,8 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
 
 # Functions whose kernels run on several streams.
 on_lines: set[Callable[..., Any]] = set()
+# What functions decide by beside their arguments' layouts: each takes it as its last argument, on a GPU.
+finds: dict[Callable[..., Any], Callable[[Sequence[Any]], Any]] = {}
 
 
 @functools.cache
@@ -50,7 +52,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn
         from ..kernels.replay import replayed
 
-        return replayed(fn, fn in on_lines)
+        return replayed(fn, fn in on_lines, finds.get(fn))
 
     return lambda *args: replaying()(*args)
 

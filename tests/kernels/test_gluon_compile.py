@@ -44,11 +44,12 @@ def compile_all() -> None:
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     layout = hopper._layout(torch.bfloat16)
-    boxes = [f"tensordesc<bf16[{rows}, 64],{layout!r}>" for rows in (64, 256, 64)]
-    for mode in (hopper.MARK, hopper.HIDDEN):
-        constants = {"KBLOCKS": 4, "EACH": 4, "MODE": mode.value, "HAS_BIAS": False}
+    boxes = [f"tensordesc<bf16[{rows}, 64],{layout!r}>" for rows in (64, 256, 64, 64, 64)]
+    for mode, keep in ((hopper.MARK, False), (hopper.HIDDEN, False), (hopper.HIDDEN, True)):
+        constants = {"KBLOCKS": 4, "EACH": 4, "MODE": mode.value, "KEEP": keep}
+        constants["HAS_BIAS"] = False
         constants |= {"F": encode(()), "G": encode(())}
-        types = [*boxes, "*bf16", "*i32", "*i64", "i32", "i32", "fp32", "i32"]
+        types = [*boxes, "*bf16", "*i32", "*i64", "*i32", "i32", "i32", "fp32", "i32"]
         code = made(hopper._product_kernel, types, constants, num_warps=4).asm["ptx"]
         assert "wgmma" in code and "cp.async.bulk.tensor" in code and ".local" not in code
     body = ptx.dots("bf16", 16, 1)

@@ -79,12 +79,21 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
     state = torch.zeros(packer.DENSE.value + 1, dtype=torch.int64, device="cuda")
     state[packer.DENSE.value] = M - 1
     h = gate.clone()
-    hopper.hidden(x, up, b, h, state, f, g, 0.0)
+    hopper.hidden(x, up, b, h, state, f, g, 0.0, h)
     assert torch.equal(h, gate)
     state[packer.DENSE.value] = M
-    hopper.hidden(x, up, b, h, state, f, g, 0.0)
+    hopper.hidden(x, up, b, h, state, f, g, 0.0, h)
     u = F.linear(x.float(), up.float(), None if b is None else b.float())
     a = F.relu(gate.float()) if steps == "relu" else F.relu(gate.float()).square()
-    torch.testing.assert_close(
-        h.float(), a * (u if not up_steps else u.sigmoid()), rtol=2e-2, atol=2e-2
-    )
+    want = a * (u if not up_steps else u.sigmoid())
+    torch.testing.assert_close(h.float(), want, rtol=2e-2, atol=2e-2)
+    # Elsewhere, and the projection beside it.
+    out, ups = torch.full_like(gate, torch.nan), torch.full_like(gate, torch.nan)
+    whole = torch.full((1,), 7, dtype=torch.int32, device="cuda")
+    before = gate.clone()
+    hopper.hidden(x, up, b, gate, state, f, g, 0.0, out, (ups, whole))
+    assert whole.item() == 1 and torch.equal(out, h) and torch.equal(gate, before)
+    torch.testing.assert_close(ups.float(), u, rtol=2e-2, atol=2e-2)
+    state[packer.DENSE.value] = M - 1
+    hopper.hidden(x, up, b, gate, state, f, g, 0.0, out, (ups, whole))
+    assert whole.item() == 0
