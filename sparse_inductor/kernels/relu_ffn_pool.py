@@ -13,6 +13,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from . import relu_ffn_pool_hopper as hopper
 from .boxes import boxes
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
@@ -279,6 +280,9 @@ def products(
         BOXES=x_box is not None, EVEN=K % bk == 0, SIZE=SIZE, BM=ROWS, BN=bn, BK=bk, PRECISION=precision,
         **early(x), num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if hopper.applies(pool.value, table, out):
+        hopper.down(pool.value, table, out, pool.size, pool.neuron, state)
+        return
     if not small and not wide:
         bn, bk, warps, stages = DOWN_TILE
     value_box, out_box = boxes(pool.value, ROWS, bk), boxes(out, ROWS, bn)

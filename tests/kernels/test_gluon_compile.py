@@ -25,6 +25,7 @@ def compile_all() -> None:
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_marked as marked
     from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
+    from sparse_inductor.kernels import relu_ffn_pool_hopper as pool_hopper
     from sparse_inductor.kernels import relu_ffn_ptx as ptx
     from sparse_inductor.kernels import relu_ffn_resident as resident
     from sparse_inductor.kernels import relu_ffn_sums as sums
@@ -52,6 +53,11 @@ def compile_all() -> None:
         types = [*boxes, "*bf16", "*i32", "*i64", "*i32", "i32", "i32", "fp32", "i32"]
         code = made(hopper._product_kernel, types, constants, num_warps=4).asm["ptx"]
         assert "wgmma" in code and "cp.async.bulk.tensor" in code and ".local" not in code
+    types = [boxes[0], "*bf16", boxes[0], *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
+    compiled = made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4)
+    code = compiled.asm["ptx"]
+    assert "wgmma" in code and "cp.async.cg" in code and ".local" not in code
+    assert compiled.metadata.shared <= 227 * 1024
     body = ptx.dots("bf16", 16, 1)
     constants = {"SLICES": 16, "PARTS": 8, "TILES": 11, "BODY": body, "FIRST": True}
     types = "*bf16 *bf16 *i32 *i32 *i16 *fp32 i32 i32 i32 i32 i32 i32".split()
