@@ -101,10 +101,10 @@ def _layer(weight: torch.Tensor) -> tuple[int, ...]:
 
 def expected(weight: torch.Tensor, cap: int) -> bool:
     """Whether the counts last seen of the layer with this gate weight were all above cap."""
-    line = _lines.get(_layer(weight))
-    if line is None or _seen is None:
+    line, seen = _lines.get(_layer(weight)), _seen
+    if line is None or seen is None:  # a backward's thread may forget them meanwhile
         return False
-    return all(c > cap for c in _seen[line[0]].tolist())
+    return all(c > cap for c in seen[line[0]].tolist())
 
 
 def look(weight: torch.Tensor, count: torch.Tensor) -> None:

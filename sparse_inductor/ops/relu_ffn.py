@@ -246,7 +246,7 @@ def _has_room(args: Sequence[Any]) -> bool:
     from ..kernels import relu_ffn_kept as kept
 
     x, gate, up, count = args[2], args[3], args[5], args[12]
-    if len(count) > kernel.FEW:
+    if len(count) > kernel.FEW and x.element_size() == 2:  # what may be kept
         kept.look(gate, count)
     return kept.of(count, x.dtype, gate.shape[0], up is not None) is not None
 

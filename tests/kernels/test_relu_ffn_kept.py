@@ -237,3 +237,51 @@ def test_rows_that_become_sparse_beside_the_room(compiled):
         for g, e, t in zip(got, theirs, truth, strict=True):
             error = lambda a, t=t: ((a.double() - t).norm() / t.norm()).item()
             assert error(g) <= 1.5 * error(e) + 1e-6, share
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nothing_seen")
+def test_graphs_that_inductor_captures():
+    """mode="reduce-overhead": forward and backward are graphs of their own, whose memory is one pool."""
+    M = 1600
+    w = weights(0.5)
+    if not kernel.hopper.applies(tokens(M), w["gate"]):
+        pytest.skip("needs a Hopper GPU")
+    leaves = list(w.values())
+
+    def block(x):
+        h = F.relu(F.linear(x, w["gate"])) * F.linear(x, w["up"])
+        return F.linear(h, w["down"])
+
+    with sparse_inductor.enabled(only="relu_ffn"):
+        compiled = torch.compile(block, mode="reduce-overhead")
+        for seed in range(6):
+            torch.manual_seed(seed)
+            x = tokens(M)
+            torch.compiler.cudagraph_mark_step_begin()
+            y = compiled(x)
+            got = [g.clone() for g in torch.autograd.grad(y.float().square().sum(), [x, *leaves])]
+            want = torch.autograd.grad(block(x).float().square().sum(), [x, *leaves])
+            for g, e in zip(got, want, strict=True):
+                assert ((g.double() - e.double()).norm() / e.double().norm()).item() < 2e-2
+    assert kept.expected(w["gate"], capacity(len(w["gate"])))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nothing_seen")
+def test_copies_on_the_cpu_have_no_room():
+    """`save_on_cpu` brings back counts without what was behind them: it is made again."""
+    w = weights(0.5)
+    x = tokens(1500)
+    if not kernel.hopper.applies(x, w["gate"]):
+        pytest.skip("needs a Hopper GPU")
+    leaves = [x, *w.values()]
+    found = []
+    for _ in range(3):
+        with torch.autograd.graph.save_on_cpu():
+            y = sparse_inductor.ops.relu_ffn(x, **w)
+        found.append(torch.autograd.grad(y.float().square().sum(), leaves))
+        torch.cuda.synchronize()
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.equal(a, b)
