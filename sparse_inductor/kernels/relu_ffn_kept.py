@@ -10,7 +10,7 @@ dense, the next step's are allocated with room behind them:
 
 Only memory and time depend on what the host has seen: the device writes `whole`, the backward makes the projections
 again where it says that they are not there, and the numbers are the same. Whoever copies the counts (offloading) copies
-no room.
+no room. CUDA graphs of Inductor's own (mode="reduce-overhead") have none.
 """
 
 from __future__ import annotations
@@ -120,6 +120,6 @@ def look(weight: torch.Tensor, count: torch.Tensor) -> None:
         line = _lines[layer] = [len(_lines), 0]
     if line[1] % EVERY == 0:
         if _seen is None:
-            _seen = torch.zeros(MOST, SAMPLE, dtype=torch.int32, pin_memory=True)
+            _seen = torch.zeros(MOST, SAMPLE, dtype=torch.int32, device="cpu", pin_memory=True)
         _seen[line[0]].copy_(count[:SAMPLE], non_blocking=True)
     line[1] += 1

@@ -246,7 +246,7 @@ def _record(
             _plans[key] = recording.plan(result)
         except _Unplannable as why:
             _plans[key] = None
-            log.debug("%s is planned anew at each call: %s", fn.__qualname__, why)
+            log.debug("%s is planned anew at each call: %s", fn.__qualname__, str(why))
         return result
     finally:
         _one_at_a_time.release()

@@ -237,7 +237,10 @@ def _expects_dense_rows(args: Sequence[Any]) -> bool:
     """Whether the last steps of this layer that the host has seen had dense rows only."""
     from ..kernels import relu_ffn_kept as kept
 
-    return kept.expected(args[1], capacity(args[1].shape[0]))
+    gate = args[1]
+    if compat.in_graph_trees(gate.get_device()):
+        return False
+    return kept.expected(gate, capacity(gate.shape[0]))
 
 
 def _has_room(args: Sequence[Any]) -> bool:
@@ -246,7 +249,8 @@ def _has_room(args: Sequence[Any]) -> bool:
     from ..kernels import relu_ffn_kept as kept
 
     x, gate, up, count = args[2], args[3], args[5], args[12]
-    if len(count) > kernel.FEW and x.element_size() == 2:  # what may be kept
+    may_be_kept = len(count) > kernel.FEW and x.element_size() == 2
+    if may_be_kept and not compat.in_graph_trees(x.get_device()):
         kept.look(gate, count)
     return kept.of(count, x.dtype, gate.shape[0], up is not None) is not None
 
