@@ -147,7 +147,9 @@ def forward(
         # Among so many, one or two with more active neurons than usual are expected, and a tile of the dense path just
         # for them would take longer than to gather for them.
         cap *= 2
-    marking = stats is None and hopper.may_mark(x, b.gate, b.cut)
+    # The same product with statistics, so that what is kept is what a backward would make again.
+    marked_product = hopper.may_mark(x, b.gate, b.cut)
+    marking = stats is None and marked_product
     room = None if packed is None else kept.of(packed.count, x.dtype, N, up is not None)
     table = None
     for part in chunks(M, N, CHUNK):
@@ -160,7 +162,7 @@ def forward(
         state = packer.new_state(x.device, words)
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
-        if marking or room is not None:
+        if marked_product:
             gate, marks = hopper.marked_product(
                 x[part], b.gate, b.gate_bias, b.cut, state, None if room is None else room.gate[:m]
             )
