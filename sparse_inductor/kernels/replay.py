@@ -662,14 +662,8 @@ class _Call:
 
     def move(self, moved: Callable[[_At], _At]) -> None:
         """Where things are in the plan."""
-
-        def all_of(args: Any) -> Any:
-            if isinstance(args, _View):
-                return args._replace(at=moved(args.at))
-            return [all_of(a) for a in args] if isinstance(args, list) else args
-
-        self._args = all_of(self._args)
-        self._kwargs = {name: all_of(v) for name, v in self._kwargs.items()}
+        self._args = _moved(self._args, moved)
+        self._kwargs = {name: _moved(v, moved) for name, v in self._kwargs.items()}
 
     def written(self, writer: _Writer) -> list[str]:
         """The call as lines of code."""
@@ -693,6 +687,38 @@ class _Call:
         return lines
 
 
+# These are no functions within others that call themselves: such a one and its closure hold each other, and what else
+# the closure holds, a call's tensors, until Python looks for cycles. Memory would be held, and Inductor's CUDA graphs
+# take tensors for alive that are not.
+
+
+def _placed(a: Any, locate: Callable[[Tensor], _At | None]) -> Any:
+    """A launch's argument with places instead of tensors."""
+    if isinstance(a, Tensor):
+        return locate(a) or 0  # an empty tensor's address
+    if type(a) is tuple:
+        return tuple(_placed(e, locate) for e in a)
+    if hasattr(a, "block_shape"):
+        at = locate(a.base)
+        if at is None:
+            raise _Unplannable("an empty descriptor")
+        return _Descriptors(a, at)
+    return a
+
+
+def _moved(a: Any, moved: Callable[[_At], _At]) -> Any:
+    """Places that are elsewhere, in an argument of a launch or of an ATen operator."""
+    if isinstance(a, _At):
+        return moved(a)
+    if isinstance(a, _View):
+        return a._replace(at=moved(a.at))
+    if isinstance(a, _Descriptors):
+        a.at = moved(a.at)
+    if type(a) in (list, tuple):
+        return type(a)(_moved(e, moved) for e in a)
+    return a
+
+
 class _Launch:
     """A launch: its arguments, of which some are addresses and some hold addresses."""
 
@@ -705,32 +731,11 @@ class _Launch:
         line: int,
     ) -> None:
         self._compiled, self._grid, self._line = compiled, grid, line
-
-        def placed(a: Any) -> Any:
-            if isinstance(a, Tensor):
-                return locate(a) or 0  # an empty tensor's address
-            if type(a) is tuple:
-                return tuple(map(placed, a))
-            if hasattr(a, "block_shape"):
-                at = locate(a.base)
-                if at is None:
-                    raise _Unplannable("an empty descriptor")
-                return _Descriptors(a, at)
-            return a
-
-        self._args = [placed(a) for a in args]
+        self._args = [_placed(a, locate) for a in args]
 
     def move(self, moved: Callable[[_At], _At]) -> None:
         """Where things are in the plan."""
-
-        def all_of(a: Any) -> Any:
-            if isinstance(a, _At):
-                return moved(a)
-            if isinstance(a, _Descriptors):
-                a.at = moved(a.at)
-            return tuple(map(all_of, a)) if type(a) is tuple else a
-
-        self._args = [all_of(a) for a in self._args]
+        self._args = [_moved(a, moved) for a in self._args]
 
     def written(self, writer: _Writer) -> list[str]:
         """The launch as a line of code."""

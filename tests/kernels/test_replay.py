@@ -4,12 +4,14 @@ where nothing else happened on the way."""
 from __future__ import annotations
 
 import ctypes
+import gc
 import types
 
 import pytest
 import torch
 import triton
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sparse_inductor.kernels import launch as launching
 from sparse_inductor.kernels import replay
@@ -494,6 +496,24 @@ def test_a_failing_call_leaves_no_plan():
         with pytest.raises(ValueError):
             call(x)
     assert launching._watched is None
+
+
+def test_a_call_holds_no_tensor_when_it_has_ended():
+    """Neither the one that is recorded nor any other: not even in a cycle that Python would find later."""
+    call = operator(Kernel(double))
+    call(*draws(1), [], "a")
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(3):
+            x = torch.randn(4, 5)
+            y = call(x, [], "a")
+            storages = [StorageWeakRef(t.untyped_storage()) for t in (x, y)]
+            del x, y
+            assert all(s.expired() for s in storages)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def test_many_shapes_do_not_pile_up(monkeypatch):
