@@ -19,6 +19,7 @@ from . import relu_ffn_dense as dense
 from . import relu_ffn_kept as kept
 from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
+from . import relu_ffn_slopes_hopper as slopes_hopper
 from .branch import Branch
 from .launch import relaunched
 from .relu_ffn import Block, Packed, chunks, rows_of_table
@@ -355,10 +356,16 @@ class _Heavy:
         dense.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, **projected)
         if u is not None:
             dense.copied_product(self._xs, up, u, *listed, bias=b.up_bias, **projected)
-        dense.copied_product(self._dys, down, dh, *listed, by_row=True, source=self._dy)
+        # All rows at once, by one kernel, or a list of them, by two: one of the ways finds nothing to do.
+        at_once = slopes_hopper.applies(self._dy, down, g, b.f, b.g)
+        if at_once:
+            length = self._length
+            slopes_hopper.slopes(self._dy, down, g, u, dh, self._d_stats, length, b.f, b.g, b.cut)
+        of_dy = {"by_row": True, "source": self._dy, "some": at_once}
+        dense.copied_product(self._dys, down, dh, *listed, **of_dy)
         # Gradients are now where the projections were, which another backward has to make again.
         used = self._whole if self._ends else None
-        dense.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut, used)
+        dense.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut, used, some=at_once)
         if self._dx is not None:
             second = None if u is None else (u, up)
             dense.copied_product(

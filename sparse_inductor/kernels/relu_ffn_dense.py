@@ -509,15 +509,18 @@ def _copied_tiles(
 def _copied_product_kernel(
     a, all_a, b, c, d, bias, out, rows, length, made,
     M, N, K, stride_a, stride_all, stride_b, stride_d, stride_o,
+    SOME: tl.constexpr,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b.
 
     Where all M rows are listed, of all_a instead of a, unless that is None, and nothing if `made`, unless that is None,
-    says that it is done.
+    says that it is done, or with SOME.
     """
     n_rows = tl.load(length)
+    if SOME and n_rows == M:
+        return
     if made is not None and n_rows == M and tl.load(made) != 0:
         return
     if all_a is not None and n_rows == M:
@@ -545,11 +548,13 @@ def copied_product(
     bias: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
     made: torch.Tensor | None = None,
+    some: bool = False,
 ) -> None:
     """out[i] (with `scatter` out[rows[i]]) = a[i] @ b^T (+ second[0][i] @ second[1]^T) + bias, i < length.
 
     a: as `gather` gives it, from rows of `source`. b: [N, K], or with `by_row` [K, N] and not transposed; unit stride
-    along rows, as a. made, one int32: where all rows are listed and it is not 0, `out` is there already.
+    along rows, as a. made, one int32: where all rows are listed and it is not 0, `out` is there already. some: nothing
+    where all rows are listed.
     """
     tile = _tile(a)
     M = len(out) if source is None else len(source)
@@ -567,7 +572,7 @@ def copied_product(
     _copied_product_kernel[(_programs(a),)](
         *given, bias, out, rows, length, made,
         M, N, K, a.stride(0), 0 if source is None else source.stride(0), b.stride(0), d.stride(0), out.stride(0),
-        BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter, HAS_BIAS=bias is not None,
+        SOME=some, BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter, HAS_BIAS=bias is not None,
         PRECISION=precision(a), **tile,
     )  # fmt: skip
 
@@ -576,17 +581,19 @@ def copied_product(
 @triton.jit
 def _slopes_kernel(
     gate, up, dh, d_stats, rows, length, made,
-    N, stride_s, CUT,
+    M, N, stride_s, CUT, SOME: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in PAD rows more.
 
-    made, unless that is None, becomes 0.
+    made, unless that is None, becomes 0. SOME: nothing else where all M rows are listed.
     """
     n_rows = tl.load(length)
     if made is not None and tl.program_id(0) == 0:
         tl.store(made, tl.zeros([], tl.int32))
+    if SOME and n_rows == M:
+        return
     blocks = tl.cdiv(N, BLOCK)
     for t in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD * blocks, tl.num_programs(0)):
         i = (t // blocks).to(tl.int64)
@@ -621,11 +628,15 @@ def slopes_in_place(
     g: Program,
     cut: float,
     made: torch.Tensor | None = None,
+    some: bool = False,
 ) -> None:
-    """(gate, up, dh) [M, N] of listed rows to (d gate, d up, h), in place. made: one int32 that becomes 0."""
+    """(gate, up, dh) [M, N] of listed rows to (d gate, d up, h), in place. made: one int32 that becomes 0.
+
+    some: nothing else where all of `rows` are listed.
+    """
     _slopes_kernel[(8 * _programs(gate),)](
         gate, up, dh, d_stats, rows, length, made,
-        gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut,
+        len(rows), gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut, SOME=some,
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, STATS=d_stats is not None,
         PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32,
     )  # fmt: skip

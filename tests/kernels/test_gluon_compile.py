@@ -22,12 +22,14 @@ def compile_all() -> None:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_marked as marked
     from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
     from sparse_inductor.kernels import relu_ffn_pool_hopper as pool_hopper
     from sparse_inductor.kernels import relu_ffn_ptx as ptx
     from sparse_inductor.kernels import relu_ffn_resident as resident
+    from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes
     from sparse_inductor.kernels import relu_ffn_sums as sums
     from sparse_inductor.kernels import relu_ffn_sums_ptx as sums_ptx
     from sparse_inductor.kernels.epilogue import encode
@@ -57,6 +59,13 @@ def compile_all() -> None:
     compiled = made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4)
     code = compiled.asm["ptx"]
     assert "wgmma" in code and "cp.async.cg" in code and ".local" not in code
+    assert compiled.metadata.shared <= 227 * 1024
+    wide = f"tensordesc<bf16[64, 256],{slopes._wide_layout(torch.bfloat16)!r}>"
+    types = [boxes[0], wide, *[boxes[0]] * 3, *"*fp32 *i32 i32 i32 i32 i32 fp32".split()]
+    constants = {"GATED": True, "STATS": True, "F": encode(parse("relu")), "G": encode(())}
+    compiled = made(slopes._slopes_kernel, types, constants, num_warps=4)
+    code = compiled.asm["ptx"]
+    assert "wgmma" in code and "cp.async.bulk.tensor" in code and ".local" not in code
     assert compiled.metadata.shared <= 227 * 1024
     body = ptx.dots("bf16", 16, 1)
     constants = {"SLICES": 16, "PARTS": 8, "TILES": 11, "BODY": body, "FIRST": True}

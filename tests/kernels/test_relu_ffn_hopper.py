@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import parse
+from sparse_inductor.kernels import relu_ffn_dense as dense
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
 from sparse_inductor.kernels import relu_ffn_packing as packer
+from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes_hopper
 from sparse_inductor.kernels.unroll import unrolled
 
 
@@ -97,3 +99,40 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
     state[packer.DENSE.value] = M - 1
     hopper.hidden(x, up, b, gate, state, f, g, 0.0, out, (ups, whole))
     assert whole.item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("steps", "up_steps"), [("relu", None), ("relu", ""), ("relu | square", "sigmoid")]
+)
+@pytest.mark.parametrize("stats", [True, False])
+@pytest.mark.parametrize(("M", "N", "D"), [(1001, 1000, 328), (129, 264, 64), (4096, 1408, 512)])
+def test_slopes_at_once_are_those_of_two_kernels(dtype, steps, up_steps, stats, M, N, D):
+    torch.manual_seed(0)
+    draw = lambda *s: torch.randn(*s, device="cuda").to(dtype)
+    dy, down = draw(M, D), draw(D, N) / D**0.5
+    made = [draw(M + dense.PAD.value, N) for _ in range(1 if up_steps is None else 2)]
+    d_stats = torch.randn(4, M, device="cuda") if stats else None
+    f, g = parse(steps), parse(up_steps or "")
+    hopper_gpu(dy)
+    assert slopes_hopper.applies(dy, down, made[0], f, g)
+    rows = torch.arange(M, dtype=torch.int32, device="cuda")
+    length = torch.full((1,), M, dtype=torch.int32, device="cuda")
+
+    want = [t.clone() for t in made]
+    dh = torch.empty_like(made[0])
+    dense.copied_product(dy, down, dh, rows, length, by_row=True, source=dy)
+    up = want[1] if len(want) > 1 else None
+    dense.slopes_in_place(want[0], up, dh, d_stats, rows, length, f, g, 0.0)
+
+    got, h = [t.clone() for t in made], torch.full_like(made[0], torch.nan)
+    up = got[1] if len(got) > 1 else None
+    fewer = length - 1
+    slopes_hopper.slopes(dy, down, got[0], up, h, d_stats, fewer, f, g, 0.0)
+    assert h.isnan().all() and all(map(torch.equal, got, made)), "not all rows are listed"
+    slopes_hopper.slopes(dy, down, got[0], up, h, d_stats, length, f, g, 0.0)
+    tile = -(-M // 64) * 64  # zeros up to here
+    for a, b in zip((*got, h), (*want, dh), strict=True):
+        torch.testing.assert_close(a[:tile].float(), b[:tile].float(), rtol=2e-2, atol=3e-2)
+        assert not a[M:tile].any()
