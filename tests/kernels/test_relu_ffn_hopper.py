@@ -134,5 +134,5 @@ def test_slopes_at_once_are_those_of_two_kernels(dtype, steps, up_steps, stats, 
     slopes_hopper.slopes(dy, down, got[0], up, h, d_stats, length, f, g, 0.0)
     tile = -(-M // 64) * 64  # zeros up to here
     for a, b in zip((*got, h), (*want, dh), strict=True):
-        torch.testing.assert_close(a[:tile].float(), b[:tile].float(), rtol=2e-2, atol=3e-2)
+        torch.testing.assert_close(a[:tile].float(), b[:tile].float(), rtol=2e-2, atol=5e-2)
         assert not a[M:tile].any()
