@@ -197,8 +197,8 @@ def variance_for(shape: Shape, device: torch.device, wanted: float, alpha: float
     """The query variance at which a row keeps `wanted` keys: the support falls as the variance grows."""
     torch.manual_seed(0)
     q, k = (torch.randn(1, 1, shape.L, shape.D, device=device) for _ in range(2))
-    low, high = 1e-4, 1000.0
-    for _ in range(24):
+    low, high = 1e-8, 1000.0
+    for _ in range(32):
         middle = math.sqrt(low * high)
         many = support(q * middle**0.5, k, shape.causal, alpha) > wanted
         low, high = (middle, high) if many else (low, middle)
