@@ -38,7 +38,6 @@ from .runtime import (
     below_autograd,
     current_device,
     functional_mode,
-    in_graph_trees,
     keeps_operators,
     launch_settings,
     lazy_clone,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,21 +40,6 @@ def modes_active() -> bool:
 def observed() -> bool:
     """Whether somebody wants to see every operator's call: a mode, or a profiler."""
     return modes_active() or torch.autograd._profiler_enabled()
-
-
-def in_graph_trees(device_index: int) -> bool:
-    """Whether Inductor (mode="reduce-overhead") makes CUDA graphs of what this thread runs, or warms up for it: memory
-    that its graphs do not know of as an input or an output must not outlive a call there."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None:
-        return False
-    name = "tree_manager_containers"
-    containers = getattr(trees.local, name, None)
-    if containers is None and torch._C._is_key_in_tls(name):  # a backward's thread
-        containers = torch._C._get_obj_in_tls(name)
-    container = (containers or {}).get(device_index)
-    manager = None if container is None else container.tree_manager
-    return manager is not None and (manager.in_warmup or manager.in_recording)
 
 
 def transforms_active() -> bool:

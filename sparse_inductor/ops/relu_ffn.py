@@ -238,8 +238,6 @@ def _expects_dense_rows(args: Sequence[Any]) -> bool:
     from ..kernels import relu_ffn_kept as kept
 
     gate = args[1]
-    if compat.in_graph_trees(gate.get_device()):
-        return False
     return kept.expected(gate, capacity(gate.shape[0]))
 
 
@@ -250,7 +248,7 @@ def _has_room(args: Sequence[Any]) -> bool:
 
     x, gate, up, count = args[2], args[3], args[5], args[12]
     may_be_kept = len(count) > kernel.FEW and x.element_size() == 2
-    if may_be_kept and not compat.in_graph_trees(x.get_device()):
+    if may_be_kept:
         kept.look(gate, count)
     return kept.of(count, x.dtype, gate.shape[0], up is not None) is not None
 

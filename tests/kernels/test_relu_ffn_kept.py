@@ -4,15 +4,12 @@ the numbers are those without."""
 from __future__ import annotations
 
 import dataclasses
-import types
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import sparse_inductor
-from sparse_inductor import compat
 from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import relu_ffn as kernel
@@ -50,22 +47,6 @@ def test_only_counts_that_were_made_so_have_room():
         assert kept.of(other, x.dtype, 40, True) is None
     assert kept.of(count, x.dtype, 40, False) is None
     assert kept.of(count, x.dtype, 48, True) is None
-
-
-def test_whether_inductor_makes_graphs_of_a_call(monkeypatch):
-    trees = pytest.importorskip("torch._inductor.cudagraph_trees")
-    assert not compat.in_graph_trees(0)
-    manager = types.SimpleNamespace(in_warmup=True, in_recording=False)
-    containers = {0: types.SimpleNamespace(tree_manager=manager)}
-    monkeypatch.setattr(trees.local, "tree_manager_containers", containers)
-    assert compat.in_graph_trees(0) and not compat.in_graph_trees(1)
-    manager.in_warmup = False
-    assert not compat.in_graph_trees(0)
-    manager.in_recording = True
-    assert compat.in_graph_trees(0)
-    with ThreadPoolExecutor() as other:  # which nobody has told of any
-        assert not other.submit(compat.in_graph_trees, 0).result()
-        assert not other.submit(hasattr, trees.local, "tree_manager_containers").result()
 
 
 def dense_step(gated, bias):
@@ -253,6 +234,54 @@ def test_rows_that_become_sparse_beside_the_room(compiled):
         for g, e, t in zip(got, theirs, truth, strict=True):
             error = lambda a, t=t: ((a.double() - t).norm() / t.norm()).item()
             assert error(g) <= 1.5 * error(e) + 1e-6, share
+
+
+class Block(torch.nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        for name, t in w.items():
+            self.register_parameter(name, torch.nn.Parameter(t.detach().clone()))
+
+    def forward(self, x):
+        h = F.relu(F.linear(x, self.gate)) * F.linear(x, self.up)
+        return F.linear(h, self.down)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("nothing_seen")
+def test_graphs_that_inductor_captures(monkeypatch):
+    """mode="reduce-overhead": forward and backward are graphs of their own, whose memory is one pool, and room is in it
+    where the run before the capture had dense rows."""
+    M = 1600
+    dense, sparse = weights(0.5, D=512), weights(0.02, D=512)
+    if not kernel.hopper.applies(tokens(M), dense["gate"]):
+        pytest.skip("needs a Hopper GPU")
+    model = torch.nn.Sequential(Block(dense), Block(dense))
+    counts, captured = kept.counts, []
+
+    def counted(*args):
+        captured.append(torch.cuda.is_current_stream_capturing())
+        return counts(*args)
+
+    monkeypatch.setattr(kept, "counts", counted)
+    with sparse_inductor.enabled(only="relu_ffn"):
+        compiled = torch.compile(model, mode="reduce-overhead")
+        for seed in range(8):
+            torch.manual_seed(seed)
+            x = tokens(M)
+            torch.compiler.cudagraph_mark_step_begin()
+            leaves = [x, *model.parameters()]
+            y = compiled(x)
+            got = [g.clone() for g in torch.autograd.grad(y.float().square().sum(), leaves)]
+            want = torch.autograd.grad(model(x).float().square().sum(), leaves)
+            for g, e in zip(got, want, strict=True):
+                assert ((g.double() - e.double()).norm() / e.double().norm()).item() < 3e-2
+            if seed == 4:
+                with torch.no_grad():
+                    for block in model:
+                        for name, t in sparse.items():
+                            getattr(block, name).copy_(t)
+    assert any(captured)
 
 
 @pytest.mark.gpu
