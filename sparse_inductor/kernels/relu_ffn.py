@@ -159,7 +159,13 @@ def forward(
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
         pool = rows_pool.Pool(x[part]) if shares else None
         words = rows_pool.words(m, N) if shares and not marking else 0
+        # Nothing lies between the dot products and the weighted rows, which take rows as they come.
+        alone = not (shares or numbers is not None or m >= SUMMED or resides(m, packed is not None))
+        follows = up is not None and alone and rows.follows(x, up)
+        if follows:
+            words = -(-m // 2)
         state = packer.new_state(x.device, words)
+        ready = state[len(state) - words :].view(torch.int32) if follows else None
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
         if marked_product:
@@ -177,7 +183,9 @@ def forward(
             index = torch.empty(
                 m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
             )
-            value, ups = x.new_empty(m, cap), None
+            # Gates are read where the product left them, by all but what goes through entries neuron by neuron.
+            picks = marks is None or up is None or resides(m, False)
+            value, ups = x.new_empty(m, cap) if picks else None, None
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
             ups = packed.up[part] if up is not None else None
@@ -219,7 +227,7 @@ def forward(
                     arranged = ahead.mark()
             h, steps, rest = value, b.f, None
             if up is not None:
-                h, steps = torch.empty_like(value), ()
+                h, steps = x.new_empty(m, cap), ()
                 slices = resident.plan(x[part], up) if resides(m, packed is not None) else None
                 if slices is not None:
                     octets = state[packer.OCTETS.value : packer.SUMMED.value].view(torch.int32)
@@ -232,7 +240,11 @@ def forward(
             # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
             branch = lines.enter_context(Branch(x.device))
             if up is not None:
-                rows.dots(x[part], up, b.up_bias, entries, ups, packing, h, b.f, b.g, rest)
+                gates = gate if value is None else value
+                rows.dots(
+                    x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g, rest,
+                    whole=value is None, ready=ready,
+                )  # fmt: skip
                 if numbers is not None:
                     rows.hidden_stats(count, h, numbers)
             beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
@@ -262,13 +274,14 @@ def forward(
                     dense.row_stats(gate, numbers, listed, made)
                 dense.product(gate, b.down, y[part], listed, b.down_bias, made)
             if summed is not None and ahead is not None:
-                ahead.wait(arranged)
-                summed.put(h, steps)
                 ahead.follow()
                 with ahead.beside():
+                    # The sums follow the values without an event between: they load their slices meanwhile.
                     ahead.wait(pooled)
+                    summed.put(h, steps)
                     summed.sums(table, b.down_bias, y[part])
+                ahead.wait(arranged)
                 beside.update(summed=summed.done, summed_rows=sums.BLOCK)
             branch.wait(pooled)
-            rows.weighted_rows(count, index, h, table, y[part], **beside)
+            rows.weighted_rows(count, index, h, table, y[part], ready=ready, **beside)
     return y

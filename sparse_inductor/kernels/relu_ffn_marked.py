@@ -43,6 +43,8 @@ def _pack_kernel(
 ):  # fmt: skip
     """A program packs the rows of a block, as BODY says. Without pools there is nothing of theirs."""
     wait_for_previous(EARLY)
+    if value is None:
+        value = count
     if size is None:
         size, neuron, pool_value = count, count, count
     tl.inline_asm_elementwise(
@@ -59,7 +61,7 @@ def _pack_kernel(
 def pack(
     gate: torch.Tensor,
     marks: torch.Tensor,
-    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     rows_heavy: torch.Tensor,
     state: torch.Tensor,
     pool: rows_pool.Pool | None = None,
@@ -75,18 +77,18 @@ def pack(
     cap = index.shape[1]
     piece, most = pieces_of(M, cap, False)
     pieces = torch.empty(M * most, dtype=torch.int32, device=gate.device)
-    parts = 1
+    parts, values = 1, value is not None
     made = (marks.shape[1], N, cap, piece, most, index.dtype == torch.int32)
     if pool is None:
         chosen = (None, None, None)
         warps, each = (1, 1) if M <= FEW else BLOCK
         rows = warps * each
-        body = ptx.pack(*made, rows, warps)
+        body = ptx.pack(*made, rows, warps, values=values)
     else:
         multiprocessors = torch.cuda.get_device_properties(gate.device).multi_processor_count
         warps, parts = _blocks(marks.shape[1], pool.blocks, multiprocessors)
         rows, chosen = rows_pool.ROWS, (pool.size, pool.neuron, pool.value)
-        body = ptx.pack(*made, rows, warps, rows_pool.SIZE, rows_pool.ENTRIES, parts)
+        body = ptx.pack(*made, rows, warps, rows_pool.SIZE, rows_pool.ENTRIES, parts, values)
     _pack_kernel[(triton.cdiv(M, rows) * parts,)](
         marks, gate, count, index, value, state, rows_heavy, pieces, *chosen, M, dense_row(M, N),
         BODY=body, **early(gate), num_warps=warps,

@@ -384,7 +384,7 @@ LIST:
 LISTED:"""
 
 
-def _put(pools: bool, wide: bool, room: int) -> str:
+def _put(pools: bool, wide: bool, room: int, values: bool) -> str:
     """Write what is listed, places `window` on of `many`, two entries a lane at a time."""
     load, store = "", ""
     for h in range(2):
@@ -397,8 +397,13 @@ def _put(pools: bool, wide: bool, room: int) -> str:
     mov.u32 item{h}, 0;
     @there{h} ld.shared.u32 item{h}, [t];
     {f"and.b32 t, item{h}, 32767;" if pools else f"mov.u32 t, item{h};"}
-    mad.wide.u32 at, t, 2, gates;
-    @there{h} ld.global.u16 gate{h}, [at];"""
+    mad.wide.u32 at, t, 2, gates;"""
+        if values:
+            load += f"@there{h} ld.global.u16 gate{h}, [at];"
+        elif pools:
+            load += f"""
+    setp.ge.and.u32 pooled, item{h}, {1 << 31}, there{h};
+    @pooled ld.global.u16 gate{h}, [at];"""
         if pools:
             store += f"""
     shr.u32 t, item{h}, 16;
@@ -417,7 +422,9 @@ def _put(pools: bool, wide: bool, room: int) -> str:
     mov.u32 t, item{h};"""
         store += f"""
     mad.wide.u32 at, n, {4 if wide else 2}, indices;
-    @there{h} st.global.u{32 if wide else 16} [at], t;
+    @there{h} st.global.u{32 if wide else 16} [at], t;"""
+        if values:
+            store += f"""
     mad.wide.u32 at, n, 2, values;
     @there{h} st.global.u16 [at], gate{h};"""
     return f"""
@@ -446,13 +453,14 @@ def pack(
     size: int = 0,
     entries: int = 0,
     parts: int = 1,
+    values: bool = True,
 ) -> str:
     """`parts` blocks of `warps` each pack `rows` rows from their marks, $3, `words` words each, and the gates of 16
     bits, $4, N each.
 
-    $1 the block, of $11; $2 rows there are; $5 the counts; $6 the indices, int32 if `wide` else int16, and $7 the
-    values, `cap` a row; $8 the state and $9 the heavy rows, of `relu_ffn_packing`; $10 the pieces, `pieces` of a row at
-    most; $12 entries that cost as much as a row of the dense path, fp32.
+    $1 the block, of $11; $2 rows there are; $5 the counts; $6 the indices, int32 if `wide` else int16, and $7, if
+    `values`, the values, `cap` a row; $8 the state and $9 the heavy rows, of `relu_ffn_packing`; $10 the pieces,
+    `pieces` of a row at most; $12 entries that cost as much as a row of the dense path, fp32.
 
     size: neurons of a block's pool at most, a multiple of 256, if it is not 0: pools are of 128 rows. $13 the sizes,
     and $14 the neurons of each; $15 the values of its rows. A pool is the neurons that at least t of its packed rows
@@ -622,7 +630,7 @@ WINDOW:
     {"mov.u32 stray, stray_first;" if pools else ""}
     {_list(pools, room)}
     bar.warp.sync -1;
-    {_put(pools, wide, room)}
+    {_put(pools, wide, room, values)}
     bar.warp.sync -1;
     add.u32 window, window, {room};
     setp.lt.u32 p, window, many;

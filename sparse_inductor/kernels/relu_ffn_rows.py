@@ -18,7 +18,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_ptx as ptx
-from .early import EARLY_STARTS, early, wait_for_previous
+from .early import EARLY_STARTS, early, let_next_start, wait_for_previous
 from .epilogue import dual, encode, evaluate
 from .launch import relaunched
 from .relu_ffn_packing import IN_ORDER, LISTED, n_listed, pieces_of
@@ -27,6 +27,7 @@ __all__ = [
     "FLIGHT",
     "by_neuron",
     "dots",
+    "follows",
     "gradients",
     "hidden_stats",
     "limited",
@@ -96,6 +97,12 @@ def _whole(n: int, interpreted: bool) -> tuple[int, int]:
     """(columns, warps) for a dot product over rows of n: all of a row at once, as long as registers last."""
     columns = width(n, 8192, interpreted)
     return columns, max(1, columns // DOT_COLUMNS)
+
+
+def follows(x: torch.Tensor, table: torch.Tensor) -> bool:
+    """Whether `weighted_rows` may take rows as `dots` of tokens x and this table has done them, as its next kernel: all
+    of that one's programs run when the first of this begins, and have all of a row's entries."""
+    return early(x)["EARLY"] and _parts(table)[0] == 1
 
 
 @relaunched
@@ -215,20 +222,36 @@ def _row_of_rest(alone, i, M):
     return tl.minimum(m, M - 1).to(tl.int64)
 
 
+# A row's word of `ready`: how many of its entries are done, and this once the program that has the row has seen it.
+ROW_SEEN = tl.constexpr(1 << 20)
+
+
+@triton.jit
+def _wait_for_entries(ready, m, n, seen):
+    """Wait until n entries of row m are done, of which `seen` says what is known; what is then.
+
+    Nobody waits for ever: all programs that have entries to do were running when the first that waits began.
+    """
+    while seen < ROW_SEEN + n:
+        seen = tl.atomic_add(ready + m, 0, sem="acquire")
+    return seen
+
+
 @relaunched
 @triton.jit(do_not_specialize=["listers"])
 def _dots_kernel(
-    x, table, bias, count, index, gates, ups, out, state, pieces, octets, alone,
-    M, K, stride_x, stride_t, listers,
+    x, table, bias, count, index, gates, ups, out, state, pieces, octets, alone, ready,
+    M, K, stride_x, stride_t, stride_g, listers,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEEP: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
-    PARTS: tl.constexpr, SPAN: tl.constexpr, REST: tl.constexpr,
+    KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    LISTS: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, REST: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
     for each. Of several PARTS of the table, SPAN neurons each, it takes those of a piece that are in one.
 
+    WHOLE: `gates` is the projection [M, N], not the entries'. ready: where a row's entries are told to be done.
     REST: the rows of the groups that `relu_ffn_resident` has left alone, each in one piece.
     """
     wait_for_previous(EARLY)
@@ -263,7 +286,8 @@ def _dots_kernel(
                 valid = e + r < c
                 at = m * CAP + e + r
                 after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, last)).to(tl.int64)
-                g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+                gates_at = m * stride_g + id if WHOLE else at
+                g = tl.load(gates + gates_at, mask=valid, other=0.0).to(tl.float32)
                 u = _dot_block(x + m * stride_x, token, table, id, stride_t, K, WIDTH, EVEN, ONE)
                 if HAS_BIAS:
                     u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
@@ -271,6 +295,12 @@ def _dots_kernel(
                     tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
                 h = tl.where(valid, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
                 tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
+        if ready is not None:
+            done = tl.maximum(c - start, 0)
+            if tl.program_id(0) >= listers:
+                done += ROW_SEEN
+            tl.debug_barrier()
+            tl.atomic_add(ready + m, done, sem="release")
 
 
 @relaunched
@@ -320,10 +350,13 @@ def dots(
     f: Program,
     g: Program,
     rest: tuple[torch.Tensor, torch.Tensor] | None = None,
+    whole: bool = False,
+    ready: torch.Tensor | None = None,
 ) -> None:
     """h of the packed rows into `out` [M, CAP]; fills `ups`, the up projection itself, where given. packing: of `pack`.
 
-    rest: of `relu_ffn_resident.Lists`, where it has done the others.
+    rest: of `relu_ffn_resident.Lists`, where it has done the others. whole: `packed` has the projection [M, N] in place
+    of the entries' gates. ready: [M] zeros, for `weighted_rows`, which is to be the next kernel (`follows`).
     """
     count, index, gates = packed
     M, K = x.shape
@@ -337,12 +370,11 @@ def dots(
     parts, span = _parts(table)
     keep = ups is not None
     _dots_kernel[(listers + programs, parts)](
-        x, table, bias, count, index, gates, ups, out, *packing, octets, alone,
-        M, K, x.stride(0), table.stride(0), listers,
+        x, table, bias, count, index, gates, ups, out, *packing, octets, alone, ready,
+        M, K, x.stride(0), table.stride(0), gates.stride(0), listers,
         F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
-        KEEP=keep, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0,
-        PARTS=parts, SPAN=span, REST=rest is not None,
-        FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
+        KEEP=keep, WHOLE=whole, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0, PARTS=parts, SPAN=span,
+        REST=rest is not None, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
         **early(x), **limited(x), num_warps=warps,
     )  # fmt: skip
 
@@ -443,7 +475,7 @@ def _unsummed(
 @relaunched
 @triton.jit(do_not_specialize=["listers", "programs"])
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces, summed, all_summed,
+    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces, summed, all_summed, ready,
     M, D, stride_a, stride_b, stride_o, listers, programs,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     SUMMED: tl.constexpr, LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
@@ -455,9 +487,15 @@ def _weighted_rows_kernel(
     POOL_ROWS: where the row's block has a pool, its part is in `out` already. ASK: where the state says that all rows
     are dense, the row becomes heavy. LISTS: a row of more than LONG entries is done where its first two pieces are
     listed, half of the columns each, and twice as many table rows in flight: else it would be waited for.
-    summed: of each SUMMED rows, unless that is 0, whether it is done already.
+    summed: of each SUMMED rows, unless that is 0, whether it is done already. ready: a row is waited for, not all of
+    them, whose dot products the kernel in front of this one makes.
     """
-    wait_for_previous(EARLY)
+    seen = tl.zeros([], tl.int32)
+    if ready is None:
+        wait_for_previous(EARLY)
+    else:
+        let_next_start(EARLY)
+        seen = _wait_for_entries(ready, tl.maximum(tl.program_id(0) - listers, 0), 0, seen)
     HALF: tl.constexpr = WIDTH // 2
     first, end, step = _own_pieces(state, listers, M, LISTS)
     d = tl.program_id(1) * WIDTH
@@ -468,15 +506,15 @@ def _weighted_rows_kernel(
     if SUMMED > 0:
         nothing = tl.load(all_summed) == tl.cdiv(M, SUMMED)
     if LISTS and tl.program_id(0) < listers:
-        if none or nothing:
-            return
-        for i in range(first, end, step):
+        for i in range(first, tl.where(none or nothing, first, end), step):
             m, part = _piece(pieces, i, listers, PIECES, LISTS)
             c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, 2 * FLIGHT)
             here = (c <= CAP) & (c > LONG) & (part < 2)
             if SUMMED > 0:
                 here &= tl.load(summed + m // SUMMED) == 0
             if here:
+                if ready is not None:
+                    _wait_for_entries(ready, m, c, 0 * seen)
                 _weighted_row(
                     m, c, d + part * HALF + tl.arange(0, HALF), ahead, n_pool,
                     index, value_a, table_a, value_b, table_b, bias, out,
@@ -487,6 +525,10 @@ def _weighted_rows_kernel(
         c, ahead, n_pool = _unsummed(
             first, end, count, index, pool_size, summed, CAP, SUMMED, POOL_ROWS, FLIGHT
         )
+        if ready is not None:  # noqa: SIM102
+            if (c <= CAP) & ((not LISTS) | (c <= LONG)):
+                # Where all rows are dense, none of their entries is ever done.
+                _wait_for_entries(ready, first, tl.where(none, 0, c), seen)
         if nothing:
             return
         if SUMMED > 0:
@@ -516,6 +558,9 @@ def _weighted_rows_kernel(
                 D, stride_a, stride_b, stride_o,
                 STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
             )  # fmt: skip
+    if ready is not None:  # noqa: SIM102
+        if tl.program_id(0) == 0:
+            tl.extra.cuda.gdc_wait()  # what waits for this kernel waits for the one in front of it
 
 
 def weighted_rows(
@@ -533,12 +578,13 @@ def weighted_rows(
     packing: tuple[torch.Tensor, torch.Tensor] | None = None,
     summed: tuple[torch.Tensor, torch.Tensor] | None = None,
     summed_rows: int = 0,
+    ready: torch.Tensor | None = None,
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
     Rows that are heavy are left as they are, and become so where `packing`, of `pack`, says it of all. pool_size: of
     each block of `pool_rows` rows; where it is not 0, `out` is added to. summed: of each `summed_rows` rows; where it
-    is not 0, there is nothing to do; and how many are not.
+    is not 0, there is nothing to do; and how many are not. ready: of `dots`, which was launched just before.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
@@ -553,7 +599,7 @@ def weighted_rows(
         programs = min(M, max(IDLE_SUMS, M // ROWS_IDLE))
         listers = min(listers, programs // 2)
     _weighted_rows_kernel[(listers + programs, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces, flags, all_flags,
+        count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces, flags, all_flags, ready,
         M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, programs,
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], SUMMED=summed_rows, LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,

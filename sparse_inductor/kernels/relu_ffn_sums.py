@@ -141,7 +141,10 @@ def _sums_kernel(
     table, out, summed, tokens, heads, lists, bias, N, groups, stride_t, stride_o,
     SLICES: gl.constexpr, TILES: gl.constexpr, BODY: gl.constexpr,
 ):  # fmt: skip
-    """A program makes 16 features of the sums of a share of the groups. Reads its slice of the table once."""
+    """A program makes 16 features of the sums of a share of the groups. Reads its slice of the table once.
+
+    The table, and whether there is something to sum, are there when this starts; the values are when it has waited.
+    """
     names.let_next_start()
     slice = gl.program_id(0) % SLICES
     share = gl.program_id(0) // SLICES
@@ -152,13 +155,15 @@ def _sums_kernel(
     r = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     k = gl.arange(0, FEATURES, gl.SliceLayout(0, layout))
     column = table + slice * FEATURES + k
-    names.wait_for_previous()
-    if gl.load(summed) > 0:
+    some = gl.load(summed) > 0
+    if some:
         for i in gl.static_range(TILES):
             n = gl.minimum(i * TILE + r, N - 1).to(gl.int64)
             rows = column[None, :] + (n * stride_t)[:, None]
             names.load_rows(held.index(i), rows)
         async_copy.commit_group()
+    names.wait_for_previous()
+    if some:
         async_copy.wait_group(0)
         gl.inline_asm_elementwise(
             BODY, "=r,l,r,l,l,l,r,r,l",
@@ -217,7 +222,7 @@ class Lists:
 
     def sums(self, table: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """out[m] = bias + sum_i value[m, i] * table[index[m, i]] for the rows of flagged blocks that are not heavy, by
-        the values that were put. table [N, D], out [M, D].
+        the values that were put by the launch before. table [N, D], there before that one starts; out [M, D].
 
         Where a table's row is not finite, not only tokens that need it get NaN, as from a product with all of it."""
         N, D = table.shape

@@ -1,0 +1,100 @@
+"""Weighted rows that follow the dot products row by row, and gates that are read where the product left them: the
+numbers are those of kernels that wait for each other, and of gates that are packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sparse_inductor
+from sparse_inductor.kernels import relu_ffn as kernel
+from sparse_inductor.kernels import relu_ffn_rows as rows
+from sparse_inductor.kernels import replay
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded():
+    replay.forget()
+    yield
+    replay.forget()
+
+
+def block(N, K, D, share, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    draw = lambda *s: torch.randn(*s, device="cuda", dtype=dtype)
+    gate = draw(N, K) / K**0.5
+    gate[:, -1] = -torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
+    return {"gate": gate, "up": draw(N, K) / K**0.5, "down": draw(D, N) / 4}
+
+
+def tokens(M, K, uneven, dtype=torch.bfloat16):
+    """The last number is what the gates' thresholds are times: rows of 0.5 have many active, some have half."""
+    x = torch.randn(M, K, device="cuda", dtype=dtype)
+    x[:, -1] = 1
+    if uneven:
+        x[::3, -1] = 0.75
+        x[5::97, -1] = 0
+        x[7::50] = 0  # none
+    return x
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("share", [0.005, 0.03, 0.5])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "D", "dtype"),
+    [
+        (1025, 5632, 512, 640, torch.bfloat16),
+        (2048, 640, 256, 2304, torch.bfloat16),
+        (4095, 1408, 2048, 512, torch.bfloat16),
+        (3000, 1408, 256, 512, torch.float32),
+    ],
+)
+def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
+    w = block(N, K, D, share, dtype)
+    x = tokens(M, K, uneven, dtype)
+    if not rows.follows(x, w["up"]):
+        pytest.skip("needs a Hopper GPU")
+    leaves = [t.requires_grad_() for t in (x, *w.values())]
+    dy = torch.randn(M, D, device="cuda", dtype=dtype)
+
+    def all_of_it():
+        with torch.no_grad():
+            y = sparse_inductor.ops.relu_ffn(x, **w)
+        trained = sparse_inductor.ops.relu_ffn(x, **w)
+        return [y, trained.detach(), *torch.autograd.grad(trained, leaves, dy)]
+
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = [all_of_it() for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        captured = all_of_it()
+    for _ in range(3):
+        for t in captured:
+            t.zero_()
+        graph.replay()
+        found.append([t.clone() for t in captured])
+    monkeypatch.setattr(rows, "follows", lambda *_: False)
+    replay.forget()
+    want = all_of_it()
+    for got in found:
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("share", [0.005, 0.03])
+@pytest.mark.parametrize("M", [1500, 4500, 12000])
+def test_gates_that_are_not_packed(M, share, monkeypatch):
+    """With pools and sums by lists behind them, or without."""
+    w = block(1408, 512, 640, share)
+    x = tokens(M, 512, True)
+    with torch.no_grad():
+        got = sparse_inductor.ops.relu_ffn(x, **w)
+        monkeypatch.setattr(kernel, "resides", lambda *_: True)
+        monkeypatch.setattr(kernel.resident, "plan", lambda *_: None)
+        replay.forget()
+        want = sparse_inductor.ops.relu_ffn(x, **w)
+    assert torch.equal(got, want)
