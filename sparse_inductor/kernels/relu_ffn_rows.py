@@ -558,7 +558,7 @@ def _weighted_rows_kernel(
                 D, stride_a, stride_b, stride_o,
                 STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
             )  # fmt: skip
-    if ready is not None:  # noqa: SIM102
+    if EARLY and ready is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()  # what waits for this kernel waits for the one in front of it
 

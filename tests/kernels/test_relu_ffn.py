@@ -136,6 +136,36 @@ def test_a_residual(M, stats):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pay", [True, False])
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.5])
+def test_rows_follow_their_dot_products(monkeypatch, share, train, pay):
+    """What is waited for is what is told, where rows are short, long, heavy, or all dense though they are packed."""
+    if not pay:
+        monkeypatch.setattr(packer, "DENSE_ROW", 1 / 105)
+    x, b = make(40, share=share)
+    x[::9] *= 8.0
+    want = aten.forward(x, b, None, empty_packed(x, b))
+    monkeypatch.setattr(rows, "follows", lambda *_: True)
+    waited = []
+    plain = rows.weighted_rows
+    spy = lambda *args, ready, **rest: (
+        waited.append(ready.clone()) or plain(*args, ready=ready, **rest)
+    )
+    monkeypatch.setattr(rows, "weighted_rows", spy)
+    packed = empty_packed(x, b)
+    got = kernel.forward(x, b, None, packed if train else None, CAP)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    (done,) = waited
+    seen = rows.ROW_SEEN.value
+    assert (done[:40] >= seen).all()
+    if train and pay:
+        entries = torch.where(packed.count <= CAP, packed.count, 0)
+        assert torch.equal(done[:40] - seen, entries)
+    if not pay and share == 0.2:
+        assert (done[:40] == seen).all()
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_rows_too_few_to_pack(monkeypatch, gated):
     monkeypatch.setattr(kernel, "FEW", 100)
