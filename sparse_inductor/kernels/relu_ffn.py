@@ -159,8 +159,9 @@ def forward(
         shares = packed is None and numbers is None and _may_share(m, N, b.cut)
         pool = rows_pool.Pool(x[part]) if shares else None
         words = rows_pool.words(m, N) if shares and not marking else 0
+        residing = resides(m, packed is not None)
         # Nothing lies between the dot products and the weighted rows, which take rows as they come.
-        alone = not (shares or numbers is not None or m >= SUMMED or resides(m, packed is not None))
+        alone = not (shares or numbers is not None or m >= SUMMED or residing)
         follows = up is not None and alone and rows.follows(x, up)
         if follows:
             words = -(-m // 2)
@@ -184,7 +185,7 @@ def forward(
                 m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
             )
             # Gates are read where the product left them, by all but what goes through entries neuron by neuron.
-            picks = marks is None or up is None or resides(m, False)
+            picks = marks is None or up is None or residing
             value, ups = x.new_empty(m, cap) if picks else None, None
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
@@ -228,7 +229,7 @@ def forward(
             h, steps, rest = value, b.f, None
             if up is not None:
                 h, steps = x.new_empty(m, cap), ()
-                slices = resident.plan(x[part], up) if resides(m, packed is not None) else None
+                slices = resident.plan(x[part], up) if residing else None
                 if slices is not None:
                     octets = state[packer.OCTETS.value : packer.SUMMED.value].view(torch.int32)
                     lists = resident.Lists(count, index, slices, packer.most_entries(m, N), octets)

@@ -10,7 +10,7 @@ dense, the next step's are allocated with room behind them:
 
 Only memory and time depend on what the host has seen: the device writes `whole`, the backward makes the projections
 again where it says that they are not there, and the numbers are the same. Whoever copies the counts (offloading) copies
-no room. CUDA graphs of Inductor's own (mode="reduce-overhead") have none.
+no room. A CUDA graph has what the host had seen when it was captured.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ from .relu_ffn_rows import slopes as slopes_of
 __all__ = ["applies", "slopes"]
 
 ROWS, CONSUMERS, COLUMNS, DEPTH = hopper.ROWS, hopper.CONSUMERS, hopper.COLUMNS, hopper.DEPTH
+PIECES = hopper.PIECES
 STAGES = gl.constexpr(3)
 PIECE = gl.constexpr(64)
-PIECES = gl.constexpr(4)
 # Pieces of a consumer in shared memory, and its boxes: two of each projection and one of h.
 HELD = gl.constexpr(2)
 BOXES = gl.constexpr(5)

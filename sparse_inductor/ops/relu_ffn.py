@@ -247,8 +247,7 @@ def _has_room(args: Sequence[Any]) -> bool:
     from ..kernels import relu_ffn_kept as kept
 
     x, gate, up, count = args[2], args[3], args[5], args[12]
-    may_be_kept = len(count) > kernel.FEW and x.element_size() == 2
-    if may_be_kept:
+    if len(count) > kernel.FEW and x.element_size() == 2:
         kept.look(gate, count)
     return kept.of(count, x.dtype, gate.shape[0], up is not None) is not None
 

@@ -30,7 +30,8 @@ def block(N, K, D, share, dtype=torch.bfloat16):
 
 
 def tokens(M, K, uneven, dtype=torch.bfloat16):
-    """The last number is what the gates' thresholds are times: rows of 0.5 have many active, some have half."""
+    """The last number is what the gates' thresholds are times: where uneven, a third of the rows have more active, a
+    few half of all, and a few none."""
     x = torch.randn(M, K, device="cuda", dtype=dtype)
     x[:, -1] = 1
     if uneven:
