@@ -304,9 +304,19 @@ def _heavy_rows(bench: Bench) -> None:
 
 
 def _other_shapes(bench: Bench) -> None:
+    """Beside K 2048, N 5632 at as many tokens."""
     for M, K, N in ((8191, 768, 3072), (4097, 4096, 14336), (2049, 8192, 28672)):
-        case = Case(Shape(_small(bench, M), K, N), bench.device)
-        _compare(bench, case, INFERENCE, f"other shapes: {M} tokens, K {K}, N {N}", graphs=True)
+        ratios = []
+        for shape in (Shape(_small(bench, M)), Shape(_small(bench, M), K, N)):
+            case = Case(shape, bench.device)
+            name = f"other shapes: {M} tokens, K {shape.K}, N {shape.N}"
+            ratios.append(ratio(*_compare(bench, case, INFERENCE, name, graphs=True).values()))
+            del case
+            gc.collect()
+        usual, here = ratios
+        value = here / usual if here and usual else None
+        name = f"other shapes: {M} tokens, K {K}, N {N}, that over K 2048, N 5632's"
+        bench.row(name, value, "x", 0.8, 0.95, True)
 
 
 def _cpu_decode(bench: Bench) -> None:

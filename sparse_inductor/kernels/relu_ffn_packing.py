@@ -21,7 +21,6 @@ from .launch import relaunched
 __all__ = [
     "ARRIVED",
     "DENSE",
-    "IN_ORDER",
     "LISTED",
     "MANY",
     "OCTETS",
@@ -44,8 +43,6 @@ __all__ = [
 PACK_BLOCK = 2048
 PACK_WARPS = 2
 PACK_HEAD = 512
-# Neurons whose order in a row is the marks', and tiles of which are in order.
-IN_ORDER = 256
 # What `pack` counts: tallies, each in a 32-byte sector of its own, as adds to one address take turns; then how many
 # tallies are full; then the number of rows of the dense path. Row m counts in tally m % TALLIES.
 TALLIES = tl.constexpr(32)

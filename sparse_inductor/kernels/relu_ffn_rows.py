@@ -3,13 +3,13 @@
 
 Every weight table read here is [N, *] with unit stride along a row: a neuron's weights are one run of memory. A table
 that stays in L2 is read from there, which is why up and down are kernels of their own: each reads one table. A larger
-one is taken a part at a time, which all rows pass over before the next: some columns where rows are summed, some
-neurons where they are multiplied by.
+one is taken by slices of its columns, each of which all rows pass over before the next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from . import relu_ffn_ptx as ptx
 from .early import EARLY_STARTS, early, let_next_start, wait_for_previous
 from .epilogue import dual, encode, evaluate
 from .launch import relaunched
-from .relu_ffn_packing import IN_ORDER, LISTED, n_listed, pieces_of
+from .relu_ffn_packing import LISTED, n_listed, pieces_of
 
 __all__ = [
     "FLIGHT",
@@ -44,13 +44,15 @@ REGISTERS = 96
 WIDTH = 2048
 SUM_COLUMNS = 512
 DOT_COLUMNS = 1024
-# Bytes of a table, or of a part of it, that stay in L2 (50 MB on an H200) beside what is read and written once.
+# Bytes of a table, or of a slice of its columns, that stay in L2 (50 MB on an H200) beside what passes through it.
 RESIDENT = 36 << 20
-# Columns of a part at least: a warp's loads of 16 bytes of two rows.
-NARROWEST = 512
-# Parts by neurons at most: a piece has few entries in each of more, and finding them takes longer than reading their
-# weights from memory (about 0.05 ms a part, at 2 049 tokens of K = 8 192, N = 28 672).
-MOST_PARTS = 4
+# Columns of a slice at least: a warp's loads of 16 bytes.
+NARROWEST = 256
+# Slices from which on rows are summed by halves of them, and no row by pieces: a long row's program meets those of the
+# next slices (782 us for 1 080 of sums, at 2 049 tokens of K = 8 192, N = 28 672).
+MANY_SLICES = 4
+# Bytes at most of the dot products of slices that wait to be added.
+SLICE_SUMS = 256 << 20
 # A kernel of these loops gains nothing from software pipelining: the loads of a block are all in flight already.
 STAGES = 1
 
@@ -60,13 +62,13 @@ def width(n: int, most: int, interpreted: bool) -> int:
     return 32 if interpreted else min(most, max(32, triton.next_power_of_2(n)))
 
 
-def _resident(D: int, interpreted: bool, tables: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """(columns, warps) of sums of rows of D: fewer columns where so many of all rows would not stay in L2."""
+def _resident(D: int, interpreted: bool, tables: Sequence[torch.Tensor]) -> int:
+    """Columns of rows of D, so many of which stay in L2 of all rows of the tables."""
     columns = width(D, WIDTH, interpreted)
     column = sum(len(t) * t.element_size() for t in tables)
     while columns > NARROWEST and columns * column > RESIDENT:
         columns //= 2
-    return columns, max(1, columns // SUM_COLUMNS)
+    return columns
 
 
 def limited(t: torch.Tensor) -> dict[str, int]:
@@ -74,23 +76,9 @@ def limited(t: torch.Tensor) -> dict[str, int]:
     return {"maxnreg": REGISTERS} if t.is_cuda and t.element_size() == 2 else {}
 
 
-def _parts(table: torch.Tensor) -> tuple[int, int]:
-    """(parts, neurons a part) of a table that is multiplied by: tiles of neurons as rows are packed by."""
-    n = len(table)
-    fit = max(1, RESIDENT // (table.shape[1] * table.element_size() * IN_ORDER)) * IN_ORDER
-    parts = triton.cdiv(n, fit)
-    parts = parts if parts <= MOST_PARTS else 1
-    return parts, triton.cdiv(triton.cdiv(n, parts), IN_ORDER) * IN_ORDER
-
-
-@triton.jit
-def _in_part(index, start, end, p, SPAN: tl.constexpr, PIECE: tl.constexpr):
-    """(first, end) of those of a row's entries start to end, PIECE at most, whose neurons are in part p."""
-    i = start + tl.arange(0, PIECE)
-    n = tl.load(index + i, mask=i < end, other=0).to(tl.int32)
-    before = ((i < end) & (n < p * SPAN)).to(tl.int32)
-    until = ((i < end) & (n < (p + 1) * SPAN)).to(tl.int32)
-    return start + tl.sum(before, 0), start + tl.sum(until, 0)
+def _pairs(table: torch.Tensor) -> bool:
+    """Whether weights are made fp32 two at a time."""
+    return table.is_cuda and table.dtype == torch.bfloat16 and torch.version.hip is None
 
 
 def _whole(n: int, interpreted: bool) -> tuple[int, int]:
@@ -99,10 +87,19 @@ def _whole(n: int, interpreted: bool) -> tuple[int, int]:
     return columns, max(1, columns // DOT_COLUMNS)
 
 
+def _slices(table: torch.Tensor) -> tuple[int, int, int]:
+    """(slices, columns of one, warps) of a table that is multiplied by: all columns at once where they stay in L2."""
+    K, interpreted = table.shape[1], not table.is_cuda
+    if table.nbytes <= RESIDENT:
+        return 1, *_whole(K, interpreted)
+    columns = _resident(K, interpreted, [table])
+    return triton.cdiv(K, columns), columns, max(1, columns // SUM_COLUMNS)
+
+
 def follows(x: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether `weighted_rows` may take rows as `dots` of tokens x and this table has done them, as its next kernel: all
     of that one's programs run when the first of this begins, and have all of a row's entries."""
-    return early(x)["EARLY"] and _parts(table)[0] == 1
+    return early(x)["EARLY"] and _slices(table)[0] == 1
 
 
 @relaunched
@@ -154,6 +151,17 @@ def by_neuron(weight: torch.Tensor, beside: bool = False) -> torch.Tensor:
 
 
 @triton.jit
+def _fp32(w, PAIRS: tl.constexpr):
+    """Weights as fp32. PAIRS: of bf16, one instruction each; the compiler takes two for each second one."""
+    if PAIRS:
+        both: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(
+            both, "=r,=r,r", [w], dtype=tl.float32, is_pure=True, pack=2
+        )
+    return w.to(tl.float32)
+
+
+@triton.jit
 def _token(x, k, K, EVEN: tl.constexpr):
     v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < K, other=0.0)
     return v.to(tl.float32)
@@ -161,7 +169,8 @@ def _token(x, k, K, EVEN: tl.constexpr):
 
 @triton.jit
 def _dot_block(
-    x, token, table, id, stride_t, K, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr
+    x, token, table, id, stride_t, K,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """[R] dot products of the token at `x` with table rows `id`, fp32.
 
@@ -174,12 +183,12 @@ def _dot_block(
             w = tl.load(rows + k[None, :])
         else:
             w = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
-        return tl.sum(w.to(tl.float32) * token[None, :], 1)
+        return tl.sum(_fp32(w, PAIRS) * token[None, :], 1)
     total = tl.zeros([id.shape[0]], tl.float32)
     for k0 in range(0, K, WIDTH):
         at = rows + (k0 + k)[None, :]
         w = tl.load(at) if EVEN else tl.load(at, mask=(k0 + k < K)[None, :], other=0.0)
-        total += tl.sum(w.to(tl.float32) * _token(x, k0 + k, K, EVEN)[None, :], 1)
+        total += tl.sum(_fp32(w, PAIRS) * _token(x, k0 + k, K, EVEN)[None, :], 1)
     return total
 
 
@@ -237,24 +246,45 @@ def _wait_for_entries(ready, m, n, seen):
     return seen
 
 
+@triton.jit
+def _hidden(
+    g, u, valid, id, at, bias, ups,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """h of active neurons `id` from their gates and dot products; KEEP: u is stored at `ups`."""
+    if HAS_BIAS:
+        u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
+    if KEEP:
+        tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
+    return tl.where(valid, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
+
+
 @relaunched
-@triton.jit(do_not_specialize=["listers"])
+@triton.jit(do_not_specialize=["listers", "slice"])
 def _dots_kernel(
     x, table, bias, count, index, gates, ups, out, state, pieces, octets, alone, ready,
-    M, K, stride_x, stride_t, stride_g, listers,
+    M, K, stride_x, stride_t, stride_g, listers, slice,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    LISTS: tl.constexpr, PARTS: tl.constexpr, SPAN: tl.constexpr, REST: tl.constexpr,
+    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, REST: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
-    for each. Of several PARTS of the table, SPAN neurons each, it takes those of a piece that are in one.
+    for each.
 
+    SLICED: it makes x . up of a slice of WIDTH columns alone, `slice` or one after it, into `out` [slices, M, CAP];
+    AGAIN: adds them to what is there.
     WHOLE: `gates` is the projection [M, N], not the entries'. ready: where a row's entries are told to be done.
     REST: the rows of the groups that `relu_ffn_resident` has left alone, each in one piece.
     """
     wait_for_previous(EARLY)
+    if SLICED:
+        column = (slice + tl.program_id(1)) * WIDTH
+        x += column
+        table += column
+        K -= column
+        out += tl.program_id(1).to(tl.int64) * M * CAP
     some = n_listed(state) != M
     first, end, step = _own_pieces(state, listers, M, LISTS)
     if REST:
@@ -267,14 +297,11 @@ def _dots_kernel(
         start = piece * PIECE
         # What is asked of L2 is asked at once: neurons that are not there are looked at, not used.
         c = tl.load(count + m)
-        ahead = tl.load(index + m * CAP + start + r).to(tl.int64)
+        ahead = tl.load(index + m * CAP + start + r).to(tl.int32)
         mine = (c <= CAP) & some
         if LISTS:
             mine = mine & ((c > PIECE) == (tl.program_id(0) < listers))
         c = tl.where(mine, tl.minimum(c, start + PIECE), 0)
-        if PARTS > 1:
-            start, c = _in_part(index + m * CAP, start, c, tl.program_id(1), SPAN, PIECE)
-            ahead = tl.load(index + m * CAP + start + r, mask=start + r < c, other=0).to(tl.int64)
         if start < c:
             token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
             last = c - 1
@@ -282,25 +309,56 @@ def _dots_kernel(
             # more.
             after = tl.where(start + r < c, ahead, 0)
             for e in tl.range(start, c, FLIGHT, num_stages=STAGES):
-                id = after
+                id = after.to(tl.int64)
                 valid = e + r < c
                 at = m * CAP + e + r
-                after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, last)).to(tl.int64)
-                gates_at = m * stride_g + id if WHOLE else at
-                g = tl.load(gates + gates_at, mask=valid, other=0.0).to(tl.float32)
-                u = _dot_block(x + m * stride_x, token, table, id, stride_t, K, WIDTH, EVEN, ONE)
-                if HAS_BIAS:
-                    u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
-                if KEEP:
-                    tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
-                h = tl.where(valid, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
-                tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
+                after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, last)).to(tl.int32)
+                u = _dot_block(
+                    x + m * stride_x, token, table, id, stride_t, K, WIDTH, EVEN, ONE, PAIRS
+                )
+                if SLICED:
+                    if AGAIN:
+                        u += tl.load(out + at, mask=valid, other=0.0)
+                    tl.store(out + at, u, mask=valid)
+                else:
+                    gates_at = m * stride_g + id if WHOLE else at
+                    g = tl.load(gates + gates_at, mask=valid, other=0.0).to(tl.float32)
+                    h = _hidden(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+                    tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
         if ready is not None:
             done = tl.maximum(c - start, 0)
             if tl.program_id(0) >= listers:
                 done += ROW_SEEN
             tl.debug_barrier()
             tl.atomic_add(ready + m, done, sem="release")
+
+
+@relaunched
+@triton.jit
+def _add_slices_kernel(
+    parts, bias, count, index, gates, ups, out, state, M, stride_g,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A program computes h of a packed row from the dot products `parts` [SLICES, M, CAP] of slices of columns."""
+    wait_for_previous(EARLY)
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.load(count + m)
+    if (c > CAP) | (n_listed(state) == M):
+        return
+    s = tl.arange(0, PADDED)[:, None]
+    for e in range(0, c, BLOCK):
+        at = m * CAP + e + tl.arange(0, BLOCK)
+        valid = e + tl.arange(0, BLOCK) < c
+        id = tl.load(index + at, mask=valid, other=0).to(tl.int64)
+        g = tl.load(gates + (m * stride_g + id if WHOLE else at), mask=valid, other=0.0).to(
+            tl.float32
+        )
+        some = (s < SLICES) & valid[None, :]
+        u = tl.sum(tl.load(parts + s.to(tl.int64) * M * CAP + at[None, :], mask=some, other=0.0), 0)
+        h = _hidden(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+        tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
 
 
 @relaunched
@@ -322,6 +380,9 @@ LONG = 48
 # Rows to a program that takes listed pieces, where many run; and such programs, one a row at most, where few do.
 SHARE = 8
 LISTERS = 2048
+# Pieces of the longest row to a program that takes listed pieces of slices: those of one slice are many more than run
+# at once, so that few run with the next one's.
+PIECES_SLICED = 8
 # Programs of a kernel that may have nothing to do: 10 us where it has not, and enough to share the rows out evenly.
 IDLE = 8192
 # The same of one that runs on the few multiprocessors that another kernel leaves; and rows a program.
@@ -361,22 +422,36 @@ def dots(
     count, index, gates = packed
     M, K = x.shape
     cap = index.shape[1]
-    wide, warps = _whole(K, not x.is_cuda)
     piece, most = pieces_of(M, cap, not x.is_cuda)
     listers, programs = _listers(M, most), M
     octets, alone = (None, None) if rest is None else rest
+    slices, wide, warps = _slices(table)
+    sums, at_once = out, 1
     if rest is not None:
         piece, most, listers, programs = triton.next_power_of_2(cap), 1, 0, min(M, IDLE)
-    parts, span = _parts(table)
-    keep = ups is not None
-    _dots_kernel[(listers + programs, parts)](
-        x, table, bias, count, index, gates, ups, out, *packing, octets, alone, ready,
-        M, K, x.stride(0), table.stride(0), gates.stride(0), listers,
-        F_STEPS=encode(f), G_STEPS=encode(g), HAS_BIAS=bias is not None,
-        KEEP=keep, WHOLE=whole, CAP=cap, PIECE=piece, PIECES=most, LISTS=listers > 0, PARTS=parts, SPAN=span,
-        REST=rest is not None, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide >= K, STAGES=STAGES,
-        **early(x), **limited(x), num_warps=warps,
-    )  # fmt: skip
+        slices, (wide, warps) = 1, _whole(K, not x.is_cuda)
+    elif slices > 1:
+        listers = M * triton.cdiv(most, PIECES_SLICED) if most > 1 else 0
+        at_once = max(1, min(slices, SLICE_SUMS // (4 * M * cap)))
+        sums = x.new_empty(at_once, M, cap, dtype=torch.float32)
+    block: dict[str, Any] = {
+        "F_STEPS": encode(f), "G_STEPS": encode(g), "HAS_BIAS": bias is not None, "KEEP": ups is not None,
+        "WHOLE": whole, "CAP": cap,
+    }  # fmt: skip
+    for first in range(0, slices, at_once):
+        _dots_kernel[(listers + programs, min(at_once, slices - first))](
+            x, table, bias, count, index, gates, ups, sums, *packing, octets, alone, ready,
+            M, K, x.stride(0), table.stride(0), gates.stride(0), listers, first,
+            **block, PIECE=piece, PIECES=most, LISTS=listers > 0, SLICED=slices > 1, AGAIN=first > 0,
+            REST=rest is not None, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
+            STAGES=STAGES, PAIRS=_pairs(table), **early(x), **limited(x), num_warps=warps,
+        )  # fmt: skip
+    if slices > 1:
+        _add_slices_kernel[(M,)](
+            sums, bias, count, index, gates, ups, out, packing[0], M, gates.stride(0),
+            **block, SLICES=at_once, PADDED=triton.next_power_of_2(at_once), BLOCK=128 if x.is_cuda else 16,
+            **early(x), num_warps=4,
+        )  # fmt: skip
 
 
 def hidden_stats(count: torch.Tensor, hidden: torch.Tensor, stats: torch.Tensor) -> None:
@@ -403,11 +478,20 @@ def _row_head(
 
 
 @triton.jit
+def _sum_block(table, id, stride, d, in_d, v, EVEN: tl.constexpr, PAIRS: tl.constexpr):
+    """v times rows `id` of the table, summed over them."""
+    at = table + id[:, None] * stride + d[None, :]
+    w = tl.load(at) if EVEN else tl.load(at, mask=in_d[None, :], other=0.0)
+    return tl.sum(_fp32(w, PAIRS) * v[:, None], 0)
+
+
+@triton.jit
 def _weighted_row(
     m, c, d, ahead, n_pool, index, value_a, table_a, value_b, table_b, bias, out,
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Columns d of row m, which has c entries; ahead: what the first FLIGHT places of its index hold."""
     in_d = d < D
@@ -417,21 +501,17 @@ def _weighted_row(
         pooled = tl.where(n_pool > 0, in_d, False)
         total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
     # Past the end, some row again: a mask costs more.
-    after = tl.where(r < c, ahead, 0).to(tl.int64)
+    after = tl.where(r < c, ahead, 0).to(tl.int32)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
         valid = e + r < c
-        id = after
-        after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, c - 1)).to(tl.int64)
+        id = after.to(tl.int64)
+        after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, c - 1)).to(tl.int32)
         v = tl.load(value_a + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
         v = tl.where(valid, evaluate(v, STEPS), 0.0)
-        at_a = table_a + id[:, None] * stride_a + d[None, :]
-        w = tl.load(at_a) if EVEN else tl.load(at_a, mask=in_d[None, :], other=0.0)
-        total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+        total += _sum_block(table_a, id, stride_a, d, in_d, v, EVEN, PAIRS)
         if TWO:
             v = tl.load(value_b + m * CAP + e + r, mask=valid, other=0.0).to(tl.float32)
-            at_b = table_b + id[:, None] * stride_b + d[None, :]
-            w = tl.load(at_b) if EVEN else tl.load(at_b, mask=in_d[None, :], other=0.0)
-            total += tl.sum(w.to(tl.float32) * v[:, None], 0)
+            total += _sum_block(table_b, id, stride_b, d, in_d, v, EVEN, PAIRS)
     if HAS_BIAS:
         total += tl.load(bias + d, mask=in_d, other=0.0).to(tl.float32)
     tl.store(out + m * stride_o + d, total.to(out.dtype.element_ty), mask=in_d)
@@ -443,7 +523,7 @@ def _one_row(
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, LONG: tl.constexpr,
     LISTS: tl.constexpr, POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Columns d to d + WIDTH of row i with this head, unless it is heavy, or becomes so, or is listed."""
     m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
@@ -455,7 +535,7 @@ def _one_row(
                 m, c, d + tl.arange(0, WIDTH), ahead, n_pool,
                 index, value_a, table_a, value_b, table_b, bias, out,
                 D, stride_a, stride_b, stride_o,
-                STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, FLIGHT, EVEN, STAGES,
+                STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, FLIGHT, EVEN, STAGES, PAIRS,
             )  # fmt: skip
 
 
@@ -480,7 +560,7 @@ def _weighted_rows_kernel(
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     SUMMED: tl.constexpr, LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
 
@@ -519,7 +599,7 @@ def _weighted_rows_kernel(
                     m, c, d + part * HALF + tl.arange(0, HALF), ahead, n_pool,
                     index, value_a, table_a, value_b, table_b, bias, out,
                     D, stride_a, stride_b, stride_o,
-                    STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, 2 * FLIGHT, EVEN, STAGES,
+                    STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, 2 * FLIGHT, EVEN, STAGES, PAIRS,
                 )  # fmt: skip
     else:
         c, ahead, n_pool = _unsummed(
@@ -549,14 +629,14 @@ def _weighted_rows_kernel(
                 _one_row(
                     i, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
                     D, stride_a, stride_b, stride_o,
-                    STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
+                    STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
                 )  # fmt: skip
                 c, ahead, n_pool = c_next, ahead_next, n_next
         else:
             _one_row(
                 first, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
                 D, stride_a, stride_b, stride_o,
-                STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES,
+                STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
             )  # fmt: skip
     if EARLY and ready is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
@@ -589,10 +669,16 @@ def weighted_rows(
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
     tables = [table] if second is None else [table, table_b]
-    wide, warps = _resident(D, not out.is_cuda, tables)
+    wide, flight = _resident(D, not out.is_cuda, tables), FLIGHT
+    warps = max(1, wide // SUM_COLUMNS)
+    many = triton.cdiv(D, wide) >= MANY_SLICES
+    if many and wide > NARROWEST:
+        wide //= 2
+        flight = FLIGHT * max(1, SUM_COLUMNS // wide)
+        warps = max(1, wide // SUM_COLUMNS)
     piece, most = pieces_of(M, index.shape[1], not out.is_cuda)
     state, pieces = (None, None) if packing is None else packing
-    listers = 0 if packing is None else _listers(M, most)
+    listers = 0 if packing is None or many else _listers(M, most)
     flags, all_flags = (None, None) if summed is None else summed
     programs = M
     if summed is not None:
@@ -603,8 +689,8 @@ def weighted_rows(
         M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, programs,
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], SUMMED=summed_rows, LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
-        LISTS=listers > 0, POOL_ROWS=pool_rows, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
-        STAGES=STAGES, **early(out), **limited(out), num_warps=warps,
+        LISTS=listers > 0, POOL_ROWS=pool_rows, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,
+        STAGES=STAGES, PAIRS=_pairs(table), **early(out), **limited(out), num_warps=warps,
     )  # fmt: skip
 
 
@@ -634,7 +720,7 @@ def _gradients_kernel(
     M, D, stride_y, stride_t, stride_s,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     REST: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """A program computes the gradients of both projections, and h, of some pieces of its rows.
 
@@ -658,19 +744,21 @@ def _gradients_kernel(
             if STATS:
                 da_extra = tl.load(d_stats + m)
                 dh_extra = tl.load(d_stats + 2 * stride_s + m)
-            after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int64)
+            after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int32)
             own = _own_entries(c, p, tl.num_programs(1), PIECE)
             stripe = tl.num_programs(1) * PIECE
             for o in tl.range(0, own, FLIGHT, num_stages=STAGES):
-                id = after
+                id = after.to(tl.int64)
                 e = start + o // PIECE * stripe + o % PIECE
                 valid = e + r < c
                 at = m * CAP + e + r
                 then = start + (o + FLIGHT) // PIECE * stripe + (o + FLIGHT) % PIECE
-                after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int64)
+                after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int32)
                 g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
                 u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
-                dh = _dot_block(dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE)
+                dh = _dot_block(
+                    dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE, PAIRS
+                )
                 dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
                 tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
                 if GATED:
@@ -708,5 +796,5 @@ def gradients(
         M, D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
         REST=rest is not None, CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
-        ONE=wide >= D, STAGES=STAGES, **limited(dy), num_warps=warps,
+        ONE=wide >= D, STAGES=STAGES, PAIRS=_pairs(table), **limited(dy), num_warps=warps,
     )  # fmt: skip

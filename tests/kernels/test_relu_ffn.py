@@ -248,15 +248,28 @@ def alike(M, **kwargs):
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train):
-    """They are taken by parts: 256 neurons, 16 columns."""
+@pytest.mark.parametrize("room", [1 << 20, 1200])
+def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train, room):
+    """They are taken by slices of 16 columns, the last of 8; with less room, two of them at a time."""
     monkeypatch.setattr(rows, "RESIDENT", 1)
     monkeypatch.setattr(rows, "NARROWEST", 16)
+    monkeypatch.setattr(rows, "SLICE_SUMS", room)
     x, b = make(9, N=600, share=0.02)
-    assert rows._parts(b.gate) == (3, 256)
-    assert rows._parts(b.gate.new_empty(5 * 256, 40))[0] == 1, "too many to look through"
+    assert rows._slices(b.gate)[:2] == (3, 16)
+    assert (room // (4 * 9 * CAP) < 3) == (room == 1200)
     x[5] *= 3.0  # several pieces
     check_forward(x, b, stats=False, train=train)
+
+
+@pytest.mark.parametrize("long", [1.0, 3.0])
+def test_tables_of_many_slices(monkeypatch, long):
+    """Rows are summed by halves of them, and none by pieces."""
+    monkeypatch.setattr(rows, "RESIDENT", 2 * 2 * 4 * 600 * 16)
+    monkeypatch.setattr(rows, "NARROWEST", 16)
+    monkeypatch.setattr(rows, "MANY_SLICES", 2)
+    x, b = make(9, D=40, N=600, share=0.02)
+    x[5] *= long
+    check_forward(x, b, stats=False, train=False)
 
 
 @pytest.mark.parametrize(("gated", "M"), [(True, 200), (False, 128)])
