@@ -285,6 +285,30 @@ def row_stats(
 # Programs that share a tile of `product` by its sum, where few rows are listed: the sum is over N, 5 632 in the
 # figures, and a tile alone would take as long as a whole wave of them.
 SPLITS = tl.constexpr(16)
+# The same where all rows are dense: more parts than these take longer to add than to make.
+SPLITS_BOXES = tl.constexpr(4)
+
+
+@triton.jit
+def _is_last(acc, parts, state, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
+    """Put a tile's part away; whether the others of this tile are there, too."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(parts + unit * (BM * BN) + at, acc)
+    tl.debug_barrier()  # all threads' parts are there
+    last = tl.atomic_add(state + ARRIVED + unit // splits, 1) == splits - 1
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
+def _all_parts(parts, n0, unit, splits, BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr):
+    """The sum of a tile's parts, in order, of PART columns from n0 on."""
+    at = tl.arange(0, BM)[:, None] * BN + n0 + tl.arange(0, PART)[None, :]
+    first = unit // splits * splits
+    total = tl.zeros([BM, PART], tl.float32)
+    for s in range(splits):
+        total += tl.load(parts + (first + s) * (BM * BN) + at, cache_modifier=".cg")
+    return total
 
 
 @relaunched
@@ -297,16 +321,20 @@ def _product_kernel(
 ):  # fmt: skip
     """out[row] = a[row] b^T + bias for the listed rows; of all_a, which is a_box, where all are.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. Then if there
-    are fewer tiles than programs, several make parts [tile, split, BM, PART] of a tile's sum, and the one that arrives
-    last adds them, in order.
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. If there are
+    fewer tiles than programs, or past the last round of all programs, several make parts [tile, split, tile's size] of
+    a tile's sum, and the one that arrives last adds them, in order.
     """
     wait_for_previous(EARLY)
     n_rows = n_listed(state)
+    tiles_m = tl.cdiv(n_rows, BM)
     if BOXES and n_rows == M:
-        tiles_m = tl.cdiv(M, BM)
         tiles_n = tl.cdiv(N, BN)
-        for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        tiles = tiles_m * tiles_n
+        rest = tiles % tl.num_programs(0)
+        splits = tl.minimum(SPLITS_BOXES, tl.num_programs(0) // tl.maximum(rest, 1))
+        rest = tl.where(splits > 1, rest, 0)
+        for t in tl.range(tl.program_id(0), tiles - rest, tl.num_programs(0), flatten=True):
             pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
             acc = tl.zeros([BM, BN], tl.float32)
             for k in tl.range(0, K, BK):
@@ -315,18 +343,34 @@ def _product_kernel(
                 n = pn * BN + tl.arange(0, BN)
                 acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             out_box.store([pm * BM, pn * BN], acc.to(out_box.dtype))
+        unit = tl.program_id(0)
+        if unit < rest * splits:
+            pm, pn = _tile_at(tiles - rest + unit // splits, tiles_m, tiles_n, 8)
+            depth = tl.cdiv(tl.cdiv(K, splits), BK) * BK
+            k0 = unit % splits * depth
+            acc = tl.zeros([BM, BN], tl.float32)
+            for k in tl.range(k0, tl.minimum(k0 + depth, K), BK):
+                acc = tl.dot(a_box.load([pm * BM, k]), b_box.load([pn * BN, k]).T, acc)
+            if _is_last(acc, parts, state, unit, splits, BM, BN):
+                i = pm * BM + tl.arange(0, BM)
+                for n0 in tl.static_range(0, BN, PART):
+                    n = pn * BN + n0 + tl.arange(0, PART)
+                    total = _all_parts(parts, n0, unit, splits, BM, BN, PART)
+                    if HAS_BIAS:
+                        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+                    to = out + i.to(tl.int64)[:, None] * stride_om + n[None, :]
+                    mask = (i < M)[:, None] & (n < N)[None, :]
+                    tl.store(to, total.to(out.dtype.element_ty), mask=mask)
     else:
         if n_rows == M:
             a = all_a
-        tiles_m = tl.cdiv(n_rows, BM)
         tiles_n = tl.cdiv(N, PART)
         tiles = tiles_m * tiles_n
         splits = tl.minimum(SPLITS, tl.maximum(1, tl.num_programs(0) // tl.maximum(tiles, 1)))
         depth = tl.cdiv(tl.cdiv(K, splits), BK) * BK
         for unit in range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
-            t = unit // splits
             k0 = (unit % splits) * depth
-            pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
+            pm, pn = _tile_at(unit // splits, tiles_m, tiles_n, 8)
             i = pm * BM + tl.arange(0, BM)
             in_m = i < n_rows
             row = listed_rows(state, rows, i, M).to(tl.int64)
@@ -340,17 +384,9 @@ def _product_kernel(
             )  # fmt: skip
             last = splits > 0
             if splits > 1:
-                at = tl.arange(0, BM)[:, None] * PART + tl.arange(0, PART)[None, :]
-                tl.store(parts + unit * (BM * PART) + at, acc)
-                tl.debug_barrier()  # all threads' parts are there
-                last = tl.atomic_add(state + ARRIVED + t, 1) == splits - 1
+                last = _is_last(acc, parts, state, unit, splits, BM, PART)
                 if last:
-                    tl.debug_barrier()
-                    acc = tl.zeros([BM, PART], tl.float32)
-                    for s in range(splits):
-                        acc += tl.load(
-                            parts + (t * splits + s) * (BM * PART) + at, cache_modifier=".cg"
-                        )
+                    acc = _all_parts(parts, 0, unit, splits, BM, PART, PART)
             if last:
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]
@@ -375,7 +411,7 @@ def product(
     shapes = ((all_a, "BM", "BK"), (b, "BN", "BK"), (out, "BM", "BN"))
     made, able, tile = _listed_tile(a, [boxes(t, tile[i], tile[j]) for t, i, j in shapes])
     programs = _programs(a)
-    parts = torch.empty(programs * tile["BM"] * tile["PART"], dtype=torch.float32, device=a.device)
+    parts = torch.empty(programs * tile["BM"] * tile["BN"], dtype=torch.float32, device=a.device)
     _product_kernel[(programs,)](
         a, all_a, b, out, *made, bias, *listed, parts,
         a.shape[0], b.shape[0], *a.stride(), *b.stride(), out.stride(0), b.shape[1],

@@ -77,7 +77,7 @@ def limited(t: torch.Tensor) -> dict[str, int]:
 
 
 def _pairs(table: torch.Tensor) -> bool:
-    """Whether weights are made fp32 two at a time."""
+    """Whether weights are made fp32 two at a time (`_fp32`)."""
     return table.is_cuda and table.dtype == torch.bfloat16 and torch.version.hip is None
 
 
@@ -670,12 +670,11 @@ def weighted_rows(
     value_b, table_b = second if second is not None else (value, table)
     tables = [table] if second is None else [table, table_b]
     wide, flight = _resident(D, not out.is_cuda, tables), FLIGHT
-    warps = max(1, wide // SUM_COLUMNS)
     many = triton.cdiv(D, wide) >= MANY_SLICES
-    if many and wide > NARROWEST:
-        wide //= 2
-        flight = FLIGHT * max(1, SUM_COLUMNS // wide)
-        warps = max(1, wide // SUM_COLUMNS)
+    if many:
+        wide = max(NARROWEST, wide // 2)
+        flight = 2 * FLIGHT if wide < SUM_COLUMNS else FLIGHT  # as many bytes a warp
+    warps = max(1, wide // SUM_COLUMNS)
     piece, most = pieces_of(M, index.shape[1], not out.is_cuda)
     state, pieces = (None, None) if packing is None else packing
     listers = 0 if packing is None or many else _listers(M, most)

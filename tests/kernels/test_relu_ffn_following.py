@@ -63,8 +63,11 @@ def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
     replay.forget()
     want = all_of_it()
     for got in found:
-        for a, b in zip(got, want, strict=True):
-            assert torch.equal(a, b)
+        assert all(map(torch.equal, got, found[0]))
+    # Two programs: the compiler may add products in another order.
+    for a, b in zip(found[0], want, strict=True):
+        off = (a - b).float().norm(dim=1)
+        assert (off <= 4 * torch.finfo(dtype).eps * b.float().norm(dim=1)).all()
 
 
 @pytest.mark.parametrize("share", [0.005, 0.03])

@@ -102,6 +102,31 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("M", "N", "D"),
+    [
+        (2049, 1408, 2048),  # 136 tiles of 128 x 256: four past a round of 132
+        (4300, 640, 2056),  # 306: the last column tiles are not full
+        (300, 512, 520),  # 9
+        (1900, 1032, 1288),  # 90: too many for a round that is not full
+    ],
+)
+def test_product_of_all_rows(M, N, D, bias):
+    torch.manual_seed(0)
+    draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+    h, down, b = draw(M, N), draw(D, N) / N**0.5, draw(D) if bias else None
+    hopper_gpu(h, down)
+    state = packer.new_state(h.device).zero_()
+    state[packer.DENSE.value] = M
+    out = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16)
+    heavy = torch.empty(packer.room_for_rows(M), dtype=torch.int32, device="cuda")
+    dense.product(h, down, out, (state, heavy), b)
+    want = F.linear(h.float(), down.float(), None if b is None else b.float())
+    torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("steps", "up_steps"), [("relu", None), ("relu", ""), ("relu | square", "sigmoid")]
