@@ -57,8 +57,6 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
         order = np.argsort(index[m, :c])
         assert (index[m, :c][order] == want).all()
         assert (value[m, :c][order] == bits[m, want]).all()
-        tiles = index[m, :c] // packer.IN_ORDER
-        assert (np.diff(tiles) >= 0).all()
         cost += c
     assert n_heavy and (count == 0).any()
     for b in range(len(pool[0]) if pool is not None else 0):
