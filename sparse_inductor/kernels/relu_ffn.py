@@ -18,6 +18,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
+from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_hopper as hopper
 from . import relu_ffn_kept as kept
 from . import relu_ffn_marked as marked
@@ -162,7 +163,7 @@ def forward(
         residing = resides(m, packed is not None)
         # Nothing lies between the dot products and the weighted rows, which take rows as they come.
         alone = not (shares or numbers is not None or m >= SUMMED or residing)
-        follows = up is not None and alone and rows.follows(x, up)
+        follows = up is not None and alone and dot_rows.follows(x, up)
         if follows:
             words = -(-m // 2)
         state = packer.new_state(x.device, words)
@@ -242,12 +243,12 @@ def forward(
             branch = lines.enter_context(Branch(x.device))
             if up is not None:
                 gates = gate if value is None else value
-                rows.dots(
+                dot_rows.dots(
                     x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g, rest,
                     whole=value is None, ready=ready,
                 )  # fmt: skip
                 if numbers is not None:
-                    rows.hidden_stats(count, h, numbers)
+                    dot_rows.hidden_stats(count, h, numbers)
             beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
             pooled = None
             with branch.beside():

@@ -16,6 +16,8 @@ import triton.language as tl
 
 from . import relu_ffn as forward
 from . import relu_ffn_dense as dense
+from . import relu_ffn_dots as dot_rows
+from . import relu_ffn_gather as gather
 from . import relu_ffn_kept as kept
 from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
@@ -178,12 +180,12 @@ def _by_neuron(
 ) -> None:
     """out[n] = sum over the tokens of neuron n of value * x[token]."""
     K = x.shape[1]
-    width = rows.width(K, WIDTH, not x.is_cuda)
+    width = gather.width(K, WIDTH, not x.is_cuda)
     _by_neuron_kernel[(len(lists.total), triton.cdiv(K, width))](
         lists.entry, lists.start, lists.total, x, a, b, out_a, out_b, bias_a, bias_b,
         K, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
         TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
-        FLIGHT=rows.FLIGHT, WIDTH=width, EVEN=K % width == 0, STAGES=1, num_warps=2,
+        FLIGHT=gather.FLIGHT, WIDTH=width, EVEN=K % width == 0, STAGES=1, num_warps=2,
     )  # fmt: skip
 
 
@@ -261,7 +263,7 @@ def backward(
             resident.gradients(dy, table, *work, arranged, (d_gate, d_up, h), b.f, b.g)
             rest = arranged.rest
             del arranged  # its sums are large
-        rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g, rest)
+        dot_rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g, rest)
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)

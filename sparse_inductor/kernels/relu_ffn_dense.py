@@ -18,8 +18,8 @@ from .boxes import boxes
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
+from .relu_ffn_dots import slopes
 from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
-from .relu_ffn_rows import slopes
 
 __all__ = [
     "PAD",

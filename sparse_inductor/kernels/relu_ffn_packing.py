@@ -2,7 +2,7 @@
 
 The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in an order that
 depends on nothing but which they are. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense`
-computes it. The row kernels (`relu_ffn_rows`) take an other row's entries a piece at a time.
+computes it. The row kernels (`relu_ffn_dots`, `relu_ffn_rows`) take an other row's entries a piece at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Dot products of packed rows with a table whose slices stay in shared memory, on Hopper GPUs.
 
-A gathered row is read from L2 by every token that needs it, and L2 is what `relu_ffn_rows.dots` is bound by. Here a
+A gathered row is read from L2 by every token that needs it, and L2 is what `relu_ffn_dots.dots` is bound by. Here a
 multiprocessor holds 128 features of every PARTS-th neuron, as much as its shared memory takes, and passes over all
 tokens; what the slices of the features make of an entry is added up after that. (By the last slice to end, it is one
 and the same that ends last each time, and the later for it: 148 us at 8 192 tokens for 91 and 6.)
@@ -12,7 +12,7 @@ Tokens are taken by groups of eight. The entries of a group whose neurons are in
              an octet is the number 2 (k % 4) + k // 4
     places   [octets, 8] int32: where the result goes; -1 where an octet is not full
 
-Groups with few entries have no octets. They are listed, in `alone` [groups] int32, and left to `relu_ffn_rows`.
+Groups with few entries have no octets. They are listed, in `alone` [groups] int32, and left to `relu_ffn_dots`.
 
 Tensor cores multiply four entries at a time by the group's eight tokens, of which one is wanted: there is nothing that
 tokens drawn on their own could share, and reading shared memory is the bound all the same.
@@ -39,8 +39,8 @@ from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
 from .launch import relaunched
+from .relu_ffn_dots import slopes
 from .relu_ffn_packing import n_listed
-from .relu_ffn_rows import slopes
 
 __all__ = ["Lists", "Plan", "dots", "gradients", "plan"]
 
@@ -143,7 +143,7 @@ class Lists:
 
     @property
     def rest(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(octets, alone): what `relu_ffn_rows` takes."""
+        """(octets, alone): what `relu_ffn_dots` takes."""
         return self.octets, self.alone
 
     def fill(self, state: torch.Tensor | None = None) -> None:

@@ -30,7 +30,7 @@ from .boxes import addressable
 from .epilogue import encode
 from .gluon_names import load_box, store_box
 from .launch import launch as launch_kernel
-from .relu_ffn_rows import slopes as slopes_of
+from .relu_ffn_dots import slopes as slopes_of
 
 __all__ = ["applies", "slopes"]
 

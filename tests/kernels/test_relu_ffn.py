@@ -10,6 +10,8 @@ from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import relu_ffn as kernel
 from sparse_inductor.kernels import relu_ffn_backward as backward_kernel
+from sparse_inductor.kernels import relu_ffn_dots as dots
+from sparse_inductor.kernels import relu_ffn_gather as gather
 from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_pool as pool
 from sparse_inductor.kernels import relu_ffn_rows as rows
@@ -153,7 +155,7 @@ def test_rows_follow_their_dot_products(monkeypatch, share, train, pay):
     x, b = make(40, share=share)
     x[::9] *= 8.0
     want = aten.forward(x, b, None, empty_packed(x, b))
-    monkeypatch.setattr(rows, "follows", lambda *_: True)
+    monkeypatch.setattr(dots, "follows", lambda *_: True)
     waited = []
     plain = rows.weighted_rows
     spy = lambda *args, ready, **rest: (
@@ -164,7 +166,7 @@ def test_rows_follow_their_dot_products(monkeypatch, share, train, pay):
     got = kernel.forward(x, b, None, packed if train else None, CAP)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     (done,) = waited
-    seen = rows.ROW_SEEN.value
+    seen = gather.ROW_SEEN.value
     assert (done[:40] >= seen).all()
     if train and pay:
         entries = torch.where(packed.count <= CAP, packed.count, 0)
@@ -223,7 +225,7 @@ def test_backward_of_programs():
 @pytest.mark.parametrize("gated", [True, False])
 def test_backward_of_rows_too_few_to_pack(monkeypatch, gated):
     monkeypatch.setattr(kernel, "FEW", 100)
-    monkeypatch.setattr(rows, "gradients", None)
+    monkeypatch.setattr(dots, "gradients", None)
     x, b = make(50, gated=gated, steps="relu | square")
     packed = empty_packed(x, b)
     kernel.forward(x, b, None, packed, CAP)
@@ -251,11 +253,11 @@ def alike(M, **kwargs):
 @pytest.mark.parametrize("room", [1 << 20, 1200])
 def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train, room):
     """They are taken by slices of 16 columns, the last of 8; with less room, two of them at a time."""
-    monkeypatch.setattr(rows, "RESIDENT", 1)
-    monkeypatch.setattr(rows, "NARROWEST", 16)
-    monkeypatch.setattr(rows, "SLICE_SUMS", room)
+    monkeypatch.setattr(gather, "RESIDENT", 1)
+    monkeypatch.setattr(gather, "NARROWEST", 16)
+    monkeypatch.setattr(dots, "SLICE_SUMS", room)
     x, b = make(9, N=600, share=0.02)
-    assert rows._slices(b.gate)[:2] == (3, 16)
+    assert dots._slices(b.gate)[:2] == (3, 16)
     assert (room // (4 * 9 * CAP) < 3) == (room == 1200)
     x[5] *= 3.0  # several pieces
     check_forward(x, b, stats=False, train=train)
@@ -264,8 +266,8 @@ def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train, room):
 @pytest.mark.parametrize("long", [1.0, 3.0])
 def test_tables_of_many_slices(monkeypatch, long):
     """Rows are summed by halves of them, and none by pieces."""
-    monkeypatch.setattr(rows, "RESIDENT", 2 * 2 * 4 * 600 * 16)
-    monkeypatch.setattr(rows, "NARROWEST", 16)
+    monkeypatch.setattr(gather, "RESIDENT", 2 * 2 * 4 * 600 * 16)
+    monkeypatch.setattr(gather, "NARROWEST", 16)
     monkeypatch.setattr(rows, "MANY_SLICES", 2)
     x, b = make(9, D=40, N=600, share=0.02)
     x[5] *= long

@@ -9,7 +9,7 @@ from uneven_block import block, tokens
 
 import sparse_inductor
 from sparse_inductor.kernels import relu_ffn as kernel
-from sparse_inductor.kernels import relu_ffn_rows as rows
+from sparse_inductor.kernels import relu_ffn_dots as dots
 from sparse_inductor.kernels import replay
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def nothing_recorded():
 def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
     w = block(N, K, D, share, dtype)
     x = tokens(M, K, uneven, dtype)
-    if not rows.follows(x, w["up"]):
+    if not dots.follows(x, w["up"]):
         pytest.skip("needs a Hopper GPU")
     leaves = [t.requires_grad_() for t in (x, *w.values())]
     dy = torch.randn(M, D, device="cuda", dtype=dtype)
@@ -59,7 +59,7 @@ def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
             t.zero_()
         graph.replay()
         found.append([t.clone() for t in captured])
-    monkeypatch.setattr(rows, "follows", lambda *_: False)
+    monkeypatch.setattr(dots, "follows", lambda *_: False)
     replay.forget()
     want = all_of_it()
     for got in found:
