@@ -216,7 +216,13 @@ def nothing_old_is_collected():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rows"),
-    [("splade_head", 17), ("entmax", 6), ("entmax_attention", 27), ("end_to_end", 18)],
+    [
+        ("splade_head", 17),
+        ("entmax", 6),
+        ("entmax_attention", 27),
+        ("end_to_end", 18),
+        ("relu_ffn", 28),
+    ],
 )
 @pytest.mark.usefixtures("nothing_old_is_collected")
 def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
@@ -224,6 +230,7 @@ def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
     compiled either, which takes long and which the quick runs do."""
     module = importlib.import_module(f"benchmarks.families.{family}")
     monkeypatch.setattr(module, "compiled", lambda program, **_: program, raising=False)
+    monkeypatch.setattr(module, "graphed", lambda work: work, raising=False)
     monkeypatch.setattr(Bench, "cuda", property(lambda self: True))
     for name, value in (
         ("memory_reserved", 0),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ POOL, SEQUENCE, CODE = 512, 2048, 64
 def run(bench: Bench) -> None:
     """Measure everything for this device."""
     bench.section(bench.measure_limits)
-    bench.sections(GPU if bench.cuda else CPU)
+    bench.sections(_gpu_sections(bench) if bench.cuda else _cpu_sections(bench))
     if bench.sweep and bench.cuda:
         bench.section(_sweeps, bench)
 
@@ -210,8 +210,12 @@ def _compare(
 # --- The tables -------------------------------------------------------------------------------------------------------
 
 
-def _small(bench: Bench, M: int) -> int:
-    return min(M, 64) if bench.quick else M
+def _case(bench: Bench, shape: Shape, **how: Any) -> Case:
+    """Data of this shape, or of a tiny one."""
+    if bench.quick:
+        M, K, N = (min(n, most) for n, most in ((shape.M, 64), (shape.K, 128), (shape.N, 256)))
+        shape = dataclasses.replace(shape, M=M, K=K, N=N)
+    return Case(shape, bench.device, **how)
 
 
 def _inference(bench: Bench) -> None:
@@ -221,7 +225,7 @@ def _inference(bench: Bench) -> None:
         (2048, "I"): (1.25, 1.5),
     }  # fmt: skip
     for (M, pattern), (floor, goal) in limits.items():
-        case = Case(Shape(_small(bench, M)), bench.device, pattern=pattern)
+        case = _case(bench, Shape(M), pattern=pattern)
         name = f"inference, {M} tokens, {pattern}"
         _compare(bench, case, INFERENCE, name, floor, goal, graphs=M <= 8192)
         del case
@@ -231,19 +235,19 @@ def _inference(bench: Bench) -> None:
 def _decode(bench: Bench) -> None:
     """A few rows through six blocks in one CUDA graph."""
     for M, floor, goal in ((1, 2.0, 2.8), (16, 1.25, 1.9)):
-        case = Case(Shape(M, layers=6), bench.device)
+        case = _case(bench, Shape(M, layers=6))
         name = f"decode under CUDA graphs, {M} row{'s' * (M > 1)}, six blocks"
         _compare(bench, case, INFERENCE, name, floor, goal, graphs=True)
 
 
 def _not_gated(bench: Bench) -> None:
-    case = Case(Shape(_small(bench, 4096), N=8192, gated=False), bench.device, share=30 / 8192)
+    case = _case(bench, Shape(4096, N=8192, gated=False), share=30 / 8192)
     _compare(bench, case, INFERENCE, "not gated, N 8192, 4096 tokens", 1.2, 1.6, graphs=True)
 
 
 def _training(bench: Bench) -> None:
     """A training step, and what is kept between its forward and backward."""
-    case = Case(Shape(_small(bench, 8192)), bench.device)
+    case = _case(bench, Shape(8192))
     _compare(bench, case, TRAINING, "training step, 8192 tokens, I", 1.7, 2.4, graphs=True)
     remark = "training step, 8192 tokens, I, not a CUDA graph"
     _compare(bench, case, TRAINING, remark)
@@ -275,27 +279,28 @@ def _kept(case: Case, name: str) -> int:
 
 
 def _half_active(bench: Bench) -> None:
-    """An untrained model: it must not cost."""
+    """An untrained model: it must not cost, at numbers of tokens that fill a GPU badly either."""
     kinds = (
         (8192, INFERENCE, 1),
+        (2560, INFERENCE, 1),
         (2048, INFERENCE, 1),
+        (1152, INFERENCE, 1),
         (16, INFERENCE, 6),
         (1, INFERENCE, 6),
         (8192, TRAINING, 1),
     )
     for M, kind, layers in kinds:
-        case = Case(Shape(_small(bench, M), layers=layers), bench.device, share=0.5)
+        case = _case(bench, Shape(M, layers=layers), share=0.5)
         name = f"half the gates active, {M} row{'s' * (M > 1)}, {kind}"
         _compare(bench, case, kind, name, 0.9, 0.99, graphs=True)
 
 
 def _heavy_rows(bench: Bench) -> None:
     """One row in a hundred with 900 active neurons, against the same without them."""
-    shape = Shape(_small(bench, 8192))
     works: dict[Label, Work] = {}
     for heavy in (None, (0.01, 900 / 5632)):
-        case = Case(shape, bench.device, heavy=heavy)
-        label = f"{shape}, {'1 % heavy rows' if heavy else 'no heavy rows'}"
+        case = _case(bench, Shape(8192), heavy=heavy)
+        label = f"{case.shape}, {'1 % heavy rows' if heavy else 'no heavy rows'}"
         works[label, "ours"] = graphed(case.contender("ours", INFERENCE))
     without, beside = bench.race(works, weigh=False).values()
     note = both(without, beside)
@@ -307,8 +312,8 @@ def _other_shapes(bench: Bench) -> None:
     """Beside K 2048, N 5632 at as many tokens."""
     for M, K, N in ((8191, 768, 3072), (4097, 4096, 14336), (2049, 8192, 28672)):
         ratios = []
-        for shape in (Shape(_small(bench, M)), Shape(_small(bench, M), K, N)):
-            case = Case(shape, bench.device)
+        for shape in (Shape(M), Shape(M, K, N)):
+            case = _case(bench, shape)
             name = f"other shapes: {M} tokens, K {shape.K}, N {shape.N}"
             ratios.append(ratio(*_compare(bench, case, INFERENCE, name, graphs=True).values()))
             del case
@@ -320,19 +325,21 @@ def _other_shapes(bench: Bench) -> None:
 
 
 def _cpu_decode(bench: Bench) -> None:
-    case = Case(Shape(1), bench.device, share=0.01)
+    case = _case(bench, Shape(1), share=0.01)
     _compare(bench, case, INFERENCE, "CPU fp32 decode of one row, 1 % active", 1.5, 2.5)
 
 
 def _cpu_half_active(bench: Bench) -> None:
-    case = Case(Shape(_small(bench, 64)), bench.device, share=0.5)
+    case = _case(bench, Shape(64), share=0.5)
     _compare(bench, case, INFERENCE, "CPU fp32, 64 rows, half the gates active", 0.9, 0.99)
 
 
-GPU: Sequence[Callable[[Bench], None]] = (
-    _inference, _decode, _not_gated, _training, _half_active, _heavy_rows, _other_shapes,
-)  # fmt: skip
-CPU: Sequence[Callable[[Bench], None]] = (_cpu_decode, _cpu_half_active)
+def _gpu_sections(bench: Bench) -> list[Callable[[Bench], None]]:
+    return [_inference, _decode, _not_gated, _training, _half_active, _heavy_rows, _other_shapes]
+
+
+def _cpu_sections(bench: Bench) -> list[Callable[[Bench], None]]:
+    return [_cpu_decode, _cpu_half_active]
 
 
 # --- Sweeps -----------------------------------------------------------------------------------------------------------
@@ -346,13 +353,13 @@ def _sweeps(bench: Bench) -> None:
     active = [30] if bench.quick else [8, 15, 30, 60, 90, 120, 240, 1000, 2800]
     for axis, sizes in (("M", tokens), ("active", active)):
         for size in sizes:
-            M = size if axis == "M" else _small(bench, 8192)
+            M = size if axis == "M" else 8192
             share = (30 if axis == "M" else size) / 5632
             for name in ("compile", "ours"):
                 ms = None
                 if not bench.late():
                     torch._dynamo.reset()
-                    work = Case(Shape(M), bench.device, share).contender(name, INFERENCE)
+                    work = _case(bench, Shape(M), share=share).contender(name, INFERENCE)
                     work = graphed(work) if M <= 8192 else work
                     ms = race({name: work}, bench.device, 0.1 if bench.quick else 0.3, (3, 20))[
                         name
