@@ -285,7 +285,7 @@ def row_stats(
 # Programs that share a tile of `product` by its sum, where few rows are listed: the sum is over N, 5 632 in the
 # figures, and a tile alone would take as long as a whole wave of them.
 SPLITS = tl.constexpr(16)
-# The same where all rows are dense: more parts than these take longer to add than to make.
+# The same where all rows are dense and a part is 128 KB, all of which the last program to arrive reads.
 SPLITS_BOXES = tl.constexpr(4)
 
 

@@ -19,7 +19,7 @@ from .launch import relaunched
 from .relu_ffn_gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
 from .relu_ffn_packing import n_listed, pieces_of
 
-__all__ = ["dots", "follows", "gradients", "hidden_stats", "slopes"]
+__all__ = ["dots", "follows", "gradients", "hidden_of", "hidden_stats", "put_slopes", "slopes"]
 
 # Columns of a row that a warp holds.
 DOT_COLUMNS = 1024
@@ -37,18 +37,18 @@ PROGRAMS = 4
 PROGRAMS_MANY = 2
 
 
-def _whole(n: int, interpreted: bool) -> tuple[int, int]:
-    """(columns, warps) for a dot product over rows of n: all of a row at once, as long as registers last."""
-    columns = gather.width(n, 8192, interpreted)
-    return columns, max(1, columns // DOT_COLUMNS)
+def _one_slice(table: torch.Tensor) -> tuple[int, int, int]:
+    """As `_slices`: one slice, whose columns are held all at once, as long as registers last."""
+    columns = gather.width(table.shape[1], 8192, not table.is_cuda)
+    return 1, columns, max(1, columns // DOT_COLUMNS)
 
 
 def _slices(table: torch.Tensor) -> tuple[int, int, int]:
-    """(slices, columns of one, warps) of a table that is multiplied by: all columns at once where they stay in L2."""
-    K, interpreted = table.shape[1], not table.is_cuda
+    """(slices, columns held, warps) of a table that is multiplied by: one slice where the table stays in L2."""
     if table.nbytes <= gather.RESIDENT:
-        return 1, *_whole(K, interpreted)
-    columns = gather.columns_that_stay(K, interpreted, [table])
+        return _one_slice(table)
+    K = table.shape[1]
+    columns = gather.columns_that_stay(K, not table.is_cuda, [table])
     return triton.cdiv(K, columns), columns, max(1, columns // gather.SUM_COLUMNS)
 
 
@@ -106,16 +106,16 @@ def _row_of_rest(alone, i, M):
 
 
 @triton.jit
-def _hidden(
+def hidden_of(
     g, u, valid, id, at, bias, ups,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """h of active neurons `id` from their gates and dot products; KEEP: u is stored at `ups`."""
+    """h of the entries at `at`, of neurons `id`, from their gates and dot products; KEEP: u goes to `ups`."""
     if HAS_BIAS:
         u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
     if KEEP:
         tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
-    return tl.where(valid, evaluate(g, F_STEPS) * evaluate(u, G_STEPS), 0.0)
+    return evaluate(g, F_STEPS) * evaluate(u, G_STEPS)
 
 
 @relaunched
@@ -182,7 +182,8 @@ def _dots_kernel(
                 else:
                     gates_at = m * stride_g + id if WHOLE else at
                     g = tl.load(gates + gates_at, mask=valid, other=0.0).to(tl.float32)
-                    h = _hidden(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+                    h = hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+                    h = tl.where(valid, h, 0.0)
                     tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
         if ready is not None:
             done = tl.maximum(c - start, 0)
@@ -216,7 +217,8 @@ def _add_slices_kernel(
         )
         some = (s < SLICES) & valid[None, :]
         u = tl.sum(tl.load(parts + s.to(tl.int64) * M * CAP + at[None, :], mask=some, other=0.0), 0)
-        h = _hidden(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+        h = hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+        h = tl.where(valid, h, 0.0)
         tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
 
 
@@ -259,11 +261,10 @@ def dots(
     piece, most = pieces_of(M, cap, not x.is_cuda)
     listers, programs = gather.listers_of(M, most), M
     octets, alone = (None, None) if rest is None else rest
-    slices, wide, warps = _slices(table)
+    slices, wide, warps = _slices(table) if rest is None else _one_slice(table)
     sums, at_once = out, 1
     if rest is not None:
         piece, most, listers, programs = triton.next_power_of_2(cap), 1, 0, min(M, IDLE)
-        slices, (wide, warps) = 1, _whole(K, not x.is_cuda)
     elif slices > 1:
         listers = M * triton.cdiv(most, PIECES_SLICED) if most > 1 else 0
         at_once = max(1, min(slices, SLICE_SUMS // (4 * M * cap)))
@@ -316,6 +317,19 @@ def slopes(
     return d_gate, d_up, h
 
 
+@triton.jit
+def put_slopes(
+    g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """`slopes` of the entries at `at`, to where they go."""
+    dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
+    tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
+    if GATED:
+        tl.store(d_up + at, du.to(d_up.dtype.element_ty), mask=valid)
+    tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=valid)
+
+
 @relaunched
 @triton.jit
 def _gradients_kernel(
@@ -362,11 +376,9 @@ def _gradients_kernel(
                 dh = _dot_block(
                     dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE, PAIRS
                 )
-                dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
-                tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
-                if GATED:
-                    tl.store(d_up + at, du.to(d_up.dtype.element_ty), mask=valid)
-                tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=valid)
+                put_slopes(
+                    g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid, F_STEPS, G_STEPS, GATED
+                )  # fmt: skip
 
 
 def gradients(
@@ -387,7 +399,7 @@ def gradients(
     count, index, gates = packed
     M, D = dy.shape
     cap = index.shape[1]
-    wide, warps = _whole(D, not dy.is_cuda)
+    _, wide, warps = _one_slice(table)
     piece = 8 if not dy.is_cuda else STRIPE
     programs = min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
     octets, alone = (None, None) if rest is None else rest

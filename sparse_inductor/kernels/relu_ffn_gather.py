@@ -18,6 +18,8 @@ from .relu_ffn_packing import LISTED
 
 __all__ = [
     "FLIGHT",
+    "NARROWEST",
+    "RESIDENT",
     "ROW_SEEN",
     "STAGES",
     "SUM_COLUMNS",

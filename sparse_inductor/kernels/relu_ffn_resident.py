@@ -36,10 +36,10 @@ from . import gluon_names as names
 from . import relu_ffn_ptx as ptx
 from .boxes import addressable, sliceable
 from .early import early, wait_for_previous
-from .epilogue import encode, evaluate
+from .epilogue import encode
 from .launch import launch as launch_kernel
 from .launch import relaunched
-from .relu_ffn_dots import slopes
+from .relu_ffn_dots import hidden_of, put_slopes
 from .relu_ffn_packing import n_listed
 
 __all__ = ["Lists", "Plan", "dots", "gradients", "plan"]
@@ -250,12 +250,10 @@ def _hidden_kernel(
     for o0 in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         u, at, there = _sums(partial, places, o0 + tl.arange(0, BLOCK), n, SLICES, WIDE)
         g = tl.load(gates + at, mask=there, other=0.0).to(tl.float32)
+        id = at
         if HAS_BIAS:
             id = tl.load(index + at, mask=there, other=0).to(tl.int32)
-            u += tl.load(bias + id, mask=there, other=0.0).to(tl.float32)
-        if KEEP:
-            tl.store(ups + at, u.to(ups.dtype.element_ty), mask=there)
-        h = evaluate(g, F_STEPS) * evaluate(u, G_STEPS)
+        h = hidden_of(g, u, there, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
         tl.store(out + at, h.to(out.dtype.element_ty), mask=there)
 
 
@@ -278,11 +276,9 @@ def _slopes_kernel(
         if STATS:
             da_extra = tl.load(d_stats + at // CAP, mask=there, other=0.0)
             dh_extra = tl.load(d_stats + 2 * stride_s + at // CAP, mask=there, other=0.0)
-        dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
-        tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=there)
-        if GATED:
-            tl.store(d_up + at, du.to(d_up.dtype.element_ty), mask=there)
-        tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=there)
+        put_slopes(
+            g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, there, F_STEPS, G_STEPS, GATED
+        )  # fmt: skip
 
 
 def dots(

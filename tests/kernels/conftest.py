@@ -1,8 +1,10 @@
-"""The device that a test of kernels runs on."""
+"""What tests of kernels have in common: the device that they run on, and that nothing was recorded before."""
 
 import pytest
 import torch
 from triton import knobs
+
+from sparse_inductor.kernels import replay
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -13,3 +15,11 @@ def device(request):
     if request.param == "cpu" and not knobs.runtime.interpret:
         pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
     return torch.device(request.param)
+
+
+@pytest.fixture
+def nothing_recorded():
+    """No call is replayed that was recorded before this test, nor afterwards what it recorded."""
+    replay.forget()
+    yield
+    replay.forget()

@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from uneven_block import block, tokens
+from uneven_block import block, of_a_step, tokens
 
 import sparse_inductor
 from sparse_inductor.kernels import relu_ffn as kernel
 from sparse_inductor.kernels import relu_ffn_dots as dots
 from sparse_inductor.kernels import replay
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def nothing_recorded():
-    replay.forget()
-    yield
-    replay.forget()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_recorded")]
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -38,22 +31,17 @@ def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
     x = tokens(M, K, uneven, dtype)
     if not dots.follows(x, w["up"]):
         pytest.skip("needs a Hopper GPU")
-    leaves = [t.requires_grad_() for t in (x, *w.values())]
+    for t in (x, *w.values()):
+        t.requires_grad_()
     dy = torch.randn(M, D, device="cuda", dtype=dtype)
-
-    def all_of_it():
-        with torch.no_grad():
-            y = sparse_inductor.ops.relu_ffn(x, **w)
-        trained = sparse_inductor.ops.relu_ffn(x, **w)
-        return [y, trained.detach(), *torch.autograd.grad(trained, leaves, dy)]
 
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        found = [all_of_it() for _ in range(3)]
+        found = [of_a_step(x, w, dy) for _ in range(3)]
     torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
-        captured = all_of_it()
+        captured = of_a_step(x, w, dy)
     for _ in range(3):
         for t in captured:
             t.zero_()
@@ -61,7 +49,7 @@ def test_rows_that_follow(M, N, K, D, dtype, share, uneven, monkeypatch):
         found.append([t.clone() for t in captured])
     monkeypatch.setattr(dots, "follows", lambda *_: False)
     replay.forget()
-    want = all_of_it()
+    want = of_a_step(x, w, dy)
     for got in found:
         assert all(map(torch.equal, got, found[0]))
     # Two programs: the compiler may add products in another order.

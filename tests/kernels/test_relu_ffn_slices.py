@@ -5,21 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from uneven_block import block, tokens
+from uneven_block import block, of_a_step, tokens
 
-import sparse_inductor
 from sparse_inductor.kernels import relu_ffn_dots as dots
 from sparse_inductor.kernels import relu_ffn_gather as gather
 from sparse_inductor.kernels import replay
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def nothing_recorded():
-    replay.forget()
-    yield
-    replay.forget()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_recorded")]
 
 
 def error(got, want):
@@ -42,19 +34,13 @@ def test_as_tables_that_stay_in_the_cache(M, N, K, D, dtype, room, monkeypatch):
     leaves = [t.requires_grad_() for t in (x, *w.values())]
     dy = torch.randn(M, D, device="cuda", dtype=dtype)
 
-    def all_of_it():
-        with torch.no_grad():
-            y = sparse_inductor.ops.relu_ffn(x, **w)
-        trained = sparse_inductor.ops.relu_ffn(x, **w)
-        return [y, trained.detach(), *torch.autograd.grad(trained, leaves, dy)]
-
-    plain = all_of_it()
+    plain = of_a_step(x, w, dy)
     monkeypatch.setattr(gather, "RESIDENT", 1)
     monkeypatch.setattr(dots, "SLICE_SUMS", room)
     replay.forget()
     assert dots._slices(w["up"])[0] > 1
-    sliced = all_of_it()
-    again = all_of_it()
+    sliced = of_a_step(x, w, dy)
+    again = of_a_step(x, w, dy)
     assert all(torch.equal(a, b) for a, b in zip(sliced, again, strict=True))
 
     exact = [t.detach().double().requires_grad_() for t in leaves]

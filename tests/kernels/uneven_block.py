@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+import sparse_inductor
+
 
 def block(N, K, D, share, dtype=torch.bfloat16):
     torch.manual_seed(0)
@@ -23,3 +25,11 @@ def tokens(M, K, uneven, dtype=torch.bfloat16):
         x[5::97, -1] = 0
         x[7::50] = 0  # none
     return x
+
+
+def of_a_step(x, weights, dy):
+    """Outputs in inference and in training, and the gradients of the tokens and of all weights."""
+    with torch.no_grad():
+        y = sparse_inductor.ops.relu_ffn(x, **weights)
+    trained = sparse_inductor.ops.relu_ffn(x, **weights)
+    return [y, trained.detach(), *torch.autograd.grad(trained, (x, *weights.values()), dy)]
