@@ -549,10 +549,12 @@ class _Writer:
                 f"b{i} = -(-t{i}.data_ptr() // {_PAGE}) * {_PAGE}",
             ]
         lines.append("stream0 = stream_of()")
+        if any(isinstance(step, _Event) for step in steps):
+            lines.append("line0 = line_of()")
         work = [line for step in steps for line in step.written(self)]
         if self._beside:
             # What the other lines use is not freed before they are done, where a call ends by an error either.
-            lines += ["line0 = line_of()", "try:", *(f"    {line}" for line in work)]
+            lines += ["try:", *(f"    {line}" for line in work)]
             work = [
                 "except BaseException:",
                 f"    join(line0, {_listed('line', self._beside)})",
