@@ -374,7 +374,8 @@ def _bytes_saved(view: GraphView, reading: Reading, counted: bool) -> int | None
         return None
     y = fake(reading.down.node)
     tokens = math.prod(s for d, s in enumerate(sizes) if d != reading.down.d_dim)
-    if not counted and saves_nothing(y.device, y.dtype, tokens):
+    neurons = sizes[reading.down.d_dim]
+    if not counted and saves_nothing(y.device, y.dtype, tokens, neurons):
         return 0
     return len(reading.branches) * math.prod(sizes) * y.dtype.itemsize
 

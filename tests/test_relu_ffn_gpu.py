@@ -9,7 +9,9 @@ from torch import nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import sparse_inductor
-from sparse_inductor.kernels.branch import Branch
+from sparse_inductor.kernels import relu_ffn as kernel
+from sparse_inductor.kernels import replay
+from sparse_inductor.kernels.branch import Branch, _side_stream
 
 pytestmark = pytest.mark.gpu
 relu_ffn = sparse_inductor.ops.relu_ffn
@@ -28,6 +30,14 @@ def make(M, K=512, N=1408, D=512, share=0.02, dtype=torch.bfloat16, gated=True):
         "down": draw(D, N) / 4,
         "up": draw(N, K) / K**0.5 if gated else None,
     }
+
+
+@pytest.fixture
+def small_blocks_are_packed(monkeypatch):
+    """From 1,025 rows on, as small as their weights are."""
+    monkeypatch.setattr(kernel, "FEW", 1024)
+    monkeypatch.setattr(kernel, "FEW_GATES", 0)
+    monkeypatch.setattr(kernel, "FEW_TRAINING", 0)
 
 
 def dense(x, w):
@@ -57,11 +67,13 @@ def test_as_close_to_the_truth_as_the_dense_block(dtype, M, share, gated):
     assert ours <= (1.2 if M * share > 1 else 2) * theirs + 3e-6
 
 
+@pytest.mark.usefixtures("small_blocks_are_packed")
+@pytest.mark.parametrize("M", [700, 2304])
 @pytest.mark.parametrize("share", [0.005, 0.1, 0.5])
 @pytest.mark.parametrize("gated", [True, False])
-def test_gradients(share, gated):
-    x, w = make(700, share=share, gated=gated)
-    dy = torch.randn(700, 512, device="cuda", dtype=x.dtype)
+def test_gradients(share, gated, M):
+    x, w = make(M, share=share, gated=gated)
+    dy = torch.randn(M, 512, device="cuda", dtype=x.dtype)
     leaves = [t for t in (x, *w.values()) if t is not None]
     for t in leaves:
         t.requires_grad_()
@@ -78,20 +90,37 @@ def test_gradients(share, gated):
         assert error(g, t) <= 1.5 * error(e, t) + 1e-6
 
 
-def test_a_graph_follows_the_density():
-    """One capture, replayed on sparse tokens, on dense ones and on a mixture."""
-    x, w = make(300, share=0.02)
+# The down weights are turned round while gates are made (1 700, 4 100), or where rows turn out to be sparse (2 304).
+@pytest.mark.usefixtures("small_blocks_are_packed")
+@pytest.mark.parametrize("M", [300, 1700, 2304, 4100])
+def test_a_graph_follows_the_density(M):
+    """One capture, replayed on sparse tokens, on dense ones and on a mixture, and on sparse ones again."""
+    x, w = make(M, share=0.01)
     with torch.no_grad():
         relu_ffn(x, **w)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = relu_ffn(x, **w)
-        for bias in (1.0, -1.0, 0.3):
+        for bias in (1.0, -1.0, 0.3, 1.0):
             x[:, -1] = bias
             if bias == 0.3:
                 x[::7, -1] = -2.0
             graph.replay()
             assert error(y, dense(x.double(), {k: double(v) for k, v in w.items()})) < 1e-2
+
+
+@pytest.mark.usefixtures("small_blocks_are_packed")
+def test_the_current_stream_is_the_one_that_kernels_run_beside():
+    """PyTorch hands out a few streams in turn: the caller's may be one that `Branch` has."""
+    x, w = make(2304)
+    want = relu_ffn(x, **w)
+    replay.forget()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(_side_stream(x.device, True, False)):
+        for _ in range(4):
+            assert torch.equal(relu_ffn(x, **w), want)
+    torch.cuda.synchronize()
+    replay.forget()
 
 
 def test_unusual_strides_and_shapes():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_inductor import SparseIndex, ops
-from sparse_inductor.kernels import replay
+from sparse_inductor.kernels import relu_ffn, replay
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +18,9 @@ Made = tuple[Callable[..., Tensor], Callable[[], list[Tensor | None]]]
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept():
+def nothing_kept(monkeypatch):
+    for few in ("FEW_GATES", "FEW_TRAINING"):
+        monkeypatch.setattr(relu_ffn, few, 0)  # blocks are small
     replay.forget()
     yield
     replay.forget()

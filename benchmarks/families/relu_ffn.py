@@ -283,11 +283,13 @@ def _half_active(bench: Bench) -> None:
     kinds = (
         (8192, INFERENCE, 1),
         (2560, INFERENCE, 1),
+        (2049, INFERENCE, 1),
         (2048, INFERENCE, 1),
         (1152, INFERENCE, 1),
         (16, INFERENCE, 6),
         (1, INFERENCE, 6),
         (8192, TRAINING, 1),
+        (2700, TRAINING, 1),
     )
     for M, kind, layers in kinds:
         case = _case(bench, Shape(M, layers=layers), share=0.5)

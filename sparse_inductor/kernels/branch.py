@@ -19,13 +19,15 @@ class Branch:
     when all of the second line is done. So tensors that it reads and writes are allocated on the current stream and
     live as long as the block. On a CPU both lines are one.
 
-    urgent: its kernels' blocks go in front of those of the current stream that do not run yet.
+    urgent: its kernels' blocks go in front of those of the current stream that do not run yet. second: it is not the
+    line of another branch, urgent as this one, that has not ended.
     """
 
-    def __init__(self, device: torch.device, urgent: bool = False) -> None:
+    def __init__(self, device: torch.device, urgent: bool = False, second: bool = False) -> None:
         self._main = self._side = None
         if device.type == "cuda":
-            self._main, self._side = torch.cuda.current_stream(device), _side_stream(device, urgent)
+            self._main = torch.cuda.current_stream(device)
+            self._side = _side_stream(device, urgent, second)
             self.follow()
 
     def follow(self) -> None:
@@ -65,5 +67,5 @@ def _wait(line: torch.cuda.Stream, event: torch.cuda.Event) -> None:
 
 
 @functools.cache
-def _side_stream(device: torch.device, urgent: bool) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, urgent: bool, second: bool) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-urgent)

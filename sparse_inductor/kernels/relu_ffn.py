@@ -29,13 +29,29 @@ from . import relu_ffn_rows as rows
 from . import relu_ffn_sums as sums
 from .branch import Branch
 
-__all__ = ["chunks", "forward", "may_keep", "resides", "rows_of_table"]
+__all__ = [
+    "chunks",
+    "forward",
+    "is_few",
+    "is_few_to_keep",
+    "may_keep",
+    "resides",
+    "rows_of_table",
+]
 
 # Elements of the gate projection at a time: 2 GiB at 16 bits. Every piece ends with its longest row; 131 072 tokens in
 # two pieces take 2 % longer.
 CHUNK = 1 << 30
-# Rows up to which nothing is packed: what is saved does not make up for the launches and the longest row.
-FEW = 1024
+# Rows, and gates, up to which nothing is packed: where rows are not sparse, the products' few rounds of tiles fill the
+# GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to 0.89x the speed at
+# 1 025 to 1 664 rows of N = 3 072 to 28 672). Where they are, up to 1.3x is lost.
+FEW = 1664
+FEW_GATES = 9 << 20
+# Gates up to which nothing is packed in a training step that takes no statistics, of nine products or eleven (0.77x at
+# 1 601 rows of N = 5 632, 0.90x at 2 560; 1.5x where rows are sparse).
+FEW_TRAINING = 14 << 20
+# Rows up to which a step with statistics keeps no projections: the host's look at its counts takes as long.
+FEW_KEPT = 1024
 # Rows from which on a table's slices may stay in shared memory, in inference and where a backward follows: with fewer,
 # to arrange the entries and to add up takes as long as is gained.
 RESIDENT = 16384
@@ -83,6 +99,17 @@ class Packed(Protocol):
     def up(self) -> torch.Tensor: ...
 
 
+def is_few(M: int, N: int, training: bool) -> bool:
+    """Whether nothing is packed of M rows of N gates, where no statistics are taken."""
+    few_gates = FEW_TRAINING if training else FEW_GATES
+    return M <= FEW or few_gates >= M * N
+
+
+def is_few_to_keep(M: int, N: int, stats: bool) -> bool:
+    """Whether a training step of M rows of N gates, with statistics or without, is none for `relu_ffn_kept`."""
+    return M <= FEW_KEPT if stats else is_few(M, N, True)
+
+
 def chunks(M: int, N: int, elements: int) -> list[slice]:
     """Even pieces of M rows of about so many elements of [M, N]."""
     pieces = max(1, -(-M * N // elements), -(-M // packer.ROWS_MOST))
@@ -110,10 +137,10 @@ def _may_share(M: int, N: int, cut: float) -> bool:
     return M >= SHARING and N <= 32768 and cut >= 0
 
 
-def may_keep(x: torch.Tensor, b: Block) -> bool:
+def may_keep(x: torch.Tensor, b: Block, stats: bool) -> bool:
     """Whether `forward` can keep both projections of a training step for its backward (`relu_ffn_kept`)."""
     M, N = len(x), len(b.gate)
-    if M <= FEW or M * N > CHUNK or not hopper.may_mark(x, b.gate, b.cut):
+    if is_few_to_keep(M, N, stats) or M * N > CHUNK or not hopper.may_mark(x, b.gate, b.cut):
         return False
     return b.up is None or (hopper.applies(x, b.up) and hopper.may_activate(b.f, b.g))
 
@@ -137,7 +164,7 @@ def forward(
         return decode.forward(x, b, y, residual)
     if residual is not None:
         return forward(x, b, stats, packed, cap).add_(residual)
-    if stats is None and M <= FEW:
+    if stats is None and is_few(M, N, packed is not None):
         if packed is not None:
             packed.count.fill_(cap + 1)  # nothing is kept
         gate = F.linear(x, b.gate, b.gate_bias)
@@ -153,7 +180,8 @@ def forward(
     marking = stats is None and marked_product
     room = None if packed is None else kept.of(packed.count, x.dtype, N, up is not None)
     table = None
-    for part in chunks(M, N, CHUNK):
+    parts = chunks(M, N, CHUNK)
+    for part in parts:
         m = part.stop - part.start
         numbers = None if stats is None else stats[:, part]
         # Looked for where it may pay; a training step needs its packed rows whole.
@@ -165,9 +193,11 @@ def forward(
         alone = not (shares or numbers is not None or m >= SUMMED or residing)
         follows = up is not None and alone and dot_rows.follows(x, up)
         if follows:
-            words = -(-m // 2)
+            words = 2 + -(-m // 2)
         state = packer.new_state(x.device, words)
-        ready = state[len(state) - words :].view(torch.int32) if follows else None
+        # What counts the programs that make the table, then a row's entries that are done.
+        done = state[len(state) - words :].view(torch.int32) if follows else None
+        ready = None if done is None else done[4:]
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
         if marked_product:
@@ -178,8 +208,10 @@ def forward(
         else:
             state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
-        if table is None:
-            table = rows.by_neuron(b.down, beside=marking)
+        # Where nothing waits for the table but what rows are gathered with, only where they are.
+        asked = marking and alone and len(parts) == 1 and not hopper.leaves_room(x, b.gate)
+        if table is None and not asked:
+            table, _ = rows.by_neuron(b.down, beside=marking)
         if packed is None:
             count = torch.empty(m, dtype=torch.int32, device=x.device)
             index = torch.empty(
@@ -240,16 +272,22 @@ def forward(
                     rest = lists.rest
                     del lists  # its sums are large
             # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
-            branch = lines.enter_context(Branch(x.device))
+            branch = lines.enter_context(Branch(x.device, urgent=alone))
+            made: torch.Tensor | None = None
+            makers = 0
+            if table is None:
+                table, makers = rows.by_neuron(b.down, unless=rows.Unless(state, m, done))
+                made = done if makers else None
             if up is not None:
                 gates = gate if value is None else value
                 dot_rows.dots(
                     x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g, rest,
-                    whole=value is None, ready=ready,
+                    whole=value is None, ready=ready, after=made is not None,
                 )  # fmt: skip
                 if numbers is not None:
                     dot_rows.hidden_stats(count, h, numbers)
             beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
+            beside["made"] = made, makers
             pooled = None
             with branch.beside():
                 if pool is not None:
@@ -261,20 +299,20 @@ def forward(
                     pooled = branch.mark()
                 # All rows, then a list of them: one of the two finds nothing to do.
                 whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
-                made, keeps = (gate, None) if room is None else (torch.empty_like(gate), room.whole)
+                to, keeps = (gate, None) if room is None else (torch.empty_like(gate), room.whole)
                 if whole:
                     hopper.hidden(
-                        x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut, made,
+                        x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut, to,
                         None if room is None or room.up is None else (room.up[:m], room.whole),
                     )  # fmt: skip
                     keeps = None
                 dense.hidden(
                     x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut,
-                    some=whole, out=made, whole=keeps,
+                    some=whole, out=to, whole=keeps,
                 )  # fmt: skip
                 if numbers is not None and up is not None:
-                    dense.row_stats(gate, numbers, listed, made)
-                dense.product(gate, b.down, y[part], listed, b.down_bias, made)
+                    dense.row_stats(gate, numbers, listed, to)
+                dense.product(gate, b.down, y[part], listed, b.down_bias, to)
             if summed is not None and ahead is not None:
                 ahead.follow()
                 with ahead.beside():

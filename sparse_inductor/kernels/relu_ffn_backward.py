@@ -25,7 +25,7 @@ from . import relu_ffn_slopes_hopper as slopes_hopper
 from .branch import Branch
 from .launch import relaunched
 from .relu_ffn import Block, Packed, chunks, rows_of_table
-from .relu_ffn_packing import heavy_rows, most_entries, popcount
+from .relu_ffn_packing import ARRIVALS, heavy_rows, most_entries, popcount
 
 __all__ = ["backward"]
 
@@ -201,9 +201,9 @@ def backward(
     x = x if x.stride(1) == 1 else x.contiguous()
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     d_stats = None if d_stats is None else d_stats.float().contiguous()
-    if d_stats is None and len(x) <= forward.FEW:
-        return _few(dy, x, b, needs)
     N = b.gate.shape[0]
+    if d_stats is None and forward.is_few(len(x), N, True):
+        return _few(dy, x, b, needs)
     cap = packed.index.shape[1]
     gated = b.up is not None
     gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
@@ -239,14 +239,17 @@ def backward(
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
     # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
-    with Branch(x.device, urgent=True) as ahead, Branch(x.device) as branch:
+    with (
+        Branch(x.device, urgent=True) as ahead,
+        Branch(x.device, urgent=True, second=True) as branch,
+    ):
         with ahead.beside():
             if by_gate or by_up or by_down:
                 lists.fill()
             filled = ahead.mark()
         with branch.beside():
             first.make()
-        table = rows.by_neuron(b.down)
+        table, _ = rows.by_neuron(b.down)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
         entries = packed.count, packed.index, packed.gate
         d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
@@ -270,12 +273,15 @@ def backward(
         ahead.wait(filled)
         if by_gate or by_up:
             _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
+        # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
+        d_wd = None
         if d_table is not None:
             _by_neuron(lists, dy, h, d_table, None, cap)
+            d_wd, _ = rows.by_neuron(d_table)
     wanted = (
         (into_gate, d_bg) if by_gate else (None, None),
         (into_up, d_bu) if by_up else (None, None),
-        (d_table, None),
+        (None if d_wd is None else d_wd.t(), None),
     )
     first.add(*wanted)
     del first  # one at a time: they are large
@@ -284,9 +290,6 @@ def backward(
         more.make()
         more.add(*wanted)
         del more
-    d_wd = None
-    if d_table is not None:
-        d_wd = rows.by_neuron(d_table)
     if d_bd is not None:
         torch.sum(dy, 0, out=d_bd)
     return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]
@@ -336,7 +339,7 @@ class _Heavy:
         N = b.gate.shape[0]
         self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
         self._tables, self._count, self._cap = tables, count, cap
-        self._length, self._listed = count.new_empty(1), count.new_empty(len(x))
+        self._length, self._listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(x))
         self._xs, self._dys = map(dense.room_for_copies, (x, dy))
         self._dh = x.new_empty(len(self._xs), N)
         self._whole = None if room is None else room.whole
@@ -371,14 +374,19 @@ class _Heavy:
         if self._dx is not None:
             second = None if u is None else (u, up)
             dense.copied_product(
-                g, gate, self._dx, *listed, by_row=True, scatter=True, second=second
-            )
+                g, gate, self._dx, *listed, by_row=True, scatter=True, second=second,
+                arrived=self._length[1:],
+            )  # fmt: skip
 
     def add(self, d_gate, d_up, d_table) -> None:
         """Add their share of the sums to pairs (gradient of a weight, of its bias), either None where not wanted."""
         of_x, of_dy = (self._xs, self._x), (self._dys, self._dy)
-        for values, (copies, source), (weight, bias) in (
-            (self._g, of_x, d_gate), (self._u, of_x, d_up), (self._dh, of_dy, d_table),
-        ):  # fmt: skip
-            if values is not None and weight is not None:
-                dense.add_products(values, copies, weight, bias, self._length, source)
+        sums = [
+            dense.Sum(values, *rows_of, weight, bias)
+            for values, rows_of, (weight, bias) in (
+                (self._g, of_x, d_gate), (self._u, of_x, d_up), (self._dh, of_dy, d_table),
+            )
+            if values is not None and weight is not None
+        ]  # fmt: skip
+        if sums:
+            dense.add_products(sums, self._length)

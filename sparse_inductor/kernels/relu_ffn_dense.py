@@ -6,7 +6,8 @@ and returns at once where there is nothing to do. So rows may change sides from 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
 
 __all__ = [
     "PAD",
+    "Sum",
     "activate",
     "add_products",
     "copied_product",
@@ -285,17 +287,33 @@ def row_stats(
 # Programs that share a tile of `product` by its sum, where few rows are listed: the sum is over N, 5 632 in the
 # figures, and a tile alone would take as long as a whole wave of them.
 SPLITS = tl.constexpr(16)
-# The same where all rows are dense and a part is 128 KB, all of which the last program to arrive reads.
-SPLITS_BOXES = tl.constexpr(4)
+# The same for halves of tiles, of which a part is 64 KB and all are read by the last program to arrive; and steps of a
+# sum that are worth a part.
+SPLITS_BOXES = tl.constexpr(8)
+STEPS_BOXES = tl.constexpr(20)
+# Stages of 32 KB of a tile of half the columns.
+STAGES_HALF = tl.constexpr(5)
+# Parts that are asked for at once.
+AT_ONCE = tl.constexpr(4)
 
 
 @triton.jit
-def _is_last(acc, parts, state, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
+def _rest(tiles, steps):
+    """(tiles past the last round of all programs, if there are programs for halves of them, else none; programs that
+    share the sum of a half, of so many steps)."""
+    rest = tiles % tl.num_programs(0)
+    splits = tl.num_programs(0) // tl.maximum(2 * rest, 1)
+    rest = tl.where(splits > 0, rest, 0)
+    return rest, tl.minimum(splits, tl.minimum(SPLITS_BOXES, tl.maximum(steps // STEPS_BOXES, 1)))
+
+
+@triton.jit
+def _is_last(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
     """Put a tile's part away; whether the others of this tile are there, too."""
     at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     tl.store(parts + unit * (BM * BN) + at, acc)
     tl.debug_barrier()  # all threads' parts are there
-    last = tl.atomic_add(state + ARRIVED + unit // splits, 1) == splits - 1
+    last = tl.atomic_add(arrived + unit // splits, 1) == splits - 1
     tl.debug_barrier()
     return last
 
@@ -306,24 +324,38 @@ def _all_parts(parts, n0, unit, splits, BM: tl.constexpr, BN: tl.constexpr, PART
     at = tl.arange(0, BM)[:, None] * BN + n0 + tl.arange(0, PART)[None, :]
     first = unit // splits * splits
     total = tl.zeros([BM, PART], tl.float32)
-    for s in range(splits):
-        total += tl.load(parts + (first + s) * (BM * BN) + at, cache_modifier=".cg")
+    for i in range(0, splits, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            s = tl.full([1, 1], j, tl.int32) + i
+            part = parts + (first + s) * (BM * BN) + at
+            total += tl.load(part, mask=s < splits, other=0.0, cache_modifier=".cg")
     return total
+
+
+@triton.jit
+def _put(total, out, bias, m0, n0, M, N, stride, HAS_BIAS: tl.constexpr):
+    """out[m0:, n0:] = total + bias, as far as out [M, N] reaches."""
+    i = m0 + tl.arange(0, total.shape[0])
+    n = n0 + tl.arange(0, total.shape[1])
+    if HAS_BIAS:
+        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    to = out + i.to(tl.int64)[:, None] * stride + n[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=(i < M)[:, None] & (n < N)[None, :])
 
 
 @relaunched
 @triton.jit
 def _product_kernel(
-    a, all_a, b, out, a_box, b_box, out_box, bias, state, rows, parts,
+    a, all_a, b, out, a_box, b_box, half_box, out_box, bias, state, rows, parts,
     M, N, stride_am, stride_ak, stride_bn, stride_bk, stride_om, K: tl.constexpr,
     HAS_BIAS: tl.constexpr, BOXES: tl.constexpr, EARLY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[row] = a[row] b^T + bias for the listed rows; of all_a, which is a_box, where all are.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, else PART columns. If there are
-    fewer tiles than programs, or past the last round of all programs, several make parts [tile, split, tile's size] of
-    a tile's sum, and the one that arrives last adds them, in order.
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, and half of them where all
+    programs have no round of whole ones to do any more; else PART columns. If such tiles are fewer than programs,
+    several make parts [tile, split, tile's size] of a tile's sum, and the one that arrives last adds them, in order.
     """
     wait_for_previous(EARLY)
     n_rows = n_listed(state)
@@ -331,9 +363,7 @@ def _product_kernel(
     if BOXES and n_rows == M:
         tiles_n = tl.cdiv(N, BN)
         tiles = tiles_m * tiles_n
-        rest = tiles % tl.num_programs(0)
-        splits = tl.minimum(SPLITS_BOXES, tl.num_programs(0) // tl.maximum(rest, 1))
-        rest = tl.where(splits > 1, rest, 0)
+        rest, splits = _rest(tiles, tl.cdiv(K, BK))
         for t in tl.range(tl.program_id(0), tiles - rest, tl.num_programs(0), flatten=True):
             pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
             acc = tl.zeros([BM, BN], tl.float32)
@@ -344,23 +374,22 @@ def _product_kernel(
                 acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             out_box.store([pm * BM, pn * BN], acc.to(out_box.dtype))
         unit = tl.program_id(0)
-        if unit < rest * splits:
-            pm, pn = _tile_at(tiles - rest + unit // splits, tiles_m, tiles_n, 8)
+        if unit < 2 * rest * splits:
+            HALF: tl.constexpr = BN // 2
+            half = unit // splits
+            pm, pn = _tile_at(tiles - rest + half // 2, tiles_m, tiles_n, 8)
+            first = pn * BN + half % 2 * HALF
             depth = tl.cdiv(tl.cdiv(K, splits), BK) * BK
             k0 = unit % splits * depth
-            acc = tl.zeros([BM, BN], tl.float32)
-            for k in tl.range(k0, tl.minimum(k0 + depth, K), BK):
-                acc = tl.dot(a_box.load([pm * BM, k]), b_box.load([pn * BN, k]).T, acc)
-            if _is_last(acc, parts, state, unit, splits, BM, BN):
-                i = pm * BM + tl.arange(0, BM)
-                for n0 in tl.static_range(0, BN, PART):
-                    n = pn * BN + n0 + tl.arange(0, PART)
-                    total = _all_parts(parts, n0, unit, splits, BM, BN, PART)
-                    if HAS_BIAS:
-                        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-                    to = out + i.to(tl.int64)[:, None] * stride_om + n[None, :]
-                    mask = (i < M)[:, None] & (n < N)[None, :]
-                    tl.store(to, total.to(out.dtype.element_ty), mask=mask)
+            acc = tl.zeros([BM, HALF], tl.float32)
+            for k in tl.range(k0, tl.minimum(k0 + depth, K), BK, num_stages=STAGES_HALF):
+                acc = tl.dot(a_box.load([pm * BM, k]), half_box.load([first, k]).T, acc)
+            if splits == 1:
+                _put(acc, out, bias, pm * BM, first, M, N, stride_om, HAS_BIAS)
+            elif _is_last(acc, parts, state + ARRIVED, unit, splits, BM, HALF):
+                for n0 in tl.static_range(0, HALF, PART):
+                    total = _all_parts(parts, n0, unit, splits, BM, HALF, PART)
+                    _put(total, out, bias, pm * BM, first + n0, M, N, stride_om, HAS_BIAS)
     else:
         if n_rows == M:
             a = all_a
@@ -384,7 +413,7 @@ def _product_kernel(
             )  # fmt: skip
             last = splits > 0
             if splits > 1:
-                last = _is_last(acc, parts, state, unit, splits, BM, PART)
+                last = _is_last(acc, parts, state + ARRIVED, unit, splits, BM, PART)
                 if last:
                     acc = _all_parts(parts, 0, unit, splits, BM, PART, PART)
             if last:
@@ -408,8 +437,9 @@ def product(
     """
     tile = _tile(a)
     all_a = a if all_a is None else all_a
-    shapes = ((all_a, "BM", "BK"), (b, "BN", "BK"), (out, "BM", "BN"))
-    made, able, tile = _listed_tile(a, [boxes(t, tile[i], tile[j]) for t, i, j in shapes])
+    shapes = ((all_a, "BM", "BK", 1), (b, "BN", "BK", 1), (b, "BN", "BK", 2), (out, "BM", "BN", 1))
+    found = [boxes(t, tile[i] // part, tile[j]) for t, i, j, part in shapes]
+    made, able, tile = _listed_tile(a, found)
     programs = _programs(a)
     parts = torch.empty(programs * tile["BM"] * tile["BN"], dtype=torch.float32, device=a.device)
     _product_kernel[(programs,)](
@@ -478,13 +508,13 @@ def gather(
 
 @triton.jit
 def _copied_tile(
-    acc, a, m0, b, n0, M, N, K, stride_a, stride_b,
+    acc, a, m0, b, n0, M, N, K, first, end, stride_a, stride_b,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
-    """acc + A[m0:, :] @ B[n0:, :]^T, or with BY_ROW @ B[:, n0:]."""
+    """acc + A[m0:, first:end] @ B[n0:, first:end]^T, or with BY_ROW @ B[first:end, n0:]."""
     if BOXES:
-        for k in range(0, K, BK):
+        for k in tl.range(first, end, BK, num_stages=STAGES):
             if BY_ROW:
                 acc = tl.dot(a.load([m0, k]), b.load([k, n0]), acc)
             else:
@@ -492,7 +522,7 @@ def _copied_tile(
     else:
         m = (m0 + tl.arange(0, BM)).to(tl.int64)
         n = (n0 + tl.arange(0, BN)).to(tl.int64)
-        for k0 in range(0, K, BK):
+        for k0 in range(first, end, BK):
             k = (k0 + tl.arange(0, BK)).to(tl.int64)
             in_k = k < K
             v = tl.load(
@@ -510,40 +540,82 @@ def _copied_tile(
 
 
 @triton.jit
+def _put_copied(
+    acc, out, bias, rows, m0, n0, n_rows, N, stride, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """out[i] = acc + bias for a tile's rows i from m0 on; with SCATTER out[rows[i]]."""
+    n = n0 + tl.arange(0, acc.shape[1])
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    i = m0 + tl.arange(0, acc.shape[0])
+    row = tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64) if SCATTER else i.to(tl.int64)
+    at = out + row[:, None] * stride + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(i < n_rows)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
 def _copied_tiles(
-    a, b, c, d, bias, out, rows, n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
+    a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived, n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a program of `_copied_product_kernel`."""
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(n_rows, BM)
-    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    tiles = tiles_m * tiles_n
+    rest, splits = 0, 1
+    if SPLIT:
+        rest, splits = _rest(tiles, tl.cdiv(K, BK) * (2 if TWO else 1))
+    for t in range(tl.program_id(0), tiles - rest, tl.num_programs(0)):
         pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _copied_tile(
-            acc, a, m0, b, n0, n_rows, N, K, stride_a, stride_b, BOXES, BY_ROW, BM, BN, BK, PRECISION
+            acc, a, m0, b, n0, n_rows, N, K, 0, K, stride_a, stride_b, BOXES, BY_ROW, BM, BN, BK, PRECISION
         )  # fmt: skip
         if TWO:
             acc = _copied_tile(
-                acc, c, m0, d, n0, n_rows, N, K, stride_a, stride_d, BOXES, BY_ROW, BM, BN, BK, PRECISION
+                acc, c, m0, d, n0, n_rows, N, K, 0, K, stride_a, stride_d, BOXES, BY_ROW, BM, BN, BK, PRECISION
             )  # fmt: skip
-        n = n0 + tl.arange(0, BN)
-        if HAS_BIAS:
-            acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        i = m0 + tl.arange(0, BM)
-        row = (
-            tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64) if SCATTER else i.to(tl.int64)
-        )
-        at = out + row[:, None] * stride_o + n[None, :]
-        tl.store(at, acc.to(out.dtype.element_ty), mask=(i < n_rows)[:, None] & (n < N)[None, :])
+        _put_copied(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
+    if SPLIT:
+        unit = tl.program_id(0)
+        if unit < 2 * rest * splits:
+            HALF: tl.constexpr = BN // 2
+            half = unit // splits
+            pm, pn = _tile_at(tiles - rest + half // 2, tiles_m, tiles_n, 8)
+            m0, n0 = pm * BM, pn * BN + half % 2 * HALF
+            # Both sums, one behind the other.
+            one = tl.cdiv(K, BK) * BK
+            depth = tl.cdiv(tl.cdiv(one * (2 if TWO else 1), BK), splits) * BK
+            first = unit % splits * depth
+            end = first + depth
+            acc = tl.zeros([BM, HALF], tl.float32)
+            acc = _copied_tile(
+                acc, a, m0, b_half, n0, n_rows, N, K, tl.minimum(first, one), tl.minimum(end, one), stride_a,
+                stride_b, BOXES, BY_ROW, BM, HALF, BK, PRECISION, STAGES_HALF,
+            )  # fmt: skip
+            if TWO:
+                first, end = tl.maximum(first - one, 0), tl.minimum(tl.maximum(end - one, 0), one)
+                acc = _copied_tile(
+                    acc, c, m0, d_half, n0, n_rows, N, K, first, end, stride_a, stride_d,
+                    BOXES, BY_ROW, BM, HALF, BK, PRECISION, STAGES_HALF,
+                )  # fmt: skip
+            if splits == 1:
+                _put_copied(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
+            elif _is_last(acc, parts, arrived, unit, splits, BM, HALF):
+                PART: tl.constexpr = HALF // 2
+                for p in tl.static_range(0, HALF, PART):
+                    total = _all_parts(parts, p, unit, splits, BM, HALF, PART)
+                    _put_copied(
+                        total, out, bias, rows, m0, n0 + p, n_rows, N, stride_o, SCATTER, HAS_BIAS
+                    )
 
 
 @relaunched
 @triton.jit
 def _copied_product_kernel(
-    a, all_a, b, c, d, bias, out, rows, length, made,
+    a, all_a, b, c, d, b_half, d_half, bias, out, rows, length, made, parts, arrived,
     M, N, K, stride_a, stride_all, stride_b, stride_d, stride_o,
     SOME: tl.constexpr,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -552,22 +624,26 @@ def _copied_product_kernel(
     """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b.
 
     Where all M rows are listed, of all_a instead of a, unless that is None, and nothing if `made`, unless that is None,
-    says that it is done, or with SOME.
+    says that it is done, or with SOME. parts, arrived: unless they are None, half tiles past the last round of all
+    programs are made in parts, as in `_product_kernel`.
     """
     n_rows = tl.load(length)
     if SOME and n_rows == M:
         return
     if made is not None and n_rows == M and tl.load(made) != 0:
         return
+    SPLIT: tl.constexpr = parts is not None
     if all_a is not None and n_rows == M:
         _copied_tiles(
-            all_a, b, c, d, bias, out, rows, n_rows, N, K, stride_all, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, BM, BN, BK, PRECISION
+            all_a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
+            n_rows, N, K, stride_all, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
         )  # fmt: skip
     else:
         _copied_tiles(
-            a, b, c, d, bias, out, rows, n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, BM, BN, BK, PRECISION
+            a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
+            n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
         )  # fmt: skip
 
 
@@ -585,12 +661,13 @@ def copied_product(
     source: torch.Tensor | None = None,
     made: torch.Tensor | None = None,
     some: bool = False,
+    arrived: torch.Tensor | None = None,
 ) -> None:
     """out[i] (with `scatter` out[rows[i]]) = a[i] @ b^T (+ second[0][i] @ second[1]^T) + bias, i < length.
 
     a: as `gather` gives it, from rows of `source`. b: [N, K], or with `by_row` [K, N] and not transposed; unit stride
     along rows, as a. made, one int32: where all rows are listed and it is not 0, `out` is there already. some: nothing
-    where all rows are listed.
+    where all rows are listed. arrived: zeros, one for a program, that are counted in.
     """
     tile = _tile(a)
     M = len(out) if source is None else len(source)
@@ -601,12 +678,17 @@ def copied_product(
     b_box = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
     a_box = tile["BM"], tile["BK"]
     given = [boxes(t, *box) for t, box in zip((a, b, c, d), (a_box, b_box) * 2)]
-    able = None not in given
+    half_box = (tile["BK"], tile["BN"] // 2) if by_row else (tile["BN"] // 2, tile["BK"])
+    given += [boxes(t, *half_box) if arrived is not None else None for t in (b, d)]
+    able = None not in given[:4]
+    programs, parts = _programs(a), None
     if not able:
-        given, tile = [a, b, c, d], _narrow(tile)
+        given, tile, arrived = [a, b, c, d, None, None], _narrow(tile), None
+    elif arrived is not None:
+        parts = a.new_empty(programs * tile["BM"] * tile["BN"] // 2, dtype=torch.float32)
     given.insert(1, boxes(source, *a_box) if source is not None and able else source)
-    _copied_product_kernel[(_programs(a),)](
-        *given, bias, out, rows, length, made,
+    _copied_product_kernel[(programs,)](
+        *given, bias, out, rows, length, made, parts, None if parts is None else arrived,
         M, N, K, a.stride(0), 0 if source is None else source.stride(0), b.stride(0), d.stride(0), out.stride(0),
         SOME=some, BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter, HAS_BIAS=bias is not None,
         PRECISION=precision(a), **tile,
@@ -680,14 +762,16 @@ def slopes_in_place(
 
 @triton.jit
 def _summed_tiles(
-    a, x, out, bias_out, n_rows, N, K, stride_a, stride_x, stride_o,
+    a, x, out, bias_out, before, n_rows, N, K, stride_a, stride_x, stride_on, stride_ok,
     BOXES: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of a program of `_add_products_kernel`."""
+    """The tiles of one sum of a program of `_add_products_kernel`, which begin behind so many of others."""
     tiles_n = tl.cdiv(K, BN)
     tiles_m = tl.cdiv(N, BM)
-    for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    programs = tl.num_programs(0)
+    first = (tl.program_id(0) + programs - before % programs) % programs
+    for t in range(first, tiles_m * tiles_n, programs):
         pm, pn = _tile_at(t, tiles_m, tiles_n, 8)
         n = pm * BM + tl.arange(0, BM)
         k = pn * BN + tl.arange(0, BN)
@@ -709,7 +793,7 @@ def _summed_tiles(
             acc = tl.dot(w.T, v, acc, input_precision=PRECISION)
             if HAS_BIAS:
                 total += tl.sum(w.to(tl.float32), 0)
-        at = out + n[:, None].to(tl.int64) * stride_o + k[None, :]
+        at = out + n[:, None].to(tl.int64) * stride_on + k[None, :].to(tl.int64) * stride_ok
         mask = (n < N)[:, None] & (k < K)[None, :]
         acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
         tl.store(at, acc.to(out.dtype.element_ty), mask=mask)
@@ -718,50 +802,90 @@ def _summed_tiles(
             tl.store(bias_out + n, total.to(bias_out.dtype.element_ty), mask=n < N)
 
 
-@relaunched
 @triton.jit
-def _add_products_kernel(
-    a, x, all_x, out, bias_out, length, M, N, K, stride_a, stride_x, stride_all, stride_o,
-    BOXES: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+def _summed(
+    a, x, all_x, out, bias_out, before, n_rows, M, N, K, stride_a, stride_x, stride_all, stride_on, stride_ok,
+    BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[n, k] += sum over i < length of a[i, n] * x[i, k], or where all M rows are listed of all_x, unless that is
-    None; bias_out[n] += sum of a[i, n]."""
-    n_rows = tl.load(length)
-    if n_rows == 0:
-        return
+    """One sum of `_add_products_kernel`; how many tiles are behind it."""
+    HAS_BIAS: tl.constexpr = bias_out is not None
     if all_x is not None and n_rows == M:
         _summed_tiles(
-            a, all_x, out, bias_out, n_rows, N, K, stride_a, stride_all, stride_o,
+            a, all_x, out, bias_out, before, n_rows, N, K, stride_a, stride_all, stride_on, stride_ok,
             BOXES, HAS_BIAS, BM, BN, BK, PRECISION
         )  # fmt: skip
     else:
         _summed_tiles(
-            a, x, out, bias_out, n_rows, N, K, stride_a, stride_x, stride_o,
+            a, x, out, bias_out, before, n_rows, N, K, stride_a, stride_x, stride_on, stride_ok,
             BOXES, HAS_BIAS, BM, BN, BK, PRECISION
+        )  # fmt: skip
+    return before + tl.cdiv(N, BM) * tl.cdiv(K, BN)
+
+
+@relaunched
+@triton.jit
+def _add_products_kernel(
+    a0, x0, all0, out0, bias0, a1, x1, all1, out1, bias1, a2, x2, all2, out2, bias2, length,
+    M, N, K0, K1, K2, stride_a0, stride_x0, stride_all0, stride_on0, stride_ok0,
+    stride_a1, stride_x1, stride_all1, stride_on1, stride_ok1,
+    stride_a2, stride_x2, stride_all2, stride_on2, stride_ok2,
+    BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Each of up to three sums, out[n, k] += sum over i < length of a[i, n] * x[i, k], or where all M rows are listed
+    of all_x, unless that is None; bias_out[n] += sum of a[i, n]. Programs go on from one sum's tiles to the next's."""
+    n_rows = tl.load(length)
+    if n_rows == 0:
+        return
+    tiles = tl.full([], 0, tl.int32)
+    tiles = _summed(
+        a0, x0, all0, out0, bias0, tiles, n_rows, M, N, K0, stride_a0, stride_x0, stride_all0, stride_on0, stride_ok0,
+        BOXES, BM, BN, BK, PRECISION
+    )  # fmt: skip
+    if out1 is not None:
+        tiles = _summed(
+            a1, x1, all1, out1, bias1, tiles, n_rows, M, N, K1,
+            stride_a1, stride_x1, stride_all1, stride_on1, stride_ok1,
+            BOXES, BM, BN, BK, PRECISION
+        )  # fmt: skip
+    if out2 is not None:
+        _summed(
+            a2, x2, all2, out2, bias2, tiles, n_rows, M, N, K2,
+            stride_a2, stride_x2, stride_all2, stride_on2, stride_ok2,
+            BOXES, BM, BN, BK, PRECISION
         )  # fmt: skip
 
 
-def add_products(
-    a: torch.Tensor,
-    x: torch.Tensor,
-    out: torch.Tensor,
-    bias_out: torch.Tensor | None,
-    length: torch.Tensor,
-    source: torch.Tensor,
-) -> None:
-    """out [N, K] += a^T x over the first rows of a [M, N] and x [M, K], copies of those listed of `source`;
-    bias_out [N] += the sum of a over them."""
-    tile = _tile(a)
-    made: list[Any] = [boxes(a, tile["BK"], tile["BM"]), boxes(x, tile["BK"], tile["BN"])]
-    able = None not in made
+class Sum(NamedTuple):
+    """out [N, K], of any strides, += a^T x over the listed rows, which are the first ones of a [M, N] and x [M, K],
+    copies of those of `source`; bias [N], unless that is None, += the sum of a over them."""
+
+    a: torch.Tensor
+    x: torch.Tensor
+    source: torch.Tensor
+    out: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def add_products(sums: Sequence[Sum], length: torch.Tensor) -> None:
+    """One to three sums over the same rows, `length` [1] of them."""
+    tile = _tile(sums[0].a)
+    boxed = [[boxes(s.a, tile["BK"], tile["BM"]), boxes(s.x, tile["BK"], tile["BN"])] for s in sums]
+    able = all(None not in pair for pair in boxed)
     if not able:
-        made, tile = [a, x], _narrow(tile)
-    made.append(None)
-    if readable(source):
-        made[2] = boxes(source, tile["BK"], tile["BN"]) if able else source
-    _add_products_kernel[(_programs(a),)](
-        *made, out, bias_out, length, len(source), a.shape[1], x.shape[1],
-        a.stride(0), x.stride(0), source.stride(0), out.stride(0),
-        BOXES=able, HAS_BIAS=bias_out is not None, PRECISION=precision(a), **tile,
+        tile = _narrow(tile)
+    operands: list[Any] = []
+    strides: list[int] = []
+    widths: list[int] = []
+    for s, pair in zip(sums, boxed):
+        whole: Any = None
+        if readable(s.source):
+            whole = boxes(s.source, tile["BK"], tile["BN"]) if able else s.source
+        operands += [*(pair if able else (s.a, s.x)), whole, s.out, s.bias]
+        strides += [s.a.stride(0), s.x.stride(0), s.source.stride(0), *s.out.stride()]
+        widths.append(s.x.shape[1])
+    missing = 3 - len(sums)
+    _add_products_kernel[(_programs(length),)](
+        *operands, *[None] * (5 * missing), length, len(sums[0].source), sums[0].a.shape[1],
+        *widths, *[1] * missing, *strides, *[1] * (5 * missing),
+        BOXES=able, PRECISION=precision(sums[0].a), **tile,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_gather as gather
 from . import relu_ffn_ptx as ptx
-from .early import early, wait_for_previous
+from .early import early, let_next_start, wait_for_previous
 from .epilogue import dual, encode, evaluate
 from .launch import relaunched
 from .relu_ffn_gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
@@ -125,7 +125,7 @@ def _dots_kernel(
     M, K, stride_x, stride_t, stride_g, listers, slice,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, REST: tl.constexpr,
+    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, REST: tl.constexpr, AFTER: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +135,14 @@ def _dots_kernel(
     SLICED: it makes x . up of a slice of WIDTH columns alone, `slice` or one after it, into `out` [slices, M, CAP];
     AGAIN: adds them to what is there.
     WHOLE: `gates` is the projection [M, N], not the entries'. ready: where a row's entries are told to be done.
-    REST: the rows of the groups that `relu_ffn_resident` has left alone, each in one piece.
+    REST: the rows of the groups that `relu_ffn_resident` has left alone, each in one piece. AFTER: the kernel in front
+    of this one makes nothing that this one needs, and started it when all in front of that had ended; one program
+    waits for it in the end.
     """
-    wait_for_previous(EARLY)
+    if AFTER:
+        let_next_start(EARLY)
+    else:
+        wait_for_previous(EARLY)
     if SLICED:
         column = (slice + tl.program_id(1)) * WIDTH
         x += column
@@ -191,6 +196,8 @@ def _dots_kernel(
                 done += ROW_SEEN
             tl.debug_barrier()
             tl.atomic_add(ready + m, done, sem="release")
+    if AFTER and tl.program_id(0) == 0:
+        tl.extra.cuda.gdc_wait()
 
 
 @relaunched
@@ -249,11 +256,13 @@ def dots(
     rest: tuple[torch.Tensor, torch.Tensor] | None = None,
     whole: bool = False,
     ready: torch.Tensor | None = None,
+    after: bool = False,
 ) -> None:
     """h of the packed rows into `out` [M, CAP]; fills `ups`, the up projection itself, where given. packing: of `pack`.
 
     rest: of `relu_ffn_resident.Lists`, where it has done the others. whole: `packed` has the projection [M, N] in place
-    of the entries' gates. ready: [M] zeros, for `weighted_rows`, which is to be the next kernel (`follows`).
+    of the entries' gates. ready: [M] zeros, for `weighted_rows`, which is to be the next kernel (`follows`). after: the
+    kernel in front of these has made a table, `unless` and with `done`.
     """
     count, index, gates = packed
     M, K = x.shape
@@ -278,7 +287,7 @@ def dots(
             x, table, bias, count, index, gates, ups, sums, *packing, octets, alone, ready,
             M, K, x.stride(0), table.stride(0), gates.stride(0), listers, first,
             **block, PIECE=piece, PIECES=most, LISTS=listers > 0, SLICED=slices > 1, AGAIN=first > 0,
-            REST=rest is not None, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
+            REST=rest is not None, AFTER=after, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
             STAGES=STAGES, PAIRS=in_pairs(table), **early(x), **gather.limited(x), num_warps=warps,
         )  # fmt: skip
     if slices > 1:

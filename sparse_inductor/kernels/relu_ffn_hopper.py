@@ -1,8 +1,9 @@
 """Products of a ReLU feed-forward block on Hopper GPUs, by one warp-specialised persistent kernel in Gluon.
 
 One warp copies operand tiles into a ring of shared-memory stages with the bulk copy engine; two warpgroups each
-multiply 64 rows of their own by 256 columns that both share. While one ends a tile, the other one keeps the tensor
-cores busy, as far as the ring lasts. A tile ends in one of two ways:
+multiply 64 rows of their own by columns that both share: 256, the widest wgmma, or half of that where fewer
+multiprocessors then wait for the last tiles. While one ends a tile, the other one keeps the tensor cores busy, as far
+as the ring lasts. A tile ends in one of two ways:
 
     MARK    the gate projection is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for
             each, all that `relu_ffn_packing.pack` reads of rows that are
@@ -39,19 +40,27 @@ from .launch import launch as launch_kernel
 from .relu_ffn_packing import DENSE
 from .unroll import unrolled
 
-__all__ = ["applies", "hidden", "least_active", "marked_product", "may_activate", "may_mark"]
+__all__ = [
+    "applies",
+    "hidden",
+    "least_active",
+    "leaves_room",
+    "marked_product",
+    "may_activate",
+    "may_mark",
+]
 
 MARK, HIDDEN = gl.constexpr(0), gl.constexpr(1)
 
 # Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
-# Columns a tile: the widest wgmma.
-COLUMNS = gl.constexpr(256)
 # Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
 DEPTH = gl.constexpr(64)
 # A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup.
-PIECES = gl.constexpr(4)
+PIECE = gl.constexpr(64)
+# Neurons of a tile of marks, and of a word of them.
+MARKED, WORD = gl.constexpr(256), gl.constexpr(128)
 # Row tiles that share their column tiles in turn: 4 MiB of tokens of K = 2 048 stay in L2 beside the weight.
 GROUP = gl.constexpr(8)
 
@@ -77,7 +86,7 @@ def _tile_at(t, tiles_m, tiles_n):
 
 
 @gluon.jit
-def _copy_tiles(source, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
+def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
     """Producer warp: the operands of every tile of this program, in order, into the ring."""
     x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n = source
     BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
@@ -112,45 +121,61 @@ def _halves(v):
 
 
 @gluon.jit
-def _mark(acc, marks, m0, pn, tiles_n, M, N, least):
-    """Write the marks of a tile [64, 256]."""
-    # The accumulator as its threads hold it, [row, lane of its quad, half, bit].
-    HELD: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 0, 0, 1], [8, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 0, 8], [0, 0, 0, 16], [0, 0, 1, 0],
-        ],
+def _pieces(v, COUNT: gl.constexpr):
+    """A tile's so many pieces, from left to right. No data moves."""
+    if COUNT == 1:
+        return (v,)
+    else:
+        left, right = _halves(v)
+        return _pieces(left, COUNT // 2) + _pieces(right, COUNT // 2)
+
+
+@gluon.constexpr_function
+def _marks_layout(words):
+    """An accumulator as its threads hold it, [64 rows, lane of its quad, word, bit], for so many words."""
+    more = [[0, 0, 1, 0]] if words == 2 else []
+    bits = [[0, 0, 0, 1 << b] for b in range(1, 5)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *bits, *more],
         lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
         warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
         block_bases=[],
-        shape=[ROWS, 4, 2, 32],
-    )  # fmt: skip
+        shape=[64, 4, words, 32],
+    )
+
+
+@gluon.jit
+def _mark(acc, marks, m0, n0, M, N, least):
+    """Write the marks of columns from n0 on, a tile [64, 256] or half of one."""
+    COUNT: gl.constexpr = acc.shape[1] // WORD
+    HELD: gl.constexpr = _marks_layout(COUNT)
     WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
     LANES: gl.constexpr = gl.SliceLayout(2, WORDS)
     bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, HELD))))
     bit = (gl.full([32], 1, gl.int32, bit.type.layout) << bit)[None, None, None, :]
     lane = gl.arange(0, 4, gl.SliceLayout(0, LANES))
-    half = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
-    word = (2 * lane)[None, :, None] + half[None, None, :]
-    held = acc.reshape([ROWS, 2, 16, 4, 2]).permute((0, 3, 1, 2, 4)).reshape([ROWS, 4, 2, 32])
-    held = gl.convert_layout(held, HELD)
+    n = n0 + WORD * gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
+    word = (2 * lane)[None, :, None] + (n // MARKED * 8 + n % MARKED // WORD)[None, None, :]
+    held = acc.reshape([ROWS, COUNT, 16, 4, 2]).permute((0, 3, 1, 2, 4))
+    held = gl.convert_layout(held.reshape([ROWS, 4, COUNT, 32]), HELD)
     # NaN is active.
     found = gl.reduce(gl.where(held <= least, 0, bit), 3, _or)
     # Neurons past the last: zeros of the weight, but NaN where a token is not finite. N is a multiple of 8.
-    left = gl.minimum(gl.maximum(N - pn * COLUMNS - 128 * half, 0) // 8, 16)
+    left = gl.minimum(gl.maximum(N - n, 0) // 8, 16)
     there = gl.where(
-        left == 16, -1, (gl.full([2], 1, gl.int32, left.type.layout) << (2 * left)) - 1
+        left == 16, -1, (gl.full([COUNT], 1, gl.int32, left.type.layout) << (2 * left)) - 1
     )
     found = found & there[None, None, :]
     row = (m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LANES))).to(gl.int64)
-    at = (row * (tiles_n * 8) + pn * 8)[:, None, None] + word
+    at = (row * (gl.cdiv(N, MARKED) * 8))[:, None, None] + word
     gl.store(marks + at, found, mask=(row < M)[:, None, None])
 
 
 @gluon.jit
 def _multiply_tiles(
-    operands, ME: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, F: gl.constexpr,
-    G: gl.constexpr,
+    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
+    STAGES: gl.constexpr, BOXES: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr,
+    F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """Consumer ME: 64 rows of every tile of this program."""
     (
@@ -159,10 +184,10 @@ def _multiply_tiles(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
-    WIDTH: gl.constexpr = COLUMNS // PIECES
-    PIECE: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]
+    OF_PIECE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
     )
+    PIECES: gl.constexpr = COLUMNS // PIECE
     n = 0  # stages consumed
     phase = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
@@ -184,7 +209,7 @@ def _multiply_tiles(
                     mbarrier.expect(read.index(ME), ROWS * COLUMNS * 2)
                     for i in gl.static_range(PIECES):
                         box = out_ring.index(BOXES * ME + i)
-                        at = [m0, pn * COLUMNS + i * WIDTH]
+                        at = [m0, pn * COLUMNS + i * PIECE]
                         load_box(gate, at, read.index(ME), box)
                 if k_block > 0:
                     acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -196,58 +221,49 @@ def _multiply_tiles(
             j = pn * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
             acc += gl.load(bias + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
         if MODE == MARK:
-            _mark(acc, marks, m0, pn, tiles_n, M, N, cut)
-        a0, a1 = _halves(acc)
-        p0, p1 = _halves(a0)
-        p2, p3 = _halves(a1)
-        pieces = (p0, p1, p2, p3)
+            _mark(acc, marks, m0, pn * COLUMNS, M, N, cut)
+        pieces = _pieces(acc, PIECES)
         if MODE == HIDDEN:
             mbarrier.wait(read.index(ME), phase)
             phase = phase ^ 1
         for i in gl.static_range(PIECES):
-            piece = gl.convert_layout(pieces[i], PIECE)
+            piece = gl.convert_layout(pieces[i], OF_PIECE)
             box = out_ring.index(BOXES * ME + i % BOXES)
             if KEEP:
                 tma.store_wait(1)  # the up projection's last piece has left; h may be on its way
                 up_ring.index(ME).store(piece.to(out.dtype))
                 fence_async_shared()
-                store_box(ups, [m0, pn * COLUMNS + i * WIDTH], up_ring.index(ME))
+                store_box(ups, [m0, pn * COLUMNS + i * PIECE], up_ring.index(ME))
             if MODE == HIDDEN:
-                g = box.load(PIECE).to(gl.float32)
+                g = box.load(OF_PIECE).to(gl.float32)
                 piece = gl.where(g <= cut, 0.0, evaluate(g, F) * evaluate(piece, G))
             else:
                 tma.store_wait(BOXES - 1)  # what was copied from this box has left it
             box.store(piece.to(out.dtype))
             fence_async_shared()
-            store_box(out, [m0, pn * COLUMNS + i * WIDTH], box)
+            store_box(out, [m0, pn * COLUMNS + i * PIECE], box)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "cut", "words"])
 def _product_kernel(
     x, weight, gate, out, ups, bias, marks, state, whole, M, N, cut, words,
-    KBLOCKS: gl.constexpr, EACH: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    F: gl.constexpr, G: gl.constexpr,
+    COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
+    KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """x weight^T + bias, which ends as MODE says in out [M, N]. A program owns every so manieth tile.
 
     HIDDEN does nothing but where the state says that all M rows take the dense path; with KEEP, 1 in
     `whole` says so, else 0, and the product goes to `ups`, too. MARK makes zeros of the state, of so many int64 words.
     """
-    # 48 KiB each: as many as fit the 227 KiB of a multiprocessor beside what is read and written.
-    STAGES: gl.constexpr = 3 if MODE == HIDDEN else 4
     # All of a tile, where it is read first; else two, so that one is filled while the other one is copied.
-    BOXES: gl.constexpr = PIECES if MODE == HIDDEN else 2
+    BOXES: gl.constexpr = COLUMNS // PIECE if MODE == HIDDEN else 2
     x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], x.layout)
     w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, COLUMNS, DEPTH], weight.layout)
-    out_ring = gl.allocate_shared_memory(
-        out.dtype, [BOXES * CONSUMERS, ROWS, COLUMNS // PIECES], out.layout
-    )
+    out_ring = gl.allocate_shared_memory(out.dtype, [BOXES * CONSUMERS, ROWS, PIECE], out.layout)
     up_ring = out_ring
     if KEEP:
-        up_ring = gl.allocate_shared_memory(
-            out.dtype, [CONSUMERS, ROWS, COLUMNS // PIECES], out.layout
-        )
+        up_ring = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, PIECE], out.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -258,6 +274,8 @@ def _product_kernel(
         mbarrier.init(read.index(i), count=1)
     tiles_m = gl.cdiv(M, ROWS * CONSUMERS)
     tiles_n = gl.cdiv(N, COLUMNS)
+    if MODE == MARK:
+        tiles_n = gl.cdiv(N, MARKED) * (MARKED // COLUMNS)  # all marks are written
     # A multiprocessor has no room for anything beside this: the next kernel starts where tiles have run out.
     let_next_start()
     if MODE == MARK:
@@ -276,17 +294,56 @@ def _product_kernel(
         [
             (
                 _multiply_tiles,
-                (operands, 0, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
+                (operands, 0, COLUMNS, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
             ),
             (
                 _multiply_tiles,
-                (operands, 1, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
+                (operands, 1, COLUMNS, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
             ),
-            (_copy_tiles, (source, KBLOCKS, STAGES)),
+            (_copy_tiles, (source, COLUMNS, KBLOCKS, STAGES)),
         ],
         [4, 1],
         [240, 24],
     )
+
+
+# Shared memory of a multiprocessor that operands and what is read and written may take, in bytes.
+SHARED = 225 << 10
+# What a tile of 128 columns takes, for one of 256, whose operands are fewer bytes a flop.
+NARROW = 0.52
+
+
+def _columns(M: int, N: int, programs: int) -> tuple[int, float]:
+    """(columns of a tile of so many programs' product [M, N], how many of the programs the last round leaves waiting),
+    the latter in rounds of tiles of 256 columns."""
+    tiles = -(-M // (ROWS.value * CONSUMERS.value)) * -(-N // 256)
+    costs = []
+    for columns, cost in ((256, 1.0), (128, NARROW)):
+        rounds = -(-tiles * (256 // columns) // programs)
+        costs.append(
+            (rounds * cost, columns, (rounds - tiles * (256 // columns) / programs) * cost)
+        )
+    _, columns, waiting = min(costs, key=lambda of: of[0])
+    return columns, waiting
+
+
+def leaves_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a third of the multiprocessors has nothing to do in the last round of whole tiles of `marked_product`."""
+    columns, waiting = _columns(len(x), len(weight), _programs(x))
+    return columns == 256 and waiting >= 1 / 3
+
+
+def _programs(t: torch.Tensor) -> int:
+    return torch.cuda.get_device_properties(t.device).multi_processor_count
+
+
+@functools.lru_cache(maxsize=64)
+def _stages(columns: int, mode: int, keeps: bool) -> int:
+    """Stages of the ring: as many as fit a multiprocessor beside what is read and written."""
+    box = ROWS.value * PIECE.value * 2
+    boxes = (columns // PIECE.value if mode == HIDDEN else 2) + keeps
+    stage = (ROWS.value * CONSUMERS.value + columns) * DEPTH.value * 2
+    return (SHARED - CONSUMERS.value * boxes * box) // stage
 
 
 @functools.cache
@@ -355,33 +412,36 @@ def _launch(
     g: Program = (),
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    M, K = a.shape
+    (M, K), N = a.shape, len(weight)
+    programs = _programs(a)
+    columns, _ = _columns(M, N, programs)
     steps, each = unrolled(-(-K // DEPTH.value))
     layout = _layout(a.dtype)
     unused = out
     ups, whole = kept or (out, unused)
 
     def pieces(t: torch.Tensor) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(t, [ROWS.value, COLUMNS.value // PIECES.value], layout)
+        return TensorDescriptor.from_tensor(t, [ROWS.value, PIECE.value], layout)
 
     args = (
         TensorDescriptor.from_tensor(a, [ROWS.value, DEPTH.value], layout),
-        TensorDescriptor.from_tensor(weight, [COLUMNS.value, DEPTH.value], layout),
+        TensorDescriptor.from_tensor(weight, [columns, DEPTH.value], layout),
         pieces(gate), pieces(out), pieces(ups),
         unused if bias is None else bias,
         unused if marks is None else marks,
-        state, whole, M, len(weight), cut, len(state),
+        state, whole, M, N, cut, len(state),
     )  # fmt: skip
     constants = {
+        "COLUMNS": columns,
         "KBLOCKS": steps,
         "EACH": each,
+        "STAGES": _stages(columns, mode.value, kept is not None),
         "MODE": mode.value,
         "KEEP": kept is not None,
         "HAS_BIAS": bias is not None,
         "F": encode(f),
         "G": encode(g),
     }
-    programs = torch.cuda.get_device_properties(a.device).multi_processor_count
     early = {"launch_pdl": True} if mode == HIDDEN else {}
     launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4, **early)
 
@@ -401,7 +461,7 @@ def marked_product(
     M, N = len(x), len(weight)
     if out is None:
         out = x.new_empty(M, N)
-    marks = torch.empty(M, 8 * -(-N // COLUMNS.value), dtype=torch.int32, device=x.device)
+    marks = torch.empty(M, 8 * -(-N // MARKED.value), dtype=torch.int32, device=x.device)
     _launch(MARK, x, weight, out, out, bias, marks, state, least_active(cut, x.dtype))
     return out, marks
 

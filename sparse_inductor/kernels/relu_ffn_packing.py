@@ -19,6 +19,7 @@ from .epilogue import encode, evaluate
 from .launch import relaunched
 
 __all__ = [
+    "ARRIVALS",
     "ARRIVED",
     "DENSE",
     "LISTED",
@@ -394,8 +395,11 @@ def listed_rows(state, rows_heavy, i, M):
 
 @relaunched
 @triton.jit(do_not_specialize=["M"])
-def _list_kernel(count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """rows_heavy[:heavy] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before it."""
+def _list_kernel(
+    count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.constexpr, ZEROS: tl.constexpr
+):
+    """rows_heavy[:heavy] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before it.
+    ZEROS zeros behind `heavy`."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for p in range(0, tl.program_id(0)):
@@ -406,9 +410,13 @@ def _list_kernel(count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.const
     tl.store(rows_heavy + first + tl.cumsum(take, 0) - take, m, mask=take != 0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         tl.store(heavy, first + tl.sum(take, 0))
+        tl.store(heavy + 1 + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.int32))
 
 
 def heavy_rows(count: torch.Tensor, cap: int, length: torch.Tensor, listed: torch.Tensor) -> None:
-    """length [1], listed [M]: how many, and which, rows of a packed block are heavy."""
+    """length [1 + ARRIVALS], listed [M]: how many, and which, rows of a packed block are heavy; behind the first length
+    are zeros then, for `relu_ffn_dense` to count in."""
     M = len(count)
-    _list_kernel[(triton.cdiv(M, 1024),)](count, length, listed, M, CAP=cap, BLOCK=1024)
+    _list_kernel[(triton.cdiv(M, 1024),)](
+        count, length, listed, M, CAP=cap, BLOCK=1024, ZEROS=ARRIVALS
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -27,7 +29,7 @@ from .relu_ffn_gather import (
 )
 from .relu_ffn_packing import n_listed, pieces_of
 
-__all__ = ["by_neuron", "weighted_rows"]
+__all__ = ["Unless", "by_neuron", "weighted_rows"]
 
 # Slices from which on rows are summed by halves of them, and no row by pieces: a long row's program meets those of the
 # next slices (782 us for 1 080 of sums, at 2 049 tokens of K = 8 192, N = 28 672).
@@ -37,54 +39,94 @@ LONG = 48
 # Programs where there may be nothing to do, on the few multiprocessors that another kernel leaves; and rows a program.
 IDLE_SUMS = 4096
 ROWS_IDLE = 8
+# Programs a multiprocessor that copy a table where it may not be asked for.
+ASKING = 8
 
 
 @relaunched
 @triton.jit
 def _transpose_kernel(
-    weight, out, D, N, stride_d, stride_n, stride_o,
-    BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr,
+    weight, out, state, done, M, D, N, stride_d, stride_n, stride_o,
+    BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program copies a tile of weight [D, N] to out [N, D].
+    """Copy weight [D, N] to out [N, D], tile by tile; unless `state` is None, not where it says that all M rows are
+    dense.
 
     BESIDE: while the kernel in front of it ends, which does not write the weight and which one program waits for in
-    the end: what waits for this one waits for both.
+    the end: what waits for this one waits for both. done: unless that is None, programs are counted there that have
+    ended, and the next kernel starts when all in front of this one have.
     """
     if BESIDE:
         tl.extra.cuda.gdc_launch_dependents()
-    d = tl.program_id(0) * BD + tl.arange(0, BD)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    mask = (d < D)[:, None] & (n < N)[None, :]
-    t = tl.load(
-        weight + d[:, None].to(tl.int64) * stride_d + n[None, :].to(tl.int64) * stride_n,
-        mask=mask,
-        other=0.0,
-    )
-    tl.store(
-        out + n[:, None].to(tl.int64) * stride_o + d[None, :], tl.trans(t), mask=tl.trans(mask)
-    )
-    if BESIDE and tl.program_id(0) + tl.program_id(1) == 0:
+    elif done is not None:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    else:
+        wait_for_previous(EARLY)
+    tiles_d = tl.cdiv(D, BD)
+    tiles = tiles_d * tl.cdiv(N, BN)
+    if state is not None:
+        tiles = tl.where(n_listed(state) == M, 0, tiles)
+    for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        d = t % tiles_d * BD + tl.arange(0, BD)
+        n = t // tiles_d * BN + tl.arange(0, BN)
+        mask = (d < D)[:, None] & (n < N)[None, :]
+        w = tl.load(
+            weight + d[:, None].to(tl.int64) * stride_d + n[None, :].to(tl.int64) * stride_n,
+            mask=mask,
+            other=0.0,
+        )
+        to = out + n[:, None].to(tl.int64) * stride_o + d[None, :]
+        tl.store(to, tl.trans(w), mask=tl.trans(mask))
+    if done is not None:
+        tl.debug_barrier()
+        tl.atomic_add(done, 1, sem="release")
+    if BESIDE and tl.program_id(0) == 0:
         tl.extra.cuda.gdc_wait()
 
 
-def by_neuron(weight: torch.Tensor, beside: bool = False) -> torch.Tensor:
-    """A weight [D, N] as [N, D] with unit stride along a neuron's row: a view of it, or a copy (one pass over it).
+class Unless(NamedTuple):
+    """A table is not made where the state of `pack` says that all so many rows are dense.
+
+    done: unless that is None, a zero, which becomes the number of programs that have made their part. So `dots` may be
+    launched next and not wait for them (after), and `weighted_rows` waits instead (made).
+    """
+
+    state: torch.Tensor
+    rows: int
+    done: torch.Tensor | None
+
+
+def by_neuron(
+    weight: torch.Tensor, beside: bool = False, unless: Unless | None = None
+) -> tuple[torch.Tensor, int]:
+    """(table, programs that make it): a weight [D, N] as [N, D] with unit stride along a neuron's row, which is a view
+    of it, made by none, or a copy (one pass over it).
 
     beside: while the kernel in front of it ends, which lets the next one start and does not write the weight.
     """
     if weight.stride(0) == 1:
-        return weight.t()
+        return weight.t(), 0
     D, N = weight.shape
     out = weight.new_empty(N, D)
     # 64 x 64 at 16 bits: 128-byte runs on both sides.
     tile = 64 if weight.is_cuda else 32
+    programs = triton.cdiv(D, tile) * triton.cdiv(N, tile)
     beside = beside and EARLY_STARTS
-    options = {"launch_pdl": True} if beside else {}
-    _transpose_kernel[(triton.cdiv(D, tile), triton.cdiv(N, tile))](
-        weight, out, D, N, *weight.stride(), out.stride(0),
+    options = {"EARLY": False, "launch_pdl": True} if beside else {"EARLY": False}
+    state, M, done = None, 0, None
+    if unless is not None:
+        state, M, done = unless
+        options = early(weight)
+        if weight.is_cuda:
+            # Few, as there may be nothing to do.
+            multiprocessors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+            programs = min(programs, ASKING * multiprocessors)
+    _transpose_kernel[(programs,)](
+        weight, out, state, done, M, D, N, *weight.stride(), out.stride(0),
         BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,
     )  # fmt: skip
-    return out
+    return out, programs
 
 
 @triton.jit
@@ -96,6 +138,18 @@ def _wait_for_entries(ready, m, n, seen):
     while seen < ROW_SEEN + n:
         seen = tl.atomic_add(ready + m, 0, sem="acquire")
     return seen
+
+
+@triton.jit
+def _wait_for_table(made, programs):
+    """Wait until so many programs have made their part of a table. They were all running when the kernel in front of
+    this one began."""
+    acquire: tl.constexpr = "ld.acquire.gpu.global.u32 $0, [$1];"
+    done = programs - 1
+    while done < programs:
+        done = tl.inline_asm_elementwise(
+            acquire, "=r,l", [made.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -188,10 +242,10 @@ def _unsummed(
 
 
 @relaunched
-@triton.jit(do_not_specialize=["listers", "programs"])
+@triton.jit(do_not_specialize=["listers", "programs", "makers"])
 def _weighted_rows_kernel(
     count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces, summed, all_summed, ready,
-    M, D, stride_a, stride_b, stride_o, listers, programs,
+    made, M, D, stride_a, stride_b, stride_o, listers, programs, makers,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     SUMMED: tl.constexpr, LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
@@ -203,7 +257,8 @@ def _weighted_rows_kernel(
     are dense, the row becomes heavy. LISTS: a row of more than LONG entries is done where its first two pieces are
     listed, half of the columns each, and twice as many table rows in flight: else it would be waited for.
     summed: of each SUMMED rows, unless that is 0, whether it is done already. ready: a row is waited for, not all of
-    them, whose dot products the kernel in front of this one makes.
+    them, whose dot products the kernel in front of this one makes. made: what counts the programs that have made their
+    part of the table, of so many `makers`; the kernel in front of this one does not wait for them.
     """
     seen = tl.zeros([], tl.int32)
     if ready is None:
@@ -217,6 +272,8 @@ def _weighted_rows_kernel(
     none = False
     if ASK:
         none = n_listed(state) == M
+    if made is not None and not none:
+        _wait_for_table(made, makers)
     nothing = False
     if SUMMED > 0:
         nothing = tl.load(all_summed) == tl.cdiv(M, SUMMED)
@@ -294,12 +351,14 @@ def weighted_rows(
     summed: tuple[torch.Tensor, torch.Tensor] | None = None,
     summed_rows: int = 0,
     ready: torch.Tensor | None = None,
+    made: tuple[torch.Tensor | None, int] = (None, 0),
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
     Rows that are heavy are left as they are, and become so where `packing`, of `pack`, says it of all. pool_size: of
     each block of `pool_rows` rows; where it is not 0, `out` is added to. summed: of each `summed_rows` rows; where it
-    is not 0, there is nothing to do; and how many are not. ready: of `dots`, which was launched just before.
+    is not 0, there is nothing to do; and how many are not. ready: of `dots`, which was launched just before. made: of
+    the table, `Unless.done` and its programs.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
@@ -320,7 +379,7 @@ def weighted_rows(
         listers = min(listers, programs // 2)
     _weighted_rows_kernel[(listers + programs, triton.cdiv(D, wide))](
         count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces, flags, all_flags, ready,
-        M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, programs,
+        made[0], M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, programs, made[1],
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], SUMMED=summed_rows, LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
         LISTS=listers > 0, POOL_ROWS=pool_rows, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,

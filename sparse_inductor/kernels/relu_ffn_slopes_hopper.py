@@ -34,8 +34,8 @@ from .relu_ffn_dots import slopes as slopes_of
 
 __all__ = ["applies", "slopes"]
 
-ROWS, CONSUMERS, COLUMNS, DEPTH = hopper.ROWS, hopper.CONSUMERS, hopper.COLUMNS, hopper.DEPTH
-PIECES = hopper.PIECES
+ROWS, CONSUMERS, DEPTH = hopper.ROWS, hopper.CONSUMERS, hopper.DEPTH
+COLUMNS, PIECES = gl.constexpr(256), gl.constexpr(4)
 STAGES = gl.constexpr(3)
 PIECE = gl.constexpr(64)
 # Pieces of a consumer in shared memory, and its boxes: two of each projection and one of h.

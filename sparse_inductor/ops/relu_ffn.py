@@ -201,7 +201,8 @@ def _run(x, weights, gate_steps, up_steps, stats, train, residual=None, keeps=Fa
     N, gated = block.gate.shape[0], block.up is not None
     packed = None
     if train:
-        packed = _empty_packed(flat, N, gated, _with_room(flat, block) if keeps else None)
+        room = _with_room(flat, block, stats) if keeps else None
+        packed = _empty_packed(flat, N, gated, room)
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
             from ..kernels import relu_ffn as kernel
@@ -223,12 +224,12 @@ def _infer(
     return _run(x, weights, gate_steps, up_steps, stats, False, residual)[:2]
 
 
-def _with_room(x: Tensor, block: aten.Block) -> Tensor | None:
+def _with_room(x: Tensor, block: aten.Block, stats: bool) -> Tensor | None:
     """The counts of a step whose rows are expected to be dense (`kernels.relu_ffn_kept`), where they can be kept."""
     from ..kernels import relu_ffn as kernel
     from ..kernels import relu_ffn_kept as kept
 
-    if not kernel.may_keep(x, block):
+    if not kernel.may_keep(x, block, stats):
         return None
     return kept.counts(x, block.gate.shape[0], block.up is not None)
 
@@ -246,8 +247,9 @@ def _has_room(args: Sequence[Any]) -> bool:
     from ..kernels import relu_ffn as kernel
     from ..kernels import relu_ffn_kept as kept
 
-    x, gate, up, count = args[2], args[3], args[5], args[12]
-    if len(count) > kernel.FEW and x.element_size() == 2:
+    x, gate, up, stats, count = args[2], args[3], args[5], args[11], args[12]
+    few = kernel.is_few_to_keep(len(count), gate.shape[0], stats)
+    if x.element_size() == 2 and not few:
         kept.look(gate, count)
     return kept.of(count, x.dtype, gate.shape[0], up is not None) is not None
 
@@ -348,17 +350,18 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps) -> bool:
 
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in present)
     flat = x.reshape(-1, x.shape[-1])
-    return len(flat) <= kernel.FEW and (learns or not kernel.decode.applies(flat, block))
+    few = kernel.is_few(len(flat), block.gate.shape[0], learns)
+    return few and (learns or not kernel.decode.applies(flat, block))
 
 
-def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons: int) -> bool:
     """Whether a compiled training step without statistics keeps what it would keep unrewritten: on a GPU a block of so
     few tokens is ATen's operators again (`_dense_in_graphs`)."""
     if device.type != "cuda" or dtype == torch.float64:
         return False
     from ..kernels import relu_ffn as kernel
 
-    return tokens <= kernel.FEW
+    return kernel.is_few(tokens, neurons, True)
 
 
 def _dense(x, weights, gate_steps, up_steps):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton import knobs
 
-from sparse_inductor.kernels import replay
+from sparse_inductor.kernels import relu_ffn, replay
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -15,6 +15,14 @@ def device(request):
     if request.param == "cpu" and not knobs.runtime.interpret:
         pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_are_packed(monkeypatch):
+    """From 1,025 rows on, where tests of feed-forward blocks say nothing else, as small as their weights are."""
+    monkeypatch.setattr(relu_ffn, "FEW", 1024)
+    monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)
+    monkeypatch.setattr(relu_ffn, "FEW_TRAINING", 0)
 
 
 @pytest.fixture

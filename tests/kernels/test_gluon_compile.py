@@ -3,6 +3,7 @@ interpreter does not run them, and Gluon's names change from one version to the 
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -47,14 +48,19 @@ def compile_all() -> None:
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     layout = hopper._layout(torch.bfloat16)
-    boxes = [f"tensordesc<bf16[{rows}, 64],{layout!r}>" for rows in (64, 256, 64, 64, 64)]
-    for mode, keep in ((hopper.MARK, False), (hopper.HIDDEN, False), (hopper.HIDDEN, True)):
-        constants = {"KBLOCKS": 4, "EACH": 4, "MODE": mode.value, "KEEP": keep}
-        constants["HAS_BIAS"] = False
+    for (mode, keep), columns in itertools.product(
+        ((hopper.MARK, False), (hopper.HIDDEN, False), (hopper.HIDDEN, True)), (256, 128)
+    ):
+        boxes = [f"tensordesc<bf16[{rows}, 64],{layout!r}>" for rows in (64, columns, 64, 64, 64)]
+        stages = hopper._stages(columns, mode.value, keep)
+        constants = {"COLUMNS": columns, "KBLOCKS": 4, "EACH": 4, "STAGES": stages}
+        constants |= {"MODE": mode.value, "KEEP": keep, "HAS_BIAS": False}
         constants |= {"F": encode(()), "G": encode(())}
         types = [*boxes, "*bf16", "*i32", "*i64", "*i32", "i32", "i32", "fp32", "i32"]
-        code = made(hopper._product_kernel, types, constants, num_warps=4).asm["ptx"]
+        compiled = made(hopper._product_kernel, types, constants, num_warps=4)
+        code = compiled.asm["ptx"]
         assert "wgmma" in code and "cp.async.bulk.tensor" in code and ".local" not in code
+        assert stages >= 3 and compiled.metadata.shared <= 227 * 1024
     types = [boxes[0], "*bf16", boxes[0], *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
     compiled = made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4)
     code = compiled.asm["ptx"]

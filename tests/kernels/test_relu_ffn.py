@@ -175,11 +175,14 @@ def test_rows_follow_their_dot_products(monkeypatch, share, train, pay):
         assert (done[:40] == seen).all()
 
 
+@pytest.mark.parametrize(("few", "most"), [("FEW", 50), ("FEW_GATES", 50 * 72)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_rows_too_few_to_pack(monkeypatch, gated):
-    monkeypatch.setattr(kernel, "FEW", 100)
+def test_rows_too_few_to_pack(monkeypatch, gated, few, most):
+    monkeypatch.setattr(kernel, few, most)
     monkeypatch.setattr(packer, "pack", None)
     check_forward(*make(50, gated=gated), stats=False, train=False)
+    with pytest.raises(TypeError):  # one more, and rows are packed
+        check_forward(*make(51, gated=gated), stats=False, train=False)
 
 
 def test_rows_in_pieces(monkeypatch):
@@ -222,9 +225,10 @@ def test_backward_of_programs():
     check_backward(*make(20, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))
 
 
+@pytest.mark.parametrize(("few", "most"), [("FEW", 50), ("FEW_TRAINING", 50 * 72)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_backward_of_rows_too_few_to_pack(monkeypatch, gated):
-    monkeypatch.setattr(kernel, "FEW", 100)
+def test_backward_of_rows_too_few_to_pack(monkeypatch, gated, few, most):
+    monkeypatch.setattr(kernel, few, most)
     monkeypatch.setattr(dots, "gradients", None)
     x, b = make(50, gated=gated, steps="relu | square")
     packed = empty_packed(x, b)

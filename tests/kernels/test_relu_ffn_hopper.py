@@ -31,6 +31,17 @@ def test_steps_are_unrolled_within_what_a_compiler_takes():
         assert each <= 16 and (each == total or each >= 5)
 
 
+def test_tiles_are_as_wide_as_fits_the_last_round():
+    widths = {M: hopper._columns(M, 5632, 132) for M in (1536, 1600, 2048, 2304, 2560)}
+    assert [columns for columns, _ in widths.values()] == [256, 128, 256, 256, 128]
+    waiting = [round(of, 2) for _, of in widths.values()]
+    assert waiting == [0.0, 0.35, 0.33, 0.0, 0.17]
+    for mode, keeps in ((hopper.MARK, False), (hopper.HIDDEN, False), (hopper.HIDDEN, True)):
+        for columns in (256, 128):
+            stages = hopper._stages(columns, mode.value, keeps)
+            assert stages >= 3 and stages * (128 + columns) * 128 < hopper.SHARED
+
+
 def marks_of(gate, cut):
     """The bits that `relu_ffn_hopper` writes beside the gate projection."""
     M, N = gate.shape
@@ -49,7 +60,16 @@ def hopper_gpu(x, *weights):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("M", "K", "N"), [(128, 64, 256), (1001, 200, 1000), (300, 4616, 512), (5000, 512, 1408)]
+    ("M", "K", "N"),
+    [
+        (128, 64, 256),
+        (1001, 200, 1000),
+        (300, 4616, 512),
+        (5000, 512, 1408),
+        (1800, 512, 5632),  # from here on, tiles of 128 columns
+        (2560, 128, 5512),
+        (5700, 200, 1032),
+    ],
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_marked_product(dtype, M, K, N, bias):
@@ -106,9 +126,10 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
 @pytest.mark.parametrize(
     ("M", "N", "D"),
     [
-        (2049, 1408, 2048),  # 136 tiles of 128 x 256: four past a round of 132
-        (4300, 640, 2056),  # 306: the last column tiles are not full
-        (300, 512, 520),  # 9
+        (2049, 3200, 2048),  # 136 tiles of 128 x 256: four past a round of 132, two programs a half
+        (4300, 2600, 2056),  # 306: the last column tiles are not full
+        (300, 5632, 520),  # 9: four programs a half
+        (2700, 512, 768),  # 66: a program a half
         (1900, 1032, 1288),  # 90: too many for a round that is not full
     ],
 )
@@ -124,6 +145,64 @@ def test_product_of_all_rows(M, N, D, bias):
     dense.product(h, down, out, (state, heavy), b)
     want = F.linear(h.float(), down.float(), None if b is None else b.float())
     torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("two", [True, False])
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize(
+    ("M", "N", "D", "n"),
+    [(2049, 2600, 2048, 2049), (2700, 2800, 1288, 1500), (2700, 200, 3080, 2561)],
+)
+def test_tiles_past_the_last_round_are_made_in_parts(two, by_row, M, N, D, n):
+    torch.manual_seed(0)
+    draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+    pairs = [(draw(M, N), draw(N, D) / N**0.5) for _ in range(1 + two)]
+    hopper_gpu(*pairs[0])
+    (a, w), *second = [(a, w if by_row else w.t().contiguous()) for a, w in pairs]
+    rows = torch.randperm(M, device="cuda").to(torch.int32)
+    counts = torch.zeros(1 + packer.ARRIVALS, dtype=torch.int32, device="cuda")
+    counts[0] = n
+    out = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16)
+    more = second[0] if two else None
+    options = {"by_row": by_row, "scatter": True, "second": more}
+    dense.copied_product(a, w, out, rows, counts[:1], arrived=counts[1:], **options)
+    assert counts[1:].any() == (N > 1000), "sums long enough are made in parts"
+    want = sum(a.float() @ w.float() for a, w in pairs)
+    torch.testing.assert_close(out[rows[:n].long()].float(), want[:n], rtol=2e-2, atol=2e-2)
+    assert out[rows[n:].long()].isnan().all()
+    once = torch.empty_like(out)
+    dense.copied_product(a, w, once, rows, counts[:1], **options)
+    listed = rows[:n].long()
+    torch.testing.assert_close(once[listed].float(), want[:n], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [2049, 700, 1, 0])
+@pytest.mark.parametrize("sums", [1, 2, 3])
+def test_sums_over_rows_one_behind_the_other(sums, n):
+    torch.manual_seed(0)
+    M, N, widths = 2049, 1408, (640, 640, 1000)
+    room = M + dense.PAD.value
+    draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+    listed = torch.randperm(M, device="cuda")[:n] if n < M else torch.arange(M, device="cuda")
+    length = torch.tensor([n], dtype=torch.int32, device="cuda")
+    given, wants = [], []
+    for i, K in enumerate(widths[:sums]):
+        a, source = draw(room, N) / n**0.5 if n else draw(room, N), draw(M, K)
+        a[n:] = 0
+        x = torch.zeros(room, K, device="cuda", dtype=torch.bfloat16)
+        x[:n] = source[listed]
+        out, bias = draw(N, K) if i < 2 else draw(K, N).t(), draw(N) if i else None
+        wants.append(out.float() + a[:n].float().t() @ x[:n].float())
+        if bias is not None:
+            wants.append(bias.float() + a[:n].float().sum(0))
+        given.append(dense.Sum(a, x, source, out, bias))
+    hopper_gpu(given[0].source)
+    dense.add_products(given, length)
+    got = [t for s in given for t in (s.out, s.bias) if t is not None]
+    for t, want in zip(got, wants, strict=True):
+        torch.testing.assert_close(t.float(), want, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu
