@@ -37,7 +37,6 @@ def small_blocks_are_packed(monkeypatch):
     """From 1,025 rows on, as small as their weights are."""
     monkeypatch.setattr(kernel, "FEW", 1024)
     monkeypatch.setattr(kernel, "FEW_GATES", 0)
-    monkeypatch.setattr(kernel, "FEW_TRAINING", 0)
 
 
 def dense(x, w):

@@ -19,8 +19,7 @@ Made = tuple[Callable[..., Tensor], Callable[[], list[Tensor | None]]]
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
-    for few in ("FEW_GATES", "FEW_TRAINING"):
-        monkeypatch.setattr(relu_ffn, few, 0)  # blocks are small
+    monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)  # blocks are small
     replay.forget()
     yield
     replay.forget()

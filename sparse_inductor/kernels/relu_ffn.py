@@ -28,6 +28,7 @@ from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
 from . import relu_ffn_sums as sums
 from .branch import Branch
+from .relu_ffn_tiles import precision
 
 __all__ = [
     "chunks",
@@ -44,12 +45,9 @@ __all__ = [
 CHUNK = 1 << 30
 # Rows, and gates, up to which nothing is packed: where rows are not sparse, the products' few rounds of tiles fill the
 # GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to 0.89x the speed at
-# 1 025 to 1 664 rows of N = 3 072 to 28 672). Where they are, up to 1.3x is lost.
+# 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). Where they are, up to 1.3x is lost, 1.4x in training.
 FEW = 1664
 FEW_GATES = 9 << 20
-# Gates up to which nothing is packed in a training step that takes no statistics, of nine products or eleven (0.77x at
-# 1 601 rows of N = 5 632, 0.90x at 2 560; 1.5x where rows are sparse).
-FEW_TRAINING = 14 << 20
 # Rows up to which a step with statistics keeps no projections: the host's look at its counts takes as long.
 FEW_KEPT = 1024
 # Rows from which on a table's slices may stay in shared memory, in inference and where a backward follows: with fewer,
@@ -99,15 +97,14 @@ class Packed(Protocol):
     def up(self) -> torch.Tensor: ...
 
 
-def is_few(M: int, N: int, training: bool) -> bool:
+def is_few(M: int, N: int) -> bool:
     """Whether nothing is packed of M rows of N gates, where no statistics are taken."""
-    few_gates = FEW_TRAINING if training else FEW_GATES
-    return M <= FEW or few_gates >= M * N
+    return M <= FEW or M * N <= FEW_GATES
 
 
 def is_few_to_keep(M: int, N: int, stats: bool) -> bool:
     """Whether a training step of M rows of N gates, with statistics or without, is none for `relu_ffn_kept`."""
-    return M <= FEW_KEPT if stats else is_few(M, N, True)
+    return M <= FEW_KEPT if stats else is_few(M, N)
 
 
 def chunks(M: int, N: int, elements: int) -> list[slice]:
@@ -164,7 +161,7 @@ def forward(
         return decode.forward(x, b, y, residual)
     if residual is not None:
         return forward(x, b, stats, packed, cap).add_(residual)
-    if stats is None and is_few(M, N, packed is not None):
+    if stats is None and is_few(M, N):
         if packed is not None:
             packed.count.fill_(cap + 1)  # nothing is kept
         gate = F.linear(x, b.gate, b.gate_bias)
@@ -291,9 +288,8 @@ def forward(
             pooled = None
             with branch.beside():
                 if pool is not None:
-                    precision = dense.precision(x)
                     rows_pool.products(
-                        x[part], up, b.up_bias, table, pool, state, y[part], b.f, b.g, precision
+                        x[part], up, b.up_bias, table, pool, state, y[part], b.f, b.g, precision(x)
                     )
                     beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
                     pooled = branch.mark()

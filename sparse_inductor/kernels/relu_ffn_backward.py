@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from . import relu_ffn as forward
-from . import relu_ffn_dense as dense
 from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_gather as gather
+from . import relu_ffn_heavy as heavy
 from . import relu_ffn_kept as kept
 from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
@@ -202,7 +202,7 @@ def backward(
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     d_stats = None if d_stats is None else d_stats.float().contiguous()
     N = b.gate.shape[0]
-    if d_stats is None and forward.is_few(len(x), N, True):
+    if d_stats is None and forward.is_few(len(x), N):
         return _few(dy, x, b, needs)
     cap = packed.index.shape[1]
     gated = b.up is not None
@@ -224,7 +224,7 @@ def backward(
 
     room = kept.of(packed.count, x.dtype, N, gated)
 
-    def heavy(part: slice) -> _Heavy:
+    def heavy_of(part: slice) -> _Heavy:
         numbers = None if d_stats is None else d_stats[:, part]
         to = None if dx is None else dx[part]
         made = None if room is None else room.rows(part)
@@ -234,7 +234,7 @@ def backward(
         )
 
     first_part, *other_parts = chunks(len(x), N, CHUNK)
-    lists, first = TokenLists(packed.count, packed.index, N), heavy(first_part)
+    lists, first = TokenLists(packed.count, packed.index, N), heavy_of(first_part)
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
@@ -286,7 +286,7 @@ def backward(
     first.add(*wanted)
     del first  # one at a time: they are large
     for part in other_parts:
-        more = heavy(part)
+        more = heavy_of(part)
         more.make()
         more.add(*wanted)
         del more
@@ -300,7 +300,7 @@ def _few(
 ) -> list[torch.Tensor | None]:
     """The gradients for so few rows that nothing was packed: library products, the projections made again."""
     M, N = len(x), b.gate.shape[0]
-    room = M + dense.PAD.value  # `slopes_in_place` ends in whole pads
+    room = M + heavy.PAD.value  # `slopes_in_place` ends in whole pads
     g, dh = x.new_empty(room, N), x.new_empty(room, N)
     u = None if b.up is None else x.new_empty(room, N)
     g[:M] = F.linear(x, b.gate, b.gate_bias)
@@ -309,7 +309,7 @@ def _few(
     torch.mm(dy, b.down, out=dh[:M])
     rows_all = torch.arange(M, dtype=torch.int32, device=x.device)
     length = torch.full((1,), M, dtype=torch.int32, device=x.device)
-    dense.slopes_in_place(g, u, dh, None, rows_all, length, b.f, b.g, b.cut)
+    heavy.slopes_in_place(g, u, dh, None, rows_all, length, b.f, b.g, b.cut)
     g, h = g[:M], dh[:M]
     dx = None
     if needs[0]:
@@ -340,7 +340,7 @@ class _Heavy:
         self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
         self._tables, self._count, self._cap = tables, count, cap
         self._length, self._listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(x))
-        self._xs, self._dys = map(dense.room_for_copies, (x, dy))
+        self._xs, self._dys = map(heavy.room_for_copies, (x, dy))
         self._dh = x.new_empty(len(self._xs), N)
         self._whole = None if room is None else room.whole
         self._ends = ends
@@ -356,24 +356,24 @@ class _Heavy:
         g, u, dh, b = self._g, self._u, self._dh, self._b
         listed = self._listed, self._length
         heavy_rows(self._count, self._cap, self._length, self._listed)
-        dense.gather(self._x, self._dy, self._xs, self._dys, *listed)
+        heavy.gather(self._x, self._dy, self._xs, self._dys, *listed)
         projected = {"source": self._x, "made": self._whole}
-        dense.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, **projected)
+        heavy.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, **projected)
         if u is not None:
-            dense.copied_product(self._xs, up, u, *listed, bias=b.up_bias, **projected)
+            heavy.copied_product(self._xs, up, u, *listed, bias=b.up_bias, **projected)
         # All rows at once, by one kernel, or a list of them, by two: one of the ways finds nothing to do.
         at_once = slopes_hopper.applies(self._dy, down, g, b.f, b.g)
         if at_once:
             length = self._length
             slopes_hopper.slopes(self._dy, down, g, u, dh, self._d_stats, length, b.f, b.g, b.cut)
         of_dy = {"by_row": True, "source": self._dy, "some": at_once}
-        dense.copied_product(self._dys, down, dh, *listed, **of_dy)
+        heavy.copied_product(self._dys, down, dh, *listed, **of_dy)
         # Gradients are now where the projections were, which another backward has to make again.
         used = self._whole if self._ends else None
-        dense.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut, used, some=at_once)
+        heavy.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut, used, some=at_once)
         if self._dx is not None:
             second = None if u is None else (u, up)
-            dense.copied_product(
+            heavy.copied_product(
                 g, gate, self._dx, *listed, by_row=True, scatter=True, second=second,
                 arrived=self._length[1:],
             )  # fmt: skip
@@ -382,11 +382,11 @@ class _Heavy:
         """Add their share of the sums to pairs (gradient of a weight, of its bias), either None where not wanted."""
         of_x, of_dy = (self._xs, self._x), (self._dys, self._dy)
         sums = [
-            dense.Sum(values, *rows_of, weight, bias)
+            heavy.Sum(values, *rows_of, weight, bias)
             for values, rows_of, (weight, bias) in (
                 (self._g, of_x, d_gate), (self._u, of_x, d_up), (self._dh, of_dy, d_table),
             )
             if values is not None and weight is not None
         ]  # fmt: skip
         if sums:
-            dense.add_products(sums, self._length)
+            heavy.add_products(sums, self._length)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from .relu_ffn_dense import PAD
+from .relu_ffn_heavy import PAD
 
 __all__ = ["Kept", "counts", "expected", "forget", "look", "of"]
 

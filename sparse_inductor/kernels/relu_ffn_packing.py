@@ -415,7 +415,7 @@ def _list_kernel(
 
 def heavy_rows(count: torch.Tensor, cap: int, length: torch.Tensor, listed: torch.Tensor) -> None:
     """length [1 + ARRIVALS], listed [M]: how many, and which, rows of a packed block are heavy; behind the first length
-    are zeros then, for `relu_ffn_dense` to count in."""
+    are zeros then, for `relu_ffn_heavy` to count in."""
     M = len(count)
     _list_kernel[(triton.cdiv(M, 1024),)](
         count, length, listed, M, CAP=cap, BLOCK=1024, ZEROS=ARRIVALS

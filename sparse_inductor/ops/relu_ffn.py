@@ -350,7 +350,7 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps) -> bool:
 
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in present)
     flat = x.reshape(-1, x.shape[-1])
-    few = kernel.is_few(len(flat), block.gate.shape[0], learns)
+    few = kernel.is_few(len(flat), block.gate.shape[0])
     return few and (learns or not kernel.decode.applies(flat, block))
 
 
@@ -361,7 +361,7 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
         return False
     from ..kernels import relu_ffn as kernel
 
-    return kernel.is_few(tokens, neurons, True)
+    return kernel.is_few(tokens, neurons)
 
 
 def _dense(x, weights, gate_steps, up_steps):

@@ -22,7 +22,6 @@ def small_blocks_are_packed(monkeypatch):
     """From 1,025 rows on, where tests of feed-forward blocks say nothing else, as small as their weights are."""
     monkeypatch.setattr(relu_ffn, "FEW", 1024)
     monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)
-    monkeypatch.setattr(relu_ffn, "FEW_TRAINING", 0)
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ def test_backward_of_programs():
     check_backward(*make(20, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))
 
 
-@pytest.mark.parametrize(("few", "most"), [("FEW", 50), ("FEW_TRAINING", 50 * 72)])
+@pytest.mark.parametrize(("few", "most"), [("FEW", 50), ("FEW_GATES", 50 * 72)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_backward_of_rows_too_few_to_pack(monkeypatch, gated, few, most):
     monkeypatch.setattr(kernel, few, most)

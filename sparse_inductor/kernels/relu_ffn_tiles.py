@@ -1,0 +1,115 @@
+"""Tiles of the products in Triton of rows that are not sparse (`relu_ffn_dense`, `relu_ffn_heavy`): their sizes, their
+order, and how several programs share what is left past the last round of all programs."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "STAGES_HALF",
+    "all_parts",
+    "is_last",
+    "narrow",
+    "precision",
+    "programs_of",
+    "put",
+    "rest_of",
+    "tile_at",
+    "tile_of",
+]
+
+# Programs that share the sum of half a tile, of which a part is 64 KB and all are read by the last one to arrive; and
+# steps of a sum that are worth a part.
+SPLITS_BOXES = tl.constexpr(8)
+STEPS_BOXES = tl.constexpr(20)
+# Stages of 32 KB of a tile of half the columns.
+STAGES_HALF = tl.constexpr(5)
+# Parts that are asked for at once.
+AT_ONCE = tl.constexpr(4)
+
+
+def tile_of(t: torch.Tensor) -> dict[str, int]:
+    """BM rows x BN columns, BK deep, and how to run it."""
+    if not t.is_cuda:
+        return {"BM": 16, "BN": 32, "BK": 16, "num_warps": 4, "num_stages": 1}
+    if t.dtype == torch.float32:
+        return {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
+    # 128 x 256 has the fewest operand bytes a flop of what fits the registers of 8 warps; three stages are 147 KB.
+    return {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3}
+
+
+def narrow(tile: dict[str, int]) -> dict[str, int]:
+    """The tile where operands come through pointers, which take registers too."""
+    return {**tile, "BN": min(tile["BN"], 128)}
+
+
+def programs_of(t: torch.Tensor) -> int:
+    if not t.is_cuda:
+        return 3
+    return torch.cuda.get_device_properties(t.device).multi_processor_count
+
+
+def precision(t: torch.Tensor) -> str:
+    fast = t.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if fast and t.dtype == torch.float32 else "ieee"
+
+
+@triton.jit
+def tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """(row tile, column tile): GROUP row tiles share their column tiles in turn, so that both operands stay in L2."""
+    group = t // (GROUP * tiles_n)
+    r = t % (GROUP * tiles_n)
+    size = tl.minimum(GROUP, tiles_m - group * GROUP)
+    return group * GROUP + r % size, r // size
+
+
+@triton.jit
+def rest_of(tiles, steps):
+    """(tiles past the last round of all programs, if there are programs for halves of them, else none; programs that
+    share the sum of a half, of so many steps)."""
+    rest = tiles % tl.num_programs(0)
+    splits = tl.num_programs(0) // tl.maximum(2 * rest, 1)
+    rest = tl.where(splits > 0, rest, 0)
+    return rest, tl.minimum(splits, tl.minimum(SPLITS_BOXES, tl.maximum(steps // STEPS_BOXES, 1)))
+
+
+@triton.jit
+def is_last(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
+    """Put a tile's part away; whether the others of this tile are there, too."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(parts + unit * (BM * BN) + at, acc)
+    tl.debug_barrier()  # all threads' parts are there
+    last = tl.atomic_add(arrived + unit // splits, 1) == splits - 1
+    tl.debug_barrier()
+    return last
+
+
+@triton.jit
+def all_parts(parts, n0, unit, splits, BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr):
+    """The sum of a tile's parts, in order, of PART columns from n0 on."""
+    at = tl.arange(0, BM)[:, None] * BN + n0 + tl.arange(0, PART)[None, :]
+    first = unit // splits * splits
+    total = tl.zeros([BM, PART], tl.float32)
+    for i in range(0, splits, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            s = tl.full([1, 1], j, tl.int32) + i
+            part = parts + (first + s) * (BM * BN) + at
+            total += tl.load(part, mask=s < splits, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def put(
+    acc, out, bias, rows, m0, n0, n_rows, N, stride, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """out[i] = acc + bias for a tile's rows i < n_rows from m0 on, as far as out [*, N] reaches; with SCATTER
+    out[rows[i]]."""
+    n = n0 + tl.arange(0, acc.shape[1])
+    if HAS_BIAS:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    i = m0 + tl.arange(0, acc.shape[0])
+    row = tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64) if SCATTER else i.to(tl.int64)
+    at = out + row[:, None] * stride + n[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=(i < n_rows)[:, None] & (n < N)[None, :])
