@@ -74,8 +74,11 @@ def test_eager_calls_run_the_operator(graphs):
     torch.testing.assert_close(torch.ops.inline_test.twice(x, 2.0), x * 2)
 
 
-@pytest.mark.parametrize("tokens, products", [(1, 0), (64, 3), (1024, 3), (4096, 0)])
-def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(tokens, products):
+@pytest.mark.parametrize(
+    "tokens, neurons, products",
+    [(1, 256, 0), (64, 256, 3), (1664, 256, 3), (1664, 8192, 3), (1665, 8192, 0), (4096, 256, 3)],
+)
+def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(tokens, neurons, products):
     """Too many tokens to skip a weight, too few to pack any: what is compiled is the block as it was written."""
     import sparse_inductor.ops  # noqa: F401
 
@@ -91,9 +94,8 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(tokens, produ
 
     with FakeTensorMode():
         like = {"device": "cuda", "dtype": torch.bfloat16}
-        tensors = [
-            torch.empty(*size, **like) for size in ((tokens, 64), (256, 64), (256, 64), (64, 256))
-        ]
+        sizes = (tokens, 64), (neurons, 64), (neurons, 64), (64, neurons)
+        tensors = [torch.empty(*size, **like) for size in sizes]
         aot_function(block, fw_compiler=keep)(*tensors)
     assert graphs[-1].count("aten.mm") == products
     assert ("sparse_inductor.relu_ffn" in graphs[-1]) == (products == 0)

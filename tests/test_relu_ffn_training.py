@@ -68,7 +68,7 @@ def _matched_on(device, tokens, statistics=False):
             0,
         ),  # ATen's operators: both projections are kept, as without a rewrite
         ("cuda", 512, True, 2),
-        ("cuda", 4096, False, 2),
+        ("cuda", 65536, False, 2),
         ("cpu", 512, False, 2),
     ],
 )
