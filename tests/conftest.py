@@ -36,6 +36,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(too_few)
 
 
+@pytest.fixture
+def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feed-forward blocks are packed from 1,025 rows on, as small as their weights are."""
+    from sparse_inductor.kernels import relu_ffn
+
+    monkeypatch.setattr(relu_ffn, "FEW", 1024)
+    monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)
+
+
 @pytest.fixture(autouse=True)
 def clean_state(clean_dynamo: None) -> None:
     """Every test begins and ends with nothing enabled and nothing compiled."""

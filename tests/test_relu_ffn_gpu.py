@@ -9,7 +9,6 @@ from torch import nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import sparse_inductor
-from sparse_inductor.kernels import relu_ffn as kernel
 from sparse_inductor.kernels import replay
 from sparse_inductor.kernels.branch import Branch, _side_stream
 
@@ -30,13 +29,6 @@ def make(M, K=512, N=1408, D=512, share=0.02, dtype=torch.bfloat16, gated=True):
         "down": draw(D, N) / 4,
         "up": draw(N, K) / K**0.5 if gated else None,
     }
-
-
-@pytest.fixture
-def small_blocks_are_packed(monkeypatch):
-    """From 1,025 rows on, as small as their weights are."""
-    monkeypatch.setattr(kernel, "FEW", 1024)
-    monkeypatch.setattr(kernel, "FEW_GATES", 0)
 
 
 def dense(x, w):

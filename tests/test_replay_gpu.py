@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparse_inductor import SparseIndex, ops
-from sparse_inductor.kernels import relu_ffn, replay
+from sparse_inductor.kernels import replay
 
 pytestmark = pytest.mark.gpu
 
@@ -18,8 +18,7 @@ Made = tuple[Callable[..., Tensor], Callable[[], list[Tensor | None]]]
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch):
-    monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)  # blocks are small
+def nothing_kept(small_blocks_are_packed):
     replay.forget()
     yield
     replay.forget()

@@ -16,6 +16,7 @@ from .entmax_attention_broad import LIST, broad_kernel, gather_left, pack, unpac
 from .entmax_attention_candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel
 from .entmax_attention_problem import Left, Problem, row_constants
 from .entmax_attention_tau import class_bound, log_power, powers, step
+from .launch import multiprocessors
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -763,8 +764,7 @@ def forward_lists(
     def programs(warps: int) -> int:
         if not cuda:
             return 2
-        multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-        return min(total, THREADS // (32 * warps) * multiprocessors)
+        return min(total, THREADS // (32 * warps) * multiprocessors(q.device))
 
     narrow, wide = programs(4), programs(8)
     scratch = torch.empty(

@@ -25,6 +25,7 @@ __all__ = [
     "captured",
     "hooked",
     "launch",
+    "multiprocessors",
     "note",
     "relaunched",
     "watched",
@@ -220,6 +221,12 @@ def _encoders(
     if encode is None:
         return launcher, {}
     return direct, {i: functools.partial(encode, metadata=m) for i, m in zip(sorted(places), kinds)}
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def hooked() -> bool:

@@ -37,6 +37,7 @@ from .boxes import addressable
 from .epilogue import encode, evaluate
 from .gluon_names import let_next_start, load_box, store_box, wait_for_previous
 from .launch import launch as launch_kernel
+from .launch import multiprocessors
 from .relu_ffn_packing import DENSE
 from .unroll import unrolled
 
@@ -329,12 +330,8 @@ def _columns(M: int, N: int, programs: int) -> tuple[int, float]:
 
 def leaves_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a third of the multiprocessors has nothing to do in the last round of whole tiles of `marked_product`."""
-    columns, waiting = _columns(len(x), len(weight), _programs(x))
+    columns, waiting = _columns(len(x), len(weight), multiprocessors(x.device))
     return columns == 256 and waiting >= 1 / 3
-
-
-def _programs(t: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(t.device).multi_processor_count
 
 
 @functools.lru_cache(maxsize=64)
@@ -413,7 +410,7 @@ def _launch(
     kept: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     (M, K), N = a.shape, len(weight)
-    programs = _programs(a)
+    programs = multiprocessors(a.device)
     columns, _ = _columns(M, N, programs)
     steps, each = unrolled(-(-K // DEPTH.value))
     layout = _layout(a.dtype)

@@ -11,7 +11,7 @@ import triton.language as tl
 from . import relu_ffn_marked_ptx as ptx
 from . import relu_ffn_pool as rows_pool
 from .early import early, wait_for_previous
-from .launch import relaunched
+from .launch import multiprocessors, relaunched
 from .relu_ffn_packing import dense_row, pieces_of
 
 __all__ = ["pack"]
@@ -85,8 +85,7 @@ def pack(
         rows = warps * each
         body = ptx.pack(*made, rows, warps, values=values)
     else:
-        multiprocessors = torch.cuda.get_device_properties(gate.device).multi_processor_count
-        warps, parts = _blocks(marks.shape[1], pool.blocks, multiprocessors)
+        warps, parts = _blocks(marks.shape[1], pool.blocks, multiprocessors(gate.device))
         rows, chosen = rows_pool.ROWS, (pool.size, pool.neuron, pool.value)
         body = ptx.pack(*made, rows, warps, rows_pool.SIZE, rows_pool.ENTRIES, parts, values)
     _pack_kernel[(triton.cdiv(M, rows) * parts,)](

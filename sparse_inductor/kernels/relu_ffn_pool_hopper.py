@@ -27,6 +27,7 @@ from . import relu_ffn_hopper as hopper
 from .boxes import addressable
 from .gluon_names import let_next_start, load_box, load_rows, store_box, wait_for_previous
 from .launch import launch as launch_kernel
+from .launch import multiprocessors
 from .relu_ffn_packing import DENSE
 
 __all__ = ["applies", "down"]
@@ -194,11 +195,7 @@ def applies(values: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> boo
     whole = table.shape[1] % COLUMNS.value == 0 and len(table) * table.stride(0) < 2**31
     if not whole or not hopper.applies(values) or not all(map(addressable, (table, out))):
         return False
-    return len(values) >= BLOCKS * ROWS.value * CONSUMERS.value * _programs(values)
-
-
-def _programs(t: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(t.device).multi_processor_count
+    return len(values) >= BLOCKS * ROWS.value * CONSUMERS.value * multiprocessors(values.device)
 
 
 def down(
@@ -213,7 +210,7 @@ def down(
     SIZE], values [M, SIZE], zeros behind a pool's last up to a multiple of DEPTH."""
     M, D = out.shape
     tiles = D // COLUMNS.value
-    programs = _programs(out)
+    programs = multiprocessors(out.device)
     parts = 1
     while tiles % (2 * parts) == 0 and len(size) * parts < UNITS * programs:
         parts *= 2

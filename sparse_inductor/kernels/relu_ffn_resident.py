@@ -38,7 +38,7 @@ from .boxes import addressable, sliceable
 from .early import early, wait_for_previous
 from .epilogue import encode
 from .launch import launch as launch_kernel
-from .launch import relaunched
+from .launch import multiprocessors, relaunched
 from .relu_ffn_dots import hidden_of, put_slopes
 from .relu_ffn_packing import n_listed
 
@@ -91,8 +91,7 @@ def plan(x: torch.Tensor, table: torch.Tensor) -> Plan | None:
     """How to multiply tokens x [M, K] by rows of table [N, K]; None where this cannot, or gathering is quicker."""
     if not sliceable(x, table) or not addressable(x) or x.shape[1] % ptx.FEATURES:
         return None
-    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return _plan(x.shape[1], len(table), programs)
+    return _plan(x.shape[1], len(table), multiprocessors(x.device))
 
 
 @relaunched
@@ -220,9 +219,8 @@ def _products(
     launch_kernel(_dots_kernel, (programs,), args, constants, num_warps=WARPS, **options)
     wide = triton.next_power_of_2(made.slices)
     block = max(1, SUMS // (8 * wide))
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
     sizes = {"SLICES": made.slices, "WIDE": wide, "BLOCK": block}
-    return sizes, min(8 * multiprocessors, triton.cdiv(len(lists.records), block))
+    return sizes, min(8 * multiprocessors(x.device), triton.cdiv(len(lists.records), block))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from sparse_inductor.epilogue.steps import Program
 from . import relu_ffn_gather as gather
 from .early import EARLY_STARTS, early, let_next_start, wait_for_previous
 from .epilogue import encode, evaluate
-from .launch import relaunched
+from .launch import multiprocessors, relaunched
 from .relu_ffn_gather import (
     FLIGHT,
     ROW_SEEN,
@@ -120,8 +120,7 @@ def by_neuron(
         options = early(weight)
         if weight.is_cuda:
             # Few, as there may be nothing to do.
-            multiprocessors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-            programs = min(programs, ASKING * multiprocessors)
+            programs = min(programs, ASKING * multiprocessors(weight.device))
     _transpose_kernel[(programs,)](
         weight, out, state, done, M, D, N, *weight.stride(), out.stride(0),
         BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,

@@ -30,6 +30,7 @@ from .boxes import addressable
 from .epilogue import encode
 from .gluon_names import load_box, store_box
 from .launch import launch as launch_kernel
+from .launch import multiprocessors
 from .relu_ffn_dots import slopes as slopes_of
 
 __all__ = ["applies", "slopes"]
@@ -232,5 +233,5 @@ def slopes(
     constants = {
         "GATED": up is not None, "STATS": d_stats is not None, "F": encode(f), "G": encode(g),
     }  # fmt: skip
-    programs = torch.cuda.get_device_properties(dy.device).multi_processor_count
+    programs = multiprocessors(dy.device)
     launch_kernel(_slopes_kernel, (programs,), args, constants, num_warps=4)

@@ -39,7 +39,7 @@ from .boxes import sliceable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import launch as launch_kernel
-from .launch import relaunched
+from .launch import multiprocessors, relaunched
 from .relu_ffn_packing import n_listed
 from .relu_ffn_ptx import element
 
@@ -66,11 +66,7 @@ TURN = 1340
 def applies(y: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether rows of table [N, D] are summed to y [M, D] this way: where this can, and is quicker than gathering."""
     N, D = table.shape
-    return sliceable(y, table) and _pays(N, D, _multiprocessors(y))
-
-
-def _multiprocessors(t: torch.Tensor) -> int:
-    return torch.cuda.get_device_properties(t.device).multi_processor_count
+    return sliceable(y, table) and _pays(N, D, multiprocessors(y.device))
 
 
 def _grid(D: int, multiprocessors: int) -> tuple[int, int]:
@@ -226,7 +222,7 @@ class Lists:
 
         Where a table's row is not finite, not only tokens that need it get NaN, as from a product with all of it."""
         N, D = table.shape
-        slices, shares = _grid(D, _multiprocessors(out))
+        slices, shares = _grid(D, multiprocessors(out.device))
         body = ptx.sums(element(out), shares, bias is not None, self._pools)
         args = (
             table, out, self._summed, self._tokens, self._heads, self._lists, table if bias is None else bias,

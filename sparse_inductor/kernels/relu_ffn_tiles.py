@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import multiprocessors
+
 __all__ = [
     "STAGES_HALF",
     "all_parts",
@@ -46,9 +48,7 @@ def narrow(tile: dict[str, int]) -> dict[str, int]:
 
 
 def programs_of(t: torch.Tensor) -> int:
-    if not t.is_cuda:
-        return 3
-    return torch.cuda.get_device_properties(t.device).multi_processor_count
+    return multiprocessors(t.device) if t.is_cuda else 3
 
 
 def precision(t: torch.Tensor) -> str:

@@ -15,7 +15,6 @@ The [B, N] scores never exist. Launches have shapes that depend on sizes alone, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from sparse_inductor.ops._top import best_of
 
 from . import sparse_scores_documents as documents
 from .early import early
-from .launch import relaunched
+from .launch import multiprocessors, relaunched
 from .sparse_scores_accumulate import (
     CHUNK_BITS,
     CHUNK_DOCS,
@@ -523,7 +522,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     # All matches of a query and k documents besides, or the k best and some that may be as good.
     room = triton.next_power_of_2(max(2 * k, k + 24))
     s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, 0 if shared else V, query.device)
-    alone = query.is_cuda and _multiprocessors(query.device) >= B
+    alone = query.is_cuda and multiprocessors(query.device) >= B
     block, warps = _READ_ALONE if alone else _READ
     block = max(32, min(triton.next_power_of_2(V), block))
     _prepare_kernel[(B,)](
@@ -582,7 +581,7 @@ def _rescore(
     filtered = shared and V <= FILTERED_UP_TO and aligned
     # Every program sets a filter up, a microsecond: no more of them than run at once, four blocks an SM; 16 documents
     # at a time each.
-    slots = 4 * _multiprocessors(query.device) if query.is_cuda else 1
+    slots = 4 * multiprocessors(query.device) if query.is_cuda else 1
     parts = max(
         1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
     )
@@ -597,7 +596,7 @@ def _rescore(
     new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
     cuda = query.is_cuda
     each, warps = _EVERYTHING if cuda else _EVERYTHING_ELSEWHERE
-    programs = each * (_multiprocessors(query.device) if cuda else 1)
+    programs = each * (multiprocessors(query.device) if cuda else 1)
     everything_kernel[(programs,)](
         *rows, deleted, s.status, s.keys, s.kept_counts,
         new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.progress,
@@ -613,11 +612,6 @@ def _ranks(filtered: bool, parts: int, k: int) -> bool:
     """Whether `rescore_kernel` writes the answers of most queries, and `everything_kernel` those of the others: where
     the only part of a query has them all, and some documents more than k, as are mostly kept, are not too many."""
     return filtered and parts == 1 and k + 24 <= RANKED_UP_TO
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -654,7 +648,7 @@ class _Launch:
         programs = work
         if self.deleted.is_cuda:
             # 32 KiB each: 16 MiB of scratch, well within L2
-            programs = min(work, 4 * _multiprocessors(self.deleted.device))
+            programs = min(work, 4 * multiprocessors(self.deleted.device))
         else:
             programs = min(work, 4)
         scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=self.deleted.device)

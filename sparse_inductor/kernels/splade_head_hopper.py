@@ -34,6 +34,7 @@ from .boxes import addressable
 from .epilogue import encode, evaluate
 from .gluon_names import load_box
 from .launch import launch as launch_kernel
+from .launch import multiprocessors
 from .splade_head_positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
 from .unroll import unrolled
 
@@ -603,7 +604,7 @@ def launch(
     if add is not None and positions is None:
         positions = classify(ADDED, (add,), hidden)
     blocks = _cdiv(V, ROWS.value * CONSUMERS.value)
-    programs = torch.cuda.get_device_properties(hidden.device).multi_processor_count
+    programs = multiprocessors(hidden.device)
 
     def empty(n, dtype):
         return torch.empty(n, device=hidden.device, dtype=dtype)

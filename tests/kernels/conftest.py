@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton import knobs
 
-from sparse_inductor.kernels import relu_ffn, replay
+from sparse_inductor.kernels import replay
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -18,10 +18,8 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def small_blocks_are_packed(monkeypatch):
-    """From 1,025 rows on, where tests of feed-forward blocks say nothing else, as small as their weights are."""
-    monkeypatch.setattr(relu_ffn, "FEW", 1024)
-    monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)
+def packs(small_blocks_are_packed):
+    """Small blocks, where tests of feed-forward blocks say nothing else."""
 
 
 @pytest.fixture
