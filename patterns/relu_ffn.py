@@ -252,7 +252,7 @@ class ReluFfn:
         if down.weight_source in nodes:
             raise Decline("the down weight comes out of the block itself", node)
         check_memory(view, reads, nodes, at, "within the block", "the block")
-        saved = _bytes_saved(view, reading, bool(found))
+        saved = _bytes_saved(view, reading)
         if (total := _residual_sum(view, reading, node)) is not None and not found:
             end, residual = total
             with contextlib.suppress(Decline):
@@ -361,11 +361,8 @@ def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
     return Decline(f"{what} also read by {label(reader)}", reader)
 
 
-def _bytes_saved(view: GraphView, reading: Reading, counted: bool) -> int | None:
-    """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active.
-
-    counted: with statistics, for which the operator stays whatever the number of tokens.
-    """
+def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
+    """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
     tensors = [t for b in reading.branches for t in (b.linear.source, b.linear.weight_source)]
     if not any(map(view.learns, tensors)):
         return 0
@@ -375,7 +372,7 @@ def _bytes_saved(view: GraphView, reading: Reading, counted: bool) -> int | None
     y = fake(reading.down.node)
     tokens = math.prod(s for d, s in enumerate(sizes) if d != reading.down.d_dim)
     neurons = sizes[reading.down.d_dim]
-    if not counted and saves_nothing(y.device, y.dtype, tokens, neurons):
+    if saves_nothing(y.device, y.dtype, tokens, neurons):
         return 0
     return len(reading.branches) * math.prod(sizes) * y.dtype.itemsize
 

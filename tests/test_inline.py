@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -74,11 +75,14 @@ def test_eager_calls_run_the_operator(graphs):
     torch.testing.assert_close(torch.ops.inline_test.twice(x, 2.0), x * 2)
 
 
+@pytest.mark.parametrize("stats", [False, True])
 @pytest.mark.parametrize(
     "tokens, neurons, products",
     [(1, 256, 0), (64, 256, 3), (1664, 256, 3), (1664, 8192, 3), (1665, 8192, 0), (4096, 256, 3)],
 )
-def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(tokens, neurons, products):
+def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(
+    tokens, neurons, products, stats
+):
     """Too many tokens to skip a weight, too few to pack any: what is compiled is the block as it was written."""
     import sparse_inductor.ops  # noqa: F401
 
@@ -86,7 +90,9 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(tokens, neuro
 
     def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         op = torch.ops.sparse_inductor.relu_ffn
-        return op(x, gate, None, up, None, down, None, "relu", "", False)[0]
+        y, numbers = op(x, gate, None, up, None, down, None, "relu", "", stats)
+        assert numbers.shape == (4 if stats else 0, tokens) and numbers.dtype == torch.float32
+        return y, numbers
 
     def keep(gm, _):
         graphs.append(gm.code)
@@ -97,5 +103,33 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(tokens, neuro
         sizes = (tokens, 64), (neurons, 64), (neurons, 64), (64, neurons)
         tensors = [torch.empty(*size, **like) for size in sizes]
         aot_function(block, fw_compiler=keep)(*tensors)
+    if stats and tokens == 1:
+        products = 3  # only what is not counted is decoded by active neurons
     assert graphs[-1].count("aten.mm") == products
     assert ("sparse_inductor.relu_ffn" in graphs[-1]) == (products == 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("up", [None, "", "relu"])
+def test_what_inductor_gets_of_a_feed_forward_block_is_what_the_operator_makes(up, dtype):
+    """Values, statistics and the gradients of all of them."""
+    ops = importlib.import_module(
+        "sparse_inductor.ops.relu_ffn"
+    )  # the package has a function of that name
+
+    torch.manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, dtype=dtype).div_(4).requires_grad_()
+    x, gate, down, bias = draw(3, 5, 16), draw(24, 16), draw(8, 24), draw(24)
+    tensors = [x, gate, bias, *((None, None) if up is None else (draw(24, 16), None)), down, None]
+    learned = [t for t in tensors if t is not None]
+    steps = "relu | square", up or ""
+    found = []
+    for y, numbers in (
+        ops._dense(x, tensors[1:], *steps, True),
+        torch.ops.sparse_inductor.relu_ffn(*tensors, *steps, True),
+    ):
+        loss = y.double().sin().sum() + (numbers[0] - 2 * numbers[2]).double().sum()
+        found.append([y, numbers, *torch.autograd.grad(loss, learned)])
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, **tolerance)

@@ -61,14 +61,11 @@ def _matched_on(device, tokens, statistics=False):
 @pytest.mark.parametrize(
     ("device", "tokens", "statistics", "projections"),
     [
-        (
-            "cuda",
-            512,
-            False,
-            0,
-        ),  # ATen's operators: both projections are kept, as without a rewrite
-        ("cuda", 512, True, 2),
+        # ATen's operators: both projections are kept, as without a rewrite
+        ("cuda", 512, False, 0),
+        ("cuda", 512, True, 0),
         ("cuda", 65536, False, 2),
+        ("cuda", 65536, True, 2),
         ("cpu", 512, False, 2),
     ],
 )

@@ -324,8 +324,8 @@ def _autograd(
         _check(*tensors, residual=residual)
         y, numbers = _autograd(*tensors, gate_steps, up_steps, stats)
         return residual + y, numbers
-    if not stats and _dense_in_graphs(x, tensors, gate_steps, up_steps):
-        y, numbers = _dense(x, tensors[1:], gate_steps, up_steps)
+    if _dense_in_graphs(x, tensors, gate_steps, up_steps, stats):
+        y, numbers = _dense(x, tensors[1:], gate_steps, up_steps, stats)
         return (y if residual is None else residual + y), numbers
     if learns:
         _check(*tensors)
@@ -334,7 +334,7 @@ def _autograd(
     return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
 
 
-def _dense_in_graphs(x, tensors, gate_steps, up_steps) -> bool:
+def _dense_in_graphs(x, tensors, gate_steps, up_steps, stats) -> bool:
     """Whether a graph is traced for a compiler in which so few tokens are known to come that nothing is packed, and so
     many that all weights are read: Inductor makes the better dense block."""
     if not x.is_cuda or type(x) in (Tensor, torch.nn.Parameter) or compat.keeps_operators():
@@ -351,12 +351,12 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps) -> bool:
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in present)
     flat = x.reshape(-1, x.shape[-1])
     few = kernel.is_few(len(flat), block.gate.shape[0])
-    return few and (learns or not kernel.decode.applies(flat, block))
+    return few and (learns or stats or not kernel.decode.applies(flat, block))
 
 
 def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons: int) -> bool:
-    """Whether a compiled training step without statistics keeps what it would keep unrewritten: on a GPU a block of so
-    few tokens is ATen's operators again (`_dense_in_graphs`)."""
+    """Whether a compiled training step keeps what it would keep unrewritten: a block of so few tokens is ATen's
+    operators again on a GPU (`_dense_in_graphs`)."""
     if device.type != "cuda" or dtype == torch.float64:
         return False
     from ..kernels import relu_ffn as kernel
@@ -364,15 +364,18 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
     return kernel.is_few(tokens, neurons)
 
 
-def _dense(x, weights, gate_steps, up_steps):
-    """(y, no statistics), of ATen's operators."""
+def _dense(x, weights, gate_steps, up_steps, stats):
+    """(y, statistics), of ATen's operators."""
     block = _block(weights, gate_steps, up_steps)
     with autocast_off(x.device.type):
-        h = run(block.f, block.wide(F.linear(x, block.gate, block.gate_bias)))
+        h = a = run(block.f, block.wide(F.linear(x, block.gate, block.gate_bias)))
         if block.up is not None:
-            h = h * run(block.g, block.wide(F.linear(x, block.up, block.up_bias)))
+            h = a * run(block.g, block.wide(F.linear(x, block.up, block.up_bias)))
         y = F.linear(h.to(x.dtype), block.down, block.down_bias)
-    return y, x.new_empty(0, *x.shape[:-1], dtype=_wide(x))
+        if not stats:
+            return y, x.new_empty(0, *x.shape[:-1], dtype=_wide(x))
+        numbers = [n for t in (a, h) for n in (t.abs().sum(-1), (t != 0).sum(-1))]
+        return y, torch.stack([n.to(_wide(x)) for n in numbers])
 
 
 def _fake(
