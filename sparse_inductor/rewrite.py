@@ -100,10 +100,15 @@ class RewritePass:
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
         started = time.perf_counter()
+        off = [p.name for p in self._patterns if p.name in broken]
         run = _Run(graph, self._report if self._verify else None, self._trace)
         before = compat.graph_text(graph) if log.isEnabledFor(logging.DEBUG) else ""
         try:
             run.execute([p for p in self._patterns if p.name not in broken])
+            run.near_misses += [
+                _near_miss(name, Miss(f"the pattern is off for this process: {broken[name]}"), None)
+                for name in off
+            ]
         except Exception as error:  # the walker itself failed: nothing has been replaced yet
             log.exception("the pass failed and left the graph as it was")
             reason = f"the pass failed, please report it: {_describe(error)}"
@@ -325,15 +330,22 @@ def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
 
 
 def _lacking(match: Match) -> str:
-    """What the kernels lack on the device of a match; said aloud once for each device."""
-    value = fake(match.anchor)
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+    """What the kernels lack for a match, on its device or for its tensors; of a device said aloud once."""
+    values = [v for n in (match.anchor, *match.swallowed) for v in _tensors_of(n)]
+    if any(v.is_nested for v in values):
+        return "the tensors are nested"
+    device = values[0].device if values else None
     lacking = "" if device is None else missing(device)
     if lacking and device not in _told:
         _told.add(device)
         log.warning("nothing is rewritten on %s: %s", device, lacking)
     return lacking
+
+
+def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    value = fake(node)
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _transformed(

@@ -152,7 +152,10 @@ def test_a_pattern_that_raises_is_reported_and_switched_off(where):
     assert {r.pattern for r in report.rewrites} == {"toy"}
     assert "bad" in rewrite.broken
     assert any("KeyError: 'a bug'" in m.reason for m in report.near_misses) or where == "match"
-    assert not run(trace(two), bad).rewrites
+    later = run(trace(two), bad)
+    assert not later.rewrites
+    (miss,) = later.near_misses
+    assert miss.reason == "the pattern is off for this process: KeyError: 'a bug'"
 
 
 @pytest.mark.breaks_pattern

@@ -91,6 +91,28 @@ def test_running_out_of_memory_is_said_and_leaves_the_program_usable(monkeypatch
     assert compiled.dynamo_graphs == 1 and not rewrite.broken
 
 
+def test_nested_tensors_are_left_alone():
+    """The operators take none, and the pattern goes on with the next program."""
+    sparse_inductor.enable(only="relu_ffn")
+    up, down = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
+
+    def block(x):
+        return down(torch.relu(up(x)))
+
+    def ragged(x, ends):
+        return block(torch.nested.nested_tensor_from_jagged(x, ends)).values()
+
+    x, ends = torch.randn(10, 8), torch.tensor([0, 3, 10])
+    for _ in range(2):  # forward alone, then with a backward
+        got = compile_without_codegen(ragged)(x, ends)
+        torch.testing.assert_close(got, block(x))
+        reasons = {miss.reason for miss in sparse_inductor.report().near_misses}
+        assert reasons == {"there is no operator here: the tensors are nested"}
+        x = x.clone().requires_grad_()
+    compile_without_codegen(block)(x)
+    assert len(sparse_inductor.report().rewrites) == 1 and not rewrite.broken
+
+
 WITHOUT_COMPILER = """
 import torch, sparse_inductor
 from programs import batch, encoder
