@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 import sparse_inductor
 from sparse_inductor.epilogue.cut import cut
-from sparse_inductor.epilogue.steps import parse
+from sparse_inductor.epilogue.steps import parse, run
 from sparse_inductor.ops.relu_ffn import capacity
 
 relu_ffn = sparse_inductor.ops.relu_ffn
@@ -261,6 +261,16 @@ def test_errors_name_the_value(change, error, says):
         ("mul(-1.0) | relu", None),
         ("relu | exp", None),
         ("relu | expm1", 0.0),
+        ("clamp_max(7.0) | relu", 0.0),
+        ("clamp_max(7.0) | add(-3.0) | relu", 3.0),
+        ("clamp_max(0.0) | relu", None),  # zero everywhere
+        ("tanh | relu", 0.0),
+        ("mul(0.5) | tanh | mul(2.0) | relu", 0.0),
+        ("tanh | add(-0.25) | relu", None),
+        ("elu(1.0, 1.0) | relu", 0.0),
+        ("elu(-1.0, 1.0) | relu", None),
+        ("sigmoid | add(-0.5) | relu", 0.0),
+        ("sigmoid | relu", None),
         ("", None),
     ],
 )
@@ -270,3 +280,5 @@ def test_cut(steps, at):
     assert (found is None) == (at is None)
     if at is not None:
         assert at - 1e-5 <= found <= at
+        below = torch.cat([torch.linspace(-9, found, 999), torch.tensor([found])])
+        assert not run(parse(steps), below).any()

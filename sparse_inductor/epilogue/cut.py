@@ -6,8 +6,9 @@ lies at or below the cut need not be computed, stored or multiplied.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,14 +27,18 @@ def cut(program: Sequence[Step]) -> float | None:
     so that what lies above still includes everything that is not zero. A NaN is above every cut.
     """
     found = None
-    scale, shift, exact = 1.0, 0.0, True  # the running value is scale * x + shift above `found`
+    before: list[
+        Callable[[float], float | None]
+    ] = []  # from a bound of the running value to one of what it came from
+    exact = True
     for at, step in enumerate(program):
         if step.fn in ROW or not all(map(math.isfinite, step.consts)):
             break
-        if step.fn == "mul" and step.consts[0] > 0:
-            scale, shift, exact = scale * step.consts[0], shift * step.consts[0], False
-        elif step.fn == "add":
-            shift, exact = shift + step.consts[0], False
+        if step.fn in _BEFORE:
+            if step.fn == "mul" and step.consts[0] <= 0:
+                break
+            before.append(functools.partial(_BEFORE[step.fn], *step.consts))
+            exact = exact and step.fn not in ("mul", "add", "sigmoid")
         elif step.fn in ("relu", "threshold", "clamp_min"):
             bound, value = {
                 "relu": lambda c: (0.0, 0.0),
@@ -41,7 +46,11 @@ def cut(program: Sequence[Step]) -> float | None:
                 "clamp_min": lambda c: (c[0], c[0]),
             }[step.fn](step.consts)
             if _at(program[at + 1 :], value) == 0.0:
-                t = (bound - shift) / scale
+                t: float | None = bound
+                for undo in reversed(before):
+                    t = None if t is None else undo(t)
+                if t is None:
+                    break
                 if step.fn == "clamp_min" or not exact:
                     t -= max(abs(t) * 2.0**-20, _TINY)  # at a tie clamp has a slope
                 found = t if found is None else max(found, t)
@@ -50,6 +59,22 @@ def cut(program: Sequence[Step]) -> float | None:
         else:
             break
     return found
+
+
+def _sign(t: float) -> float | None:
+    """Of a step that rises and is 0 at 0: what it is given is not above 0 where the result is not."""
+    return 0.0 if t == 0 else None
+
+
+# step -> (its constants, a bound of its result) -> the bound of x, if that is known without loss
+_BEFORE: dict[str, Callable[..., float | None]] = {
+    "mul": lambda c, t: t / c,
+    "add": lambda c, t: t - c,
+    "clamp_max": lambda c, t: t if t < c else None,
+    "elu": lambda alpha, scale, t: _sign(t) if alpha > 0 and scale > 0 else None,
+    "sigmoid": lambda t: 0.0 if t == 0.5 else None,
+    **dict.fromkeys("tanh softsign atan asinh erf expm1".split(), _sign),
+}
 
 
 def _at(program: Sequence[Step], x: float) -> float:

@@ -379,3 +379,21 @@ for name, act in AT_ZERO.items():
 
     build.__name__ = f"zeroed_gate_{name}"
     program(modes=TRAIN, pattern="relu_ffn")(build)
+
+
+@block()
+def capped_before_the_rectifier(x, m):
+    """gpt-oss's clamp of the gate, with relu"""
+    return m.down(F.relu(m.gate(x).clamp(max=7.0)) * (m.up(x) + 1))
+
+
+@block()
+def softly_capped_before_the_rectifier(x, m):
+    """Gemma's soft cap, 30 * tanh(z / 30): what is below 0 stays there"""
+    return m.down(F.relu(30 * torch.tanh(m.gate(x) / 30)) * m.up(x))
+
+
+@block(bias=True)
+def half_less_than_a_sigmoid(x, m):
+    """above a half only"""
+    return m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5))
