@@ -125,7 +125,7 @@ class Entmax:
         check_device(node)
         if not view.dtype(found.source).is_floating_point:
             raise Decline(f"the scores are {view.dtype(found.source)}", node)
-        check_gradient(view, [found.source], [node])
+        check_gradient(view, [found.source], [node], node)
         nodes = swallowed(view, found.nodes)
         reads = [(found.source, found.reader)]
         if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):

@@ -107,7 +107,7 @@ class EntmaxAttention:
         if not all(view.dtype(t).is_floating_point for t in inputs):
             raise Decline("queries, keys or values are no floating-point numbers", node)
         through = [*found.scores.nodes, found.found.node, *found.path, node]
-        check_gradient(view, [found.q.node, found.k.node], through)
+        check_gradient(view, [found.q.node, found.k.node], through, node)
         nodes = swallowed(view, found.nodes)
         check_memory(
             view, found.reads, nodes, node, "between the scores and the values", "the attention"

@@ -162,7 +162,7 @@ class SparseScores:
         written = {s.node} if s.into is not None else set()  # it goes on being written
         gone = [n for n in nodes if n not in written]
         check_memory(view, s.inputs, gone, anchor, "before the scores are made", "the scores")
-        check_gradient(view, [s.w.gather.source], s.swallowed)
+        check_gradient(view, [s.w.gather.source], s.swallowed, anchor)
         gather = s.w.gather
         if gather.gradient and view.learns(gather.source):
             raise Decline(gather.gradient, gather.node)

@@ -159,7 +159,7 @@ class Template:
             ]
             nodes = swallowed(view, mine)
             check_memory(view, reads, nodes, node, f"before {label(node)}", "the match")
-            check_gradient(view, [value for value, _ in reads], _on_the_way(view, mine))
+            check_gradient(view, [value for value, _ in reads], _on_the_way(view, mine), node)
             if self._check is not None and (reason := self._check(**bindings)) is not None:
                 return Miss(reason, node)
             return TemplateMatch(self, node, bindings, nodes)

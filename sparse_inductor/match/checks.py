@@ -62,13 +62,24 @@ def check_memory(
                 raise Decline(f"{label(target)} is written in place and lives on outside {what}", n)
 
 
-def check_gradient(view: GraphView, sources: Iterable[fx.Node], through: Iterable[fx.Node]) -> None:
-    """Raises Decline where a gradient that an operator gives its inputs is cut in the user's code."""
+def check_gradient(
+    view: GraphView, sources: Iterable[fx.Node], through: Collection[fx.Node], at: fx.Node
+) -> None:
+    """Raises Decline where a gradient that an operator at a place gives its inputs is cut in the user's code."""
     if not any(map(view.learns, sources)):
+        return
+    if not any(map(view.requires_grad, through)) and _records_nothing(view, at):
         return
     for node in through:
         if view.is_tensor(node) and not view.requires_grad(node):
             raise Decline(f"no gradient goes through {label(node)}: it is under no_grad", node)
+
+
+def _records_nothing(view: GraphView, at: fx.Node) -> bool:
+    """Whether a region without gradients that began in the graph goes on at a place of it."""
+    modes = [n for n in view.graph.nodes if "set_grad_enabled" in n.name]
+    before = [n for n in modes if view.order[n] < view.order[at]]
+    return bool(before) and before[-1].args == (False,)
 
 
 def check_grad_mode(view: GraphView, first: int, last: int, where: str) -> None:

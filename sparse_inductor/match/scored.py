@@ -28,6 +28,7 @@ __all__ = [
 
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
+_ALIASES = frozenset("cast contiguous detach alias view view_as unflatten".split())
 TURNS = frozenset("t T mT transpose permute".split())
 _SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
 
@@ -170,22 +171,37 @@ def part_of(view: GraphView, call: Call) -> fx.Node | None:
 
 def accumulator_of(view: GraphView, call: Call) -> fx.Node | None:
     """What an accumulation in place writes, if it is all of a tensor: that before it was cleared, as in
-    `empty(N).zero_()`."""
+    `empty(N).zero_()`, or became itself, as in `zeros(N).to(device)`."""
     if not call.inplace or part_of(view, call) is not None:
         return None
     node: fx.Node = call["input"]
-    while (made := view.call(node)) is not None and made.inplace and made.name in _CLEARS:
+    while (made := view.call(node)) is not None and (
+        (made.inplace and made.name in _CLEARS) or _is_alias(view, node, made)
+    ):
         node = made["input"]
     return node
 
 
+def _is_alias(view: GraphView, node: fx.Node, call: Call) -> bool:
+    """Whether a node is all of its input under another name: of the same shape, or the only one who reads it."""
+    x = call.get("input")
+    if call.inplace or call.name not in _ALIASES or not view.is_tensor(x):
+        return False
+    if view.effects.creator(node) is not view.effects.creator(x):
+        return False  # a copy
+    a, b = fake(node), fake(x)
+    alike = view.same_shape(node, x) and a.stride() == b.stride()
+    return alike or (len(x.users) == 1 and same_size(a.numel(), b.numel()))
+
+
 def names_of(view: GraphView, accumulator: fx.Node, before: fx.Node) -> list[fx.Node]:
-    """The nodes that are the accumulator: itself, and what clearing it returned."""
+    """The nodes that are the accumulator: itself, what clearing it returned, and its other names."""
     names = [accumulator]
     for name in names:
-        names += [
-            user
-            for user in name.users
-            if view.name_of(user) in _CLEARS and view.order[user] < view.order[before]
-        ]
+        for user in name.users:
+            call = view.call(user)
+            if call is None or view.order[user] >= view.order[before]:
+                continue
+            if call.name in _CLEARS or _is_alias(view, user, call):
+                names.append(user)
     return names

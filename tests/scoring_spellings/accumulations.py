@@ -200,3 +200,52 @@ def prefix_sums_behind_something_else(c, q):
     sums[:, 0] = 0.5
     sums[:, 1:] = (q[:, c.cols] * c.vals).cumsum(1)
     return sums[:, c.offsets].diff(dim=1)
+
+
+@scoring(modes=BOTH)
+def accumulator_moved_to_the_device(c, q):
+    """zeros(...).to(q.device): the same tensor where it is there already"""
+    contributions = q[:, c.cols] * c.vals
+    return torch.zeros(q.shape[0], N).to(q.device).index_add_(1, c.rows, contributions)
+
+
+@scoring()
+def accumulator_of_the_querys_type(c, q):
+    """zeros(...).type_as(q), and what it was before read afterwards"""
+    zeros = torch.zeros(q.shape[0], N)
+    scores = zeros.type_as(q)
+    scores.scatter_add_(1, c.rows.expand(q.shape[0], -1), q[:, c.cols] * c.vals)
+    return scores.topk(K), zeros.sum(-1)
+
+
+@scoring()
+def accumulator_shaped_by_query(c, q):
+    """zeros(B * N).view(B, N)"""
+    scores = torch.zeros(B * N).view(B, N)
+    scores.index_add_(1, c.rows, q[:, c.cols] * c.vals)
+    return torch.topk(scores, K)
+
+
+@scoring("no_rewrite", "the flat tensor is read, too", explained=True)
+def accumulator_read_flat(c, q):
+    """one memory under two shapes"""
+    flat = torch.zeros(B * N)
+    scores = flat.view(B, N)
+    scores.index_add_(1, c.rows, q[:, c.cols] * c.vals)
+    return scores, flat.max()
+
+
+@scoring(modes=(True,))
+def hard_negatives(c, q):
+    """looked for without gradients in the middle of a training step"""
+    with torch.no_grad():
+        found = (q[:, c.ids] * c.values).sum(-1).topk(K).indices
+    return q.gather(1, found).sum()
+
+
+@scoring("no_rewrite", "the best are taken where gradients are on", modes=(True,), explained=True)
+def scores_without_gradients(c, q):
+    """top-k behind the region"""
+    with torch.no_grad():
+        scores = (q[:, c.ids] * c.values).sum(-1)
+    return scores.topk(K).values.sum() + q.sum()
