@@ -6,7 +6,9 @@ import collections
 
 import pytest
 import torch
+from torch import nn
 
+import sparse_inductor
 from cases import assert_case, left_behind
 from splade_spellings import CASES, B, S, V
 from support import compile_without_codegen, only_splade_head, rewrites
@@ -90,3 +92,17 @@ def test_what_becomes_of_the_terms_is_no_near_miss():
         )
     }
     assert not any(near.values()), near
+
+
+def test_norms_of_texts_are_no_poolings():
+    """L1 and FLOPS of vectors that one token each makes: sums over terms and over texts."""
+    vocabulary = nn.Linear(8, 20)
+
+    def vectors(hidden):
+        r = torch.log1p(torch.relu(vocabulary(hidden[:, 0])))
+        several = torch.log1p(torch.relu(vocabulary(hidden)))
+        return r.sum(-1).mean() + r.mean(0).square().sum() + several.sum(-1).mean()
+
+    sparse_inductor.enable()
+    compile_without_codegen(vectors)(torch.randn(3, 5, 8))
+    assert not sparse_inductor.report().near_misses

@@ -70,7 +70,7 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     if call.name in _SUMS:
         if call.name == "logsumexp":  # the activation often follows it
             activated |= below(view, node, RISES) and below(view, node, LOGS)
-        return _SUMS[call.name] if activated else None
+        return _SUMS[call.name] if activated and not _over_terms(view, node, call) else None
     ndim = len(view.shape(call["input"]))
     dim = ndim - 1 if call.name == "max_pool1d" else call.get("dim")
     if not isinstance(dim, int) or ndim < 3:
@@ -81,6 +81,16 @@ def other_pool(view: GraphView, node: fx.Node) -> str | None:
     if (known and (activated or call.name == "argmax")) or (vocabulary is None and activated):
         return _ORDERS[call.name].format(k=call.get("k"))
     return None
+
+
+def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
+    """Whether a sum is over the terms of each vector, or vectors of texts are added up: a norm, say."""
+    ndim, dim = len(view.shape(call["input"])), call.get("dim")
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if ndim < 3 or not isinstance(dim, int):
+        return ndim < 3
+    return _vocabulary_axis(view, call["input"], node) == dim % ndim
 
 
 def _picked_token(view: GraphView, node: fx.Node, call: Call) -> str | None:

@@ -677,3 +677,10 @@ def one_sequence_under_several_masks():
             return (tokens(self.decoder(h)) * m.unsqueeze(-1)).amax(dim=1)
 
     return Model(), (hidden(shape=(1, S, D)), mask())
+
+
+@any_head()
+def norms_of_the_vectors(logits, mask):
+    """an L1 and a FLOPS term beside the head: sums over terms and over texts are no poolings"""
+    pooled = (tokens(logits) * mask.unsqueeze(-1)).amax(1)
+    return pooled, pooled.abs().sum(-1).mean(), pooled.abs().mean(0).square().sum()
