@@ -1,6 +1,8 @@
 """The shape of a written-out entmax: a clamp of scores less a threshold a row, raised to a power, perhaps normalised.
 
 node = [factor * (source - shifts) - tau]_+ ** power  (/ its sum)
+
+Of tau no more is known here than that it is one number a row: it may be added, too.
 """
 
 from __future__ import annotations
@@ -107,12 +109,15 @@ def _find(view: GraphView, node: fx.Node) -> Form | None:
         if step is None:
             break
         reader, difference, factor = difference, step[0], factor * step[1]
-    if call is None or call.name != "sub" or call.get("alpha", 1) != 1:
+    if call is None or call.name not in ("sub", "add") or call.get("alpha", 1) not in (1, -1):
         return None
     a, tau = call["input"], call["other"]
     if not (view.is_tensor(a) and view.is_tensor(tau)):
         return None
     dim = row_axis(view, a, tau)
+    if dim is None and call.name == "add" and call.get("alpha", 1) == 1:
+        a, tau = tau, a
+        dim = row_axis(view, a, tau)
     if dim is None:
         return None
     candidates = tuple(_scores(view, a, difference, factor, dim, alpha))

@@ -86,9 +86,10 @@ class Trial:
             p = self._run(piece, rows)
             if not p.isfinite().all():
                 return self._reason("has no finite result", fill)
-            off = float((p.sum(-1) - 1).abs().max())
-            if off > self.tolerance:
-                return self._reason(f"has rows that sum to {1 - off:.4g} or {1 + off:.4g}", fill)
+            sums = p.sum(-1).flatten()
+            worst = float(sums[(sums - 1).abs().argmax()])
+            if abs(worst - 1) > self.tolerance:
+                return self._reason(f"has a row that sums to {worst:.4g}", fill)
             z = (self.alpha - 1) * rows
             top, at = p.max(-1, keepdim=True)
             tau = z.gather(-1, at) - top ** (self.alpha - 1)

@@ -60,6 +60,7 @@ class Attention:
     fill: float
     causal: bool
     added: bool  # the fill was added to the scores, to which the gradient passes on
+    after: list[Placed | float]  # what rows are multiplied by, or masks that keep them
     path: list[fx.Node]  # between the transformation and the product with the values
     nodes: list[fx.Node]
     dtype: torch.dtype
@@ -71,6 +72,7 @@ class Attention:
     @property
     def inputs(self) -> list[fx.Node]:
         beside = [*self.scores.factors, *self.biases, *self.masks, *self.scores.unless]
+        beside += [p for p in self.after if isinstance(p, Placed)]
         beside += [self.alpha] if self.alpha is not None else []
         return list(
             dict.fromkeys([self.q.node, self.k.node, self.v.node, *(p.node for p in beside)])
@@ -80,6 +82,7 @@ class Attention:
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
         """Inputs, each with the node that reads it."""
         beside = [*self.scores.factors, *self.biases, *self.masks, *self.scores.unless]
+        beside += [p for p in self.after if isinstance(p, Placed)]
         beside += [self.alpha] if self.alpha is not None else []
         return [(t.node, t.reader) for t in (self.q, self.k, self.v)] + [
             (p.node, p.reader) for p in beside
@@ -107,8 +110,22 @@ class Attention:
             q, k, v, bias, mask, alpha, None, None,
             number, self.scores.scale, self.fill, self.causal, self.added,
         )  # fmt: skip
-        out = e.cast(out, fake(self.node).dtype)
+        out = e.cast(self._changed(e, out), fake(self.node).dtype)
         return self._as_user_has_it(e, out)
+
+    def _changed(self, e: Emitter, out: fx.Node) -> fx.Node:
+        """The result times what the rows of probabilities are multiplied by."""
+        for p in self.after:
+            if not isinstance(p, Placed):
+                out = e.call(operator.mul, out, p)
+                continue
+            t = self._beside(e, p)
+            if fake(t).dtype == torch.bool:
+                kept = e.call(operator.invert, t) if p.negate else t
+                out = e.call(torch.where, kept, out, 0.0)
+            else:
+                out = e.call(operator.truediv if p.divides else operator.mul, out, t)
+        return out
 
     def _alpha(self, e: Emitter) -> tuple[fx.Node | None, float]:
         """alpha as a tensor, or as a number."""

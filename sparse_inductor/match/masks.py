@@ -22,9 +22,11 @@ __all__ = [
     "keeps_a_key",
     "keeps_all",
     "mixed",
+    "moderate",
     "zero_or_one",
 ]
 
+_ABOVE = 32  # nodes that a bias is made of that are looked at
 _MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
 _FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
 
@@ -245,6 +247,22 @@ def as_mask(view: GraphView, bias: Placed) -> Placed | None:
     if found is None or found.fill is None or bias.floor is None:
         return found
     return dataclasses.replace(found, fill=max(found.fill, bias.floor), floor=None)
+
+
+def moderate(view: GraphView, bias: Placed) -> bool:
+    """Whether a bias is known to be no mask: it is made of numbers that are not large, or of what is learnt."""
+    value = _computed(view, bias.node)
+    if value is not None and value.is_floating_point():
+        return bool((value.double().abs() * abs(bias.factor) < 1e4).all())
+    above, seen = [bias.node], set[fx.Node]()
+    while above and len(seen) < _ABOVE:
+        node = above.pop()
+        if node not in seen and view.is_tensor(node):
+            seen.add(node)
+            if view.requires_grad(node):
+                return True
+            above += node.all_input_nodes
+    return False
 
 
 def _constant(view: GraphView, bias: Placed) -> Placed | None:

@@ -2,7 +2,8 @@
 
 Between the two a program may change the layout, do what changes no value, and drop once more what the scores' mask
 dropped already: `p.masked_fill(mask, 0)`, which alters rows without a key only. It may divide by the rows' sums, which
-are one, or zero where such a mask has dropped the whole row.
+are one, or zero where such a mask has dropped the whole row. And it may multiply by what has one number a row or head
+(a mask of queries, a head mask), which does as well behind the product with the values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .masks import conjuncts, zero_or_one
 from .names import Call
 from .shapes import Decline
 
-__all__ = ["IDENTITY", "Probabilities", "check_again", "read_probabilities"]
+__all__ = ["IDENTITY", "Probabilities", "check_again", "read_probabilities", "why_changed"]
 
 IDENTITY = frozenset("contiguous clone alias lift_fresh positive cast".split())
 _REACH = 12
@@ -35,13 +36,15 @@ class Probabilities:
     """The entmax that an operand is, and what lies between.
 
     axes: those of the entmax's result. nodes: what lies between, the operand's node first. again: masks that drop
-    probabilities, which the scores' own have to be.
+    probabilities, which the scores' own have to be, unless they drop whole rows. factors: what the rows are multiplied
+    by, none of which may vary with the keys.
     """
 
     found: Transform
     axes: list[Axis]
     nodes: list[fx.Node]
     again: list[Placed]
+    factors: list[Placed | float]
 
 
 def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabilities | None:
@@ -49,6 +52,7 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
     node: fx.Node | None = p.node
     nodes: list[fx.Node] = []
     again: list[Placed] = []
+    factors: list[Placed | float] = []
     sums: list[_Sum] = []
     for _ in range(_REACH):
         if node is None or not view.is_tensor(node):
@@ -57,8 +61,8 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
         if found is not None:
             for total in sums:
                 if flat(total.axis) != flat(axes[found.dim]):
-                    raise Decline(_why_changed("div"), total.node)
-            return Probabilities(found, axes, nodes, again)
+                    raise Decline(why_changed("div"), total.node)
+            return Probabilities(found, axes, nodes, again, factors)
         call = view.call(node)
         if call is None:
             return None
@@ -78,11 +82,15 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
                 again.append(Placed(seen, node, where, negate=negate))
             else:
                 x = None
+        # A quotient by the rows' sums takes out again what they were multiplied by.
+        if x is None and not sums and (scaled := _multiplied(view, node, call, axes)) is not None:
+            x, factor = scaled
+            factors.append(factor)
         if call.name not in VIEWS and not view.same_shape(x, node):
             x = None
         if not view.is_tensor(x):
             if _entmax_above(view, node) is not None:
-                raise Decline(_why_changed(call.name), node)
+                raise Decline(why_changed(call.name), node)
             return None
         if call.name in VIEWS:
             try:
@@ -112,7 +120,7 @@ def check_again(
     lowest = torch.finfo(view.dtype(p.found.source)).min
     if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
         reader = p.again[0].reader
-        raise Decline(_why_changed(view.name_of(reader) or "an operation"), reader)
+        raise Decline(why_changed(view.name_of(reader) or "an operation"), reader)
 
 
 def _same(view: GraphView, a: Placed, b: Placed) -> bool:
@@ -225,7 +233,33 @@ def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, 
     return x, mask, negate
 
 
-def _why_changed(name: str) -> str:
+def _multiplied(
+    view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]
+) -> tuple[Any, Placed | float] | None:
+    """(probabilities, factor) of a product or quotient with a number, or with a tensor that may lack their keys."""
+    if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
+        return None
+    a, b = call["input"], call["other"]
+    divides = call.name == "div"
+    for x, other in ((a, b), (b, a))[: 1 if divides else 2]:
+        if not view.is_tensor(x) or not view.same_shape(x, node):
+            continue
+        known = view.const(other, node)
+        if known is not None:
+            if known <= 0:
+                return None
+            return x, 1 / known if divides else known
+        if not view.is_tensor(other) or _entmax_above(view, x) is None:
+            continue
+        if _entmax_above(view, other) is not None:  # the rows' own sums, say
+            return None
+        if (seen := view.value(other, node)) is not None:
+            where = tuple(placed(view, seen, list(axes), node))
+            return x, Placed(seen, node, where, divides=divides)
+    return None
+
+
+def why_changed(name: str) -> str:
     """The reason to give where an operation between the two changes probabilities."""
     if name == "dropout":
         return "dropout is active between the probabilities and the values"

@@ -290,8 +290,9 @@ class _Step:
             excluded = as_mask(self.view, one)
             if excluded is not None and excluded.fill == -math.inf:
                 found.unless.append(excluded)
-            elif self._learns(found) and not self.view.requires_grad(one.node):
-                # A fill, which stops the gradient, where the bias is lost in it; a sum where both are large.
+            elif (self._learns(found) or len(found.masks) > 1) and not self.view.learns(one.node):
+                # A fill, which stops the gradient and is the same for a key that two masks drop, where the bias is
+                # lost in it; a sum where both are large.
                 found.biases += [] if found.doubled else self._filled(found)
                 found.doubled = True
                 found.unless.append(excluded or one)
@@ -315,9 +316,12 @@ class _Step:
     def _masks_to_biases(self, found: Scores) -> None:
         """z where kept, else fill: the same as adding fill, but that a sum passes the gradient on."""
         biases = self._filled(found)
-        if self._learns(found) and not (
-            len(found.masks) == 1 and keeps_a_key(self.view, found.masks[0])
-        ):
+        if len(found.masks) > 1:
+            raise self.decline(
+                f"scores that several masks set to {found.fill:g} are masked or biased once more; in a row that "
+                "they empty, keys that two of them drop are as good as keys that one does"
+            )
+        if self._learns(found) and not keeps_a_key(self.view, found.masks[0]):
             raise self.decline(
                 f"scores that are masked with {found.fill:g} are masked or biased once more; a row "
                 "that they empty has another gradient"
@@ -377,12 +381,18 @@ class _Step:
 
     def _assigned(self, index: Any, value: Any) -> Scores:
         """scores[dropped] = number"""
-        if isinstance(index, tuple) and len(index) == 1:
-            index = index[0]
-        whole = self.view.is_tensor(index) and self.view.dtype(index) == torch.bool
-        if not whole or len(self.view.shape(index)) != len(self.axes):
+        before, mask = index[:-1] if isinstance(index, tuple) else (), index
+        if isinstance(index, tuple) and index:
+            mask = index[-1]
+        known = self.view.is_tensor(mask) and self.view.dtype(mask) == torch.bool
+        left = len(self.axes) - len(self.view.shape(mask)) if known else -1
+        # All of the first axes, which the mask lacks.
+        every = before == (Ellipsis,) or (
+            len(before) == left and all(i == slice(None) for i in before)
+        )
+        if left < 0 or not every:
             raise self.decline("assigns into a part of the scores")
-        return self._masked(self.call["input"], index, value, True)
+        return self._masked(self.call["input"], mask, value, True)
 
     def _masked(self, x: Any, mask: Any, value: Any, negate: bool, binary: bool = False) -> Scores:
         """binary: the mask is not boolean, but holds 0 and 1."""

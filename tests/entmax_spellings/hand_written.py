@@ -242,6 +242,26 @@ def sort_based_sparsemax(x):
 
 
 @rows()
+def sparsemax_with_lambda_added(x):
+    """Wang and Carreira-Perpinan: the multiplier is minus the threshold"""
+    top = x.sort(-1, descending=True).values
+    k = torch.arange(1, x.size(-1) + 1)
+    multiplier = (1 - top.cumsum(-1)) / k
+    rho = (top + multiplier > 0).sum(-1, keepdim=True)
+    return torch.relu(x + multiplier.gather(-1, rho - 1))
+
+
+@attention()
+def threshold_in_front_of_the_scores(q, k, v, mask):
+    """torch.add(-tau, scores)"""
+    scores = q @ k.mT * SCALE
+    top = scores.sort(-1, descending=True).values
+    tau = (top.cumsum(-1) - 1) / torch.arange(1, top.size(-1) + 1)
+    support = (top > tau).sum(-1, keepdim=True)
+    return torch.add(-tau.gather(-1, support - 1), scores).clamp(min=0) @ v
+
+
+@rows()
 def function_sparsemax(x):
     """a staticmethod Function"""
     return Sparsemax.apply(x, -1)

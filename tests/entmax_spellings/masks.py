@@ -370,6 +370,32 @@ def some_rows_without_keys() -> torch.Tensor:
     return dropped
 
 
+@attention()
+def assigned_by_a_mask_of_the_last_axes(q, k, v, mask):
+    """scores[:, :, later] = -inf"""
+    scores = q @ k.mT * SCALE
+    scores[:, :, torch.ones(L, L, dtype=torch.bool).triu(1)] = float("-inf")
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def assigned_behind_an_ellipsis(q, k, v, mask):
+    """scores[..., later] = -1e9, over heads that are one axis with the batch"""
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * SCALE
+    scores[..., torch.ones(L, L, dtype=torch.bool).triu(1)] = -1e9
+    return torch.bmm(entmax.sparsemax(scores, dim=-1), v.flatten(0, 1)).view_as(v)
+
+
+@attention(modes=INFER)
+def two_masks_in_front_of_a_bias(q, k, v, mask):
+    """the triangle, then left padding, then ALiBi: in a row without keys all that are filled are alike"""
+    low = torch.finfo(q.dtype).min
+    place = torch.arange(L)
+    scores = (q @ k.mT * SCALE).masked_fill(place[None] > place[:, None], low)
+    scores = scores.masked_fill(~mask.flip(1)[:, None, None], low)
+    return entmax.entmax15(scores - 0.1 * (place[:, None] - place[None]).abs(), dim=-1) @ v
+
+
 @attention(inputs=lambda: (*qkv(), some_rows_without_keys()))
 def dropped_before_and_after(q, k, v, dropped):
     """ESPnet and its descendants: masked_fill(mask, min) before, masked_fill(mask, 0) after"""
@@ -385,3 +411,27 @@ def multiplied_by_the_mask_again(q, k, v, dropped):
     kept = (~dropped)[:, None]
     scores = torch.where(kept, q @ k.mT * SCALE, -1e9)
     return (entmax.entmax15(scores, dim=-1) * kept.to(q.dtype)) @ v
+
+
+@attention()
+def heads_weighted(q, k, v, mask):
+    """head_mask of Hugging Face's models: probabilities * head_mask"""
+    head_mask = torch.linspace(0.0, 1.0, H).view(1, H, 1, 1)
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+    return (entmax.entmax15(scores, dim=-1) * head_mask) @ v
+
+
+@attention()
+def queries_masked_behind_the_keys(q, k, v, mask):
+    """Kyubyong Park's transformer: rows of padding are zeros, keys of padding get -2^32 + 1"""
+    low = torch.full((), -(2.0**32) + 1)
+    scores = torch.where(mask[:, None, None], q @ k.mT * SCALE, low)
+    p = entmax.sparsemax(scores, dim=-1) * mask[:, None, :, None].to(q.dtype)
+    return torch.einsum("bhij,bhjd->bihd", p, v)
+
+
+@attention()
+def a_gate_of_every_query(q, k, v, mask):
+    """halved, and times a gate that is learnt"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return (p * torch.sigmoid(q.mean(-1, keepdim=True)) / 2) @ v

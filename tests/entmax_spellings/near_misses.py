@@ -17,7 +17,7 @@ from entmax_spellings.hand_written import (
     unhalved_halving,
 )
 from entmax_spellings.masks import some_rows_without_keys
-from entmax_spellings.registry import INFER, TRAIN, D, H, L, qkv
+from entmax_spellings.registry import INFER, TRAIN, B, D, H, L, qkv
 from entmax_spellings.registry import attention as any_attention
 from entmax_spellings.registry import rows as any_rows
 
@@ -333,6 +333,15 @@ def a_weak_mask_and_the_same_afterwards(q, k, v, dropped):
     return entmax.entmax15(scores, dim=-1).masked_fill(dropped[:, None], 0.0) @ v
 
 
+@seen("keys that a bias drops are as low as those of the mask, which alone is put on again")
+def padding_added_and_the_triangle_afterwards(q, k, v, mask):
+    """left padding, whose first queries have no key but through the triangle's fill"""
+    pads = torch.zeros(B, 1, 1, L).masked_fill(~mask.flip(1)[:, None, None], -1e30)
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * SCALE + pads).masked_fill(later, -1e30)
+    return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
+
+
 @seen("div changes the probabilities: an epsilon that shows", modes=INFER)
 def divided_by_more_than_their_sum(q, k, v, mask):
     """p / (sum + 1e-3)"""
@@ -429,3 +438,17 @@ def three_in_one_einsum(q, k, v, mask):
     """bhqk,bhkd,hde->bqe"""
     out = torch.linspace(-1, 1, H * D * 3).view(H, D, 3)
     return torch.einsum("bhqk,bhkd,hde->bqe", entmax.entmax15(q @ k.mT * SCALE, -1), v, out)
+
+
+@seen("keys are weighted behind the normalisation")
+def keys_gated(q, k, v, mask):
+    """one number a key"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return (p * torch.linspace(0.1, 1.0, L)) @ v
+
+
+@seen("a quotient by the sums takes the heads' weights out again", modes=INFER)
+def weighted_and_normalised_again(q, k, v, mask):
+    """p * head_mask / sum"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * torch.linspace(0.5, 1.0, H).view(1, H, 1, 1)
+    return (p / p.sum(-1, keepdim=True)) @ v
