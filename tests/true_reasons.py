@@ -250,6 +250,10 @@ TRUE["entmax_spellings"] = {
         "a bias makes as low as the mask does",
         ".masked_fill(later, 0.0)",
     ),
+    "learned_biases_with_padding_in_them": (
+        "a bias makes as low as the mask does",
+        ".masked_fill(later, 0.0)",
+    ),
     "keys_gated": ("mul changes the probabilities", "torch.linspace(0.1, 1.0, L)"),
     "weighted_and_normalised_again": ("changes the probabilities", "H, 1, 1)"),
     "relu_squared": ("rectified scores", "torch.relu("),

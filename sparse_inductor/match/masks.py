@@ -254,15 +254,17 @@ def moderate(view: GraphView, bias: Placed) -> bool:
     value = _computed(view, bias.node)
     if value is not None and value.is_floating_point():
         return bool((value.double().abs() * abs(bias.factor) < 1e4).all())
-    above, seen = [bias.node], set[fx.Node]()
-    while above and len(seen) < _ABOVE:
-        node = above.pop()
-        if node not in seen and view.is_tensor(node):
-            seen.add(node)
-            if view.requires_grad(node):
-                return True
-            above += node.all_input_nodes
-    return False
+    queue, seen = [bias.node], set[fx.Node]()
+    while queue and len(seen) <= _ABOVE:
+        node = queue.pop()
+        if node in seen or not view.is_tensor(node):
+            continue
+        seen.add(node)
+        queue += node.all_input_nodes
+        given = not node.all_input_nodes and view.dtype(node).is_floating_point
+        if view.dtype(node) == torch.bool or (given and not view.requires_grad(node)):
+            return False
+    return not queue and any(map(view.requires_grad, seen))
 
 
 def _constant(view: GraphView, bias: Placed) -> Placed | None:

@@ -435,3 +435,11 @@ def a_gate_of_every_query(q, k, v, mask):
     """halved, and times a gate that is learnt"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
     return (p * torch.sigmoid(q.mean(-1, keepdim=True)) / 2) @ v
+
+
+@attention(inputs=lambda: (*qkv(), normal((H, L, L), 7)))
+def learned_biases_and_the_triangle_twice(q, k, v, bias):
+    """what is learnt is no mask"""
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * SCALE + bias).masked_fill(later, -1e30)
+    return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v

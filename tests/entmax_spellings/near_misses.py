@@ -17,7 +17,7 @@ from entmax_spellings.hand_written import (
     unhalved_halving,
 )
 from entmax_spellings.masks import some_rows_without_keys
-from entmax_spellings.registry import INFER, TRAIN, B, D, H, L, qkv
+from entmax_spellings.registry import INFER, TRAIN, B, D, H, L, normal, qkv
 from entmax_spellings.registry import attention as any_attention
 from entmax_spellings.registry import rows as any_rows
 
@@ -339,6 +339,15 @@ def padding_added_and_the_triangle_afterwards(q, k, v, mask):
     pads = torch.zeros(B, 1, 1, L).masked_fill(~mask.flip(1)[:, None, None], -1e30)
     later = torch.ones(L, L, dtype=torch.bool).triu(1)
     scores = (q @ k.mT * SCALE + pads).masked_fill(later, -1e30)
+    return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
+
+
+@seen("padding is in what is learnt, too", inputs=lambda: (*qkv(), normal((H, L, L), 7)))
+def learned_biases_with_padding_in_them(q, k, v, bias):
+    """one sum of a table and of a mask, then the triangle twice"""
+    pads = torch.zeros(L).masked_fill(torch.arange(L) < 2, -1e30)
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * SCALE + (bias + pads)).masked_fill(later, -1e30)
     return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
 
 
