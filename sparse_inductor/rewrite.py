@@ -23,7 +23,7 @@ from torch import fx
 from . import compat, records
 from .ability import missing
 from .findings import Check, NearMiss, Rewrite, Shape
-from .match.fakes import fake
+from .match.fakes import fake, tensors_in
 from .pattern import Match, Miss, Pattern, Sparse
 from .records import Report
 from .snapshot import Snapshot
@@ -331,7 +331,7 @@ def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
 
 def _lacking(match: Match) -> str:
     """What the kernels lack for a match, on its device or for its tensors; of a device said aloud once."""
-    values = [v for n in (match.anchor, *match.swallowed) for v in _tensors_of(n)]
+    values = [v for n in (match.anchor, *match.swallowed) for v in tensors_in(fake(n))]
     if any(v.is_nested for v in values):
         return "the tensors are nested"
     device = values[0].device if values else None
@@ -340,12 +340,6 @@ def _lacking(match: Match) -> str:
         _told.add(device)
         log.warning("nothing is rewritten on %s: %s", device, lacking)
     return lacking
-
-
-def _tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    value = fake(node)
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _transformed(

@@ -113,9 +113,8 @@ def test_a_feed_forward_block_of_some_tokens_on_a_gpu_is_inductors(
 @pytest.mark.parametrize("up", [None, "", "relu"])
 def test_what_inductor_gets_of_a_feed_forward_block_is_what_the_operator_makes(up, dtype):
     """Values, statistics and the gradients of all of them."""
-    ops = importlib.import_module(
-        "sparse_inductor.ops.relu_ffn"
-    )  # the package has a function of that name
+    # The package has a function of that name.
+    ops = importlib.import_module("sparse_inductor.ops.relu_ffn")
 
     torch.manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, dtype=dtype).div_(4).requires_grad_()

@@ -27,16 +27,13 @@ def cut(program: Sequence[Step]) -> float | None:
     so that what lies above still includes everything that is not zero. A NaN is above every cut.
     """
     found = None
-    before: list[
-        Callable[[float], float | None]
-    ] = []  # from a bound of the running value to one of what it came from
+    # What goes back from a bound of the running value to one of x, the last step first.
+    before: list[Callable[[float], float | None]] = []
     exact = True
     for at, step in enumerate(program):
         if step.fn in ROW or not all(map(math.isfinite, step.consts)):
             break
         if step.fn in _BEFORE:
-            if step.fn == "mul" and step.consts[0] <= 0:
-                break
             before.append(functools.partial(_BEFORE[step.fn], *step.consts))
             exact = exact and step.fn not in ("mul", "add", "sigmoid")
         elif step.fn in ("relu", "threshold", "clamp_min"):
@@ -68,7 +65,7 @@ def _sign(t: float) -> float | None:
 
 # step -> (its constants, a bound of its result) -> the bound of x, if that is known without loss
 _BEFORE: dict[str, Callable[..., float | None]] = {
-    "mul": lambda c, t: t / c,
+    "mul": lambda c, t: t / c if c > 0 else None,
     "add": lambda c, t: t - c,
     "clamp_max": lambda c, t: t if t < c else None,
     "elu": lambda alpha, scale, t: _sign(t) if alpha > 0 and scale > 0 else None,

@@ -24,14 +24,8 @@ from .entmax import transform
 from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
-from .masks import as_mask, conjuncts, is_triangle, keeps_all, moderate
-from .probabilities import (
-    IDENTITY,
-    Probabilities,
-    check_again,
-    read_probabilities,
-    why_changed,
-)
+from .masks import as_mask, conjuncts, is_triangle, keeps_all
+from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores, scaled
 from .shapes import Decline
 
@@ -255,15 +249,10 @@ class _Reader:
         alone = [a for a in rows if a in in_q and a not in in_k and a not in in_v]
         batch = [a for a in rows if a not in alone]
         masks, biases, fill, added, alpha = self._beside(scores)
-        after = self._behind(keys)
-        if self.probabilities.again:
-            also = bool(scores.unless) or any(b.fill is not None for b in biases)
-            check_again(self.view, self.probabilities, masks, fill, also)
-            if fill != -math.inf and not all(moderate(self.view, b) for b in biases):
-                raise Decline(
-                    "probabilities are masked once more; keys that a bias makes as low as the mask does share theirs",
-                    self.probabilities.again[0].reader,
-                )
+        after, again = self.probabilities.by_rows(self.view, keys)
+        if again:
+            unless = bool(scores.unless)
+            check_again(self.view, self.found, again, masks, biases, fill, unless)
             fill = -math.inf
         query = self._query(alone, keys, [*masks, *biases])
         group = [a for a in alone if a not in query]
@@ -314,21 +303,6 @@ class _Reader:
         attention.dtype = self._settle_dtype(attention)
         self._check(attention)
         return attention
-
-    def _behind(self, keys: list[Atom]) -> list[Placed | float]:
-        """What rows of probabilities are multiplied by, masks of whole rows among it, which leave those that are put on
-        again. Raises Decline where it varies with the keys."""
-
-        def of_rows(p: Placed) -> bool:
-            return not any(atom in keys for axis in p.axes for atom in flat(axis))
-
-        for factor in self.probabilities.factors:
-            if isinstance(factor, Placed) and not of_rows(factor):
-                name = self.view.name_of(factor.reader) or "an operation"
-                raise Decline(why_changed(name), factor.reader)
-        masks = [p for p in self.probabilities.again if of_rows(p)]
-        self.probabilities.again = [p for p in self.probabilities.again if p not in masks]
-        return [*self.probabilities.factors, *masks]
 
     def _query(self, alone: list[Atom], keys: list[Atom], beside: Iterable[Placed]) -> list[Atom]:
         """Which of the axes that only queries have is their position: the last, unless a mask relates another

@@ -75,17 +75,21 @@ def check_gradient(
             raise Decline(f"no gradient goes through {label(node)}: it is under no_grad", node)
 
 
+def _modes(view: GraphView) -> list[fx.Node]:
+    """Where gradients are turned on or off."""
+    return [n for n in view.graph.nodes if "set_grad_enabled" in n.name]
+
+
 def _records_nothing(view: GraphView, at: fx.Node) -> bool:
     """Whether a region without gradients that began in the graph goes on at a place of it."""
-    modes = [n for n in view.graph.nodes if "set_grad_enabled" in n.name]
-    before = [n for n in modes if view.order[n] < view.order[at]]
+    before = [n for n in _modes(view) if view.order[n] < view.order[at]]
     return bool(before) and before[-1].args == (False,)
 
 
 def check_grad_mode(view: GraphView, first: int, last: int, where: str) -> None:
     """Raises Decline where the user's code turns gradients on or off between two places of the graph."""
-    for n in view.graph.nodes:
-        if first < view.order[n] < last and "set_grad_enabled" in n.name:
+    for n in _modes(view):
+        if first < view.order[n] < last:
             raise Decline(f"grad mode changes {where}", n)
 
 

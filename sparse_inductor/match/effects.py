@@ -17,7 +17,7 @@ from torch import fx
 from .fakes import fake, same_size
 from .names import INPLACE_OPERATORS, name_of, trailing_inplace
 
-__all__ = ["Effects"]
+__all__ = ["Effects", "same_geometry"]
 
 
 def _storage(node: fx.Node) -> int | None:
@@ -30,7 +30,7 @@ def _storage(node: fx.Node) -> int | None:
         return None
 
 
-def _same_geometry(a: fx.Node, b: fx.Node) -> bool:
+def same_geometry(a: fx.Node, b: fx.Node) -> bool:
     x, y = fake(a), fake(b)
     if (
         x.dim() != y.dim()
@@ -150,7 +150,7 @@ class Effects:
         if not events:
             return node
         writer, target = events[-1]
-        return writer if _is_result(writer, target) and _same_geometry(target, node) else None
+        return writer if _is_result(writer, target) and same_geometry(target, node) else None
 
     def unchanged(self, node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
         """Whether nothing writes the memory of `node` between two points of the graph."""

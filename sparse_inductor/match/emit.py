@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fakes import fake, same_size
+from .fakes import fake, same_size, tensors_in
 
 __all__ = ["Emitter"]
 
@@ -64,7 +64,7 @@ class Emitter:
                 node.meta[key] = self._anchor.meta[key]
         args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
         mode = next(
-            (v.fake_mode for v in _tensors((args, kwargs)) if hasattr(v, "fake_mode")), None
+            (v.fake_mode for v in tensors_in((args, kwargs)) if hasattr(v, "fake_mode")), None
         )
         with mode or contextlib.nullcontext(), torch.no_grad():
             if make is not None:
@@ -90,13 +90,3 @@ def _memory_order(t: torch.Tensor) -> list[int] | None:
         wide.remove(found[-1])
         expected = expected * t.shape[found[-1]]
     return [d for d in range(t.dim()) if d not in order] + order[::-1]
-
-
-def _tensors(x: Any):
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for v in x:
-            yield from _tensors(v)
-    elif isinstance(x, dict):
-        yield from _tensors(tuple(x.values()))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["fake", "same_size", "static_size"]
+__all__ = ["fake", "same_size", "static_size", "tensors_in"]
 
 
 def fake(node: Any) -> Any:
@@ -28,3 +30,14 @@ def same_size(a: Any, b: Any) -> bool:
 def static_size(size: Any) -> int | None:
     """The number a size is on every run, or None."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def tensors_in(x: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a value, or of a structure of values."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for v in x:
+            yield from tensors_in(v)
+    elif isinstance(x, dict):
+        yield from tensors_in(tuple(x.values()))

@@ -9,21 +9,22 @@ are one, or zero where such a mask has dropped the whole row. And it may multipl
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .axes import VIEWS, Axis, Placed, above, flat, placed
+from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Operand
 from .entmax import Transform, transform
 from .graph import GraphView
-from .masks import conjuncts, zero_or_one
+from .masks import conjuncts, moderate, zero_or_one
 from .names import Call
 from .shapes import Decline
 
-__all__ = ["IDENTITY", "Probabilities", "check_again", "read_probabilities", "why_changed"]
+__all__ = ["IDENTITY", "Probabilities", "check_again", "read_probabilities"]
 
 IDENTITY = frozenset("contiguous clone alias lift_fresh positive cast".split())
 _REACH = 12
@@ -46,6 +47,21 @@ class Probabilities:
     again: list[Placed]
     factors: list[Placed | float]
 
+    def by_rows(
+        self, view: GraphView, keys: Sequence[Atom]
+    ) -> tuple[list[Placed | float], list[Placed]]:
+        """(what rows are multiplied by, masks of whole rows among it; the masks of `again` that vary with the keys).
+        Raises Decline where a factor does."""
+
+        def varies(p: Placed) -> bool:
+            return any(atom in keys for axis in p.axes for atom in flat(axis))
+
+        for factor in self.factors:
+            if isinstance(factor, Placed) and varies(factor):
+                raise _changed_by(view, factor.reader)
+        rows = [p for p in self.again if not varies(p)]
+        return [*self.factors, *rows], [p for p in self.again if varies(p)]
+
 
 def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabilities | None:
     """The entmax that an operand is, through what does not change its values; None if it is none. Raises Decline."""
@@ -61,7 +77,7 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
         if found is not None:
             for total in sums:
                 if flat(total.axis) != flat(axes[found.dim]):
-                    raise Decline(why_changed("div"), total.node)
+                    raise Decline(_why_changed("div"), total.node)
             return Probabilities(found, axes, nodes, again, factors)
         call = view.call(node)
         if call is None:
@@ -90,7 +106,7 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
             x = None
         if not view.is_tensor(x):
             if _entmax_above(view, node) is not None:
-                raise Decline(why_changed(call.name), node)
+                raise Decline(_why_changed(call.name), node)
             return None
         if call.name in VIEWS:
             try:
@@ -105,22 +121,33 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
 
 
 def check_again(
-    view: GraphView, p: Probabilities, masks: Sequence[Placed], fill: float | None, extra: bool
+    view: GraphView,
+    found: Transform,
+    again: Sequence[Placed],
+    masks: Sequence[Placed],
+    biases: Sequence[Placed],
+    fill: float | None,
+    unless: bool,
 ) -> None:
     """Raise Decline unless the masks of `again` drop just the keys that the scores' masks drop.
 
-    Then they change rows without a key only, to zeros, which is what the operator gives for a fill of -inf. extra:
-    the scores are masked in yet another way.
+    Then they change rows without a key only, to zeros, which is what the operator gives for a fill of -inf. unless:
+    the scores have masks that win over these.
     """
+    extra = unless or any(b.fill is not None for b in biases)
     one = [part for mask in masks for part in conjuncts(view, mask)]
-    two = [part for mask in p.again for part in conjuncts(view, mask)]
+    two = [part for mask in again for part in conjuncts(view, mask)]
     alike = all(any(_same(view, a, b) for b in two) for a in one) and all(
         any(_same(view, a, b) for a in one) for b in two
     )
-    lowest = torch.finfo(view.dtype(p.found.source)).min
+    lowest = torch.finfo(view.dtype(found.source)).min
     if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
-        reader = p.again[0].reader
-        raise Decline(why_changed(view.name_of(reader) or "an operation"), reader)
+        raise _changed_by(view, again[0].reader)
+    if fill != -math.inf and not all(moderate(view, b) for b in biases):
+        raise Decline(
+            "probabilities are masked once more; keys that a bias makes as low as the mask does share theirs",
+            again[0].reader,
+        )
 
 
 def _same(view: GraphView, a: Placed, b: Placed) -> bool:
@@ -259,7 +286,11 @@ def _multiplied(
     return None
 
 
-def why_changed(name: str) -> str:
+def _changed_by(view: GraphView, node: fx.Node) -> Decline:
+    return Decline(_why_changed(view.name_of(node) or "an operation"), node)
+
+
+def _why_changed(name: str) -> str:
     """The reason to give where an operation between the two changes probabilities."""
     if name == "dropout":
         return "dropout is active between the probabilities and the values"

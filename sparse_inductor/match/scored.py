@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .effects import same_geometry
 from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call, name_of
@@ -189,9 +190,8 @@ def _is_alias(view: GraphView, node: fx.Node, call: Call) -> bool:
         return False
     if view.effects.creator(node) is not view.effects.creator(x):
         return False  # a copy
-    a, b = fake(node), fake(x)
-    alike = view.same_shape(node, x) and a.stride() == b.stride()
-    return alike or (len(x.users) == 1 and same_size(a.numel(), b.numel()))
+    alone = len(x.users) == 1 and same_size(fake(node).numel(), fake(x).numel())
+    return alone or same_geometry(node, x)
 
 
 def names_of(view: GraphView, accumulator: fx.Node, before: fx.Node) -> list[fx.Node]:

@@ -381,13 +381,11 @@ class _Step:
 
     def _assigned(self, index: Any, value: Any) -> Scores:
         """scores[dropped] = number"""
-        before, mask = index[:-1] if isinstance(index, tuple) else (), index
-        if isinstance(index, tuple) and index:
-            mask = index[-1]
+        *before, mask = index if isinstance(index, tuple) and index else (index,)
         known = self.view.is_tensor(mask) and self.view.dtype(mask) == torch.bool
         left = len(self.axes) - len(self.view.shape(mask)) if known else -1
         # All of the first axes, which the mask lacks.
-        every = before == (Ellipsis,) or (
+        every = before == [Ellipsis] or (
             len(before) == left and all(i == slice(None) for i in before)
         )
         if left < 0 or not every:
