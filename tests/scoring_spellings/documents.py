@@ -129,14 +129,15 @@ def sorted_and_cut(c, q):
 @scoring(modes=BOTH)
 def einsum_of_four(c, q):
     """impact, idf and length norm in one call"""
-    idf, norms = torch.linspace(0.1, 2.0, V), torch.linspace(0.5, 1.0, N)
+    idf = torch.linspace(0.1, 2.0, V, device=q.device)
+    norms = torch.linspace(0.5, 1.0, N, device=q.device)
     return torch.einsum("bnl,nl,n,nl->bn", q[:, c.ids], c.values, norms, idf[c.ids])
 
 
 @scoring(modes=BOTH)
 def einsum_with_norms_of_documents(c, q):
     """one number a document, spread over its terms by an einsum that only multiplies"""
-    norms = torch.linspace(0.5, 1.0, N)
+    norms = torch.linspace(0.5, 1.0, N, device=q.device)
     return torch.einsum("bnl,n->bnl", q[:, c.ids] * c.values, norms).sum(-1)
 
 
