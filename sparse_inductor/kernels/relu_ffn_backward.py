@@ -17,6 +17,7 @@ import triton.language as tl
 from . import relu_ffn as forward
 from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_gather as gather
+from . import relu_ffn_gradients_hopper as gradients_hopper
 from . import relu_ffn_heavy as heavy
 from . import relu_ffn_kept as kept
 from . import relu_ffn_resident as resident
@@ -136,12 +137,15 @@ class TokenLists:
 @relaunched
 @triton.jit
 def _by_neuron_kernel(
-    entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b,
+    entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b, heavy, M,
     K, stride_x, stride_a, stride_b,
     TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and out_b."""
+    """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and out_b; unless
+    `heavy` is None, nothing where it says that all M rows are."""
+    if heavy is not None and tl.load(heavy) == M:
+        return
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     first = tl.load(start + n)
@@ -176,13 +180,14 @@ def _by_neuron_kernel(
 
 
 def _by_neuron(
-    lists: TokenLists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None
+    lists: TokenLists, x, a, out_a, bias_a, cap, heavy, b=None, out_b=None, bias_b=None
 ) -> None:
-    """out[n] = sum over the tokens of neuron n of value * x[token]."""
-    K = x.shape[1]
+    """out[n] = sum over the tokens of neuron n of value * x[token]; where `heavy`, unless that is None, does not say
+    that all rows are."""
+    M, K = x.shape
     width = gather.width(K, WIDTH, not x.is_cuda)
     _by_neuron_kernel[(len(lists.total), triton.cdiv(K, width))](
-        lists.entry, lists.start, lists.total, x, a, b, out_a, out_b, bias_a, bias_b,
+        lists.entry, lists.start, lists.total, x, a, b, out_a, out_b, bias_a, bias_b, heavy, M,
         K, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
         TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
         FLIGHT=gather.FLIGHT, WIDTH=width, EVEN=K % width == 0, STAGES=1, num_warps=2,
@@ -229,8 +234,9 @@ def backward(
         to = None if dx is None else dx[part]
         made = None if room is None else room.rows(part)
         ends = part.stop == len(x)
+        alone = ends and part.start == 0
         return _Heavy(
-            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, made, ends
+            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, made, alone, ends
         )
 
     first_part, *other_parts = chunks(len(x), N, CHUNK)
@@ -238,6 +244,13 @@ def backward(
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
+    d_wd = torch.empty_like(b.down, memory_format=torch.contiguous_format) if by_down else None
+    wanted = (
+        (into_gate, d_bg) if by_gate else (None, None),
+        (into_up, d_bu) if by_up else (None, None),
+        (None if d_wd is None else d_wd.t(), None),
+    )
+    first.want(*wanted)
     # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
     with (
         Branch(x.device, urgent=True) as ahead,
@@ -248,8 +261,15 @@ def backward(
                 lists.fill()
             filled = ahead.mark()
         with branch.beside():
+            first.list()
+            listed = branch.mark()
             first.make()
-        table, _ = rows.by_neuron(b.down)
+        # Not made where nobody reads it: the dense line is in a hurry there.
+        unless = None
+        if not other_parts:
+            branch.wait(listed)
+            unless = rows.Unless(first.length, len(x), at=0)
+        table, _ = rows.by_neuron(b.down, unless=unless)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
         entries = packed.count, packed.index, packed.gate
         d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
@@ -271,24 +291,22 @@ def backward(
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
         ahead.wait(filled)
+        # Where it says all, their sums are made elsewhere.
+        heavy_ones = first.length if first.sums_all else None
         if by_gate or by_up:
-            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
+            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, heavy_ones, d_up, into_up, d_bu)
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
-        d_wd = None
         if d_table is not None:
-            _by_neuron(lists, dy, h, d_table, None, cap)
-            d_wd, _ = rows.by_neuron(d_table)
-    wanted = (
-        (into_gate, d_bg) if by_gate else (None, None),
-        (into_up, d_bu) if by_up else (None, None),
-        (None if d_wd is None else d_wd.t(), None),
-    )
-    first.add(*wanted)
+            _by_neuron(lists, dy, h, d_table, None, cap, heavy_ones)
+            rows.by_neuron(d_table, unless=unless if first.sums_all else None, out=d_wd)
+    first.add()
     del first  # one at a time: they are large
     for part in other_parts:
         more = heavy_of(part)
+        more.want(*wanted)
+        more.list()
         more.make()
-        more.add(*wanted)
+        more.add()
         del more
     if d_bd is not None:
         torch.sum(dy, 0, out=d_bd)
@@ -330,32 +348,67 @@ def _few(
 class _Heavy:
     """Rows of `count` that are not packed: what they contribute, by tensor cores.
 
-    room: where their projections are, or have room; and whether nobody reads any of it after them.
+    room: where their projections are, or have room. alone: there are no other rows; ends: nobody reads that room after
+    these.
     """
 
     def __init__(
-        self, dy, d_stats, x, b: Block, tables, count, cap: int, dx, room: kept.Kept | None, ends
+        self,
+        dy,
+        d_stats,
+        x,
+        b: Block,
+        tables,
+        count,
+        cap: int,
+        dx,
+        room: kept.Kept | None,
+        alone: bool,
+        ends: bool,
     ) -> None:
         N = b.gate.shape[0]
         self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
         self._tables, self._count, self._cap = tables, count, cap
-        self._length, self._listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(x))
+        self.length, self._listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(x))
         self._xs, self._dys = map(heavy.room_for_copies, (x, dy))
         self._dh = x.new_empty(len(self._xs), N)
         self._whole = None if room is None else room.whole
-        self._ends = ends
+        self._alone, self._ends = alone, ends
+        self._sums: list[heavy.Sum] = []
+        self._at_once: list[gradients_hopper.Sum] | None = None
         if room is None:
             self._g = torch.empty_like(self._dh)
             self._u = None if b.up is None else torch.empty_like(self._dh)
         else:
             self._g, self._u = room.gate, room.up
 
+    def want(self, d_gate, d_up, d_table) -> None:
+        """Their share of the sums shall go to these pairs (gradient of a weight, of its bias), either None where not
+        wanted."""
+        of_x, of_dy = (self._xs, self._x), (self._dys, self._dy)
+        self._sums = [
+            heavy.Sum(values, *rows_of, weight, bias)
+            for values, rows_of, (weight, bias) in (
+                (self._g, of_x, d_gate), (self._u, of_x, d_up), (self._dh, of_dy, d_table),
+            )
+            if values is not None and weight is not None
+        ]  # fmt: skip
+        self._at_once = gradients_hopper.of_dense_rows(self._sums)
+
+    @property
+    def sums_all(self) -> bool:
+        """Whether, where they are all rows that there are, `make` makes all sums; nobody else may write these there."""
+        return self._alone and bool(self._at_once)
+
+    def list(self) -> None:
+        """Find them: `length` says how many they are."""
+        heavy_rows(self._count, self._cap, self.length, self._listed)
+
     def make(self) -> None:
-        """Their gradients before the sums over tokens, and their rows of dx."""
+        """Their gradients before the sums over tokens, their rows of dx, and maybe (`sums_all`) the sums."""
         gate, up, down = self._tables
         g, u, dh, b = self._g, self._u, self._dh, self._b
-        listed = self._listed, self._length
-        heavy_rows(self._count, self._cap, self._length, self._listed)
+        listed = self._listed, self.length
         heavy.gather(self._x, self._dy, self._xs, self._dys, *listed)
         projected = {"source": self._x, "made": self._whole}
         heavy.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, **projected)
@@ -364,7 +417,7 @@ class _Heavy:
         # All rows at once, by one kernel, or a list of them, by two: one of the ways finds nothing to do.
         at_once = slopes_hopper.applies(self._dy, down, g, b.f, b.g)
         if at_once:
-            length = self._length
+            length = self.length
             slopes_hopper.slopes(self._dy, down, g, u, dh, self._d_stats, length, b.f, b.g, b.cut)
         of_dy = {"by_row": True, "source": self._dy, "some": at_once}
         heavy.copied_product(self._dys, down, dh, *listed, **of_dy)
@@ -375,18 +428,19 @@ class _Heavy:
             second = None if u is None else (u, up)
             heavy.copied_product(
                 g, gate, self._dx, *listed, by_row=True, scatter=True, second=second,
-                arrived=self._length[1:],
+                arrived=self.length[1:],
             )  # fmt: skip
+        if self.sums_all:
+            self._add_at_once()
 
-    def add(self, d_gate, d_up, d_table) -> None:
-        """Add their share of the sums to pairs (gradient of a weight, of its bias), either None where not wanted."""
-        of_x, of_dy = (self._xs, self._x), (self._dys, self._dy)
-        sums = [
-            heavy.Sum(values, *rows_of, weight, bias)
-            for values, rows_of, (weight, bias) in (
-                (self._g, of_x, d_gate), (self._u, of_x, d_up), (self._dh, of_dy, d_table),
-            )
-            if values is not None and weight is not None
-        ]  # fmt: skip
-        if sums:
-            heavy.add_products(sums, self._length)
+    def _add_at_once(self) -> None:
+        if self._at_once:
+            gradients_hopper.add_sums(self._at_once, self.length, len(self._x), not self._alone)
+
+    def add(self) -> None:
+        """Add their share of the sums that `make` has not made."""
+        if not self._sums:
+            return
+        if not self.sums_all:
+            self._add_at_once()
+        heavy.add_products(self._sums, self.length, some=bool(self._at_once))

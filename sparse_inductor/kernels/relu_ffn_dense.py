@@ -19,8 +19,10 @@ from .launch import relaunched
 from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
 from .relu_ffn_tiles import (
     STAGES_HALF,
+    add_shared_halves,
     all_parts,
     is_last,
+    leave_part,
     precision,
     programs_of,
     put,
@@ -257,9 +259,9 @@ def _product_kernel(
 ):  # fmt: skip
     """out[row] = a[row] b^T + bias for the listed rows; of all_a, which is a_box, where all are.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, and half of them where all
-    programs have no round of whole ones to do any more; else PART columns. If such tiles are fewer than programs,
-    several make parts [tile, split, tile's size] of a tile's sum, and the one that arrives last adds them, in order.
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, and half of them past the last
+    round of all programs, where several make parts [half, split, tile's size] of a sum and add them, in order; else
+    PART columns. If such tiles are fewer than programs, several make parts, and the one that arrives last adds them.
     """
     wait_for_previous(EARLY)
     n_rows = n_listed(state)
@@ -267,7 +269,25 @@ def _product_kernel(
     if BOXES and n_rows == M:
         tiles_n = tl.cdiv(N, BN)
         tiles = tiles_m * tiles_n
-        rest, splits = rest_of(tiles, tl.cdiv(K, BK))
+        rest, alone, splits = rest_of(tiles, tl.cdiv(K, BK))
+        # Halves first, so that all parts are there long before they are added.
+        HALF: tl.constexpr = BN // 2
+        unit = tl.program_id(0)
+        shares = unit < (2 * rest - alone) * splits
+        for shared in range(tl.where(unit < alone, 0, 1), tl.where(shares, 2, 1)):
+            sharing = tl.where(shared > 0, splits, 1)
+            half = unit // sharing + shared * alone
+            pm, pn = tile_at(tiles - rest + half // 2, tiles_m, tiles_n, 8)
+            first = pn * BN + half % 2 * HALF
+            depth = tl.cdiv(tl.cdiv(K, sharing), BK) * BK
+            k0 = unit % sharing * depth
+            acc = tl.zeros([BM, HALF], tl.float32)
+            for k in tl.range(k0, tl.minimum(k0 + depth, K), BK, num_stages=STAGES_HALF):
+                acc = tl.dot(a_box.load([pm * BM, k]), half_box.load([first, k]).T, acc)
+            if shared > 0:
+                leave_part(acc, parts, state + ARRIVED, unit, splits, BM, HALF)
+            else:
+                put(acc, out, bias, rows, pm * BM, first, M, N, stride_om, False, HAS_BIAS)
         for t in tl.range(tl.program_id(0), tiles - rest, tl.num_programs(0), flatten=True):
             pm, pn = tile_at(t, tiles_m, tiles_n, 8)
             acc = tl.zeros([BM, BN], tl.float32)
@@ -277,35 +297,10 @@ def _product_kernel(
                 n = pn * BN + tl.arange(0, BN)
                 acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             out_box.store([pm * BM, pn * BN], acc.to(out_box.dtype))
-        unit = tl.program_id(0)
-        if unit < 2 * rest * splits:
-            HALF: tl.constexpr = BN // 2
-            half = unit // splits
-            pm, pn = tile_at(tiles - rest + half // 2, tiles_m, tiles_n, 8)
-            first = pn * BN + half % 2 * HALF
-            depth = tl.cdiv(tl.cdiv(K, splits), BK) * BK
-            k0 = unit % splits * depth
-            acc = tl.zeros([BM, HALF], tl.float32)
-            for k in tl.range(k0, tl.minimum(k0 + depth, K), BK, num_stages=STAGES_HALF):
-                acc = tl.dot(a_box.load([pm * BM, k]), half_box.load([first, k]).T, acc)
-            if splits == 1:
-                put(acc, out, bias, rows, pm * BM, first, M, N, stride_om, False, HAS_BIAS)
-            elif is_last(acc, parts, state + ARRIVED, unit, splits, BM, HALF):
-                for n0 in tl.static_range(0, HALF, PART):
-                    total = all_parts(parts, n0, unit, splits, BM, HALF, PART)
-                    put(
-                        total,
-                        out,
-                        bias,
-                        rows,
-                        pm * BM,
-                        first + n0,
-                        M,
-                        N,
-                        stride_om,
-                        False,
-                        HAS_BIAS,
-                    )
+        add_shared_halves(
+            out, bias, rows, parts, state + ARRIVED, shares, splits, alone, tiles - rest, tiles_m, tiles_n,
+            M, N, stride_om, False, HAS_BIAS, BM, BN,
+        )  # fmt: skip
     else:
         if n_rows == M:
             a = all_a

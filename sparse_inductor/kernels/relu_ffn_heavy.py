@@ -16,14 +16,16 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from . import relu_ffn_product_hopper as product_hopper
 from .boxes import boxes
+from .early import early, wait_for_previous
 from .epilogue import encode
 from .launch import relaunched
 from .relu_ffn_dots import slopes
 from .relu_ffn_tiles import (
     STAGES_HALF,
-    all_parts,
-    is_last,
+    add_shared_halves,
+    leave_part,
     narrow,
     precision,
     programs_of,
@@ -51,10 +53,11 @@ PAD = tl.constexpr(64)
 @triton.jit
 def _gather_kernel(
     x, dy, x_out, dy_out, rows, length, M, K, D, stride_x, stride_y,
-    SOME: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
+    SOME: tl.constexpr, EARLY: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x_out[i], dy_out[i] = x[rows[i]], dy[rows[i]], and zeros up to a multiple of PAD rows. SOME: unless all M rows
     are listed."""
+    wait_for_previous(EARLY)
     n_rows = tl.load(length)
     if SOME and n_rows == M:
         return
@@ -94,7 +97,7 @@ def gather(
     some = readable(x) and readable(dy)
     _gather_kernel[(4 * programs_of(x),)](
         x, dy, x_out, dy_out, rows, length, *x.shape, dy.shape[1], x.stride(0), dy.stride(0),
-        SOME=some, PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32,
+        SOME=some, PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32, **early(x),
     )  # fmt: skip
 
 
@@ -133,40 +136,33 @@ def _copied_tile(
 
 @triton.jit
 def _copied_tiles(
-    a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived, n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
+    a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
+    n_rows, M, N, K, stride_a, stride_b, stride_d, stride_o,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr, REST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a program of `_copied_product_kernel`."""
     tiles_n = tl.cdiv(N, BN)
     tiles_m = tl.cdiv(n_rows, BM)
     tiles = tiles_m * tiles_n
-    rest, splits = 0, 1
+    rest, alone, splits = 0, 0, 1
     if SPLIT:
-        rest, splits = rest_of(tiles, tl.cdiv(K, BK) * (2 if TWO else 1))
-    for t in range(tl.program_id(0), tiles - rest, tl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n, 8)
-        m0, n0 = pm * BM, pn * BN
-        acc = tl.zeros([BM, BN], tl.float32)
-        acc = _copied_tile(
-            acc, a, m0, b, n0, n_rows, N, K, 0, K, stride_a, stride_b, BOXES, BY_ROW, BM, BN, BK, PRECISION
-        )  # fmt: skip
-        if TWO:
-            acc = _copied_tile(
-                acc, c, m0, d, n0, n_rows, N, K, 0, K, stride_a, stride_d, BOXES, BY_ROW, BM, BN, BK, PRECISION
-            )  # fmt: skip
-        put(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
+        rest, alone, splits = rest_of(tiles, tl.cdiv(K, BK) * (2 if TWO else 1))
+    # Halves first, so that all parts are there long before they are added.
+    HALF: tl.constexpr = BN // 2
+    unit = tl.program_id(0)
+    shares = unit < (2 * rest - alone) * splits
     if SPLIT:
-        unit = tl.program_id(0)
-        if unit < 2 * rest * splits:
-            HALF: tl.constexpr = BN // 2
-            half = unit // splits
+        for shared in range(tl.where(unit < alone, 0, 1), tl.where(shares, 2, 1)):
+            sharing = tl.where(shared > 0, splits, 1)
+            half = unit // sharing + shared * alone
             pm, pn = tile_at(tiles - rest + half // 2, tiles_m, tiles_n, 8)
             m0, n0 = pm * BM, pn * BN + half % 2 * HALF
             # Both sums, one behind the other.
             one = tl.cdiv(K, BK) * BK
-            depth = tl.cdiv(tl.cdiv(one * (2 if TWO else 1), BK), splits) * BK
-            first = unit % splits * depth
+            depth = tl.cdiv(tl.cdiv(one * (2 if TWO else 1), BK), sharing) * BK
+            first = unit % sharing * depth
             end = first + depth
             acc = tl.zeros([BM, HALF], tl.float32)
             acc = _copied_tile(
@@ -179,13 +175,30 @@ def _copied_tiles(
                     acc, c, m0, d_half, n0, n_rows, N, K, first, end, stride_a, stride_d,
                     BOXES, BY_ROW, BM, HALF, BK, PRECISION, STAGES_HALF,
                 )  # fmt: skip
-            if splits == 1:
+            if shared > 0:
+                leave_part(acc, parts, arrived, unit, splits, BM, HALF)
+            else:
                 put(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
-            elif is_last(acc, parts, arrived, unit, splits, BM, HALF):
-                PART: tl.constexpr = HALF // 2
-                for p in tl.static_range(0, HALF, PART):
-                    total = all_parts(parts, p, unit, splits, BM, HALF, PART)
-                    put(total, out, bias, rows, m0, n0 + p, n_rows, N, stride_o, SCATTER, HAS_BIAS)
+    whole = tiles - rest
+    if REST:
+        whole = tl.where(n_rows == M, 0, whole)
+    for t in range(tl.program_id(0), whole, tl.num_programs(0)):
+        pm, pn = tile_at(t, tiles_m, tiles_n, 8)
+        m0, n0 = pm * BM, pn * BN
+        acc = tl.zeros([BM, BN], tl.float32)
+        acc = _copied_tile(
+            acc, a, m0, b, n0, n_rows, N, K, 0, K, stride_a, stride_b, BOXES, BY_ROW, BM, BN, BK, PRECISION
+        )  # fmt: skip
+        if TWO:
+            acc = _copied_tile(
+                acc, c, m0, d, n0, n_rows, N, K, 0, K, stride_a, stride_d, BOXES, BY_ROW, BM, BN, BK, PRECISION
+            )  # fmt: skip
+        put(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
+    if SPLIT:
+        add_shared_halves(
+            out, bias, rows, parts, arrived, shares, splits, alone, tiles - rest, tiles_m, tiles_n,
+            n_rows, N, stride_o, SCATTER, HAS_BIAS, BM, BN,
+        )  # fmt: skip
 
 
 @relaunched
@@ -193,7 +206,7 @@ def _copied_tiles(
 def _copied_product_kernel(
     a, all_a, b, c, d, b_half, d_half, bias, out, rows, length, made, parts, arrived,
     M, N, K, stride_a, stride_all, stride_b, stride_d, stride_o,
-    SOME: tl.constexpr,
+    SOME: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -201,8 +214,10 @@ def _copied_product_kernel(
 
     Where all M rows are listed, of all_a instead of a, unless that is None, and nothing if `made`, unless that is None,
     says that it is done, or with SOME. parts, arrived: unless they are None, half tiles past the last round of all
-    programs are made in parts, as in `_product_kernel`.
+    programs are made in parts, as in `_product_kernel`. REST: where all rows are listed, whole tiles are there
+    already.
     """
+    wait_for_previous(EARLY)
     n_rows = tl.load(length)
     if SOME and n_rows == M:
         return
@@ -212,15 +227,21 @@ def _copied_product_kernel(
     if all_a is not None and n_rows == M:
         _copied_tiles(
             all_a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
-            n_rows, N, K, stride_all, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
+            n_rows, M, N, K, stride_all, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, REST, BM, BN, BK, PRECISION
         )  # fmt: skip
     else:
         _copied_tiles(
             a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
-            n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
+            n_rows, M, N, K, stride_a, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, REST, BM, BN, BK, PRECISION
         )  # fmt: skip
+
+
+def _start(t: torch.Tensor, some: bool) -> dict[str, bool]:
+    """Early, unless what is in front of it does the work where all rows are listed: so that the last multiprocessors
+    of that have room for the kernels beside it that find nothing to do."""
+    return {"EARLY": False} if some else early(t)
 
 
 def copied_product(
@@ -263,11 +284,17 @@ def copied_product(
     elif arrived is not None:
         parts = a.new_empty(programs * tile["BM"] * tile["BN"] // 2, dtype=torch.float32)
     given.insert(1, boxes(source, *a_box) if source is not None and able else source)
+    at_once = (
+        by_row and bias is None and source is None and parts is not None
+        and product_hopper.applies(a, b, c, d, out)
+    )  # fmt: skip
+    if at_once:
+        product_hopper.product(a, b, out, length, second)
     _copied_product_kernel[(programs,)](
         *given, bias, out, rows, length, made, parts, None if parts is None else arrived,
         M, N, K, a.stride(0), 0 if source is None else source.stride(0), b.stride(0), d.stride(0), out.stride(0),
-        SOME=some, BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter, HAS_BIAS=bias is not None,
-        PRECISION=precision(a), **tile,
+        SOME=some, REST=at_once, BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter,
+        HAS_BIAS=bias is not None, PRECISION=precision(a), **_start(a, some), **tile,
     )  # fmt: skip
 
 
@@ -275,7 +302,7 @@ def copied_product(
 @triton.jit
 def _slopes_kernel(
     gate, up, dh, d_stats, rows, length, made,
-    M, N, stride_s, CUT, SOME: tl.constexpr,
+    M, N, stride_s, CUT, SOME: tl.constexpr, EARLY: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -283,6 +310,7 @@ def _slopes_kernel(
 
     made, unless that is None, becomes 0. SOME: nothing else where all M rows are listed.
     """
+    wait_for_previous(EARLY)
     n_rows = tl.load(length)
     if made is not None and tl.program_id(0) == 0:
         tl.store(made, tl.zeros([], tl.int32))
@@ -332,7 +360,7 @@ def slopes_in_place(
         gate, up, dh, d_stats, rows, length, made,
         len(rows), gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut, SOME=some,
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, STATS=d_stats is not None,
-        PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32,
+        PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32, **_start(gate, some),
     )  # fmt: skip
 
 
@@ -405,12 +433,17 @@ def _add_products_kernel(
     M, N, K0, K1, K2, stride_a0, stride_x0, stride_all0, stride_on0, stride_ok0,
     stride_a1, stride_x1, stride_all1, stride_on1, stride_ok1,
     stride_a2, stride_x2, stride_all2, stride_on2, stride_ok2,
+    SOME: tl.constexpr, EARLY: tl.constexpr,
     BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each of up to three sums, out[n, k] += sum over i < length of a[i, n] * x[i, k], or where all M rows are listed
-    of all_x, unless that is None; bias_out[n] += sum of a[i, n]. Programs go on from one sum's tiles to the next's."""
+    of all_x, unless that is None; bias_out[n] += sum of a[i, n]. Programs go on from one sum's tiles to the next's.
+    SOME: nothing where all rows are listed."""
+    wait_for_previous(EARLY)
     n_rows = tl.load(length)
     if n_rows == 0:
+        return
+    if SOME and n_rows == M:
         return
     tiles = tl.full([], 0, tl.int32)
     tiles = _summed(
@@ -442,8 +475,8 @@ class Sum(NamedTuple):
     bias: torch.Tensor | None
 
 
-def add_products(sums: Sequence[Sum], length: torch.Tensor) -> None:
-    """One to three sums over the same rows, `length` [1] of them."""
+def add_products(sums: Sequence[Sum], length: torch.Tensor, some: bool = False) -> None:
+    """One to three sums over the same rows, `length` [1] of them. some: nothing where all are listed."""
     tile = tile_of(sums[0].a)
     boxed = [[boxes(s.a, tile["BK"], tile["BM"]), boxes(s.x, tile["BK"], tile["BN"])] for s in sums]
     able = all(None not in pair for pair in boxed)
@@ -463,5 +496,5 @@ def add_products(sums: Sequence[Sum], length: torch.Tensor) -> None:
     _add_products_kernel[(programs_of(length),)](
         *operands, *[None] * (5 * missing), length, len(sums[0].source), sums[0].a.shape[1],
         *widths, *[1] * missing, *strides, *[1] * (5 * missing),
-        BOXES=able, PRECISION=precision(sums[0].a), **tile,
+        SOME=some, BOXES=able, PRECISION=precision(sums[0].a), **early(length), **tile,
     )  # fmt: skip

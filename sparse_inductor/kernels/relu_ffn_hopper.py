@@ -29,13 +29,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_inductor.epilogue.steps import Program
 
 from .boxes import addressable
 from .epilogue import encode, evaluate
 from .gluon_names import let_next_start, load_box, store_box, wait_for_previous
+from .hopper_ring import (
+    CONSUMERS,
+    DEPTH,
+    PIECE,
+    ROWS,
+    columns_of,
+    copy_tile,
+    descriptor,
+    make_ring,
+    pieces,
+    stages_of,
+    tile_at,
+)
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_packing import DENSE
@@ -53,17 +65,8 @@ __all__ = [
 
 MARK, HIDDEN = gl.constexpr(0), gl.constexpr(1)
 
-# Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
-ROWS = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
-# Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
-DEPTH = gl.constexpr(64)
-# A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup.
-PIECE = gl.constexpr(64)
 # Neurons of a tile of marks, and of a word of them.
 MARKED, WORD = gl.constexpr(256), gl.constexpr(128)
-# Row tiles that share their column tiles in turn: 4 MiB of tokens of K = 2 048 stay in L2 beside the weight.
-GROUP = gl.constexpr(8)
 
 
 @gluon.jit
@@ -78,57 +81,19 @@ def _clear(zeros, words):
 
 
 @gluon.jit
-def _tile_at(t, tiles_m, tiles_n):
-    """(row tile, column tile)."""
-    group = t // (GROUP * tiles_n)
-    r = t % (GROUP * tiles_n)
-    size = gl.minimum(GROUP, tiles_m - group * GROUP)
-    return group * GROUP + r % size, r // size
-
-
-@gluon.jit
 def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
     """Producer warp: the operands of every tile of this program, in order, into the ring."""
-    x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n = source
-    BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
+    x, weight, ring, tiles_m, tiles_n = source
     n = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = _tile_at(t, tiles_m, tiles_n)
-        for k in range(KBLOCKS):
-            stage = n % STAGES
-            filled = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(filled, BYTES)
-            for c in gl.static_range(CONSUMERS):
-                box = x_ring.index(stage * CONSUMERS + c)
-                at = [(pm * CONSUMERS + c) * ROWS, k * DEPTH]
-                load_box(x, at, filled, box)
-            at = [pn * COLUMNS, k * DEPTH]
-            load_box(weight, at, filled, w_ring.index(stage))
-            n += 1
+        pm, pn = tile_at(t, tiles_m, tiles_n)
+        m0, n0 = pm * (ROWS * CONSUMERS), pn * COLUMNS
+        n = copy_tile(x, weight, ring, n, m0, n0, KBLOCKS, COLUMNS, STAGES, False, False)
 
 
 @gluon.jit
 def _or(a, b):
     return a | b
-
-
-@gluon.jit
-def _halves(v):
-    """A tile's left and right half. No data moves."""
-    n: gl.constexpr = v.shape[1] // 2
-    left, right = v.reshape([v.shape[0], 2, n]).permute((0, 2, 1)).split()
-    return left, right
-
-
-@gluon.jit
-def _pieces(v, COUNT: gl.constexpr):
-    """A tile's so many pieces, from left to right. No data moves."""
-    if COUNT == 1:
-        return (v,)
-    else:
-        left, right = _halves(v)
-        return _pieces(left, COUNT // 2) + _pieces(right, COUNT // 2)
 
 
 @gluon.constexpr_function
@@ -180,7 +145,7 @@ def _multiply_tiles(
 ):  # fmt: skip
     """Consumer ME: 64 rows of every tile of this program."""
     (
-        x_ring, w_ring, out_ring, up_ring, full, empty, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
+        ring, out_ring, up_ring, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
     ) = operands  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
@@ -191,8 +156,9 @@ def _multiply_tiles(
     PIECES: gl.constexpr = COLUMNS // PIECE
     n = 0  # stages consumed
     phase = 0
+    x_ring, w_ring, full, empty = ring
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = _tile_at(t, tiles_m, tiles_n)
+        pm, pn = tile_at(t, tiles_m, tiles_n)
         m0 = (pm * CONSUMERS + ME) * ROWS
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
         for k0 in range(0, KBLOCKS, EACH):
@@ -223,12 +189,12 @@ def _multiply_tiles(
             acc += gl.load(bias + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
         if MODE == MARK:
             _mark(acc, marks, m0, pn * COLUMNS, M, N, cut)
-        pieces = _pieces(acc, PIECES)
+        found = pieces(acc, PIECES)
         if MODE == HIDDEN:
             mbarrier.wait(read.index(ME), phase)
             phase = phase ^ 1
         for i in gl.static_range(PIECES):
-            piece = gl.convert_layout(pieces[i], OF_PIECE)
+            piece = gl.convert_layout(found[i], OF_PIECE)
             box = out_ring.index(BOXES * ME + i % BOXES)
             if KEEP:
                 tma.store_wait(1)  # the up projection's last piece has left; h may be on its way
@@ -259,18 +225,12 @@ def _product_kernel(
     """
     # All of a tile, where it is read first; else two, so that one is filled while the other one is copied.
     BOXES: gl.constexpr = COLUMNS // PIECE if MODE == HIDDEN else 2
-    x_ring = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], x.layout)
-    w_ring = gl.allocate_shared_memory(weight.dtype, [STAGES, COLUMNS, DEPTH], weight.layout)
+    ring = make_ring(x, weight, COLUMNS, STAGES, False, False)
     out_ring = gl.allocate_shared_memory(out.dtype, [BOXES * CONSUMERS, ROWS, PIECE], out.layout)
     up_ring = out_ring
     if KEEP:
         up_ring = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, PIECE], out.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(read.index(i), count=1)
     tiles_m = gl.cdiv(M, ROWS * CONSUMERS)
@@ -287,9 +247,9 @@ def _product_kernel(
         tiles_m = gl.where(dense, tiles_m, 0)
         if KEEP:
             gl.store(whole, dense.to(gl.int32), mask=gl.program_id(0) == 0)
-    source = (x, weight, x_ring, w_ring, full, empty, tiles_m, tiles_n)
+    source = (x, weight, ring, tiles_m, tiles_n)
     operands = (
-        x_ring, w_ring, out_ring, up_ring, full, empty, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
+        ring, out_ring, up_ring, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -308,45 +268,16 @@ def _product_kernel(
     )
 
 
-# Shared memory of a multiprocessor that operands and what is read and written may take, in bytes.
-SHARED = 225 << 10
-# What a tile of 128 columns takes, for one of 256, whose operands are fewer bytes a flop.
-NARROW = 0.52
-
-
-def _columns(M: int, N: int, programs: int) -> tuple[int, float]:
-    """(columns of a tile of so many programs' product [M, N], how many of the programs the last round leaves waiting),
-    the latter in rounds of tiles of 256 columns."""
-    tiles = -(-M // (ROWS.value * CONSUMERS.value)) * -(-N // 256)
-    costs = []
-    for columns, cost in ((256, 1.0), (128, NARROW)):
-        rounds = -(-tiles * (256 // columns) // programs)
-        costs.append(
-            (rounds * cost, columns, (rounds - tiles * (256 // columns) / programs) * cost)
-        )
-    _, columns, waiting = min(costs, key=lambda of: of[0])
-    return columns, waiting
-
-
 def leaves_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether a third of the multiprocessors has nothing to do in the last round of whole tiles of `marked_product`."""
-    columns, waiting = _columns(len(x), len(weight), multiprocessors(x.device))
+    columns, waiting = columns_of(len(x), len(weight), multiprocessors(x.device))
     return columns == 256 and waiting >= 1 / 3
 
 
-@functools.lru_cache(maxsize=64)
 def _stages(columns: int, mode: int, keeps: bool) -> int:
-    """Stages of the ring: as many as fit a multiprocessor beside what is read and written."""
-    box = ROWS.value * PIECE.value * 2
+    """Stages of the ring, beside what is read and written."""
     boxes = (columns // PIECE.value if mode == HIDDEN else 2) + keeps
-    stage = (ROWS.value * CONSUMERS.value + columns) * DEPTH.value * 2
-    return (SHARED - CONSUMERS.value * boxes * box) // stage
-
-
-@functools.cache
-def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([ROWS.value, DEPTH.value], element)
+    return stages_of(columns, CONSUMERS.value * boxes * ROWS.value * PIECE.value * 2)
 
 
 @functools.lru_cache(maxsize=256)
@@ -411,19 +342,14 @@ def _launch(
 ) -> None:
     (M, K), N = a.shape, len(weight)
     programs = multiprocessors(a.device)
-    columns, _ = _columns(M, N, programs)
+    columns, _ = columns_of(M, N, programs)
     steps, each = unrolled(-(-K // DEPTH.value))
-    layout = _layout(a.dtype)
     unused = out
     ups, whole = kept or (out, unused)
 
-    def pieces(t: torch.Tensor) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(t, [ROWS.value, PIECE.value], layout)
-
     args = (
-        TensorDescriptor.from_tensor(a, [ROWS.value, DEPTH.value], layout),
-        TensorDescriptor.from_tensor(weight, [columns, DEPTH.value], layout),
-        pieces(gate), pieces(out), pieces(ups),
+        descriptor(a, ROWS.value, DEPTH.value), descriptor(weight, columns, DEPTH.value),
+        *(descriptor(t, ROWS.value, PIECE.value) for t in (gate, out, ups)),
         unused if bias is None else bias,
         unused if marks is None else marks,
         state, whole, M, N, cut, len(state),

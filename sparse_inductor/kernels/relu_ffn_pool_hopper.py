@@ -21,18 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import relu_ffn_hopper as hopper
 from .boxes import addressable
 from .gluon_names import let_next_start, load_box, load_rows, store_box, wait_for_previous
+from .hopper_ring import CONSUMERS, DEPTH, ROWS, descriptor, halves
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_packing import DENSE
 
 __all__ = ["applies", "down"]
 
-ROWS, CONSUMERS, DEPTH = hopper.ROWS, hopper.CONSUMERS, hopper.DEPTH
 # Features of a tile, and a piece of one that is written at a time.
 COLUMNS = gl.constexpr(128)
 PIECE = gl.constexpr(64)
@@ -132,7 +131,7 @@ def _multiply(operands, ME: gl.constexpr, SLOTS: gl.constexpr):
                     if t == tiles - 1:
                         mbarrier.arrive(held_empty.index(s))
                     n += 1
-                left, right = hopper._halves(acc)
+                left, right = halves(acc)
                 pieces = (left, right)
                 for i in gl.static_range(COLUMNS // PIECE):
                     box = boxes.index(ME * (COLUMNS // PIECE) + i)
@@ -214,10 +213,9 @@ def down(
     parts = 1
     while tiles % (2 * parts) == 0 and len(size) * parts < UNITS * programs:
         parts *= 2
-    layout = hopper._layout(values.dtype)
-    box = [ROWS.value, DEPTH.value]
+    box = ROWS.value, DEPTH.value
     args = (
-        TensorDescriptor.from_tensor(values, box, layout), table, TensorDescriptor.from_tensor(out, box, layout),
+        descriptor(values, *box), table, descriptor(out, *box),
         size, neuron, state, M, parts, tiles // parts, table.stride(0),
     )  # fmt: skip
     constants = {"SIZE": values.shape[1]}

@@ -27,7 +27,7 @@ from .relu_ffn_gather import (
     own_pieces,
     piece_at,
 )
-from .relu_ffn_packing import n_listed, pieces_of
+from .relu_ffn_packing import DENSE, n_listed, pieces_of
 
 __all__ = ["Unless", "by_neuron", "weighted_rows"]
 
@@ -47,10 +47,10 @@ ASKING = 8
 @triton.jit
 def _transpose_kernel(
     weight, out, state, done, M, D, N, stride_d, stride_n, stride_o,
-    BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
+    AT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Copy weight [D, N] to out [N, D], tile by tile; unless `state` is None, not where it says that all M rows are
-    dense.
+    """Copy weight [D, N] to out [N, D], tile by tile; unless `state` is None, not where state[AT] says that all M rows
+    are dense.
 
     BESIDE: while the kernel in front of it ends, which does not write the weight and which one program waits for in
     the end: what waits for this one waits for both. done: unless that is None, programs are counted there that have
@@ -66,7 +66,7 @@ def _transpose_kernel(
     tiles_d = tl.cdiv(D, BD)
     tiles = tiles_d * tl.cdiv(N, BN)
     if state is not None:
-        tiles = tl.where(n_listed(state) == M, 0, tiles)
+        tiles = tl.where(tl.load(state + AT) == M, 0, tiles)
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         d = t % tiles_d * BD + tl.arange(0, BD)
         n = t // tiles_d * BN + tl.arange(0, BN)
@@ -86,7 +86,7 @@ def _transpose_kernel(
 
 
 class Unless(NamedTuple):
-    """A table is not made where the state of `pack` says that all so many rows are dense.
+    """A table is not made where state[at] says that all so many rows are dense; `pack` has it at DENSE.
 
     done: unless that is None, a zero, which becomes the number of programs that have made their part. So `dots` may be
     launched next and not wait for them (after), and `weighted_rows` waits instead (made).
@@ -94,36 +94,39 @@ class Unless(NamedTuple):
 
     state: torch.Tensor
     rows: int
-    done: torch.Tensor | None
+    done: torch.Tensor | None = None
+    at: int = DENSE.value
 
 
 def by_neuron(
-    weight: torch.Tensor, beside: bool = False, unless: Unless | None = None
+    weight: torch.Tensor,
+    beside: bool = False,
+    unless: Unless | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, int]:
     """(table, programs that make it): a weight [D, N] as [N, D] with unit stride along a neuron's row, which is a view
-    of it, made by none, or a copy (one pass over it).
+    of it, made by none, or a copy (one pass over it); with `out` a copy there.
 
     beside: while the kernel in front of it ends, which lets the next one start and does not write the weight.
     """
-    if weight.stride(0) == 1:
+    if weight.stride(0) == 1 and out is None:
         return weight.t(), 0
     D, N = weight.shape
-    out = weight.new_empty(N, D)
+    out = weight.new_empty(N, D) if out is None else out
     # 64 x 64 at 16 bits: 128-byte runs on both sides.
     tile = 64 if weight.is_cuda else 32
     programs = triton.cdiv(D, tile) * triton.cdiv(N, tile)
     beside = beside and EARLY_STARTS
     options = {"EARLY": False, "launch_pdl": True} if beside else {"EARLY": False}
-    state, M, done = None, 0, None
+    state, M, done, at = unless or (None, 0, None, 0)
     if unless is not None:
-        state, M, done = unless
         options = early(weight)
         if weight.is_cuda:
             # Few, as there may be nothing to do.
             programs = min(programs, ASKING * multiprocessors(weight.device))
     _transpose_kernel[(programs,)](
         weight, out, state, done, M, D, N, *weight.stride(), out.stride(0),
-        BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,
+        AT=at, BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,
     )  # fmt: skip
     return out, programs
 

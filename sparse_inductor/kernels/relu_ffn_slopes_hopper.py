@@ -3,13 +3,11 @@
     dh = dy down                                 [M, N]
     (gate, up, .) -> (d gate, d up, h)           in the place of both projections, and a third tensor
 
-The tiles, the ring and the warps are those of `relu_ffn_hopper`; a tile ends by pieces of 64 columns, of which two at a
-time are in shared memory. Made by two kernels, dh would be written and read once more.
+A tile ends by pieces, in shared memory, one after the other while the tensor cores are at the next tile: little memory
+goes to the pieces, much to the ring of operands. Made by two kernels, dh would be written and read once more.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from triton.experimental import gluon
@@ -21,57 +19,109 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_hopper as hopper
 from .boxes import addressable
 from .epilogue import encode
-from .gluon_names import load_box, store_box
+from .gluon_names import let_next_start, load_box, store_box, wait_for_previous
+from .hopper_ring import (
+    CONSUMERS,
+    DEPTH,
+    ROWS,
+    copy_tile,
+    descriptor,
+    make_ring,
+    multiply_tile,
+    pieces,
+    stages_of,
+    tile_at,
+)
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_dots import slopes as slopes_of
 
 __all__ = ["applies", "slopes"]
 
-ROWS, CONSUMERS, DEPTH = hopper.ROWS, hopper.CONSUMERS, hopper.DEPTH
-COLUMNS, PIECES = gl.constexpr(256), gl.constexpr(4)
-STAGES = gl.constexpr(3)
-PIECE = gl.constexpr(64)
-# Pieces of a consumer in shared memory, and its boxes: two of each projection and one of h.
-HELD = gl.constexpr(2)
-BOXES = gl.constexpr(5)
+# A tile's columns: half of what a wgmma can have, as two sums are held at a time.
+COLUMNS = gl.constexpr(128)
+# Columns that a tile ends by at a time.
+PART = gl.constexpr(32)
+PARTS = gl.constexpr(COLUMNS.value // PART.value)
+# A consumer's boxes: a piece of both projections and of h.
+BOXES = gl.constexpr(3)
+STAGES = gl.constexpr(
+    stages_of(COLUMNS.value, CONSUMERS.value * BOXES.value * ROWS.value * PART.value * 2)
+)
 
 
 @gluon.jit
 def _copy_tiles(source):
     """Producer warp: the operands of every tile of this program, in order, into the ring."""
-    dy, down, dy_ring, down_ring, full, empty, tiles_m, tiles_n, steps = source
-    BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
+    dy, down, ring, tiles_m, tiles_n, steps = source
     n = 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = hopper._tile_at(t, tiles_m, tiles_n)
-        for k in range(steps):
-            stage = n % STAGES
-            filled = full.index(stage)
-            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
-            mbarrier.expect(filled, BYTES)
-            for c in gl.static_range(CONSUMERS):
-                box = dy_ring.index(stage * CONSUMERS + c)
-                load_box(dy, [(pm * CONSUMERS + c) * ROWS, k * DEPTH], filled, box)
-            load_box(down, [k * DEPTH, pn * COLUMNS], filled, down_ring.index(stage))
-            n += 1
+        pm, pn = tile_at(t, tiles_m, tiles_n)
+        m0 = pm * (ROWS * CONSUMERS)
+        n = copy_tile(dy, down, ring, n, m0, pn * COLUMNS, steps, COLUMNS, STAGES, False, True)
 
 
 @gluon.jit
-def _ask(gate, up, boxes, read, m0, n0, slot, ME: gl.constexpr, GATED: gl.constexpr):
-    """Send for a piece of both projections."""
-    bar = read.index(ME * HELD + slot)
-    mbarrier.expect(bar, (1 + GATED) * ROWS * PIECE * 2)
-    load_box(gate, [m0, n0], bar, boxes.index(ME * BOXES + 2 * slot))
+def _ask(out, boxes, read, m0, n0, ME: gl.constexpr, GATED: gl.constexpr):
+    """Send for a piece of both projections, when what was stored from its boxes has left them."""
+    gate, up, _ = out
+    tma.store_wait(0)
+    bar = read.index(ME)
+    mbarrier.expect(bar, (1 + GATED) * ROWS * PART * 2)
+    load_box(gate, [m0, n0], bar, boxes.index(ME * BOXES))
     if GATED:
-        load_box(up, [m0, n0], bar, boxes.index(ME * BOXES + 2 * slot + 1))
+        load_box(up, [m0, n0], bar, boxes.index(ME * BOXES + 1))
+
+
+@gluon.jit
+def _end_piece(
+    piece, out, boxes, read, phase, row, m0, n0, extra, M, cut,
+    ME: gl.constexpr, GATED: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """A piece of a tile's dh to the slopes there."""
+    OF_PART: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16]
+    )
+    gate, up, hidden = out
+    da_extra, dh_extra = extra
+    gate_box = boxes.index(ME * BOXES)
+    up_box = boxes.index(ME * BOXES + 1)
+    h_box = boxes.index(ME * BOXES + 2)
+    mbarrier.wait(read.index(ME), phase)
+    g = gate_box.load(OF_PART).to(gl.float32)
+    u = g
+    if GATED:
+        u = up_box.load(OF_PART).to(gl.float32)
+    dh = gl.convert_layout(piece, OF_PART)
+    dg, du, h = slopes_of(g, u, dh, da_extra[:, None], dh_extra[:, None], F, G, GATED)
+    # Rows behind the last are zeros, for products that sum over rows.
+    off = (g <= cut) | (row >= M)[:, None]
+    h_box.store(gl.where(off, 0.0, h).to(hidden.dtype))
+    gate_box.store(gl.where(off, 0.0, dg).to(hidden.dtype))
+    if GATED:
+        up_box.store(gl.where(off, 0.0, du).to(hidden.dtype))
+    fence_async_shared()
+    store_box(hidden, [m0, n0], h_box)
+    store_box(gate, [m0, n0], gate_box)
+    if GATED:
+        store_box(up, [m0, n0], up_box)
+
+
+@gluon.jit
+def _extra_of(d_stats, row, stride_s, M, STATS: gl.constexpr):
+    """What the statistics add to the gradients of f(gate) and h of these rows."""
+    da_extra = gl.full([ROWS], 0.0, gl.float32, row.type.layout)
+    dh_extra = da_extra
+    if STATS:
+        da_extra = gl.load(d_stats + row, mask=row < M, other=0.0)
+        dh_extra = gl.load(d_stats + 2 * stride_s + row, mask=row < M, other=0.0)
+    return da_extra, dh_extra
 
 
 @gluon.jit
@@ -79,73 +129,63 @@ def _multiply_tiles(
     operands, ME: gl.constexpr, GATED: gl.constexpr, STATS: gl.constexpr, F: gl.constexpr, G: gl.constexpr
 ):  # fmt: skip
     """Consumer ME: 64 rows of every tile of this program."""
-    (
-        gate, up, hidden, dy_ring, down_ring, boxes, full, empty, read, d_stats, stride_s, tiles_m, tiles_n, steps,
-        M, cut,
-    ) = operands  # fmt: skip
+    out, ring, boxes, read, d_stats, stride_s, tiles_m, tiles_n, steps, M, cut = operands
+    a_ring, b_ring, full, empty = ring
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
     )
-    PART: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
+    OF_PART: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16]
     )
-    n = 0
-    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = hopper._tile_at(t, tiles_m, tiles_n)
-        m0 = (pm * CONSUMERS + ME) * ROWS
-        tma.store_wait(0)  # the last tile has left its boxes
-        for i in gl.static_range(HELD):
-            _ask(gate, up, boxes, read, m0, pn * COLUMNS + i * PIECE, i, ME, GATED)
+    i_row = ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_PART))
+    first = gl.program_id(0)
+    tiles = tiles_m * tiles_n
+    # A piece and the steps beside it: the first is issued in front of it, and the next piece is sent for behind the
+    # second, when what this one stores has left.
+    beside = steps // PARTS
+    soon = gl.minimum(beside - 1, 1)
+    if first < tiles:
+        pm, pn = tile_at(first, tiles_m, tiles_n)
+        m0, n0 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
+        _ask(out, boxes, read, m0, n0, ME, GATED)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-        for _ in range(steps):
-            stage = n % STAGES
-            mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-            a = dy_ring.index(stage * CONSUMERS + ME)
-            acc = warpgroup_mma(a, down_ring.index(stage), acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(acc,))  # the other one multiplies
-            mbarrier.arrive(empty.index(stage))
-            n += 1
-        a0, a1 = hopper._halves(acc)
-        p0, p1 = hopper._halves(a0)
-        p2, p3 = hopper._halves(a1)
-        pieces = (p0, p1, p2, p3)
-        row = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, PART))
-        da_extra = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, PART))
-        dh_extra = da_extra
-        if STATS:
-            da_extra = gl.load(d_stats + row, mask=row < M, other=0.0)
-            dh_extra = gl.load(d_stats + 2 * stride_s + row, mask=row < M, other=0.0)
-        h_box = boxes.index(ME * BOXES + 2 * HELD)
-        for i in gl.static_range(PIECES):
-            slot = i % HELD
-            n0 = pn * COLUMNS + i * PIECE
-            gate_box = boxes.index(ME * BOXES + 2 * slot)
-            up_box = boxes.index(ME * BOXES + 2 * slot + 1)
-            mbarrier.wait(read.index(ME * HELD + slot), i // HELD)
-            g = gate_box.load(PART).to(gl.float32)
-            u = g
-            if GATED:
-                u = up_box.load(PART).to(gl.float32)
-            dh = gl.convert_layout(pieces[i], PART)
-            dg, du, h = slopes_of(g, u, dh, da_extra[:, None], dh_extra[:, None], F, G, GATED)
-            # Rows behind the last are zeros, for products that sum over rows.
-            off = (g <= cut) | (row >= M)[:, None]
-            tma.store_wait(1 + GATED)  # the last h has left its box
-            h_box.store(gl.where(off, 0.0, h).to(hidden.dtype))
-            gate_box.store(gl.where(off, 0.0, dg).to(hidden.dtype))
-            if GATED:
-                up_box.store(gl.where(off, 0.0, du).to(hidden.dtype))
-            fence_async_shared()
-            store_box(hidden, [m0, n0], h_box)
-            store_box(gate, [m0, n0], gate_box)
-            if GATED:
-                store_box(up, [m0, n0], up_box)
-            if i + 1 == HELD:
-                # The other half of the pieces takes the place of this one.
-                tma.store_wait(2 + GATED)
-                _ask(gate, up, boxes, read, m0, n0 + PIECE, 0, ME, GATED)
-                tma.store_wait(0)
-                _ask(gate, up, boxes, read, m0, n0 + 2 * PIECE, 1, ME, GATED)
+        acc, n = multiply_tile(acc, ring, gl.to_tensor(0), steps, ME, STAGES, False, True)
+        for t in range(first + gl.num_programs(0), tiles, gl.num_programs(0)):
+            pm, pn = tile_at(t, tiles_m, tiles_n)
+            m1, n1 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
+            row = m0 - ME * ROWS + i_row
+            extra = _extra_of(d_stats, row, stride_s, M, STATS)
+            found = pieces(acc, PARTS)
+            acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+            for i in gl.static_range(PARTS):
+                stage = n % STAGES
+                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+                acc = warpgroup_mma(
+                    a_ring.index(stage * CONSUMERS + ME), b_ring.index(stage), acc, use_acc=i > 0, is_async=True
+                )  # fmt: skip
+                _end_piece(
+                    found[i], out, boxes, read, i % 2, row, m0, n0 + i * PART, extra, M, cut, ME, GATED, F, G
+                )  # fmt: skip
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(empty.index(stage))
+                acc, n = multiply_tile(acc, ring, n + 1, soon, ME, STAGES, False, True)
+                if i + 1 < PARTS:
+                    _ask(out, boxes, read, m0, n0 + (i + 1) * PART, ME, GATED)
+                    left = beside - 1 - soon
+                else:
+                    _ask(out, boxes, read, m1, n1, ME, GATED)
+                    left = steps - (PARTS - 1) * beside - 1 - soon
+                acc, n = multiply_tile(acc, ring, n, left, ME, STAGES, False, True)
+            m0, n0 = m1, n1
+        row = m0 - ME * ROWS + i_row
+        extra = _extra_of(d_stats, row, stride_s, M, STATS)
+        found = pieces(acc, PARTS)
+        for i in gl.static_range(PARTS):
+            _end_piece(
+                found[i], out, boxes, read, i % 2, row, m0, n0 + i * PART, extra, M, cut, ME, GATED, F, G
+            )  # fmt: skip
+            if i + 1 < PARTS:
+                _ask(out, boxes, read, m0, n0 + (i + 1) * PART, ME, GATED)
     tma.store_wait(0)
 
 
@@ -155,24 +195,18 @@ def _slopes_kernel(
     GATED: gl.constexpr, STATS: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """Nothing but where all M rows are listed."""
-    dy_ring = gl.allocate_shared_memory(dy.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], dy.layout)
-    down_ring = gl.allocate_shared_memory(dy.dtype, [STAGES, DEPTH, COLUMNS], down.layout)
-    boxes = gl.allocate_shared_memory(dy.dtype, [BOXES * CONSUMERS, ROWS, PIECE], gate.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [HELD * CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(HELD * CONSUMERS):
+    ring = make_ring(dy, down, COLUMNS, STAGES, False, True)
+    boxes = gl.allocate_shared_memory(dy.dtype, [BOXES * CONSUMERS, ROWS, PART], gate.layout)
+    read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
         mbarrier.init(read.index(i), count=1)
+    let_next_start()
+    wait_for_previous()
     tiles_m = gl.where(gl.load(length) == M, gl.cdiv(M, ROWS * CONSUMERS), 0)
     tiles_n = gl.cdiv(N, COLUMNS)
-    source = (dy, down, dy_ring, down_ring, full, empty, tiles_m, tiles_n, steps)
-    operands = (
-        gate, up, hidden, dy_ring, down_ring, boxes, full, empty, read, d_stats, stride_s, tiles_m, tiles_n, steps,
-        M, cut,
-    )  # fmt: skip
+    source = (dy, down, ring, tiles_m, tiles_n, steps)
+    out = (gate, up, hidden)
+    operands = (out, ring, boxes, read, d_stats, stride_s, tiles_m, tiles_n, steps, M, cut)
     gl.warp_specialize(
         [
             (_multiply_tiles, (operands, 0, GATED, STATS, F, G)),
@@ -182,12 +216,6 @@ def _slopes_kernel(
         [4, 1],
         [240, 24],
     )
-
-
-@functools.cache
-def _wide_layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for([DEPTH.value, COLUMNS.value], element)
 
 
 def applies(
@@ -218,20 +246,17 @@ def slopes(
     `hidden`: all three of M rows and more, which become zeros up to a multiple of a tile, as far as there are any."""
     M, D = dy.shape
     N = down.shape[1]
-    narrow, wide = hopper._layout(dy.dtype), _wide_layout(dy.dtype)
-    box = [ROWS.value, PIECE.value]
-    boxes = [
-        TensorDescriptor.from_tensor(gate if t is None else t, box, narrow)
-        for t in (gate, up, hidden)
-    ]
+    programs = multiprocessors(dy.device)
+    rows, depth = ROWS.value, DEPTH.value
+    # At the least as many as a tile has pieces: past the last feature are zeros.
+    steps = max(-(-D // depth), PARTS.value)
     args = (
-        TensorDescriptor.from_tensor(dy, [ROWS.value, DEPTH.value], narrow),
-        TensorDescriptor.from_tensor(down, [DEPTH.value, COLUMNS.value], wide),
-        *boxes, length if d_stats is None else d_stats, length,
-        M, N, -(-D // DEPTH.value), 0 if d_stats is None else d_stats.stride(0), cut,
+        descriptor(dy, rows, depth), descriptor(down, depth, COLUMNS.value),
+        *(descriptor(gate if t is None else t, rows, PART.value) for t in (gate, up, hidden)),
+        length if d_stats is None else d_stats, length,
+        M, N, steps, 0 if d_stats is None else d_stats.stride(0), cut,
     )  # fmt: skip
     constants = {
         "GATED": up is not None, "STATS": d_stats is not None, "F": encode(f), "G": encode(g),
     }  # fmt: skip
-    programs = multiprocessors(dy.device)
-    launch_kernel(_slopes_kernel, (programs,), args, constants, num_warps=4)
+    launch_kernel(_slopes_kernel, (programs,), args, constants, num_warps=4, launch_pdl=True)

@@ -11,8 +11,10 @@ from .launch import multiprocessors
 
 __all__ = [
     "STAGES_HALF",
+    "add_shared_halves",
     "all_parts",
     "is_last",
+    "leave_part",
     "narrow",
     "precision",
     "programs_of",
@@ -20,14 +22,18 @@ __all__ = [
     "rest_of",
     "tile_at",
     "tile_of",
+    "tiles_in_rounds",
 ]
 
-# Programs that share the sum of half a tile, of which a part is 64 KB and all are read by the last one to arrive; and
-# steps of a sum that are worth a part.
-SPLITS_BOXES = tl.constexpr(8)
-STEPS_BOXES = tl.constexpr(20)
+# Programs that share the sum of half a tile, of which a part is 64 KB, and steps of a sum that are worth a part.
+SPLITS_BOXES = tl.constexpr(16)
+STEPS_BOXES = tl.constexpr(6)
+# Programs for each half, at the least, where others were made first: a part and its sum take a sixth of a tile's time.
+LEAST_SPLITS = tl.constexpr(3)
 # Stages of 32 KB of a tile of half the columns.
 STAGES_HALF = tl.constexpr(5)
+# Slices of its rows that a shared half's programs add the parts of.
+SLICES = tl.constexpr(16)
 # Parts that are asked for at once.
 AT_ONCE = tl.constexpr(4)
 
@@ -67,12 +73,31 @@ def tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def rest_of(tiles, steps):
-    """(tiles past the last round of all programs, if there are programs for halves of them, else none; programs that
-    share the sum of a half, of so many steps)."""
-    rest = tiles % tl.num_programs(0)
-    splits = tl.num_programs(0) // tl.maximum(2 * rest, 1)
-    rest = tl.where(splits > 0, rest, 0)
-    return rest, tl.minimum(splits, tl.minimum(SPLITS_BOXES, tl.maximum(steps // STEPS_BOXES, 1)))
+    """(tiles that are made by halves, those past the last round of all programs; the first of the halves, that are made
+    by a program each; programs that share the sum of each of the others, of so many steps).
+
+    None is halved where that takes as long: where there is neither a program for each half, nor, when all programs have
+    made one, LEAST_SPLITS for each that is left.
+    """
+    programs = tl.num_programs(0)
+    rest = tiles % programs
+    alone = tl.where(2 * rest > programs, programs, 0)
+    splits = programs // tl.maximum(2 * rest - alone, 1)
+    splits = tl.minimum(splits, tl.minimum(SPLITS_BOXES, tl.maximum(steps // STEPS_BOXES, 1)))
+    rest = tl.where((alone == 0) | (splits >= LEAST_SPLITS), rest, 0)
+    return rest, tl.where((rest == 0) | (splits == 1), 2 * rest, alone), splits
+
+
+def tiles_in_rounds(tiles: int, steps: int, programs: int) -> int:
+    """How many of so many tiles `rest_of` leaves whole."""
+    rest = tiles % programs
+    if 2 * rest > programs:
+        splits = min(
+            programs // (2 * rest - programs), SPLITS_BOXES.value, steps // STEPS_BOXES.value
+        )
+        if splits < LEAST_SPLITS.value:
+            return tiles
+    return tiles - rest
 
 
 @triton.jit
@@ -101,6 +126,38 @@ def all_parts(parts, n0, unit, splits, BM: tl.constexpr, BN: tl.constexpr, PART:
 
 
 @triton.jit
+def leave_part(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
+    """Put a tile's part away."""
+    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    tl.store(parts + unit * (BM * BN) + at, acc)
+    tl.debug_barrier()  # all threads' parts are there
+    tl.atomic_add(arrived + unit // splits, 1, sem="release")
+
+
+@triton.jit
+def _wait_for_parts(arrived, unit, splits):
+    """Wait for the other parts of this program's tile. Nobody waits for ever: programs start in order, leave their
+    parts first, and those of a tile lie side by side."""
+    there = 0
+    while there < splits:
+        there = tl.atomic_add(arrived + unit // splits, 0, sem="acquire").to(tl.int32)
+
+
+@triton.jit
+def _sum_of_rows(parts, m0, unit, splits, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The sum of a tile's parts, in order, of ROWS rows from m0 on."""
+    at = (m0 + tl.arange(0, ROWS))[:, None] * BN + tl.arange(0, BN)[None, :]
+    first = unit // splits * splits
+    total = tl.zeros([ROWS, BN], tl.float32)
+    for i in range(0, splits, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            s = tl.full([1, 1], j, tl.int32) + i
+            part = parts + (first + s) * (BM * BN) + at
+            total += tl.load(part, mask=s < splits, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
 def put(
     acc, out, bias, rows, m0, n0, n_rows, N, stride, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
@@ -113,3 +170,22 @@ def put(
     row = tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64) if SCATTER else i.to(tl.int64)
     at = out + row[:, None] * stride + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(i < n_rows)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def add_shared_halves(
+    out, bias, rows, parts, arrived, shares, splits, alone, whole, tiles_m, tiles_n, n_rows, N, stride_o,
+    SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """This program's share of adding the parts of halves."""
+    HALF: tl.constexpr = BN // 2
+    ROWS: tl.constexpr = BM // SLICES
+    unit = tl.program_id(0)
+    if shares:
+        _wait_for_parts(arrived, unit, splits)
+        half = alone + unit // splits
+        pm, pn = tile_at(whole + half // 2, tiles_m, tiles_n, 8)
+        n0 = pn * BN + half % 2 * HALF
+        for m0 in range(unit % splits * ROWS, BM, splits * ROWS):
+            total = _sum_of_rows(parts, m0, unit, splits, ROWS, BM, HALF)
+            put(total, out, bias, rows, pm * BM + m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)

@@ -24,10 +24,13 @@ def compile_all() -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sparse_inductor.epilogue.steps import parse
+    from sparse_inductor.kernels import hopper_ring as ring
+    from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_marked as marked
     from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
     from sparse_inductor.kernels import relu_ffn_pool_hopper as pool_hopper
+    from sparse_inductor.kernels import relu_ffn_product_hopper as product
     from sparse_inductor.kernels import relu_ffn_ptx as ptx
     from sparse_inductor.kernels import relu_ffn_resident as resident
     from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes
@@ -47,32 +50,39 @@ def compile_all() -> None:
         source = of(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-    layout = hopper._layout(torch.bfloat16)
+    def box(rows, columns):
+        return f"tensordesc<bf16[{rows}, {columns}],{ring.layout(torch.bfloat16, rows, columns)!r}>"
+
+    def multiplies(compiled, copies):
+        code = compiled.asm["ptx"]
+        assert "wgmma" in code and copies in code and ".local" not in code
+        assert compiled.metadata.shared <= 227 * 1024
+
+    nothing = {"F": encode(()), "G": encode(())}
+    token, bulk = box(64, 64), "cp.async.bulk.tensor"
     for (mode, keep), columns in itertools.product(
         ((hopper.MARK, False), (hopper.HIDDEN, False), (hopper.HIDDEN, True)), (256, 128)
     ):
-        boxes = [f"tensordesc<bf16[{rows}, 64],{layout!r}>" for rows in (64, columns, 64, 64, 64)]
         stages = hopper._stages(columns, mode.value, keep)
-        constants = {"COLUMNS": columns, "KBLOCKS": 4, "EACH": 4, "STAGES": stages}
+        constants = {"COLUMNS": columns, "KBLOCKS": 4, "EACH": 4, "STAGES": stages, **nothing}
         constants |= {"MODE": mode.value, "KEEP": keep, "HAS_BIAS": False}
-        constants |= {"F": encode(()), "G": encode(())}
-        types = [*boxes, "*bf16", "*i32", "*i64", "*i32", "i32", "i32", "fp32", "i32"]
-        compiled = made(hopper._product_kernel, types, constants, num_warps=4)
-        code = compiled.asm["ptx"]
-        assert "wgmma" in code and "cp.async.bulk.tensor" in code and ".local" not in code
-        assert stages >= 3 and compiled.metadata.shared <= 227 * 1024
-    types = [boxes[0], "*bf16", boxes[0], *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
-    compiled = made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4)
-    code = compiled.asm["ptx"]
-    assert "wgmma" in code and "cp.async.cg" in code and ".local" not in code
-    assert compiled.metadata.shared <= 227 * 1024
-    wide = f"tensordesc<bf16[64, 256],{slopes._wide_layout(torch.bfloat16)!r}>"
-    types = [boxes[0], wide, *[boxes[0]] * 3, *"*fp32 *i32 i32 i32 i32 i32 fp32".split()]
+        types = [token, box(columns, 64), token, token, token]
+        types += ["*bf16", "*i32", "*i64", "*i32", "i32", "i32", "fp32", "i32"]
+        multiplies(made(hopper._product_kernel, types, constants, num_warps=4), bulk)
+        assert stages >= 3
+    types = [token, "*bf16", token, *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
+    multiplies(made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4), "cp.async.cg")
+    types = [token, box(64, slopes.COLUMNS.value), *[box(64, slopes.PART.value)] * 3]
+    types += "*fp32 *i32 i32 i32 i32 i32 fp32".split()
     constants = {"GATED": True, "STATS": True, "F": encode(parse("relu")), "G": encode(())}
-    compiled = made(slopes._slopes_kernel, types, constants, num_warps=4)
-    code = compiled.asm["ptx"]
-    assert "wgmma" in code and "cp.async.bulk.tensor" in code and ".local" not in code
-    assert compiled.metadata.shared <= 227 * 1024
+    multiplies(made(slopes._slopes_kernel, types, constants, num_warps=4), bulk)
+    for add in (False, True):
+        types = [*[token, box(64, 256), token] * 3, "*i32", *["i32"] * 8]
+        constants = {"STAGES": 3 if add else 4, "ADD": add}
+        multiplies(made(gradients._sums_kernel, types, constants, num_warps=4), bulk)
+    for two in (False, True):
+        types = [*[token, box(64, 256)] * 2, token, "*i32", *["i32"] * 4]
+        multiplies(made(product._product_kernel, types, {"TWO": two}, num_warps=4), bulk)
     body = ptx.dots("bf16", 16, 1)
     constants = {"SLICES": 16, "PARTS": 8, "TILES": 11, "BODY": body, "FIRST": True}
     types = "*bf16 *bf16 *i32 *i32 *i16 *fp32 i32 i32 i32 i32 i32 i32".split()

@@ -7,13 +7,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from sparse_inductor.epilogue.steps import parse
+from sparse_inductor.kernels import hopper_ring as ring
 from sparse_inductor.kernels import relu_ffn_dense as dense
+from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients_hopper
 from sparse_inductor.kernels import relu_ffn_heavy as heavy
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
 from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes_hopper
+from sparse_inductor.kernels import relu_ffn_tiles as tile_rounds
 from sparse_inductor.kernels.unroll import unrolled
 
 
@@ -33,14 +38,38 @@ def test_steps_are_unrolled_within_what_a_compiler_takes():
 
 
 def test_tiles_are_as_wide_as_fits_the_last_round():
-    widths = {M: hopper._columns(M, 5632, 132) for M in (1536, 1600, 2048, 2304, 2560)}
+    widths = {M: ring.columns_of(M, 5632, 132) for M in (1536, 1600, 2048, 2304, 2560)}
     assert [columns for columns, _ in widths.values()] == [256, 128, 256, 256, 128]
     waiting = [round(of, 2) for _, of in widths.values()]
     assert waiting == [0.0, 0.35, 0.33, 0.0, 0.17]
     for mode, keeps in ((hopper.MARK, False), (hopper.HIDDEN, False), (hopper.HIDDEN, True)):
         for columns in (256, 128):
             stages = hopper._stages(columns, mode.value, keeps)
-            assert stages >= 3 and stages * (128 + columns) * 128 < hopper.SHARED
+            assert stages >= 3 and stages * (128 + columns) * 128 < ring.SHARED
+
+
+@triton.jit
+def _rest_kernel(out, tiles, steps):
+    rest, alone, splits = tile_rounds.rest_of(tiles, steps)
+    if tl.program_id(0) == 0:
+        tl.store(out, rest)
+        tl.store(out + 1, alone)
+        tl.store(out + 2, splits)
+
+
+@pytest.mark.parametrize("steps", [4, 36, 88, 176])
+def test_what_is_left_past_the_last_round_is_shared_out(steps, device):
+    programs = 24
+    for tiles in range(1, 3 * programs):
+        out = torch.empty(3, dtype=torch.int32, device=device)
+        _rest_kernel[(programs,)](out, tiles, steps)
+        rest, alone, splits = out.tolist()
+        assert tiles - rest == tile_rounds.tiles_in_rounds(tiles, steps, programs)
+        assert rest in (0, tiles % programs) and alone <= min(2 * rest, programs)
+        assert (2 * rest - alone) * splits <= programs, "a program for each part"
+        assert splits * tile_rounds.STEPS_BOXES.value <= max(steps, tile_rounds.STEPS_BOXES.value)
+        if tiles % programs > programs // 2 and rest:
+            assert alone == programs and splits >= tile_rounds.LEAST_SPLITS.value
 
 
 def marks_of(gate, cut):
@@ -132,6 +161,8 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
         (300, 5632, 520),  # 9: four programs a half
         (2700, 512, 768),  # 66: a program a half
         (1900, 1032, 1288),  # 90: too many for a round that is not full
+        (3100, 4104, 2048),  # 200: a round, one of halves, and four of these by three programs
+        (1700, 5000, 1536),  # 84: a round of halves, and 36 of them by three
     ],
 )
 def test_product_of_all_rows(M, N, D, bias):
@@ -153,7 +184,13 @@ def test_product_of_all_rows(M, N, D, bias):
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "D", "n"),
-    [(2049, 2600, 2048, 2049), (2700, 2800, 512, 1500), (2700, 200, 3080, 2561)],
+    [
+        (2049, 2600, 2048, 2049),
+        (2700, 2800, 512, 1500),
+        (2700, 200, 3080, 2561),
+        (3100, 4104, 2048, 3100),
+        (1700, 5000, 1536, 1665),
+    ],
 )
 def test_tiles_past_the_last_round_are_made_in_parts(two, by_row, M, N, D, n):
     torch.manual_seed(0)
@@ -161,7 +198,8 @@ def test_tiles_past_the_last_round_are_made_in_parts(two, by_row, M, N, D, n):
     pairs = [(draw(M, N), draw(N, D) / N**0.5) for _ in range(1 + two)]
     hopper_gpu(*pairs[0])
     (a, w), *second = [(a, w if by_row else w.t().contiguous()) for a, w in pairs]
-    rows = torch.randperm(M, device="cuda").to(torch.int32)
+    order = torch.arange(M, device="cuda") if n == M else torch.randperm(M, device="cuda")
+    rows = order.to(torch.int32)
     counts = torch.zeros(1 + packer.ARRIVALS, dtype=torch.int32, device="cuda")
     counts[0] = n
     out = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16)
@@ -208,11 +246,41 @@ def test_sums_over_rows_one_behind_the_other(sums, n):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("add", [True, False])
+@pytest.mark.parametrize("sums", [1, 2, 3])
+@pytest.mark.parametrize(("M", "N", "K"), [(2049, 1408, 640), (129, 5640, 2056), (64, 40, 24)])
+def test_sums_at_once(M, N, K, sums, add, dtype):
+    """The last one's result is the transpose of what rows of a neuron would be."""
+    torch.manual_seed(0)
+    draw = lambda *s: torch.randn(*s, device="cuda").to(dtype)
+    room = M + heavy.PAD.value
+    given, wants = [], []
+    for i in range(sums):
+        a, source = draw(room, N) / M**0.5, draw(M, K)
+        a[M:] = 0
+        given.append(heavy.Sum(a, a, source, draw(N, K) if i < 2 else draw(K, N).t(), None))
+        want = a[:M].float().t() @ source.float()
+        wants.append(want + given[-1].out.float() if add else want)
+    hopper_gpu(given[0].source)
+    made = gradients_hopper.of_dense_rows(given)
+    before = [s.out.clone() for s in given]
+    length = torch.tensor([M - 1], dtype=torch.int32, device="cuda")
+    gradients_hopper.add_sums(made, length, M, add)
+    assert all(torch.equal(s.out, b) for s, b in zip(given, before)), "not all rows are listed"
+    gradients_hopper.add_sums(made, length + 1, M, add)
+    for s, want in zip(given, wants, strict=True):
+        torch.testing.assert_close(s.out.float(), want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("steps", "up_steps"), [("relu", None), ("relu", ""), ("relu | square", "sigmoid")]
 )
 @pytest.mark.parametrize("stats", [True, False])
-@pytest.mark.parametrize(("M", "N", "D"), [(1001, 1000, 328), (129, 264, 64), (4096, 1408, 512)])
+@pytest.mark.parametrize(
+    ("M", "N", "D"), [(1001, 1000, 328), (129, 264, 64), (1665, 5632, 64), (4096, 1408, 840)]
+)
 def test_slopes_at_once_are_those_of_two_kernels(dtype, steps, up_steps, stats, M, N, D):
     torch.manual_seed(0)
     draw = lambda *s: torch.randn(*s, device="cuda").to(dtype)
