@@ -221,7 +221,7 @@ def nothing_old_is_collected():
         ("entmax", 6),
         ("entmax_attention", 27),
         ("end_to_end", 18),
-        ("relu_ffn", 28),
+        ("relu_ffn", 31),
     ],
 )
 @pytest.mark.usefixtures("nothing_old_is_collected")

@@ -23,6 +23,7 @@ from benchmarks.measure import Timing, Work, race
 from benchmarks.publish import Point
 
 INFERENCE, TRAINING = "inference", "forward + backward"
+REGULARISED = "forward + backward with an L1 term"
 POOL, SEQUENCE, CODE = 512, 2048, 64
 
 
@@ -60,6 +61,14 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(F.relu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
+
+
+class Regularised(Gated):
+    """With the mean absolute activation, which is added to the loss."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.relu(F.linear(x, self.gate)) * F.linear(x, self.up)
+        return F.linear(h, self.down), h.abs().mean()
 
 
 class Plain(nn.Module):
@@ -140,9 +149,10 @@ class Case:
     def contender(self, name: str, kind: str) -> Work:
         """One way of running the blocks; compiled in its first call."""
         make = compiled if name == "compile" else lambda m: rewritten(m, "relu_ffn")
-        programs = [make(block) for block in self.blocks[:1]]
-        if len(self.blocks) > 1:
-            programs = [make(block) for block in self.blocks]
+        blocks = self.blocks
+        if kind == REGULARISED:
+            blocks = [Regularised(b.gate, b.up, b.down) for b in blocks if isinstance(b, Gated)]
+        programs = [make(block) for block in blocks]
         x = self.x
 
         def inference() -> Tensor:
@@ -151,14 +161,19 @@ class Case:
                     y = program(x)
             return y
 
-        leaf = x.detach().requires_grad_(kind == TRAINING)
-        inputs = (leaf, *self.blocks[0].parameters())
+        leaf = x.detach().requires_grad_(kind != INFERENCE)
+        inputs = (leaf, *blocks[0].parameters())
+        weight = torch.ones((), device=x.device, dtype=self.dtype)
 
         def training() -> tuple[Tensor, ...]:
             y = programs[0](leaf)
             return (y, *torch.autograd.grad(y, inputs, self.grad))
 
-        return training if kind == TRAINING else inference
+        def regularised() -> tuple[Tensor, ...]:
+            y, size = programs[0](leaf)
+            return (y, size, *torch.autograd.grad((y, size), inputs, (self.grad, weight)))
+
+        return {INFERENCE: inference, TRAINING: training, REGULARISED: regularised}[kind]
 
     def works(self, kind: str, graphs: bool) -> dict[Label, Work]:
         """What `Bench.race` takes."""
@@ -290,6 +305,9 @@ def _half_active(bench: Bench) -> None:
         (1, INFERENCE, 6),
         (8192, TRAINING, 1),
         (2700, TRAINING, 1),
+        (2049, TRAINING, 1),
+        (8192, REGULARISED, 1),
+        (2700, REGULARISED, 1),
     )
     for M, kind, layers in kinds:
         case = _case(bench, Shape(M, layers=layers), share=0.5)
