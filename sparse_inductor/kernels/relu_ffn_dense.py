@@ -20,13 +20,13 @@ from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
 from .relu_ffn_tiles import (
     STAGES_HALF,
     add_shared_halves,
-    all_parts,
     is_last,
     leave_part,
     precision,
     programs_of,
     put,
     rest_of,
+    sum_of_rows,
     tile_at,
     tile_of,
 )
@@ -326,7 +326,7 @@ def _product_kernel(
             if splits > 1:
                 last = is_last(acc, parts, state + ARRIVED, unit, splits, BM, PART)
                 if last:
-                    acc = all_parts(parts, 0, unit, splits, BM, PART, PART)
+                    acc = sum_of_rows(parts, 0, unit, splits, BM, BM, PART)
             if last:
                 if HAS_BIAS:
                     acc += tl.load(bias + col, mask=in_n, other=0.0).to(tl.float32)[None, :]

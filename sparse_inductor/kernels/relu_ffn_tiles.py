@@ -12,7 +12,6 @@ from .launch import multiprocessors
 __all__ = [
     "STAGES_HALF",
     "add_shared_halves",
-    "all_parts",
     "is_last",
     "leave_part",
     "narrow",
@@ -20,6 +19,7 @@ __all__ = [
     "programs_of",
     "put",
     "rest_of",
+    "sum_of_rows",
     "tile_at",
     "tile_of",
     "tiles_in_rounds",
@@ -112,20 +112,6 @@ def is_last(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexp
 
 
 @triton.jit
-def all_parts(parts, n0, unit, splits, BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr):
-    """The sum of a tile's parts, in order, of PART columns from n0 on."""
-    at = tl.arange(0, BM)[:, None] * BN + n0 + tl.arange(0, PART)[None, :]
-    first = unit // splits * splits
-    total = tl.zeros([BM, PART], tl.float32)
-    for i in range(0, splits, AT_ONCE):
-        for j in tl.static_range(AT_ONCE):
-            s = tl.full([1, 1], j, tl.int32) + i
-            part = parts + (first + s) * (BM * BN) + at
-            total += tl.load(part, mask=s < splits, other=0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
 def leave_part(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
     """Put a tile's part away."""
     at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
@@ -144,7 +130,7 @@ def _wait_for_parts(arrived, unit, splits):
 
 
 @triton.jit
-def _sum_of_rows(parts, m0, unit, splits, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def sum_of_rows(parts, m0, unit, splits, ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The sum of a tile's parts, in order, of ROWS rows from m0 on."""
     at = (m0 + tl.arange(0, ROWS))[:, None] * BN + tl.arange(0, BN)[None, :]
     first = unit // splits * splits
@@ -187,5 +173,5 @@ def add_shared_halves(
         pm, pn = tile_at(whole + half // 2, tiles_m, tiles_n, 8)
         n0 = pn * BN + half % 2 * HALF
         for m0 in range(unit % splits * ROWS, BM, splits * ROWS):
-            total = _sum_of_rows(parts, m0, unit, splits, ROWS, BM, HALF)
+            total = sum_of_rows(parts, m0, unit, splits, ROWS, BM, HALF)
             put(total, out, bias, rows, pm * BM + m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
