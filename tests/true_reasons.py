@@ -147,6 +147,8 @@ TRUE["ffn_spellings"] = {
     "star_relu": ("more than a factor or mask", "+ m.scale[:1]"),
 }
 TRUE["ffn_spellings"] |= {
+    "exponential_times_its_mask": ("two functions of one projection", "m.gate(x)"),
+    "detached_gate_read_beside_its_mask": ("also read by mean", "d.mean()"),
     "sequences_spread_by_a_mask": ("masked_fill spreads", ".masked_fill("),
     "sequences_spread_by_zeros": ("maximum spreads", "torch.maximum("),
     "halves_of_the_tokens": ("read different inputs", "m.up(x)"),

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..epilogue.cut import cut
@@ -140,7 +141,8 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
             return [indicator(view, seen)]
     else:
         x, mask = _kept(view, call, seen) or (x, None)
-        if mask is not None and _full(view, mask.operand, seen):
+        whole = x if call.name == "setitem" else seen  # an assignment has no value
+        if mask is not None and _full(view, mask.operand, whole):
             with contextlib.suppress(Decline):
                 spine = indicator(view, mask.operand, mask.prepare == "not", x)
                 return [s.then(Element(seen)) for s in (spine, *up(x))]
@@ -160,14 +162,20 @@ def _kept(view: GraphView, call: Call, node: fx.Node) -> tuple[fx.Node, Term] | 
     sides: tuple[tuple[Any, Any, bool], ...] = ()
     if call.name == "masked_fill":
         sides = ((call["input"], call["value"], True),)
+    elif call.name == "setitem" and _is_mask(view, call["index"]):
+        sides = ((call["input"], call["value"], True),)
     elif call.name == "where" and call.get("other") is not None:
         a, b = call["input"], call["other"]
         sides = (a, b, False), (b, a, True)
-    condition = call.get("mask", call.get("condition"))
+    condition = call.get("mask", call.get("condition", call.get("index")))
     for x, other, negate in sides:
         if view.is_tensor(x) and view.const(other, node) == 0:
             return x, Term("where", condition, (0.0,), "not" if negate else None)
     return None
+
+
+def _is_mask(view: GraphView, index: Any) -> bool:
+    return view.is_tensor(index) and view.dtype(index) == torch.bool
 
 
 def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
@@ -224,11 +232,14 @@ def _same_fold(
 
 
 def _product(p: Program, q: Program, node: fx.Node) -> Program:
-    """p(x) * q(x), where one of them is a power of a rectified value, or says where the other one is not 0."""
+    """p(x) * q(x), where one of them is a power of a rectified value, or a comparison: then the other one is 0 where
+    that does not hold, or made of 0 there and 0 for it."""
     for a, b in ((p, q), (q, p)):
         above, zero = lone(a), cut(b)
         if above is not None and zero is not None and zero >= above:
             return b
+        if above is not None and cut((rectified := Step("threshold", (above, 0.0)), *b)) == above:
+            return (rectified, *b)
         for at, step in enumerate(a):
             if step.fn != "relu":
                 continue

@@ -73,14 +73,18 @@ def compared(
         if not view.is_tensor(operand):
             continue
         theirs = view.value(operand, condition)
-        if theirs is None or not _same(view, mine, theirs):
+        if theirs is None:
+            continue
+        original, copies = _original(view, theirs)
+        same = view.same_value(mine, theirs) or view.same_value(_original(view, mine)[0], original)
+        if not same:
             continue
         at = view.const(other, node)
         if at is None:
             what = label(other) if isinstance(other, fx.Node) else "it"
             raise Decline(f"the threshold ({what}) is a tensor, not a number", node)
         ties = (call.name in ("ge", "le")) ^ negate
-        return Edge(at, not (less ^ negate), ties, nodes)
+        return Edge(at, not (less ^ negate), ties, (*nodes, *copies))
     return None
 
 
@@ -103,19 +107,16 @@ def _unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], boo
     return condition, wrapped, negated
 
 
-def _same(view: GraphView, a: fx.Node, b: fx.Node) -> bool:
-    """The same value up to detach and copies."""
-    return view.same_value(a, b) or view.same_value(_original(view, a), _original(view, b))
-
-
-def _original(view: GraphView, node: fx.Node) -> fx.Node:
-    """What a copy is a copy of."""
+def _original(view: GraphView, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """What a copy, detached or not, is a copy of; it and the copies between."""
+    copies: list[fx.Node] = []
     while (call := view.call(node)) is not None and call.name in _COPIES:
         seen = view.value(call["input"], node)
         if seen is None:
             break
+        copies.append(node)
         node = seen
-    return node
+    return node, copies
 
 
 def _below(t: float) -> float:

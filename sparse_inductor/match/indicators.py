@@ -88,7 +88,11 @@ def _less(view: GraphView, node: fx.Node, other: Any, sign: float) -> tuple[Step
 
 def lone(program: Program) -> float | None:
     """The number above which a program that is nothing but a comparison is 1; None for others."""
-    return program[0].consts[0] if len(program) == 3 and is_flat(program) else None
+    if len(program) == 3 and is_flat(program):
+        return program[0].consts[0]
+    if len(program) == 4 and program[0].fn == "add" and lone(program[1:]) == 0.0:
+        return -program[0].consts[0]  # x - t > 0 where x > t, to the last bit
+    return None
 
 
 def is_flat(program: Program) -> bool:

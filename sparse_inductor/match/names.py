@@ -256,7 +256,7 @@ _METADATA_CALLS = frozenset(
 )
 _SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # along which axis of a tensor that has it
 # names that depend on the arguments
-_BY_ARGUMENT = frozenset({"max", "min", "getattr", *_SPLITS}) | _METADATA_CALLS
+_BY_ARGUMENT = frozenset({"max", "min", "getattr", "einsum", *_SPLITS}) | _METADATA_CALLS
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 
 
@@ -360,6 +360,8 @@ def canonical(node: fx.Node) -> Call | None:
         return Call("metadata", {"input": args[0], "name": name}) if args else None
     if name in ("max", "min"):
         name, args, kwargs = _extremum(name, args, kwargs)
+    if name == "einsum" and (factors := _only_multiplied(args)) is not None:
+        name, args = "mul", factors
     if name in _SPLITS and args and isinstance(fake(args[0]), torch.Tensor):
         how = [*args[1:], *kwargs.values()]
         args, kwargs = (args[0], *how, min(_SPLITS[name], fake(args[0]).dim() - 1)), {}
@@ -379,6 +381,22 @@ def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
     at = len(args) - 1
     given = at >= _TRAILING_INPLACE.get(name, at + 1) and isinstance(args[at], bool)
     return at if given else None
+
+
+def _only_multiplied(args: tuple) -> tuple[Any, Any] | None:
+    """The operands of an einsum that broadcasts as `*` does and sums over nothing: "bsn,bsn->bsn", "...n,n->...n"."""
+    operands = args[1:]
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if len(operands) != 2 or not isinstance(args[0], str) or "->" not in args[0]:
+        return None
+    inputs, out = args[0].replace(" ", "").split("->")
+    terms = inputs.split(",")
+    whole, part = sorted(terms, key=len, reverse=True)[:2] if len(terms) == 2 else ("", "")
+    letters = out.removeprefix("...")
+    distinct = "." not in letters and len(set(letters)) == len(letters)
+    plain = bool(whole) and whole == out and out.endswith(part) and distinct
+    return (operands[0], operands[1]) if plain else None
 
 
 def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:

@@ -397,3 +397,69 @@ def softly_capped_before_the_rectifier(x, m):
 def half_less_than_a_sigmoid(x, m):
     """above a half only"""
     return m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5))
+
+
+@block(bias=True)
+def product_times_its_mask(x, m):
+    """g * u * (g > 0): the mask comes last"""
+    g = m.gate(x)
+    return m.down(g * m.up(x) * (g > 0))
+
+
+@block()
+def product_filled_below_a_number(x, m):
+    """(g * u).masked_fill(g <= 0.25, 0)"""
+    g = m.gate(x)
+    return m.down((g * m.up(x)).masked_fill(g <= 0.25, 0.0))
+
+
+@block()
+def product_where_either_is_positive(x, m):
+    """dReLU by a mask for each factor"""
+    g, u = m.gate(x), m.up(x)
+    return m.down(torch.where((g > 0), g * u, 0.0) * (u >= 0))
+
+
+@block()
+def odd_function_of_the_gate_times_its_mask(x, m):
+    """tanh(g) * u * (g > 0.1): 0 at 0, so that what is masked is made of 0"""
+    g = m.gate(x)
+    return m.down(torch.tanh(g) * m.up(x) * (g > 0.1).to(x.dtype))
+
+
+@block("no_rewrite", "two functions of one projection", explained=True)
+def exponential_times_its_mask(x, m):
+    """exp(0) is not 0"""
+    g = m.gate(x)
+    return m.down(torch.exp(g) * m.up(x) * (g > 0.1))
+
+
+@block()
+def product_assigned_where_negative(x, m):
+    """h = g * u; h[g < 0] = 0"""
+    g = m.gate(x)
+    h = g * m.up(x)
+    h[g < 0] = 0.0
+    return m.down(h)
+
+
+@block()
+def mask_of_a_detached_gate(x, m):
+    """the comparison reads g.detach()"""
+    g = m.gate(x)
+    return m.down(torch.where(g.detach() > 0, g, 0.0) * m.up(x))
+
+
+@block("no_rewrite", "also read by mean", explained=True)
+def detached_gate_read_beside_its_mask(x, m):
+    """a statistic of what the mask is made of"""
+    g = m.gate(x)
+    d = g.detach()
+    return m.down(g * (d > 0) * m.up(x)), d.mean()
+
+
+@block()
+def product_by_einsum(x, m):
+    """einsum as a product of numbers, with a vector too"""
+    h = torch.einsum("...n,...n->...n", F.relu(m.gate(x)), m.up(x))
+    return m.down(torch.einsum("bsn,n->bsn", h, torch.linspace(0.5, 1.5, N, device=x.device)))
