@@ -147,6 +147,10 @@ TRUE["ffn_spellings"] = {
     "star_relu": ("more than a factor or mask", "+ m.scale[:1]"),
 }
 TRUE["ffn_spellings"] |= {
+    "product_in_the_einsum_of_the_projection": ("an einsum of 3 tensors", "torch.einsum("),
+    "product_assigned_one": ("an assignment after", "h[g < 0] = 1.0"),
+    "product_read_before_it_is_assigned": ("also read by sum", "before = h.sum()"),
+    "negative_assigned_too_late": ("a comparison (lt)", "negative = h < 0"),
     "exponential_times_its_mask": ("two functions of one projection", "m.gate(x)"),
     "detached_gate_read_beside_its_mask": ("also read by mean", "d.mean()"),
     "sequences_spread_by_a_mask": ("masked_fill spreads", ".masked_fill("),
@@ -167,7 +171,6 @@ NOTHING_OF_IT["ffn_spellings"] = {
     "gelu_block": "no rectifier",
     "silu_gate": "no rectifier",
     "relu_outside": "no rectifier between the linears",
-    "negative_assigned_too_late": "no rectifier",
 }
 
 TRUE["corpus.scoring"] = {

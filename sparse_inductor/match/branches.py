@@ -153,7 +153,8 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
         if len(product) > 1 and mask is not None:
             return _times(product, seen, mask)
         if len(product) > 1:
-            raise Decline(f"{name} after the product of two projections", seen)
+            what = "an assignment" if name == "setitem" else name
+            raise Decline(f"{what} after the product of two projections", seen)
     raise first
 
 

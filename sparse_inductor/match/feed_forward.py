@@ -177,7 +177,11 @@ def activation(
     return "gate", other.gate.program != gate.program
 
 
-def resembles(view: GraphView, source: fx.Node) -> bool:
-    """Whether a tensor comes from a linear and a rectifier: worth a reason where it is no block."""
-    found = above(view, source, _OTHERS)
+def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
+    """Whether what `reader` sees of a tensor comes from a linear and a rectifier: worth a reason where it is no
+    block."""
+    seen = view.value(source, reader)
+    # An assignment is no tensor: what it assigns to, and where.
+    sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
+    found = set[str]().union(*(above(view, s, _OTHERS) for s in sources))
     return "linear" in found and bool(found & _RECTIFIERS)

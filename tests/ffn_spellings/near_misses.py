@@ -234,3 +234,28 @@ def statistic_of_each_token_in_another_order(x, m):
     """h.mean(-1) is [B, S], the block sees [S, B]"""
     h = F.relu(m.up(x))
     return m.down(h.transpose(0, 1)), h.mean(-1)
+
+
+@block("no_rewrite", "an einsum of 3 tensors", explained=True)
+def product_in_the_einsum_of_the_projection(x, m):
+    """bsn,bsn,dn->bsd"""
+    return torch.einsum("bsn,bsn,dn->bsd", F.relu(m.gate(x)), m.up(x), m.down.weight)
+
+
+@block("no_rewrite", "an assignment after the product", explained=True)
+def product_assigned_one(x, m):
+    """what is assigned is not 0"""
+    g = m.gate(x)
+    h = g * m.up(x)
+    h[g < 0] = 1.0
+    return m.down(h)
+
+
+@block("no_rewrite", "also read by sum", explained=True)
+def product_read_before_it_is_assigned(x, m):
+    """what is read is not what the projection takes"""
+    g = m.gate(x)
+    h = g * m.up(x)
+    before = h.sum()
+    h[g < 0] = 0.0
+    return m.down(h), before
