@@ -35,14 +35,14 @@ from sparse_inductor.match.checks import (
 from sparse_inductor.match.comparisons import COMPARISONS
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import rectified_product
-from sparse_inductor.match.feed_forward import Reading, activation, read_block, resembles
-from sparse_inductor.match.gemm import (
-    Linear,
-    added,
-    all_lettered,
-    linears,
-    summed_over_processes,
+from sparse_inductor.match.feed_forward import (
+    Reading,
+    activation,
+    product_in_einsum,
+    read_block,
+    resembles,
 )
+from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.mesh import is_distributed
@@ -200,7 +200,8 @@ class ReluFfn:
             found = [summed_over_processes(view, node) or found[0]]
         if not found or not fake(node).dtype.is_floating_point:
             _, experts = rectified_product(view, node) or (None, False)
-            return Miss(_EXPERTS, node) if experts else _of_many(view, node)
+            why = _EXPERTS if experts else product_in_einsum(view, node)
+            return Miss(why, node) if why else None
         first: tuple[Linear, Decline] | None = None
         for down in found:
             if _is_plain_input(view, down.source):
@@ -344,16 +345,6 @@ def _residual_sum(
 
 def _inputs(branch: Branch) -> tuple[fx.Node, fx.Node]:
     return branch.linear.source, branch.linear.weight_source
-
-
-def _of_many(view: GraphView, node: fx.Node) -> Miss | None:
-    """An einsum of more than two tensors, one of which is rectified."""
-    call = view.call(node)
-    found = all_lettered(view, call) if call is not None and call.name == "einsum" else None
-    operands = found[0] if found else ()
-    if len(operands) < 3 or not any(resembles(view, t, node) for t in operands):
-        return None
-    return Miss(f"an einsum of {len(operands)} tensors: a product and a projection in one", node)
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:

@@ -139,12 +139,12 @@ class TokenLists:
 def _by_neuron_kernel(
     entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b, heavy, M,
     K, stride_x, stride_a, stride_b,
-    TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
+    AT: tl.constexpr, TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and out_b; unless
-    `heavy` is None, nothing where it says that all M rows are."""
-    if heavy is not None and tl.load(heavy) == M:
+    `heavy` is None, nothing where heavy[AT] says that all M rows are."""
+    if heavy is not None and tl.load(heavy + AT) == M:
         return
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -180,16 +180,17 @@ def _by_neuron_kernel(
 
 
 def _by_neuron(
-    lists: TokenLists, x, a, out_a, bias_a, cap, heavy, b=None, out_b=None, bias_b=None
-) -> None:
-    """out[n] = sum over the tokens of neuron n of value * x[token]; where `heavy`, unless that is None, does not say
-    that all rows are."""
+    lists: TokenLists, x, a, out_a, bias_a, cap, unless: rows.Unless | None, b=None, out_b=None, bias_b=None
+) -> None:  # fmt: skip
+    """out[n] = sum over the tokens of neuron n of value * x[token]; nothing where `unless` says that all rows are
+    dense."""
     M, K = x.shape
+    heavy, _, _, at = unless or (None, M, None, 0)
     width = gather.width(K, WIDTH, not x.is_cuda)
     _by_neuron_kernel[(len(lists.total), triton.cdiv(K, width))](
         lists.entry, lists.start, lists.total, x, a, b, out_a, out_b, bias_a, bias_b, heavy, M,
         K, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
-        TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
+        AT=at, TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
         FLIGHT=gather.FLIGHT, WIDTH=width, EVEN=K % width == 0, STAGES=1, num_warps=2,
     )  # fmt: skip
 
@@ -236,11 +237,9 @@ def backward(
         ends = part.stop == len(x)
         alone = ends and part.start == 0
         return _Heavy(
-            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, made, alone, ends
-        )
+            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted, made, alone, ends
+        )  # fmt: skip
 
-    first_part, *other_parts = chunks(len(x), N, CHUNK)
-    lists, first = TokenLists(packed.count, packed.index, N), heavy_of(first_part)
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
     into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
@@ -250,7 +249,8 @@ def backward(
         (into_up, d_bu) if by_up else (None, None),
         (None if d_wd is None else d_wd.t(), None),
     )
-    first.want(*wanted)
+    first_part, *other_parts = chunks(len(x), N, CHUNK)
+    lists, first = TokenLists(packed.count, packed.index, N), heavy_of(first_part)
     # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
     with (
         Branch(x.device, urgent=True) as ahead,
@@ -291,19 +291,17 @@ def backward(
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
         ahead.wait(filled)
-        # Where it says all, their sums are made elsewhere.
-        heavy_ones = first.length if first.sums_all else None
+        elsewhere = unless if first.sums_all else None
         if by_gate or by_up:
-            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, heavy_ones, d_up, into_up, d_bu)
+            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, elsewhere, d_up, into_up, d_bu)
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
         if d_table is not None:
-            _by_neuron(lists, dy, h, d_table, None, cap, heavy_ones)
-            rows.by_neuron(d_table, unless=unless if first.sums_all else None, out=d_wd)
+            _by_neuron(lists, dy, h, d_table, None, cap, elsewhere)
+            rows.by_neuron(d_table, unless=elsewhere, out=d_wd)
     first.add()
     del first  # one at a time: they are large
     for part in other_parts:
         more = heavy_of(part)
-        more.want(*wanted)
         more.list()
         more.make()
         more.add()
@@ -348,6 +346,7 @@ def _few(
 class _Heavy:
     """Rows of `count` that are not packed: what they contribute, by tensor cores.
 
+    wanted: for each sum over tokens (gradient of a weight, of its bias), to which they add their share, either None.
     room: where their projections are, or have room. alone: there are no other rows; ends: nobody reads that room after
     these.
     """
@@ -362,6 +361,7 @@ class _Heavy:
         count,
         cap: int,
         dx,
+        wanted,
         room: kept.Kept | None,
         alone: bool,
         ends: bool,
@@ -374,25 +374,19 @@ class _Heavy:
         self._dh = x.new_empty(len(self._xs), N)
         self._whole = None if room is None else room.whole
         self._alone, self._ends = alone, ends
-        self._sums: list[heavy.Sum] = []
-        self._at_once: list[gradients_hopper.Sum] | None = None
         if room is None:
             self._g = torch.empty_like(self._dh)
             self._u = None if b.up is None else torch.empty_like(self._dh)
         else:
             self._g, self._u = room.gate, room.up
-
-    def want(self, d_gate, d_up, d_table) -> None:
-        """Their share of the sums shall go to these pairs (gradient of a weight, of its bias), either None where not
-        wanted."""
-        of_x, of_dy = (self._xs, self._x), (self._dys, self._dy)
+        of_x, of_dy = (self._xs, x), (self._dys, dy)
         self._sums = [
             heavy.Sum(values, *rows_of, weight, bias)
-            for values, rows_of, (weight, bias) in (
-                (self._g, of_x, d_gate), (self._u, of_x, d_up), (self._dh, of_dy, d_table),
+            for values, rows_of, (weight, bias) in zip(
+                (self._g, self._u, self._dh), (of_x, of_x, of_dy), wanted, strict=True
             )
             if values is not None and weight is not None
-        ]  # fmt: skip
+        ]
         self._at_once = gradients_hopper.of_dense_rows(self._sums)
 
     @property

@@ -14,14 +14,14 @@ from ..epilogue.steps import Step
 from .branches import Branch, branches, merged, same_map
 from .chain import Chain
 from .family import above
-from .gemm import Linear
+from .gemm import Linear, all_lettered
 from .graph import GraphView, fake
 from .indicators import is_flat, said
 from .mesh import is_distributed
 from .shapes import Decline
 from .spine import Spine, Term
 
-__all__ = ["Factor", "Reading", "activation", "read_block", "resembles"]
+__all__ = ["Factor", "Reading", "activation", "product_in_einsum", "read_block", "resembles"]
 
 _TINY = 2.0**-24
 
@@ -185,3 +185,13 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
     found = set[str]().union(*(above(view, s, _OTHERS) for s in sources))
     return "linear" in found and bool(found & _RECTIFIERS)
+
+
+def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
+    """Why an einsum of more than two tensors, one of which is rectified, is no block; None for others."""
+    call = view.call(node)
+    found = all_lettered(view, call) if call is not None and call.name == "einsum" else None
+    operands = found[0] if found else ()
+    if len(operands) < 3 or not any(resembles(view, t, node) for t in operands):
+        return None
+    return f"an einsum of {len(operands)} tensors: a product and a projection in one"

@@ -360,8 +360,6 @@ def canonical(node: fx.Node) -> Call | None:
         return Call("metadata", {"input": args[0], "name": name}) if args else None
     if name in ("max", "min"):
         name, args, kwargs = _extremum(name, args, kwargs)
-    if name == "einsum" and (factors := _only_multiplied(args)) is not None:
-        name, args = "mul", factors
     if name in _SPLITS and args and isinstance(fake(args[0]), torch.Tensor):
         how = [*args[1:], *kwargs.values()]
         args, kwargs = (args[0], *how, min(_SPLITS[name], fake(args[0]).dim() - 1)), {}
@@ -373,6 +371,8 @@ def canonical(node: fx.Node) -> Call | None:
     if (at := trailing_inplace(name, args)) is not None:  # F.relu(x, True)
         inplace, args = inplace or bool(args[at]), args[:at]
     bound = _bind(name, args, kwargs)
+    if bound is not None and name == "einsum" and _only_multiplies(**bound):
+        name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))
     return None if bound is None else Call(name, bound, inplace)
 
 
@@ -383,20 +383,16 @@ def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
     return at if given else None
 
 
-def _only_multiplied(args: tuple) -> tuple[Any, Any] | None:
-    """The operands of an einsum that broadcasts as `*` does and sums over nothing: "bsn,bsn->bsn", "...n,n->...n"."""
-    operands = args[1:]
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = tuple(operands[0])
-    if len(operands) != 2 or not isinstance(args[0], str) or "->" not in args[0]:
-        return None
-    inputs, out = args[0].replace(" ", "").split("->")
+def _only_multiplies(equation: Any, operands: tuple = ()) -> bool:
+    """Whether an einsum broadcasts two operands as `*` does and sums over nothing: "bsn,bsn->bsn", "...n,n->...n"."""
+    if len(operands) != 2 or not isinstance(equation, str) or "->" not in equation:
+        return False
+    inputs, out = equation.replace(" ", "").split("->")
     terms = inputs.split(",")
-    whole, part = sorted(terms, key=len, reverse=True)[:2] if len(terms) == 2 else ("", "")
     letters = out.removeprefix("...")
-    distinct = "." not in letters and len(set(letters)) == len(letters)
-    plain = bool(whole) and whole == out and out.endswith(part) and distinct
-    return (operands[0], operands[1]) if plain else None
+    if "." in letters or len(set(letters)) != len(letters) or len(terms) != 2:
+        return False
+    return any(a == out and out.endswith(b) for a, b in (terms, terms[::-1]))
 
 
 def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:
