@@ -186,8 +186,10 @@ def forward(
         pool = rows_pool.Pool(x[part]) if shares else None
         words = rows_pool.words(m, N) if shares and not marking else 0
         residing = resides(m, packed is not None)
+        # All sparse rows are gathered for one by one.
+        gathered = not (shares or m >= SUMMED or residing)
         # Nothing lies between the dot products and the weighted rows, which take rows as they come.
-        alone = not (shares or numbers is not None or m >= SUMMED or residing)
+        alone = gathered and numbers is None
         follows = up is not None and alone and dot_rows.follows(x, up)
         if follows:
             words = 2 + -(-m // 2)
@@ -205,8 +207,11 @@ def forward(
         else:
             state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
-        # Where nothing waits for the table but what rows are gathered with, only where they are.
-        asked = marking and alone and len(parts) == 1 and not hopper.leaves_room(x, b.gate)
+        # Where nothing waits for the table but what rows are gathered with, only where they are; unless the product of
+        # marks, which statistics have none of, has room for it beside its end.
+        asked = gathered and len(parts) == 1
+        if numbers is None:
+            asked = asked and marking and not hopper.leaves_room(x, b.gate)
         if table is None and not asked:
             table, _ = rows.by_neuron(b.down, beside=marking)
         if packed is None:
@@ -306,9 +311,9 @@ def forward(
                     x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut,
                     some=whole, out=to, whole=keeps,
                 )  # fmt: skip
+                dense.product(gate, b.down, y[part], listed, b.down_bias, to)
                 if numbers is not None and up is not None:
                     dense.row_stats(gate, numbers, listed, to)
-                dense.product(gate, b.down, y[part], listed, b.down_bias, to)
             if summed is not None and ahead is not None:
                 ahead.follow()
                 with ahead.beside():
