@@ -2,13 +2,13 @@
 
 One warp copies operand tiles into a ring of shared-memory stages with the bulk copy engine; two warpgroups each
 multiply 64 rows of their own by columns that both share: 256, the widest wgmma, or half of that where fewer
-multiprocessors then wait for the last tiles. While one ends a tile, the other one keeps the tensor cores busy, as far
-as the ring lasts. A tile ends in one of two ways:
+multiprocessors then wait for the last tiles. A tile's sums are rounded and held, half the registers, and go to memory
+by pieces while the tensor cores are busy with the first steps of the next tile. It ends in one of two ways:
 
     MARK    the gate projection is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for
             each, all that `relu_ffn_packing.pack` reads of rows that are
-    HIDDEN  the up projection meets the gate's, which becomes f(gate) * g(up); or that goes elsewhere, and the up
-            projection is kept beside the gate's, for a backward
+    HIDDEN  the up projection, rounded as PyTorch does, meets the gate's, which becomes f(gate) * g(up); or that goes
+            elsewhere, and the up projection is kept beside the gate's, for a backward
 
 Marks, [M, tiles of 256 neurons, 4, 2] int32: bit b of word (tile, lane, half) is neuron
 256 tile + 128 half + 8 (b // 2) + 2 lane + b % 2, as the threads hold the accumulator, so that marking moves no data.
@@ -138,77 +138,114 @@ def _mark(acc, marks, m0, n0, M, N, least):
 
 
 @gluon.jit
+def _ask_for_gates(gate, out_ring, read, m0, n0, ME: gl.constexpr, PIECES: gl.constexpr):
+    """Send for consumer ME's part of the tile at (m0, n0), when what was stored from its boxes has left them."""
+    tma.store_wait(0)
+    bar = read.index(ME)
+    mbarrier.expect(bar, PIECES * ROWS * PIECE * 2)
+    for i in gl.static_range(PIECES):
+        load_box(gate, [m0, n0 + i * PIECE], bar, out_ring.index(PIECES * ME + i))
+
+
+@gluon.jit
+def _end_piece(
+    held, ends, m0, n0, phase, PLACE: gl.constexpr, ME: gl.constexpr, BOXES: gl.constexpr, MODE: gl.constexpr,
+    KEEP: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
+):  # fmt: skip
+    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place there, as MODE says."""
+    out_ring, up_ring, read, out, ups, cut = ends
+    OF_PIECE: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
+    )
+    piece = gl.convert_layout(pieces(held, held.shape[1] // PIECE)[PLACE], OF_PIECE)
+    box = out_ring.index(BOXES * ME + PLACE % BOXES)
+    at = [m0, n0 + PLACE * PIECE]
+    if KEEP:
+        tma.store_wait(1)  # the up projection's last piece has left; h may be on its way
+        up_ring.index(ME).store(piece)
+        fence_async_shared()
+        store_box(ups, at, up_ring.index(ME))
+    if MODE == HIDDEN:
+        if PLACE == 0:
+            mbarrier.wait(read.index(ME), phase)
+        g = box.load(OF_PIECE).to(gl.float32)
+        h = gl.where(g <= cut, 0.0, evaluate(g, F) * evaluate(piece.to(gl.float32), G))
+        piece = h.to(out.dtype)
+    else:
+        tma.store_wait(BOXES - 1)  # what was copied from this box has left it
+    box.store(piece)
+    fence_async_shared()
+    store_box(out, at, box)
+
+
+@gluon.jit
+def _begin_step(acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr):
+    """(acc, if MORE) + the product of the n-th filling's stage, which is under way then."""
+    x_ring, w_ring, full, _ = ring
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    x, w = x_ring.index(stage * CONSUMERS + ME), w_ring.index(stage).permute((1, 0))
+    return warpgroup_mma(x, w, acc, use_acc=MORE, is_async=True)
+
+
+@gluon.jit
+def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
+    """All but so many products are made; the n-th filling's stage is empty."""
+    acc = warpgroup_mma_wait(LEFT, deps=(acc,))
+    mbarrier.arrive(ring[3].index(n % STAGES))
+    return acc
+
+
+@gluon.jit
 def _multiply_tiles(
     operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
     STAGES: gl.constexpr, BOXES: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr,
     F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
-    """Consumer ME: 64 rows of every tile of this program."""
-    (
-        ring, out_ring, up_ring, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
-    ) = operands  # fmt: skip
+    """Consumer ME: 64 rows of every tile of this program. A tile's pieces go to memory while the tensor cores are busy
+    with the first steps of the next one."""
+    ends, ring, tiles = operands
+    out_ring, _up_ring, read, out, _ups, cut = ends
+    gate, bias, marks, tiles_m, tiles_n, M, N = tiles
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
-    OF_PIECE: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
     )
     PIECES: gl.constexpr = COLUMNS // PIECE
     n = 0  # stages consumed
     phase = 0
-    x_ring, w_ring, full, empty = ring
+    held = gl.zeros([ROWS, COLUMNS], out.dtype, MMA)
+    m_held, n_held = 0, 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(t, tiles_m, tiles_n)
-        m0 = (pm * CONSUMERS + ME) * ROWS
+        m0, n0 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-        for k0 in range(0, KBLOCKS, EACH):
-            for k_block in gl.static_range(EACH):
-                stage = n % STAGES
-                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-                a = x_ring.index(stage * CONSUMERS + ME)
-                b = w_ring.index(stage).permute((1, 0))
-                if KBLOCKS == EACH:
-                    acc = warpgroup_mma(a, b, acc, use_acc=k_block > 0, is_async=True)
-                else:
-                    acc = warpgroup_mma(a, b, acc, is_async=True)
-                if MODE == HIDDEN and k0 + k_block == 0:  # while the tensor cores are busy
-                    tma.store_wait(0)
-                    mbarrier.expect(read.index(ME), ROWS * COLUMNS * 2)
-                    for i in gl.static_range(PIECES):
-                        box = out_ring.index(BOXES * ME + i)
-                        at = [m0, pn * COLUMNS + i * PIECE]
-                        load_box(gate, at, read.index(ME), box)
-                if k_block > 0:
-                    acc = warpgroup_mma_wait(1, deps=(acc,))
-                    mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+        for i in gl.static_range(EACH):
+            acc = _begin_step(acc, ring, n, i > 0, ME, STAGES)
+            if i < PIECES and t > gl.program_id(0):
+                _end_piece(held, ends, m_held, n_held, phase ^ 1, i, ME, BOXES, MODE, KEEP, F, G)
+            if MODE == HIDDEN and i == PIECES:
+                _ask_for_gates(gate, out_ring, read, m0, n0, ME, PIECES)
+            if i > 0:
+                acc = _end_step(acc, ring, n - 1, 1, STAGES)
+            n += 1
+        acc = _end_step(acc, ring, n - 1, 0, STAGES)
+        for _k in range(EACH, KBLOCKS, EACH):
+            for i in gl.static_range(EACH):
+                acc = _begin_step(acc, ring, n, True, ME, STAGES)
+                if i > 0:
+                    acc = _end_step(acc, ring, n - 1, 1, STAGES)
                 n += 1
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES))
+            acc = _end_step(acc, ring, n - 1, 0, STAGES)
         if HAS_BIAS:
-            j = pn * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
+            j = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
             acc += gl.load(bias + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
         if MODE == MARK:
-            _mark(acc, marks, m0, pn * COLUMNS, M, N, cut)
-        found = pieces(acc, PIECES)
-        if MODE == HIDDEN:
-            mbarrier.wait(read.index(ME), phase)
-            phase = phase ^ 1
+            _mark(acc, marks, m0, n0, M, N, cut)
+        held, m_held, n_held = acc.to(out.dtype), m0, n0
+        phase = phase ^ 1
+    if gl.program_id(0) < tiles_m * tiles_n:
         for i in gl.static_range(PIECES):
-            piece = gl.convert_layout(found[i], OF_PIECE)
-            box = out_ring.index(BOXES * ME + i % BOXES)
-            if KEEP:
-                tma.store_wait(1)  # the up projection's last piece has left; h may be on its way
-                up_ring.index(ME).store(piece.to(out.dtype))
-                fence_async_shared()
-                store_box(ups, [m0, pn * COLUMNS + i * PIECE], up_ring.index(ME))
-            if MODE == HIDDEN:
-                g = box.load(OF_PIECE).to(gl.float32)
-                piece = gl.where(g <= cut, 0.0, evaluate(g, F) * evaluate(piece, G))
-            else:
-                tma.store_wait(BOXES - 1)  # what was copied from this box has left it
-            box.store(piece.to(out.dtype))
-            fence_async_shared()
-            store_box(out, [m0, pn * COLUMNS + i * PIECE], box)
+            _end_piece(held, ends, m_held, n_held, phase ^ 1, i, ME, BOXES, MODE, KEEP, F, G)
     tma.store_wait(0)
 
 
@@ -248,9 +285,9 @@ def _product_kernel(
         if KEEP:
             gl.store(whole, dense.to(gl.int32), mask=gl.program_id(0) == 0)
     source = (x, weight, ring, tiles_m, tiles_n)
-    operands = (
-        ring, out_ring, up_ring, read, bias, gate, out, ups, marks, tiles_m, tiles_n, M, N, cut,
-    )  # fmt: skip
+    ends = (out_ring, up_ring, read, out, ups, cut)
+    tiles = (gate, bias, marks, tiles_m, tiles_n, M, N)
+    operands = (ends, ring, tiles)
     gl.warp_specialize(
         [
             (
@@ -343,7 +380,8 @@ def _launch(
     (M, K), N = a.shape, len(weight)
     programs = multiprocessors(a.device)
     columns, _ = columns_of(M, N, programs)
-    steps, each = unrolled(-(-K // DEPTH.value))
+    # More than a tile has pieces: past the last feature are zeros.
+    steps, each = unrolled(max(-(-K // DEPTH.value), columns // PIECE.value + 1))
     unused = out
     ups, whole = kept or (out, unused)
 

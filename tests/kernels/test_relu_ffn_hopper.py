@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+import sparse_inductor
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import hopper_ring as ring
 from sparse_inductor.kernels import relu_ffn_dense as dense
@@ -120,9 +121,16 @@ def test_marked_product(dtype, M, K, N, bias):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("steps", "up_steps"), [("relu", ""), ("relu | square", "sigmoid")])
 @pytest.mark.parametrize("bias", [True, False])
-def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
+@pytest.mark.parametrize(
+    ("M", "K", "N"),
+    [
+        (1001, 200, 1000),  # a tile a program
+        (5000, 328, 1400),  # two, of 256 columns
+        (1800, 576, 5632),  # five, of 128
+    ],
+)
+def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias, M, K, N):
     torch.manual_seed(0)
-    M, K, N = 1001, 200, 1000
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
     x, up, gate = draw(M, K), draw(N, K) / K**0.5, draw(M, N)
     b = draw(N) if bias else None
@@ -149,6 +157,34 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias):
     state[packer.DENSE.value] = M - 1
     hopper.hidden(x, up, b, gate, state, f, g, 0.0, out, (ups, whole))
     assert whole.item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("steps", ["relu", "relu | square"])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("share", [0.5, 0.005])
+def test_statistics(share, gated, steps, train):
+    """Of dense rows only, and of sparse ones and some heavy ones."""
+    torch.manual_seed(0)
+    M, K, N, D = 1800, 512, 5632, 384
+    draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
+    x, gate, down = draw(M, K), draw(N, K) / K**0.5, draw(D, N) / 8
+    up = draw(N, K) / K**0.5 if gated else None
+    hopper_gpu(x, gate)
+    shift = torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share))
+    bias = torch.full((N,), -shift.item(), device="cuda", dtype=torch.bfloat16)
+    x[::100] *= 4
+    y, stats = sparse_inductor.ops.relu_ffn(
+        x.requires_grad_(train), gate, down, up, gate_bias=bias, gate_steps=steps, return_stats=True
+    )
+    a = F.relu(F.linear(x.double(), gate.double(), bias.double()))
+    a = a.square() if "square" in steps else a
+    h = a if up is None else a * F.linear(x.double(), up.double())
+    want = torch.stack([f for t in (a, h) for f in (t.abs().sum(1), (t != 0).sum(1))]).detach()
+    torch.testing.assert_close(stats.double(), want, rtol=2e-2, atol=2)
+    want = h @ down.double().t()
+    assert ((y - want).abs() < 0.05 * want.square().mean(1, keepdim=True).sqrt()).all()
 
 
 @pytest.mark.gpu
