@@ -26,9 +26,12 @@ __all__ = [
     "GROUP",
     "PIECE",
     "ROWS",
+    "accumulator",
+    "begin_step",
     "columns_of",
     "copy_tile",
     "descriptor",
+    "end_step",
     "halves",
     "layout",
     "make_ring",
@@ -51,6 +54,14 @@ GROUP = gl.constexpr(8)
 SHARED = 225 << 10
 # What a tile of 128 columns takes, for one of 256, whose operands are fewer bytes a flop.
 NARROW = 0.52
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """How a warpgroup's threads hold sums [64, columns]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
 
 
 @gluon.jit
@@ -127,23 +138,39 @@ def copy_tile(
 
 
 @gluon.jit
+def begin_step(
+    acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr,
+    A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
+):  # fmt: skip
+    """Warpgroup ME: (acc, if MORE) + the product of the n-th filling's stage, which is under way then."""
+    a_ring, b_ring, full, _ = ring
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    a = a_ring.index(stage * CONSUMERS + ME)
+    b = b_ring.index(stage)
+    if A_BY_DEPTH:
+        a = a.permute((1, 0))
+    if not B_BY_DEPTH:
+        b = b.permute((1, 0))
+    return warpgroup_mma(a, b, acc, use_acc=MORE, is_async=True)
+
+
+@gluon.jit
+def end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
+    """All products but so many are made, and the n-th filling's stage is empty."""
+    acc = warpgroup_mma_wait(LEFT, deps=(acc,))
+    mbarrier.arrive(ring[3].index(n % STAGES))
+    return acc
+
+
+@gluon.jit
 def multiply_tile(
     acc, ring, n, steps, ME: gl.constexpr, STAGES: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr
 ):  # fmt: skip
     """Warpgroup ME: acc + the product of so many stages from the n-th filling on; how many there were then."""
-    a_ring, b_ring, full, empty = ring
     for _ in range(steps):
-        stage = n % STAGES
-        mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-        a = a_ring.index(stage * CONSUMERS + ME)
-        b = b_ring.index(stage)
-        if A_BY_DEPTH:
-            a = a.permute((1, 0))
-        if not B_BY_DEPTH:
-            b = b.permute((1, 0))
-        acc = warpgroup_mma(a, b, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))  # the other one multiplies
-        mbarrier.arrive(empty.index(stage))
+        acc = begin_step(acc, ring, n, True, ME, STAGES, A_BY_DEPTH, B_BY_DEPTH)
+        acc = end_step(acc, ring, n, 0, STAGES)  # the other one multiplies
         n += 1
     return acc, n
 

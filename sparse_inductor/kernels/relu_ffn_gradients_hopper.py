@@ -24,6 +24,7 @@ from .hopper_ring import (
     DEPTH,
     PIECE,
     ROWS,
+    accumulator,
     copy_tile,
     descriptor,
     make_ring,
@@ -34,7 +35,7 @@ from .hopper_ring import (
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 
-__all__ = ["Sum", "add_sums", "of_dense_rows"]
+__all__ = ["Sum", "add_sums", "in_rows", "of_dense_rows"]
 
 COLUMNS = gl.constexpr(256)
 PIECES = gl.constexpr(COLUMNS.value // PIECE.value)
@@ -95,12 +96,8 @@ def _multiply_tiles(
 ):
     """Consumer ME: 64 rows of every tile of this program."""
     out, ring, out_ring, read, sizes, tiles, steps = operands
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
-    OF_PIECE: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
-    )
+    MMA: gl.constexpr = accumulator(COLUMNS)
+    OF_PIECE: gl.constexpr = accumulator(PIECE)
     n = 0
     phase = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -174,12 +171,14 @@ class Sum(NamedTuple):
     out: torch.Tensor
 
 
+def in_rows(s: heavy.Sum) -> Sum:
+    """The same sum, or its transpose, so that what it makes has unit stride along its rows."""
+    return Sum(s.a, s.source, s.out) if s.out.stride(1) == 1 else Sum(s.source, s.a, s.out.t())
+
+
 def of_dense_rows(sums: Sequence[heavy.Sum]) -> list[Sum] | None:
     """What `add_sums` makes of these where all rows are listed; None where it cannot."""
-    made = [
-        Sum(s.a, s.source, s.out) if s.out.stride(1) == 1 else Sum(s.source, s.a, s.out.t())
-        for s in sums
-    ]
+    made = [in_rows(s) for s in sums]
     able = all(hopper.applies(s.a) and all(map(addressable, s)) for s in made)
     return made if able and all(s.bias is None for s in sums) else None
 

@@ -26,8 +26,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from sparse_inductor.epilogue.steps import Program
@@ -40,9 +38,12 @@ from .hopper_ring import (
     DEPTH,
     PIECE,
     ROWS,
+    accumulator,
+    begin_step,
     columns_of,
     copy_tile,
     descriptor,
+    end_step,
     make_ring,
     pieces,
     stages_of,
@@ -154,9 +155,7 @@ def _end_piece(
 ):  # fmt: skip
     """A piece of consumer ME's part of the tile at (m0, n0) goes to its place there, as MODE says."""
     out_ring, up_ring, read, out, ups, cut = ends
-    OF_PIECE: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
-    )
+    OF_PIECE: gl.constexpr = accumulator(PIECE)
     piece = gl.convert_layout(pieces(held, held.shape[1] // PIECE)[PLACE], OF_PIECE)
     box = out_ring.index(BOXES * ME + PLACE % BOXES)
     at = [m0, n0 + PLACE * PIECE]
@@ -179,24 +178,6 @@ def _end_piece(
 
 
 @gluon.jit
-def _begin_step(acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr):
-    """(acc, if MORE) + the product of the n-th filling's stage, which is under way then."""
-    x_ring, w_ring, full, _ = ring
-    stage = n % STAGES
-    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-    x, w = x_ring.index(stage * CONSUMERS + ME), w_ring.index(stage).permute((1, 0))
-    return warpgroup_mma(x, w, acc, use_acc=MORE, is_async=True)
-
-
-@gluon.jit
-def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
-    """All but so many products are made; the n-th filling's stage is empty."""
-    acc = warpgroup_mma_wait(LEFT, deps=(acc,))
-    mbarrier.arrive(ring[3].index(n % STAGES))
-    return acc
-
-
-@gluon.jit
 def _multiply_tiles(
     operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
     STAGES: gl.constexpr, BOXES: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -207,9 +188,7 @@ def _multiply_tiles(
     ends, ring, tiles = operands
     out_ring, _up_ring, read, out, _ups, cut = ends
     gate, bias, marks, tiles_m, tiles_n, M, N = tiles
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
+    MMA: gl.constexpr = accumulator(COLUMNS)
     PIECES: gl.constexpr = COLUMNS // PIECE
     n = 0  # stages consumed
     phase = 0
@@ -220,22 +199,22 @@ def _multiply_tiles(
         m0, n0 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
         for i in gl.static_range(EACH):
-            acc = _begin_step(acc, ring, n, i > 0, ME, STAGES)
+            acc = begin_step(acc, ring, n, i > 0, ME, STAGES, False, False)
             if i < PIECES and t > gl.program_id(0):
                 _end_piece(held, ends, m_held, n_held, phase ^ 1, i, ME, BOXES, MODE, KEEP, F, G)
             if MODE == HIDDEN and i == PIECES:
                 _ask_for_gates(gate, out_ring, read, m0, n0, ME, PIECES)
             if i > 0:
-                acc = _end_step(acc, ring, n - 1, 1, STAGES)
+                acc = end_step(acc, ring, n - 1, 1, STAGES)
             n += 1
-        acc = _end_step(acc, ring, n - 1, 0, STAGES)
+        acc = end_step(acc, ring, n - 1, 0, STAGES)
         for _k in range(EACH, KBLOCKS, EACH):
             for i in gl.static_range(EACH):
-                acc = _begin_step(acc, ring, n, True, ME, STAGES)
+                acc = begin_step(acc, ring, n, True, ME, STAGES, False, False)
                 if i > 0:
-                    acc = _end_step(acc, ring, n - 1, 1, STAGES)
+                    acc = end_step(acc, ring, n - 1, 1, STAGES)
                 n += 1
-            acc = _end_step(acc, ring, n - 1, 0, STAGES)
+            acc = end_step(acc, ring, n - 1, 0, STAGES)
         if HAS_BIAS:
             j = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
             acc += gl.load(bias + j, mask=j < N, other=0.0).to(gl.float32)[None, :]

@@ -21,6 +21,7 @@ from .hopper_ring import (
     DEPTH,
     PIECE,
     ROWS,
+    accumulator,
     copy_tile,
     descriptor,
     make_ring,
@@ -58,12 +59,8 @@ def _copy_tiles(source, TWO: gl.constexpr):
 def _multiply_tiles(operands, ME: gl.constexpr, TWO: gl.constexpr):
     """Consumer ME: 64 rows of every tile of this program."""
     out, ring, out_ring, tiles, tiles_m, tiles_n, steps = operands
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
-    OF_PIECE: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 16]
-    )
+    MMA: gl.constexpr = accumulator(COLUMNS)
+    OF_PIECE: gl.constexpr = accumulator(PIECE)
     n = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = tile_at(t, tiles_m, tiles_n)

@@ -16,8 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from sparse_inductor.epilogue.steps import Program
@@ -30,8 +28,11 @@ from .hopper_ring import (
     CONSUMERS,
     DEPTH,
     ROWS,
+    accumulator,
+    begin_step,
     copy_tile,
     descriptor,
+    end_step,
     make_ring,
     multiply_tile,
     pieces,
@@ -85,9 +86,7 @@ def _end_piece(
     ME: gl.constexpr, GATED: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """A piece of a tile's dh to the slopes there."""
-    OF_PART: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16]
-    )
+    OF_PART: gl.constexpr = accumulator(PART)
     gate, up, hidden = out
     da_extra, dh_extra = extra
     gate_box = boxes.index(ME * BOXES)
@@ -130,13 +129,8 @@ def _multiply_tiles(
 ):  # fmt: skip
     """Consumer ME: 64 rows of every tile of this program."""
     out, ring, boxes, read, d_stats, stride_s, tiles_m, tiles_n, steps, M, cut = operands
-    a_ring, b_ring, full, empty = ring
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16]
-    )
-    OF_PART: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PART, 16]
-    )
+    MMA: gl.constexpr = accumulator(COLUMNS)
+    OF_PART: gl.constexpr = accumulator(PART)
     i_row = ME * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, OF_PART))
     first = gl.program_id(0)
     tiles = tiles_m * tiles_n
@@ -158,16 +152,11 @@ def _multiply_tiles(
             found = pieces(acc, PARTS)
             acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
             for i in gl.static_range(PARTS):
-                stage = n % STAGES
-                mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-                acc = warpgroup_mma(
-                    a_ring.index(stage * CONSUMERS + ME), b_ring.index(stage), acc, use_acc=i > 0, is_async=True
-                )  # fmt: skip
+                acc = begin_step(acc, ring, n, i > 0, ME, STAGES, False, True)
                 _end_piece(
                     found[i], out, boxes, read, i % 2, row, m0, n0 + i * PART, extra, M, cut, ME, GATED, F, G
                 )  # fmt: skip
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(empty.index(stage))
+                acc = end_step(acc, ring, n, 0, STAGES)
                 acc, n = multiply_tile(acc, ring, n + 1, soon, ME, STAGES, False, True)
                 if i + 1 < PARTS:
                     _ask(out, boxes, read, m0, n0 + (i + 1) * PART, ME, GATED)

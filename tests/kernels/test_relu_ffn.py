@@ -262,15 +262,8 @@ def test_sums_at_once_where_all_rows_are_dense(monkeypatch, M, dense):
             total = s.a[:rows_of].t() @ s.x[:rows_of]
             s.out.copy_(total + s.out if add else total)
 
-    def of_dense_rows(sums):
-        turned = (s.out.stride(1) != 1 for s in sums)
-        return [
-            gradients.Sum(s.source, s.a, s.out.t()) if t else gradients.Sum(s.a, s.source, s.out)
-            for s, t in zip(sums, turned)
-        ]
-
     monkeypatch.setattr(gradients, "add_sums", add_sums)
-    monkeypatch.setattr(gradients, "of_dense_rows", of_dense_rows)
+    monkeypatch.setattr(gradients, "of_dense_rows", lambda sums: [*map(gradients.in_rows, sums)])
     monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
     x, b = make(M, bias=False)
     b.gate[:, -1], x[:, -1] = -3.0, 1.0
