@@ -298,8 +298,10 @@ def _half_active(bench: Bench) -> None:
     kinds = (
         (8192, INFERENCE, 1),
         (2560, INFERENCE, 1),
+        (2433, INFERENCE, 1),
         (2049, INFERENCE, 1),
         (2048, INFERENCE, 1),
+        (1793, INFERENCE, 1),
         (1152, INFERENCE, 1),
         (16, INFERENCE, 6),
         (1, INFERENCE, 6),

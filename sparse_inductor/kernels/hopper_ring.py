@@ -1,7 +1,8 @@
 """A ring of operand stages in shared memory of a Hopper GPU, which one warp fills by the bulk copy engine and two
 warpgroups multiply from, each 64 rows of its own by columns that both share.
 
-Every operand is a matrix in rows; what is summed over may be its columns, or with BY_DEPTH its rows.
+Every operand is a matrix in rows; what is summed over may be its columns, or with BY_DEPTH its rows. The second one,
+and sums, are tuples, of as many as a tile's columns have parts.
 """
 
 from __future__ import annotations
@@ -19,76 +20,26 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .gluon_names import load_box
+from .hopper_tiles import CONSUMERS, ROWS, accumulator, offset_of, part_of, parts_in
 
 __all__ = [
-    "CONSUMERS",
     "DEPTH",
-    "GROUP",
-    "PIECE",
-    "ROWS",
-    "accumulator",
     "begin_step",
-    "columns_of",
     "copy_tile",
     "descriptor",
+    "descriptors",
     "end_step",
-    "halves",
     "layout",
     "make_ring",
+    "multiply_steps",
     "multiply_tile",
-    "pieces",
     "stages_of",
-    "tile_at",
 ]
 
-# Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
-ROWS = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
 # Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
 DEPTH = gl.constexpr(64)
-# A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup.
-PIECE = gl.constexpr(64)
-# Row tiles that share their column tiles in turn: 4 MiB of tokens of K = 2 048 stay in L2 beside the weight.
-GROUP = gl.constexpr(8)
 # Shared memory of a multiprocessor that operands and what is read and written may take, in bytes.
 SHARED = 225 << 10
-# What a tile of 128 columns takes, for one of 256, whose operands are fewer bytes a flop.
-NARROW = 0.52
-
-
-@gluon.constexpr_function
-def accumulator(columns):
-    """How a warpgroup's threads hold sums [64, columns]."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
-
-
-@gluon.jit
-def tile_at(t, tiles_m, tiles_n):
-    """(row tile, column tile)."""
-    group = t // (GROUP * tiles_n)
-    r = t % (GROUP * tiles_n)
-    size = gl.minimum(GROUP, tiles_m - group * GROUP)
-    return group * GROUP + r % size, r // size
-
-
-@gluon.jit
-def halves(v):
-    """A tile's left and right half. No data moves."""
-    n: gl.constexpr = v.shape[1] // 2
-    left, right = v.reshape([v.shape[0], 2, n]).permute((0, 2, 1)).split()
-    return left, right
-
-
-@gluon.jit
-def pieces(v, COUNT: gl.constexpr):
-    """A tile's so many pieces, from left to right. No data moves."""
-    if COUNT == 1:
-        return (v,)
-    else:
-        left, right = halves(v)
-        return pieces(left, COUNT // 2) + pieces(right, COUNT // 2)
 
 
 @gluon.jit
@@ -97,15 +48,24 @@ def make_ring(
 ):  # fmt: skip
     """Stages of boxes of the matrices a and b, and what says which of them are full and which empty."""
     A_BOX: gl.constexpr = (DEPTH, ROWS) if A_BY_DEPTH else (ROWS, DEPTH)
-    B_BOX: gl.constexpr = (DEPTH, COLUMNS) if B_BY_DEPTH else (COLUMNS, DEPTH)
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, A_BOX[0], A_BOX[1]], a.layout)
-    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, B_BOX[0], B_BOX[1]], b.layout)
+    b_rings: gl.tuple = ()
+    for i in gl.static_range(parts_in(COLUMNS)):
+        if B_BY_DEPTH:
+            part = gl.allocate_shared_memory(
+                a.dtype, [STAGES, DEPTH, part_of(COLUMNS, i)], b[i].layout
+            )
+        else:
+            part = gl.allocate_shared_memory(
+                a.dtype, [STAGES, part_of(COLUMNS, i), DEPTH], b[i].layout
+            )
+        b_rings = b_rings + (part,)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    return a_ring, b_ring, full, empty
+    return a_ring, b_rings, full, empty
 
 
 @gluon.jit
@@ -114,7 +74,7 @@ def copy_tile(
     A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: a tile's operands, into the stages from the n-th filling on; how many there are then."""
-    a_ring, b_ring, full, empty = ring
+    a_ring, b_rings, full, empty = ring
     BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
     for step in range(steps):
         stage = n % STAGES
@@ -129,64 +89,82 @@ def copy_tile(
                 load_box(a, [k, m], filled, a_box)
             else:
                 load_box(a, [m, k], filled, a_box)
-        if B_BY_DEPTH:
-            load_box(b, [k, n0], filled, b_ring.index(stage))
-        else:
-            load_box(b, [n0, k], filled, b_ring.index(stage))
+        for i in gl.static_range(parts_in(COLUMNS)):
+            b_box = b_rings[i].index(stage)
+            if B_BY_DEPTH:
+                load_box(b[i], [k, n0 + offset_of(COLUMNS, i)], filled, b_box)
+            else:
+                load_box(b[i], [n0 + offset_of(COLUMNS, i), k], filled, b_box)
         n += 1
     return n
 
 
+@gluon.constexpr_function
+def _first_operand(sums):
+    """How the threads that hold such sums hold a wgmma's first operand in registers."""
+    return gl.DotOperandLayout(0, sums, 2)
+
+
 @gluon.jit
 def begin_step(
-    acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr,
+    accs, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr,
     A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup ME: (acc, if MORE) + the product of the n-th filling's stage, which is under way then."""
-    a_ring, b_ring, full, _ = ring
+    """Warpgroup ME: (accs, if MORE) + the product of the n-th filling's stage, which is under way then."""
+    a_ring, b_rings, full, _ = ring
     stage = n % STAGES
     mbarrier.wait(full.index(stage), (n // STAGES) & 1)
     a = a_ring.index(stage * CONSUMERS + ME)
-    b = b_ring.index(stage)
     if A_BY_DEPTH:
         a = a.permute((1, 0))
-    if not B_BY_DEPTH:
-        b = b.permute((1, 0))
-    return warpgroup_mma(a, b, acc, use_acc=MORE, is_async=True)
+    if len(accs) > 1:
+        # Read once, into registers: from shared memory each product would read all of it, and that of few columns wait.
+        a = a.load(_first_operand(accumulator(ROWS)))
+    made: gl.tuple = ()
+    for i in gl.static_range(len(accs)):
+        b = b_rings[i].index(stage)
+        if not B_BY_DEPTH:
+            b = b.permute((1, 0))
+        if len(accs) > 1:
+            a = gl.convert_layout(a, _first_operand(accumulator(b.shape[1])))
+        made = made + (warpgroup_mma(a, b, accs[i], use_acc=MORE, is_async=True),)
+    return made
 
 
 @gluon.jit
-def end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
-    """All products but so many are made, and the n-th filling's stage is empty."""
-    acc = warpgroup_mma_wait(LEFT, deps=(acc,))
+def end_step(accs, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
+    """All products but of so many steps are made, and the n-th filling's stage is empty."""
+    made = warpgroup_mma_wait(LEFT * len(accs), deps=accs)
     mbarrier.arrive(ring[3].index(n % STAGES))
-    return acc
+    if len(accs) == 1:
+        return (made,)
+    else:
+        return made
+
+
+@gluon.jit
+def multiply_steps(accs, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
+    """Warpgroup ME: accs + the product of so many stages from the n-th filling on, each under way before the one in
+    front is waited for; how many there were then."""
+    for i in gl.static_range(STEPS):
+        accs = begin_step(accs, ring, n, True, ME, STAGES, False, False)
+        if i > 0:
+            accs = end_step(accs, ring, n - 1, 1, STAGES)
+        n += 1
+    accs = end_step(accs, ring, n - 1, 0, STAGES)
+    return accs, n
 
 
 @gluon.jit
 def multiply_tile(
-    acc, ring, n, steps, ME: gl.constexpr, STAGES: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr
+    accs, ring, n, steps, ME: gl.constexpr, STAGES: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr
 ):  # fmt: skip
-    """Warpgroup ME: acc + the product of so many stages from the n-th filling on; how many there were then."""
+    """Warpgroup ME: accs + the product of so many stages from the n-th filling on; how many there were then."""
     for _ in range(steps):
-        acc = begin_step(acc, ring, n, True, ME, STAGES, A_BY_DEPTH, B_BY_DEPTH)
-        acc = end_step(acc, ring, n, 0, STAGES)  # the other one multiplies
+        accs = begin_step(accs, ring, n, True, ME, STAGES, A_BY_DEPTH, B_BY_DEPTH)
+        accs = end_step(accs, ring, n, 0, STAGES)  # the other one multiplies
         n += 1
-    return acc, n
-
-
-def columns_of(M: int, N: int, programs: int) -> tuple[int, float]:
-    """(columns of a tile of so many programs' product [M, N], how many of the programs the last round leaves waiting),
-    the latter in rounds of tiles of 256 columns."""
-    tiles = -(-M // (ROWS.value * CONSUMERS.value)) * -(-N // 256)
-    costs = []
-    for columns, cost in ((256, 1.0), (128, NARROW)):
-        rounds = -(-tiles * (256 // columns) // programs)
-        costs.append(
-            (rounds * cost, columns, (rounds - tiles * (256 // columns) / programs) * cost)
-        )
-    _, columns, waiting = min(costs, key=lambda of: of[0])
-    return columns, waiting
+    return accs, n
 
 
 def stages_of(columns: int, beside: int) -> int:
@@ -204,3 +182,10 @@ def layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
 def descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """`t` in boxes of rows x columns."""
     return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
+
+
+def descriptors(t: torch.Tensor, columns: int) -> tuple[TensorDescriptor, ...]:
+    """`t`, whose rows are a tile's columns, in boxes of each of their parts, DEPTH features wide; three, the last ones
+    the same if it has fewer parts."""
+    made = tuple(descriptor(t, part_of(columns, i), DEPTH.value) for i in range(parts_in(columns)))
+    return (*made, made[-1], made[-1])[:3]

@@ -19,6 +19,7 @@ from sparse_inductor.epilogue.steps import Program
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
 from . import relu_ffn_dots as dot_rows
+from . import relu_ffn_hidden_hopper as hidden_hopper
 from . import relu_ffn_hopper as hopper
 from . import relu_ffn_kept as kept
 from . import relu_ffn_marked as marked
@@ -139,7 +140,7 @@ def may_keep(x: torch.Tensor, b: Block, stats: bool) -> bool:
     M, N = len(x), len(b.gate)
     if is_few_to_keep(M, N, stats) or M * N > CHUNK or not hopper.may_mark(x, b.gate, b.cut):
         return False
-    return b.up is None or (hopper.applies(x, b.up) and hopper.may_activate(b.f, b.g))
+    return b.up is None or (hopper.applies(x, b.up) and hidden_hopper.may_activate(b.f, b.g))
 
 
 def forward(
@@ -299,10 +300,14 @@ def forward(
                     beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
                     pooled = branch.mark()
                 # All rows, then a list of them: one of the two finds nothing to do.
-                whole = up is not None and hopper.applies(x, up) and hopper.may_activate(b.f, b.g)
+                whole = (
+                    up is not None
+                    and hopper.applies(x, up)
+                    and hidden_hopper.may_activate(b.f, b.g)
+                )
                 to, keeps = (gate, None) if room is None else (torch.empty_like(gate), room.whole)
                 if whole:
-                    hopper.hidden(
+                    hidden_hopper.hidden(
                         x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut, to,
                         None if room is None or room.up is None else (room.up[:m], room.whole),
                     )  # fmt: skip

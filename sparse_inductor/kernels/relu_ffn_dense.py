@@ -19,15 +19,18 @@ from .launch import relaunched
 from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
 from .relu_ffn_tiles import (
     STAGES_HALF,
-    add_shared_halves,
+    add_parts,
+    half_at,
     is_last,
     leave_part,
     precision,
     programs_of,
     put,
     rest_of,
+    rows_full,
     sum_of_rows,
     tile_at,
+    tile_last,
     tile_of,
 )
 
@@ -259,9 +262,10 @@ def _product_kernel(
 ):  # fmt: skip
     """out[row] = a[row] b^T + bias for the listed rows; of all_a, which is a_box, where all are.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, and half of them past the last
-    round of all programs, where several make parts [half, split, tile's size] of a sum and add them, in order; else
-    PART columns. If such tiles are fewer than programs, several make parts, and the one that arrives last adds them.
+    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, and half a tile's rows past the
+    last round of all programs, where several make parts [half, split, half a tile's size] of a sum and add them, in
+    order; else PART columns. If such tiles are fewer than programs, several make parts, and the one that arrives last
+    adds them.
     """
     wait_for_previous(EARLY)
     n_rows = n_listed(state)
@@ -269,27 +273,27 @@ def _product_kernel(
     if BOXES and n_rows == M:
         tiles_n = tl.cdiv(N, BN)
         tiles = tiles_m * tiles_n
-        rest, alone, splits = rest_of(tiles, tl.cdiv(K, BK))
+        full = rows_full(n_rows, BM)
+        rest, halves, alone, splits = rest_of(tiles, tiles - full * tiles_n, tl.cdiv(K, BK))
         # Halves first, so that all parts are there long before they are added.
-        HALF: tl.constexpr = BN // 2
+        HALF: tl.constexpr = BM // 2
         unit = tl.program_id(0)
-        shares = unit < (2 * rest - alone) * splits
+        shares = unit < (halves - alone) * splits
         for shared in range(tl.where(unit < alone, 0, 1), tl.where(shares, 2, 1)):
             sharing = tl.where(shared > 0, splits, 1)
             half = unit // sharing + shared * alone
-            pm, pn = tile_at(tiles - rest + half // 2, tiles_m, tiles_n, 8)
-            first = pn * BN + half % 2 * HALF
+            m0, pn = half_at(half, tiles, rest, halves, full, tiles_n, BM)
             depth = tl.cdiv(tl.cdiv(K, sharing), BK) * BK
             k0 = unit % sharing * depth
-            acc = tl.zeros([BM, HALF], tl.float32)
+            acc = tl.zeros([HALF, BN], tl.float32)
             for k in tl.range(k0, tl.minimum(k0 + depth, K), BK, num_stages=STAGES_HALF):
-                acc = tl.dot(a_box.load([pm * BM, k]), half_box.load([first, k]).T, acc)
+                acc = tl.dot(half_box.load([m0, k]), b_box.load([pn * BN, k]).T, acc)
             if shared > 0:
-                leave_part(acc, parts, state + ARRIVED, unit, splits, BM, HALF)
+                leave_part(acc, parts, state + ARRIVED, unit, splits, n_rows - m0, HALF, BN)
             else:
-                put(acc, out, bias, rows, pm * BM, first, M, N, stride_om, False, HAS_BIAS)
+                put(acc, out, bias, rows, m0, pn * BN, M, N, stride_om, False, HAS_BIAS)
         for t in tl.range(tl.program_id(0), tiles - rest, tl.num_programs(0), flatten=True):
-            pm, pn = tile_at(t, tiles_m, tiles_n, 8)
+            pm, pn = tile_last(t, full, tiles_n, 8)
             acc = tl.zeros([BM, BN], tl.float32)
             for k in tl.range(0, K, BK):
                 acc = tl.dot(a_box.load([pm * BM, k]), b_box.load([pn * BN, k]).T, acc)
@@ -297,10 +301,13 @@ def _product_kernel(
                 n = pn * BN + tl.arange(0, BN)
                 acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             out_box.store([pm * BM, pn * BN], acc.to(out_box.dtype))
-        add_shared_halves(
-            out, bias, rows, parts, state + ARRIVED, shares, splits, alone, tiles - rest, tiles_m, tiles_n,
-            M, N, stride_om, False, HAS_BIAS, BM, BN,
-        )  # fmt: skip
+        if shares:
+            half = alone + unit // splits
+            m0, pn = half_at(half, tiles, rest, halves, full, tiles_n, BM)
+            add_parts(
+                out, bias, rows, parts, state + ARRIVED, unit, splits, m0, pn * BN, M, N, stride_om,
+                False, HAS_BIAS, HALF, BN,
+            )  # fmt: skip
     else:
         if n_rows == M:
             a = all_a
@@ -348,7 +355,9 @@ def product(
     """
     tile = tile_of(a)
     all_a = a if all_a is None else all_a
-    shapes = ((all_a, "BM", "BK", 1), (b, "BN", "BK", 1), (b, "BN", "BK", 2), (out, "BM", "BN", 1))
+    shapes = (
+        (all_a, "BM", "BK", 1), (b, "BN", "BK", 1), (all_a, "BM", "BK", 2), (out, "BM", "BN", 1),
+    )  # fmt: skip
     found = [boxes(t, tile[i] // part, tile[j]) for t, i, j, part in shapes]
     made, able, tile = _listed_tile(a, found)
     programs = programs_of(a)

@@ -20,18 +20,15 @@ from . import relu_ffn_hopper as hopper
 from .boxes import addressable
 from .gluon_names import let_next_start, load_box, store_box, wait_for_previous
 from .hopper_ring import (
-    CONSUMERS,
     DEPTH,
-    PIECE,
-    ROWS,
-    accumulator,
+    begin_step,
     copy_tile,
     descriptor,
+    end_step,
     make_ring,
     multiply_tile,
-    pieces,
-    tile_at,
 )
+from .hopper_tiles import CONSUMERS, PIECE, ROWS, accumulator, pieces, tile_at
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 
@@ -63,11 +60,11 @@ def _copy_tiles(source, STAGES: gl.constexpr):
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         which, p0, q0 = _which(t, sizes)
         if which == 0:
-            n = copy_tile(a[0], x[0], ring, n, p0, q0, steps, COLUMNS, STAGES, True, True)
+            n = copy_tile(a[0], (x[0],), ring, n, p0, q0, steps, COLUMNS, STAGES, True, True)
         elif which == 1:
-            n = copy_tile(a[1], x[1], ring, n, p0, q0, steps, COLUMNS, STAGES, True, True)
+            n = copy_tile(a[1], (x[1],), ring, n, p0, q0, steps, COLUMNS, STAGES, True, True)
         else:
-            n = copy_tile(a[2], x[2], ring, n, p0, q0, steps, COLUMNS, STAGES, True, True)
+            n = copy_tile(a[2], (x[2],), ring, n, p0, q0, steps, COLUMNS, STAGES, True, True)
 
 
 @gluon.jit
@@ -91,52 +88,85 @@ def _store_of(out, which, at, of):
 
 
 @gluon.jit
-def _multiply_tiles(
-    operands, ME: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, ADD: gl.constexpr
+def _end_piece(
+    piece,
+    out,
+    out_ring,
+    place,
+    PLACE: gl.constexpr,
+    ME: gl.constexpr,
+    BOXES: gl.constexpr,
+    ADD: gl.constexpr,
 ):
-    """Consumer ME: 64 rows of every tile of this program."""
+    """A piece of consumer ME's part of a tile goes to its place; with ADD, to what its box has of that."""
+    OF_PIECE: gl.constexpr = accumulator(PIECE)
+    which, p0, q0 = place
+    piece = gl.convert_layout(piece, OF_PIECE)
+    box = out_ring.index(BOXES * ME + PLACE % BOXES)
+    if ADD:
+        piece += box.load(OF_PIECE).to(gl.float32)
+    else:
+        tma.store_wait(BOXES - 1)  # what was copied from this box has left it
+    box.store(piece.to(out[0].dtype))
+    fence_async_shared()
+    _store_of(out, which, [p0, q0 + PLACE * PIECE], box)
+
+
+@gluon.jit
+def _multiply_tiles(
+    operands, ME: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, ADD: gl.constexpr, LATE: gl.constexpr
+):  # fmt: skip
+    """Consumer ME: 64 rows of every tile of this program. LATE: a tile's sums are rounded and held, half the registers,
+    and go to memory by pieces while the tensor cores are busy with the first steps of the next one."""
     out, ring, out_ring, read, sizes, tiles, steps = operands
     MMA: gl.constexpr = accumulator(COLUMNS)
-    OF_PIECE: gl.constexpr = accumulator(PIECE)
     n = 0
     phase = 0
+    held = gl.zeros([ROWS, COLUMNS], out[0].dtype, MMA)
+    of_held = _which(0, sizes)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         which, p0, q0 = _which(t, sizes)
-        p0 += ME * ROWS
+        place = (which, p0 + ME * ROWS, q0)
         if ADD:
             tma.store_wait(0)
             mbarrier.expect(read.index(ME), ROWS * COLUMNS * 2)
             for i in gl.static_range(PIECES):
-                _load_of(
-                    out, which, [p0, q0 + i * PIECE], read.index(ME), out_ring.index(BOXES * ME + i)
-                )
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-        acc, n = multiply_tile(acc, ring, n, steps, ME, STAGES, True, True)
-        found = pieces(acc, PIECES)
-        if ADD:
-            mbarrier.wait(read.index(ME), phase)
-            phase = phase ^ 1
-        for i in gl.static_range(PIECES):
-            piece = gl.convert_layout(found[i], OF_PIECE)
-            to = out_ring.index(BOXES * ME + i % BOXES)
+                at = [place[1], q0 + i * PIECE]
+                _load_of(out, which, at, read.index(ME), out_ring.index(BOXES * ME + i))
+        accs = (gl.zeros([ROWS, COLUMNS], gl.float32, MMA),)
+        if LATE:
+            found = pieces(held, PIECES)
+            for i in gl.static_range(PIECES):
+                accs = begin_step(accs, ring, n, i > 0, ME, STAGES, True, True)
+                if t > gl.program_id(0):
+                    _end_piece(found[i], out, out_ring, of_held, i, ME, BOXES, ADD)
+                accs = end_step(accs, ring, n, 0, STAGES)
+                n += 1
+            accs, n = multiply_tile(accs, ring, n, steps - PIECES, ME, STAGES, True, True)
+            held, of_held = accs[0].to(out[0].dtype), place
+        else:
+            accs, n = multiply_tile(accs, ring, n, steps, ME, STAGES, True, True)
+            found = pieces(accs[0], PIECES)
             if ADD:
-                piece += to.load(OF_PIECE).to(gl.float32)
-            else:
-                tma.store_wait(BOXES - 1)  # what was copied from this box has left it
-            to.store(piece.to(out[0].dtype))
-            fence_async_shared()
-            _store_of(out, which, [p0, q0 + i * PIECE], to)
+                mbarrier.wait(read.index(ME), phase)
+                phase = phase ^ 1
+            for i in gl.static_range(PIECES):
+                _end_piece(found[i], out, out_ring, place, i, ME, BOXES, ADD)
+    if LATE and gl.program_id(0) < tiles:
+        found = pieces(held, PIECES)
+        for i in gl.static_range(PIECES):
+            _end_piece(found[i], out, out_ring, of_held, i, ME, BOXES, ADD)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "steps"])
 def _sums_kernel(
     a0, x0, out0, a1, x1, out1, a2, x2, out2, length, M, steps, P0, Q0, P1, Q1, P2, Q2,
-    STAGES: gl.constexpr, ADD: gl.constexpr,
+    STAGES: gl.constexpr, ADD: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Nothing but where all M rows are listed."""
     BOXES: gl.constexpr = PIECES if ADD else 2
-    ring = make_ring(a0, x0, COLUMNS, STAGES, True, True)
+    ring = make_ring(a0, (x0,), COLUMNS, STAGES, True, True)
     out_ring = gl.allocate_shared_memory(out0.dtype, [BOXES * CONSUMERS, ROWS, PIECE], out0.layout)
     read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
@@ -153,8 +183,8 @@ def _sums_kernel(
     operands = ((out0, out1, out2), ring, out_ring, read, sizes, tiles, steps)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (operands, 0, STAGES, BOXES, ADD)),
-            (_multiply_tiles, (operands, 1, STAGES, BOXES, ADD)),
+            (_multiply_tiles, (operands, 0, STAGES, BOXES, ADD, LATE)),
+            (_multiply_tiles, (operands, 1, STAGES, BOXES, ADD, LATE)),
             (_copy_tiles, (source, STAGES)),
         ],
         [4, 1],
@@ -195,7 +225,10 @@ def add_sums(sums: Sequence[Sum], length: torch.Tensor, M: int, add: bool) -> No
             descriptor(s.out, ROWS.value, PIECE.value),
         ]
         sizes += s.out.shape if i < len(sums) else (0, 0)
-    args = (*given, length, M, -(-M // DEPTH.value), *sizes)
-    constants = {"STAGES": 3 if add else 4, "ADD": add}
+    steps = -(-M // DEPTH.value)
+    args = (*given, length, M, steps, *sizes)
+    # What is added to what is there is rounded after that.
+    late = not add and steps >= PIECES.value
+    constants = {"STAGES": 3 if add else 4, "ADD": add, "LATE": late}
     programs = multiprocessors(length.device)
     launch_kernel(_sums_kernel, (programs,), args, constants, num_warps=4, launch_pdl=True)

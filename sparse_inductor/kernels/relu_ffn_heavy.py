@@ -24,14 +24,17 @@ from .launch import relaunched
 from .relu_ffn_dots import slopes
 from .relu_ffn_tiles import (
     STAGES_HALF,
-    add_shared_halves,
+    add_parts,
+    half_at,
     leave_part,
     narrow,
     precision,
     programs_of,
     put,
     rest_of,
+    rows_full,
     tile_at,
+    tile_last,
     tile_of,
 )
 
@@ -136,7 +139,7 @@ def _copied_tile(
 
 @triton.jit
 def _copied_tiles(
-    a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
+    a, b, c, d, a_half, c_half, bias, out, rows, parts, arrived,
     n_rows, M, N, K, stride_a, stride_b, stride_d, stride_o,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr, REST: tl.constexpr,
@@ -144,46 +147,47 @@ def _copied_tiles(
 ):  # fmt: skip
     """The tiles of a program of `_copied_product_kernel`."""
     tiles_n = tl.cdiv(N, BN)
-    tiles_m = tl.cdiv(n_rows, BM)
-    tiles = tiles_m * tiles_n
-    rest, alone, splits = 0, 0, 1
+    tiles = tl.cdiv(n_rows, BM) * tiles_n
+    full = rows_full(n_rows, BM)
+    rest, halves, alone, splits = 0, 0, 0, 1
     if SPLIT:
-        rest, alone, splits = rest_of(tiles, tl.cdiv(K, BK) * (2 if TWO else 1))
+        steps = tl.cdiv(K, BK) * (2 if TWO else 1)
+        rest, halves, alone, splits = rest_of(tiles, tiles - full * tiles_n, steps)
     # Halves first, so that all parts are there long before they are added.
-    HALF: tl.constexpr = BN // 2
+    HALF: tl.constexpr = BM // 2
     unit = tl.program_id(0)
-    shares = unit < (2 * rest - alone) * splits
+    shares = unit < (halves - alone) * splits
     if SPLIT:
         for shared in range(tl.where(unit < alone, 0, 1), tl.where(shares, 2, 1)):
             sharing = tl.where(shared > 0, splits, 1)
             half = unit // sharing + shared * alone
-            pm, pn = tile_at(tiles - rest + half // 2, tiles_m, tiles_n, 8)
-            m0, n0 = pm * BM, pn * BN + half % 2 * HALF
+            m0, pn = half_at(half, tiles, rest, halves, full, tiles_n, BM)
+            n0 = pn * BN
             # Both sums, one behind the other.
             one = tl.cdiv(K, BK) * BK
             depth = tl.cdiv(tl.cdiv(one * (2 if TWO else 1), BK), sharing) * BK
             first = unit % sharing * depth
             end = first + depth
-            acc = tl.zeros([BM, HALF], tl.float32)
+            acc = tl.zeros([HALF, BN], tl.float32)
             acc = _copied_tile(
-                acc, a, m0, b_half, n0, n_rows, N, K, tl.minimum(first, one), tl.minimum(end, one), stride_a,
-                stride_b, BOXES, BY_ROW, BM, HALF, BK, PRECISION, STAGES_HALF,
+                acc, a_half, m0, b, n0, n_rows, N, K, tl.minimum(first, one), tl.minimum(end, one), stride_a,
+                stride_b, BOXES, BY_ROW, HALF, BN, BK, PRECISION, STAGES_HALF,
             )  # fmt: skip
             if TWO:
                 first, end = tl.maximum(first - one, 0), tl.minimum(tl.maximum(end - one, 0), one)
                 acc = _copied_tile(
-                    acc, c, m0, d_half, n0, n_rows, N, K, first, end, stride_a, stride_d,
-                    BOXES, BY_ROW, BM, HALF, BK, PRECISION, STAGES_HALF,
+                    acc, c_half, m0, d, n0, n_rows, N, K, first, end, stride_a, stride_d,
+                    BOXES, BY_ROW, HALF, BN, BK, PRECISION, STAGES_HALF,
                 )  # fmt: skip
             if shared > 0:
-                leave_part(acc, parts, arrived, unit, splits, BM, HALF)
+                leave_part(acc, parts, arrived, unit, splits, n_rows - m0, HALF, BN)
             else:
                 put(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
     whole = tiles - rest
     if REST:
         whole = tl.where(n_rows == M, 0, whole)
     for t in range(tl.program_id(0), whole, tl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n, 8)
+        pm, pn = tile_last(t, full, tiles_n, 8)
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _copied_tile(
@@ -195,16 +199,19 @@ def _copied_tiles(
             )  # fmt: skip
         put(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
     if SPLIT:
-        add_shared_halves(
-            out, bias, rows, parts, arrived, shares, splits, alone, tiles - rest, tiles_m, tiles_n,
-            n_rows, N, stride_o, SCATTER, HAS_BIAS, BM, BN,
-        )  # fmt: skip
+        half = alone + unit // splits
+        if shares:
+            m0, pn = half_at(half, tiles, rest, halves, full, tiles_n, BM)
+            add_parts(
+                out, bias, rows, parts, arrived, unit, splits, m0, pn * BN, n_rows, N, stride_o,
+                SCATTER, HAS_BIAS, HALF, BN,
+            )  # fmt: skip
 
 
 @relaunched
 @triton.jit
 def _copied_product_kernel(
-    a, all_a, b, c, d, b_half, d_half, bias, out, rows, length, made, parts, arrived,
+    a, all_a, b, c, d, a_half, all_half, c_half, bias, out, rows, length, made, parts, arrived,
     M, N, K, stride_a, stride_all, stride_b, stride_d, stride_o,
     SOME: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -213,8 +220,8 @@ def _copied_product_kernel(
     """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b.
 
     Where all M rows are listed, of all_a instead of a, unless that is None, and nothing if `made`, unless that is None,
-    says that it is done, or with SOME. parts, arrived: unless they are None, half tiles past the last round of all
-    programs are made in parts, as in `_product_kernel`. REST: where all rows are listed, whole tiles are there
+    says that it is done, or with SOME. parts, arrived: unless they are None, tiles past the last round of all
+    programs are made by halves, as in `relu_ffn_dense`. REST: where all rows are listed, whole tiles are there
     already.
     """
     wait_for_previous(EARLY)
@@ -226,13 +233,13 @@ def _copied_product_kernel(
     SPLIT: tl.constexpr = parts is not None
     if all_a is not None and n_rows == M:
         _copied_tiles(
-            all_a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
+            all_a, b, c, d, all_half, c_half, bias, out, rows, parts, arrived,
             n_rows, M, N, K, stride_all, stride_b, stride_d, stride_o,
             BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, REST, BM, BN, BK, PRECISION
         )  # fmt: skip
     else:
         _copied_tiles(
-            a, b, c, d, b_half, d_half, bias, out, rows, parts, arrived,
+            a, b, c, d, a_half, c_half, bias, out, rows, parts, arrived,
             n_rows, M, N, K, stride_a, stride_b, stride_d, stride_o,
             BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, REST, BM, BN, BK, PRECISION
         )  # fmt: skip
@@ -272,18 +279,22 @@ def copied_product(
         source = None
     K, N = a.shape[1], b.shape[1] if by_row else b.shape[0]
     c, d = second or (a, b)
-    b_box = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
     a_box = tile["BM"], tile["BK"]
-    given = [boxes(t, *box) for t, box in zip((a, b, c, d), (a_box, b_box) * 2)]
-    half_box = (tile["BK"], tile["BN"] // 2) if by_row else (tile["BN"] // 2, tile["BK"])
-    given += [boxes(t, *half_box) if arrived is not None else None for t in (b, d)]
-    able = None not in given[:4]
+    b_box = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
+    given: list = [boxes(t, *box) for t, box in zip((a, b, c, d), (a_box, b_box) * 2)]
+    halves: list = [None] * 3
     programs, parts = programs_of(a), None
-    if not able:
-        given, tile, arrived = [a, b, c, d, None, None], narrow(tile), None
-    elif arrived is not None:
-        parts = a.new_empty(programs * tile["BM"] * tile["BN"] // 2, dtype=torch.float32)
-    given.insert(1, boxes(source, *a_box) if source is not None and able else source)
+    if None in given:
+        able, given, tile = False, [a, b, c, d], narrow(tile)
+        given.insert(1, source)
+    else:
+        able = True
+        given.insert(1, None if source is None else boxes(source, *a_box))
+        if arrived is not None:
+            half_box = tile["BM"] // 2, tile["BK"]
+            halves = [None if t is None else boxes(t, *half_box) for t in (a, source, c)]
+            size = tile["BM"] * tile["BN"] // 2
+            parts = a.new_empty(programs * size, dtype=torch.float32)
     at_once = (
         by_row and bias is None and source is None and parts is not None
         and product_hopper.applies(a, b, c, d, out)
@@ -291,7 +302,7 @@ def copied_product(
     if at_once:
         product_hopper.product(a, b, out, length, second)
     _copied_product_kernel[(programs,)](
-        *given, bias, out, rows, length, made, parts, None if parts is None else arrived,
+        *given, *halves, bias, out, rows, length, made, parts, None if parts is None else arrived,
         M, N, K, a.stride(0), 0 if source is None else source.stride(0), b.stride(0), d.stride(0), out.stride(0),
         SOME=some, REST=at_once, BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter,
         HAS_BIAS=bias is not None, PRECISION=precision(a), **_start(a, some), **tile,

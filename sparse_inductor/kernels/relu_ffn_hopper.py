@@ -1,73 +1,60 @@
-"""Products of a ReLU feed-forward block on Hopper GPUs, by one warp-specialised persistent kernel in Gluon.
+"""The gate projection of a ReLU feed-forward block on Hopper GPUs, by a warp-specialised persistent kernel in Gluon.
+
+It is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for each, all that
+`relu_ffn_marked` reads of rows that are.
 
 One warp copies operand tiles into a ring of shared-memory stages with the bulk copy engine; two warpgroups each
-multiply 64 rows of their own by columns that both share: 256, the widest wgmma, or half of that where fewer
-multiprocessors then wait for the last tiles. A tile's sums are rounded and held, half the registers, and go to memory
-by pieces while the tensor cores are busy with the first steps of the next tile. It ends in one of two ways:
+multiply 64 rows of a tile (`hopper_projection`). A tile's sums are rounded and held, half the registers, and go to
+memory by pieces while the tensor cores are busy with the first steps of the next tile. Marks are made of sums at the
+tile's end, where threads hold a token's neurons; of a TURNED tile, whose threads hold a neuron's tokens, they are made
+of what pieces leave in shared memory.
 
-    MARK    the gate projection is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for
-            each, all that `relu_ffn_packing.pack` reads of rows that are
-    HIDDEN  the up projection, rounded as PyTorch does, meets the gate's, which becomes f(gate) * g(up); or that goes
-            elsewhere, and the up projection is kept beside the gate's, for a backward
-
-Marks, [M, tiles of 256 neurons, 4, 2] int32: bit b of word (tile, lane, half) is neuron
-256 tile + 128 half + 8 (b // 2) + 2 lane + b % 2, as the threads hold the accumulator, so that marking moves no data.
+Marks, [M, tiles of 256 neurons, 8] int32: bit b of word (tile, w) is neuron 256 tile + 32 w + b. BY_QUAD, as the four
+threads that share a token hold its sums, so that marking moves no data, it is neuron
+256 tile + 128 (w % 2) + 8 (b // 2) + 2 (w // 2) + b % 2.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
-
-from sparse_inductor.epilogue.steps import Program
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .boxes import addressable
-from .epilogue import encode, evaluate
-from .gluon_names import let_next_start, load_box, store_box, wait_for_previous
-from .hopper_ring import (
-    CONSUMERS,
-    DEPTH,
-    PIECE,
-    ROWS,
-    accumulator,
-    begin_step,
-    columns_of,
-    copy_tile,
-    descriptor,
-    end_step,
-    make_ring,
-    pieces,
-    stages_of,
-    tile_at,
+from .gluon_names import let_next_start
+from .hopper_projection import (
+    as_boxed,
+    behind,
+    biased,
+    box_at,
+    box_of,
+    copy_tiles,
+    make_boxes,
+    nothing,
+    pieces_of,
+    place_of,
+    projection,
+    put,
+    rounded,
+    stages_beside,
+    tiles_of,
 )
+from .hopper_ring import begin_step, end_step, make_ring, multiply_steps
+from .hopper_tiles import PIECE, ROWS, pieces_in, tile_for
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
-from .relu_ffn_packing import DENSE
-from .unroll import unrolled
 
-__all__ = [
-    "applies",
-    "hidden",
-    "least_active",
-    "leaves_room",
-    "marked_product",
-    "may_activate",
-    "may_mark",
-]
+__all__ = ["Marks", "applies", "least_active", "leaves_room", "marked_product", "may_mark"]
 
-MARK, HIDDEN = gl.constexpr(0), gl.constexpr(1)
-
-# Neurons of a tile of marks, and of a word of them.
-MARKED, WORD = gl.constexpr(256), gl.constexpr(128)
+# Neurons of a tile of marks, and of two of its words.
+MARKED, WORDS = gl.constexpr(256), gl.constexpr(128)
+# Pieces of a tile that a warpgroup has boxes for: one is filled while the other one is copied.
+BOXED = gl.constexpr(2)
 
 
 @gluon.jit
@@ -82,24 +69,13 @@ def _clear(zeros, words):
 
 
 @gluon.jit
-def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Producer warp: the operands of every tile of this program, in order, into the ring."""
-    x, weight, ring, tiles_m, tiles_n = source
-    n = 0
-    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n)
-        m0, n0 = pm * (ROWS * CONSUMERS), pn * COLUMNS
-        n = copy_tile(x, weight, ring, n, m0, n0, KBLOCKS, COLUMNS, STAGES, False, False)
-
-
-@gluon.jit
 def _or(a, b):
     return a | b
 
 
 @gluon.constexpr_function
-def _marks_layout(words):
-    """An accumulator as its threads hold it, [64 rows, lane of its quad, word, bit], for so many words."""
+def _quads(words):
+    """Sums as their threads hold them, [64 tokens, lane of its quad, word, bit], for so many words."""
     more = [[0, 0, 1, 0]] if words == 2 else []
     bits = [[0, 0, 0, 1 << b] for b in range(1, 5)]
     return gl.DistributedLinearLayout(
@@ -112,188 +88,174 @@ def _marks_layout(words):
 
 
 @gluon.jit
-def _mark(acc, marks, m0, n0, M, N, least):
-    """Write the marks of columns from n0 on, a tile [64, 256] or half of one."""
-    COUNT: gl.constexpr = acc.shape[1] // WORD
-    HELD: gl.constexpr = _marks_layout(COUNT)
-    WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
-    LANES: gl.constexpr = gl.SliceLayout(2, WORDS)
+def _mark_sums(sums, marks, m, n0, M, N, least):
+    """Write the marks, BY_QUAD, of a tile's sums, of tokens from m and neurons from n0 on."""
+    COUNT: gl.constexpr = sums.shape[1] // WORDS
+    HELD: gl.constexpr = _quads(COUNT)
+    OF_WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
+    LANES: gl.constexpr = gl.SliceLayout(2, OF_WORDS)
     bit = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, HELD))))
     bit = (gl.full([32], 1, gl.int32, bit.type.layout) << bit)[None, None, None, :]
     lane = gl.arange(0, 4, gl.SliceLayout(0, LANES))
-    n = n0 + WORD * gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, WORDS)))
-    word = (2 * lane)[None, :, None] + (n // MARKED * 8 + n % MARKED // WORD)[None, None, :]
-    held = acc.reshape([ROWS, COUNT, 16, 4, 2]).permute((0, 3, 1, 2, 4))
+    n = n0 + WORDS * gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, OF_WORDS)))
+    word = (2 * lane)[None, :, None] + (n // MARKED * 8 + n % MARKED // WORDS)[None, None, :]
+    held = sums.reshape([ROWS, COUNT, 16, 4, 2]).permute((0, 3, 1, 2, 4))
     held = gl.convert_layout(held.reshape([ROWS, 4, COUNT, 32]), HELD)
     # NaN is active.
     found = gl.reduce(gl.where(held <= least, 0, bit), 3, _or)
     # Neurons past the last: zeros of the weight, but NaN where a token is not finite. N is a multiple of 8.
     left = gl.minimum(gl.maximum(N - n, 0) // 8, 16)
-    there = gl.where(
-        left == 16, -1, (gl.full([COUNT], 1, gl.int32, left.type.layout) << (2 * left)) - 1
-    )
-    found = found & there[None, None, :]
-    row = (m0 + gl.arange(0, ROWS, gl.SliceLayout(1, LANES))).to(gl.int64)
+    there = gl.full([COUNT], 1, gl.int32, left.type.layout) << (2 * left)
+    there = gl.where(left == 16, -1, there - 1)
+    row = (m + gl.arange(0, ROWS, gl.SliceLayout(1, LANES))).to(gl.int64)
     at = (row * (gl.cdiv(N, MARKED) * 8))[:, None, None] + word
-    gl.store(marks + at, found, mask=(row < M)[:, None, None])
+    gl.store(marks + at, found & there[None, None, :], mask=(row < M)[:, None, None])
 
 
 @gluon.jit
-def _ask_for_gates(gate, out_ring, read, m0, n0, ME: gl.constexpr, PIECES: gl.constexpr):
-    """Send for consumer ME's part of the tile at (m0, n0), when what was stored from its boxes has left them."""
-    tma.store_wait(0)
-    bar = read.index(ME)
-    mbarrier.expect(bar, PIECES * ROWS * PIECE * 2)
-    for i in gl.static_range(PIECES):
-        load_box(gate, [m0, n0 + i * PIECE], bar, out_ring.index(PIECES * ME + i))
+def _mark_box(box, marks, m, n, M, N, least):
+    """Write the marks of what is in a box, of tokens from m and neurons from n on."""
+    TOKENS: gl.constexpr = box.shape[0]
+    NEURONS: gl.constexpr = box.shape[1]
+    EACH: gl.constexpr = TOKENS * NEURONS // 128  # neurons of a thread, of one word
+    HELD: gl.constexpr = gl.BlockedLayout(
+        [1, EACH], [32 * EACH // NEURONS, NEURONS // EACH], [4, 1], [1, 0]
+    )
+    COUNT: gl.constexpr = NEURONS // 32
+    bit = gl.arange(0, NEURONS, gl.SliceLayout(0, HELD)) % 32
+    bit = gl.full([NEURONS], 1, gl.int32, bit.type.layout) << bit
+    # NaN is active.
+    found = gl.where(box.load(HELD).to(gl.float32) <= least, 0, bit[None, :])
+    found = gl.reduce(found.reshape([TOKENS, COUNT, 32]), 2, _or)
+    OF_WORDS: gl.constexpr = found.type.layout
+    # Neurons past the last: zeros of the weight, but NaN where a token is not finite.
+    first = n + 32 * gl.arange(0, COUNT, gl.SliceLayout(0, OF_WORDS))
+    left = gl.minimum(gl.maximum(N - first, 0), 32)
+    there = gl.where(left == 32, -1, (gl.full([COUNT], 1, gl.int32, left.type.layout) << left) - 1)
+    row = (m + gl.arange(0, TOKENS, gl.SliceLayout(1, OF_WORDS))).to(gl.int64)
+    at = (row * (gl.cdiv(N, MARKED) * 8))[:, None] + (first // 32)[None, :]
+    gl.store(marks + at, found & there[None, :], mask=(row < M)[:, None])
 
 
 @gluon.jit
 def _end_piece(
-    held, ends, m0, n0, phase, PLACE: gl.constexpr, ME: gl.constexpr, BOXES: gl.constexpr, MODE: gl.constexpr,
-    KEEP: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
-):  # fmt: skip
-    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place there, as MODE says."""
-    out_ring, up_ring, read, out, ups, cut = ends
-    OF_PIECE: gl.constexpr = accumulator(PIECE)
-    piece = gl.convert_layout(pieces(held, held.shape[1] // PIECE)[PLACE], OF_PIECE)
-    box = out_ring.index(BOXES * ME + PLACE % BOXES)
-    at = [m0, n0 + PLACE * PIECE]
-    if KEEP:
-        tma.store_wait(1)  # the up projection's last piece has left; h may be on its way
-        up_ring.index(ME).store(piece)
-        fence_async_shared()
-        store_box(ups, at, up_ring.index(ME))
-    if MODE == HIDDEN:
-        if PLACE == 0:
-            mbarrier.wait(read.index(ME), phase)
-        g = box.load(OF_PIECE).to(gl.float32)
-        h = gl.where(g <= cut, 0.0, evaluate(g, F) * evaluate(piece.to(gl.float32), G))
-        piece = h.to(out.dtype)
-    else:
-        tma.store_wait(BOXES - 1)  # what was copied from this box has left it
-    box.store(piece)
-    fence_async_shared()
-    store_box(out, at, box)
+    piece,
+    ends,
+    m0,
+    n0,
+    PLACE: gl.constexpr,
+    ME: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TURNED: gl.constexpr,
+):
+    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place there."""
+    boxes, outs, _marks, _M, _N, _least = ends
+    tma.store_wait(behind(COLUMNS, PLACE, BOXED.value))
+    box = box_of(boxes, PLACE, ME, COLUMNS, BOXED)
+    put(as_boxed(piece), box, outs, box_at(m0, n0, PLACE, TURNED), TURNED)
+
+
+@gluon.jit
+def _mark_piece(
+    ends, m0, n0, PLACE: gl.constexpr, ME: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr
+):
+    """The marks of a piece that has gone to memory, whose box has not been written to again."""
+    boxes, _outs, marks, M, N, least = ends
+    m, n = box_at(m0, n0, PLACE, TURNED)
+    _mark_box(box_of(boxes, PLACE, ME, COLUMNS, BOXED), marks, m, n, M, N, least)
 
 
 @gluon.jit
 def _multiply_tiles(
-    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
-    STAGES: gl.constexpr, BOXES: gl.constexpr, MODE: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr,
-    F: gl.constexpr, G: gl.constexpr,
+    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
+    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Consumer ME: 64 rows of every tile of this program. A tile's pieces go to memory while the tensor cores are busy
     with the first steps of the next one."""
-    ends, ring, tiles = operands
-    out_ring, _up_ring, read, out, _ups, cut = ends
-    gate, bias, marks, tiles_m, tiles_n, M, N = tiles
-    MMA: gl.constexpr = accumulator(COLUMNS)
-    PIECES: gl.constexpr = COLUMNS // PIECE
+    ends, ring, bias, tiles_m, tiles_n = operands
+    _boxes, outs, marks, M, N, least = ends
+    dtype: gl.constexpr = outs[0].dtype
+    COUNT: gl.constexpr = pieces_in(COLUMNS)
+    # If TURNED, a piece every second step, if there are as many: its marks follow within the other one.
+    APART: gl.constexpr = 2 if TURNED and EACH >= 2 * COUNT else 1
     n = 0  # stages consumed
-    phase = 0
-    held = gl.zeros([ROWS, COLUMNS], out.dtype, MMA)
+    held = nothing(dtype, COLUMNS)
     m_held, n_held = 0, 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n)
-        m0, n0 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+        m0, n0 = place_of(t, tiles_m, tiles_n, ME, COLUMNS, TURNED)
+        accs = nothing(gl.float32, COLUMNS)
+        found = pieces_of(held)
         for i in gl.static_range(EACH):
-            acc = begin_step(acc, ring, n, i > 0, ME, STAGES, False, False)
-            if i < PIECES and t > gl.program_id(0):
-                _end_piece(held, ends, m_held, n_held, phase ^ 1, i, ME, BOXES, MODE, KEEP, F, G)
-            if MODE == HIDDEN and i == PIECES:
-                _ask_for_gates(gate, out_ring, read, m0, n0, ME, PIECES)
+            accs = begin_step(accs, ring, n, i > 0, ME, STAGES, False, False)
+            if i < APART * COUNT and t > gl.program_id(0):
+                if i % APART == 0:
+                    _end_piece(
+                        found[i // APART], ends, m_held, n_held, i // APART, ME, COLUMNS, TURNED
+                    )
+                if TURNED and i % APART == APART - 1:
+                    _mark_piece(ends, m_held, n_held, i // APART, ME, COLUMNS, TURNED)
             if i > 0:
-                acc = end_step(acc, ring, n - 1, 1, STAGES)
+                accs = end_step(accs, ring, n - 1, 1, STAGES)
             n += 1
-        acc = end_step(acc, ring, n - 1, 0, STAGES)
+        accs = end_step(accs, ring, n - 1, 0, STAGES)
         for _k in range(EACH, KBLOCKS, EACH):
-            for i in gl.static_range(EACH):
-                acc = begin_step(acc, ring, n, True, ME, STAGES, False, False)
-                if i > 0:
-                    acc = end_step(acc, ring, n - 1, 1, STAGES)
-                n += 1
-            acc = end_step(acc, ring, n - 1, 0, STAGES)
-        if HAS_BIAS:
-            j = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-            acc += gl.load(bias + j, mask=j < N, other=0.0).to(gl.float32)[None, :]
-        if MODE == MARK:
-            _mark(acc, marks, m0, n0, M, N, cut)
-        held, m_held, n_held = acc.to(out.dtype), m0, n0
-        phase = phase ^ 1
+            accs, n = multiply_steps(accs, ring, n, ME, EACH, STAGES)
+        accs = biased(accs, bias, n0, N, TURNED, HAS_BIAS)
+        if not TURNED:
+            _mark_sums(accs[0], marks, m0, n0, M, N, least)
+        held, m_held, n_held = rounded(accs, dtype), m0, n0
     if gl.program_id(0) < tiles_m * tiles_n:
-        for i in gl.static_range(PIECES):
-            _end_piece(held, ends, m_held, n_held, phase ^ 1, i, ME, BOXES, MODE, KEEP, F, G)
+        found = pieces_of(held)
+        for i in gl.static_range(COUNT):
+            _end_piece(found[i], ends, m_held, n_held, i, ME, COLUMNS, TURNED)
+            if TURNED:
+                _mark_piece(ends, m_held, n_held, i, ME, COLUMNS, TURNED)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "cut", "words"])
+@gluon.jit(do_not_specialize=["M", "N", "least", "words"])
 def _product_kernel(
-    x, weight, gate, out, ups, bias, marks, state, whole, M, N, cut, words,
-    COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
-    KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
+    a, b0, b1, b2, out, out_small, bias, marks, state, M, N, least, words,
+    COLUMNS: gl.constexpr, TURNED: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """x weight^T + bias, which ends as MODE says in out [M, N]. A program owns every so manieth tile.
+    """out [M, N] = x weight^T + bias, and its marks; a program owns every so manieth tile. Zeros of the state, of so
+    many int64 words.
 
-    HIDDEN does nothing but where the state says that all M rows take the dense path; with KEEP, 1 in
-    `whole` says so, else 0, and the product goes to `ups`, too. MARK makes zeros of the state, of so many int64 words.
+    a, b: x and the weight, in boxes of each part of a tile's columns; or the weight and x, if TURNED.
     """
-    # All of a tile, where it is read first; else two, so that one is filled while the other one is copied.
-    BOXES: gl.constexpr = COLUMNS // PIECE if MODE == HIDDEN else 2
-    ring = make_ring(x, weight, COLUMNS, STAGES, False, False)
-    out_ring = gl.allocate_shared_memory(out.dtype, [BOXES * CONSUMERS, ROWS, PIECE], out.layout)
-    up_ring = out_ring
-    if KEEP:
-        up_ring = gl.allocate_shared_memory(out.dtype, [CONSUMERS, ROWS, PIECE], out.layout)
-    read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(read.index(i), count=1)
-    tiles_m = gl.cdiv(M, ROWS * CONSUMERS)
-    tiles_n = gl.cdiv(N, COLUMNS)
-    if MODE == MARK:
-        tiles_n = gl.cdiv(N, MARKED) * (MARKED // COLUMNS)  # all marks are written
+    b = (b0, b1, b2)
+    ring = make_ring(a, b, COLUMNS, STAGES, False, False)
+    outs = (out, out_small)
+    boxes = make_boxes(outs, COLUMNS, BOXED)
+    marked = gl.cdiv(N, MARKED) * MARKED  # neurons past the last have marks
+    tiles_m, tiles_n = tiles_of(M, marked, COLUMNS, TURNED)
     # A multiprocessor has no room for anything beside this: the next kernel starts where tiles have run out.
     let_next_start()
-    if MODE == MARK:
-        _clear(state, words)
-    if MODE == HIDDEN:
-        wait_for_previous()
-        dense = gl.load(state + DENSE) == M
-        tiles_m = gl.where(dense, tiles_m, 0)
-        if KEEP:
-            gl.store(whole, dense.to(gl.int32), mask=gl.program_id(0) == 0)
-    source = (x, weight, ring, tiles_m, tiles_n)
-    ends = (out_ring, up_ring, read, out, ups, cut)
-    tiles = (gate, bias, marks, tiles_m, tiles_n, M, N)
-    operands = (ends, ring, tiles)
+    _clear(state, words)
+    source = (a, b, ring, tiles_m, tiles_n)
+    operands = ((boxes, outs, marks, M, N, least), ring, bias, tiles_m, tiles_n)
     gl.warp_specialize(
         [
-            (
-                _multiply_tiles,
-                (operands, 0, COLUMNS, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
-            ),
-            (
-                _multiply_tiles,
-                (operands, 1, COLUMNS, KBLOCKS, EACH, STAGES, BOXES, MODE, KEEP, HAS_BIAS, F, G),
-            ),
-            (_copy_tiles, (source, COLUMNS, KBLOCKS, STAGES)),
+            (_multiply_tiles, (operands, 0, COLUMNS, TURNED, KBLOCKS, EACH, STAGES, HAS_BIAS)),
+            (_multiply_tiles, (operands, 1, COLUMNS, TURNED, KBLOCKS, EACH, STAGES, HAS_BIAS)),
+            (copy_tiles, (source, COLUMNS, TURNED, KBLOCKS, STAGES)),
         ],
         [4, 1],
         [240, 24],
     )
 
 
+def stages(columns: int) -> int:
+    """Stages of the ring, beside what is written."""
+    return stages_beside(columns, BOXED.value * PIECE.value + columns % PIECE.value)
+
+
 def leaves_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a third of the multiprocessors has nothing to do in the last round of whole tiles of `marked_product`."""
-    columns, waiting = columns_of(len(x), len(weight), multiprocessors(x.device))
-    return columns == 256 and waiting >= 1 / 3
-
-
-def _stages(columns: int, mode: int, keeps: bool) -> int:
-    """Stages of the ring, beside what is read and written."""
-    boxes = (columns // PIECE.value if mode == HIDDEN else 2) + keeps
-    return stages_of(columns, CONSUMERS.value * boxes * ROWS.value * PIECE.value * 2)
+    """Whether `marked_product` has tiles of 256 columns here, and a third of the multiprocessors nothing to do in their
+    last round."""
+    tile = tile_for(len(x), len(weight), multiprocessors(x.device), stages)
+    return tile.columns == 256 and tile.waiting >= 1 / 3
 
 
 @functools.lru_cache(maxsize=256)
@@ -337,53 +299,11 @@ def may_mark(x: torch.Tensor, gate: torch.Tensor, cut: float) -> bool:
     return applies(x, gate) and math.isfinite(cut)
 
 
-def may_activate(f: Program, g: Program) -> bool:
-    """Whether `hidden` can run these: pow begins with tl.full, which has no layout in Gluon."""
-    return all(step.fn != "pow" for step in (*f, *g))
+class Marks(NamedTuple):
+    """words [M, a whole number of tiles of 8], and in which order they are."""
 
-
-def _launch(
-    mode,
-    a,
-    weight,
-    gate,
-    out,
-    bias,
-    marks,
-    state,
-    cut,
-    f: Program = (),
-    g: Program = (),
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    (M, K), N = a.shape, len(weight)
-    programs = multiprocessors(a.device)
-    columns, _ = columns_of(M, N, programs)
-    # More than a tile has pieces: past the last feature are zeros.
-    steps, each = unrolled(max(-(-K // DEPTH.value), columns // PIECE.value + 1))
-    unused = out
-    ups, whole = kept or (out, unused)
-
-    args = (
-        descriptor(a, ROWS.value, DEPTH.value), descriptor(weight, columns, DEPTH.value),
-        *(descriptor(t, ROWS.value, PIECE.value) for t in (gate, out, ups)),
-        unused if bias is None else bias,
-        unused if marks is None else marks,
-        state, whole, M, N, cut, len(state),
-    )  # fmt: skip
-    constants = {
-        "COLUMNS": columns,
-        "KBLOCKS": steps,
-        "EACH": each,
-        "STAGES": _stages(columns, mode.value, kept is not None),
-        "MODE": mode.value,
-        "KEEP": kept is not None,
-        "HAS_BIAS": bias is not None,
-        "F": encode(f),
-        "G": encode(g),
-    }
-    early = {"launch_pdl": True} if mode == HIDDEN else {}
-    launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4, **early)
+    words: torch.Tensor
+    by_quad: bool
 
 
 def marked_product(
@@ -393,8 +313,8 @@ def marked_product(
     cut: float,
     state: torch.Tensor,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x weight^T + bias [M, N], marks [M, words] of what of it is not <= cut). `state`, int64, becomes zeros.
+) -> tuple[torch.Tensor, Marks]:
+    """(x weight^T + bias [M, N], marks of what of it is not <= cut). `state`, int64, becomes zeros.
 
     out: where the product goes, unless to new memory.
     """
@@ -402,24 +322,11 @@ def marked_product(
     if out is None:
         out = x.new_empty(M, N)
     marks = torch.empty(M, 8 * -(-N // MARKED.value), dtype=torch.int32, device=x.device)
-    _launch(MARK, x, weight, out, out, bias, marks, state, least_active(cut, x.dtype))
-    return out, marks
-
-
-def hidden(
-    x: torch.Tensor,
-    up: torch.Tensor,
-    bias: torch.Tensor | None,
-    gate: torch.Tensor,
-    state: torch.Tensor,
-    f: Program,
-    g: Program,
-    cut: float,
-    out: torch.Tensor,
-    kept: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    """Where all rows take the dense path, h of their gate projection [M, N] in `out`, which may be the same.
-
-    kept: the up projection goes to the first, and 1 to the second, one int32; 0 where not all rows take that path.
-    """
-    _launch(HIDDEN, x, up, gate, out, bias, None, state, cut, f, g, kept)
+    of = projection(x, weight, stages)
+    args = (
+        *of.operands, *of.boxes(out), out if bias is None else bias, marks, state,
+        M, N, least_active(cut, x.dtype), len(state),
+    )  # fmt: skip
+    constants = {**of.constants, "HAS_BIAS": bias is not None}
+    launch_kernel(_product_kernel, (of.programs,), args, constants, num_warps=4)
+    return out, Marks(marks, not of.constants["TURNED"])

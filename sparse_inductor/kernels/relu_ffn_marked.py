@@ -12,6 +12,7 @@ from . import relu_ffn_marked_ptx as ptx
 from . import relu_ffn_pool as rows_pool
 from .early import early, wait_for_previous
 from .launch import multiprocessors, relaunched
+from .relu_ffn_hopper import Marks
 from .relu_ffn_packing import dense_row, pieces_of
 
 __all__ = ["pack"]
@@ -60,14 +61,14 @@ def _pack_kernel(
 
 def pack(
     gate: torch.Tensor,
-    marks: torch.Tensor,
+    marks: Marks,
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     rows_heavy: torch.Tensor,
     state: torch.Tensor,
     pool: rows_pool.Pool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], 16-bit and contiguous, and its marks: (state, pieces), as
-    `relu_ffn_packing.pack`. Entries are in the order of the marks.
+    `relu_ffn_packing.pack`. Entries are in the order of the marks' bits.
 
     rows_heavy: room for `listed` rows. state: of `new_state`, zeros. pool: becomes the pools of blocks with enough
     neurons in common, and what is packed are the strays.
@@ -78,18 +79,19 @@ def pack(
     piece, most = pieces_of(M, cap, False)
     pieces = torch.empty(M * most, dtype=torch.int32, device=gate.device)
     parts, values = 1, value is not None
-    made = (marks.shape[1], N, cap, piece, most, index.dtype == torch.int32)
+    words, by_quad = marks
+    made = (words.shape[1], by_quad, N, cap, piece, most, index.dtype == torch.int32)
     if pool is None:
         chosen = (None, None, None)
         warps, each = (1, 1) if M <= FEW else BLOCK
         rows = warps * each
         body = ptx.pack(*made, rows, warps, values=values)
     else:
-        warps, parts = _blocks(marks.shape[1], pool.blocks, multiprocessors(gate.device))
+        warps, parts = _blocks(words.shape[1], pool.blocks, multiprocessors(gate.device))
         rows, chosen = rows_pool.ROWS, (pool.size, pool.neuron, pool.value)
         body = ptx.pack(*made, rows, warps, rows_pool.SIZE, rows_pool.ENTRIES, parts, values)
     _pack_kernel[(triton.cdiv(M, rows) * parts,)](
-        marks, gate, count, index, value, state, rows_heavy, pieces, *chosen, M, dense_row(M, N),
+        words, gate, count, index, value, state, rows_heavy, pieces, *chosen, M, dense_row(M, N),
         BODY=body, **early(gate), num_warps=warps,
     )  # fmt: skip
     return state, pieces

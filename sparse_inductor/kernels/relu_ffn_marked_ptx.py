@@ -11,7 +11,7 @@ from .relu_ffn_packing import DENSE, LINE, LISTED, ONE_BLOCK, ONE_HEAVY, ONE_ROW
 
 __all__ = ["pack"]
 
-# Words of marks of a tile of 256 neurons, one lane's.
+# Words of marks that are one lane's, of 256 neurons.
 TILE = 8
 # Rows that a warp counts at once, and whose words a thread counts at once.
 AT_ONCE = 4
@@ -53,16 +53,25 @@ def _carry(i: int, carry: str) -> str:
     mov.b32 {carry}, sum;"""
 
 
-def _take_lowest(word: str, base: str) -> str:
+def _take_lowest(word: str, base: str, by_quad: bool) -> str:
     """n: the neuron of the lowest mark, `low`, of a word whose first is `base`; the word without it."""
+    spread = "shr.u32 t, n, 1; and.b32 n, n, 1; mad.lo.u32 n, t, 8, n;" if by_quad else ""
     return f"""neg.s32 low, {word};
     and.b32 low, low, {word};
     xor.b32 {word}, {word}, low;
     bfind.u32 n, low;
-    shr.u32 t, n, 1;
-    and.b32 n, n, 1;
-    mad.lo.u32 n, t, 8, n;
+    {spread}
     add.u32 n, n, {base};"""
+
+
+def _first_of(word: str, tile: str, to: str, by_quad: bool) -> str:
+    """The first neuron of a word, counted from the first tile or from its own, whose first is `tile`."""
+    if not by_quad:
+        return f"and.b32 t, {word}, {TILE - 1}; mad.lo.u32 {to}, t, 32, {tile};"
+    return f"""and.b32 t, {word}, 1;
+    mad.lo.u32 {to}, t, 128, {tile};
+    and.b32 t, {word}, 6;
+    add.u32 {to}, {to}, t;"""
 
 
 def _words(to: str, at: str) -> str:
@@ -207,7 +216,7 @@ ROWS:
     {add}"""
 
 
-def _choose(size: int, entries: int) -> str:
+def _choose(size: int, entries: int, by_quad: bool) -> str:
     """A block's pool, by its planes: of word w, thread w's, those of whose neurons enough rows have active, `keep`;
     their places are from `before` on, and there are n_pool."""
 
@@ -278,12 +287,9 @@ def _choose(size: int, entries: int) -> str:
     @mine st.shared.u32 [t], before;
     setp.eq.u32 p, part, 0;
     selp.b32 keep, keep, 0, p;
-    shr.u32 base, w, 3;
-    and.b32 t, w, 1;
-    mul.lo.u32 t, t, 128;
-    mad.lo.u32 base, base, 256, t;
-    and.b32 t, w, 6;
-    add.u32 base, base, t;
+    shr.u32 n, w, 3;
+    mul.lo.u32 n, n, 256;
+    {_first_of("w", "n", "base", by_quad)}
     mul.lo.u32 t, block, {size};
     mad.wide.u32 at, t, 4, $14;
     mad.wide.u32 at, before, 4, at;
@@ -291,7 +297,7 @@ CHOSEN:
     setp.ne.and.b32 p, keep, 0, mine;
     vote.sync.any.pred q, p, -1;
     @!q bra NAMED;
-    {_take_lowest("keep", "base")}
+    {_take_lowest("keep", "base", by_quad)}
     @p st.global.u32 [at], n;
     add.u64 at, at, 4;
     bra CHOSEN;
@@ -316,7 +322,7 @@ def _scan(x: str, own: str) -> str:
     )
 
 
-def _list(pools: bool, room: int) -> str:
+def _list(pools: bool, room: int, by_quad: bool) -> str:
     """List the entries of a lane's words, w0 to w7 at `words`, places `window` to `window` + room of the warp's, each
     with where it goes."""
     left = "mov.b32 left, 0;" + "".join(
@@ -365,15 +371,12 @@ LIST:
     mad.wide.u32 at, word, 4, words;
     @p ld.global.b32 v, [at];
     {of_word}
-    and.b32 t, word, 1;
-    mad.lo.u32 t, t, 128, base;
-    and.b32 n, word, 6;
-    add.u32 t, t, n;
-    selp.u32 first, t, first, p;
+    {_first_of("word", "base", "n", by_quad)}
+    selp.u32 first, n, first, p;
     setp.ne.b32 p, v, 0;
     vote.sync.any.pred q, p, -1;
     @!q bra LISTED;
-    {_take_lowest("v", "first")}
+    {_take_lowest("v", "first", by_quad)}
     {where}
     sub.u32 t, place, window;
     setp.lt.and.u32 q, t, {room}, p;
@@ -443,6 +446,7 @@ PUT:
 @functools.cache
 def pack(
     words: int,
+    by_quad: bool,
     N: int,
     cap: int,
     piece: int,
@@ -456,7 +460,7 @@ def pack(
     values: bool = True,
 ) -> str:
     """`parts` blocks of `warps` each pack `rows` rows from their marks, $3, `words` words each, and the gates of 16
-    bits, $4, N each.
+    bits, $4, N each. by_quad: which order marks are in.
 
     $1 the block, of $11; $2 rows there are; $5 the counts; $6 the indices, int32 if `wide` else int16, and $7, if
     `values`, the values, `cap` a row; $8 the state and $9 the heavy rows, of `relu_ffn_packing`; $10 the pieces,
@@ -468,7 +472,7 @@ def pack(
     entries. Each of the parts chooses it, and packs a share of the rows. There are as many threads as words at least.
 
     Counts are numbers of as many bits as there are planes, a word of marks a thread. A warp takes a row at a time: a
-    lane lists the entries of a tile of 256 neurons, then lanes take entries in turn. The last block decides whether all
+    lane lists the entries of 256 neurons, then lanes take entries in turn. The last block decides whether all
     rows take the dense path.
     """
     pools = size > 0
@@ -528,7 +532,7 @@ def pack(
         for i in range(2 * size // 512)
     )
     choose = (
-        _count_block(rows, warps) + _planes(words, rows, warps) + _choose(size, entries)
+        _count_block(rows, warps) + _planes(words, rows, warps) + _choose(size, entries, by_quad)
         if pools
         else ""
     )
@@ -628,7 +632,7 @@ CHUNK:
 WINDOW:
     mov.u32 place, place_first;
     {"mov.u32 stray, stray_first;" if pools else ""}
-    {_list(pools, room)}
+    {_list(pools, room, by_quad)}
     bar.warp.sync -1;
     {_put(pools, wide, room, values)}
     bar.warp.sync -1;

@@ -25,7 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from . import relu_ffn_hopper as hopper
 from .boxes import addressable
 from .gluon_names import let_next_start, load_box, load_rows, store_box, wait_for_previous
-from .hopper_ring import CONSUMERS, DEPTH, ROWS, descriptor, halves
+from .hopper_ring import DEPTH, descriptor
+from .hopper_tiles import CONSUMERS, ROWS, halves
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_packing import DENSE

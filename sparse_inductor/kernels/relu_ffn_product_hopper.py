@@ -16,19 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from . import relu_ffn_hopper as hopper
 from .boxes import addressable
 from .gluon_names import let_next_start, store_box, wait_for_previous
-from .hopper_ring import (
-    CONSUMERS,
-    DEPTH,
-    PIECE,
-    ROWS,
-    accumulator,
-    copy_tile,
-    descriptor,
-    make_ring,
-    multiply_tile,
-    pieces,
-    tile_at,
-)
+from .hopper_ring import DEPTH, copy_tile, descriptor, make_ring, multiply_tile
+from .hopper_tiles import CONSUMERS, PIECE, ROWS, accumulator, pieces, tile_last
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_tiles import tiles_in_rounds
@@ -45,28 +34,28 @@ BOXES = gl.constexpr(2)
 @gluon.jit
 def _copy_tiles(source, TWO: gl.constexpr):
     """Producer warp: the operands of every tile of this program, in order, into the ring."""
-    a, b, c, d, ring, tiles, tiles_m, tiles_n, steps = source
+    a, b, c, d, ring, tiles, full, tiles_n, steps = source
     n = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n)
+        pm, pn = tile_last(t, full, tiles_n)
         m0, n0 = pm * (ROWS * CONSUMERS), pn * COLUMNS
-        n = copy_tile(a, b, ring, n, m0, n0, steps, COLUMNS, STAGES, False, True)
+        n = copy_tile(a, (b,), ring, n, m0, n0, steps, COLUMNS, STAGES, False, True)
         if TWO:
-            n = copy_tile(c, d, ring, n, m0, n0, steps, COLUMNS, STAGES, False, True)
+            n = copy_tile(c, (d,), ring, n, m0, n0, steps, COLUMNS, STAGES, False, True)
 
 
 @gluon.jit
 def _multiply_tiles(operands, ME: gl.constexpr, TWO: gl.constexpr):
     """Consumer ME: 64 rows of every tile of this program."""
-    out, ring, out_ring, tiles, tiles_m, tiles_n, steps = operands
+    out, ring, out_ring, tiles, full, tiles_n, steps = operands
     MMA: gl.constexpr = accumulator(COLUMNS)
     OF_PIECE: gl.constexpr = accumulator(PIECE)
     n = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        pm, pn = tile_at(t, tiles_m, tiles_n)
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-        acc, n = multiply_tile(acc, ring, n, steps * (1 + TWO), ME, STAGES, False, True)
-        found = pieces(acc, PIECES)
+        pm, pn = tile_last(t, full, tiles_n)
+        accs = (gl.zeros([ROWS, COLUMNS], gl.float32, MMA),)
+        accs, n = multiply_tile(accs, ring, n, steps * (1 + TWO), ME, STAGES, False, True)
+        found = pieces(accs[0], PIECES)
         for i in gl.static_range(PIECES):
             piece = gl.convert_layout(found[i], OF_PIECE)
             to = out_ring.index(BOXES * ME + i % BOXES)
@@ -82,15 +71,15 @@ def _product_kernel(
     a, b, c, d, out, length, M, N, steps, whole, TWO: gl.constexpr
 ):  # fmt: skip
     """The first so many tiles; nothing but where all M rows are listed, which `length` says."""
-    ring = make_ring(a, b, COLUMNS, STAGES, False, True)
+    ring = make_ring(a, (b,), COLUMNS, STAGES, False, True)
     out_ring = gl.allocate_shared_memory(out.dtype, [BOXES * CONSUMERS, ROWS, PIECE], out.layout)
     let_next_start()
     wait_for_previous()
-    tiles_m = gl.cdiv(M, ROWS * CONSUMERS)
+    full = (M + ROWS - 1) // (ROWS * CONSUMERS)
     tiles_n = gl.cdiv(N, COLUMNS)
     tiles = gl.where(gl.load(length) == M, whole, 0)
-    source = (a, b, c, d, ring, tiles, tiles_m, tiles_n, steps)
-    operands = (out, ring, out_ring, tiles, tiles_m, tiles_n, steps)
+    source = (a, b, c, d, ring, tiles, full, tiles_n, steps)
+    operands = (out, ring, out_ring, tiles, full, tiles_n, steps)
     gl.warp_specialize(
         [
             (_multiply_tiles, (operands, 0, TWO)),
@@ -120,13 +109,13 @@ def product(
     c, d = second or (a, b)
     rows, columns, depth = ROWS.value, COLUMNS.value, DEPTH.value
     programs, steps = multiprocessors(a.device), -(-K // depth)
-    tiles = -(-M // (rows * CONSUMERS.value)) * -(-N // columns)
+    sums = 1 if second is None else 2
+    whole = tiles_in_rounds(M, -(-N // columns), steps * sums, programs, rows * CONSUMERS.value)
     args = (
         descriptor(a, rows, depth), descriptor(b, depth, columns),
         descriptor(c, rows, depth), descriptor(d, depth, columns),
         descriptor(out, rows, PIECE.value),
-        length, M, N, steps,
-        tiles_in_rounds(tiles, steps * (1 if second is None else 2), programs),
+        length, M, N, steps, whole,
     )  # fmt: skip
     constants = {"TWO": second is not None}
     launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4, launch_pdl=True)

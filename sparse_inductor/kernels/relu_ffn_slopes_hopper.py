@@ -25,23 +25,20 @@ from .boxes import addressable
 from .epilogue import encode
 from .gluon_names import let_next_start, load_box, store_box, wait_for_previous
 from .hopper_ring import (
-    CONSUMERS,
     DEPTH,
-    ROWS,
-    accumulator,
     begin_step,
     copy_tile,
     descriptor,
     end_step,
     make_ring,
     multiply_tile,
-    pieces,
     stages_of,
-    tile_at,
 )
+from .hopper_tiles import CONSUMERS, ROWS, accumulator, pieces, tile_at
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_dots import slopes as slopes_of
+from .relu_ffn_hidden_hopper import may_activate
 
 __all__ = ["applies", "slopes"]
 
@@ -65,7 +62,7 @@ def _copy_tiles(source):
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         pm, pn = tile_at(t, tiles_m, tiles_n)
         m0 = pm * (ROWS * CONSUMERS)
-        n = copy_tile(dy, down, ring, n, m0, pn * COLUMNS, steps, COLUMNS, STAGES, False, True)
+        n = copy_tile(dy, (down,), ring, n, m0, pn * COLUMNS, steps, COLUMNS, STAGES, False, True)
 
 
 @gluon.jit
@@ -142,33 +139,33 @@ def _multiply_tiles(
         pm, pn = tile_at(first, tiles_m, tiles_n)
         m0, n0 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
         _ask(out, boxes, read, m0, n0, ME, GATED)
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
-        acc, n = multiply_tile(acc, ring, gl.to_tensor(0), steps, ME, STAGES, False, True)
+        accs = (gl.zeros([ROWS, COLUMNS], gl.float32, MMA),)
+        accs, n = multiply_tile(accs, ring, gl.to_tensor(0), steps, ME, STAGES, False, True)
         for t in range(first + gl.num_programs(0), tiles, gl.num_programs(0)):
             pm, pn = tile_at(t, tiles_m, tiles_n)
             m1, n1 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
             row = m0 - ME * ROWS + i_row
             extra = _extra_of(d_stats, row, stride_s, M, STATS)
-            found = pieces(acc, PARTS)
-            acc = gl.zeros([ROWS, COLUMNS], gl.float32, MMA)
+            found = pieces(accs[0], PARTS)
+            accs = (gl.zeros([ROWS, COLUMNS], gl.float32, MMA),)
             for i in gl.static_range(PARTS):
-                acc = begin_step(acc, ring, n, i > 0, ME, STAGES, False, True)
+                accs = begin_step(accs, ring, n, i > 0, ME, STAGES, False, True)
                 _end_piece(
                     found[i], out, boxes, read, i % 2, row, m0, n0 + i * PART, extra, M, cut, ME, GATED, F, G
                 )  # fmt: skip
-                acc = end_step(acc, ring, n, 0, STAGES)
-                acc, n = multiply_tile(acc, ring, n + 1, soon, ME, STAGES, False, True)
+                accs = end_step(accs, ring, n, 0, STAGES)
+                accs, n = multiply_tile(accs, ring, n + 1, soon, ME, STAGES, False, True)
                 if i + 1 < PARTS:
                     _ask(out, boxes, read, m0, n0 + (i + 1) * PART, ME, GATED)
                     left = beside - 1 - soon
                 else:
                     _ask(out, boxes, read, m1, n1, ME, GATED)
                     left = steps - (PARTS - 1) * beside - 1 - soon
-                acc, n = multiply_tile(acc, ring, n, left, ME, STAGES, False, True)
+                accs, n = multiply_tile(accs, ring, n, left, ME, STAGES, False, True)
             m0, n0 = m1, n1
         row = m0 - ME * ROWS + i_row
         extra = _extra_of(d_stats, row, stride_s, M, STATS)
-        found = pieces(acc, PARTS)
+        found = pieces(accs[0], PARTS)
         for i in gl.static_range(PARTS):
             _end_piece(
                 found[i], out, boxes, read, i % 2, row, m0, n0 + i * PART, extra, M, cut, ME, GATED, F, G
@@ -184,7 +181,7 @@ def _slopes_kernel(
     GATED: gl.constexpr, STATS: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
     """Nothing but where all M rows are listed."""
-    ring = make_ring(dy, down, COLUMNS, STAGES, False, True)
+    ring = make_ring(dy, (down,), COLUMNS, STAGES, False, True)
     boxes = gl.allocate_shared_memory(dy.dtype, [BOXES * CONSUMERS, ROWS, PART], gate.layout)
     read = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
@@ -215,7 +212,7 @@ def applies(
         hopper.applies(dy)
         and all(map(addressable, (down, gate)))
         and down.shape[1] % 8 == 0
-        and hopper.may_activate(f, g)
+        and may_activate(f, g)
     )
 
 

@@ -11,7 +11,8 @@ from .launch import multiprocessors
 
 __all__ = [
     "STAGES_HALF",
-    "add_shared_halves",
+    "add_parts",
+    "half_at",
     "is_last",
     "leave_part",
     "narrow",
@@ -19,8 +20,10 @@ __all__ = [
     "programs_of",
     "put",
     "rest_of",
+    "rows_full",
     "sum_of_rows",
     "tile_at",
+    "tile_last",
     "tile_of",
     "tiles_in_rounds",
 ]
@@ -30,8 +33,8 @@ SPLITS_BOXES = tl.constexpr(16)
 STEPS_BOXES = tl.constexpr(6)
 # Programs for each half, at the least, where others were made first: a part and its sum take a sixth of a tile's time.
 LEAST_SPLITS = tl.constexpr(3)
-# Stages of 32 KB of a tile of half the columns.
-STAGES_HALF = tl.constexpr(5)
+# Stages of 40 KB of a tile of half the rows.
+STAGES_HALF = tl.constexpr(4)
 # Slices of its rows that a shared half's programs add the parts of.
 SLICES = tl.constexpr(16)
 # Parts that are asked for at once.
@@ -72,28 +75,57 @@ def tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def rest_of(tiles, steps):
-    """(tiles that are made by halves, those past the last round of all programs; the first of the halves, that are made
-    by a program each; programs that share the sum of each of the others, of so many steps).
+def rows_full(n_rows, BM: tl.constexpr):
+    """Row tiles of so many rows, but a last one that has no more than half of them."""
+    return (n_rows + BM // 2 - 1) // BM
 
-    None is halved where that takes as long: where there is neither a program for each half, nor, when all programs have
-    made one, LEAST_SPLITS for each that is left.
+
+@triton.jit
+def tile_last(t, full, tiles_n, GROUP: tl.constexpr):
+    """`tile_at` of so many row tiles, and behind them the tiles of one more."""
+    past = t - full * tiles_n
+    pm, pn = tile_at(
+        tl.minimum(t, tl.maximum(full * tiles_n - 1, 0)), tl.maximum(full, 1), tiles_n, GROUP
+    )
+    return tl.where(past < 0, pm, full), tl.where(past < 0, pn, past)
+
+
+@triton.jit
+def rest_of(tiles, short, steps):
+    """(tiles that are made by halves of their rows, those past the last round of all programs; the halves; the first of
+    these, that are made by a program each; programs that share the sum of each of the others, of so many steps).
+
+    The last `short` tiles have no other half. None is halved where that takes as long: where there is neither
+    a program for each half, nor, when all programs have made one, LEAST_SPLITS for each that is left.
     """
     programs = tl.num_programs(0)
     rest = tiles % programs
-    alone = tl.where(2 * rest > programs, programs, 0)
-    splits = programs // tl.maximum(2 * rest - alone, 1)
+    halves = 2 * rest - tl.minimum(rest, short)
+    alone = tl.where(halves > programs, programs, 0)
+    splits = programs // tl.maximum(halves - alone, 1)
     splits = tl.minimum(splits, tl.minimum(SPLITS_BOXES, tl.maximum(steps // STEPS_BOXES, 1)))
-    rest = tl.where((alone == 0) | (splits >= LEAST_SPLITS), rest, 0)
-    return rest, tl.where((rest == 0) | (splits == 1), 2 * rest, alone), splits
+    some = (alone == 0) | (splits >= LEAST_SPLITS)
+    rest, halves = tl.where(some, rest, 0), tl.where(some, halves, 0)
+    return rest, halves, tl.where((halves == 0) | (splits == 1), halves, alone), splits
 
 
-def tiles_in_rounds(tiles: int, steps: int, programs: int) -> int:
-    """How many of so many tiles `rest_of` leaves whole."""
+@triton.jit
+def half_at(half, tiles, rest, halves, full, tiles_n, BM: tl.constexpr):
+    """(first row, column tile) of one of so many halves of `rest` tiles."""
+    two = 2 * (halves - rest)
+    t = tiles - rest + tl.where(half < two, half // 2, half - two // 2)
+    pm, pn = tile_last(t, full, tiles_n, 8)
+    return pm * BM + tl.where(half < two, half % 2 * (BM // 2), 0), pn
+
+
+def tiles_in_rounds(M: int, tiles_n: int, steps: int, programs: int, BM: int) -> int:
+    """How many of the tiles of M rows `rest_of` leaves whole."""
+    tiles, full = -(-M // BM) * tiles_n, (M + BM // 2 - 1) // BM * tiles_n
     rest = tiles % programs
-    if 2 * rest > programs:
+    halves = 2 * rest - min(rest, tiles - full)
+    if halves > programs:
         splits = min(
-            programs // (2 * rest - programs), SPLITS_BOXES.value, steps // STEPS_BOXES.value
+            programs // (halves - programs), SPLITS_BOXES.value, steps // STEPS_BOXES.value
         )
         if splits < LEAST_SPLITS.value:
             return tiles
@@ -112,10 +144,11 @@ def is_last(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexp
 
 
 @triton.jit
-def leave_part(acc, parts, arrived, unit, splits, BM: tl.constexpr, BN: tl.constexpr):
-    """Put a tile's part away."""
-    at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-    tl.store(parts + unit * (BM * BN) + at, acc)
+def leave_part(acc, parts, arrived, unit, splits, n_rows, BM: tl.constexpr, BN: tl.constexpr):
+    """Put the first n_rows of a tile's part away."""
+    i = tl.arange(0, BM)[:, None]
+    at = i * BN + tl.arange(0, BN)[None, :]
+    tl.store(parts + unit * (BM * BN) + at, acc, mask=i < n_rows)
     tl.debug_barrier()  # all threads' parts are there
     tl.atomic_add(arrived + unit // splits, 1, sem="release")
 
@@ -144,6 +177,19 @@ def sum_of_rows(parts, m0, unit, splits, ROWS: tl.constexpr, BM: tl.constexpr, B
 
 
 @triton.jit
+def add_parts(
+    out, bias, rows, parts, arrived, unit, splits, m0, n0, n_rows, N, stride_o,
+    SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """A program's share of adding the parts of a tile [BM, BN] at (m0, n0): slices of its rows."""
+    ROWS: tl.constexpr = BM // SLICES
+    _wait_for_parts(arrived, unit, splits)
+    for m in range(unit % splits * ROWS, tl.minimum(n_rows - m0, BM), splits * ROWS):
+        total = sum_of_rows(parts, m, unit, splits, ROWS, BM, BN)
+        put(total, out, bias, rows, m0 + m, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
+
+
+@triton.jit
 def put(
     acc, out, bias, rows, m0, n0, n_rows, N, stride, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr
 ):
@@ -156,22 +202,3 @@ def put(
     row = tl.load(rows + i, mask=i < n_rows, other=0).to(tl.int64) if SCATTER else i.to(tl.int64)
     at = out + row[:, None] * stride + n[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(i < n_rows)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def add_shared_halves(
-    out, bias, rows, parts, arrived, shares, splits, alone, whole, tiles_m, tiles_n, n_rows, N, stride_o,
-    SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """This program's share of adding the parts of halves."""
-    HALF: tl.constexpr = BN // 2
-    ROWS: tl.constexpr = BM // SLICES
-    unit = tl.program_id(0)
-    if shares:
-        _wait_for_parts(arrived, unit, splits)
-        half = alone + unit // splits
-        pm, pn = tile_at(whole + half // 2, tiles_m, tiles_n, 8)
-        n0 = pn * BN + half % 2 * HALF
-        for m0 in range(unit % splits * ROWS, BM, splits * ROWS):
-            total = sum_of_rows(parts, m0, unit, splits, ROWS, BM, HALF)
-            put(total, out, bias, rows, pm * BM + m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)

@@ -1,4 +1,4 @@
-"""How the products for Hopper GPUs (`relu_ffn_hopper`, `splade_head_hopper`) take the steps over their features."""
+"""How the products for Hopper GPUs (`hopper_projection`, `splade_head_hopper`) take the steps over their features."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@ interpreter does not run them, and Gluon's names change from one version to the 
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -25,7 +24,9 @@ def compile_all() -> None:
 
     from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels import hopper_ring as ring
+    from sparse_inductor.kernels import hopper_tiles as tiles
     from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients
+    from sparse_inductor.kernels import relu_ffn_hidden_hopper as hidden
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_marked as marked
     from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
@@ -60,25 +61,28 @@ def compile_all() -> None:
 
     nothing = {"F": encode(()), "G": encode(())}
     token, bulk = box(64, 64), "cp.async.bulk.tensor"
-    for (mode, keep), columns in itertools.product(
-        ((hopper.MARK, False), (hopper.HIDDEN, False), (hopper.HIDDEN, True)), (256, 128)
-    ):
-        stages = hopper._stages(columns, mode.value, keep)
-        constants = {"COLUMNS": columns, "KBLOCKS": 4, "EACH": 4, "STAGES": stages, **nothing}
-        constants |= {"MODE": mode.value, "KEEP": keep, "HAS_BIAS": False}
-        types = [token, box(columns, 64), token, token, token]
-        types += ["*bf16", "*i32", "*i64", "*i32", "i32", "i32", "fp32", "i32"]
+    for columns in (*tiles.COSTS, *tiles.COSTS_TURNED):
+        turned = columns in tiles.COSTS_TURNED
+        parts = [box(tiles.part_of(columns, i), 64) for i in range(tiles.parts_in(columns))]
+        operands = [token, *parts, *[parts[-1]] * (3 - len(parts))]
+        held = [token, box(tiles.last_of(columns), 64)]
+        given = {"COLUMNS": columns, "TURNED": turned, "KBLOCKS": 16, "EACH": 8, "HAS_BIAS": False}
+        constants = {**given, "STAGES": hopper.stages(columns)}
+        types = [*operands, *held, *"*bf16 *i32 *i64 i32 i32 fp32 i32".split()]
         multiplies(made(hopper._product_kernel, types, constants, num_warps=4), bulk)
-        assert stages >= 3
+        for keep in (False, True):
+            constants = {**given, **nothing, "STAGES": hidden.stages(columns, keep), "KEEP": keep}
+            types = [*operands, *held * 3, *"*bf16 *i64 *i32 i32 i32 fp32".split()]
+            multiplies(made(hidden._hidden_kernel, types, constants, num_warps=4), bulk)
     types = [token, "*bf16", token, *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
     multiplies(made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4), "cp.async.cg")
     types = [token, box(64, slopes.COLUMNS.value), *[box(64, slopes.PART.value)] * 3]
     types += "*fp32 *i32 i32 i32 i32 i32 fp32".split()
     constants = {"GATED": True, "STATS": True, "F": encode(parse("relu")), "G": encode(())}
     multiplies(made(slopes._slopes_kernel, types, constants, num_warps=4), bulk)
-    for add in (False, True):
+    for add, late in ((False, True), (False, False), (True, False)):
         types = [*[token, box(64, 256), token] * 3, "*i32", *["i32"] * 8]
-        constants = {"STAGES": 3 if add else 4, "ADD": add}
+        constants = {"STAGES": 3 if add else 4, "ADD": add, "LATE": late}
         multiplies(made(gradients._sums_kernel, types, constants, num_warps=4), bulk)
     for two in (False, True):
         types = [*[token, box(64, 256)] * 2, token, "*i32", *["i32"] * 4]
@@ -101,14 +105,15 @@ def compile_all() -> None:
         assert "ldmatrix" in code and "cp.async" in code and ".local" not in code
         assert compiled.metadata.shared == 11 * 512 * 32
     types = "*i32 *bf16 *i32 *i16 *bf16 *i64 *i32 *i32 *i32 *i32 *bf16 i32 fp32".split()
-    for words, N, rows, warps, pool in (
-        (176, 5632, 1, 1, ()),
-        (176, 5632, 32, 8, ()),
-        (176, 5632, 128, 32, (512, 1280, 2)),
-        (1024, 32768, 128, 32, (512, 1280)),
-        (512, 16384, 128, 16, (512, 1280)),
+    for words, by_quad, N, rows, warps, pool in (
+        (176, True, 5632, 1, 1, ()),
+        (176, True, 5632, 32, 8, ()),
+        (176, True, 5632, 128, 32, (512, 1280, 2)),
+        (176, False, 5632, 128, 32, (512, 1280, 2)),
+        (1024, True, 32768, 128, 32, (512, 1280)),
+        (512, False, 16384, 128, 16, (512, 1280)),
     ):
-        body = marked_ptx.pack(words, N, N // 15, 64, 40, False, rows, warps, *pool)
+        body = marked_ptx.pack(words, by_quad, N, N // 15, 64, 40, False, rows, warps, *pool)
         constants = {"BODY": body, "EARLY": True}
         compiled = made(marked._pack_kernel.kernel, types, constants, ASTSource, num_warps=warps)
         code = compiled.asm["ptx"]

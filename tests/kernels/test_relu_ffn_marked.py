@@ -21,7 +21,9 @@ class Rows:
     """A random gate projection, 16-bit: some rows have too many active neurons, one none, and where `alike`, neurons
     are active in many rows or in few."""
 
-    def __init__(self, M: int, N: int, share: float, alike: bool, device: str = "cpu") -> None:
+    def __init__(
+        self, M: int, N: int, share: float, alike: bool, by_quad: bool, device: str = "cpu"
+    ) -> None:
         torch.manual_seed(0)
         gate = torch.randn(M, N, device=device)
         gate -= torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
@@ -32,7 +34,7 @@ class Rows:
         gate[6, 7] = torch.nan
         self.gate = gate.half()
         self.active = ~(self.gate <= 0)
-        self.marks = marks_of(self.gate.float(), 0.0)
+        self.marks = marks_of(self.gate.float(), 0.0, by_quad)
 
 
 def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None, entries=0):
@@ -84,6 +86,7 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
     assert sorted(np.concatenate(found)) == np.flatnonzero(count > cap).tolist()
 
 
+@pytest.mark.parametrize("by_quad", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "cap", "piece", "share", "wide", "warps", "size", "entries", "parts"),
     [
@@ -96,13 +99,13 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
         (140, 2500, 100, 64, 0.01, False, 16, 512, 100, 1),
     ],
 )
-def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, parts):
-    rows = Rows(M, N, share, size > 0)
+def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, parts, by_quad):
+    rows = Rows(M, N, share, size > 0, by_quad)
     each = 128 if size else 2 * warps if warps > 1 else 1
     blocks = -(-M // each)
     most = -(-cap // piece)
     made = {
-        "marks": rows.marks.numpy(),
+        "marks": rows.marks.words.numpy(),
         "gate": rows.gate.view(torch.int16).numpy(),
         "count": np.full(M, -9, np.int32),
         "index": np.full((M, cap), -9, np.int32 if wide else np.int16),
@@ -117,7 +120,18 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, pa
     memory = Memory()
     at = [memory.add((i + 1) << 40, a) for i, a in enumerate(made.values())]
     code = ptx.pack(
-        made["marks"].shape[1], N, cap, piece, most, wide, each, warps, size, entries, parts
+        made["marks"].shape[1],
+        by_quad,
+        N,
+        cap,
+        piece,
+        most,
+        wide,
+        each,
+        warps,
+        size,
+        entries,
+        parts,
     )
     row = int(np.float32(packer.dense_row(M, N)).view(np.uint32))
     for b in range(blocks * parts):
@@ -135,15 +149,16 @@ def test_every_word_has_a_thread(N, blocks):
     warps, parts = marked._blocks(words, blocks, 132)
     assert words <= 32 * warps and 128 % (warps * parts) == 0
     assert parts * blocks <= 132 or parts == 1
-    assert ptx.pack(words, N, N // 15, 64, 35, False, 128, warps, 512, 1280, parts)
+    assert ptx.pack(words, True, N, N // 15, 64, 35, False, 128, warps, 512, 1280, parts)
 
 
 def test_words_without_a_thread_are_refused():
     with pytest.raises(ValueError, match="1024 words, 16 warps"):
-        ptx.pack(1024, 32768, 2000, 64, 32, False, 128, 16, 512, 1280)
+        ptx.pack(1024, True, 32768, 2000, 64, 32, False, 128, 16, 512, 1280)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_quad", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "cap", "share", "pools"),
     [
@@ -156,10 +171,10 @@ def test_words_without_a_thread_are_refused():
         (4096, 1000, 100, 0.05, True),
     ],
 )
-def test_rows_are_packed_on_a_gpu(M, N, cap, share, pools):
+def test_rows_are_packed_on_a_gpu(M, N, cap, share, pools, by_quad):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    rows = Rows(M, N, share, pools, "cuda")
+    rows = Rows(M, N, share, pools, by_quad, "cuda")
     index = torch.int16 if N <= 32768 else torch.int32
     draw = lambda *s, dtype: torch.full(s, GARBAGE, dtype=dtype, device="cuda")
     count, index = draw(M, dtype=torch.int32), draw(M, cap, dtype=index)
@@ -181,18 +196,21 @@ def test_rows_are_packed_on_a_gpu(M, N, cap, share, pools):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_marks_of_a_product(dtype):
-    """What the gate projection's kernel marks is what is packed."""
+@pytest.mark.parametrize("M", [1000, 5000])
+def test_marks_of_a_product(dtype, M):
+    """What the gate projection's kernel marks is what is packed, in either order."""
     torch.manual_seed(0)
-    x, w = (torch.randn(n, 512, device="cuda").to(dtype) for n in (1000, 1408))
+    x, w = (torch.randn(n, 512, device="cuda").to(dtype) for n in (M, 1408))
     if not hopper.applies(x, w):
         pytest.skip("needs a Hopper GPU")
     state = packer.new_state(x.device)
     gate, marks = hopper.marked_product(x, w, None, 50.0, state)
-    count = torch.empty(1000, dtype=torch.int32, device="cuda")
-    index = torch.empty(1000, 128, dtype=torch.int16, device="cuda")
-    value = gate.new_empty(1000, 128)
-    heavy = count.new_empty(packer.room_for_rows(1000))
+    if torch.cuda.get_device_properties("cuda").multi_processor_count == 132:
+        assert marks.by_quad == (M == 1000)
+    count = torch.empty(M, dtype=torch.int32, device="cuda")
+    index = torch.empty(M, 128, dtype=torch.int16, device="cuda")
+    value = gate.new_empty(M, 128)
+    heavy = count.new_empty(packer.room_for_rows(M))
     marked.pack(gate, marks, (count, index, value), heavy, state)
     active = gate > 50.0
     assert torch.equal(count.long(), active.sum(1).clamp(max=129))

@@ -1,0 +1,244 @@
+"""Projections of tokens, x weight^T, on the ring of `hopper_ring`: what kernels that end them in their own ways share.
+
+A tile's rows and columns are tokens and neurons or, TURNED, neurons and tokens, as `hopper_tiles` finds best. Its sums
+go to memory by pieces, each through a box of shared memory that is [tokens, neurons] in either case: of 64 x 64, or of
+fewer tokens for the last piece of a TURNED tile. Descriptors and boxes are tuples of these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .gluon_names import store_box
+from .hopper_ring import DEPTH, copy_tile, descriptor, descriptors, stages_of
+from .hopper_tiles import (
+    CONSUMERS,
+    PIECE,
+    ROWS,
+    accumulator,
+    is_wide,
+    last_of,
+    part_of,
+    parts_in,
+    pieces,
+    pieces_in,
+    tile_at,
+    tile_for,
+)
+from .launch import multiprocessors
+from .unroll import unrolled
+
+__all__ = [
+    "Projection",
+    "as_boxed",
+    "as_held",
+    "behind",
+    "biased",
+    "box_at",
+    "box_of",
+    "copy_tiles",
+    "make_boxes",
+    "nothing",
+    "pieces_of",
+    "place_of",
+    "projection",
+    "put",
+    "rounded",
+    "stages_beside",
+    "tiles_of",
+]
+
+
+@gluon.jit
+def make_boxes(outs, COLUMNS: gl.constexpr, WIDE: gl.constexpr):
+    """Of each warpgroup, for tensors of these descriptors: WIDE boxes, which pieces of 64 columns take in turn, and one
+    of the last piece, if that has fewer."""
+    dtype: gl.constexpr = outs[0].dtype
+    wide = gl.allocate_shared_memory(dtype, [WIDE * CONSUMERS, PIECE, PIECE], outs[0].layout)
+    small = wide
+    if last_of(COLUMNS) < PIECE:
+        small = gl.allocate_shared_memory(
+            dtype, [CONSUMERS, last_of(COLUMNS), PIECE], outs[1].layout
+        )
+    return wide, small
+
+
+@gluon.jit
+def box_of(boxes, PLACE: gl.constexpr, ME: gl.constexpr, COLUMNS: gl.constexpr, WIDE: gl.constexpr):
+    """That of a piece of warpgroup ME."""
+    if is_wide(COLUMNS, PLACE):
+        return boxes[0].index(WIDE * ME + PLACE % WIDE)
+    else:
+        return boxes[1].index(ME)
+
+
+@gluon.jit
+def box_at(m0, n0, PLACE: gl.constexpr, TURNED: gl.constexpr):
+    """Where a piece's box begins of a tile that begins at (m0, n0)."""
+    if TURNED:
+        return m0 + PLACE * PIECE, n0
+    else:
+        return m0, n0 + PLACE * PIECE
+
+
+@gluon.constexpr_function
+def behind(columns, place, wide):
+    """Pieces that have been written since the one that had this one's box, if one tile follows the other."""
+    count = pieces_in(columns)
+    boxes = [i % wide if is_wide(columns, i) else wide for i in range(count)]
+    return next(n for n in range(count) if boxes[(place - 1 - n) % count] == boxes[place])
+
+
+@gluon.jit
+def tiles_of(M, N, COLUMNS: gl.constexpr, TURNED: gl.constexpr):
+    """Tiles of so many tokens, and of so many neurons."""
+    if TURNED:
+        return gl.cdiv(M, COLUMNS), gl.cdiv(N, ROWS * CONSUMERS)
+    else:
+        return gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(N, COLUMNS)
+
+
+@gluon.jit
+def place_of(t, tiles_m, tiles_n, ME: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr):
+    """Where consumer ME's part of a tile begins: (token, neuron)."""
+    pm, pn = tile_at(t, tiles_m, tiles_n)
+    if TURNED:
+        return pm * COLUMNS, (pn * CONSUMERS + ME) * ROWS
+    else:
+        return (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
+
+
+@gluon.jit
+def copy_tiles(
+    source, COLUMNS: gl.constexpr, TURNED: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr
+):
+    """Producer warp: the operands of every tile of this program, in order, into the ring."""
+    a, b, ring, tiles_m, tiles_n = source
+    n = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        token, neuron = place_of(t, tiles_m, tiles_n, 0, COLUMNS, TURNED)
+        if TURNED:
+            n = copy_tile(a, b, ring, n, neuron, token, KBLOCKS, COLUMNS, STAGES, False, False)
+        else:
+            n = copy_tile(a, b, ring, n, token, neuron, KBLOCKS, COLUMNS, STAGES, False, False)
+
+
+@gluon.jit
+def nothing(dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros, a warpgroup's sums of a tile, by its parts."""
+    made: gl.tuple = ()
+    for i in gl.static_range(parts_in(COLUMNS)):
+        made = made + (
+            gl.zeros([ROWS, part_of(COLUMNS, i)], dtype, accumulator(part_of(COLUMNS, i))),
+        )
+    return made
+
+
+@gluon.jit
+def _biases(bias, n0, N, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    n = n0 + gl.arange(0, COUNT, LAYOUT)
+    return gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def biased(accs, bias, n0, N, TURNED: gl.constexpr, HAS_BIAS: gl.constexpr):
+    """Sums, with the bias of neurons from n0 on."""
+    made: gl.tuple = ()
+    for i in gl.static_range(len(accs)):
+        acc = accs[i]
+        if HAS_BIAS:
+            if TURNED:
+                acc += _biases(bias, n0, N, ROWS, gl.SliceLayout(1, acc.type.layout))[:, None]
+            else:
+                acc += _biases(bias, n0, N, acc.shape[1], gl.SliceLayout(0, acc.type.layout))[
+                    None, :
+                ]
+        made = made + (acc,)
+    return made
+
+
+@gluon.jit
+def rounded(accs, dtype: gl.constexpr):
+    """Sums as they go to memory."""
+    made: gl.tuple = ()
+    for i in gl.static_range(len(accs)):
+        made = made + (accs[i].to(dtype),)
+    return made
+
+
+@gluon.jit
+def pieces_of(parts):
+    """The pieces of all parts, from left to right."""
+    found: gl.tuple = ()
+    for i in gl.static_range(len(parts)):
+        found = found + pieces(parts[i], (parts[i].shape[1] + PIECE - 1) // PIECE)
+    return found
+
+
+@gluon.jit
+def as_held(box, TURNED: gl.constexpr):
+    """A box [tokens, neurons] as [rows, columns] of a tile."""
+    if TURNED:
+        return box.permute((1, 0))
+    else:
+        return box
+
+
+@gluon.jit
+def as_boxed(piece):
+    """A piece as its box is written and read."""
+    return gl.convert_layout(piece, accumulator(piece.shape[1]))
+
+
+@gluon.jit
+def put(value, box, outs, place, TURNED: gl.constexpr):
+    """A piece to memory, through its box."""
+    as_held(box, TURNED).store(value)
+    fence_async_shared()
+    out = outs[0] if value.shape[1] == PIECE else outs[1]
+    store_box(out, [place[0], place[1]], box)
+
+
+class Projection(NamedTuple):
+    """What a kernel is launched with. operands: x and the weight, or TURNED the weight and x, in boxes."""
+
+    programs: int
+    operands: tuple[TensorDescriptor, ...]
+    constants: dict[str, Any]
+
+    def boxes(self, t: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Of what is read or written by boxes, their two kinds."""
+        wide, small = PIECE.value, last_of(self.constants["COLUMNS"])
+        return descriptor(t, wide, wide), descriptor(t, small, wide)
+
+
+def projection(x: torch.Tensor, weight: torch.Tensor, stages: Callable[[int], int]) -> Projection:
+    """Of x [M, K] and weight [N, K]. stages: how many the ring has, of a tile's columns."""
+    programs = multiprocessors(x.device)
+    columns, turned, _ = tile_for(len(x), len(weight), programs, stages)
+    # As many as a tile has pieces: past the last feature are zeros.
+    steps, each = unrolled(max(-(-x.shape[1] // DEPTH.value), pieces_in(columns)))
+    rows, wide = (weight, x) if turned else (x, weight)
+    return Projection(
+        programs,
+        (descriptor(rows, ROWS.value, DEPTH.value), *descriptors(wide, columns)),
+        {
+            "COLUMNS": columns,
+            "TURNED": turned,
+            "KBLOCKS": steps,
+            "EACH": each,
+            "STAGES": stages(columns),
+        },
+    )
+
+
+def stages_beside(columns: int, boxed: int) -> int:
+    """Stages of the ring, beside boxes for so many columns of a tile."""
+    return stages_of(columns, CONSUMERS.value * ROWS.value * boxed * 2)
