@@ -7,6 +7,7 @@ fewer tokens for the last piece of a TURNED tile. Descriptors and boxes are tupl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,15 +30,14 @@ from .hopper_tiles import (
     parts_in,
     pieces,
     pieces_in,
-    tile_at,
     tile_for,
 )
 from .launch import multiprocessors
+from .tile_order import tile_at
 from .unroll import unrolled
 
 __all__ = [
     "Projection",
-    "as_boxed",
     "as_held",
     "behind",
     "biased",
@@ -192,12 +192,6 @@ def as_held(box, TURNED: gl.constexpr):
 
 
 @gluon.jit
-def as_boxed(piece):
-    """A piece as its box is written and read."""
-    return gl.convert_layout(piece, accumulator(piece.shape[1]))
-
-
-@gluon.jit
 def put(value, box, outs, place, TURNED: gl.constexpr):
     """A piece to memory, through its box."""
     as_held(box, TURNED).store(value)
@@ -206,29 +200,22 @@ def put(value, box, outs, place, TURNED: gl.constexpr):
     store_box(out, [place[0], place[1]], box)
 
 
-class Projection(NamedTuple):
-    """What a kernel is launched with. operands: x and the weight, or TURNED the weight and x, in boxes."""
+class _Plan(NamedTuple):
+    """parts: columns of each part of a tile; last: those of its last piece."""
 
-    programs: int
-    operands: tuple[TensorDescriptor, ...]
+    parts: tuple[int, ...]
+    last: int
     constants: dict[str, Any]
 
-    def boxes(self, t: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-        """Of what is read or written by boxes, their two kinds."""
-        wide, small = PIECE.value, last_of(self.constants["COLUMNS"])
-        return descriptor(t, wide, wide), descriptor(t, small, wide)
 
-
-def projection(x: torch.Tensor, weight: torch.Tensor, stages: Callable[[int], int]) -> Projection:
-    """Of x [M, K] and weight [N, K]. stages: how many the ring has, of a tile's columns."""
-    programs = multiprocessors(x.device)
-    columns, turned, _ = tile_for(len(x), len(weight), programs, stages)
+@functools.lru_cache(maxsize=256)
+def _plan(M: int, K: int, N: int, programs: int, stages: Callable[[int], int]) -> _Plan:
+    columns, turned, _ = tile_for(M, N, programs, stages)
     # As many as a tile has pieces: past the last feature are zeros.
-    steps, each = unrolled(max(-(-x.shape[1] // DEPTH.value), pieces_in(columns)))
-    rows, wide = (weight, x) if turned else (x, weight)
-    return Projection(
-        programs,
-        (descriptor(rows, ROWS.value, DEPTH.value), *descriptors(wide, columns)),
+    steps, each = unrolled(max(-(-K // DEPTH.value), pieces_in(columns)))
+    return _Plan(
+        tuple(part_of(columns, i) for i in range(parts_in(columns))),
+        last_of(columns),
         {
             "COLUMNS": columns,
             "TURNED": turned,
@@ -237,6 +224,31 @@ def projection(x: torch.Tensor, weight: torch.Tensor, stages: Callable[[int], in
             "STAGES": stages(columns),
         },
     )
+
+
+class Projection(NamedTuple):
+    """What a kernel is launched with. operands: x and the weight, or TURNED the weight and x, in boxes; last: columns
+    of a tile's last piece."""
+
+    programs: int
+    operands: tuple[TensorDescriptor, ...]
+    last: int
+    constants: dict[str, Any]
+
+    def boxes(self, t: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Of what is read or written by boxes, their two kinds."""
+        wide = descriptor(t, PIECE.value, PIECE.value)
+        return wide, wide if self.last == PIECE else descriptor(t, self.last, PIECE.value)
+
+
+def projection(x: torch.Tensor, weight: torch.Tensor, stages: Callable[[int], int]) -> Projection:
+    """Of x [M, K] and weight [N, K]. stages: how many the ring has, of a tile's columns; the same object each time,
+    since what follows from sizes is kept."""
+    programs = multiprocessors(x.device)
+    plan = _plan(*x.shape, len(weight), programs, stages)
+    rows, wide = (weight, x) if plan.constants["TURNED"] else (x, weight)
+    operands = (descriptor(rows, ROWS.value, DEPTH.value), *descriptors(wide, plan.parts))
+    return Projection(programs, operands, plan.last, plan.constants)
 
 
 def stages_beside(columns: int, boxed: int) -> int:

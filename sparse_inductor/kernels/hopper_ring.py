@@ -8,6 +8,7 @@ and sums, are tuples, of as many as a tile's columns have parts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from triton.experimental import gluon
@@ -184,8 +185,8 @@ def descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
 
 
-def descriptors(t: torch.Tensor, columns: int) -> tuple[TensorDescriptor, ...]:
+def descriptors(t: torch.Tensor, parts: Sequence[int]) -> tuple[TensorDescriptor, ...]:
     """`t`, whose rows are a tile's columns, in boxes of each of their parts, DEPTH features wide; three, the last ones
     the same if it has fewer parts."""
-    made = tuple(descriptor(t, part_of(columns, i), DEPTH.value) for i in range(parts_in(columns)))
+    made = tuple(descriptor(t, columns, DEPTH.value) for columns in parts)
     return (*made, made[-1], made[-1])[:3]

@@ -4,6 +4,7 @@ waiting in the last round. Columns that are no power of two are made of parts th
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,11 +14,11 @@ from triton.experimental.gluon import language as gl
 
 __all__ = [
     "CONSUMERS",
-    "GROUP",
     "PIECE",
     "ROWS",
     "Tile",
     "accumulator",
+    "as_boxed",
     "halves",
     "is_wide",
     "last_of",
@@ -26,9 +27,7 @@ __all__ = [
     "parts_in",
     "pieces",
     "pieces_in",
-    "tile_at",
     "tile_for",
-    "tile_last",
 ]
 
 # Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
@@ -36,9 +35,6 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 # A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup; the last one may be less, a power of two.
 PIECE = gl.constexpr(64)
-# Row tiles that share their column tiles in turn: 4 MiB of rows of K = 2 048 (6.5 of 208 tokens each) stay in L2
-# beside what they are multiplied with.
-GROUP = gl.constexpr(8)
 
 # What a tile of so many columns takes, for one of 256: fewer columns are fewer flops a byte. Those of the second are
 # tokens, its rows neurons. H200, K = 2 048; 176 takes as long as 192, and 224 as 256.
@@ -57,6 +53,7 @@ class Tile(NamedTuple):
     waiting: float
 
 
+@functools.lru_cache(maxsize=256)
 def tile_for(M: int, N: int, programs: int, stages: Callable[[int], int]) -> Tile:
     """The tile of so many programs' product [M, N] that takes the least time. stages: how many a ring has, of a tile's
     columns."""
@@ -122,23 +119,6 @@ def accumulator(columns):
 
 
 @gluon.jit
-def tile_at(t, tiles_m, tiles_n):
-    """(row tile, column tile)."""
-    group = t // (GROUP * tiles_n)
-    r = t % (GROUP * tiles_n)
-    size = gl.minimum(GROUP, tiles_m - group * GROUP)
-    return group * GROUP + r % size, r // size
-
-
-@gluon.jit
-def tile_last(t, full, tiles_n):
-    """The same of so many row tiles, and behind them the tiles of one more; `relu_ffn_tiles` has it in Triton."""
-    past = t - full * tiles_n
-    pm, pn = tile_at(gl.minimum(t, gl.maximum(full * tiles_n - 1, 0)), gl.maximum(full, 1), tiles_n)
-    return gl.where(past < 0, pm, full), gl.where(past < 0, pn, past)
-
-
-@gluon.jit
 def halves(v):
     """A tile's left and right half. No data moves."""
     n: gl.constexpr = v.shape[1] // 2
@@ -154,3 +134,9 @@ def pieces(v, COUNT: gl.constexpr):
     else:
         left, right = halves(v)
         return pieces(left, COUNT // 2) + pieces(right, COUNT // 2)
+
+
+@gluon.jit
+def as_boxed(piece):
+    """A piece as its box of shared memory is written and read."""
+    return gl.convert_layout(piece, accumulator(piece.shape[1]))

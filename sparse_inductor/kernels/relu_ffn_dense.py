@@ -27,12 +27,10 @@ from .relu_ffn_tiles import (
     programs_of,
     put,
     rest_of,
-    rows_full,
     sum_of_rows,
-    tile_at,
-    tile_last,
     tile_of,
 )
+from .tile_order import rows_full, tile_at, tile_last
 
 __all__ = ["activate", "hidden", "product", "row_stats"]
 
@@ -96,7 +94,7 @@ def _hidden_kernel(
         tiles_n = tl.cdiv(N, BN)
         # Flattened, so that the next tile's operands are on their way while a tile ends.
         for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-            pm, pn = tile_at(t, tiles_m, tiles_n, 8)
+            pm, pn = tile_at(t, tiles_m, tiles_n)
             u = tl.zeros([BM, BN], tl.float32)
             if GATED:
                 for k in tl.range(0, K, BK):
@@ -114,7 +112,7 @@ def _hidden_kernel(
         tiles_m = tl.cdiv(n_rows, BM)
         tiles_n = tl.cdiv(N, PART)
         for t in range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-            pm, pn = tile_at(t, tiles_m, tiles_n, 8)
+            pm, pn = tile_at(t, tiles_m, tiles_n)
             i = pm * BM + tl.arange(0, BM)
             in_m = i < n_rows
             row = listed_rows(state, rows, i, M).to(tl.int64)
@@ -293,7 +291,7 @@ def _product_kernel(
             else:
                 put(acc, out, bias, rows, m0, pn * BN, M, N, stride_om, False, HAS_BIAS)
         for t in tl.range(tl.program_id(0), tiles - rest, tl.num_programs(0), flatten=True):
-            pm, pn = tile_last(t, full, tiles_n, 8)
+            pm, pn = tile_last(t, full, tiles_n)
             acc = tl.zeros([BM, BN], tl.float32)
             for k in tl.range(0, K, BK):
                 acc = tl.dot(a_box.load([pm * BM, k]), b_box.load([pn * BN, k]).T, acc)
@@ -317,7 +315,7 @@ def _product_kernel(
         depth = tl.cdiv(tl.cdiv(K, splits), BK) * BK
         for unit in range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
             k0 = (unit % splits) * depth
-            pm, pn = tile_at(unit // splits, tiles_m, tiles_n, 8)
+            pm, pn = tile_at(unit // splits, tiles_m, tiles_n)
             i = pm * BM + tl.arange(0, BM)
             in_m = i < n_rows
             row = listed_rows(state, rows, i, M).to(tl.int64)

@@ -28,9 +28,10 @@ from .hopper_ring import (
     make_ring,
     multiply_tile,
 )
-from .hopper_tiles import CONSUMERS, PIECE, ROWS, accumulator, pieces, tile_at
+from .hopper_tiles import CONSUMERS, PIECE, ROWS, accumulator, as_boxed, pieces
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
+from .tile_order import tile_at
 
 __all__ = ["Sum", "add_sums", "in_rows", "of_dense_rows"]
 
@@ -99,12 +100,11 @@ def _end_piece(
     ADD: gl.constexpr,
 ):
     """A piece of consumer ME's part of a tile goes to its place; with ADD, to what its box has of that."""
-    OF_PIECE: gl.constexpr = accumulator(PIECE)
     which, p0, q0 = place
-    piece = gl.convert_layout(piece, OF_PIECE)
+    piece = as_boxed(piece)
     box = out_ring.index(BOXES * ME + PLACE % BOXES)
     if ADD:
-        piece += box.load(OF_PIECE).to(gl.float32)
+        piece += box.load(piece.type.layout).to(gl.float32)
     else:
         tma.store_wait(BOXES - 1)  # what was copied from this box has left it
     box.store(piece.to(out[0].dtype))

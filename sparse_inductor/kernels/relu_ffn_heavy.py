@@ -32,11 +32,9 @@ from .relu_ffn_tiles import (
     programs_of,
     put,
     rest_of,
-    rows_full,
-    tile_at,
-    tile_last,
     tile_of,
 )
+from .tile_order import rows_full, tile_at, tile_last
 
 __all__ = [
     "PAD",
@@ -187,7 +185,7 @@ def _copied_tiles(
     if REST:
         whole = tl.where(n_rows == M, 0, whole)
     for t in range(tl.program_id(0), whole, tl.num_programs(0)):
-        pm, pn = tile_last(t, full, tiles_n, 8)
+        pm, pn = tile_last(t, full, tiles_n)
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _copied_tile(
@@ -387,7 +385,7 @@ def _summed_tiles(
     programs = tl.num_programs(0)
     first = (tl.program_id(0) + programs - before % programs) % programs
     for t in range(first, tiles_m * tiles_n, programs):
-        pm, pn = tile_at(t, tiles_m, tiles_n, 8)
+        pm, pn = tile_at(t, tiles_m, tiles_n)
         n = pm * BM + tl.arange(0, BM)
         k = pn * BN + tl.arange(0, BN)
         acc = tl.zeros([BM, BN], tl.float32)

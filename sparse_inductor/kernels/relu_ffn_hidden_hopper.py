@@ -10,6 +10,8 @@ on its way during the tile. Held back until the next tile, as `relu_ffn_hopper` 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +22,6 @@ from sparse_inductor.epilogue.steps import Program
 from .epilogue import encode, evaluate
 from .gluon_names import let_next_start, load_box, wait_for_previous
 from .hopper_projection import (
-    as_boxed,
     as_held,
     biased,
     box_at,
@@ -37,7 +38,7 @@ from .hopper_projection import (
     tiles_of,
 )
 from .hopper_ring import begin_step, end_step, make_ring, multiply_steps
-from .hopper_tiles import CONSUMERS, PIECE, ROWS, is_wide, pieces_in
+from .hopper_tiles import CONSUMERS, PIECE, ROWS, as_boxed, is_wide, pieces_in
 from .launch import launch as launch_kernel
 from .relu_ffn_packing import DENSE
 
@@ -164,6 +165,9 @@ def stages(columns: int, keeps: bool) -> int:
     return stages_beside(columns, beside)
 
 
+_STAGES = {keeps: functools.partial(stages, keeps=keeps) for keeps in (False, True)}
+
+
 def may_activate(f: Program, g: Program) -> bool:
     """Whether `hidden` can run these: pow begins with tl.full, which has no layout in Gluon."""
     return all(step.fn != "pow" for step in (*f, *g))
@@ -186,10 +190,11 @@ def hidden(
     kept: the up projection goes to the first, and 1 to the second, one int32; 0 where not all rows take that path.
     """
     keeps = kept is not None
-    of = projection(x, up, lambda columns: stages(columns, keeps))
+    of = projection(x, up, _STAGES[keeps])
     ups, whole = kept or (out, out)
+    outs = of.boxes(out)
     args = (
-        *of.operands, *of.boxes(gate), *of.boxes(out), *of.boxes(ups),
+        *of.operands, *of.boxes(gate), *outs, *(of.boxes(ups) if keeps else outs),
         out if bias is None else bias, state, whole, len(x), len(up), cut,
     )  # fmt: skip
     constants = {

@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from .boxes import addressable
 from .gluon_names import let_next_start
 from .hopper_projection import (
-    as_boxed,
     behind,
     biased,
     box_at,
@@ -45,7 +44,7 @@ from .hopper_projection import (
     tiles_of,
 )
 from .hopper_ring import begin_step, end_step, make_ring, multiply_steps
-from .hopper_tiles import PIECE, ROWS, pieces_in, tile_for
+from .hopper_tiles import PIECE, ROWS, as_boxed, pieces_in, tile_for
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 

@@ -17,10 +17,11 @@ from . import relu_ffn_hopper as hopper
 from .boxes import addressable
 from .gluon_names import let_next_start, store_box, wait_for_previous
 from .hopper_ring import DEPTH, copy_tile, descriptor, make_ring, multiply_tile
-from .hopper_tiles import CONSUMERS, PIECE, ROWS, accumulator, pieces, tile_last
+from .hopper_tiles import CONSUMERS, PIECE, ROWS, accumulator, as_boxed, pieces
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_tiles import tiles_in_rounds
+from .tile_order import rows_full, tile_last
 
 __all__ = ["applies", "product"]
 
@@ -49,7 +50,6 @@ def _multiply_tiles(operands, ME: gl.constexpr, TWO: gl.constexpr):
     """Consumer ME: 64 rows of every tile of this program."""
     out, ring, out_ring, tiles, full, tiles_n, steps = operands
     MMA: gl.constexpr = accumulator(COLUMNS)
-    OF_PIECE: gl.constexpr = accumulator(PIECE)
     n = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = tile_last(t, full, tiles_n)
@@ -57,7 +57,7 @@ def _multiply_tiles(operands, ME: gl.constexpr, TWO: gl.constexpr):
         accs, n = multiply_tile(accs, ring, n, steps * (1 + TWO), ME, STAGES, False, True)
         found = pieces(accs[0], PIECES)
         for i in gl.static_range(PIECES):
-            piece = gl.convert_layout(found[i], OF_PIECE)
+            piece = as_boxed(found[i])
             to = out_ring.index(BOXES * ME + i % BOXES)
             tma.store_wait(BOXES - 1)  # what was copied from this box has left it
             to.store(piece.to(out.dtype))
@@ -75,7 +75,7 @@ def _product_kernel(
     out_ring = gl.allocate_shared_memory(out.dtype, [BOXES * CONSUMERS, ROWS, PIECE], out.layout)
     let_next_start()
     wait_for_previous()
-    full = (M + ROWS - 1) // (ROWS * CONSUMERS)
+    full = rows_full(M, ROWS * CONSUMERS)
     tiles_n = gl.cdiv(N, COLUMNS)
     tiles = gl.where(gl.load(length) == M, whole, 0)
     source = (a, b, c, d, ring, tiles, full, tiles_n, steps)

@@ -34,11 +34,12 @@ from .hopper_ring import (
     multiply_tile,
     stages_of,
 )
-from .hopper_tiles import CONSUMERS, ROWS, accumulator, pieces, tile_at
+from .hopper_tiles import CONSUMERS, ROWS, accumulator, pieces
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_dots import slopes as slopes_of
 from .relu_ffn_hidden_hopper import may_activate
+from .tile_order import tile_at
 
 __all__ = ["applies", "slopes"]
 

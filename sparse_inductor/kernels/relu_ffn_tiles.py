@@ -1,5 +1,5 @@
-"""Tiles of the products in Triton of rows that are not sparse (`relu_ffn_dense`, `relu_ffn_heavy`): their sizes, their
-order, and how several programs share what is left past the last round of all programs."""
+"""Tiles of the products in Triton of rows that are not sparse (`relu_ffn_dense`, `relu_ffn_heavy`): their sizes, and
+how several programs share what is left past the last round of all programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .launch import multiprocessors
+from .tile_order import tile_last
 
 __all__ = [
     "STAGES_HALF",
@@ -20,10 +21,7 @@ __all__ = [
     "programs_of",
     "put",
     "rest_of",
-    "rows_full",
     "sum_of_rows",
-    "tile_at",
-    "tile_last",
     "tile_of",
     "tiles_in_rounds",
 ]
@@ -66,31 +64,6 @@ def precision(t: torch.Tensor) -> str:
 
 
 @triton.jit
-def tile_at(t, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(row tile, column tile): GROUP row tiles share their column tiles in turn, so that both operands stay in L2."""
-    group = t // (GROUP * tiles_n)
-    r = t % (GROUP * tiles_n)
-    size = tl.minimum(GROUP, tiles_m - group * GROUP)
-    return group * GROUP + r % size, r // size
-
-
-@triton.jit
-def rows_full(n_rows, BM: tl.constexpr):
-    """Row tiles of so many rows, but a last one that has no more than half of them."""
-    return (n_rows + BM // 2 - 1) // BM
-
-
-@triton.jit
-def tile_last(t, full, tiles_n, GROUP: tl.constexpr):
-    """`tile_at` of so many row tiles, and behind them the tiles of one more."""
-    past = t - full * tiles_n
-    pm, pn = tile_at(
-        tl.minimum(t, tl.maximum(full * tiles_n - 1, 0)), tl.maximum(full, 1), tiles_n, GROUP
-    )
-    return tl.where(past < 0, pm, full), tl.where(past < 0, pn, past)
-
-
-@triton.jit
 def rest_of(tiles, short, steps):
     """(tiles that are made by halves of their rows, those past the last round of all programs; the halves; the first of
     these, that are made by a program each; programs that share the sum of each of the others, of so many steps).
@@ -114,7 +87,7 @@ def half_at(half, tiles, rest, halves, full, tiles_n, BM: tl.constexpr):
     """(first row, column tile) of one of so many halves of `rest` tiles."""
     two = 2 * (halves - rest)
     t = tiles - rest + tl.where(half < two, half // 2, half - two // 2)
-    pm, pn = tile_last(t, full, tiles_n, 8)
+    pm, pn = tile_last(t, full, tiles_n)
     return pm * BM + tl.where(half < two, half % 2 * (BM // 2), 0), pn
 
 

@@ -15,7 +15,7 @@ import sparse_inductor
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import hopper_projection as projections
 from sparse_inductor.kernels import hopper_ring as ring
-from sparse_inductor.kernels import hopper_tiles
+from sparse_inductor.kernels import hopper_tiles, tile_order
 from sparse_inductor.kernels import relu_ffn_dense as dense
 from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients_hopper
 from sparse_inductor.kernels import relu_ffn_heavy as heavy
@@ -126,13 +126,13 @@ def test_what_is_left_past_the_last_round_is_shared_out(steps, tiles_n, rows, de
 @triton.jit
 def _places_kernel(out, M, tiles_n, rest, halves, BM: tl.constexpr):
     tiles = tl.cdiv(M, BM) * tiles_n
-    full = tile_rounds.rows_full(M, BM)
+    full = tile_order.rows_full(M, BM)
     for half in range(halves):
         m0, pn = tile_rounds.half_at(half, tiles, rest, halves, full, tiles_n, BM)
         tl.store(out + 2 * half, m0)
         tl.store(out + 2 * half + 1, pn)
     for t in range(tiles - rest):
-        pm, pn = tile_rounds.tile_last(t, full, tiles_n, 8)
+        pm, pn = tile_order.tile_last(t, full, tiles_n)
         tl.store(out + 2 * (halves + t), pm * BM)
         tl.store(out + 2 * (halves + t) + 1, pn)
 
