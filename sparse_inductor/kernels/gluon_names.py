@@ -12,7 +12,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-__all__ = ["let_next_start", "load_box", "load_rows", "store_box", "wait_for_previous"]
+__all__ = [
+    "MAY_GROW",
+    "let_next_start",
+    "load_box",
+    "load_rows",
+    "reinterpret",
+    "store_box",
+    "wait_for_previous",
+]
 
 
 def _named(module: Any, now: str, before: str) -> Any:
@@ -24,6 +32,11 @@ load_rows = _named(async_copy, "async_load", "async_copy_global_to_shared")
 # The bulk copy engine's: (descriptor, place, barrier, shared) and (descriptor, place, shared).
 load_box = _named(tma, "async_load", "async_copy_global_to_shared")
 store_box = _named(tma, "async_store", "async_copy_shared_to_global")
+
+
+# Shared memory, (itself, dtype, shape, layout), as something else; before Triton 3.8 of any size, from there on.
+reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+MAY_GROW = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit

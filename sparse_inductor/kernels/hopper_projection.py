@@ -8,7 +8,6 @@ fewer tokens for the last piece of a TURNED tile. Descriptors and boxes are tupl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,14 +22,17 @@ from .hopper_tiles import (
     CONSUMERS,
     PIECE,
     ROWS,
+    Tiles,
     accumulator,
     is_wide,
-    last_of,
     part_of,
     parts_in,
     pieces,
     pieces_in,
+    small_of,
+    start_of,
     tile_for,
+    wide_in,
 )
 from .launch import multiprocessors
 from .tile_order import tile_at
@@ -57,42 +59,58 @@ __all__ = [
 
 
 @gluon.jit
-def make_boxes(outs, COLUMNS: gl.constexpr, WIDE: gl.constexpr):
-    """Of each warpgroup, for tensors of these descriptors: WIDE boxes, which pieces of 64 columns take in turn, and one
-    of the last piece, if that has fewer."""
+def make_boxes(outs, COLUMNS: gl.constexpr, MOST: gl.constexpr):
+    """Of each warpgroup, for tensors of these descriptors: boxes, up to so many, that wide pieces take in turn, and the
+    same for small ones."""
     dtype: gl.constexpr = outs[0].dtype
+    WIDE: gl.constexpr = _boxes(COLUMNS, MOST)[0]
+    SMALL: gl.constexpr = _boxes(COLUMNS, MOST)[1]
     wide = gl.allocate_shared_memory(dtype, [WIDE * CONSUMERS, PIECE, PIECE], outs[0].layout)
     small = wide
-    if last_of(COLUMNS) < PIECE:
+    if SMALL > 0:
         small = gl.allocate_shared_memory(
-            dtype, [CONSUMERS, last_of(COLUMNS), PIECE], outs[1].layout
+            dtype, [SMALL * CONSUMERS, small_of(COLUMNS), PIECE], outs[1].layout
         )
     return wide, small
 
 
-@gluon.jit
-def box_of(boxes, PLACE: gl.constexpr, ME: gl.constexpr, COLUMNS: gl.constexpr, WIDE: gl.constexpr):
-    """That of a piece of warpgroup ME."""
-    if is_wide(COLUMNS, PLACE):
-        return boxes[0].index(WIDE * ME + PLACE % WIDE)
-    else:
-        return boxes[1].index(ME)
-
-
-@gluon.jit
-def box_at(m0, n0, PLACE: gl.constexpr, TURNED: gl.constexpr):
-    """Where a piece's box begins of a tile that begins at (m0, n0)."""
-    if TURNED:
-        return m0 + PLACE * PIECE, n0
-    else:
-        return m0, n0 + PLACE * PIECE
+@gluon.constexpr_function
+def _boxes(columns, most):
+    """How many boxes wide pieces have, and small ones."""
+    wide = wide_in(columns)
+    return min(wide, most), min(pieces_in(columns) - wide, most)
 
 
 @gluon.constexpr_function
-def behind(columns, place, wide):
+def _box(columns, place, most):
+    """Which of those of its size a piece has."""
+    wide, small = _boxes(columns, most)
+    return place % wide if is_wide(columns, place) else (place - wide_in(columns)) % small
+
+
+@gluon.jit
+def box_of(boxes, PLACE: gl.constexpr, ME: gl.constexpr, COLUMNS: gl.constexpr, MOST: gl.constexpr):
+    """That of a piece of warpgroup ME."""
+    if is_wide(COLUMNS, PLACE):
+        return boxes[0].index(_boxes(COLUMNS, MOST)[0] * ME + _box(COLUMNS, PLACE, MOST))
+    else:
+        return boxes[1].index(_boxes(COLUMNS, MOST)[1] * ME + _box(COLUMNS, PLACE, MOST))
+
+
+@gluon.jit
+def box_at(m0, n0, PLACE: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr):
+    """Where a piece's box begins of a tile that begins at (m0, n0)."""
+    if TURNED:
+        return m0 + start_of(COLUMNS, PLACE), n0
+    else:
+        return m0, n0 + start_of(COLUMNS, PLACE)
+
+
+@gluon.constexpr_function
+def behind(columns, place, most):
     """Pieces that have been written since the one that had this one's box, if one tile follows the other."""
     count = pieces_in(columns)
-    boxes = [i % wide if is_wide(columns, i) else wide for i in range(count)]
+    boxes = [(is_wide(columns, i), _box(columns, i, most)) for i in range(count)]
     return next(n for n in range(count) if boxes[(place - 1 - n) % count] == boxes[place])
 
 
@@ -174,12 +192,19 @@ def rounded(accs, dtype: gl.constexpr):
 
 
 @gluon.jit
-def pieces_of(parts):
-    """The pieces of all parts, from left to right."""
+def pieces_of(parts, COLUMNS: gl.constexpr):
+    """The pieces of all parts of a tile of so many columns, from left to right."""
     found: gl.tuple = ()
     for i in gl.static_range(len(parts)):
-        found = found + pieces(parts[i], (parts[i].shape[1] + PIECE - 1) // PIECE)
+        found = found + pieces(parts[i], pieces_within(COLUMNS, i))
     return found
+
+
+@gluon.constexpr_function
+def pieces_within(columns, i):
+    """Pieces of a tile's i-th part."""
+    part = part_of(columns, i)
+    return part // PIECE.value if part >= PIECE.value else part // small_of(columns)
 
 
 @gluon.jit
@@ -201,56 +226,60 @@ def put(value, box, outs, place, TURNED: gl.constexpr):
 
 
 class _Plan(NamedTuple):
-    """parts: columns of each part of a tile; last: those of its last piece."""
+    """parts: columns of each part of a tile; small: those of its small pieces."""
 
     parts: tuple[int, ...]
-    last: int
+    small: int
     constants: dict[str, Any]
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(M: int, K: int, N: int, programs: int, stages: Callable[[int], int]) -> _Plan:
-    columns, turned, _ = tile_for(M, N, programs, stages)
+def _plan(M: int, K: int, N: int, programs: int, tiles: Tiles, room: float) -> _Plan:
+    columns, turned, _ = tile_for(M, N, programs, tiles, room)
     # As many as a tile has pieces: past the last feature are zeros.
     steps, each = unrolled(max(-(-K // DEPTH.value), pieces_in(columns)))
     return _Plan(
         tuple(part_of(columns, i) for i in range(parts_in(columns))),
-        last_of(columns),
+        small_of(columns),
         {
             "COLUMNS": columns,
             "TURNED": turned,
             "KBLOCKS": steps,
             "EACH": each,
-            "STAGES": stages(columns),
+            "STAGES": tiles.stages(columns),
         },
     )
 
 
 class Projection(NamedTuple):
-    """What a kernel is launched with. operands: x and the weight, or TURNED the weight and x, in boxes; last: columns
-    of a tile's last piece."""
+    """What a kernel is launched with. operands: x and the weight, or TURNED the weight and x, in boxes; small:
+    columns of a tile's small pieces."""
 
     programs: int
     operands: tuple[TensorDescriptor, ...]
-    last: int
+    small: int
     constants: dict[str, Any]
 
     def boxes(self, t: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Of what is read or written by boxes, their two kinds."""
         wide = descriptor(t, PIECE.value, PIECE.value)
-        return wide, wide if self.last == PIECE else descriptor(t, self.last, PIECE.value)
+        return wide, wide if self.small == PIECE else descriptor(t, self.small, PIECE.value)
 
 
-def projection(x: torch.Tensor, weight: torch.Tensor, stages: Callable[[int], int]) -> Projection:
-    """Of x [M, K] and weight [N, K]. stages: how many the ring has, of a tile's columns; the same object each time,
+def projection(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, room: float = 0) -> Projection:
+    """Of x [M, K] and weight [N, K], by a kernel that can have these tiles (`tile_for`): the same object each time,
     since what follows from sizes is kept."""
     programs = multiprocessors(x.device)
-    plan = _plan(*x.shape, len(weight), programs, stages)
+    plan = _plan(*x.shape, len(weight), programs, tiles, room)
     rows, wide = (weight, x) if plan.constants["TURNED"] else (x, weight)
     operands = (descriptor(rows, ROWS.value, DEPTH.value), *descriptors(wide, plan.parts))
-    return Projection(programs, operands, plan.last, plan.constants)
+    return Projection(programs, operands, plan.small, plan.constants)
 
 
-def stages_beside(columns: int, boxed: int) -> int:
-    """Stages of the ring, beside boxes for so many columns of a tile."""
+def stages_beside(columns: int, *most: int) -> int:
+    """Stages of the ring, beside boxes as `make_boxes` makes them."""
+    boxed = 0
+    for m in most:
+        wide, small = _boxes(columns, m)
+        boxed += wide * PIECE.value + small * small_of(columns)
     return stages_of(columns, CONSUMERS.value * ROWS.value * boxed * 2)

@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_names import load_box
-from .hopper_tiles import CONSUMERS, ROWS, accumulator, offset_of, part_of, parts_in
+from .gluon_names import load_box, reinterpret
+from .hopper_tiles import CONSUMERS, ROWS, grain_of, offset_of, part_of, parts_in
+from .hopper_wide import begin_wide, end_wide
 
 __all__ = [
     "DEPTH",
@@ -50,23 +51,33 @@ def make_ring(
     """Stages of boxes of the matrices a and b, and what says which of them are full and which empty."""
     A_BOX: gl.constexpr = (DEPTH, ROWS) if A_BY_DEPTH else (ROWS, DEPTH)
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, A_BOX[0], A_BOX[1]], a.layout)
-    b_rings: gl.tuple = ()
-    for i in gl.static_range(parts_in(COLUMNS)):
-        if B_BY_DEPTH:
-            part = gl.allocate_shared_memory(
-                a.dtype, [STAGES, DEPTH, part_of(COLUMNS, i)], b[i].layout
-            )
-        else:
-            part = gl.allocate_shared_memory(
-                a.dtype, [STAGES, part_of(COLUMNS, i), DEPTH], b[i].layout
-            )
-        b_rings = b_rings + (part,)
+    if B_BY_DEPTH:
+        b_ring = gl.allocate_shared_memory(a.dtype, [STAGES, DEPTH, COLUMNS], b[0].layout)
+    else:
+        GRAIN: gl.constexpr = grain_of(COLUMNS)
+        b_ring = gl.allocate_shared_memory(
+            a.dtype, [STAGES * (COLUMNS // GRAIN), GRAIN, DEPTH], b[0].layout
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    return a_ring, b_rings, full, empty
+    return a_ring, b_ring, full, empty
+
+
+@gluon.jit
+def _part(b_ring, stage, PART: gl.constexpr, COLUMNS: gl.constexpr, BY_DEPTH: gl.constexpr):
+    """A part of a stage's columns, which follow each other in shared memory."""
+    if BY_DEPTH:
+        return b_ring.index(stage)
+    else:
+        GRAIN: gl.constexpr = grain_of(COLUMNS)
+        first = b_ring.index(stage * (COLUMNS // GRAIN) + offset_of(COLUMNS, PART) // GRAIN)
+        if part_of(COLUMNS, PART) == GRAIN:
+            return first
+        else:
+            return reinterpret(first, b_ring.dtype, [part_of(COLUMNS, PART), DEPTH], b_ring.layout)
 
 
 @gluon.jit
@@ -75,7 +86,7 @@ def copy_tile(
     A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: a tile's operands, into the stages from the n-th filling on; how many there are then."""
-    a_ring, b_rings, full, empty = ring
+    a_ring, b_ring, full, empty = ring
     BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
     for step in range(steps):
         stage = n % STAGES
@@ -91,7 +102,7 @@ def copy_tile(
             else:
                 load_box(a, [m, k], filled, a_box)
         for i in gl.static_range(parts_in(COLUMNS)):
-            b_box = b_rings[i].index(stage)
+            b_box = _part(b_ring, stage, i, COLUMNS, B_BY_DEPTH)
             if B_BY_DEPTH:
                 load_box(b[i], [k, n0 + offset_of(COLUMNS, i)], filled, b_box)
             else:
@@ -101,9 +112,9 @@ def copy_tile(
 
 
 @gluon.constexpr_function
-def _first_operand(sums):
-    """How the threads that hold such sums hold a wgmma's first operand in registers."""
-    return gl.DotOperandLayout(0, sums, 2)
+def columns_of(shape, stages, by_depth):
+    """Of a tile whose ring for the second operand has this shape."""
+    return shape[2] if by_depth else shape[0] // stages * shape[1]
 
 
 @gluon.jit
@@ -112,23 +123,23 @@ def begin_step(
     A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ME: (accs, if MORE) + the product of the n-th filling's stage, which is under way then."""
-    a_ring, b_rings, full, _ = ring
+    a_ring, b_ring, full, _ = ring
     stage = n % STAGES
     mbarrier.wait(full.index(stage), (n // STAGES) & 1)
     a = a_ring.index(stage * CONSUMERS + ME)
     if A_BY_DEPTH:
         a = a.permute((1, 0))
+    COLUMNS: gl.constexpr = columns_of(b_ring.shape, STAGES, B_BY_DEPTH)
     if len(accs) > 1:
-        # Read once, into registers: from shared memory each product would read all of it, and that of few columns wait.
-        a = a.load(_first_operand(accumulator(ROWS)))
+        begin_wide()
     made: gl.tuple = ()
     for i in gl.static_range(len(accs)):
-        b = b_rings[i].index(stage)
+        b = _part(b_ring, stage, i, COLUMNS, B_BY_DEPTH)
         if not B_BY_DEPTH:
             b = b.permute((1, 0))
-        if len(accs) > 1:
-            a = gl.convert_layout(a, _first_operand(accumulator(b.shape[1])))
         made = made + (warpgroup_mma(a, b, accs[i], use_acc=MORE, is_async=True),)
+    if len(accs) > 1:
+        end_wide()
     return made
 
 
@@ -186,7 +197,7 @@ def descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def descriptors(t: torch.Tensor, parts: Sequence[int]) -> tuple[TensorDescriptor, ...]:
-    """`t`, whose rows are a tile's columns, in boxes of each of their parts, DEPTH features wide; three, the last ones
+    """`t`, whose rows are a tile's columns, in boxes of each of their parts, DEPTH features wide; four, the last ones
     the same if it has fewer parts."""
     made = tuple(descriptor(t, columns, DEPTH.value) for columns in parts)
-    return (*made, made[-1], made[-1])[:3]
+    return (*made, *[made[-1]] * 3)[:4]

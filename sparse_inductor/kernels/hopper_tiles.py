@@ -1,5 +1,6 @@
 """Tiles of the products of `hopper_ring`: 128 rows of one operand, by as many columns as leaves few multiprocessors
-waiting in the last round. Columns that are no power of two are made of parts that are, each with sums of its own.
+waiting in the last round. Columns that are no power of two are made of parts that are, each with sums of its own, which
+`hopper_wide` makes one product of.
 """
 
 from __future__ import annotations
@@ -12,36 +13,48 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .gluon_names import MAY_GROW
+
 __all__ = [
     "CONSUMERS",
     "PIECE",
     "ROWS",
     "Tile",
+    "Tiles",
     "accumulator",
     "as_boxed",
+    "grain_of",
     "halves",
     "is_wide",
-    "last_of",
+    "leaves_room",
     "offset_of",
     "part_of",
     "parts_in",
     "pieces",
     "pieces_in",
+    "small_of",
+    "start_of",
     "tile_for",
+    "wide_in",
 ]
 
 # Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
-# A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup; the last one may be less, a power of two.
+# A tile is read and written by pieces of 64 columns, 8 KiB a warpgroup, and what is left by small ones.
 PIECE = gl.constexpr(64)
 
-# What a tile of so many columns takes, for one of 256: fewer columns are fewer flops a byte. Those of the second are
-# tokens, its rows neurons. H200, K = 2 048; 176 takes as long as 192, and 224 as 256.
-COSTS = {256: 1.0, 128: 0.54}
-COSTS_TURNED = {208: 0.905, 192: 0.78, 160: 0.665, 144: 0.63}
-# Stages that those of the second need: three of 42 KB do not bridge the time to L2.
+# Stages that tiles of columns that are tokens need: three of 42 KB do not bridge the time to L2.
 LEAST_STAGES = 4
+
+
+class Tiles(NamedTuple):
+    """The tiles that a kernel can have, with what one takes for one of 256 columns (H200, K = 2 048). stages: of its
+    ring, of a tile's columns. In `upright` ones these are neurons, in `turned` ones tokens, and rows the other."""
+
+    stages: Callable[[int], int]
+    upright: tuple[tuple[int, float], ...]
+    turned: tuple[tuple[int, float], ...]
 
 
 class Tile(NamedTuple):
@@ -54,25 +67,37 @@ class Tile(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def tile_for(M: int, N: int, programs: int, stages: Callable[[int], int]) -> Tile:
-    """The tile of so many programs' product [M, N] that takes the least time. stages: how many a ring has, of a tile's
-    columns."""
+def tile_for(
+    M: int, N: int, programs: int, tiles: Tiles, room: float = 0, any_width: bool = MAY_GROW.value
+) -> Tile:
+    """The tile of so many programs' product [M, N] that takes the least time. room: what it is worth, in rounds of
+    tiles of 256 columns, if those leave room for something beside their last one. any_width: or of whole pieces."""
     height = ROWS.value * CONSUMERS.value
     found = []
-    for turned, costs in ((False, COSTS), (True, COSTS_TURNED)):
+    for turned, costs in ((False, tiles.upright), (True, tiles.turned)):
         rows, wide = (N, M) if turned else (M, N)
-        for columns, cost in costs.items():
-            if turned and stages(columns) < LEAST_STAGES:
+        for columns, cost in costs:
+            if turned and tiles.stages(columns) < LEAST_STAGES:
+                continue
+            if not any_width and columns % PIECE.value:
                 continue
             share = -(-rows // height) * -(-wide // columns) / programs
             rounds = math.ceil(share)
-            found.append((rounds * cost, Tile(columns, turned, (rounds - share) * cost)))
+            tile = Tile(columns, turned, (rounds - share) * cost)
+            found.append((rounds * cost - room * leaves_room(tile), tile))
     return min(found)[1]
+
+
+def leaves_room(tile: Tile) -> bool:
+    """Whether tiles have 256 columns, and a third of the multiprocessors nothing to do in their last round."""
+    return tile.columns == 256 and tile.waiting >= 1 / 3
 
 
 @gluon.constexpr_function
 def _parts(columns):
-    """Powers of two, the largest first."""
+    """Powers of two, the largest first; the same ones, where a part has to be a box of the ring."""
+    if not MAY_GROW.value:
+        return [columns & -columns] * (columns // (columns & -columns))
     return [1 << i for i in range(columns.bit_length() - 1, -1, -1) if columns >> i & 1]
 
 
@@ -94,20 +119,39 @@ def offset_of(columns, i):
 
 
 @gluon.constexpr_function
+def small_of(columns):
+    """Columns of a small piece, a power of two; PIECE where a tile has none."""
+    return min(columns & -columns, PIECE.value)
+
+
+@gluon.constexpr_function
+def wide_in(columns):
+    """How many of a tile's pieces are wide. The others are behind them."""
+    return columns // PIECE.value
+
+
+@gluon.constexpr_function
+def grain_of(columns):
+    """The most columns that all parts have a multiple of."""
+    return columns & -columns
+
+
+@gluon.constexpr_function
 def pieces_in(columns):
-    return -(-columns // PIECE.value)
+    return wide_in(columns) + columns % PIECE.value // small_of(columns)
 
 
 @gluon.constexpr_function
 def is_wide(columns, i):
-    """Whether a piece has PIECE columns: all but the last one have."""
-    return (i + 1) * PIECE.value <= columns
+    """Whether a piece has PIECE columns."""
+    return i < wide_in(columns)
 
 
 @gluon.constexpr_function
-def last_of(columns):
-    """Columns of the last piece."""
-    return columns - (pieces_in(columns) - 1) * PIECE.value
+def start_of(columns, i):
+    """A piece's first column."""
+    wide = wide_in(columns)
+    return min(i, wide) * PIECE.value + max(i - wide, 0) * small_of(columns)
 
 
 @gluon.constexpr_function

@@ -198,21 +198,23 @@ def forward(
         # What counts the programs that make the table, then a row's entries that are done.
         done = state[len(state) - words :].view(torch.int32) if follows else None
         ready = None if done is None else done[4:]
+        # Where nothing waits for the table but what rows are gathered with, it is made only where they are; unless the
+        # product of marks, which statistics have none of, has room for it beside its end.
+        asked = gathered and len(parts) == 1
+        roomy = asked and marking
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
         if marked_product:
             gate, marks = hopper.marked_product(
-                x[part], b.gate, b.gate_bias, b.cut, state, None if room is None else room.gate[:m]
-            )
+                x[part], b.gate, b.gate_bias, b.cut, state,
+                None if room is None else room.gate[:m], room=roomy,
+            )  # fmt: skip
             marks = marks if marking else None
         else:
             state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
-        # Where nothing waits for the table but what rows are gathered with, only where they are; unless the product of
-        # marks, which statistics have none of, has room for it beside its end.
-        asked = gathered and len(parts) == 1
         if numbers is None:
-            asked = asked and marking and not hopper.leaves_room(x, b.gate)
+            asked = roomy and not hopper.has_room(x, b.gate)
         if table is None and not asked:
             table, _ = rows.by_neuron(b.down, beside=marking)
         if packed is None:

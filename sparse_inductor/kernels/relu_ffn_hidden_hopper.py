@@ -4,8 +4,9 @@ warp-specialised persistent kernel in Gluon.
     h = f(gate) * g(x up^T + bias)      from the gate projection, to its place or elsewhere
 
 One warp copies operand tiles into a ring of shared-memory stages with the bulk copy engine; two warpgroups each
-multiply 64 rows of a tile (`hopper_projection`). The up projection, rounded as PyTorch does, meets the gate's, which is
-on its way during the tile. Held back until the next tile, as `relu_ffn_hopper` does, a block takes 4 to 6 us longer.
+multiply 64 rows of a tile (`hopper_projection`). A tile's up projection is rounded, as PyTorch does, and held. While
+the tensor cores are busy with the first steps of the next tile, it meets the gates, which came meanwhile, by pieces.
+Tiles of 256 columns would take longer: their gates leave room for three stages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from .hopper_projection import (
     tiles_of,
 )
 from .hopper_ring import begin_step, end_step, make_ring, multiply_steps
-from .hopper_tiles import CONSUMERS, PIECE, ROWS, as_boxed, is_wide, pieces_in
+from .hopper_tiles import CONSUMERS, ROWS, Tiles, as_boxed, is_wide, pieces_in
+from .hopper_wide import Widened
 from .launch import launch as launch_kernel
 from .relu_ffn_packing import DENSE
 
@@ -55,8 +57,8 @@ def _ask_for_gates(
     mbarrier.expect(bar, COLUMNS * ROWS * 2)
     for place in gl.static_range(pieces_in(COLUMNS)):
         gate = gates[0] if is_wide(COLUMNS, place) else gates[1]
-        m, n = box_at(m0, n0, place, TURNED)
-        load_box(gate, [m, n], bar, box_of(boxes, place, ME, COLUMNS, COLUMNS // PIECE))
+        m, n = box_at(m0, n0, place, COLUMNS, TURNED)
+        load_box(gate, [m, n], bar, box_of(boxes, place, ME, COLUMNS, pieces_in(COLUMNS)))
 
 
 @gluon.jit
@@ -66,13 +68,13 @@ def _end_piece(
 ):  # fmt: skip
     """A piece of consumer ME's part of the tile at (m0, n0) meets the gates there."""
     boxes, up_boxes, _read, outs, ups, cut = ends
-    at = box_at(m0, n0, PLACE, TURNED)
+    at = box_at(m0, n0, PLACE, COLUMNS, TURNED)
     u = as_boxed(piece)
     if KEEP:
         # The last piece's up projection has left; its h may be on its way.
         tma.store_wait(1)
         put(u, box_of(up_boxes, PLACE, ME, COLUMNS, 1), ups, at, TURNED)
-    box = box_of(boxes, PLACE, ME, COLUMNS, COLUMNS // PIECE)
+    box = box_of(boxes, PLACE, ME, COLUMNS, pieces_in(COLUMNS))
     g = as_held(box, TURNED).load(u.type.layout).to(gl.float32)
     h = gl.where(g <= cut, 0.0, evaluate(g, F) * evaluate(u.to(gl.float32), G))
     put(h.to(outs[0].dtype), box, outs, at, TURNED)
@@ -86,33 +88,50 @@ def _multiply_tiles(
     """Consumer ME: 64 rows of every tile of this program."""
     ends, ring, gates, bias, tiles_m, tiles_n, N = operands
     boxes, _up_boxes, read, outs, _ups, _cut = ends
+    dtype: gl.constexpr = outs[0].dtype
+    COUNT: gl.constexpr = pieces_in(COLUMNS)
+    # A piece every second step, if there are as many; behind the last one the gates of this tile are sent for.
+    APART: gl.constexpr = 2 if EACH >= 2 * COUNT else 1
+    ASKS: gl.constexpr = min(APART * COUNT, EACH - 1)
     n = 0  # stages consumed
     phase = 0
+    held = nothing(dtype, COLUMNS)
+    m_held, n_held = 0, 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         m0, n0 = place_of(t, tiles_m, tiles_n, ME, COLUMNS, TURNED)
         accs = nothing(gl.float32, COLUMNS)
+        found = pieces_of(held, COLUMNS)
         for i in gl.static_range(EACH):
             accs = begin_step(accs, ring, n, i > 0, ME, STAGES, False, False)
-            if i == 0:
+            if i < APART * COUNT and i % APART == 0 and t > gl.program_id(0):
+                if i == 0:
+                    mbarrier.wait(read.index(ME), phase ^ 1)
+                _end_piece(
+                    found[i // APART], ends, m_held, n_held, i // APART, ME, COLUMNS, TURNED, KEEP, F, G
+                )  # fmt: skip
+            if i == ASKS:
                 _ask_for_gates(gates, boxes, read, m0, n0, ME, COLUMNS, TURNED)
-            else:
+            if i > 0:
                 accs = end_step(accs, ring, n - 1, 1, STAGES)
             n += 1
         accs = end_step(accs, ring, n - 1, 0, STAGES)
         for _k in range(EACH, KBLOCKS, EACH):
             accs, n = multiply_steps(accs, ring, n, ME, EACH, STAGES)
-        mbarrier.wait(read.index(ME), phase)
-        phase = phase ^ 1
         accs = biased(accs, bias, n0, N, TURNED, HAS_BIAS)
-        found = pieces_of(rounded(accs, outs[0].dtype))
-        for i in gl.static_range(pieces_in(COLUMNS)):
-            _end_piece(found[i], ends, m0, n0, i, ME, COLUMNS, TURNED, KEEP, F, G)
+        held, m_held, n_held = rounded(accs, dtype), m0, n0
+        phase = phase ^ 1
+    if gl.program_id(0) < tiles_m * tiles_n:
+        mbarrier.wait(read.index(ME), phase ^ 1)
+        found = pieces_of(held, COLUMNS)
+        for i in gl.static_range(COUNT):
+            _end_piece(found[i], ends, m_held, n_held, i, ME, COLUMNS, TURNED, KEEP, F, G)
     tma.store_wait(0)
 
 
+@Widened
 @gluon.jit(do_not_specialize=["M", "N", "cut"])
 def _hidden_kernel(
-    a, b0, b1, b2, gate, gate_small, out, out_small, up, up_small, bias, state, whole, M, N, cut,
+    a, b0, b1, b2, b3, gate, gate_small, out, out_small, up, up_small, bias, state, whole, M, N, cut,
     COLUMNS: gl.constexpr, TURNED: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
     KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, F: gl.constexpr, G: gl.constexpr,
 ):  # fmt: skip
@@ -121,10 +140,10 @@ def _hidden_kernel(
 
     a, b: x and the weight, in boxes of each part of a tile's columns; or the weight and x, if TURNED.
     """
-    b = (b0, b1, b2)
+    b = (b0, b1, b2, b3)
     ring = make_ring(a, b, COLUMNS, STAGES, False, False)
     gates, outs, ups = (gate, gate_small), (out, out_small), (up, up_small)
-    boxes = make_boxes(outs, COLUMNS, COLUMNS // PIECE)
+    boxes = make_boxes(outs, COLUMNS, pieces_in(COLUMNS))
     up_boxes = boxes
     if KEEP:
         up_boxes = make_boxes(ups, COLUMNS, 1)
@@ -161,11 +180,18 @@ def _hidden_kernel(
 
 def stages(columns: int, keeps: bool) -> int:
     """Stages of the ring, beside what is read and written."""
-    beside = columns + keeps * (PIECE.value + columns % PIECE.value)
-    return stages_beside(columns, beside)
+    return stages_beside(columns, pieces_in(columns), *([1] if keeps else []))
 
 
-_STAGES = {keeps: functools.partial(stages, keeps=keeps) for keeps in (False, True)}
+# By whether the up projection is kept.
+TILES = {
+    keeps: Tiles(
+        functools.partial(stages, keeps=keeps),
+        upright=((128, 0.49),),
+        turned=((208, 0.795), (192, 0.74), (176, 0.685), (160, 0.62), (144, 0.56)),
+    )
+    for keeps in (False, True)
+}
 
 
 def may_activate(f: Program, g: Program) -> bool:
@@ -190,7 +216,7 @@ def hidden(
     kept: the up projection goes to the first, and 1 to the second, one int32; 0 where not all rows take that path.
     """
     keeps = kept is not None
-    of = projection(x, up, _STAGES[keeps])
+    of = projection(x, up, TILES[keeps])
     ups, whole = kept or (out, out)
     outs = of.boxes(out)
     args = (

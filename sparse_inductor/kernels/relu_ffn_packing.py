@@ -306,8 +306,8 @@ def popcount(x):
 
 
 @functools.lru_cache(maxsize=256)
-def _pair(cut: float, dtype: torch.dtype) -> int:
-    """Both halves of an int32: the largest 16-bit number of this type that is <= cut."""
+def twice(cut: float, dtype: torch.dtype) -> int:
+    """The largest 16-bit number of this type that is <= cut, in both halves of an int32."""
     t = torch.tensor(cut, dtype=torch.float64).to(dtype)
     bits = int(t.view(torch.int16)) & 0xFFFF
     if t.item() > cut:
@@ -356,7 +356,7 @@ def pack(
     warps, columns = (1, 32) if pairs else (PACK_WARPS, 1)
     _pack_kernel[(M,)](
         gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
-        M, N, 0 if stats is None else stats.stride(0), cut, _pair(cut, gate.dtype) if pairs else 0,
+        M, N, 0 if stats is None else stats.stride(0), cut, twice(cut, gate.dtype) if pairs else 0,
         dense_row(M, N),
         PAIRS=pairs, STEPS=encode(f), STATS=stats is not None, GATED=gated,
         BLOCK_ROWS=0 if shared is None else block_rows,

@@ -25,6 +25,7 @@ def compile_all() -> None:
     from sparse_inductor.epilogue.steps import parse
     from sparse_inductor.kernels import hopper_ring as ring
     from sparse_inductor.kernels import hopper_tiles as tiles
+    from sparse_inductor.kernels import hopper_wide as wide
     from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients
     from sparse_inductor.kernels import relu_ffn_hidden_hopper as hidden
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
@@ -38,6 +39,7 @@ def compile_all() -> None:
     from sparse_inductor.kernels import relu_ffn_sums as sums
     from sparse_inductor.kernels import relu_ffn_sums_ptx as sums_ptx
     from sparse_inductor.kernels.epilogue import encode
+    from sparse_inductor.kernels.gluon_names import MAY_GROW
 
     def made(kernel, types, constants, of=GluonASTSource, **options):
         given = iter(types)
@@ -61,19 +63,36 @@ def compile_all() -> None:
 
     nothing = {"F": encode(()), "G": encode(())}
     token, bulk = box(64, 64), "cp.async.bulk.tensor"
-    for columns in (*tiles.COSTS, *tiles.COSTS_TURNED):
-        turned = columns in tiles.COSTS_TURNED
-        parts = [box(tiles.part_of(columns, i), 64) for i in range(tiles.parts_in(columns))]
-        operands = [token, *parts, *[parts[-1]] * (3 - len(parts))]
-        held = [token, box(tiles.last_of(columns), 64)]
-        given = {"COLUMNS": columns, "TURNED": turned, "KBLOCKS": 16, "EACH": 8, "HAS_BIAS": False}
-        constants = {**given, "STAGES": hopper.stages(columns)}
-        types = [*operands, *held, *"*bf16 *i32 *i64 i32 i32 fp32 i32".split()]
-        multiplies(made(hopper._product_kernel, types, constants, num_warps=4), bulk)
-        for keep in (False, True):
-            constants = {**given, **nothing, "STAGES": hidden.stages(columns, keep), "KEEP": keep}
-            types = [*operands, *held * 3, *"*bf16 *i64 *i32 i32 i32 fp32".split()]
-            multiplies(made(hidden._hidden_kernel, types, constants, num_warps=4), bulk)
+
+    def widened(kernel, types, constants):
+        """Its products are as wide as a tile, each of them."""
+        with wide.completing():
+            compiled = made(kernel.kernel, types, constants, num_warps=4)
+        multiplies(compiled, bulk)
+        widths = re.findall(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16", compiled.asm["ptx"])
+        assert {*map(int, widths)} == {constants["COLUMNS"]}, "parts are left"
+
+    def products(of, keeps=False):
+        """(types of operands, of what is written, constants) of all tiles."""
+        for turned, costs in ((False, of.upright), (True, of.turned)):
+            for columns, _ in costs:
+                if columns % 64 and not MAY_GROW.value:
+                    continue
+                parts = [box(tiles.part_of(columns, i), 64) for i in range(tiles.parts_in(columns))]
+                constants = {
+                    "COLUMNS": columns, "TURNED": turned, "KBLOCKS": 16, "EACH": 8,
+                    "STAGES": of.stages(columns), "HAS_BIAS": False,
+                }  # fmt: skip
+                operands = [token, *parts, *[parts[-1]] * (4 - len(parts))]
+                yield operands, [token, box(tiles.small_of(columns), 64)], constants
+
+    for operands, written, constants in products(hopper.TILES):
+        types = [*operands, *written, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
+        widened(hopper._product_kernel, types, constants)
+    for keep in (False, True):
+        for operands, written, constants in products(hidden.TILES[keep]):
+            types = [*operands, *written * 3, *"*bf16 *i64 *i32 i32 i32 fp32".split()]
+            widened(hidden._hidden_kernel, types, {**constants, **nothing, "KEEP": keep})
     types = [token, "*bf16", token, *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
     multiplies(made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4), "cp.async.cg")
     types = [token, box(64, slopes.COLUMNS.value), *[box(64, slopes.PART.value)] * 3]
