@@ -10,6 +10,7 @@ from torch.autograd import gradcheck
 import sparse_inductor
 from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse, run
+from sparse_inductor.ops import _relu_ffn_aten
 from sparse_inductor.ops.relu_ffn import capacity
 
 relu_ffn = sparse_inductor.ops.relu_ffn
@@ -129,13 +130,23 @@ def test_what_is_saved_for_the_backward():
     assert kept < 0.1 * 2 * 64 * 4096 * 8, "the dense gate and up projections would be twice M * N"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("bias", [-1.8, -100.0])
 @pytest.mark.parametrize("M", [1, 3])
-def test_decoding_reads_few_neurons(M):
-    """Sparse rows take the path that gathers weights: same values as the dense one."""
-    w = weights(N=512, dtype=torch.float32)
-    w["gate_bias"].fill_(-1.8)
-    x = tokens(M, dtype=torch.float32)
-    torch.testing.assert_close(relu_ffn(x, **w), dense(x, w)[0], rtol=1e-5, atol=1e-5)
+def test_decoding_reads_few_neurons(M, bias, by_columns, dtype, monkeypatch):
+    """Sparse rows, and rows with none active, take the path that gathers weights: same values as the dense one."""
+    gathered = []
+    few = _relu_ffn_aten._few
+    monkeypatch.setattr(_relu_ffn_aten, "_few", lambda *a: gathered.append(a) or few(*a))
+    w = weights(N=512, dtype=dtype)
+    w["gate_bias"].fill_(bias)
+    if by_columns:  # x @ weight, as GPT-2 has them
+        w = {k: v if v is None or v.dim() == 1 else v.t().contiguous().t() for k, v in w.items()}
+    x = tokens(M, dtype=dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
+    torch.testing.assert_close(relu_ffn(x, **w), dense(x, w)[0], **tolerance)
+    assert len(gathered) == 1
 
 
 def test_nan_reaches_the_output():
