@@ -17,6 +17,10 @@ relu_ffn = sparse_inductor.ops.relu_ffn
 K, N, D = 6, 20, 5
 
 
+def lying_by_columns(w):
+    return {k: v if v is None or v.dim() == 1 else v.t().contiguous().t() for k, v in w.items()}
+
+
 def weights(dtype=torch.float64, gated=True, bias=True, N=N, requires_grad=False):
     torch.manual_seed(0)
     draw = lambda *s: torch.randn(*s, dtype=dtype).div(2).requires_grad_(requires_grad)
@@ -142,7 +146,7 @@ def test_decoding_reads_few_neurons(M, bias, by_columns, dtype, monkeypatch):
     w = weights(N=512, dtype=dtype)
     w["gate_bias"].fill_(bias)
     if by_columns:  # x @ weight, as GPT-2 has them
-        w = {k: v if v is None or v.dim() == 1 else v.t().contiguous().t() for k, v in w.items()}
+        w = lying_by_columns(w)
     x = tokens(M, dtype=dtype)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {}
     torch.testing.assert_close(relu_ffn(x, **w), dense(x, w)[0], **tolerance)
@@ -158,7 +162,7 @@ def test_nan_reaches_the_output():
 
 def test_strided_inputs():
     x, w = tokens(9), weights()
-    w = {k: v if v is None or v.dim() == 1 else v.t().contiguous().t() for k, v in w.items()}
+    w = lying_by_columns(w)
     wide = torch.stack([x, x], -1).flatten(-2)[:, ::2]
     torch.testing.assert_close(relu_ffn(wide, **w), dense(x, w)[0])
 

@@ -18,6 +18,7 @@ __all__ = [
     "load_box",
     "load_rows",
     "reinterpret",
+    "say",
     "store_box",
     "wait_for_previous",
 ]
@@ -40,14 +41,19 @@ MAY_GROW = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit
+def say(TEXT: gl.constexpr):
+    """Put an instruction without operands, or a comment, where this stands."""
+    text: gl.constexpr = TEXT + " // $0"
+    gl.inline_asm_elementwise(text, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def let_next_start():
     """`gdc_launch_dependents`, which Gluon has not."""
-    early: gl.constexpr = "griddepcontrol.launch_dependents; // $0"
-    gl.inline_asm_elementwise(early, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    say("griddepcontrol.launch_dependents;")
 
 
 @gluon.jit
 def wait_for_previous():
     """`gdc_wait`, the same."""
-    wait: gl.constexpr = "griddepcontrol.wait; // $0"
-    gl.inline_asm_elementwise(wait, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    say("griddepcontrol.wait;")

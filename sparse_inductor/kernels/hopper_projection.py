@@ -2,7 +2,7 @@
 
 A tile's rows and columns are tokens and neurons or, TURNED, neurons and tokens, as `hopper_tiles` finds best. Its sums
 go to memory by pieces, each through a box of shared memory that is [tokens, neurons] in either case: of 64 x 64, or of
-fewer tokens for the last piece of a TURNED tile. Descriptors and boxes are tuples of these two.
+fewer tokens for the small pieces of a TURNED tile. Descriptors and boxes are tuples of these two.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ __all__ = [
     "make_boxes",
     "nothing",
     "pieces_of",
+    "pieces_within",
     "place_of",
     "projection",
     "put",
@@ -91,10 +92,8 @@ def _box(columns, place, most):
 @gluon.jit
 def box_of(boxes, PLACE: gl.constexpr, ME: gl.constexpr, COLUMNS: gl.constexpr, MOST: gl.constexpr):
     """That of a piece of warpgroup ME."""
-    if is_wide(COLUMNS, PLACE):
-        return boxes[0].index(_boxes(COLUMNS, MOST)[0] * ME + _box(COLUMNS, PLACE, MOST))
-    else:
-        return boxes[1].index(_boxes(COLUMNS, MOST)[1] * ME + _box(COLUMNS, PLACE, MOST))
+    SIZE: gl.constexpr = 0 if is_wide(COLUMNS, PLACE) else 1
+    return boxes[SIZE].index(_boxes(COLUMNS, MOST)[SIZE] * ME + _box(COLUMNS, PLACE, MOST))
 
 
 @gluon.jit

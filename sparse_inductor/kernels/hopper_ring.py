@@ -112,7 +112,7 @@ def copy_tile(
 
 
 @gluon.constexpr_function
-def columns_of(shape, stages, by_depth):
+def _columns_of(shape, stages, by_depth):
     """Of a tile whose ring for the second operand has this shape."""
     return shape[2] if by_depth else shape[0] // stages * shape[1]
 
@@ -129,7 +129,7 @@ def begin_step(
     a = a_ring.index(stage * CONSUMERS + ME)
     if A_BY_DEPTH:
         a = a.permute((1, 0))
-    COLUMNS: gl.constexpr = columns_of(b_ring.shape, STAGES, B_BY_DEPTH)
+    COLUMNS: gl.constexpr = _columns_of(b_ring.shape, STAGES, B_BY_DEPTH)
     if len(accs) > 1:
         begin_wide()
     made: gl.tuple = ()

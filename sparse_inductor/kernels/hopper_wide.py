@@ -1,7 +1,7 @@
 """Products of as many columns as a tile has, in Gluon, whose tensors have powers of two.
 
 A wgmma multiplies by any multiple of 8 columns, up to 256. Gluon makes a product of 208 of three, of 128, 64 and 16,
-each of which reads all of the first operand: a tenth more in all. So a kernel marks products of the same rows by
+each of which reads all of the first operand: 8 % more in all. So a kernel marks products of the same rows by
 columns that follow each other in shared memory, and what it compiles to has one in their place: this is done between
 two of Triton's stages, to the PTX. Marks are comments. What a kernel makes is the same with and without this; where
 Triton cannot be asked, or writes something else than is known here, it takes longer.
@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from .gluon_names import say
 
 __all__ = ["Widened", "begin_wide", "completing", "end_wide", "widened"]
 
@@ -146,14 +148,12 @@ END = gl.constexpr(f"// one product {_HOW} up to")
 @gluon.jit
 def begin_wide():
     """The products from here to `end_wide` are parts of one: of the same rows, by columns that follow each other."""
-    mark: gl.constexpr = BEGIN + " $0"
-    gl.inline_asm_elementwise(mark, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    say(BEGIN)
 
 
 @gluon.jit
 def end_wide():
-    mark: gl.constexpr = END + " $0"
-    gl.inline_asm_elementwise(mark, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    say(END)
 
 
 _lock = threading.RLock()

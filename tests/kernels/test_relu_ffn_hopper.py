@@ -48,7 +48,13 @@ def test_steps_are_unrolled_within_what_a_compiler_takes():
 GATES, HIDDEN = hopper.TILES, hidden_hopper.TILES
 # On a GPU of 132 multiprocessors, whichever Triton there is.
 tile_for = functools.partial(hopper_tiles.tile_for, programs=132, any_width=True)
-WIDTHS = sorted({c for t in (GATES, *HIDDEN.values()) for c, _ in (*t.upright, *t.turned)})
+
+
+def widths_of(*kinds):
+    return {columns for t in kinds for columns, _ in (*t.upright, *t.turned)}
+
+
+WIDTHS = sorted(widths_of(GATES, *HIDDEN.values()))
 
 
 def test_tiles_are_as_wide_as_fits_the_last_round():
@@ -95,7 +101,7 @@ def test_stages_fit_beside_what_is_read_and_written(columns):
         stages = tiles.stages(columns)
         assert stages >= 3 and stages * (128 + columns) * 128 + beside <= ring.SHARED
     assert GATES.stages(columns) >= hopper_tiles.LEAST_STAGES
-    if columns in (c for c, _ in (*HIDDEN[False].upright, *HIDDEN[False].turned)):
+    if columns in widths_of(HIDDEN[False]):
         assert HIDDEN[False].stages(columns) >= hopper_tiles.LEAST_STAGES
 
 
@@ -236,9 +242,8 @@ def test_products_below_have_tiles_of_every_width():
         assert columns(M, N, GATES) == of
     for (M, _, N), *of in HIDDENS:
         assert [columns(M, N, HIDDEN[keeps]) for keeps in (False, True)] == of
-    assert {of for _, of in PRODUCTS} == {c for c, _ in (*GATES.upright, *GATES.turned)}
-    hidden = {c for c, _ in (*HIDDEN[False].upright, *HIDDEN[False].turned)}
-    assert {of for _, of, _ in HIDDENS} == hidden
+    assert {of for _, of in PRODUCTS} == widths_of(GATES)
+    assert {of for _, of, _ in HIDDENS} == widths_of(HIDDEN[False])
 
 
 @pytest.mark.gpu
