@@ -388,8 +388,16 @@ def _line(plot: Any, points: Sequence[tuple[int, float | None]], style: dict[str
 
 
 def _scales(plot: Any, sizes: Sequence[int]) -> None:
+    from matplotlib.ticker import LogLocator
+
     plot.set_xscale("log", base=2)
     plot.set_yscale("log")
     plot.set_xticks(sizes, [f"{x}" for x in sizes], rotation=30, fontsize=7)
+    low, high = plot.get_ylim()
+    # Powers of ten alone can be none in what is drawn, and axes beside each other have scales of their own.
+    subs = (1, 2, 5) if high < 100 * low else (1,)
+    plot.yaxis.set_major_locator(LogLocator(subs=subs))
+    plot.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    plot.tick_params(axis="y", labelsize=7)
     plot.minorticks_off()
     plot.grid(True, linewidth=0.4, alpha=0.6)
