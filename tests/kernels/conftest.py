@@ -17,6 +17,13 @@ def device(request):
     return torch.device(request.param)
 
 
+@pytest.fixture
+def hopper_gpu():
+    """A GPU whose kernels are written in Gluon and PTX; that they take a test's operands is for the test to assert."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+
+
 @pytest.fixture(autouse=True)
 def packs(small_blocks_are_packed):
     """Small blocks, where tests of feed-forward blocks say nothing else."""

@@ -194,24 +194,19 @@ def marks_of(gate, cut, by_quad):
     return hopper.Marks(words, by_quad)
 
 
-def hopper_gpu(x, *weights):
-    if not hopper.applies(x, *weights):
-        pytest.skip("needs a Hopper GPU")
-
-
 # (M, K, N) and a tile's columns there, on a GPU of 132 multiprocessors.
 PRODUCTS = [
     ((128, 64, 256), 128),
     ((1001, 200, 1000), 128),
     ((300, 4616, 512), 128),
     ((1481, 128, 5512), 256),  # two tiles a program
-    ((4100, 1100, 2040), 256),
+    ((4100, 1096, 2040), 256),
     ((4224, 200, 1024), 256),
     ((5000, 512, 1408), 144),
     ((2560, 128, 5512), 144),  # six
     ((2305, 200, 5512), 160),
     ((2048, 512, 5632), 176),
-    ((1037, 1100, 5512), 176),
+    ((1037, 1096, 5512), 176),
     ((1665, 512, 5632), 192),
     ((2700, 128, 5512), 192),
     ((5700, 200, 1032), 208),
@@ -227,9 +222,9 @@ HIDDENS = [
     ((5000, 328, 1400), 144, 144),
     ((2561, 576, 5632), 144, 144),  # six
     ((2305, 328, 5632), 160, 160),
-    ((2048, 1100, 5632), 176, 176),
+    ((2048, 1096, 5632), 176, 176),
     ((1665, 576, 5512), 192, 192),
-    ((2433, 1100, 5512), 208, 144),
+    ((2433, 1096, 5512), 208, 144),
     ((3073, 200, 5632), 208, 176),
 ]
 
@@ -247,6 +242,7 @@ def test_products_below_have_tiles_of_every_width():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "K", "N"), [sizes for sizes, _ in PRODUCTS])
 @pytest.mark.parametrize("bias", [True, False])
@@ -256,7 +252,7 @@ def test_marked_product(dtype, M, K, N, bias):
     w /= K**0.5
     b = torch.randn(N, device="cuda", dtype=dtype) if bias else None
     x[1, 3] = torch.nan
-    hopper_gpu(x, w)
+    assert hopper.applies(x, w)
     state = torch.full((M * 7 + 1,), -1, dtype=torch.int64, device="cuda")
     want = F.linear(x, w, b)
     for room in (False, True):
@@ -269,6 +265,7 @@ def test_marked_product(dtype, M, K, N, bias):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize(("steps", "up_steps"), [("relu", ""), ("relu | square", "sigmoid")])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [sizes for sizes, _, _ in HIDDENS])
@@ -277,7 +274,7 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias, M, K, N):
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
     x, up, gate = draw(M, K), draw(N, K) / K**0.5, draw(M, N)
     b = draw(N) if bias else None
-    hopper_gpu(x, up)
+    assert hopper.applies(x, up)
     f, g = parse(steps), parse(up_steps)
     state = torch.zeros(packer.DENSE.value + 1, dtype=torch.int64, device="cuda")
     state[packer.DENSE.value] = M - 1
@@ -303,6 +300,7 @@ def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias, M, K, N):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("steps", ["relu", "relu | square"])
 @pytest.mark.parametrize("gated", [True, False])
@@ -314,7 +312,7 @@ def test_statistics(share, gated, steps, train):
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
     x, gate, down = draw(M, K), draw(N, K) / K**0.5, draw(D, N) / 8
     up = draw(N, K) / K**0.5 if gated else None
-    hopper_gpu(x, gate)
+    assert hopper.applies(x, gate)
     shift = torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share))
     bias = torch.full((N,), -shift.item(), device="cuda", dtype=torch.bfloat16)
     x[::100] *= 4
@@ -331,6 +329,7 @@ def test_statistics(share, gated, steps, train):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "D"),
@@ -353,7 +352,7 @@ def test_product_of_all_rows(M, N, D, bias):
     torch.manual_seed(0)
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
     h, down, b = draw(M, N), draw(D, N) / N**0.5, draw(D) if bias else None
-    hopper_gpu(h, down)
+    assert hopper.applies(h, down)
     state = packer.new_state(h.device).zero_()
     state[packer.DENSE.value] = M
     out = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16)
@@ -364,6 +363,7 @@ def test_product_of_all_rows(M, N, D, bias):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("two", [True, False])
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_tiles_past_the_last_round_are_made_in_parts(two, by_row, M, N, D, n, pa
     torch.manual_seed(0)
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
     pairs = [(draw(M, N), draw(N, D) / N**0.5) for _ in range(1 + two)]
-    hopper_gpu(*pairs[0])
+    assert hopper.applies(*pairs[0])
     (a, w), *second = [(a, w if by_row else w.t().contiguous()) for a, w in pairs]
     order = torch.arange(M, device="cuda") if n == M else torch.randperm(M, device="cuda")
     rows = order.to(torch.int32)
@@ -404,6 +404,7 @@ def test_tiles_past_the_last_round_are_made_in_parts(two, by_row, M, N, D, n, pa
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("n", [2049, 700, 1, 0])
 @pytest.mark.parametrize("sums", [1, 2, 3])
 def test_sums_over_rows_one_behind_the_other(sums, n):
@@ -424,7 +425,7 @@ def test_sums_over_rows_one_behind_the_other(sums, n):
         if bias is not None:
             wants.append(bias.float() + a[:n].float().sum(0))
         given.append(heavy.Sum(a, x, source, out, bias))
-    hopper_gpu(given[0].source)
+    assert hopper.applies(given[0].source)
     heavy.add_products(given, length)
     got = [t for s in given for t in (s.out, s.bias) if t is not None]
     for t, want in zip(got, wants, strict=True):
@@ -432,6 +433,7 @@ def test_sums_over_rows_one_behind_the_other(sums, n):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("sums", [1, 2, 3])
@@ -450,7 +452,7 @@ def test_sums_at_once(M, N, K, sums, add, dtype):
         given.append(heavy.Sum(a, a, source, draw(N, K) if i < 2 else draw(K, N).t(), None))
         want = a[:M].float().t() @ source.float()
         wants.append(want + given[-1].out.float() if add else want)
-    hopper_gpu(given[0].source)
+    assert hopper.applies(given[0].source)
     made = gradients_hopper.of_dense_rows(given)
     before = [s.out.clone() for s in given]
     length = torch.tensor([M - 1], dtype=torch.int32, device="cuda")
@@ -462,6 +464,7 @@ def test_sums_at_once(M, N, K, sums, add, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("steps", "up_steps"), [("relu", None), ("relu", ""), ("relu | square", "sigmoid")]
@@ -477,7 +480,7 @@ def test_slopes_at_once_are_those_of_two_kernels(dtype, steps, up_steps, stats, 
     made = [draw(M + heavy.PAD.value, N) for _ in range(1 if up_steps is None else 2)]
     d_stats = torch.randn(4, M, device="cuda") if stats else None
     f, g = parse(steps), parse(up_steps or "")
-    hopper_gpu(dy)
+    assert hopper.applies(dy)
     assert slopes_hopper.applies(dy, down, made[0], f, g)
     rows = torch.arange(M, dtype=torch.int32, device="cuda")
     length = torch.full((1,), M, dtype=torch.int32, device="cuda")

@@ -145,15 +145,14 @@ def tokens(M, K=512):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("nothing_seen")
+@pytest.mark.usefixtures("hopper_gpu", "nothing_seen")
 @pytest.mark.parametrize("stats", [False, True])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("M", [1500, 4097])
 def test_the_same_bits_with_and_without_room(M, gated, stats):
     w = weights(0.5, gated)
     x = tokens(M)
-    if not kernel.hopper.applies(x, w["gate"]):
-        pytest.skip("needs a Hopper GPU")
+    assert kernel.hopper.applies(x, w["gate"])
     leaves = [x, *w.values()]
     dy = torch.randn(M, 384, device="cuda", dtype=torch.bfloat16)
 
@@ -183,15 +182,14 @@ def test_the_same_bits_with_and_without_room(M, gated, stats):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("nothing_seen")
+@pytest.mark.usefixtures("hopper_gpu", "nothing_seen")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_that_become_sparse_beside_the_room(compiled):
     """A CUDA graph that was captured with room, and is replayed with rows that are packed."""
     M = 2000
     w = weights(0.5)
     x = tokens(M)
-    if not kernel.hopper.applies(x, w["gate"]):
-        pytest.skip("needs a Hopper GPU")
+    assert kernel.hopper.applies(x, w["gate"])
     names = ["gate", "down", "up"]
 
     def block(x):
@@ -248,14 +246,13 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("nothing_seen")
+@pytest.mark.usefixtures("hopper_gpu", "nothing_seen")
 def test_graphs_that_inductor_captures(monkeypatch):
     """mode="reduce-overhead": forward and backward are graphs of their own, whose memory is one pool, and room is in it
     where the run before the capture had dense rows."""
     M = 1600
     dense, sparse = weights(0.5, D=512), weights(0.02, D=512)
-    if not kernel.hopper.applies(tokens(M), dense["gate"]):
-        pytest.skip("needs a Hopper GPU")
+    assert kernel.hopper.applies(tokens(M), dense["gate"])
     model = torch.nn.Sequential(Block(dense), Block(dense))
     counts, captured = kept.counts, []
 
@@ -285,13 +282,12 @@ def test_graphs_that_inductor_captures(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("nothing_seen")
+@pytest.mark.usefixtures("hopper_gpu", "nothing_seen")
 def test_copies_on_the_cpu_have_no_room():
     """`save_on_cpu` brings back counts without what was behind them: it is made again."""
     w = weights(0.5)
     x = tokens(1500)
-    if not kernel.hopper.applies(x, w["gate"]):
-        pytest.skip("needs a Hopper GPU")
+    assert kernel.hopper.applies(x, w["gate"])
     leaves = [x, *w.values()]
     found = []
     for _ in range(3):

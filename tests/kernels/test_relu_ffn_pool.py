@@ -12,6 +12,7 @@ from sparse_inductor.kernels import relu_ffn_pool_hopper as pool_hopper
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("M", "K", "N", "D", "f", "g", "biased"),
@@ -23,8 +24,6 @@ from sparse_inductor.kernels import relu_ffn_pool_hopper as pool_hopper
 )
 def test_both_kernels(monkeypatch, M, K, N, D, f, g, biased, dtype):
     """Pools of all sizes, none among them; what lies behind a pool's values is not finite."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     torch.manual_seed(0)
     cuda = torch.device("cuda")
     x, up = (torch.randn(n, K, device=cuda).to(dtype) / K**0.25 for n in (M, N))

@@ -142,6 +142,7 @@ def outcomes(M, K, N, D, dtype, steps, train, stats):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("M", "K", "N", "D", "steps", "train", "stats"),
@@ -154,8 +155,6 @@ def outcomes(M, K, N, D, dtype, steps, train, stats):
     ],
 )
 def test_as_gathered(monkeypatch, dtype, M, K, N, D, steps, train, stats):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
     monkeypatch.setattr(forward_kernel, "FEW", 0)
     lists = []

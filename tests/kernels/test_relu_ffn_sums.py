@@ -187,6 +187,7 @@ def test_where_it_pays(N, D, pays):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("M", "K", "N", "D", "steps", "train", "stats"),
@@ -198,8 +199,6 @@ def test_where_it_pays(N, D, pays):
     ],
 )
 def test_as_gathered(monkeypatch, dtype, M, K, N, D, steps, train, stats):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(packer, "DENSE_ROW", 1.0)
     monkeypatch.setattr(packer, "DENSE_ROW_MANY", 1.0)
     monkeypatch.setattr(forward_kernel, "FEW", 0)
@@ -218,11 +217,10 @@ def test_as_gathered(monkeypatch, dtype, M, K, N, D, steps, train, stats):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("pools", [False, True])
 def test_what_pools_yield_is_added_to(pools):
     """Eight blocks of tokens, of the second of which some rows share their neurons."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
     M, N, D, cap = 8 * sums.BLOCK, 3000, 2048, 64
     torch.manual_seed(0)
     count = torch.randint(0, cap + 4, (M,), device="cuda", dtype=torch.int32)
