@@ -23,31 +23,29 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.epilogue.ranges import prove
-from sparse_inductor.epilogue.steps import Program, render
-from sparse_inductor.match.branches import Branch, same_input
+from sparse_inductor.epilogue.steps import render
+from sparse_inductor.match.branches import Branch
 from sparse_inductor.match.checks import (
     check_device,
     check_memory,
     outside_no_grad,
-    outside_readers,
 )
 from sparse_inductor.match.comparisons import COMPARISONS
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import rectified_product
 from sparse_inductor.match.feed_forward import (
     Reading,
-    activation,
     product_in_einsum,
     read_block,
     resembles,
 )
 from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label, static_size
 from sparse_inductor.match.indicators import compared_dtype, is_flat, said
+from sparse_inductor.match.joined import Joined, check_joined, joined
 from sparse_inductor.match.mesh import is_distributed
-from sparse_inductor.match.shapes import SHAPE_OPS, Decline
-from sparse_inductor.match.statistics import Statistic, statistics
+from sparse_inductor.match.readers import Others, other_readers
+from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.ops.relu_ffn import saves_nothing
 from sparse_inductor.pattern import Example, Miss, Sparse
@@ -55,8 +53,6 @@ from sparse_inductor.pattern import Example, Miss, Sparse
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
 
-_PARTS = frozenset("split chunk tensor_split unbind".split())
-_PASSED = SHAPE_OPS | _PARTS | {"detach", "clone", "contiguous", "cast"}
 _EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
 
 
@@ -67,7 +63,8 @@ class BlockMatch:
 
     anchor: fx.Node
     reading: Reading
-    statistics: tuple[tuple[Statistic, str], ...]
+    joined: Joined
+    others: Others
     at: fx.Node
     swallowed: tuple[fx.Node, ...]
     bytes_saved: int | None
@@ -78,9 +75,8 @@ class BlockMatch:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         r = self.reading
-        sources = [b.linear.source for b in r.branches] + [
-            b.linear.weight_source for b in r.branches
-        ]
+        parts = [p for b in r.branches for p in b.linear.summands]
+        sources = [p.source for p in parts] + [p.weight_source for p in parts]
         return tuple(dict.fromkeys([*sources, r.down.weight_source]))
 
     @property
@@ -94,44 +90,49 @@ class BlockMatch:
         text = said(r.gate.program)
         if r.up is not None:
             text = f"gate {text}, up {said(r.up.program) or 'as it is'}"
-        text += ", with statistics" if self.statistics else ""
+        text += ", with statistics" if self.others.statistics else ""
         return text + (", with the residual" if self.residual is not None else "")
 
     def replace(self) -> None:
         r, e = self.reading, Emitter(self.at)
         dtype = fake(r.down.node).dtype  # under autocast not that of the inputs
-        x = r.gate.chain.stand_in(e)
+        x, pairs, columns = self.joined.emit(e, dtype)
         if r.down.order is not None:
             x = e.permuted(x, r.down.order)
         ndim, axis = len(fake(x).shape), r.down.v_dim
         rest = [d for d in range(ndim) if d != axis]
-        x = e.cast(e.permuted(x, [*rest, axis]), dtype)
+        x = e.permuted(x, [*rest, axis])
         weights: list[fx.Node | None] = []
-        for branch in r.branches:
-            pair = branch.chain.weight_and_bias(e)
+        for branch, pair in zip(r.branches, pairs):
             if is_flat(branch.program):  # not even a gradient of zeros
                 pair = tuple(t if t is None else e.method("detach", t) for t in pair)
-            weights += [None if t is None else e.cast(t, dtype) for t in pair]
+            weights += pair
         weights += [None] * (4 - len(weights))
-        down_bias = r.down.bias if r.down.make_bias is None else r.down.make_bias(e)
-        down_bias = None if down_bias is None else e.cast(down_bias, dtype)
+        down_bias = self._down_bias(e, dtype)
+        outputs = static_size(fake(r.down.node).shape[r.down.v_dim]) if self.others.frozen else 0
+        frozen = [columns, outputs or 0]
         op = e.call(
             torch.ops.sparse_inductor.relu_ffn.default,
             x, *weights, self._down(e, dtype), None if r.tokens else down_bias,
-            render(r.gate.program), render(r.up.program) if r.up else "", bool(self.statistics),
-            *([] if self.residual is None else [self.residual]),
+            render(r.gate.program), render(r.up.program) if r.up else "", bool(self.others.statistics),
+            *([] if self.residual is None and not any(frozen) else [self.residual]),
+            *([frozen] if any(frozen) else []),
         )  # fmt: skip
         y = self._scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
-        y = r.down.finish(e, e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)]))
-        y = e.laid_out(y, fake(self.anchor))
+        y = e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)])
+        y, *more = self._taken_apart(e, y)
+        y = e.laid_out(r.down.finish(e, y), fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
-        if self.statistics:
+        for down, t in zip(self.others.downs, more):
+            down.node.replace_all_uses_with(e.laid_out(t, fake(down.node)))
+        if self.others.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
 
     def _down(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
         """The weight [D, N] of the down projection, times what the neurons are scaled by ((IA)^3, say), and 0 where
         they are masked."""
-        weight = self.reading.down.weight(e)
+        weights = [e.cast(d.weight(e), dtype) for d in self._downs]
+        weight = weights[0] if len(weights) == 1 else e.call(torch.cat, weights)
         for chain, term in self.reading.factors:
             t = chain.vector(e, term, fake(weight).shape[1])
             if term.fn == "where":
@@ -139,6 +140,33 @@ class BlockMatch:
             else:
                 weight = e.call(operator.mul, weight, t)
         return e.cast(weight, dtype)
+
+    @property
+    def _downs(self) -> tuple[Linear, ...]:
+        return (self.reading.down, *self.others.downs)
+
+    def _down_bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
+        down = self.reading.down
+        bias = down.bias if down.make_bias is None else down.make_bias(e)
+        if bias is None:
+            return None
+        more = [fake(d.node).shape[d.v_dim] for d in self.others.downs]
+        biases = [
+            e.cast(bias, dtype),
+            *(e.method("new_zeros", bias, (n,), dtype=dtype) for n in more),
+        ]
+        return biases[0] if not more else e.call(torch.cat, biases)
+
+    def _taken_apart(self, e: Emitter, y: fx.Node) -> list[fx.Node]:
+        """The results of all down projections."""
+        if not self.others.downs:
+            return [y]
+        axis, first, parts = self.reading.down.v_dim, 0, []
+        for down in self._downs:
+            size = fake(down.node).shape[axis]
+            parts.append(e.method("narrow", y, axis, first, size))
+            first += size
+        return parts
 
     def _scaled(self, e: Emitter, y: fx.Node, order: list[int], bias: fx.Node | None) -> fx.Node:
         """What the operator gives without a bias, times what waits: p * h W^T = p * (h W^T)."""
@@ -164,7 +192,7 @@ class BlockMatch:
         # From the axes of the operator's input to those of the activation, the neurons' left out.
         order = rest if down.order is None else [down.order[d] for d in rest]
         axes = [a for a in range(len(order) + 1) if a != axis]
-        for s, of in self.statistics:
+        for s, of in self.others.statistics:
             row = {"gate": 0, "hidden": 2}[of] + (s.norm != 1)
             t = e.call(operator.getitem, values, row)
             t = e.permuted(t, [order.index(a) for a in axes])
@@ -241,60 +269,39 @@ class ReluFfn:
             map(view.learns, (t for b in reading.branches for t in _inputs(b)))
         ):
             raise Decline("a comparison passes no gradient on to what it compares", node)
-        if reading.up is not None and not same_input(view, gate.chain, reading.up.chain, node):
-            raise Decline("the two projections read different inputs", reading.up.linear.node)
+        up = reading.up
+        one = joined(view, gate.chain, None if up is None else up.chain, node)
+        if one is None:
+            assert up is not None
+            raise Decline("the two projections read different inputs", up.linear.node)
         nodes = [n for b in reading.branches for n in b.nodes]
         nodes = swallowed(view, [*nodes, *down.within, node])
-        found, nodes = self._statistics(view, reading, nodes, node)
-        at = min([node, *(s.node for s, _ in found)], key=view.order.__getitem__)
-        apart = {n for s, _ in found for n in (*s.nodes, s.node)}
+        others, nodes = other_readers(view, reading, nodes, node)
+        at = min([node, *others.ends], key=view.order.__getitem__)
+        apart = {n for s, _ in others.statistics for n in (*s.nodes, s.node)}
         at = outside_no_grad(view, {*nodes} - apart, at, "within the block")
         reads = [r for b in reading.branches for r in b.reads]
         reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
+        reads += [(d.weight_source, d.node) for d in others.downs]
         late = [t for t, _ in reads if view.order[t] >= view.order[at]]
         if late:
-            raise Decline(f"a statistic is read before {label(late[0])} is there", at)
+            what = "an activation" if others.downs else "a statistic"
+            raise Decline(f"{what} is read before {label(late[0])} is there", at)
         if not {*down.also}.isdisjoint(nodes):
             raise Decline("what is added to the result comes out of the block itself", node)
-        if down.weight_source in nodes:
+        if not {down.weight_source, *(d.weight_source for d in others.downs)}.isdisjoint(nodes):
             raise Decline("the down weight comes out of the block itself", node)
         check_memory(view, reads, nodes, at, "within the block", "the block")
+        check_joined(view, [one.parts, [down, *others.downs]], down, node)
         saved = _bytes_saved(view, reading)
-        if (total := _residual_sum(view, reading, node)) is not None and not found:
+        if (total := _residual_sum(view, reading, node)) is not None and not others.ends:
             end, residual = total
             with contextlib.suppress(Decline):
                 reads = [*reads, (residual, end)]
                 check_memory(view, reads, (*nodes, end), end, "within the block", "the block")
                 nodes = (*nodes, end)
-                return BlockMatch(end, reading, found, end, nodes, saved, residual)
-        return BlockMatch(node, reading, found, at, nodes, saved)
-
-    def _statistics(
-        self, view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...], anchor: fx.Node
-    ) -> tuple[tuple[tuple[Statistic, str], ...], tuple[fx.Node, ...]]:
-        """Everybody else who reads the activations, if it is for a statistic, and the nodes with theirs."""
-        found: list[tuple[Statistic, str]] = []
-        inside = set(nodes)
-        for source, reader in outside_readers(view, nodes, inside, {anchor}):
-            try:
-                of, counts_only = activation(view, reading, source, reader)
-            except Decline:
-                raise _read_by(view, source, reader) from None
-            positive = of == "gate" or reading.up is None or _not_negative(reading.up.program)
-            positive = positive and _not_negative(reading.gate.program)
-            axis = reading.down.d_dim
-            for s in statistics(view, source, reader, positive, axis):
-                if counts_only and s.norm == 1:
-                    raise _read_by(view, source, reader)
-                if len(view.shape(source)) != len(view.shape(reading.down.source)):
-                    raise Decline("a statistic of the activations in another shape", reader)
-                found.append((s, of))
-        taken = [n for s, _ in found for n in (*s.nodes, s.node)]
-        ends = {s.node for s, _ in found} | {anchor}
-        nodes = swallowed(view, [*nodes, *taken])
-        for source, reader in outside_readers(view, nodes, set(nodes), ends):
-            raise _read_by(view, source, reader)
-        return tuple(found), nodes
+                return BlockMatch(end, reading, one, others, end, nodes, saved, residual)
+        return BlockMatch(node, reading, one, others, at, nodes, saved)
 
     def resolve(
         self, matches: Sequence[BlockMatch], view: GraphView
@@ -338,39 +345,21 @@ def _residual_sum(
     # A product may be a block of its own, which ends in the same sum.
     if not same or written or linears(view, residual):
         return None
-    read = [residual, *(b.linear.source for b in reading.branches), down.weight_source]
-    read += [b.linear.weight_source for b in reading.branches]
+    read = [residual, *(t for b in reading.branches for t in _inputs(b)), down.weight_source]
     return None if any(map(view.learns, read)) else (end, residual)
 
 
-def _inputs(branch: Branch) -> tuple[fx.Node, fx.Node]:
-    return branch.linear.source, branch.linear.weight_source
+def _inputs(branch: Branch) -> list[fx.Node]:
+    return [t for p in branch.linear.summands for t in (p.source, p.weight_source)]
 
 
 def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
     return x.op in ("placeholder", "get_attr")
 
 
-def _not_negative(program: Program) -> bool:
-    proof = prove(program)
-    return proof.direction == 1 and proof.range.lo >= 0
-
-
-def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
-    """Why a block is none whose tensors somebody else reads: whoever makes something of them, not who takes a part."""
-    split = view.call(source)
-    of = source if split is None or split.name not in _PARTS else split["input"]
-    what = f"the result of {label(of)} is"
-    while view.name_of(reader) in _PASSED and reader.users:
-        reader = next(iter(reader.users))
-    if reader.op == "output":
-        return Decline(f"{what} also returned", source)
-    return Decline(f"{what} also read by {label(reader)}", reader)
-
-
 def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
     """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
-    tensors = [t for b in reading.branches for t in (b.linear.source, b.linear.weight_source)]
+    tensors = [t for b in reading.branches for t in _inputs(b)]
     if not any(map(view.learns, tensors)):
         return 0
     sizes = view.shape(reading.down.source)

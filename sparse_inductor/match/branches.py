@@ -27,7 +27,7 @@ from .names import Call
 from .shapes import SHAPE_OPS, Combined, Decline
 from .spine import Element, Spine, Term
 
-__all__ = ["Branch", "branches", "merged", "same_input", "same_map"]
+__all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
 
 _DEPTH = 8  # products and their wrappings on one path
 _PASSED = {"contiguous", "clone", "alias", "lift_fresh", "positive"}
@@ -272,9 +272,21 @@ def _power(program: Program) -> tuple[float, float] | None:
 
 def same_input(view: GraphView, a: Chain, b: Chain, anchor: fx.Node) -> bool:
     """Whether two branches multiply the same tokens, moved about in the same way."""
+    n = len(a.linear.summands)
+    return n == len(b.linear.summands) and all(
+        same_summand(view, (a, i), (b, i), anchor) for i in range(n)
+    )
+
+
+def same_summand(
+    view: GraphView, first: tuple[Chain, int], second: tuple[Chain, int], anchor: fx.Node
+) -> bool:
+    """The same of a summand of each one's linear map."""
     e = Emitter(anchor)
+    (a, i), (b, j) = first, second
     try:
-        x, y = a.stand_in(e), b.stand_in(e)
+        x = a.stand_in(e, part=a.linear.summands[i])
+        y = b.stand_in(e, part=b.linear.summands[j])
         return _same(view, x, y, set(e.inserted), a, b)
     finally:
         e.undo()

@@ -66,10 +66,15 @@ class Chain:
         self.v_dim = linear.v_dim
         self.origin: list[int | None] = list(range(len(view.shape(linear.node))))
         self.nodes: list[fx.Node] = [*linear.within, linear.node]
-        first = self.nodes[0]
-        self.reads = [(linear.source, first), (linear.weight_source, first)]
-        if linear.bias is not None:
-            self.reads.append((linear.bias, first))
+        if linear.parts and not linear_after:
+            name = view.name_of(linear.node)
+            raise Decline(f"{name} combines two tensors that come from linears", linear.node)
+        self.reads = [
+            (t, next(iter((*part.within, part.node))))
+            for part in linear.summands
+            for t in (part.source, part.weight_source, part.bias)
+            if t is not None
+        ]
         self.folded: list[tuple[Term, fx.Node, float]] = []
         self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
         self.wide_bias = False  # whether what is added to 16-bit logits makes them fp32
@@ -195,6 +200,15 @@ class Chain:
         v_dim = self.v_dim - (span - 1 if self.v_dim > dim else 0)
         self._move(Move(v_dim, origin, apply), node)
 
+    @property
+    def fold_learns(self) -> bool:
+        """Whether something that became part of the weight needs a gradient, which goes through the weight's."""
+        return any(
+            not isinstance(term.operand, fx.Node) or self.view.learns(term.operand)
+            for term, _, _ in self.folded
+            if term.fn != "add"
+        )
+
     # Proofs
 
     def flip(self) -> bool:
@@ -251,17 +265,27 @@ class Chain:
 
     # Building the operator's inputs
 
-    def stand_in(self, e: Emitter, upto: int | None = None) -> fx.Node:
-        """The linear's input in the shape of the frame, D in the place of V."""
-        t = self.linear.stand_in(e)
+    def stand_in(self, e: Emitter, upto: int | None = None, part: Linear | None = None) -> fx.Node:
+        """The linear's input, or that of a part of it, in the shape of the frame, D in the place of V."""
+        t = (part or self.linear).stand_in(e)
         for m in self.moves[:upto]:
             t = m.apply(e, t, False)
         return t
 
     def weight_and_bias(self, e: Emitter) -> Pair:
         """[V, D] and [V] or None, with what the chain did to columns while it was linear."""
-        bias = self.linear.make_bias
-        pair: Pair = self.linear.weight(e), bias(e) if bias else self.linear.bias
+        (weight,), bias = self.weights_and_bias(e)
+        return weight, bias
+
+    def weights_and_bias(self, e: Emitter) -> tuple[list[fx.Node], fx.Node | None]:
+        """The same, the weight of every summand of the linear map apart."""
+        make_bias = self.linear.make_bias
+        bias = make_bias(e) if make_bias else self.linear.bias
+        first, *more = self.linear.summands
+        pair = self._folded_into(e, (first.weight(e), bias))
+        return [pair[0], *(self._folded_into(e, (p.weight(e), None))[0] for p in more)], pair[1]
+
+    def _folded_into(self, e: Emitter, pair: Pair) -> Pair:
         for fold in self._folds:
             pair = fold(e, pair)
         return pair

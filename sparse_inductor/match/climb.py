@@ -25,6 +25,7 @@ from .scalars import number, scalar_steps
 from .shapes import SHAPE_OPS, Combined, Decline, part_of_axis
 from .spine import Assigned, Element, Fill, Spine, Term
 from .stacked import entry_of_stack
+from .summed import summed
 
 __all__ = ["climb"]
 
@@ -223,7 +224,13 @@ class _Climber:
             scale = () if k == 1 else (Step("mul", (k,)),)
             return (*scale, Step("add", (c,)) if c is not None else Term("add", operand))
 
-        return self._arithmetic(a, b, forward, backward)
+        try:
+            return self._arithmetic(a, b, forward, backward)
+        except Combined:
+            found = summed(self.node, ((self.up(a), 1.0), (self.up(b), k)), self.view)
+            if not found:
+                raise
+            return Spine(tuple(found), ())
 
     def _mul(self) -> Spine:
         a, b = self.call["input"], self.call["other"]

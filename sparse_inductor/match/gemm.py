@@ -36,7 +36,7 @@ class Linear:
     bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
     make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
     stand-in, None where it is the source itself. finish: makes what `node` is of the map's result, where that is more.
-    also: what `finish` reads.
+    also: what `finish` reads. parts: the maps whose sum it is, if it is one, in the order of their columns in D.
     """
 
     node: fx.Node
@@ -51,6 +51,11 @@ class Linear:
     order: tuple[int, ...] | None = None
     finish: Callable[[Emitter, fx.Node], fx.Node] = lambda e, y: y
     also: tuple[fx.Node, ...] = ()
+    parts: tuple[Linear, ...] = ()
+
+    @property
+    def summands(self) -> tuple[Linear, ...]:
+        return self.parts or (self,)
 
     @property
     def d_dim(self) -> int:

@@ -5,7 +5,16 @@ with an activation between them that is zero for most inputs, and nothing else t
 sparsity statistic. `no_rewrite` is not such a block, or somebody needs the dense activations.
 """
 
-from ffn_spellings import activations, layouts, models, near_misses, stacked, statistics, tokens
+from ffn_spellings import (
+    activations,
+    adapters,
+    layouts,
+    models,
+    near_misses,
+    stacked,
+    statistics,
+    tokens,
+)
 from ffn_spellings.registry import CASES, B, K, N, S
 
 __all__ = [
@@ -15,6 +24,7 @@ __all__ = [
     "N",
     "S",
     "activations",
+    "adapters",
     "layouts",
     "models",
     "near_misses",

@@ -1,0 +1,113 @@
+"""Branches whose linear maps may be sums: one input for all of them, and the weight of each for it.
+
+f(W x + V t) * g(U x)  is of  [x t], with the weights [W V] and [U 0]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from .branches import same_summand
+from .chain import Chain
+from .emit import Emitter
+from .gemm import Linear
+from .graph import GraphView, fake, static_size
+from .shapes import Decline
+
+__all__ = ["Joined", "check_joined", "joined"]
+
+# Weights are joined for so many tokens, or where they are so small that only launches count.
+_TOKENS, _BYTES = 256, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """inputs: of every input, which summand of each chain's linear map takes it; None where none does. frozen: how many
+    of them, the first ones, meet weights that all need no gradient, unless there are no others."""
+
+    chains: tuple[Chain, ...]
+    inputs: tuple[tuple[int | None, ...], ...]
+    frozen: int
+
+    def emit(
+        self, e: Emitter, dtype: torch.dtype
+    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node | None]], int]:
+        """The input in the shape of the frame, of every chain the weight [V, D] and the bias, and how many columns of
+        the weights are frozen."""
+        tokens = [e.cast(self._input(e, at), dtype) for at in self.inputs]
+        axis = self.chains[0].v_dim
+        sizes = [fake(t).shape[axis] for t in tokens]
+        pairs = []
+        for which, chain in enumerate(self.chains):
+            weights, bias = chain.weights_and_bias(e)
+            rows, columns = fake(weights[0]).shape[0], []
+            for at, size in zip(self.inputs, sizes):
+                i = at[which]
+                w = e.method("new_zeros", weights[0], (rows, size)) if i is None else weights[i]
+                columns.append(e.cast(w, dtype))
+            weight = columns[0] if len(columns) == 1 else e.call(torch.cat, columns, 1)
+            pairs.append((weight, None if bias is None else e.cast(bias, dtype)))
+        x = tokens[0] if len(tokens) == 1 else e.call(torch.cat, tokens, axis)
+        frozen = [static_size(n) for n in sizes[: self.frozen]]
+        return x, pairs, 0 if None in frozen else sum(n for n in frozen if n)
+
+    def _input(self, e: Emitter, at: Sequence[int | None]) -> fx.Node:
+        chain, i = next((c, i) for c, i in zip(self.chains, at) if i is not None)
+        return chain.stand_in(e, part=chain.linear.summands[i])
+
+    @property
+    def parts(self) -> list[Linear]:
+        """What is copied to stand beside others: nothing where there is one input."""
+        several = len(self.inputs) > 1
+        return [p for c in self.chains for p in c.linear.summands] if several else []
+
+
+def joined(view: GraphView, gate: Chain, up: Chain | None, anchor: fx.Node) -> Joined | None:
+    """The two branches, `up` maybe missing, as maps of one input; None where they have no input in common."""
+    of_gate = range(len(gate.linear.summands))
+    if up is None:
+        return _sorted(view, (gate,), [(i,) for i in of_gate])
+    left = list(range(len(up.linear.summands)))
+    inputs: list[tuple[int | None, int | None]] = []
+    for i in of_gate:
+        j = next((j for j in left if same_summand(view, (gate, i), (up, j), anchor)), None)
+        inputs.append((i, j))
+        left = [k for k in left if k != j]
+    if all(None in at for at in inputs):
+        return None
+    return _sorted(view, (gate, up), [*inputs, *((None, j) for j in left)])
+
+
+def _sorted(
+    view: GraphView, chains: tuple[Chain, ...], inputs: Sequence[tuple[int | None, ...]]
+) -> Joined:
+    def learns(at: tuple[int | None, ...]) -> bool:
+        return any(
+            view.learns(chain.linear.summands[i].weight_source) or chain.fold_learns
+            for chain, i in zip(chains, at)
+            if i is not None
+        )
+
+    frozen = [at for at in inputs if not learns(at)]
+    rest = [at for at in inputs if learns(at)]
+    return Joined(chains, (*frozen, *rest), len(frozen) if rest else 0)
+
+
+def check_joined(
+    view: GraphView, groups: Sequence[Sequence[Linear]], down: Linear, node: fx.Node
+) -> None:
+    """Raises Decline where weights of one group would have to be joined at every call of the block that ends in `node`,
+    and that would take too long."""
+    groups = [g for g in groups if len(g) > 1]
+    weights = [p.weight_source for g in groups for p in g]
+    size = sum(static_size(fake(w).numel()) or 0 for w in weights) * fake(node).dtype.itemsize
+    tokens = [n for d, n in enumerate(view.shape(down.source)) if d != down.d_dim]
+    few = all(isinstance(n, int) for n in tokens) and math.prod(tokens) < _TOKENS
+    if few and size > _BYTES:
+        what = f"{math.prod(tokens)} tokens, for which {size >> 20} MiB of weights would be joined"
+        raise Decline(f"{what} at every call: merge the adapters", node)

@@ -1,0 +1,148 @@
+"""Who else reads the activations of a feed-forward block: statistics of them, and adapters of its down projection.
+
+LoRA computes W h + s B (A h): what reads h is one projection, of W with A behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import fx
+
+from ..epilogue.ranges import prove
+from ..epilogue.steps import Program
+from .checks import outside_readers
+from .feed_forward import Reading, activation
+from .gemm import Linear, linears
+from .graph import GraphView, fake, label
+from .shapes import SHAPE_OPS, Decline
+from .statistics import Statistic, statistics
+from .values import swallowed
+
+__all__ = ["Others", "other_readers"]
+
+_PARTS = frozenset("split chunk tensor_split unbind".split())
+_ADAPTERS = frozenset("mul div cast contiguous".split())
+_LENGTH = 8  # steps of an adapter
+_PASSED = SHAPE_OPS | _PARTS | {"detach", "clone", "contiguous", "cast"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Others:
+    """statistics: each with the activation that it is of, "gate" or "hidden". downs: adapters' first projections.
+    frozen: whether the block's own down weight needs no gradient, and an adapter's does."""
+
+    statistics: tuple[tuple[Statistic, str], ...] = ()
+    downs: tuple[Linear, ...] = ()
+    frozen: bool = False
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        return [*(s.node for s, _ in self.statistics), *(d.node for d in self.downs)]
+
+
+def other_readers(
+    view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...], anchor: fx.Node
+) -> tuple[Others, tuple[fx.Node, ...]]:
+    """Everybody else who reads the activations, if it is for a statistic or a projection, and the nodes with theirs.
+
+    Raises Decline for others.
+    """
+    found: list[tuple[Statistic, str]] = []
+    downs: list[Linear] = []
+    for source, reader in outside_readers(view, nodes, set(nodes), {anchor}):
+        if (down := _further_down(view, reading, source, reader, anchor)) is not None:
+            downs.append(down)
+        else:
+            found += _statistics(view, reading, source, reader)
+    learns = any(view.learns(d.weight_source) for d in downs)
+    scales = [f.source for f in reading.factors]
+    frozen = learns and not any(map(view.learns, [reading.down.weight_source, *scales]))
+    others = Others(tuple(found), tuple(downs), frozen)
+    taken = [n for s, _ in found for n in s.nodes] + [n for d in downs for n in d.within]
+    nodes = swallowed(view, [*nodes, *taken, *others.ends])
+    for source, reader in outside_readers(view, nodes, set(nodes), {anchor, *others.ends}):
+        raise _read_by(view, source, reader)
+    return others, nodes
+
+
+def _further_down(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
+) -> Linear | None:
+    """The first projection of an adapter, where a reader is one: of what the block's own reads, over the same axes."""
+    down = reading.down
+    mine, theirs = view.value(down.source, anchor), view.value(source, reader)
+    if mine is None or theirs is None or not view.same_value(mine, theirs):
+        return None
+    passed: list[fx.Node] = []
+    while _changes_nothing(view, reader) and len(readers := list(view.readers(reader))) == 1:
+        passed.append(reader)
+        source, reader = reader, readers[0]
+    for one in linears(view, reader) or ():
+        same = one.source is source and (one.v_dim, one.order) == (down.v_dim, down.order)
+        plain = one.bias is None and not one.within and not one.also
+        same = same and fake(reader).dtype == fake(down.node).dtype
+        if same and plain and _adapts(view, reader, anchor):
+            return dataclasses.replace(one, within=tuple(passed))
+    return None
+
+
+def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
+    call = view.call(node)
+    if call is None or call.inplace:
+        return False
+    off = call.name == "dropout" and (not call.get("training", True) or call.get("p", 0.5) == 0)
+    return off or call.name in ("contiguous", "clone")
+
+
+def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
+    """Whether what a projection gives, projected and scaled, is added to the block's result and read by nobody else."""
+    projected = False
+    for _ in range(_LENGTH):
+        readers = list(view.readers(node))
+        call = view.call(readers[0]) if len(readers) == 1 else None
+        if call is None:
+            return False
+        if call.name == "add":
+            return projected and anchor in (call["input"], call["other"])
+        again = bool(linears(view, readers[0]))
+        if not again and call.name not in _ADAPTERS:
+            return False
+        node, projected = readers[0], projected or again
+    return False
+
+
+def _statistics(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
+) -> Sequence[tuple[Statistic, str]]:
+    try:
+        of, counts_only = activation(view, reading, source, reader)
+    except Decline:
+        raise _read_by(view, source, reader) from None
+    positive = of == "gate" or reading.up is None or _not_negative(reading.up.program)
+    positive = positive and _not_negative(reading.gate.program)
+    found = statistics(view, source, reader, positive, reading.down.d_dim)
+    for s in found:
+        if counts_only and s.norm == 1:
+            raise _read_by(view, source, reader)
+        if len(view.shape(source)) != len(view.shape(reading.down.source)):
+            raise Decline("a statistic of the activations in another shape", reader)
+    return [(s, of) for s in found]
+
+
+def _not_negative(program: Program) -> bool:
+    proof = prove(program)
+    return proof.direction == 1 and proof.range.lo >= 0
+
+
+def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
+    """Why a block is none whose tensors somebody else reads: whoever makes something of them, not who takes a part."""
+    split = view.call(source)
+    of = source if split is None or split.name not in _PARTS else split["input"]
+    what = f"the result of {label(of)} is"
+    while view.name_of(reader) in _PASSED and reader.users:
+        reader = next(iter(reader.users))
+    if reader.op == "output":
+        return Decline(f"{what} also returned", source)
+    return Decline(f"{what} also read by {label(reader)}", reader)
