@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,6 +81,77 @@ def test_gradients(share, gated, M):
     for g, a, e, t in zip(got, again, theirs, truth, strict=True):
         assert torch.equal(g, a), "not the same bits twice"
         assert error(g, t) <= 1.5 * error(e, t) + 1e-6
+
+
+@pytest.mark.usefixtures("small_blocks_are_packed")
+@pytest.mark.parametrize("rank", [8, 24])
+@pytest.mark.parametrize("M", [300, 700, 2304, 4100])
+@pytest.mark.parametrize("share", [0.005, 0.1, 0.5])
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients_of_what_is_not_frozen(share, M, gated, rank):
+    x, w = make(M, share=share, gated=gated)
+    x[::50, -1] = -1  # heavy rows
+    frozen = (512 - rank, 512 - rank)
+    dy = torch.randn(M, 512, device="cuda", dtype=x.dtype)
+    leaves = [x, w["gate"], None, w["up"], None, w["down"], None]
+    present = [t.requires_grad_() for t in leaves if t is not None]
+    op = torch.ops.sparse_inductor.relu_ffn
+    for _ in range(3):  # rows that were dense, and so are kept
+        got, want = (
+            torch.autograd.grad(op(*leaves, "relu", "", False, None, f)[0], present, dy)
+            for f in (frozen, (0, 0))
+        )
+    ws = {k: double(t) for k, t in w.items()}
+    truth = torch.autograd.grad(
+        dense(double(x), {k: t if t is None else t.requires_grad_() for k, t in ws.items()}),
+        [t for t in (ws["gate"], ws["up"], ws["down"]) if t is not None],
+        dy.double(),
+    )
+    assert torch.equal(got[0], want[0])
+    for g, e, t, down in zip(got[1:], want[1:], truth, (False,) * (1 + gated) + (True,)):
+        g, e, t = (s if down else s.t() for s in (g, e, t))
+        learns = slice(512 - rank, None)
+        assert not g[: 512 - rank].any()
+        assert error(g[learns], t[learns]) <= 1.1 * error(e[learns], t[learns]) + 1e-6
+
+
+class Adapted(nn.Module):
+    """Layers that learn nothing, with adapters that do (LoRA)."""
+
+    def __init__(self, K, N, rank=16):
+        super().__init__()
+        sizes = {"gate": (K, N), "up": (K, N), "down": (N, K)}
+        layers = lambda size: nn.ModuleDict(
+            {k: nn.Linear(*size(v), bias=False) for k, v in sizes.items()}
+        )
+        self.layers = layers(lambda v: v).requires_grad_(False)
+        self.a, self.b = layers(lambda v: (v[0], rank)), layers(lambda v: (rank, v[1]))
+
+    def _layer(self, name, x):
+        return self.layers[name](x) + self.b[name](self.a[name](x)) * 2.0
+
+    def forward(self, x):
+        h = F.relu(self._layer("gate", x) - 1) * self._layer("up", x)
+        return x + self._layer("down", h)
+
+
+@pytest.mark.usefixtures("small_blocks_are_packed")
+@pytest.mark.parametrize("tokens", [100, 500, 3000])
+def test_adapters_trained_compiled(tokens):
+    torch.manual_seed(0)
+    block = Adapted(512, 1408).cuda().bfloat16()
+    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    sparse_inductor.enable(only="relu_ffn")
+    program, wide = torch.compile(block), copy.deepcopy(block).double()
+    assert len(sparse_inductor.explain(block, x).report.rewrites) == 1
+    gradients = []
+    for run, t in ((program, x), (block, x), (wide, x.double())):
+        run(t).square().mean().backward()
+        gradients.append([p.grad.double() for p in (*run.a.parameters(), *run.b.parameters())])
+        block.zero_grad()
+        assert not any(p.grad is not None for p in run.layers.parameters())
+    for ours, theirs, truth in zip(*gradients, strict=True):
+        assert error(ours, truth) <= 1.5 * error(theirs, truth) + 1e-6
 
 
 # The down weights are turned round while gates are made (1 700, 4 100), or where rows turn out to be sparse (2 304).
