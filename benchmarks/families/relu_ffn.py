@@ -24,7 +24,9 @@ from benchmarks.publish import Point
 
 INFERENCE, TRAINING = "inference", "forward + backward"
 REGULARISED = "forward + backward with an L1 term"
+ADAPTED = "forward + backward of adapters"
 POOL, SEQUENCE, CODE = 512, 2048, 64
+RANK = 16
 
 
 def run(bench: Bench) -> None:
@@ -69,6 +71,30 @@ class Regularised(Gated):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = F.relu(F.linear(x, self.gate)) * F.linear(x, self.up)
         return F.linear(h, self.down), h.abs().mean()
+
+
+class Adapted(nn.Module):
+    """With an adapter of low rank for each projection (LoRA), the projections frozen."""
+
+    def __init__(self, block: Gated) -> None:
+        super().__init__()
+        self.layers = {n: getattr(block, n).detach() for n in ("gate", "up", "down")}
+        self.a, self.b = (
+            nn.ParameterDict(
+                {
+                    n: torch.randn(*shape(w), dtype=w.dtype, device=w.device) / 64
+                    for n, w in self.layers.items()
+                }
+            )
+            for shape in (lambda w: (RANK, w.shape[1]), lambda w: (w.shape[0], RANK))
+        )
+
+    def _layer(self, name: str, x: Tensor) -> Tensor:
+        adapted = F.linear(F.linear(x, self.a[name]), self.b[name])
+        return F.linear(x, self.layers[name]) + 0.5 * adapted
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._layer("down", F.relu(self._layer("gate", x)) * self._layer("up", x))
 
 
 class Plain(nn.Module):
@@ -152,6 +178,9 @@ class Case:
         blocks = self.blocks
         if kind == REGULARISED:
             blocks = [Regularised(b.gate, b.up, b.down) for b in blocks if isinstance(b, Gated)]
+        if kind == ADAPTED:
+            torch.manual_seed(1)  # the same adapters for every contender
+            blocks = [Adapted(b) for b in blocks if isinstance(b, Gated)]
         programs = [make(block) for block in blocks]
         x = self.x
 
@@ -173,7 +202,8 @@ class Case:
             y, size = programs[0](leaf)
             return (y, size, *torch.autograd.grad((y, size), inputs, (self.grad, weight)))
 
-        return {INFERENCE: inference, TRAINING: training, REGULARISED: regularised}[kind]
+        kinds = {INFERENCE: inference, REGULARISED: regularised}
+        return kinds.get(kind, training)
 
     def works(self, kind: str, graphs: bool) -> dict[Label, Work]:
         """What `Bench.race` takes."""
@@ -277,6 +307,14 @@ def _training(bench: Bench) -> None:
     )
 
 
+def _adapters(bench: Bench) -> None:
+    """A training step of adapters, whose unrewritten backward has no products for the frozen weights."""
+    for share, what, limits in ((30 / 5632, "I", ()), (0.5, "half the gates active", (0.9, 0.99))):
+        case = _case(bench, Shape(8192), share=share)
+        name = f"training step of adapters of rank {RANK}, 8192 tokens, {what}"
+        _compare(bench, case, ADAPTED, name, *limits, graphs=True)
+
+
 def _kept(case: Case, name: str) -> int:
     """Bytes that live between forward and backward, without output and inputs."""
     program = (compiled if name == "compile" else lambda m: rewritten(m, "relu_ffn"))(
@@ -357,7 +395,8 @@ def _cpu_half_active(bench: Bench) -> None:
 
 
 def _gpu_sections(bench: Bench) -> list[Callable[[Bench], None]]:
-    return [_inference, _decode, _not_gated, _training, _half_active, _heavy_rows, _other_shapes]
+    many = [_inference, _decode, _not_gated, _training, _adapters]
+    return [*many, _half_active, _heavy_rows, _other_shapes]
 
 
 def _cpu_sections(bench: Bench) -> list[Callable[[Bench], None]]:
