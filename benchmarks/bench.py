@@ -20,7 +20,7 @@ import sparse_inductor
 
 from . import measure
 from .measure import MIB, Ceilings, Memory, Timing, Work, ceilings, peak_memory, race
-from .publish import Results, Row, Sample, write
+from .publish import Point, Results, Row, Sample, write
 
 Label = tuple[str, str]
 """(case, contender): "B8 S256, forward", "ours"."""
@@ -181,6 +181,10 @@ class Bench:
         if self.quick:
             floor = goal = None
         self.results.rows.append(Row(name, value, unit, floor, goal, higher, note, self.part))
+
+    def point(self, point: Point) -> None:
+        """Write down one place of a curve."""
+        self.results.points.append(dataclasses.replace(point, section=self.part))
 
 
 def both(a: Timing | None, b: Timing | None) -> str:

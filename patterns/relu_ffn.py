@@ -40,7 +40,7 @@ from sparse_inductor.match.feed_forward import (
     resembles,
 )
 from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label, static_size
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.joined import Joined, check_joined, joined
 from sparse_inductor.match.mesh import is_distributed
@@ -96,7 +96,7 @@ class BlockMatch:
     def replace(self) -> None:
         r, e = self.reading, Emitter(self.at)
         dtype = fake(r.down.node).dtype  # under autocast not that of the inputs
-        x, pairs, columns = self.joined.emit(e, dtype)
+        x, pairs = self.joined.emit(e, dtype)
         if r.down.order is not None:
             x = e.permuted(x, r.down.order)
         ndim, axis = len(fake(x).shape), r.down.v_dim
@@ -109,14 +109,11 @@ class BlockMatch:
             weights += pair
         weights += [None] * (4 - len(weights))
         down_bias = self._down_bias(e, dtype)
-        outputs = static_size(fake(r.down.node).shape[r.down.v_dim]) if self.others.frozen else 0
-        frozen = [columns, outputs or 0]
         op = e.call(
             torch.ops.sparse_inductor.relu_ffn.default,
             x, *weights, self._down(e, dtype), None if r.tokens else down_bias,
             render(r.gate.program), render(r.up.program) if r.up else "", bool(self.others.statistics),
-            *([] if self.residual is None and not any(frozen) else [self.residual]),
-            *([frozen] if any(frozen) else []),
+            *([] if self.residual is None else [self.residual]),
         )  # fmt: skip
         y = self._scaled(e, e.call(operator.getitem, op, 0), [*rest, axis], down_bias)
         y = e.permuted(y, [[*rest, axis].index(d) for d in range(ndim)])

@@ -370,6 +370,21 @@ def test_a_part_that_is_run_again_replaces_what_was_found_of_it(tmp_path):
     assert f"- first: `{now.command}`" in page
 
 
+def test_a_curve_stays_where_another_part_is_run_again(tmp_path):
+    bench = Bench(CPU, dataclasses.replace(results(), points=[]), tmp_path)
+
+    def sweeps():
+        bench.point(Point("B", 1, "ours", 1.0, None))
+
+    bench.section(sweeps)
+    now = dataclasses.replace(results(), points=[])
+    now.keep(bench.results, {"first"})
+    assert now.points == [Point("B", 1, "ours", 1.0, None, section="sweeps")]
+    again = dataclasses.replace(results(), points=[])
+    again.keep(bench.results, {"sweeps"})
+    assert not again.points
+
+
 def test_parts_that_are_not_named_do_not_run(tmp_path):
     bench = Bench(CPU, results(), tmp_path, only=frozenset(["wanted"]))
     done = []

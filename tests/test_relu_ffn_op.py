@@ -223,47 +223,6 @@ def test_opcheck_with_a_residual(train):
     torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("frozen", [(4, 0), (0, 3), (5, 4)])
-def test_frozen_columns_and_outputs_have_no_gradient(gated, frozen):
-    x, w = tokens(7, requires_grad=True), weights(gated=gated, requires_grad=True)
-    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    leaves = [x, *(w[k] for k in order)]
-    op = torch.ops.sparse_inductor.relu_ffn
-    y, stats = op(*leaves, "relu", "", True, None, frozen)
-    want_y, want_stats = op(*leaves, "relu", "", True)
-    assert torch.equal(y, want_y) and torch.equal(stats, want_stats)
-    present = [t for t in leaves if t is not None]
-    got, want = (
-        torch.autograd.grad(a.square().sum() + b.sum(), present)
-        for a, b in ((y, stats), (want_y, want_stats))
-    )
-    for t, g, e in zip(present, got, want, strict=True):
-        if t is w["gate"] or t is w["up"]:
-            e[:, : frozen[0]] = 0
-        if t is w["down"]:
-            e[: frozen[1]] = 0
-        torch.testing.assert_close(g, e)
-
-
-@pytest.mark.parametrize("frozen", [(4, 3), (0, 2)])
-def test_opcheck_of_frozen_weights(frozen):
-    w = weights(dtype=torch.float32, requires_grad=True)
-    x = tokens(2, 3, dtype=torch.float32, requires_grad=True)
-    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    args = (x, *(w[k] for k in order), "relu", "", False, None, list(frozen))
-    torch.library.opcheck(torch.ops.sparse_inductor.relu_ffn, args)
-
-
-@pytest.mark.parametrize("frozen", [(K, 0), (0, D), (-1, 0)])
-def test_something_is_not_frozen(frozen):
-    x, w = tokens(2, dtype=torch.float32), weights(dtype=torch.float32, requires_grad=True)
-    order = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias")
-    args = (x, *(w[k] for k in order), "relu", "", False, None, frozen)
-    with pytest.raises(ValueError, match="frozen must leave some of"):
-        torch.ops.sparse_inductor.relu_ffn(*args)
-
-
 def test_autocast():
     x, w = tokens(4, dtype=torch.float32), weights(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

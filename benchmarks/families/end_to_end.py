@@ -85,8 +85,7 @@ class Splade:
 
     def point(self, name: str, found: Trial) -> None:
         """A point of the plot."""
-        made = Point(self.axis, found.batch, name, found.ms, found.peak, section=self.bench.part)
-        self.bench.results.points.append(made)
+        self.bench.point(Point(self.axis, found.batch, name, found.ms, found.peak))
 
     def _said(self, name: str, found: Trial) -> None:
         what = "does not fit" if found.peak is None else f"peak {found.peak / MIB:,.0f} MiB"

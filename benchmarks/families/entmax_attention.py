@@ -517,9 +517,7 @@ def _points(bench: Bench, axis: str, at: int, case: Case) -> None:
         names = [n for n in names if n != "adasplash"]
     for name in names:
         if bench.late():
-            bench.results.points.append(
-                Point(axis, at, name, None, None, "not measured: out of time")
-            )
+            bench.point(Point(axis, at, name, None, None, "not measured: out of time"))
             continue
         torch._dynamo.reset()
         work = next(iter(case.works([TRAINING], [name]).values()))
@@ -527,4 +525,4 @@ def _points(bench: Bench, axis: str, at: int, case: Case) -> None:
         ms = race({name: work}, bench.device, seconds, (3, 20))[name].ms
         peak = peak_memory(work, bench.device).peak if bench.cuda else None
         bench.say(f"sweep {axis} {at}: {name} {ms:.4g} ms")
-        bench.results.points.append(Point(axis, at, name, ms, peak))
+        bench.point(Point(axis, at, name, ms, peak))

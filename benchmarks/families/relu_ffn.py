@@ -24,7 +24,7 @@ from benchmarks.publish import Point
 
 INFERENCE, TRAINING = "inference", "forward + backward"
 REGULARISED = "forward + backward with an L1 term"
-ADAPTED = "forward + backward of adapters"
+ADAPTED = "inference with adapters"
 POOL, SEQUENCE, CODE = 512, 2048, 64
 RANK = 16
 
@@ -202,8 +202,8 @@ class Case:
             y, size = programs[0](leaf)
             return (y, size, *torch.autograd.grad((y, size), inputs, (self.grad, weight)))
 
-        kinds = {INFERENCE: inference, REGULARISED: regularised}
-        return kinds.get(kind, training)
+        kinds = {TRAINING: training, REGULARISED: regularised}
+        return kinds.get(kind, inference)
 
     def works(self, kind: str, graphs: bool) -> dict[Label, Work]:
         """What `Bench.race` takes."""
@@ -308,10 +308,10 @@ def _training(bench: Bench) -> None:
 
 
 def _adapters(bench: Bench) -> None:
-    """A training step of adapters, whose unrewritten backward has no products for the frozen weights."""
+    """Adapters that were not merged into the weights."""
     for share, what, limits in ((30 / 5632, "I", ()), (0.5, "half the gates active", (0.9, 0.99))):
         case = _case(bench, Shape(8192), share=share)
-        name = f"training step of adapters of rank {RANK}, 8192 tokens, {what}"
+        name = f"inference with adapters of rank {RANK}, 8192 tokens, {what}"
         _compare(bench, case, ADAPTED, name, *limits, graphs=True)
 
 
@@ -426,5 +426,5 @@ def _sweeps(bench: Bench) -> None:
                         name
                     ].ms
                 note = "" if ms else "not measured: out of time"
-                bench.results.points.append(Point(axis, size, name, ms, None, note))
+                bench.point(Point(axis, size, name, ms, None, note))
         bench.save()

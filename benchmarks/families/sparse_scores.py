@@ -429,7 +429,7 @@ def _sweep(bench: Bench, c: Collection, scatter: ScatterAdd, n: int) -> None:
         for name, work in works.items():
             ms = race({name: work}, bench.device, 0.4, (3, 20))[name].ms
             peak = peak_memory(work, bench.device).peak
-            bench.results.points.append(Point(f"B at N {n:,}", B, name, ms, peak))
+            bench.point(Point(f"B at N {n:,}", B, name, ms, peak))
     scatter.set_queries(c.queries)
 
 

@@ -500,7 +500,7 @@ def _sweeps(bench: Bench) -> None:
             if shape not in known:
                 known[shape] = {name: _point(bench, shape, name) for name in ("compile", "ours")}
             for point in known[shape].values():
-                bench.results.points.append(dataclasses.replace(point, axis=axis, at=size))
+                bench.point(dataclasses.replace(point, axis=axis, at=size))
         bench.save()
 
 

@@ -202,17 +202,14 @@ def backward(
     b: Block,
     packed: Packed,
     needs: Sequence[bool],
-    frozen: Sequence[int] = (0, 0),
 ) -> list[torch.Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias; None where not needed; 0 in the first frozen[0]
-    columns of gate and up, and frozen[1] rows of down."""
-    columns, outputs = frozen
+    """Gradients of x, gate, gate_bias, up, up_bias, down, down_bias; None where not needed."""
     x = x if x.stride(1) == 1 else x.contiguous()
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     d_stats = None if d_stats is None else d_stats.float().contiguous()
     N = b.gate.shape[0]
     if d_stats is None and forward.is_few(len(x), N):
-        return _few(dy, x, b, needs, frozen)
+        return _few(dy, x, b, needs)
     cap = packed.index.shape[1]
     gated = b.up is not None
     gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
@@ -240,21 +237,17 @@ def backward(
         ends = part.stop == len(x)
         alone = ends and part.start == 0
         return _Heavy(
-            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted, frozen, made, alone, ends
+            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted, made, alone, ends
         )  # fmt: skip
 
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
-    into_gate = _learnt_columns(d_wg, gate, columns)
-    into_up = None if up is None else _learnt_columns(d_wu, up, columns)
+    into_gate = torch.empty_like(gate) if d_wg is None else d_wg
+    into_up = None if up is None else torch.empty_like(up) if d_wu is None else d_wu
     d_wd = torch.empty_like(b.down, memory_format=torch.contiguous_format) if by_down else None
-    into_down = None
-    if d_wd is not None:
-        d_wd[:outputs].zero_()
-        into_down = d_wd[outputs:]
     wanted = (
         (into_gate, d_bg) if by_gate else (None, None),
         (into_up, d_bu) if by_up else (None, None),
-        (None if into_down is None else into_down.t(), None),
+        (None if d_wd is None else d_wd.t(), None),
     )
     first_part, *other_parts = chunks(len(x), N, CHUNK)
     lists, first = TokenLists(packed.count, packed.index, N), heavy_of(first_part)
@@ -277,7 +270,7 @@ def backward(
             branch.wait(listed)
             unless = rows.Unless(first.length, len(x), at=0)
         table, _ = rows.by_neuron(b.down, unless=unless)
-        d_table = table.new_empty(N, table.shape[1] - outputs) if by_down else None
+        d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
         entries = packed.count, packed.index, packed.gate
         d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
         d_up = torch.empty_like(packed.up) if gated else None
@@ -300,12 +293,11 @@ def backward(
         ahead.wait(filled)
         elsewhere = unless if first.sums_all else None
         if by_gate or by_up:
-            learnt = x[:, columns:]
-            _by_neuron(lists, learnt, d_gate, into_gate, d_bg, cap, elsewhere, d_up, into_up, d_bu)
+            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, elsewhere, d_up, into_up, d_bu)
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
         if d_table is not None:
-            _by_neuron(lists, dy[:, outputs:], h, d_table, None, cap, elsewhere)
-            rows.by_neuron(d_table, unless=elsewhere, out=into_down)
+            _by_neuron(lists, dy, h, d_table, None, cap, elsewhere)
+            rows.by_neuron(d_table, unless=elsewhere, out=d_wd)
     first.add()
     del first  # one at a time: they are large
     for part in other_parts:
@@ -319,16 +311,8 @@ def backward(
     return [dx, d_wg, d_bg, d_wu, d_bu, d_wd, d_bd]
 
 
-def _learnt_columns(d: torch.Tensor | None, weight: torch.Tensor, frozen: int) -> torch.Tensor:
-    """Where the gradient of a weight's columns that learn goes, in `d`, 0 in the others, or in a place of its own."""
-    if d is None:
-        return weight.new_empty(len(weight), weight.shape[1] - frozen)
-    d[:, :frozen].zero_()
-    return d[:, frozen:]
-
-
 def _few(
-    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool], frozen: Sequence[int]
+    dy: torch.Tensor, x: torch.Tensor, b: Block, needs: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """The gradients for so few rows that nothing was packed: library products, the projections made again."""
     M, N = len(x), b.gate.shape[0]
@@ -349,17 +333,12 @@ def _few(
         if u is not None and b.up is not None:
             dx.addmm_(u[:M], b.up)
     found: list[torch.Tensor | None] = [dx]
-    columns, outputs = frozen
-    for d, right, (weight, bias), (n_weight, n_bias), first in (
-        (g, x, (b.gate, b.gate_bias), needs[1:3], (0, columns)),
-        (None if u is None else u[:M], x, (b.up, b.up_bias), needs[3:5], (0, columns)),
-        (dy, h, (b.down, b.down_bias), needs[5:7], (outputs, 0)),
+    for d, right, (weight, bias), (n_weight, n_bias) in (
+        (g, x, (b.gate, b.gate_bias), needs[1:3]),
+        (None if u is None else u[:M], x, (b.up, b.up_bias), needs[3:5]),
+        (dy, h, (b.down, b.down_bias), needs[5:7]),
     ):
-        product = None
-        if n_weight and weight is not None and d is not None:
-            product = d[:, first[0] :].t() @ right[:, first[1] :]
-            product = F.pad(product, (first[1], 0, first[0], 0)) if any(first) else product
-        found.append(product)
+        found.append(d.t() @ right if n_weight and weight is not None and d is not None else None)
         found.append(d.sum(0) if n_bias and bias is not None and d is not None else None)
     return found
 
@@ -367,8 +346,7 @@ def _few(
 class _Heavy:
     """Rows of `count` that are not packed: what they contribute, by tensor cores.
 
-    wanted: for each sum over tokens (gradient of a weight, of its bias), to which they add their share, either None;
-    of a weight without what is `frozen` of it.
+    wanted: for each sum over tokens (gradient of a weight, of its bias), to which they add their share, either None.
     room: where their projections are, or have room. alone: there are no other rows; ends: nobody reads that room after
     these.
     """
@@ -384,7 +362,6 @@ class _Heavy:
         cap: int,
         dx,
         wanted,
-        frozen: Sequence[int],
         room: kept.Kept | None,
         alone: bool,
         ends: bool,
@@ -402,10 +379,7 @@ class _Heavy:
             self._u = None if b.up is None else torch.empty_like(self._dh)
         else:
             self._g, self._u = room.gate, room.up
-        of_x, of_dy = (
-            (copies[:, first:], source[:, first:])
-            for copies, source, first in zip((self._xs, self._dys), (x, dy), frozen)
-        )
+        of_x, of_dy = (self._xs, x), (self._dys, dy)
         self._sums = [
             heavy.Sum(values, *rows_of, weight, bias)
             for values, rows_of, (weight, bias) in zip(

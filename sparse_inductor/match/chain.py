@@ -200,15 +200,6 @@ class Chain:
         v_dim = self.v_dim - (span - 1 if self.v_dim > dim else 0)
         self._move(Move(v_dim, origin, apply), node)
 
-    @property
-    def fold_learns(self) -> bool:
-        """Whether something that became part of the weight needs a gradient, which goes through the weight's."""
-        return any(
-            not isinstance(term.operand, fx.Node) or self.view.learns(term.operand)
-            for term, _, _ in self.folded
-            if term.fn != "add"
-        )
-
     # Proofs
 
     def flip(self) -> bool:

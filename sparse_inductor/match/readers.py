@@ -30,12 +30,10 @@ _PASSED = SHAPE_OPS | _PARTS | {"detach", "clone", "contiguous", "cast"}
 
 @dataclasses.dataclass(frozen=True)
 class Others:
-    """statistics: each with the activation that it is of, "gate" or "hidden". downs: adapters' first projections.
-    frozen: whether the block's own down weight needs no gradient, and an adapter's does."""
+    """statistics: each with the activation that it is of, "gate" or "hidden". downs: adapters' first projections."""
 
     statistics: tuple[tuple[Statistic, str], ...] = ()
     downs: tuple[Linear, ...] = ()
-    frozen: bool = False
 
     @property
     def ends(self) -> list[fx.Node]:
@@ -56,10 +54,7 @@ def other_readers(
             downs.append(down)
         else:
             found += _statistics(view, reading, source, reader)
-    learns = any(view.learns(d.weight_source) for d in downs)
-    scales = [f.source for f in reading.factors]
-    frozen = learns and not any(map(view.learns, [reading.down.weight_source, *scales]))
-    others = Others(tuple(found), tuple(downs), frozen)
+    others = Others(tuple(found), tuple(downs))
     taken = [n for s, _ in found for n in s.nodes] + [n for d in downs for n in d.within]
     nodes = swallowed(view, [*nodes, *taken, *others.ends])
     for source, reader in outside_readers(view, nodes, set(nodes), {anchor, *others.ends}):

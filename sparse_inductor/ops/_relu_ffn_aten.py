@@ -162,27 +162,14 @@ def _unpack(
 
 
 def backward(
-    dy: Tensor,
-    d_stats: Tensor | None,
-    x: Tensor,
-    b: Block,
-    packed: Packed,
-    needs: Sequence[bool],
-    frozen: Sequence[int] = (0, 0),
+    dy: Tensor, d_stats: Tensor | None, x: Tensor, b: Block, packed: Packed, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of x, gate, gate_bias, up, up_bias, down and down_bias in their dtypes; None where not needed; 0 in the
-    first frozen[0] columns of gate and up, and frozen[1] rows of down."""
-    columns, outputs = frozen
+    """Gradients of x, gate, gate_bias, up, up_bias, down and down_bias in their dtypes; None where not needed."""
     sources = (x, b.gate, b.gate_bias, b.up, b.up_bias, b.down, b.down_bias)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     sums = [
         torch.zeros(t.shape, dtype=wide, device=x.device) if n and t is not None else None
         for t, n in zip(sources[1:], needs[1:])
-    ]
-    parts = ((0, columns), (0, 0), (0, columns), (0, 0), (outputs, 0), (0, 0))
-    learnt = [
-        None if s is None else s[part[0] :] if s.dim() == 1 else s[part[0] :, part[1] :]
-        for s, part in zip(sums, parts)
     ]
     dx = torch.empty_like(x) if needs[0] else None
     step = max(1, _CHUNK // max(b.gate.shape[0], 1))
@@ -192,9 +179,9 @@ def backward(
         d_gate, d_up, h = _slopes(
             dys, None if d_stats is None else d_stats[:, part], xs, b, packed, part
         )
-        left = (d_gate, d_gate, d_up, d_up, dys[:, outputs:], dys)
-        right = (xs[:, columns:], None, xs[:, columns:], None, h, None)
-        for total, s, t in zip(learnt, left, right):
+        left = (d_gate, d_gate, d_up, d_up, dys, dys)
+        right = (xs, None, xs, None, h, None)
+        for total, s, t in zip(sums, left, right):
             if total is not None and s is not None:
                 total += s.sum(0, dtype=wide) if t is None else s.t() @ t
         if dx is not None:

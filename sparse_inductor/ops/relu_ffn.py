@@ -10,9 +10,6 @@ operators:
     relu_ffn_train      also returns the packed activations, at most `capacity(N)` a row
     relu_ffn_backward   every gradient over the same pattern
 
-frozen: so many columns of gate and up, and so many rows of down, the first ones, need no gradient: it is 0 there. What
-an adapter adds to a block stands behind what it leaves as it is.
-
 Exact for every input: a row with more active neurons than the packed format holds takes a dense path of the same
 result. Where the other factor of an inactive neuron is infinite or NaN, the neuron may contribute nothing or a NaN.
 """
@@ -55,9 +52,9 @@ _INPUTS = (
 )
 _PACKED = "Tensor count, Tensor index, Tensor gates, Tensor ups"
 _lib = define(
-    f"relu_ffn({_INPUTS}, Tensor? residual=None, int[2] frozen=[0, 0]) -> (Tensor, Tensor)",
+    f"relu_ffn({_INPUTS}, Tensor? residual=None) -> (Tensor, Tensor)",
     f"relu_ffn_train({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[7] needs, int[2] frozen)"
+    f"relu_ffn_backward(Tensor grad, Tensor d_stats, {_INPUTS}, {_PACKED}, bool[7] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 
@@ -132,9 +129,7 @@ def _programs(gate_steps: str, up_steps: str) -> tuple[Program, Program, float]:
     return f, g, at
 
 
-def _check(
-    x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None, frozen=(0, 0)
-) -> None:
+def _check(x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None) -> None:
     """Raises the errors that `relu_ffn` documents."""
     if x.dim() < 1:
         raise ValueError(f"x must be [..., K], got shape {tuple(x.shape)}")
@@ -158,9 +153,6 @@ def _check(
         residual.dim() != len(shape) or any(map(differ, residual.shape, shape))
     ):
         raise ValueError(f"residual must be {shape}, got shape {tuple(residual.shape)}")
-    for n, size in zip(frozen, (gate.shape[1], down.shape[0])):
-        if n and not 0 < n < size:
-            raise ValueError(f"frozen must leave some of {size}, got {n}")
     if x.dtype not in FLOATS:
         raise TypeError(f"x must be one of {FLOATS}, got {x.dtype}")
     names = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias", "residual")
@@ -226,9 +218,8 @@ def _run(x, weights, gate_steps, up_steps, stats, train, residual=None, keeps=Fa
 
 
 def _infer(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None,
-    frozen=(0, 0),
-):  # fmt: skip
+    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
+):
     weights = (gate, gate_bias, up, up_bias, down, down_bias)
     return _run(x, weights, gate_steps, up_steps, stats, False, residual)[:2]
 
@@ -273,7 +264,7 @@ def _train(
 
 def _backward(
     grad, d_stats, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    count, index, gates, ups, needs, frozen, has_room=False,
+    count, index, gates, ups, needs, has_room=False,
 ):  # fmt: skip
     weights = (gate, gate_bias, up, up_bias, down, down_bias)
     block = _block(weights, gate_steps, up_steps)
@@ -285,9 +276,9 @@ def _backward(
         if _has_kernels(flat, block):
             from ..kernels import relu_ffn_backward as kernel
 
-            grads = kernel.backward(dy, d_numbers, flat, block, packed, needs, frozen)
+            grads = kernel.backward(dy, d_numbers, flat, block, packed, needs)
         else:
-            grads = aten.backward(dy, d_numbers, flat, block, packed, needs, frozen)
+            grads = aten.backward(dy, d_numbers, flat, block, packed, needs)
     out = [x.new_empty(0) if g is None else g for g in grads]
     if needs[0]:
         out[0] = out[0].view(x.shape)
@@ -296,12 +287,12 @@ def _backward(
 
 class _ReluFfn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_steps, up_steps, stats, frozen, *tensors):
+    def forward(ctx, gate_steps, up_steps, stats, *tensors):
         y, numbers, *packed = torch.ops.sparse_inductor.relu_ffn_train(
             *tensors, gate_steps, up_steps, stats
         )
         ctx.save_for_backward(*tensors, *packed)
-        ctx.call, ctx.frozen = (gate_steps, up_steps, stats), frozen
+        ctx.call = gate_steps, up_steps, stats
         ctx.set_materialize_grads(False)  # autograd's zeros are no DTensors
         ctx.shapes = y.shape, numbers.shape
         return y, numbers
@@ -310,21 +301,20 @@ class _ReluFfn(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, d_stats):
         saved = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[4:])
+        needs = list(ctx.needs_input_grad[3:])
         if grad is None:
             grad = saved[0].new_zeros(ctx.shapes[0])
         if d_stats is None:
             d_stats = saved[0].new_zeros(ctx.shapes[1], dtype=_wide(saved[0]))
         grads = torch.ops.sparse_inductor.relu_ffn_backward(
-            grad, d_stats, *saved[:7], *ctx.call, *saved[7:], needs, ctx.frozen
+            grad, d_stats, *saved[:7], *ctx.call, *saved[7:], needs
         )
-        return None, None, None, None, *(g if n else None for g, n in zip(grads, needs))
+        return None, None, None, *(g if n else None for g, n in zip(grads, needs))
 
 
 def _autograd(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None,
-    frozen=(0, 0),
-):  # fmt: skip
+    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
+):
     outside_transforms("relu_ffn")
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
     learns = torch.is_grad_enabled() and any(
@@ -332,14 +322,14 @@ def _autograd(
     )
     if residual is not None and learns:
         _check(*tensors, residual=residual)
-        y, numbers = _autograd(*tensors, gate_steps, up_steps, stats, None, frozen)
+        y, numbers = _autograd(*tensors, gate_steps, up_steps, stats)
         return residual + y, numbers
     if _dense_in_graphs(x, tensors, gate_steps, up_steps, stats):
-        y, numbers = _dense(x, tensors[1:], gate_steps, up_steps, stats, frozen)
+        y, numbers = _dense(x, tensors[1:], gate_steps, up_steps, stats)
         return (y if residual is None else residual + y), numbers
     if learns:
-        _check(*tensors, frozen=frozen)
-        return _ReluFfn.apply(gate_steps, up_steps, stats, list(frozen), *tensors)
+        _check(*tensors)
+        return _ReluFfn.apply(gate_steps, up_steps, stats, *tensors)
     args = (*tensors, gate_steps, up_steps, stats, residual)
     return call_below_autograd(torch.ops.sparse_inductor.relu_ffn, _infer, args)
 
@@ -374,29 +364,14 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
     return kernel.is_few(tokens, neurons)
 
 
-def _dense(x, weights, gate_steps, up_steps, stats, frozen=(0, 0)):
+def _dense(x, weights, gate_steps, up_steps, stats):
     """(y, statistics), of ATen's operators."""
     block = _block(weights, gate_steps, up_steps)
-    columns, outputs = frozen
-
-    def project(weight, bias):
-        if not columns:
-            return F.linear(x, weight, bias)
-        y = F.linear(x[..., :columns], weight[:, :columns].detach(), bias)
-        return y + F.linear(x[..., columns:], weight[:, columns:])
-
     with autocast_off(x.device.type):
-        h = a = run(block.f, block.wide(project(block.gate, block.gate_bias)))
+        h = a = run(block.f, block.wide(F.linear(x, block.gate, block.gate_bias)))
         if block.up is not None:
-            h = a * run(block.g, block.wide(project(block.up, block.up_bias)))
-        h = h.to(x.dtype)
-        if outputs:
-            b = block.down_bias
-            biases = (None, None) if b is None else (b[:outputs], b[outputs:])
-            parts = block.down[:outputs].detach(), block.down[outputs:]
-            y = torch.cat(tuple(map(functools.partial(F.linear, h), parts, biases)), -1)
-        else:
-            y = F.linear(h, block.down, block.down_bias)
+            h = a * run(block.g, block.wide(F.linear(x, block.up, block.up_bias)))
+        y = F.linear(h.to(x.dtype), block.down, block.down_bias)
         if not stats:
             return y, x.new_empty(0, *x.shape[:-1], dtype=_wide(x))
         numbers = [n for t in (a, h) for n in (t.abs().sum(-1), (t != 0).sum(-1))]
@@ -404,11 +379,9 @@ def _dense(x, weights, gate_steps, up_steps, stats, frozen=(0, 0)):
 
 
 def _fake(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None,
-    frozen=(0, 0),
-):  # fmt: skip
-    weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    _check(x, *weights, residual=residual, frozen=frozen)
+    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
+):
+    _check(x, gate, gate_bias, up, up_bias, down, down_bias, residual=residual)
     _programs(gate_steps, up_steps)
     lead = x.shape[:-1]
     numbers = x.new_empty(4 if stats else 0, *lead, dtype=_wide(x))
@@ -423,7 +396,7 @@ def _fake_train(x, gate, gate_bias, up, *rest):
 
 def _fake_backward(
     grad, d_stats, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    count, index, gates, ups, needs, frozen,
+    count, index, gates, ups, needs,
 ):  # fmt: skip
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
     return tuple(
@@ -451,7 +424,7 @@ def _shared(x, gate, gate_bias, up, up_bias, down, down_bias, *_) -> Rule:
 
 def _shared_with_residual(*args) -> Rule:
     rule = _shared(*args)
-    if len(args) == 10 or args[10] is None:
+    if len(args) == 10 or args[-1] is None:
         return rule
     return dataclasses.replace(rule, inputs=(*rule.inputs, rule.outputs[0]), ways=("T",))
 

@@ -191,13 +191,13 @@ def test_rows_in_pieces(monkeypatch):
     check_forward(*make(140, share=0.15))
 
 
-def check_backward(x, b, stats=True, needs=(True,) * 7, frozen=(0, 0)):
+def check_backward(x, b, stats=True, needs=(True,) * 7):
     packed = empty_packed(x, b)
     aten.forward(x, b, None, packed)
     dy = torch.randn(len(x), b.down.shape[0], device=DEVICE)
     d_stats = torch.randn(4, len(x), device=DEVICE) if stats else None
-    want = aten.backward(dy, d_stats, x, b, packed, needs, frozen)
-    got = backward_kernel.backward(dy, d_stats, x, b, packed, needs, frozen)
+    want = aten.backward(dy, d_stats, x, b, packed, needs)
+    got = backward_kernel.backward(dy, d_stats, x, b, packed, needs)
     for name, g, w in zip(
         ("x", "gate", "gate_bias", "up", "up_bias", "down", "down_bias"), got, want
     ):
@@ -205,7 +205,7 @@ def check_backward(x, b, stats=True, needs=(True,) * 7, frozen=(0, 0)):
         if g is not None:
             torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-4, msg=name)
     if x.is_cuda:  # under the interpreter programs run one after another
-        again = backward_kernel.backward(dy, d_stats, x, b, packed, needs, frozen)
+        again = backward_kernel.backward(dy, d_stats, x, b, packed, needs)
         assert all(g is None or torch.equal(g, a) for g, a in zip(got, again)), "not the same bits"
 
 
@@ -243,26 +243,9 @@ def test_only_what_is_needed():
     check_backward(*make(20), needs=(False, True, False, False, True, False, True))
 
 
-@pytest.mark.parametrize("frozen", [(32, 16), (39, 0), (0, 23), (5, 7)])
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.9999])
-@pytest.mark.parametrize("gated", [True, False])
-def test_backward_of_what_is_not_frozen(frozen, share, gated):
-    x, b = make(40, share=share, gated=gated)
-    check_backward(x, b, frozen=frozen)
-    # Biases whose weights learn nothing at all; those of down are not where its weight's are.
-    check_backward(x, b, needs=(True, False, True, False, True, True, True), frozen=frozen)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_backward_of_what_is_not_frozen_of_few_rows(monkeypatch, gated):
-    monkeypatch.setattr(kernel, "FEW", 50)
-    check_backward(*make(50, gated=gated), stats=False, frozen=(32, 16))
-
-
 def test_backward_in_pieces(monkeypatch):
     monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
     check_backward(*make(140, share=0.05))
-    check_backward(*make(140, share=0.05), frozen=(32, 16))
 
 
 @pytest.mark.parametrize(

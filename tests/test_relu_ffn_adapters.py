@@ -1,0 +1,88 @@
+"""Adapters of a feed-forward block: what is joined, where that would take too long, and that nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ffn_spellings.adapters import RANK, Adapted
+from ffn_spellings.registry import K, N, tokens
+from sparse_inductor.testing import assert_not_rewritten, assert_rewrites
+
+
+def block(x, m):
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+def calls(explanation, name):
+    (graph,) = explanation.graphs
+    return [n for n in graph.nodes_after if n.title == name]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_one_operator_and_what_is_small(frozen):
+    """Of nine products three are left: of x with each A, and of the rows behind `down` with B."""
+    m = Adapted(block, frozen, bias=True)
+    found = assert_rewrites(m, (tokens(),), {"relu_ffn": 1})
+    assert len(calls(found, "linear")) == 3
+    (op,) = calls(found, "sparse_inductor::relu_ffn")
+    assert op.type.startswith(f"float32[2, 5, {K + RANK}]")
+
+
+class Wide(nn.Module):
+    """A gate with an adapter, of so many bytes."""
+
+    def __init__(self, neurons):
+        super().__init__()
+        self.gate, self.a, self.b = (
+            nn.Linear(512, neurons),
+            nn.Linear(512, 4),
+            nn.Linear(4, neurons),
+        )
+        self.down = nn.Linear(neurons, 8)
+
+    def forward(self, x):
+        return self.down(F.relu(self.gate(x) + self.b(self.a(x))))
+
+
+@pytest.mark.parametrize(
+    ("neurons", "rows", "training", "reason"),
+    [
+        (500, 3, False, ""),
+        (500, 3, True, ""),
+        (1024, 8192, False, ""),
+        (1024, 8191, False, "2 MiB of weights would be joined at every call, too many for 8191"),
+        (1024, 8192, True, "linear maps that learn: 2 MiB of weights would be joined"),
+    ],
+)
+def test_weights_are_joined_where_it_takes_no_time(neurons, rows, training, reason):
+    m, x = Wide(neurons), torch.randn(rows, 512)
+    with torch.set_grad_enabled(training):
+        if reason:
+            assert_not_rewritten(m, (x,), "relu_ffn", reason=reason)
+        else:
+            assert_rewrites(m, (x,), {"relu_ffn": 1})
+
+
+def test_a_number_of_tokens_that_is_not_known_may_be_small():
+    m, x = Wide(1024), torch.randn(8192, 512)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        assert_not_rewritten(m, (x,), "relu_ffn", reason="too many for a number of tokens")
+
+
+def test_other_families_take_no_sums():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder, self.a, self.b = nn.Linear(K, N), nn.Linear(K, 2), nn.Linear(2, N)
+
+        def forward(self, hidden, mask):
+            logits = self.decoder(hidden) + self.b(self.a(hidden))
+            return (torch.log1p(F.relu(logits)) * mask.unsqueeze(-1)).amax(1)
+
+    args = torch.randn(2, 5, K), torch.ones(2, 5)
+    reason = "add combines two tensors that come from linears"
+    assert_not_rewritten(Head(), args, "splade_head", reason=reason)
