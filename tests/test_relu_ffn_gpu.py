@@ -104,11 +104,11 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.usefixtures("small_blocks_are_packed")
-@pytest.mark.parametrize("tokens", [300, 3000])
-def test_adapters_compiled(tokens):
+@pytest.mark.parametrize(("tokens", "K", "N"), [(300, 128, 704), (8192, 512, 1408)])
+def test_adapters_compiled(tokens, K, N):
     torch.manual_seed(0)
-    block = Adapted(512, 1408).cuda().bfloat16()
-    x = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
+    block = Adapted(K, N).cuda().bfloat16()
+    x = torch.randn(tokens, K, device="cuda", dtype=torch.bfloat16)
     sparse_inductor.enable(only="relu_ffn")
     with torch.no_grad():
         ours, theirs = torch.compile(block)(x), block(x)
