@@ -110,6 +110,8 @@ TRUE["ffn_spellings"] = {
     "lora_of_dropped_activations": ("also read by dropout", "self.drop(x)"),
     "adapter_with_an_activation": ("add combines two tensors", "torch.tanh("),
     "sums_of_different_inputs": ("read different inputs", "m.c(x.flip(1))"),
+    "distances_from_zeros": ("also read by l1_loss", "F.l1_loss("),
+    "distance_from_ones": ("also read by l1_loss", "F.l1_loss("),
     "second_projection": ("also read by linear", "m.d(h)"),
     "adapter_that_is_watched": ("also read by linear", "m.d(h)"),
     "addmm_of_its_own_activations": ("out of the block itself", "torch.addmm(h, torch.relu(h), d)"),

@@ -138,6 +138,7 @@ _SIGNATURES: dict[str, str] = {
     "min_all": "input",
     "median": "input dim=-1 keepdim=False",
     "count_nonzero": "input dim=None",
+    "l1_loss": "input target size_average=None reduce=None reduction='mean' weight=None",
     "norm": "input p=2 dim=None keepdim=False",
     "vector_norm": "input p=2 dim=None keepdim=False",
     "topk": "input k dim=-1 largest=True sorted=True",

@@ -10,6 +10,7 @@ from torch import fx
 
 from .emit import Emitter
 from .graph import GraphView, fake, label, same_size
+from .names import Call
 from .shapes import Decline
 
 __all__ = ["Statistic", "statistics"]
@@ -84,6 +85,9 @@ class _Reader:
             return [self._reduction(node, call, passed, 0, False, True)]
         if norm is None and name in ("norm", "vector_norm") and call.get("p") in (1, 1.0):
             return [self._reduction(node, call, passed, 1, False, detached)]
+        if norm is None and name == "l1_loss" and self._loss_against_zeros(x, node, call):
+            mean = call.get("reduction", "mean") == "mean"
+            return [self._reduction(node, call, passed, 1, mean, detached)]
         if name == "abs":
             norm = 1 if norm is None else norm
         elif name in ("ne", "gt", "eq", "le") and norm is None:
@@ -108,6 +112,15 @@ class _Reader:
         for reader in self.view.readers(node):
             found += self.follow(node, reader, (*passed, node), norm, detached)
         return found
+
+    def _loss_against_zeros(self, x: fx.Node, node: fx.Node, call: Call) -> bool:
+        """Whether l1_loss is the mean or sum of |x|."""
+        a, b = call["input"], call["target"]
+        zeros = b if a is x else a
+        usual = all(call.get(old) is None for old in ("size_average", "reduce", "weight"))
+        whole = self.view.is_tensor(zeros) and self.view.same_shape(zeros, x)
+        reduced = call.get("reduction", "mean") in ("mean", "sum")
+        return usual and reduced and whole and self.view.const(zeros, node) == 0
 
     def _reduction(self, node, call, passed, norm, mean, detached) -> Statistic:
         if norm is None:

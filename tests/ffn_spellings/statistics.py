@@ -37,6 +37,32 @@ def norm_one(x, m):
 
 
 @block()
+def mean_distance_from_zeros(x, m):
+    """F.l1_loss(h, zeros)"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), F.l1_loss(h, torch.zeros_like(h))
+
+
+@block()
+def distance_from_zeros(x, m):
+    """nn.L1Loss(reduction="sum"), zeros first."""
+    h = F.relu(m.up(x))
+    return m.down(h), torch.nn.L1Loss(reduction="sum")(torch.zeros_like(h), h)
+
+
+@block("no_rewrite", "every element is wanted")
+def distances_from_zeros(x, m):
+    h = F.relu(m.up(x))
+    return m.down(h), F.l1_loss(h, torch.zeros_like(h), reduction="none")
+
+
+@block("no_rewrite", "a distance from something else")
+def distance_from_ones(x, m):
+    h = F.relu(m.up(x))
+    return m.down(h), F.l1_loss(h, torch.ones_like(h))
+
+
+@block()
 def share_of_nonzeros(x, m):
     """(h > 0).float().mean()"""
     h = F.relu(m.gate(x))
