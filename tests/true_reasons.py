@@ -110,6 +110,7 @@ TRUE["ffn_spellings"] = {
     "lora_of_dropped_activations": ("also read by dropout", "self.drop(x)"),
     "adapter_with_an_activation": ("add combines two tensors", "torch.tanh("),
     "sums_of_different_inputs": ("read different inputs", "m.c(x.flip(1))"),
+    "absolute_value_of_the_other": ("abs is not monotone", "m.up(x).abs()"),
     "distances_from_zeros": ("also read by l1_loss", "F.l1_loss("),
     "distance_from_ones": ("also read by l1_loss", "F.l1_loss("),
     "second_projection": ("also read by linear", "m.d(h)"),

@@ -224,6 +224,8 @@ class _Climber:
             scale = () if k == 1 else (Step("mul", (k,)),)
             return (*scale, Step("add", (c,)) if c is not None else Term("add", operand))
 
+        if k == 1 and (rectified := self._twice_rectified(a, b)) is not None:
+            return rectified
         try:
             return self._arithmetic(a, b, forward, backward)
         except Combined:
@@ -231,6 +233,19 @@ class _Climber:
             if not found:
                 raise
             return Spine(tuple(found), ())
+
+    def _twice_rectified(self, a: Any, b: Any) -> Spine | None:
+        """x + |x|, without a gradient: at 0 that is 1, and the rectifier's 0."""
+        for x, y in ((a, b), (b, a)):
+            call = self.view.call(y)
+            if call is None or call.name != "abs" or call.inplace or not self.view.is_tensor(x):
+                continue
+            mine, theirs = self.view.value(x, self.node), self.view.value(call["input"], y)
+            same = mine is not None and theirs is not None and self.view.same_value(mine, theirs)
+            if same and self.view.value(y, self.node) is y and not self.view.learns(x):
+                steps = (Step("relu"), Step("mul", (2.0,)))
+                return self.up(x).then(Element(self.node, steps, extra=(y,)))
+        return None
 
     def _mul(self) -> Spine:
         a, b = self.call["input"], self.call["other"]

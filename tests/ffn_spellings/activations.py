@@ -90,6 +90,24 @@ def times_its_sign_mask(x, m):
     return m.down(g * (g > 0) * m.up(x))
 
 
+@block(modes=INFER)
+def half_the_sum_with_the_absolute_value(x, m):
+    """(g + |g|) / 2, whose gradient at 0 is another than the rectifier's."""
+    g = m.gate(x)
+    return m.down((g + g.abs()) / 2 * m.up(x))
+
+
+@block(modes=INFER)
+def half_the_absolute_value_first(x, m):
+    u = m.up(x)
+    return m.down(0.5 * (torch.abs(u) + u))
+
+
+@block("no_rewrite", "of another projection", modes=INFER)
+def absolute_value_of_the_other(x, m):
+    return m.down(F.relu(m.gate(x) + m.up(x).abs()))
+
+
 @block()
 def masked_fill_negative(x, m):
     """g.masked_fill(g <= 0, 0)"""
