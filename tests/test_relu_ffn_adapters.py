@@ -74,6 +74,17 @@ def test_a_number_of_tokens_that_is_not_known_may_be_small():
     assert "too many for a number of tokens" in miss.reason
 
 
+def test_weights_of_any_size_are_not_joined():
+    def program(x, gate, a, b, down):
+        return F.relu(x @ gate + x @ a @ b) @ down
+
+    sizes = (6, 16), (16, 40), (16, 4), (4, 40), (40, 16)
+    with torch.no_grad(), sparse_inductor.enabled(only="relu_ffn"):
+        torch.compile(program, dynamic=True)(*(torch.randn(*size) for size in sizes))
+        (miss,) = sparse_inductor.report().near_misses
+    assert "of a size that is not known" in miss.reason
+
+
 def test_other_families_take_no_sums():
     class Head(nn.Module):
         def __init__(self):

@@ -87,7 +87,10 @@ def check_joined(
     and that would take too long."""
     groups = [g for g in groups if len(g) > 1]
     weights = [p.weight_source for g in groups for p in g]
-    size = sum(static_size(fake(w).numel()) or 0 for w in weights) * fake(node).dtype.itemsize
+    sizes = [static_size(n) for w in weights for n in fake(w).shape]
+    if None in sizes:
+        raise Decline("weights of a size that is not known would be joined", node)
+    size = sum(fake(w).numel() for w in weights) * fake(node).dtype.itemsize
     if size <= _BYTES:
         return
     what = f"{size >> 20} MiB of weights would be joined at every call"
