@@ -188,7 +188,7 @@ class _Climber:
             return found[0]
         if found:
             reason = f"{self.call.name} combines two tensors that come from linears"
-            raise Combined(reason, self.node)
+            raise Combined(reason, self.node, tuple(spine for spine, _ in found))
         raise first or self._spread()
 
     def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> Spine:
@@ -228,8 +228,10 @@ class _Climber:
             return rectified
         try:
             return self._arithmetic(a, b, forward, backward)
-        except Combined:
-            found = summed(self.node, ((self.up(a), 1.0), (self.up(b), k)), self.view)
+        except Combined as both:
+            # One from further up is of other spines; to climb again would take twice as long at every sum on the way.
+            here = both.node is self.node
+            found = summed(self.node, tuple(zip(both.spines, (1.0, k))), self.view) if here else ()
             if not found:
                 raise
             return Spine(tuple(found), ())

@@ -40,7 +40,11 @@ class Decline(Exception):
 
 
 class Combined(Decline):
-    """Two values that both come from linears meet here."""
+    """Two values that both come from linears meet here: these spines."""
+
+    def __init__(self, reason: str, node: fx.Node, spines: tuple[Any, ...]):
+        super().__init__(reason, node)
+        self.spines = spines
 
 
 @dataclasses.dataclass(frozen=True)

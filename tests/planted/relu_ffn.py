@@ -16,6 +16,7 @@ from planted import bug
 from planted.bug import Plant, Program, instead, result
 from sparse_inductor.epilogue.steps import Step
 from sparse_inductor.match.chain import Chain
+from sparse_inductor.match.joined import Joined
 from sparse_inductor.ops import _relu_ffn_aten as aten
 
 BlockMatch = importlib.import_module("sparse_inductor.patterns.relu_ffn").BlockMatch
@@ -71,19 +72,22 @@ def _reading(change: Callable[[Any], dict[str, Any]]) -> Plant:
     return instead(BlockMatch, "replace", wrong)
 
 
+def _joined(change: Callable[..., Any]) -> Plant:
+    """The pairs of weight and bias are changed before they are put in."""
+
+    def wrong(emit: Callable[..., Any], self: Joined, e: Any, dtype: torch.dtype) -> Any:
+        x, pairs = emit(self, e, dtype)
+        return x, change(e, pairs)
+
+    return instead(Joined, "emit", wrong)
+
+
 def _weights(change: Callable[..., Any]) -> Plant:
-    return instead(Chain, "weight_and_bias", lambda f, self, e: change(e, *f(self, e)))
+    return _joined(lambda e, pairs: [change(e, *pair) for pair in pairs])
 
 
-def _halved(stand_in: Callable[..., Any], self: Chain, e: Any, upto: int | None = None) -> Any:
-    return e.method("mul", stand_in(self, e, upto), 0.5)
-
-
-def _exchanged(r: Any) -> dict[str, Any]:
-    return {
-        "gate": dataclasses.replace(r.gate, chain=r.up.chain),
-        "up": dataclasses.replace(r.up, chain=r.gate.chain),
-    }
+def _halved(stand_in: Callable[..., Any], self: Chain, e: Any, *args: Any, **kwargs: Any) -> Any:
+    return e.method("mul", stand_in(self, e, *args, **kwargs), 0.5)
 
 
 def _program(*steps: Step) -> Callable[[Any], dict[str, Any]]:
@@ -97,7 +101,8 @@ def _down(**fields: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def _statistic_of_the_gate(replace: Callable[..., None], self: Any) -> None:
-    self.statistics = tuple((s, "gate") for s, _ in self.statistics)
+    found = tuple((s, "gate") for s, _ in self.others.statistics)
+    self.others = dataclasses.replace(self.others, statistics=found)
     replace(self)
 
 
@@ -116,7 +121,7 @@ BUGS = (
     # What the pattern puts in
     Bug("biases of the neurons dropped", _weights(lambda e, w, b: (w, None))),
     Bug("weights of the next neuron", _weights(lambda e, w, b: (e.method("roll", w, 1, 0), b))),
-    Bug("gate and up exchanged", _reading(_exchanged)),
+    Bug("gate and up exchanged", _joined(lambda e, pairs: pairs[::-1])),
     Bug("up dropped", _reading(lambda r: {"up": None})),
     Bug("square dropped", _reading(_program(Step("relu"))), program="squared"),
     Bug("another threshold", _reading(_program(Step("threshold", (0.2, 0.0))))),
