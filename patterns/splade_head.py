@@ -33,7 +33,7 @@ from sparse_inductor.match.checks import (
 from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.family import above, below
-from sparse_inductor.match.gemm import Linear, is_parameter
+from sparse_inductor.match.gemm import Linear
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
 from sparse_inductor.match.maxima import Reduction, maximum
 from sparse_inductor.match.poolings import (
@@ -46,7 +46,7 @@ from sparse_inductor.match.poolings import (
     weighted_sum,
 )
 from sparse_inductor.match.shapes import Decline
-from sparse_inductor.match.values import swallowed
+from sparse_inductor.match.values import is_parameter, swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
 from sparse_inductor.unread import drop_unread_logits
 

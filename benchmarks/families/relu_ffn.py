@@ -202,8 +202,8 @@ class Case:
             y, size = programs[0](leaf)
             return (y, size, *torch.autograd.grad((y, size), inputs, (self.grad, weight)))
 
-        kinds = {TRAINING: training, REGULARISED: regularised}
-        return kinds.get(kind, inference)
+        works = {INFERENCE: inference, ADAPTED: inference, TRAINING: training}
+        return {**works, REGULARISED: regularised}[kind]
 
     def works(self, kind: str, graphs: bool) -> dict[Label, Work]:
         """What `Bench.race` takes."""

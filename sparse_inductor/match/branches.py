@@ -128,7 +128,7 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
         ):
             return [s.then(Element(seen)) for s in up(x)]
     elif name == "dropout":
-        if not call.get("training", True) or call.get("p", 0.5) == 0:
+        if not call.drops:
             return [s.then(Element(seen)) for s in up(x)]
         raise Decline("dropout is active here", seen)
     elif name == "detach":

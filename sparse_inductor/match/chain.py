@@ -70,7 +70,7 @@ class Chain:
             name = view.name_of(linear.node)
             raise Decline(f"{name} combines two tensors that come from linears", linear.node)
         self.reads = [
-            (t, next(iter((*part.within, part.node))))
+            (t, (*part.within, part.node)[0])
             for part in linear.summands
             for t in (part.source, part.weight_source, part.bias)
             if t is not None

@@ -98,7 +98,7 @@ class _Climber:
                 raise self.decline("detach() cuts the gradient here")
             return self.up(call["input"]).then(Element(node))
         if name == "dropout":
-            if call.get("training", True) and call.get("p", 0.5) != 0:
+            if call.drops:
                 raise self.decline("dropout is active here")
             return self.up(call["input"]).then(Element(node))
         if name == "redistribute":

@@ -9,9 +9,10 @@ import torch
 from torch import fx
 
 from .contraction import contraction
-from .gemm import is_parameter, linears
+from .gemm import linears
 from .graph import GraphView, fake
 from .stacked import entry_of_stack
+from .values import is_parameter
 
 __all__ = ["RECTIFIERS", "above", "below", "rectified_product"]
 

@@ -422,30 +422,3 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear] | None]] =
     "conv3d": _conv,
     "to_local": _local,
 }
-
-
-def is_parameter(view: GraphView, node: fx.Node) -> bool:
-    """Whether a tensor is a module's parameter (or a view or cast of one) rather than an activation."""
-    while node.op != "placeholder":
-        call = view.call(node)
-        if call is None or call.name not in _VIEWS or not view.is_tensor(call.get("input")):
-            return node.op == "get_attr"
-        node = call["input"]
-    value = fake(node)
-    return getattr(value, "_is_param", False) or "parameters" in node.name
-
-
-_VIEWS = {
-    "t",
-    "T",
-    "mT",
-    "transpose",
-    "permute",
-    "cast",
-    "detach",
-    "contiguous",
-    "unsqueeze",
-    "expand",
-    "getitem",
-    "mul",
-}

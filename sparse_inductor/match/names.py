@@ -33,6 +33,12 @@ class Call:
     def get(self, key: str, default: Any = None) -> Any:
         return self.args.get(key, default)
 
+    @property
+    def drops(self) -> bool:
+        """Whether it is a dropout that is active, as it is unless the call says otherwise."""
+        active = self.get("training", True) and self.get("p", 0.5) != 0
+        return self.name == "dropout" and bool(active)
+
 
 # name: parameters in positional order. "*x" takes the remaining positional arguments as one tuple.
 _UNARY = (

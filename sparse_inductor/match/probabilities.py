@@ -166,7 +166,7 @@ def _identity_input(view: GraphView, call: Call) -> Any:
     quiet = (
         call.name in IDENTITY
         or call.name in VIEWS
-        or (call.name == "dropout" and not (call.get("training", True) and call.get("p", 0.5)))
+        or (call.name == "dropout" and not call.drops)
         or (call.name == "detach" and not view.grad_enabled)
         or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
     )

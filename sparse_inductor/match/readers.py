@@ -43,7 +43,7 @@ class Others:
 def other_readers(
     view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...], anchor: fx.Node
 ) -> tuple[Others, tuple[fx.Node, ...]]:
-    """Everybody else who reads the activations, if it is for a statistic or a projection, and the nodes with theirs.
+    """Everybody else who reads the activations, if it is for a statistic or an adapter, and the nodes with theirs.
 
     Raises Decline for others.
     """
@@ -85,10 +85,9 @@ def _further_down(
 
 def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
     call = view.call(node)
-    if call is None or call.inplace:
+    if call is None or call.inplace or call.drops:
         return False
-    off = call.name == "dropout" and (not call.get("training", True) or call.get("p", 0.5) == 0)
-    return off or call.name in ("contiguous", "clone")
+    return call.name in ("contiguous", "clone", "dropout")
 
 
 def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:

@@ -143,7 +143,7 @@ class _Step:
                 raise self.decline("detach() cuts the gradient here")
             return self.up(x)
         if name == "dropout":
-            if call.get("training", True) and call.get("p", 0.5) != 0:
+            if call.drops:
                 raise self.decline("dropout on the scores")
             return self.up(x)
         if name in VIEWS and self.view.is_tensor(x):

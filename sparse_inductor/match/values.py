@@ -8,9 +8,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import CONSTANT_LIKE, GraphView, same_size
+from .graph import CONSTANT_LIKE, GraphView, fake, same_size
 
-__all__ = ["counting", "not_negative", "only_slices", "swallowed", "uniform"]
+__all__ = ["counting", "is_parameter", "not_negative", "only_slices", "swallowed", "uniform"]
+
+_VIEWS = frozenset(
+    "t T mT transpose permute cast detach contiguous unsqueeze expand getitem mul".split()
+)
+
+
+def is_parameter(view: GraphView, node: fx.Node) -> bool:
+    """Whether a tensor is a module's parameter (or a view or cast of one) rather than an activation."""
+    while node.op != "placeholder":
+        call = view.call(node)
+        if call is None or call.name not in _VIEWS or not view.is_tensor(call.get("input")):
+            return node.op == "get_attr"
+        node = call["input"]
+    value = fake(node)
+    return getattr(value, "_is_param", False) or "parameters" in node.name
 
 
 def not_negative(view: GraphView, x: fx.Node) -> bool:

@@ -17,11 +17,11 @@ from torch import fx
 
 from .emit import Emitter
 from .gathers import Gather, gather_of
-from .gemm import is_parameter, lettered
+from .gemm import lettered
 from .graph import GraphView, fake, same_size
 from .names import Call
 from .shapes import Decline, order_of
-from .values import uniform
+from .values import is_parameter, uniform
 
 __all__ = ["Factor", "Weighted", "kept_axis", "only_new_axes", "preference", "reshaped", "weighted"]
 
