@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | long-run | examples | docs | clean
+# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | fuzz | long-run | examples | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test lint bench gpu-test multigpu-test campaign long-run examples docs clean
+.PHONY: demo test lint bench gpu-test multigpu-test campaign fuzz long-run examples docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -29,6 +29,13 @@ multigpu-test: $(READY)
 MODELS ?= 2000
 campaign: $(READY)
 	CAMPAIGN=$(MODELS) $(PYTEST) -n $(JOBS) tests/test_random_models.py $(ARGS)
+
+# Random programs, eager beside rewritten: make fuzz PROGRAMS=10000 PROCESSES=16 SEED=0; fuzz.log has the result.
+PROGRAMS ?= 1000
+PROCESSES ?= $(JOBS)
+SEED ?= 0
+fuzz: $(READY)
+	$(PYTHON) -m tests.fuzz --programs $(PROGRAMS) --processes $(PROCESSES) --seed $(SEED) --log fuzz.log $(ARGS)
 
 # 2 000 training steps of ever new shapes; `make test` runs 80.
 long-run: $(READY)

@@ -1,0 +1,397 @@
+"""Runs a program eagerly and rewritten, and says what differs; where something does, plain torch.compile decides whose
+it is.
+
+Rounding may differ, and what amplifies it with it. Values that are not equal to `CLOSE` are therefore held against the
+program's own sensitivity: how far its results move when every operation's result is off by a rounding of its dtype,
+and how far they are from the program in fp64 (whose narrowing casts round).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparse_inductor
+from sparse_inductor import rewrite
+from sparse_inductor.accuracy import cotangents, gradients, tensors_in
+from sparse_inductor.testing import compile_without_codegen
+
+from .program import Program
+
+__all__ = ["Finding", "Outcome", "check"]
+
+CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DRAWS = 6  # programs with other roundings
+SPREAD = 4  # how much further off than any of them a right result may be
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What differs; `kind` is a word for it: value, gradient, requires_grad, alias, exception ..."""
+
+    kind: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+
+@dataclasses.dataclass
+class Outcome:
+    """findings: what is wrong. rewritten: patterns. invalid: eager refuses the program, and so do the others."""
+
+    findings: list[Finding]
+    rewritten: frozenset[str] = frozenset()
+    invalid: bool = False
+    theirs: list[Finding] = dataclasses.field(default_factory=list)
+    """What plain torch.compile does, too."""
+
+
+@dataclasses.dataclass
+class Result:
+    """One call: what it returned, wrote and raised."""
+
+    outputs: list[Tensor] = dataclasses.field(default_factory=list)
+    needs_grad: list[bool] = dataclasses.field(default_factory=list)
+    grads: list[Tensor | None] = dataclasses.field(default_factory=list)
+    inputs: list[Tensor] = dataclasses.field(default_factory=list)
+    aliases: frozenset[tuple[str, str]] = frozenset()
+    error: BaseException | None = None
+    where: str = ""
+    random: Tensor | None = None
+
+
+def check(program: Program, verify: bool = False) -> Outcome:
+    """Compare the program's calls, rewritten, with the eager ones."""
+    fn = program.function()
+    eager = [run(program, fn, call) for call in range(len(program.sizes))]
+    report = sparse_inductor.report()
+    report.clear()
+    off = set(rewrite.broken)
+    got = compiled(program, fn, enabled=True, verify=verify)
+    rewritten = frozenset(r.pattern for r in report.rewrites)
+    findings = []
+    for name in set(rewrite.broken) - off:
+        findings.append(Finding("pattern off", f"{name}: {rewrite.broken.pop(name)[:300]}"))
+    for call, (ours, right) in enumerate(zip(got, eager)):
+        findings += differences(program, fn, call, ours, right)
+    theirs: list[Finding] = []
+    if any(f.kind != "pattern off" for f in findings):
+        plain = compiled(program, fn, enabled=False)
+        theirs = [
+            f
+            for call, pair in enumerate(zip(plain, eager))
+            for f in differences(program, fn, call, *pair)
+        ]
+        same = [
+            not differences(program, fn, call, *pair, sensitive=False)
+            for call, pair in enumerate(zip(got, plain))
+        ]
+        if all(same):
+            findings = [f for f in findings if f.kind == "pattern off"]
+    return Outcome(findings, rewritten, all(r.error is not None for r in eager), theirs)
+
+
+def compiled(
+    program: Program, fn: Callable[..., Any], enabled: bool, verify: bool = False
+) -> list[Result]:
+    """The calls of one compiled function."""
+    torch._dynamo.reset()
+    on = sparse_inductor.enabled(verify=verify) if enabled else contextlib.nullcontext()
+    with on:
+        if program.codegen:
+            call = torch.compile(fn, dynamic=program.dynamic)
+        else:
+            call = compile_without_codegen(fn, dynamic=program.dynamic)
+        return [run(program, call, number) for number in range(len(program.sizes))]
+
+
+def run(
+    program: Program, fn: Callable[..., Any], call: int, mode: Any = None, wide: bool = False
+) -> Result:
+    """One call with its gradients."""
+    result = Result()
+    arguments = program.arguments(call)
+    if wide:
+        arguments = [_wide(t) for t in arguments]
+    torch.manual_seed(program.seed % 1000)
+    autocast = (
+        torch.autocast("cpu", dtype=torch.bfloat16)
+        if program.autocast and not wide
+        else contextlib.nullcontext()
+    )
+    try:
+        with warnings.catch_warnings(), mode or contextlib.nullcontext():
+            warnings.simplefilter("ignore")
+            result.where = "forward"
+            with autocast, torch.set_grad_enabled(program.training):
+                # A program may write to what it is given, which a leaf that requires a gradient does not allow.
+                returned = fn(*arguments)
+            outputs = tensors_in(returned)
+            result.random = torch.get_rng_state()
+            result.needs_grad = [o.requires_grad for o in outputs]
+            result.aliases = _aliases(outputs, arguments, program)
+            result.outputs = [
+                o.detach().as_subclass(Tensor).clone(memory_format=torch.preserve_format)
+                for o in outputs
+            ]
+            result.inputs = [a.detach().clone() for a in arguments]
+            if program.training:
+                result.where = "backward"
+                leaves = [a for a in arguments if a.requires_grad and a.is_leaf]
+                result.grads = gradients(outputs, leaves, cotangents(outputs))
+    except Exception as error:
+        result.error = error
+    return result
+
+
+def _wide(t: Tensor) -> Tensor:
+    if not t.is_floating_point():
+        return t
+    return t.detach().double().requires_grad_(t.requires_grad)
+
+
+def _aliases(
+    outputs: list[Tensor], arguments: list[Tensor], program: Program
+) -> frozenset[tuple[str, str]]:
+    named = [
+        *((f"output {i}", t) for i, t in enumerate(outputs)),
+        *zip((i.name for i in program.inputs), arguments),
+    ]
+    found = set()
+    for at, (name, t) in enumerate(named[: len(outputs)]):
+        for other, u in named[at + 1 :]:
+            if (
+                t.numel()
+                and u.numel()
+                and t.untyped_storage().data_ptr() == u.untyped_storage().data_ptr()
+            ):
+                found.add((name, other))
+    return frozenset(found)
+
+
+# --- Differences -----------------------------------------------------------------------------------------
+
+
+def differences(
+    program: Program, fn: Any, call: int, got: Result, right: Result, sensitive: bool = True
+) -> list[Finding]:
+    """sensitive: whether values may differ by the program's sensitivity to rounding."""
+    if got.error is not None or right.error is not None:
+        if (got.error is None) != (right.error is None):
+            error, who = (
+                (got.error, "this program") if right.error is None else (right.error, "the other")
+            )
+            where = got.where if got.error is not None else right.where
+            return [
+                Finding(
+                    "exception",
+                    f"call {call}: {who} alone raises in {where}: {type(error).__name__}: {_line(error)}",
+                )
+            ]
+        return []
+    if len(got.outputs) != len(right.outputs):
+        return [Finding("count", f"{len(got.outputs)} outputs, eager {len(right.outputs)}")]
+    found = []
+    if got.random is not None and not program.codegen and not torch.equal(got.random, right.random):
+        found.append(Finding("random", "the random state is another one"))
+    if got.aliases != right.aliases:
+        found.append(
+            Finding(
+                "alias",
+                f"{sorted(got.aliases ^ right.aliases)} of one memory in one of the two alone",
+            )
+        )
+    pairs: list[tuple[str, str, Tensor | None, Tensor | None]] = []
+    for i, (a, b) in enumerate(zip(got.outputs, right.outputs)):
+        name = f"call {call}, output {i}"
+        if a.shape != b.shape:
+            found.append(Finding("shape", f"{name}: {tuple(a.shape)}, eager {tuple(b.shape)}"))
+            continue
+        if a.dtype != b.dtype:
+            found.append(Finding("dtype", f"{name}: {a.dtype}, eager {b.dtype}"))
+            continue
+        if a.numel() and _strides(a) != _strides(b):
+            found.append(Finding("stride", f"{name}: {a.stride()}, eager {b.stride()}"))
+        if got.needs_grad[i] != right.needs_grad[i]:
+            found.append(
+                Finding(
+                    "requires_grad", f"{name}: {got.needs_grad[i]}, eager {right.needs_grad[i]}"
+                )
+            )
+        pairs.append(("value", name, a, b))
+    leaves = [i.name for i in program.inputs if i.grad]
+    pairs += [
+        ("gradient", f"call {call}, {n}", a, b) for n, a, b in zip(leaves, got.grads, right.grads)
+    ]
+    pairs += [
+        ("input", f"call {call}, {i.name}", a, b)
+        for i, a, b in zip(program.inputs, got.inputs, right.inputs)
+    ]
+    off = [
+        (kind, name, a, b, at) for at, (kind, name, a, b) in enumerate(pairs) if not _close(a, b)
+    ]
+    if (
+        off
+        and sensitive
+        and not program.exact
+        and len(got.outputs) == len([p for p in pairs if p[0] == "value"])
+    ):
+        others = _others(program, fn, call, right)
+        off = [o for o in off if not _within(o[2], o[3], [_flat(r)[o[4]] for r in others])]
+    return found + [Finding(kind, f"{name}: {_described(a, b)}") for kind, name, a, b, _ in off]
+
+
+def _flat(result: Result) -> list[Tensor | None]:
+    return [*result.outputs, *result.grads, *result.inputs]
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines() or [""]
+    return text[0][:240]
+
+
+def _strides(t: Tensor) -> list[int]:
+    return [stride for stride, size in zip(t.stride(), t.shape) if size > 1]
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:  # a gradient that is nowhere used is as good as zeros
+        present = a if a is not None else b
+        return present is None or not present.any()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    tolerance = CLOSE.get(a.dtype, 0.2)
+    x, y = a.double(), b.double()
+    scale = float(y[y.isfinite()].abs().mean()) if y.isfinite().any() else 1.0
+    return torch.allclose(
+        x, y, rtol=tolerance, atol=tolerance * max(min(scale, 1e30), 1e-3), equal_nan=True
+    )
+
+
+def _within(a: Tensor | None, b: Tensor | None, others: list[Tensor | None]) -> bool:
+    """Whether `a` is no further from `b` than the others are, typically and at most."""
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    others = [o for o in others if o is not None and o.shape == b.shape]
+    x, y = a.double(), b.double()
+    if not torch.equal(x.isnan(), y.isnan()) or not torch.equal(x.isinf(), y.isinf()):
+        return any(
+            torch.equal(o.isnan(), a.isnan()) and torch.equal(o.isinf(), a.isinf()) for o in others
+        )
+    gaps = [_gap(o.double(), y) for o in others]
+    if not gaps:
+        return False
+    gap, tolerance = _gap(x, y), CLOSE.get(a.dtype, 0.2)
+    spread = torch.stack(gaps)
+    typical = float(spread.square().mean(-1).sqrt().max())
+    worst = float(spread.max())
+    return (
+        float(gap.square().mean().sqrt()) <= SPREAD * typical + tolerance
+        and float(gap.max()) <= SPREAD * worst + 4 * tolerance
+    )
+
+
+def _gap(x: Tensor, y: Tensor) -> Tensor:
+    counts = y.isfinite() & x.isfinite()
+    return torch.where(counts, (x - y).abs() / y.abs().clamp(min=1.0), 0.0).flatten()
+
+
+def _described(a: Tensor | None, b: Tensor | None) -> str:
+    if a is None or b is None:
+        return f"{'None' if a is None else 'a tensor'}, eager {'None' if b is None else 'a tensor'}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {tuple(a.shape)}, eager {b.dtype} {tuple(b.shape)}"
+    wrong = ~torch.isclose(
+        a.double(), b.double(), rtol=CLOSE.get(a.dtype, 0.0), atol=1e-6, equal_nan=True
+    )
+    if not wrong.any():
+        return "differs slightly"
+    at = tuple(int(i) for i in wrong.nonzero()[0])
+    count = f"{int(wrong.sum())} of {wrong.numel()}, the first at {list(at)}"
+    return f"{count}: {a[at].item():.6g}, eager {b[at].item():.6g}"
+
+
+# --- The program's sensitivity --------------------------------------------------------------------------
+
+
+def _others(program: Program, fn: Any, call: int, right: Result) -> list[Result]:
+    others = [run(program, fn, call, mode=_Jitter(seed)) for seed in range(DRAWS)]
+    others.append(run(program, fn, call, mode=_Wide(), wide=True))
+    return [o for o in others if o.error is None and len(_flat(o)) == len(_flat(right))]
+
+
+_aten = torch.ops.aten
+# What moves or chooses values and rounds none.
+_EXACT = {
+    getattr(_aten, name)
+    for name in (
+        "relu relu_ max min amax amin maximum minimum fmax fmin where clamp clamp_ clamp_min "
+        "clamp_min_ clamp_max gather index index_select masked_fill masked_fill_ cat stack "
+        "topk sort clone copy_ _to_copy neg neg_ abs fill_ zero_ zeros zeros_like ones "
+        "ones_like full full_like empty empty_like new_zeros new_full new_empty new_ones "
+        "scalar_tensor lift_fresh arange threshold flip roll eq ne gt ge lt le sign tril triu "
+        "embedding detach alias set_ rand_like bernoulli_ bernoulli threshold_backward "
+        "constant_pad_nd repeat scatter index_put index_put_ nan_to_num round floor ceil"
+    ).split()
+    if hasattr(_aten, name)
+}
+
+
+class _Jitter(TorchDispatchMode):
+    """Every rounded result is off by up to a rounding of its dtype."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "overloadpacket", None) in _EXACT or getattr(func, "is_view", False):
+            return out
+        for t in tensors_in(out):
+            if t.is_floating_point() and t.dtype in CLOSE and t.numel():
+                u = torch.rand(t.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+                t.copy_((t.double() * (1 + torch.finfo(t.dtype).eps * u)).to(t.dtype))
+        return out
+
+
+_NARROW = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+class _Wide(TorchDispatchMode):
+    """fp64 throughout; a cast to a narrower dtype rounds, and goes on in fp64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if (
+            func.overloadpacket is _aten._to_copy
+            and isinstance(args[0], Tensor)
+            and args[0].is_floating_point()
+        ):
+            dtype = kwargs.get("dtype")
+            if dtype is not None and dtype.is_floating_point:
+                value = func(*args, **kwargs)
+                return value.double()
+        if func._schema.is_mutable:
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(_double, (args, kwargs))
+        return pytree.tree_map(_double, func(*args, **kwargs))
+
+
+def _double(value: Any) -> Any:
+    return (
+        value.double()
+        if isinstance(value, Tensor) and value.dtype in (torch.float32, *_NARROW)
+        else value
+    )

@@ -1,0 +1,598 @@
+"""Draws a program from a seed: blocks of the families, spelled in many ways, and hazards put among their steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from . import vocabulary
+from .program import Input, Program, Step
+
+__all__ = ["FAMILIES", "generate"]
+
+D, H, T = 8, 16, 5  # features, neurons, terms a document
+NO_FLOATS = ("keep", "ids", "best", "offsets")  # how the names of what is no float begin
+
+
+class Maker:
+    """A program in the making."""
+
+    def __init__(self, seed: int) -> None:
+        self.r = random.Random(seed)
+        self.inputs: dict[str, Input] = {}
+        self.steps: list[Step] = []
+        self.returns: list[str] = []
+        self.floats = self.r.choices(
+            [torch.float32, torch.bfloat16, torch.float16, torch.float64], [82, 9, 3, 6]
+        )[0]
+        self.training = self.r.random() < 0.6
+        self.frozen = self.r.choices([0.0, 0.3], [3, 1])[0]
+        self.weights = self.r.choices(["weight", "integers", "zeros"], [94, 5, 1])[0]
+        self.values = self.r.choices(
+            ["normal", "integers", "repeated", "nan", "infinite", "zeros", "huge"],
+            [78, 6, 5, 4, 4, 2, 1],
+        )[0]
+        self.count = 0
+
+    def name(self, stem: str) -> str:
+        self.count += 1
+        return f"{stem}{self.count}"
+
+    def do(self, stem: str, text: str, instead: str | None = None) -> str:
+        """A step that makes a value."""
+        name = self.name(stem)
+        self.steps.append(Step(f"{name} = {text}", instead))
+        return name
+
+    def choose(self, *texts: str) -> str:
+        return self.r.choice(texts)
+
+    def given(self, stem: str, shape: tuple, values: str, **fields: object) -> str:
+        name = self.name(stem)
+        self.inputs[name] = Input(name, shape, values, **fields)  # type: ignore[arg-type]
+        return name
+
+    def features(self, shape: tuple = ("B", "L", D)) -> str:
+        grad = self.training and self.r.random() < 0.5
+        return self.given("x", shape, self.values, dtype=self.floats, grad=grad)
+
+    def weight(self, *shape: int | str) -> str:
+        grad = self.training and self.r.random() >= self.frozen
+        return self.given("w", shape, self.weights, dtype=self.floats, grad=grad)
+
+    def mask(self, shape: tuple = ("B", "L")) -> str:
+        kinds = ["mask", "mask:random", "mask:empty", "mask:weights", "mask:signed"]
+        values = self.r.choices(kinds, [5, 3, 2, 2, 1])[0]
+        if values in kinds[:3] and self.r.random() < 0.3:
+            return self.given("keep", shape, values, dtype=self.r.choice([torch.bool, torch.int64]))
+        return self.given("mask", shape, values, dtype=self.floats)
+
+    def linear(
+        self, x: str, out: int | str, features: int | str = D, weight: str | None = None
+    ) -> str:
+        w = weight or self.weight(out, features)
+        if self.r.random() < 0.65:
+            b = self.weight(out)
+            text = self.choose(
+                *[f"F.linear({x}, {w}, {b})"] * 5,
+                f"{x} @ {w}.T + {b}",
+                f"{b} + torch.matmul({x}, {w}.t())",
+            )
+        else:
+            text = self.choose(
+                *[f"F.linear({x}, {w})"] * 4,
+                f"{x} @ {w}.mT",
+                f"torch.einsum('...d,vd->...v', {x}, {w})",
+            )
+        return self.do("z", text)
+
+    def rectified(self, z: str) -> str:
+        text = self.choose(
+            *[
+                f"F.relu({z})",
+                f"torch.relu({z})",
+                f"{z}.relu()",
+                f"{z}.clamp(min=0)",
+                f"{z}.clamp_min(0)",
+            ]
+            * 2,
+            f"torch.maximum({z}, torch.zeros_like({z}))",
+            f"torch.where({z} > 0, {z}, 0.0)",
+            f"F.threshold({z}, 0.0, 0.0)",
+            f"torch.fmax({z}, torch.zeros_like({z}))",
+            f"F.relu({z}, inplace=True)",
+        )
+        return self.do("a", text, z)
+
+
+# --- Blocks of the families: each returns its result -----------------------------------------------------
+
+
+def splade_head(m: Maker, x: str) -> str:
+    """Maximum over the positions of functions of logits."""
+    z = m.linear(x, "V")
+    mask = m.mask() if m.r.random() < 0.75 else None
+    where = m.r.choice(["after", "after", "before", "last"])
+    if mask and where == "before":
+        fill = m.choose("-1e4", "float('-inf')", "-50.0", "0.0")
+        z = m.do("z", f"{z}.masked_fill({mask}.unsqueeze(-1) == 0, {fill})", z)
+    elif mask and where == "last":
+        z = m.do("z", f"{z} + (1 - {mask}.to({z}.dtype)).unsqueeze(-1) * -1e4", z)
+    a = (
+        m.rectified(z)
+        if m.r.random() < 0.9
+        else m.do("a", m.choose(f"F.leaky_relu({z})", f"F.softplus({z})", f"F.elu({z})"), z)
+    )
+    for _ in range(m.r.choices([0, 1, 2], [2, 6, 1])[0]):
+        a = m.do(
+            "a",
+            m.choose(
+                *[f"torch.log1p({a})"] * 4,
+                f"torch.log(1 + {a})",
+                f"({a} + 1).log()",
+                f"{a}.sqrt()",
+                f"{a} * 0.5",
+                f"{a}.square()",
+                f"({a} * 3.0) * 0.25",
+            ),
+            a,
+        )
+    if mask and where == "after":
+        a = m.do(
+            "a",
+            m.choose(
+                f"{a} * {mask}.unsqueeze(-1)",
+                f"{a} * {mask}[:, :, None]",
+                f"{mask}.unsqueeze(-1) * {a}",
+            ),
+            a,
+        )
+    kind = m.choose(
+        *[
+            "{}.amax(1)",
+            "{}.amax(dim=1)",
+            "torch.amax({}, -2)",
+            "{}.max(1).values",
+            "torch.max({}, dim=1)[0]",
+        ]
+        * 2,
+        "{}.mT.amax(-1)",
+    )
+    return m.do("y", kind.format(a))
+
+
+def relu_ffn(m: Maker, x: str) -> str:
+    """A feed-forward block with sparse activations."""
+    u = m.linear(x, "H")
+    a = (
+        m.rectified(u)
+        if m.r.random() < 0.85
+        else m.do(
+            "a",
+            m.choose(
+                f"{u} * ({u} > 0)",
+                f"{u} * ({u} > 0.3)",
+                f"({u} + {u}.abs()) * 0.5",
+                f"F.relu6({u})",
+            ),
+            u,
+        )
+    )
+    if m.r.random() < 0.25:
+        a = m.do("a", m.choose(f"{a}.square()", f"{a} ** 2", f"{a} * {a}"), a)
+    if m.r.random() < 0.35:
+        g = m.linear(x, "H")
+        a = m.do("a", m.choose(f"{a} * {g}", f"{g} * {a}", f"torch.mul({g}, {a})"), a)
+    y = m.linear(a, D, "H")
+    if m.r.random() < 0.3:
+        y = m.do("y", f"{x} + {y}", y)
+    return y
+
+
+def probabilities(m: Maker, z: str, dims: Sequence[str] = ("-1",), shape: tuple = ()) -> str:
+    dim = m.r.choice(dims)
+    texts = [f"entmax15({z}, dim={dim})", f"sparsemax({z}, dim={dim})"] * 3
+    if vocabulary.entmax_bisect is not None:
+        texts += [f"entmax_bisect({z}, {m.choose('1.5', '1.3', '2.0', '1.75')}, dim={dim})"]
+        if dim == "-1" and m.r.random() < 0.3:
+            kind = m.r.choice([torch.float32, m.floats])
+            alpha = m.given(
+                "alpha", (*shape, 1), "alpha", dtype=kind, grad=m.training and m.r.random() < 0.5
+            )
+            texts += [f"entmax_bisect({z}, {alpha}, dim=-1)"] * 6
+    return m.do("p", m.r.choice(texts), z)
+
+
+def entmax(m: Maker, x: str) -> str:
+    """Sparse probabilities of rows."""
+    if m.r.random() < 0.5:
+        z = m.linear(x, "N")
+    else:
+        z = m.given(
+            "z", ("B", "L", "N"), m.values, dtype=m.floats, grad=m.training and m.r.random() < 0.7
+        )
+    if m.r.random() < 0.4:
+        keep = m.given("keep", ("B", "L", "N"), "mask:random", dtype=torch.bool)
+        z = m.do(
+            "z",
+            f"{z}.masked_fill(~{keep}, {m.choose('-1e4', '-1e9', repr(-3e4), 'float(`-inf`)'.replace('`', chr(39)))})",
+            z,
+        )
+    if m.r.random() < 0.3:
+        z = m.do("z", m.choose(f"{z} / 0.7", f"{z} * 2.0", f"{z} - {z}.amax(-1, keepdim=True)"), z)
+    return probabilities(m, z, ("-1", "-1", "1", "2"), ("B", "L"))
+
+
+def entmax_attention(m: Maker, x: str) -> str:
+    """Attention by sparse probabilities."""
+    source = m.features() if m.r.random() < 0.2 else x
+    heads = m.r.random() < 0.3
+
+    def projected(of: str) -> str:
+        t = m.linear(of, D)
+        return m.do("t", f"{t}.unflatten(-1, (2, -1)).transpose(1, 2)") if heads else t
+
+    q, k, v = projected(x), projected(source), projected(source)
+    scale = m.choose("", "* 0.5", "/ 2.0", "/ 8**0.5", f"* {q}.shape[-1] ** -0.5")
+    s = m.do(
+        "s",
+        f"{m.choose(f'{q} @ {k}.mT', f'{q} @ {k}.transpose(-2, -1)', f'torch.matmul({q}, {k}.mT)')} {scale}",
+    )
+    kind = m.r.random()
+    if kind < 0.3:
+        mask = m.mask()
+        at = f"{mask}[:, None, None]" if heads else f"{mask}[:, None]"
+        s = m.do(
+            "s",
+            f"{s}.masked_fill({at} == 0, {m.choose('-1e4', '-3e4', '-1e9' if m.floats != torch.float16 else '-6e4')})",
+            s,
+        )
+    elif kind < 0.5:
+        past = f"torch.ones({s}.shape[-2], {s}.shape[-1], dtype=torch.bool).tril()"
+        keep = m.do("keep", past)
+        s = m.do(
+            "s", m.choose(f"{s}.masked_fill(~{keep}, -1e4)", f"torch.where({keep}, {s}, -1e4)"), s
+        )
+    elif kind < 0.6:
+        bias = m.weight("L", "L")
+        s = m.do("s", f"{s} + {bias}", s)
+    p = probabilities(m, s, shape=("B", 1, 1) if heads else ("B", 1))
+    y = m.do("y", m.choose(f"{p} @ {v}", f"torch.matmul({p}, {v})"))
+    return m.do("y", f"{y}.transpose(1, 2).flatten(2)") if heads else y
+
+
+def sparse_scores(m: Maker, x: str) -> str:
+    """Documents' scores; the queries are an input of their own."""
+    q = m.given(
+        "q",
+        ("Q", "V"),
+        m.r.choice(["sparse", "normal"]) if m.values not in ("nan", "infinite") else m.values,
+        dtype=m.floats,
+        grad=m.training and m.r.random() < 0.5,
+    )
+    width = m.r.choice([m.floats] * 6 + [torch.float32, torch.float16, torch.bfloat16])
+    kind = m.r.random()
+    if kind < 0.7:
+        ids = m.given("ids", ("N", T), "ids:4", dtype=torch.int64)
+        w = m.given("w", ("N", T), m.r.choice(["sparse", "normal"]), dtype=width)
+        f = m.choose("", "", "", "", ".sqrt()", ".relu()", ".log1p()", " * 2.0")
+        texts = [f"({q}[:, {ids}]{f} * {w}).sum(-1)", f"({w} * {q}[:, {ids}]{f}).sum(dim=2)"] * 3
+        if width == m.floats:
+            texts.append(f"torch.einsum('qnl,nl->qn', {q}[:, {ids}]{f}, {w})")
+        if f == "":
+            texts.append(
+                f"({q}.index_select(1, {ids}.view(-1)).view(-1, *{ids}.shape) * {w}).sum(-1)"
+            )
+            texts.append(f"(F.embedding({ids}, {q}.t()) * {w}.unsqueeze(-1)).sum(1).t()")
+        y = m.do("y", m.r.choice(texts))
+    else:
+        ids = m.given("ids", ("P",), "ids:4", dtype=torch.int64)
+        rows = m.given("ids", ("P",), "sorted:2", dtype=torch.int64)
+        w = m.given("w", ("P",), "normal", dtype=m.floats)
+        parts = m.do("parts", f"{q}[:, {ids}] * {w}")
+        size = f"{q}.new_zeros({q}.shape[0], 4)"
+        y = m.do(
+            "y",
+            m.choose(
+                f"{size}.index_add_(1, {rows}, {parts})",
+                f"{size}.scatter_add(1, {rows}.expand({q}.shape[0], -1), {parts})",
+                f"torch.index_add({size}, 1, {rows}, {parts})",
+            ),
+        )
+        return y
+    if m.r.random() < 0.4:
+        y = m.do(
+            "y",
+            m.choose(
+                f"{y}.topk(2)[0]",
+                f"torch.topk({y}, 2, dim=1).values",
+                f"{y}.topk(min(2, {y}.shape[-1]), dim=-1)[0]",
+            ),
+        )
+    return y
+
+
+FAMILIES: dict[str, Callable[[Maker, str], str]] = {
+    f.__name__: f for f in (splade_head, relu_ffn, entmax, entmax_attention, sparse_scores)
+}
+
+
+# --- Hazards -------------------------------------------------------------------------------------------
+
+WRITES = (
+    "{v}.mul_(0.5)",
+    "{v}.clamp_(-0.5, 0.5)",
+    "{v} += 0.25",
+    "{v} *= 0.5",
+    "{v}.detach().clamp_(-0.5, 0.5)",
+    "{v}.data.mul_(2.0)",
+    "{v}.detach().mT.mul_(0.5)",
+    "{v}[..., :1] = 0.25",
+    "{v}[..., 0].zero_()",
+    "{v}.detach()[..., -1].fill_(0.75)",
+    "{v}.detach().reshape(-1)[:1].fill_(2.0)",
+    "{v}.unbind(0)[0].add_(1.0)",
+    "{v}.detach().numpy()[..., 0] = 0.5",
+    "np.multiply({v}.detach().numpy(), 0.5, out={v}.detach().numpy())",
+    "negate_({v}.detach())",
+    "torch.mul({v}.detach(), 0.5, out={v}.detach())",
+    "torch._foreach_mul_([{v}.detach()], 0.5)",
+    "torch._foreach_add_([{v}], 0.5)",
+    "F.relu({v}, inplace=True)",
+    "{v}.copy_({v}.detach() * 0.5)",
+    "{v}.index_fill_(-1, torch.tensor([0]), 0.5)",
+    "{v}.masked_fill_({v} > 0.5, 0.0)",
+    "{v}.data = {v}.data * 2.0",
+    "torch.cond({v}.sum() > -1e30, lambda t: t.mul_(0.5).sum(), lambda t: t.sum(), ({v}.detach(),))",
+    "checkpoint(lambda t: t.mul_(0.5), {v}.detach())",
+    "region(lambda t: t.mul_(0.5).sum(), {v}.detach())",
+    "scale_in_place({v}.detach())",
+)
+QUIET = (
+    "{v}.mul_(0.25)",
+    "{v}.clamp_(-0.5, 0.5)",
+    "{v}[..., 0] = 0.0",
+    "{v}.add_(0.5)",
+)  # under no_grad
+CHANGES = {
+    "narrowed": (
+        "{v}.to(torch.bfloat16).to({v}.dtype)",
+        "{v}.half().to({v}.dtype)",
+        "{v}.to(torch.float8_e4m3fn).to({v}.dtype)",
+        "{v}.to(torch.float8_e5m2).to({v}.dtype)",
+        "{v}.bfloat16().float().to({v}.dtype)",
+        "{v}.round().to(torch.int8).to({v}.dtype)",
+    ),
+    "widened": (
+        "{v}.double().to({v}.dtype)",
+        "{v}.double()",
+        "{v} * torch.tensor(0.3, dtype=torch.float64)",
+        "{v} * torch.full((1,), 0.3, dtype=torch.float32)",
+    ),
+    "number": (
+        "{v} * 0.1",
+        "({v} * 0.3) * 7.0",
+        "{v} / 3",
+        "{v} * 1e-3 * 1e3",
+        "1.5 * {v} + 0.25",
+        "-{v}",
+        "{v} * torch.tensor(200.0, dtype=torch.float16) * 300.0 / 60000.0",
+        "torch.add({v}, {v}, alpha=0.3)",
+        "torch.sub({v}, 0.25)",
+        "torch.rsub({v}, 1.0)",
+    ),
+    "function": (
+        "{v}.nan_to_num()",
+        "{v}.clamp(-1.0, 1.0)",
+        "torch.fmax({v}, torch.full_like({v}, -0.25))",
+        "torch.where({v} > 0.3, {v}, 0.0)",
+        "{v} * ({v} > 0)",
+        "{v}.tanh()",
+        "{v}.sin()",
+        "F.hardtanh({v}, -0.5, 1.0)",
+    ),
+    "cut": ("{v}.detach()", "{v}.detach().requires_grad_()", "{v} + {v}.detach()", "{v}.data"),
+    "function of its own": (
+        "straight_through({v})",
+        "reverse({v})",
+        "keep({v})",
+        "scale_in_place({v}.clone())",
+    ),
+    "view": (
+        "{v}.mT.contiguous().mT",
+        "{v}.flip(0)",
+        "{v}.clone()",
+        "torch.cat([{v}, {v}])[: {v}.shape[0]]",
+        "{v}.as_strided({v}.size(), {v}.stride())",
+        "{v}.unsqueeze(0).squeeze(0)",
+        "{v}[..., torch.arange({v}.shape[-1] - 1, -1, -1)]",
+        "{v}.roll(1, -1)",
+    ),
+    "random": (
+        "F.dropout({v}, 0.5, training=True)",
+        "{v} + torch.rand_like({v})",
+        "F.dropout({v}, 0.5, training=False)",
+    ),
+    "subclass": ("{v}.as_subclass(Tagged)", "{v}.as_subclass(Doubling)"),
+    "transform": (
+        "torch.vmap(lambda t: t * 2.0)({v})",
+        "torch.func.functionalize(lambda t: t.clone().mul_(0.5))({v})",
+    ),
+}
+READS = (
+    "{v}.mean()",
+    "({v} > 0).sum()",
+    "({v} > 0).float().mean()",
+    "{v}.detach().abs().sum()",
+    "{v}.isfinite().all()",
+    "{v}.square().sum()",
+    "({v} != 0).sum(-1)",
+    "{v}.abs().sum()",
+    "{v} + 1.0",
+    "{v}",
+)
+MODES = (
+    "torch.no_grad()",
+    "torch.inference_mode()",
+    "torch.enable_grad()",
+    "torch.set_grad_enabled(False)",
+)
+CASTS = ("torch.autocast('cpu', dtype=torch.bfloat16)", "torch.autocast('cpu', enabled=False)")
+HAZARDS = {
+    "write": 6, "quiet write": 2, "late write": 3, "read": 5, "mode": 3, "autocast": 1, "region": 3,
+    "shared": 1, "out of order": 1, "narrowed": 3, "widened": 2, "number": 3, "function": 2, "cut": 2,
+    "function of its own": 2, "view": 2, "random": 1, "subclass": 1, "transform": 1,
+}  # fmt: skip
+
+
+def _is_float(name: str) -> bool:
+    return not name.startswith(NO_FLOATS)
+
+
+def _position(m: Maker) -> tuple[int, str]:
+    """Where something is put in, and a tensor that is there, preferably a recent one."""
+    at = m.r.randint(0, len(m.steps))
+    made = [n for s in m.steps[:at] for n in s.stores if _is_float(n)]
+    given = [n for n in m.inputs if _is_float(n)]
+    names = made[-4:] * 2 + given if made else given
+    return at, m.r.choice(names)
+
+
+def disturb(m: Maker) -> None:
+    """Put one hazard in."""
+    kind = m.r.choices(list(HAZARDS), list(HAZARDS.values()))[0]
+    at, v = _position(m)
+    if kind in ("write", "late write"):
+        if kind == "late write":  # between a read and a later one
+            at = m.r.randint(at, len(m.steps))
+        text = m.r.choice(WRITES).format(v=v)
+        m.steps.insert(at, Step(text, hazard=kind))
+    elif kind == "quiet write":
+        m.steps.insert(
+            at,
+            Step(
+                m.r.choice(QUIET).format(v=v),
+                within=m.r.choice(MODES[:1] * 3 + MODES[1:2]),
+                hazard=kind,
+            ),
+        )
+    elif kind == "read":
+        name = m.name("r")
+        m.steps.insert(
+            m.r.choice([at, len(m.steps)]),
+            Step(f"{name} = {m.r.choice(READS).format(v=v)}", v, hazard=kind),
+        )
+        m.returns.append(name)
+    elif kind in ("mode", "autocast"):
+        within = m.r.choice(MODES if kind == "mode" else CASTS)
+        for i in range(at, min(len(m.steps), at + m.r.randint(1, 3))):
+            m.steps[i] = dataclasses.replace(m.steps[i], within=within, hazard=kind)
+    elif kind == "region":
+        part = f"{m.r.choices(['checkpoint', 'region', 'branch'], [5, 4, 1])[0]} {m.name('')}"
+        first = m.r.randint(0, max(0, len(m.steps) - 2))
+        for i in range(first, min(len(m.steps), first + m.r.randint(2, 6))):
+            if m.steps[i].part is None:
+                m.steps[i] = dataclasses.replace(m.steps[i], part=part, hazard=kind)
+    elif kind == "shared":
+        _share(m)
+    elif kind == "out of order":  # the program is handed a transposed view
+        name = m.r.choice([n for n in m.inputs if _is_float(n)])
+        m.steps.insert(
+            0,
+            Step(
+                f"{name} = {name}.mT.contiguous().mT"
+                if len(m.inputs[name].shape) > 1
+                else f"{name} = {name}.flip(0)",
+                name,
+                hazard=kind,
+            ),
+        )
+    else:
+        _change(m, kind, at, v)
+
+
+def _share(m: Maker) -> None:
+    """Two weights of one shape become one."""
+    by_shape: dict[tuple, list[str]] = {}
+    for i in m.inputs.values():
+        by_shape.setdefault((i.shape, i.dtype, i.values), []).append(i.name)
+    some = [names for names in by_shape.values() if len(names) > 1]
+    if some:
+        first, second = m.r.sample(m.r.choice(some), 2)
+        m.steps = [s.renamed(second, first) for s in m.steps]
+        del m.inputs[second]
+
+
+def _change(m: Maker, kind: str, at: int, v: str) -> None:
+    """What reads `v` from here on, or only the next that does, reads a function of it."""
+    name = m.name(v.rstrip("0123456789"))
+    text = m.r.choice(CHANGES[kind]).format(v=v)
+    once = m.r.random() < 0.5
+    for i in range(at, len(m.steps)):
+        if v in m.steps[i].loads:
+            m.steps[i] = m.steps[i].renamed(v, name)
+            if once:
+                break
+    m.steps.insert(at, Step(f"{name} = {text}", v, hazard=kind))
+
+
+def generate(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Program:
+    """The program of a seed; `families` are those that it may be made of."""
+    m = Maker(seed)
+    r = m.r
+    chosen = [r.choice(list(families)) for _ in range(r.choices([1, 2, 3], [30, 50, 20])[0])]
+    x = m.features()
+    for family in sorted(chosen, key=lambda f: f in ("splade_head", "sparse_scores")):
+        y = FAMILIES[family](m, x)
+        m.returns.append(y)
+        if family in ("relu_ffn", "entmax_attention") and r.random() < 0.6:
+            x = y
+    for _ in range(r.choices([0, 1, 2, 3], [32, 44, 18, 6])[0]):
+        disturb(m)
+    stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
+    used = {n for s in m.steps for n in s.loads}
+    exact = m.values == m.weights == "integers"
+    return Program(
+        seed=seed,
+        inputs=tuple(i for i in m.inputs.values() if i.name in used),
+        steps=tuple(m.steps),
+        returns=tuple(dict.fromkeys(n for n in m.returns if n in stored)),
+        sizes=_sizes(r),
+        training=m.training,
+        dynamic=r.choices([None, True, False], [70, 20, 10])[0],
+        autocast=m.floats == torch.float32 and r.random() < 0.06,
+        exact=exact,
+        families=tuple(dict.fromkeys(chosen)),
+    )
+
+
+SIZES = {
+    "B": (1, 2, 2, 3, 4),
+    "L": (1, 2, 3, 5, 6),
+    "Q": (1, 2, 3),
+    "V": (5, 7, 9),
+    "H": (16, 24),
+    "N": (4, 7, 12),
+    "P": (6, 10, 17),
+}
+
+
+def _sizes(r: random.Random) -> tuple[dict[str, int], ...]:
+    def draw() -> dict[str, int]:
+        sizes = {name: r.choice(choice) for name, choice in SIZES.items()}
+        if r.random() < 0.1:  # equal sizes, and sizes of 8 as the features are
+            sizes["B"] = sizes["L"] = sizes["V"] = r.choice([4, 5, 8])
+        if r.random() < 0.04:
+            sizes[r.choice(["B", "L", "Q"])] = 0
+        return sizes
+
+    first = draw()
+    kind = r.choices(["once", "again", "other sizes"], [60, 15, 25])[0]
+    if kind == "once":
+        return (first,)
+    # Weights keep their sizes: V and H are the model's.
+    other = {**draw(), "V": first["V"], "H": first["H"]}
+    return (first, first if kind == "again" else other)

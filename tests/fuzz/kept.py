@@ -1,0 +1,45 @@
+"""Programs that were once computed wrongly, as the fuzzer printed them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .program import Input, Program, Step
+
+__all__ = ["kept", "tensor"]
+
+
+def tensor(
+    shape: tuple, values: str = "normal", dtype: torch.dtype = torch.float32, grad: bool = False
+) -> Input:
+    """An input; the name is that of the argument."""
+    return Input("", shape, values, dtype, grad)
+
+
+class _Kept(Program):
+    """A program whose function is there already."""
+
+    def function(self) -> Callable[..., Any]:
+        return self.__dict__["fn"]
+
+
+def kept(**fields: Any) -> Callable[[Callable[..., Any]], Program]:
+    """Turn a function into a program: tensors are its inputs, the rest are fields of `Program`."""
+
+    def decorate(fn: Callable[..., Any]) -> Program:
+        given = {n: v for n, v in fields.items() if isinstance(v, Input)}
+        names = list(inspect.signature(fn).parameters)
+        inputs = tuple(Input(n, *list(vars(given[n]).values())[1:]) for n in names)
+        others = {n: v for n, v in fields.items() if n not in given}
+        body = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+        program = _Kept(inputs=inputs, steps=(Step(ast.unparse(body)),), returns=(), **others)
+        program.__dict__["fn"] = fn
+        return program
+
+    return decorate

@@ -1,0 +1,133 @@
+"""What the text of a program may call beside torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+try:
+    from entmax import entmax15, entmax_bisect, sparsemax
+except ImportError:  # the closed forms that people carry along
+    entmax_bisect = None
+
+    def sparsemax(x, dim=-1):
+        s, _ = torch.sort(x, dim=dim, descending=True)
+        c = s.cumsum(dim)
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        n = torch.arange(1, x.shape[dim] + 1, dtype=x.dtype).view(shape)
+        size = (1 + n * s > c).sum(dim=dim, keepdim=True)
+        tau = (c.gather(dim, size - 1) - 1) / size
+        return torch.clamp(x - tau, min=0)
+
+    def entmax15(x, dim=-1):
+        x = (x - x.amax(dim, keepdim=True)) * 0.5
+        s = x.sort(dim=dim, descending=True).values
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        n = torch.arange(1, x.size(dim) + 1, dtype=x.dtype).view(shape)
+        mean = s.cumsum(dim) / n
+        variance = (s * s).cumsum(dim) / n - mean * mean
+        tau = mean - ((1 - n * variance) / n).clamp(min=0).sqrt()
+        size = (tau <= s).sum(dim, keepdim=True)
+        return torch.relu(x - tau.gather(dim, size - 1)).square()
+
+
+__all__ = ["F", "entmax15", "entmax_bisect", "np", "sparsemax", "torch"]
+
+
+# --- Regions: each takes a function and its arguments ---------------------------------------------
+
+
+def checkpoint(fn, *args):
+    return _checkpoint(fn, *args, use_reentrant=False)
+
+
+def region(fn, *args):
+    return torch.compiler.nested_compile_region(fn)(*args)
+
+
+def branch(fn, *args):
+    def other(*args):
+        return fn(*args)
+
+    return torch.cond(args[0].sum() > -1e30, fn, other, args)
+
+
+# --- Autograd Functions ---------------------------------------------------------------------------
+
+
+class StraightThrough(torch.autograd.Function):
+    """Clips, and hands the gradient on."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clamp(-0.5, 0.5)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, and minus the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+class Scaled(torch.autograd.Function):
+    """Writes to its argument."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 0.5
+
+
+straight_through, reverse, scale_in_place = StraightThrough.apply, Reversed.apply, Scaled.apply
+
+
+# --- Operators of the program's own ---------------------------------------------------------------
+
+
+@torch.library.custom_op("fuzz::negate_", mutates_args={"x"})
+def negate_(x: Tensor) -> None:
+    x.neg_()
+
+
+@torch.library.custom_op("fuzz::keep", mutates_args=())
+def keep(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+keep.register_fake(torch.empty_like)
+keep.register_autograd(lambda ctx, grad: grad)
+
+
+# --- Subclasses -----------------------------------------------------------------------------------
+
+
+class Tagged(torch.Tensor):
+    """A tensor with a name of its own and no behaviour."""
+
+
+class Doubling(torch.Tensor):
+    """Multiplies what a linear layer makes of it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func in (F.linear, torch.matmul) else out
