@@ -23,7 +23,6 @@ V = 30
 def small_segments(monkeypatch):
     """Segments of 16 documents, so that a test's collection has several."""
     monkeypatch.setattr(segment_module, "CAPACITY", 16)
-    monkeypatch.setattr(index_module, "CAPACITY", 16)
 
 
 def collection(n: int, seed: int = 0, negative: bool = False) -> torch.Tensor:
@@ -274,7 +273,7 @@ def test_narrow_weights_state_their_error(weights, negative):
     assert (apart <= narrow.weight_error * q.abs().sum(1) + 1e-6).all()
     # What is searched is what is kept: the dequantised collection, exactly.
     kept = torch.cat([torch.sparse_csr_tensor(s.offsets, s.term_ids(), s.values(), (s.count, V)).to_dense()
-                      for s in narrow._segments])  # fmt: skip
+                      for s in narrow._contents.segments])  # fmt: skip
     assert_true_top(narrow, kept, q, 10)
     assert narrow.nbytes["forward"] < exact.nbytes["forward"]
 
@@ -336,7 +335,7 @@ def test_it_stands_in_a_compiled_model():
 
 def test_the_search_operator_is_well_formed():
     index = SparseIndex.build(collection(40))
-    args = (queries(), index._postings, index._counts, index._deleted, 3)
+    args = (queries(), *index.operands(), 3)
     torch.library.opcheck(torch.ops.sparse_inductor.index_search, args)
 
 

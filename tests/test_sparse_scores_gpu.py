@@ -109,7 +109,7 @@ def test_rows_of_all_lengths_by_both_kinds_of_kernels(weights):
     there = SparseIndex.build(dense, weights=weights, device="cuda")
     for k in (20, 700):
         want = here.search(q, k)
-        tensors = q.cuda(), there._postings, there._counts, there._deleted, k
+        tensors = q.cuda(), *there.operands(), k
         for shared in (True, False):
             scores, ids = kernel.search(*tensors, shared=shared)
             assert torch.equal(ids.cpu(), want[1]) and torch.equal(scores.cpu(), want[0])

@@ -188,7 +188,7 @@ class Collection:
 def exact_top(c: Collection, query: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """fp64 inner products of one query with all documents, by row and without the index's search."""
     parts = []
-    for s in c.index._segments:
+    for s in c.index._contents.segments:
         products = s.values().double() * query.double()[s.term_ids()]
         parts.append(torch.segment_reduce(products, "sum", offsets=s.offsets))
     return torch.sort(torch.cat(parts).float(), descending=True, stable=True)
@@ -217,7 +217,7 @@ class ScatterAdd:
     """GPUSparse, section 4: term-parallel scatter-add into dense scores [B, N], then torch.topk."""
 
     def __init__(self, index: SparseIndex, queries: Tensor) -> None:
-        device, segments = index.device, index._segments
+        device, segments = index.device, index._contents.segments
         counts = torch.stack([torch.bincount(s.term_ids(), minlength=TERMS) for s in segments])
         totals = counts.sum(0)
         self.offsets = torch.zeros(TERMS + 1, dtype=torch.int64, device=device)
@@ -338,7 +338,7 @@ def _search(c: Collection, k: int, **options: bool) -> tuple[Tensor, Tensor]:
     from sparse_inductor.kernels.sparse_scores_search import search
 
     i = c.index
-    return search(c.queries, i._postings, i._counts, i._deleted, k, **options)
+    return search(c.queries, *i.operands(), k, **options)
 
 
 def _single(bench: Bench, c: Collection, scatter: ScatterAdd) -> None:
@@ -445,7 +445,7 @@ def _cpu(bench: Bench, n: int, B: int) -> None:
     case = f"N {n:,}"
     bench.row(f"{case}: build", c.build_seconds, "s")
     _agreement(bench, c, case, k)
-    rows = [s.rows() for s in c.index._segments]
+    rows = [s.rows() for s in c.index._contents.segments]
     lengths = torch.cat([r.offsets.diff() for r in rows])
     offsets = torch.zeros(n + 1, dtype=torch.int64)
     offsets[1:] = lengths.cumsum(0)

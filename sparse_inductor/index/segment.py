@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ try:
 except ImportError:  # sorting with torch then, some five times slower
     scipy_sparse = None
 
-__all__ = ["CAPACITY", "WEIGHTS", "Postings", "Segment"]
+__all__ = ["CAPACITY", "WEIGHTS", "Postings", "Segment", "term_dtype"]
 
 # Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting
 # lists go by; and it is 16 of the chunks that the GPU kernels work on.
 CAPACITY = 1 << 17
+
+_FEW = 1024  # documents for which a segment of their own would cost more than it is worth
 
 WEIGHTS = {
     "float32": torch.float32,
@@ -65,22 +68,20 @@ class Segment:
         return sum(t.numel() * t.element_size() for t in (self.offsets, self.terms, self.weights))
 
     @staticmethod
-    def of(rows: Rows, num_terms: int, precision: str) -> Segment:
+    def of(rows: Rows, num_terms: int, precision: str, beside: Segment | None = None) -> Segment:
         """Rows in the precision of the index.
 
-        Raises ValueError where a weight overflows it.
+        8-bit weights take the scale of the segment `beside` which they come where that holds them, so that `join` can
+        make one of both.
+
+        Raises ValueError where a weight overflows the precision.
         """
-        terms = rows.terms.to(torch.int16 if num_terms <= 1 << 16 else torch.int32)
+        terms = rows.terms.to(term_dtype(num_terms))
         given = rows.weights
         scale, signed = 1.0, False
         if precision == "int8":
-            low, high = (float(x) for x in torch.aminmax(given)) if given.numel() else (0.0, 0.0)
-            signed = low < 0
-            largest = max(-low, high)
+            scale, signed = _scale_of(given, rows.count, beside)
             steps = 127 if signed else 255
-            scale = largest / steps if largest > 0 else 1.0
-            # The dequantised weight is computed in fp32; the scale has to be the number that is used there.
-            scale = float(torch.tensor(scale, dtype=torch.float32))
             weights = (given / scale).round().clamp(-steps, steps) + (127 if signed else 0)
             stored = weights.to(torch.uint8)
         else:
@@ -107,8 +108,33 @@ class Segment:
         return (w - 127 if self.signed else w) * self.scale
 
     def rows(self) -> Rows:
-        """The rows again, for adding to them or leaving some out."""
+        """The rows with the weights as they count."""
         return Rows(self.offsets.long(), self.term_ids(), self.values())
+
+    def joins(self, after: Segment) -> bool:
+        """Whether the stored weights of both mean the same, so that `join` can put them together as they are."""
+        return (self.scale, self.signed) == (after.scale, after.signed)
+
+    @staticmethod
+    def join(parts: Sequence[Segment]) -> Segment:
+        """One after the other, the weights as they were stored."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = Rows.join([Rows(s.offsets, s.terms, s.weights) for s in parts])
+        error = max(s.error for s in parts)
+        return dataclasses.replace(
+            parts[0], offsets=rows.offsets, terms=rows.terms, weights=rows.weights, error=error
+        )
+
+    def without(self, gone: Tensor) -> Segment:
+        """The segment with the rows of deleted documents empty."""
+        lengths = self.offsets.diff()
+        kept = torch.repeat_interleave(~gone, lengths, output_size=self.nnz)
+        offsets = torch.zeros_like(self.offsets)
+        torch.cumsum(lengths.masked_fill(gone, 0), 0, out=offsets[1:])
+        return dataclasses.replace(
+            self, offsets=offsets, terms=self.terms[kept], weights=self.weights[kept]
+        )
 
     def to(self, device: torch.device) -> Segment:
         """The same on another device."""
@@ -130,8 +156,30 @@ class Segment:
             )
             return Postings(offsets.long(), docs.int(), weights)
         rows_ = torch.repeat_interleave(
-            torch.arange(self.count, dtype=torch.int32), self.offsets.diff()
+            torch.arange(self.count, dtype=torch.int32, device="cpu"), self.offsets.diff()
         )
         ordered, order = torch.sort(terms, stable=True)
-        offsets = torch.searchsorted(ordered, torch.arange(num_terms + 1))
+        offsets = torch.searchsorted(ordered, torch.arange(num_terms + 1, device="cpu"))
         return Postings(offsets, rows_[order], values[order])
+
+
+def term_dtype(num_terms: int) -> torch.dtype:
+    """How term ids are stored."""
+    return torch.int16 if num_terms <= 1 << 16 else torch.int32
+
+
+def _scale_of(given: Tensor, documents: int, beside: Segment | None) -> tuple[float, bool]:
+    """The scale of 8-bit weights, and whether some are negative."""
+    low, high = (float(x) for x in torch.aminmax(given)) if given.numel() else (0.0, 0.0)
+    largest = max(-low, high)
+    if beside is not None and beside.nnz:
+        most = beside.scale * (127 if beside.signed else 255)
+        # Where many documents would lose more than a bit, they get a scale of their own.
+        shared = documents <= _FEW or largest >= most / 2
+        if shared and high <= most and low >= (-most if beside.signed else 0):
+            return beside.scale, beside.signed
+    signed = low < 0
+    scale = largest / (127 if signed else 255) if largest > 0 else 1.0
+    # The dequantised weight is computed in fp32; the scale has to be the number that is used there.
+    scale = float(torch.tensor(scale, dtype=torch.float32, device="cpu"))
+    return max(scale, torch.finfo(torch.float32).tiny), signed

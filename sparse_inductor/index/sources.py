@@ -1,19 +1,33 @@
-"""What a collection or a batch of queries may be given as, brought into one form: checked, merged CSR rows."""
+"""What a collection or a batch of queries may be given as, brought into one form: checked, merged CSR rows.
+
+Nothing here keeps memory of the caller: what is made may be kept while the caller changes what was given.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_inductor.ops._sparse_scores_aten import say_beta_once
-
-__all__ = ["Rows", "is_single", "query_matrix", "rows_of"]
+__all__ = [
+    "Entries",
+    "Rows",
+    "as_weights",
+    "check_offsets",
+    "collection_of",
+    "entries_of",
+    "entries_of_all",
+    "merged",
+    "to_dense",
+]
 
 _LISTS = 4096  # documents given one by one that are checked together
+_BLOCK = 1 << 17  # documents of a matrix that are checked together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,206 +48,364 @@ class Rows:
         start, end = int(offsets[0]), int(offsets[-1])
         return Rows(offsets - start, self.terms[start:end], self.weights[start:end])
 
+    def to(self, device: torch.device) -> Rows:
+        """The same on another device."""
+        return Rows(*(t.to(device) for t in (self.offsets, self.terms, self.weights)))
+
     @staticmethod
-    def join(parts: list[Rows]) -> Rows:
+    def join(parts: Sequence[Rows]) -> Rows:
         """One after the other."""
         if len(parts) == 1:
             return parts[0]
         lengths = torch.cat([p.offsets.diff() for p in parts])
-        offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
-        torch.cumsum(lengths, 0, out=offsets[1:])
         return Rows(
-            offsets, torch.cat([p.terms for p in parts]), torch.cat([p.weights for p in parts])
+            _offsets(lengths),
+            torch.cat([p.terms for p in parts]),
+            torch.cat([p.weights for p in parts]),
         )
 
 
-def rows_of(source: Any, num_terms: int | None, first: int = 0) -> Iterator[Rows]:
-    """A collection as batches of rows: a matrix (scipy, torch sparse, dense), or an iterable of matrices or documents.
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Sparse rows as they were given: nothing is checked, terms may repeat and come in any order.
 
-    A document is a pair (terms, weights) or a mapping from term to weight. `first` is the number of the first document,
-    for messages.
+    width: how many columns there are, where the source says. `noun` names a row in messages.
+    """
+
+    offsets: Tensor
+    terms: Tensor
+    weights: Tensor
+    width: int | None
+    noun: str = "document"
+
+    @property
+    def count(self) -> int:
+        return self.offsets.numel() - 1
+
+
+def collection_of(source: Any, num_terms: int | None, first: int = 0) -> tuple[int, Iterator[Rows]]:
+    """The number of terms and the documents of a collection, as batches of rows.
+
+    A collection is a matrix (scipy, torch sparse, dense), or an iterable of matrices, of rows or of documents; a
+    document is a pair (terms, weights) or a mapping from term to weight. `first` is the number of the first document,
+    for messages. Without `num_terms` the first matrix or row says how many there are.
 
     Raises TypeError for anything else, ValueError for unknown term ids and weights that are NaN or infinite.
     """
-    matrix = _matrix(source)
-    if matrix is not None:
-        yield _checked(*matrix, num_terms, first)
-        return
+    whole = entries_of(source)
+    if whole is not None and not _is_row(source):
+        return num_terms or _width(whole), _checked(whole, num_terms or _width(whole), first)
+    if whole is not None:
+        raise ValueError(f"a matrix must be [N, V], got shape {tuple(source.shape)}")
     if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
         raise TypeError(
-            "documents must be a scipy or torch sparse matrix [N, V], a dense tensor [N, V], or an iterable of such "
-            f"matrices or of documents (terms, weights); got {type(source).__name__}"
+            "documents must be a scipy or torch sparse matrix [N, V], a dense tensor or array [N, V], or an iterable "
+            "of such matrices, of their rows [V] or of documents (terms, weights); got "
+            f"{_describe(source)}"
         )
-    pending: list[tuple[Tensor, Tensor]] = []
-    for item in source:
-        matrix = _matrix(item)
-        if matrix is None:
-            pending.append(_document(item, first + len(pending)))
-        if pending and (matrix is not None or len(pending) == _LISTS):
-            rows = _checked(*_gathered(pending), num_terms, first)
-            first += rows.count
+    items = iter(source)
+    if num_terms is None:
+        head = list(itertools.islice(items, 1))
+        entries = entries_of(head[0]) if head else None
+        if entries is None:
+            raise ValueError(
+                "num_terms is needed: a list of documents does not say how many terms there are"
+            )
+        num_terms = _width(entries)
+        items = itertools.chain(head, items)
+    return num_terms, _batches(items, num_terms, first)
+
+
+def _batches(items: Iterator[Any], num_terms: int, first: int) -> Iterator[Rows]:
+    pending: list[Entries] = []
+    for item in items:
+        entries = entries_of(item)
+        if entries is None:
+            entries = _document(item, f"document {first + len(pending)}")
+        if entries.count == 1:
+            if entries.width is not None and entries.width > num_terms:
+                raise ValueError(_too_wide(f"document {first + len(pending)}", entries, num_terms))
+            pending.append(entries)
+            if len(pending) < _LISTS:
+                continue
+            entries = None
+        if pending:
+            yield from _checked(_joined(pending), num_terms, first)
+            first += len(pending)
             pending = []
-            yield rows
-        if matrix is not None:
-            rows = _checked(*matrix, num_terms, first)
-            first += rows.count
-            yield rows
+        if entries is not None:
+            yield from _checked(entries, num_terms, first)
+            first += entries.count
     if pending:
-        yield _checked(*_gathered(pending), num_terms, first)
+        yield from _checked(_joined(pending), num_terms, first)
 
 
-def _matrix(source: Any) -> tuple[Tensor, Tensor, Tensor, int] | None:
-    """(offsets, terms, weights, width) of anything that is a matrix, not yet checked."""
+def entries_of_all(items: Sequence[Any], noun: str) -> Entries:
+    """Rows given one by one, together; each as a row, a pair (terms, weights) or a mapping."""
+    given = []
+    for number, item in enumerate(items):
+        entries = entries_of(item)
+        given.append(entries if entries is not None else _document(item, f"{noun} {number}"))
+    widths = {e.width for e in given if e.width is not None}
+    if len(widths) > 1:
+        raise ValueError(f"rows must have one number of columns, got {sorted(widths)}")
+    joined = _joined(given)
+    return dataclasses.replace(joined, width=widths.pop() if widths else None, noun=noun)
+
+
+def entries_of(source: Any) -> Entries | None:
+    """The entries of a matrix [N, V] or a row [V] (torch, numpy, scipy); None for what is no such thing.
+
+    Raises ValueError for another number of axes, TypeError for an array of something that is no number.
+    """
+    if isinstance(source, np.ndarray):
+        if source.dtype == object:
+            return None  # perhaps of documents
+        if source.dtype.kind not in "biufc":
+            raise TypeError(f"weights must be numbers, got an array of {source.dtype}")
+        source = torch.from_numpy(_native(source))
     if isinstance(source, torch.Tensor):
-        if source.layout == torch.strided:
-            if source.dim() != 2:
-                raise ValueError(f"a matrix must be [N, V], got shape {tuple(source.shape)}")
-            say_beta_once()
-            source = source.detach().to_sparse_csr()
-        elif source.layout == torch.sparse_coo:
-            source = source.detach().coalesce().to_sparse_csr()
-        elif source.layout != torch.sparse_csr:
-            source = source.detach().to_sparse_csr()
-        source = source.detach()
-        if source.dim() != 2:
-            raise ValueError(f"a matrix must be [N, V], got shape {tuple(source.shape)}")
-        return source.crow_indices(), source.col_indices(), source.values(), source.shape[1]
+        return _entries_of_tensor(source.detach())
     if hasattr(source, "tocsr") and hasattr(source, "shape"):
+        if len(source.shape) == 1:
+            coo = source.tocoo()
+            terms, weights = (torch.from_numpy(_native(a)) for a in (coo.coords[0], coo.data))
+            return Entries(_offsets_of_one(terms), terms, weights, source.shape[0])
         csr = source.tocsr()
-        parts = (torch.as_tensor(a) for a in (csr.indptr, csr.indices, csr.data))
-        offsets, terms, weights = parts
-        return offsets, terms, weights, csr.shape[1]
+        offsets, terms, weights = (
+            torch.from_numpy(_native(a)) for a in (csr.indptr, csr.indices, csr.data)
+        )
+        return Entries(offsets, terms, weights, csr.shape[1])
     return None
 
 
-def _document(item: Any, number: int) -> tuple[Tensor, Tensor]:
+def _entries_of_tensor(t: Tensor) -> Entries:
+    if t.dim() not in (1, 2) or (t.layout == torch.sparse_coo and t.dense_dim()):
+        raise ValueError(f"a matrix must be [N, V], got shape {tuple(t.shape)}")
+    rows, width = (t.shape[0] if t.dim() == 2 else 1), t.shape[-1]
+    if t.layout == torch.sparse_csr:
+        if t.values().dim() != 1:
+            raise ValueError(f"a matrix must be [N, V], got values of {tuple(t.values().shape)}")
+        return Entries(t.crow_indices(), t.col_indices(), t.values(), width)
+    if t.layout == torch.sparse_coo:
+        index, weights = t._indices(), t._values()  # sorted and added up later, as all entries are
+        row, terms = (None, index[0]) if t.dim() == 1 else index
+    elif t.layout == torch.sparse_csc:
+        row, weights = t.row_indices(), t.values()
+        columns = torch.arange(width, device=row.device)
+        terms = torch.repeat_interleave(columns, t.ccol_indices().diff(), output_size=row.numel())
+    else:
+        dense = to_dense(t)
+        row, terms = (dense if dense.dim() == 2 else dense[None]).nonzero().unbind(1)
+        weights = dense[row, terms] if dense.dim() == 2 else dense[terms]
+    if row is None:
+        return Entries(_offsets_of_one(terms), terms, weights, width)
+    if row.numel() > 1 and bool((row[1:] < row[:-1]).any()):
+        row, order = torch.sort(row, stable=True)
+        terms, weights = terms[order], weights[order]
+    edges = torch.arange(rows + 1, device=row.device)
+    return Entries(torch.searchsorted(row.contiguous(), edges), terms, weights, width)
+
+
+def to_dense(t: Tensor) -> Tensor:
+    """The tensor, dense."""
+    if t.layout == torch.strided:
+        return t
+    if torch.compiler.is_compiling() or not t.is_inference():
+        return t.to_dense()
+    with torch.inference_mode():  # which writes into what it makes of them
+        dense = t.to_dense()
+    return dense.clone()
+
+
+def _document(item: Any, name: str) -> Entries:
+    """The entries of a pair (terms, weights) or a mapping."""
     if isinstance(item, Mapping):
         item = (list(item.keys()), list(item.values()))
-    try:
-        terms, weights = item
-        terms, weights = torch.as_tensor(terms), torch.as_tensor(weights)
-    except (TypeError, ValueError) as error:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise TypeError(
-            f"document {number} must be a pair (terms, weights) or a mapping, got {type(item).__name__}"
-        ) from error
+            f"{name} must be a row [V], a pair (terms, weights) or a mapping, got {_describe(item)}"
+        )
+    terms, weights = _as_ids(item[0], name), as_weights(item[1], name)
     if terms.dim() != 1 or terms.shape != weights.shape:
         raise ValueError(
-            f"document {number}: terms and weights must be lists of one length, got {tuple(terms.shape)} and "
+            f"{name}: terms and weights must be lists of one length, got {tuple(terms.shape)} and "
             f"{tuple(weights.shape)}"
         )
-    if terms.numel() and (terms.is_floating_point() or terms.dtype == torch.bool):
-        raise TypeError(f"document {number}: term ids must be integers, got {terms.dtype}")
-    return terms.long(), weights.float()
+    return Entries(_offsets_of_one(terms), terms, weights, None)
 
 
-def _gathered(documents: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, int | None]:
-    offsets = torch.zeros(len(documents) + 1, dtype=torch.int64)
-    offsets[1:] = torch.tensor([t.numel() for t, _ in documents]).cumsum(0)
-    return offsets, torch.cat([t for t, _ in documents]), torch.cat([w for _, w in documents]), None
+def _as_ids(ids: Any, name: str) -> Tensor:
+    if not isinstance(ids, torch.Tensor):
+        array = _as_array(ids, f"{name}: term ids must be integers")
+        if not array.size:
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{name}: term ids must be integers, got {_describe(ids)}")
+        ids = torch.from_numpy(_native(array))
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise TypeError(f"{name}: term ids must be integers, got {ids.dtype}")
+    return ids.detach()
 
 
-def _checked(
-    offsets: Tensor,
-    terms: Tensor,
-    weights: Tensor,
-    width: int | None,
-    num_terms: int | None,
-    first: int,
-) -> Rows:
-    offsets, terms = offsets.long(), terms.long()
-    V = num_terms if num_terms is not None else width
-    if V is None:
+def as_weights(weights: Any, name: str) -> Tensor:
+    """Real numbers, as a tensor; numbers of Python as fp64, whatever the default dtype is."""
+    if not isinstance(weights, torch.Tensor):
+        array = _as_array(weights, f"{name}: weights must be real numbers")
+        if array.dtype.kind not in "biuf":
+            raise TypeError(f"{name}: weights must be real numbers, got {_describe(weights)}")
+        weights = torch.from_numpy(_native(array))
+    return weights.detach()
+
+
+def _as_array(values: Any, otherwise: str) -> np.ndarray:
+    try:
+        if isinstance(values, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in values):
+            values = [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]
+        return np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{otherwise}, got {_describe(values)}") from error
+
+
+def _native(array: np.ndarray) -> np.ndarray:
+    """What torch can take: one of its dtypes in this machine's byte order, strides that do not run backwards, and a
+    writable array, of which it would warn."""
+    dtype = array.dtype.newbyteorder("=")
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        dtype = np.dtype(np.float64)
+    needed = array.dtype != dtype or not array.flags.writeable or min(array.strides, default=0) < 0
+    return np.array(array, dtype) if needed else array
+
+
+def _describe(value: Any) -> str:
+    """A type, and the value where that is short."""
+    text = repr(value) if isinstance(value, (str, bytes, int, float, list, tuple, dict)) else ""
+    kind = type(value).__name__
+    return f"{kind} {text}" if 0 < len(text) <= 60 else kind
+
+
+def _is_row(source: Any) -> bool:
+    return len(source.shape) == 1
+
+
+def _width(entries: Entries) -> int:
+    assert entries.width is not None
+    return entries.width
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def _offsets_of_one(terms: Tensor) -> Tensor:
+    return torch.tensor([0, terms.numel()], device=terms.device)
+
+
+def _joined(parts: Sequence[Entries]) -> Entries:
+    """Rows given one by one as one source, on their device, or on the CPU where they have several."""
+    devices = {p.terms.device for p in parts}
+    device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+    lengths = torch.tensor([p.terms.numel() for p in parts], device=device)
+    terms = [p.terms.to(device=device, dtype=torch.int64) for p in parts]
+    dtypes = {p.weights.dtype for p in parts}
+    # fp64 holds every other weight, so that a message can name it as it was given.
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if dtype is None:
+        dtype = torch.complex128 if any(d.is_complex for d in dtypes) else torch.float64
+    weights = [p.weights.to(device=device, dtype=dtype) for p in parts]
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    joined = torch.cat(terms or [none]), torch.cat(weights or [none])
+    return Entries(_offsets(lengths), *joined, None)
+
+
+def _too_wide(what: str, entries: Entries, num_terms: int) -> str:
+    return f"{what} has {entries.width} columns, more than num_terms = {num_terms}"
+
+
+def _checked(entries: Entries, num_terms: int, first: int) -> Iterator[Rows]:
+    """The rows, a block of documents at a time."""
+    if entries.width is not None and entries.width > num_terms:
+        raise ValueError(_too_wide("the matrix", entries, num_terms))
+    if entries.weights.is_complex():
+        raise TypeError(f"weights must be real, got {entries.weights.dtype}")
+    offsets = entries.offsets.long()
+    check_offsets(offsets, entries)
+    for row in range(0, max(entries.count, 1), _BLOCK):
+        edges = offsets[row : row + _BLOCK + 1]
+        here = slice(int(edges[0]), int(edges[-1]))
+        block = Entries(edges - edges[0], entries.terms[here].long(), entries.weights[here], None)
+        _check_values(block, num_terms, first + row)
+        rows = merged(block, num_terms)
+        _check_sums(rows, first + row)
+        yield rows
+
+
+def check_offsets(offsets: Tensor, entries: Entries) -> None:
+    """Raises ValueError for offsets that do not rise within the entries, as unchecked CSR tensors may have."""
+    nnz = entries.terms.numel()
+    if entries.weights.numel() != nnz:
+        raise ValueError(f"there are {nnz} term ids and {entries.weights.numel()} weights")
+    if offsets.numel() == 0:
+        raise ValueError("a matrix has one row offset more than rows, got none")
+    ends = offsets.new_tensor([0]), offsets, offsets.new_tensor([nnz])
+    falls = (torch.cat(ends).diff() < 0).nonzero()
+    if falls.numel():
         raise ValueError(
-            "num_terms is needed: a list of documents does not say how many terms there are"
+            f"row offsets must rise from 0 or more to {nnz} or less, the number of entries: see row {int(falls[0, 0])}"
         )
-    if width is not None and width > V:
-        raise ValueError(f"the matrix has {width} columns, more than num_terms = {V}")
-    if weights.is_complex():
-        raise TypeError(f"weights must be real, got {weights.dtype}")
-    weights = weights.float()
 
+
+def _check_values(block: Entries, num_terms: int, first: int) -> None:
     def fail(bad: Tensor, what: str) -> None:
         at = int(bad.nonzero()[0, 0])
-        number = first + int(torch.searchsorted(offsets, at, right=True)) - 1
+        number = first + int(torch.searchsorted(block.offsets, at, right=True)) - 1
+        term, weight = int(block.terms[at]), float(block.weights[at])
+        raise ValueError(f"document {number}: {what.format(term=term, weight=weight)}")
+
+    if not block.terms.numel():
+        return
+    low, high = (int(x) for x in torch.aminmax(block.terms))
+    if low < 0 or high >= num_terms:
+        bad = (block.terms < 0) | (block.terms >= num_terms)
+        fail(bad, f"term id {{term}} is not in [0, {num_terms})")
+    if not bool(torch.isfinite(block.weights).all()):
+        bad = ~torch.isfinite(block.weights)
+        fail(bad, "the weight of term {term} is {weight}; it must be finite")
+    if not bool(torch.isfinite(block.weights.float()).all()):
+        bad = ~torch.isfinite(block.weights.float())
+        fail(bad, "the weight of term {term} is {weight}; it does not fit float32")
+
+
+def _check_sums(rows: Rows, first: int) -> None:
+    sound = torch.isfinite(rows.weights)
+    if not bool(sound.all()):
+        at = int((~sound).nonzero()[0, 0])
+        number = first + int(torch.searchsorted(rows.offsets, at, right=True)) - 1
         raise ValueError(
-            f"document {number}: {what.format(term=int(terms[at]), weight=float(weights[at]))}"
+            f"document {number}: the weights of term {int(rows.terms[at])} add up to {float(rows.weights[at])}; they "
+            "must fit float32"
         )
 
-    if terms.numel():
-        low, high = torch.aminmax(terms)
-        if int(low) < 0 or int(high) >= V:
-            fail((terms < 0) | (terms >= V), f"term id {{term}} is not in [0, {V})")
-        if not bool(torch.isfinite(weights).all()):
-            fail(
-                ~torch.isfinite(weights), "the weight of term {term} is {weight}; it must be finite"
-            )
-    return _merged(offsets, terms, weights, V)
 
-
-def _merged(offsets: Tensor, terms: Tensor, weights: Tensor, V: int) -> Rows:
-    """Terms in ascending order, those named twice added up, those of weight 0 left out."""
-    n = offsets.numel() - 1
+def merged(entries: Entries, num_terms: int) -> Rows:
+    """Terms in ascending order, those named twice added up, those of weight 0 left out; in memory of its own."""
+    offsets, terms, weights = entries.offsets, entries.terms, entries.weights
     rows = torch.repeat_interleave(
-        torch.arange(n, device=terms.device), offsets.diff(), output_size=terms.numel()
+        torch.arange(entries.count, device=terms.device), offsets.diff(), output_size=terms.numel()
     )
-    keys = rows * V + terms
+    keys = rows * num_terms + terms
     if terms.numel() > 1 and not bool((keys[1:] > keys[:-1]).all()):
         keys, order = torch.sort(keys, stable=True)
         weights = weights[order]
         keys, inverse = torch.unique_consecutive(keys, return_inverse=True)
         sums = torch.zeros(keys.numel(), dtype=torch.float64, device=keys.device)
-        weights = sums.index_add_(0, inverse, weights.double()).float()
-        rows, terms = torch.div(keys, V, rounding_mode="floor"), keys % V
+        weights = sums.index_add_(0, inverse, weights.double())
+        rows, terms = torch.div(keys, num_terms, rounding_mode="floor"), keys % num_terms
+    weights = weights.to(torch.float32, copy=True)
     kept = weights != 0
     if not bool(kept.all()):
         rows, terms, weights = rows[kept], terms[kept], weights[kept]
-    offsets = torch.searchsorted(rows, torch.arange(n + 1, device=rows.device))
-    return Rows(offsets, terms, weights.contiguous())
-
-
-def is_single(queries: Any) -> bool:
-    """Whether these are the weights or the terms of one query, without a batch axis."""
-    if isinstance(queries, torch.Tensor):
-        return queries.dim() == 1
-    return isinstance(queries, (tuple, list)) and len(queries) == 2 and queries[0].dim() == 1
-
-
-def query_matrix(queries: Any, V: int, device: torch.device) -> Tensor:
-    """Queries as dense fp32 [B, V].
-
-    Takes a dense or sparse tensor or scipy matrix [B, V] (or a dense [V]), or a pair (terms, weights) of tensors
-    [B, T] or [T]; term ids outside [0, V), such as padding, count nothing; terms named twice add up.
-    """
-    if isinstance(queries, (tuple, list)) and len(queries) == 2:
-        terms, weights = queries
-        if not (isinstance(terms, torch.Tensor) and isinstance(weights, torch.Tensor)):
-            raise TypeError("a pair of queries must be two tensors, (terms, weights)")
-        if terms.shape != weights.shape or terms.dim() not in (1, 2):
-            raise ValueError(
-                f"terms and weights must both be [B, T] or [T], got {tuple(terms.shape)} and {tuple(weights.shape)}"
-            )
-        if terms.is_floating_point() or terms.dtype == torch.bool:
-            raise TypeError(f"term ids must be integers, got {terms.dtype}")
-        if terms.dim() == 1:
-            terms, weights = terms.unsqueeze(0), weights.unsqueeze(0)
-        terms, weights = terms.to(device).long(), weights.to(device).float()
-        known = (terms >= 0) & (terms < V)
-        dense = torch.zeros(terms.shape[0], V + 1, device=device)
-        # One slot more for what is not known: no data-dependent shapes, so it compiles.
-        return dense.scatter_add(1, torch.where(known, terms, V), weights)[:, :V]
-    if hasattr(queries, "tocsr") and not isinstance(queries, torch.Tensor):
-        queries = torch.as_tensor(queries.toarray())
-    if not isinstance(queries, torch.Tensor):
-        raise TypeError(
-            f"queries must be a tensor, a sparse matrix or a pair (terms, weights), got {type(queries).__name__}"
-        )
-    if queries.layout != torch.strided:
-        queries = queries.to_dense()
-    if queries.dim() not in (1, 2) or queries.shape[-1] != V:
-        raise ValueError(
-            f"queries must be [B, V] or [V] with V = {V}, got shape {tuple(queries.shape)}"
-        )
-    if queries.is_complex():
-        raise TypeError(f"queries must be real, got {queries.dtype}")
-    queries = queries if queries.dim() == 2 else queries.unsqueeze(0)
-    return queries.to(device=device, dtype=torch.float32)
+    edges = torch.arange(entries.count + 1, device=rows.device)
+    return Rows(torch.searchsorted(rows, edges), terms.clone(), weights)

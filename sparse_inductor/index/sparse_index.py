@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import math
+import operator
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.ops._dispatch import autocast_off
+from sparse_inductor.ops._threads import apart
+from sparse_inductor.ops.index_search import enrol
 
 from . import storage
-from .segment import CAPACITY, WEIGHTS, Postings, Segment
-from .sources import Rows, is_single, query_matrix, rows_of
+from .contents import Contents, segments_of
+from .queries import queries_of
+from .segment import CAPACITY, WEIGHTS, Segment, term_dtype
+from .sources import Rows, collection_of
 
-__all__ = ["SparseIndex"]
+__all__ = ["SparseIndex", "document_ids"]
 
 _KIND = "sparse_inductor.SparseIndex"
 _VERSION = 1
+_MOST_TERMS = (1 << 31) - 1  # term ids are stored in 32 bits
 
 
 class SparseIndex(nn.Module):
@@ -35,24 +45,43 @@ class SparseIndex(nn.Module):
     takes documents out of every result without renumbering the others. Every live document has a score: one that
     shares no term with the query scores 0.
 
-    The module has no parameters. It moves with `.to(device)`, and `search` and `scores` may stand in a compiled
-    program.
+    The index keeps what it was given: it copies, and whoever changes a tensor or an array afterwards changes nothing
+    here. Threads may use it at once. A search, a save, a copy sees the documents of one moment: all of an `append` or a
+    `delete`, or nothing of it; writers wait for each other.
+
+    The module has no parameters. It moves with `.to(device)`. `search` and `scores` may stand in a compiled program;
+    a compiled `search` is not compiled again when documents come or go, an exported one keeps those it was exported
+    with.
     """
 
     def __init__(self, num_terms: int, weights: str = "float32") -> None:
         """An empty index of `num_terms` terms; `weights` is "float32", "float16" or "int8" (see `weight_error`)."""
         super().__init__()
-        if not isinstance(num_terms, int) or num_terms < 1:
-            raise ValueError(f"num_terms must be a positive int, got {num_terms!r}")
+        num_terms = _as_int(num_terms, "num_terms")
+        if not 0 < num_terms <= _MOST_TERMS:
+            raise ValueError(f"num_terms must be from 1 to {_MOST_TERMS}, got {num_terms}")
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {sorted(WEIGHTS)}, got {weights!r}")
         self.num_terms = num_terms
         self.weights = weights
-        self._segments: list[Segment] = []
-        self._postings: list[Tensor] = []
-        self._counts: list[int] = []
-        self.register_buffer("_deleted", torch.zeros(0, dtype=torch.bool), persistent=False)
-        self._deleted: Tensor
+        self._contents = Contents.empty(num_terms, torch.device("cpu"))
+        self._open()
+
+    def _open(self) -> None:
+        """What belongs to this object and not to a copy of it."""
+        self._writing = threading.RLock()
+        self._handle = enrol(self)
+        _opened.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_writing", "_handle"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._open()
 
     # Building
 
@@ -81,175 +110,113 @@ class SparseIndex(nn.Module):
             ValueError: term ids outside [0, V), weights that are NaN or infinite, with the document's number.
             TypeError: something that is no collection.
         """
-        batches = rows_of(documents, num_terms)
-        if num_terms is None:
-            shape = getattr(documents, "shape", None)
-            if shape is None or len(shape) != 2:
-                raise ValueError("num_terms is needed where documents is not one matrix [N, V]")
-            num_terms = int(shape[1])
-        index = cls(num_terms, weights)
-        if device is None and isinstance(documents, Tensor):
-            device = documents.device
-        index._deleted = index._deleted.to(device or "cpu")
-        index._extend(batches, progress)
+        if num_terms is not None:
+            num_terms = cls(num_terms, weights).num_terms
+        with _own_settings():
+            num_terms, batches = collection_of(documents, num_terms)
+            index = cls(num_terms, weights)
+            if device is None:
+                device = documents.device if isinstance(documents, Tensor) else "cpu"
+            index._contents = Contents.empty(num_terms, torch.device(device))
+            index._publish(index._segments_of(batches, progress))
         return index
 
+    @apart
     def append(self, documents: Any, *, progress: bool = False) -> range:
-        """Add documents, given as to `build`; returns their ids. Only the last segment is made anew.
+        """Add documents, given as to `build`; returns their ids. Costs little for a few: small segments are merged as
+        documents come.
 
         Raises what `build` raises; the index is then as it was.
         """
-        before = len(self)
-        self._extend(rows_of(documents, self.num_terms, before), progress)
-        return range(before, len(self))
+        return self._publish(self._prepare(documents, len(self), progress))
 
-    def delete(self, ids: Iterable[int] | Tensor) -> int:
+    def _prepare(self, documents: Any, first: int, progress: bool = False) -> list[Segment]:
+        """Documents as segments, for `_publish` to add; `first` numbers them in messages."""
+        with _own_settings():
+            _, batches = collection_of(documents, self.num_terms, first)
+            return self._segments_of(batches, progress)
+
+    def _publish(self, segments: Sequence[Segment]) -> range:
+        with self._writing, _own_settings():
+            first = len(self)
+            self._contents = self._contents.appended(segments)
+            return range(first, len(self))
+
+    @apart
+    def delete(self, ids: Iterable[int] | Tensor | np.ndarray) -> int:
         """Take documents out of all results; returns how many were there. Their memory is given back by `vacuum`.
 
-        Raises IndexError for an id that was never given.
-        """
-        ids = torch.as_tensor(
-            ids if isinstance(ids, Tensor) else list(ids), dtype=torch.int64
-        ).reshape(-1)
-        bad = (ids < 0) | (ids >= len(self))
-        if bool(bad.any()):
-            raise IndexError(
-                f"there is no document {int(ids[bad][0])}: ids are 0 to {len(self) - 1}"
-            )
-        deleted = self._deleted.clone()  # a running search keeps what it began with
-        before = int(deleted.sum())
-        deleted[ids.to(deleted.device)] = True
-        self._deleted = deleted
-        return int(deleted.sum()) - before
+        Args:
+            ids: document ids, or a boolean mask of all documents.
 
+        Raises:
+            IndexError: an id that was never given, or a mask of another length.
+            TypeError: ids that are no integers.
+        """
+        with self._writing, _own_settings():
+            before = self._contents
+            after = before.marked(document_ids(ids, before.count))
+            self._contents = after
+            return int(after.deleted.sum()) - int(before.deleted.sum())
+
+    @apart
     def vacuum(self) -> None:
         """Forget the postings of deleted documents."""
-        segments, first = [], 0
-        for s in self._segments:
-            gone = self._deleted[first : first + s.count]
-            first += s.count
-            segments.append(_without(s, gone) if bool(gone.any()) else s)
-        self._adopt(segments)
+        with self._writing, _own_settings():
+            self._contents = self._contents.vacuumed()
 
-    def _extend(self, batches: Iterator[Rows], progress: bool) -> None:
-        segments = list(self._segments)
-        device = self._deleted.device
-        pending: list[Rows] = []
-        waiting = 0
-        if segments and segments[-1].count < CAPACITY:
-            if self.weights == "int8" and segments[-1].nnz:
-                pass  # its weights were rounded on a scale of their own: rounding them again would add an error
-            else:
-                last = segments.pop()
-                pending, waiting = [last.rows()], last.count
-        kept_error = max((s.error for s in self._segments), default=0.0)
+    def _segments_of(self, batches: Iterator[Rows], progress: bool) -> list[Segment]:
+        contents = self._contents
         with _Progress(progress) as shown:
-            for rows in batches:
-                pending.append(
-                    Rows(*(t.to(device) for t in (rows.offsets, rows.terms, rows.weights)))
-                )
-                waiting += rows.count
-                shown.add(rows.count)
-                while waiting >= CAPACITY:
-                    joined = Rows.join(pending)
-                    segments.append(self._segment(joined.part(0, CAPACITY), kept_error))
-                    waiting = joined.count - CAPACITY
-                    pending = [joined.part(CAPACITY, joined.count)] if waiting else []
-        if waiting:
-            segments.append(self._segment(Rows.join(pending), kept_error))
-        self._adopt(segments)
-
-    def _segment(self, rows: Rows, kept_error: float) -> Segment:
-        made = Segment.of(rows, self.num_terms, self.weights)
-        if self.weights == "float16":  # what had been rounded before is exact now
-            made = dataclasses.replace(made, error=max(made.error, kept_error))
-        return made
-
-    def _adopt(self, segments: list[Segment]) -> None:
-        """Make these the index, with what searching needs for the new ones among them."""
-        known = {id(s): p for s, p in zip(self._segments, self._by_segment())}
-        postings: list[Tensor] = []
-        if self._deleted.is_cuda:
-            segments, postings = self._packed(segments)
-        else:
-            for s in segments:
-                postings += known.get(id(s)) or _tensors(s.postings(self.num_terms))
-        count = sum(s.count for s in segments)
-        more = count - self._deleted.numel()
-        deleted = (
-            torch.cat((self._deleted, self._deleted.new_zeros(more))) if more else self._deleted
-        )
-        self._segments, self._postings = segments, postings
-        self._counts = [s.count for s in segments]
-        self._deleted = deleted
-
-    def _packed(self, segments: list[Segment]) -> tuple[list[Segment], list[Tensor]]:
-        """The GPU's tensors, and the segments as views of the rows in them."""
-        from ..kernels import sparse_scores_search as kernel
-
-        kept = 0
-        while (
-            kept < min(len(segments), len(self._segments))
-            and segments[kept] is self._segments[kept]
-        ):
-            kept += 1
-        postings = kernel.pack(segments, self.num_terms, kept, self._postings)
-        terms, weights = postings[-3:-1]
-        views, at = [], 0
-        for s in segments:
-            part = slice(at, at + s.nnz)
-            views.append(dataclasses.replace(s, terms=terms[part], weights=weights[part]))
-            at += s.nnz
-        return views, postings
-
-    def _by_segment(self) -> list[list[Tensor]]:
-        if self._deleted.is_cuda:
-            return []
-        return [self._postings[3 * i : 3 * i + 3] for i in range(len(self._segments))]
+            last = contents.segments[-1] if contents.segments else None
+            return segments_of(
+                map(shown.seen, batches), self.num_terms, self.weights, contents.device, last
+            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseIndex:
         """`.to(device)`; a change of dtype is no business of an index."""
-        before = self._deleted.device
         super()._apply(fn, recurse)
-        if self._deleted.device != before:
-            moved = [s.to(self._deleted.device) for s in self._segments]
-            self._segments = []
-            self._adopt(moved)
+        with self._writing, _own_settings():
+            device = fn(torch.zeros(0, dtype=torch.bool, device=self.device)).device
+            if device != self.device:
+                self._contents = self._contents.to(device)
         return self
 
     # Asking
 
     def __len__(self) -> int:
         """Documents ever added; ids are below this."""
-        return self._deleted.numel()
+        return self._contents.count
 
     @property
     def num_live(self) -> int:
         """Documents that have not been deleted."""
-        return len(self) - int(self._deleted.sum())
+        deleted = self._contents.deleted
+        return deleted.numel() - int(deleted.sum())
 
     @property
     def num_postings(self) -> int:
         """Non-zero weights kept."""
-        return sum(s.nnz for s in self._segments)
+        return sum(s.nnz for s in self._contents.segments)
 
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes of the rows ("forward"), and of what searching adds ("postings")."""
-        lists = self._postings
-        if self._deleted.is_cuda:  # these hold the rows, too
+        contents = self._contents
+        lists = contents.postings
+        if contents.device.type == "cuda":  # these hold the rows, too
             from ..kernels.sparse_scores_search import LISTS
 
             lists = lists[:LISTS]
         return {
-            "forward": sum(s.nbytes for s in self._segments),
+            "forward": sum(s.nbytes for s in contents.segments),
             "postings": sum(t.numel() * t.element_size() for t in lists),
         }
 
     @property
     def device(self) -> torch.device:
         """Where the index lives."""
-        return self._deleted.device
+        return self._contents.device
 
     @property
     def weight_error(self) -> float:
@@ -258,15 +225,21 @@ class SparseIndex(nn.Module):
         Scores are exact for the weights as kept. Against the weights as given, the score of a query is off by at most
         weight_error * sum |query weights|.
         """
-        return max((s.error for s in self._segments), default=0.0)
+        return max((s.error for s in self._contents.segments), default=0.0)
 
-    def search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
+    def operands(self) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
+        """What the operator `index_search` takes of the index, of one moment."""
+        contents = self._contents
+        return contents.postings, contents.counts, contents.deleted
+
+    def search(self, queries: Any, k: SupportsIndex) -> tuple[Tensor, Tensor]:
         """The k best documents of every query.
 
         Args:
-            queries: dense [B, V] or [V], a torch or scipy sparse matrix [B, V], or a pair (term ids, weights) of
-                tensors [B, T] or [T], where ids outside [0, V) count nothing and terms named twice add up. Read as
-                fp32.
+            queries: a dense or sparse tensor, an array or a scipy matrix [B, V] or [V]; a pair (term ids, weights)
+                [B, T] or [T]; a mapping {term id: weight}; or a list of rows [V], pairs and mappings. Where terms are
+                named, ids outside [0, V) count nothing and terms named twice add up. Read as fp32. Memory grows with
+                the entries of sparse queries.
             k: how many; more than there are live documents is allowed.
 
         Returns:
@@ -277,29 +250,49 @@ class SparseIndex(nn.Module):
         Raises:
             ValueError, TypeError: k < 0, and queries of another shape or type.
         """
-        if not isinstance(k, int) or isinstance(k, bool) or k < 0:
+        if not isinstance(k, int) or isinstance(k, bool):
+            k = _as_int(k, "k")
+        if k < 0:
             raise ValueError(f"k must be an int of at least 0, got {k!r}")
-        q = query_matrix(queries, self.num_terms, self.device).detach()
-        scores, ids = torch.ops.sparse_inductor.index_search(
-            q, self._postings, self._counts, self._deleted, k
-        )
-        return (scores[0], ids[0]) if is_single(queries) else (scores, ids)
+        if torch.compiler.is_compiling():
+            return self._search(queries, k)
+        return self._search_apart(queries, k)
+
+    def _search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
+        ops = torch.ops.sparse_inductor
+        given = queries_of(queries, self.num_terms, self.device)
+        if torch.compiler.is_exporting():
+            q = given.dense(self.device).detach()
+            postings, counts, deleted = self.operands()
+            scores, ids = ops.index_search(q, list(postings), counts, deleted, k)
+        elif torch.compiler.is_compiling():
+            q = given.dense(self.device).detach()
+            scores, ids = ops.index_search_live(q, self._handle, k)
+        else:
+            operands = self.operands()
+            found = [ops.index_search(q.detach(), *operands, k) for q in given.blocks(self.device)]
+            scores, ids = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
+        return (scores[0], ids[0]) if given.single else (scores, ids)
+
+    _search_apart = apart(_search)
 
     def scores(self, queries: Any) -> Tensor:
         """The scores of all documents, fp32 [B, N] or [N]; -inf for deleted ones. Differentiable in the queries.
 
         Takes queries as `search` does.
         """
-        q = query_matrix(queries, self.num_terms, self.device)
+        contents = self._contents
+        given = queries_of(queries, self.num_terms, contents.device, differentiable=True)
+        q = given.dense(contents.device)
         parts = [
             torch.ops.sparse_inductor.sparse_scores(
                 q.double(), s.term_ids(), s.values(), None, s.offsets, s.count, torch.float32
             )
-            for s in self._segments
+            for s in contents.segments
         ]
         found = torch.cat(parts, 1) if parts else q.new_zeros(q.shape[0], 0)
-        found = found.masked_fill(self._deleted, float("-inf"))
-        return found[0] if is_single(queries) else found
+        found = found.masked_fill(contents.deleted, float("-inf"))
+        return found[0] if given.single else found
 
     def forward(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
         """`search`."""
@@ -314,18 +307,29 @@ class SparseIndex(nn.Module):
     # Files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index to a safetensors file with checksums, which appears only when it is complete."""
-        tensors = {"deleted": self._deleted}
-        for i, s in enumerate(self._segments):
+        """Write the index to a safetensors file with checksums, which appears only when it is complete.
+
+        As with `open(path, "w")`: a symbolic link is followed, an old file's mode is kept, a new file's is what the
+        umask leaves. A save that fails or is killed leaves the old file; what a killed one wrote is removed by the next
+        save.
+        """
+        self._pending_file(path, {}).commit()
+
+    def _pending_file(
+        self, path: str | os.PathLike[str], more_facts: dict[str, Any]
+    ) -> storage.PendingFile:
+        contents = self._contents
+        tensors = {"deleted": contents.deleted}
+        for i, s in enumerate(contents.segments):
             tensors.update(
                 {f"{i}.offsets": s.offsets, f"{i}.terms": s.terms, f"{i}.weights": s.weights}
             )
         facts = {
             "num_terms": self.num_terms,
             "weights": self.weights,
-            "segments": [[s.scale, s.signed, s.error] for s in self._segments],
+            "segments": [[s.scale, s.signed, s.error] for s in contents.segments],
         }
-        storage.write(path, tensors, _KIND, _VERSION, facts)
+        return storage.PendingFile(path, tensors, _KIND, _VERSION, facts | more_facts)
 
     @classmethod
     def load(
@@ -335,35 +339,154 @@ class SparseIndex(nn.Module):
         device: torch.device | str = "cpu",
         verify: bool = True,
     ) -> SparseIndex:
-        """Read an index; on a CPU its rows stay memory-mapped. `verify=False` skips the checksums of the data.
+        """Read an index; on a CPU its rows stay memory-mapped. `verify=False` skips the checksums of the data, but not
+        that it makes an index.
+
+        The file is opened once: of a file that is saved over meanwhile the old or the new index is read.
 
         Raises FileNotFoundError, and IndexFileError (a ValueError) for a foreign, truncated, damaged or newer file.
         """
-        tensors, facts = storage.read(path, _KIND, _VERSION, verify)
-        index = cls(facts["num_terms"], facts["weights"])
-        segments = [
-            Segment(
-                tensors[f"{i}.offsets"], tensors[f"{i}.terms"], tensors[f"{i}.weights"], *facts_of
+        return cls._load(path, device, verify)[0]
+
+    @classmethod
+    @apart
+    def _load(
+        cls, path: str | os.PathLike[str], device: torch.device | str, verify: bool
+    ) -> tuple[SparseIndex, dict[str, Any]]:
+        """An index and all facts in its file."""
+        with _own_settings():
+            tensors, facts = storage.read(path, _KIND, _VERSION, verify)
+            try:
+                index = cls(facts["num_terms"], facts["weights"])
+                segments = [
+                    _sound_segment(tensors, i, index, *about)
+                    for i, about in enumerate(facts["segments"])
+                ]
+                deleted = _sound_marks(tensors["deleted"], sum(s.count for s in segments))
+            except (KeyError, TypeError, ValueError) as error:
+                raise storage.IndexFileError(
+                    f"{path} is damaged: what it holds is no index ({error})"
+                ) from error
+            where = torch.device(device)
+            index._contents = Contents.of(
+                index.num_terms, [s.to(where) for s in segments], deleted.to(where)
             )
-            for i, facts_of in enumerate(facts["segments"])
-        ]
-        where = torch.device(device)
-        index._deleted = tensors["deleted"].clone().to(where)
-        index._adopt([s.to(where) for s in segments])
-        return index
+        return index, facts
 
 
-def _tensors(p: Postings) -> list[Tensor]:
-    return [p.offsets, p.docs, p.weights]
+def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor:
+    """int64 ids below `count` of documents that are named by their ids or by a boolean mask.
+
+    Raises what `SparseIndex.delete` documents.
+    """
+    if not isinstance(ids, (torch.Tensor, np.ndarray)):
+        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+            raise TypeError(
+                f"ids must be document ids or a boolean mask of all documents, got {type(ids).__name__} {ids!r}"
+            )
+        named = list(ids)
+        if named and all(isinstance(i, (bool, np.bool_)) for i in named):
+            ids = torch.tensor(named, dtype=torch.bool, device="cpu")
+        else:
+            whole = [_as_int(i, "a document id") for i in named]
+            for i in whole:
+                if not 0 <= i < count:  # before it has to fit 64 bits
+                    raise IndexError(_no_document(i, count))
+            ids = torch.tensor(whole, dtype=torch.int64, device="cpu")
+    ids = torch.as_tensor(ids, device=None if isinstance(ids, torch.Tensor) else "cpu").detach()
+    ids = ids.to_dense() if ids.layout != torch.strided else ids
+    if ids.dtype == torch.bool:
+        if ids.shape != (count,):
+            raise IndexError(
+                f"a mask of documents must have shape ({count},), one place for every document; got {tuple(ids.shape)}"
+            )
+        return ids.nonzero().squeeze(1)
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.uint8:
+        also = ": is it a mask? That is torch.bool" if ids.dtype == torch.uint8 else ""
+        raise TypeError(f"document ids must be integers, got {ids.dtype}{also}")
+    ids = ids.long().reshape(-1)
+    bad = (ids < 0) | (ids >= count)
+    if bool(bad.any()):
+        raise IndexError(_no_document(int(ids[bad][0]), count))
+    return ids
 
 
-def _without(s: Segment, gone: Tensor) -> Segment:
-    """The segment with the rows of deleted documents empty."""
-    lengths = s.offsets.diff()
-    kept = torch.repeat_interleave(~gone, lengths, output_size=s.nnz)
-    offsets = torch.zeros_like(s.offsets)
-    torch.cumsum(lengths.masked_fill(gone, 0), 0, out=offsets[1:])
-    return Segment(offsets, s.terms[kept], s.weights[kept], s.scale, s.signed, s.error)
+def _no_document(number: int, count: int) -> str:
+    which = f"ids are 0 to {count - 1}" if count else "there are none"
+    return f"there is no document {number}: {which}"
+
+
+@contextlib.contextmanager
+def _own_settings() -> Iterator[None]:
+    """What is kept is made under the same modes, whatever those of the caller are: tensors of inference mode, say,
+    could not be written to or searched with a gradient outside it."""
+    with torch.inference_mode(False), torch.no_grad(), autocast_off("cpu"), autocast_off("cuda"):
+        yield
+
+
+def _as_int(value: Any, name: str) -> int:
+    """An int of Python from whatever is one.
+
+    Raises TypeError for other things and for booleans, ValueError for floats.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise (TypeError if name == "a document id" else ValueError)(
+        f"{name} must be an int, got {value!r}"
+    )
+
+
+def _sound_segment(
+    tensors: dict[str, Tensor],
+    number: int,
+    index: SparseIndex,
+    scale: float,
+    signed: bool,
+    error: float,
+) -> Segment:
+    """A segment from a file that nothing in it leads out of bounds: reading it costs little beside the postings."""
+    offsets, terms, weights = (
+        tensors[f"{number}.{name}"] for name in ("offsets", "terms", "weights")
+    )
+    s = Segment(offsets, terms, weights, float(scale), bool(signed), float(error))
+    dtypes = torch.int64, term_dtype(index.num_terms), WEIGHTS[index.weights]
+    if (offsets.dtype, terms.dtype, weights.dtype) != dtypes or not offsets.numel():
+        raise ValueError(f"segment {number} has other dtypes than its index")
+    if not terms.numel() == weights.numel() == int(offsets[-1]):
+        raise ValueError(f"segment {number} has other numbers of terms and weights than it says")
+    if int(offsets[0]) or bool((offsets.diff() < 0).any()):
+        raise ValueError(f"offsets of segment {number} fall")
+    if (
+        terms.numel()
+        and not 0 <= int(s.term_ids().min()) <= int(s.term_ids().max()) < index.num_terms
+    ):
+        raise ValueError(f"a term of segment {number} is not in [0, {index.num_terms})")
+    if not (math.isfinite(s.scale) and math.isfinite(s.error)):
+        raise ValueError(f"the scale of segment {number} is {scale}")
+    return s
+
+
+def _sound_marks(deleted: Tensor, count: int) -> Tensor:
+    """Marks of deleted documents from a file, in memory of their own."""
+    if deleted.dtype != torch.bool or deleted.shape != (count,):
+        raise ValueError(f"there are {count} documents and marks of {tuple(deleted.shape)}")
+    return deleted.view(torch.uint8) != 0  # other bytes than 0 and 1 are no booleans
+
+
+# Indexes whose locks a forked child makes anew: the thread that held one there does not exist.
+_opened: weakref.WeakSet[SparseIndex] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for index in _opened:
+        index._writing = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 class _Progress:
@@ -384,13 +507,15 @@ class _Progress:
                 self._bar = tqdm(unit=" documents", unit_scale=True)
         return self
 
-    def add(self, documents: int) -> None:
-        self._seen += documents
+    def seen(self, rows: Rows) -> Rows:
+        """The rows, counted."""
+        self._seen += rows.count
         if self._bar is not None:
-            self._bar.update(documents)
+            self._bar.update(rows.count)
         elif self._wanted and self._seen - self._said >= CAPACITY:
             self._said = self._seen
             print(f"{self._seen:,} documents", file=sys.stderr, flush=True)
+        return rows
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

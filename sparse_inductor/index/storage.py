@@ -1,4 +1,4 @@
-"""Tensors in a safetensors file with a checksum each, written through a temporary file and read by memory map.
+"""Tensors in a safetensors file with a checksum each, written beside the old file and read by memory map.
 
 The container is the public safetensors format (8 bytes of header length, JSON header, data), so other tools can read
 the tensors; the checksums and the format's name and version are in its metadata.
@@ -6,19 +6,30 @@ the tensors; the checksums and the format's name and version are in its metadata
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import json
+import math
+import mmap
 import os
-import tempfile
+import re
+import secrets
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-__all__ = ["IndexFileError", "read", "write"]
+try:
+    import fcntl
+except ImportError:  # no file locks: files that a killed process left behind stay
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["IndexFileError", "PendingFile", "read", "write"]
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "I64": torch.int64, "I32": torch.int32,
@@ -33,10 +44,150 @@ class IndexFileError(ValueError):
     """A file that cannot be loaded, and why."""
 
 
+# Writing
+
+
+class PendingFile:
+    """A complete file beside the one that it will replace.
+
+    `commit` puts it in place, in one step, so that a reader opens either the old file or the new one; `discard` removes
+    it. As with `open(path, "w")`, a symbolic link is followed, a file that exists keeps its mode and owner, and a new
+    file gets the mode that the umask leaves.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tensors: Mapping[str, Tensor],
+        kind: str,
+        version: int,
+        facts: Any,
+    ) -> None:
+        """Write tensors (copied to the CPU one at a time) and JSON-able facts."""
+        self._target = Path(os.path.realpath(path))
+        old = _replaceable(self._target)
+        _remove_abandoned(self._target)
+        self._file, self._part = _create_part(self._target)
+        try:
+            if old is not None:
+                os.chmod(self._part, stat.S_IMODE(old.st_mode))
+                if hasattr(os, "chown"):
+                    with contextlib.suppress(OSError):
+                        os.chown(self._part, old.st_uid, old.st_gid)
+            _write_tensors(self._file, tensors, kind, version, facts)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except BaseException:
+            self.discard()
+            raise
+
+    def commit(self) -> None:
+        """Put the file in place."""
+        try:
+            os.replace(self._part, self._target)
+        except BaseException:
+            self.discard()
+            raise
+        self._file.close()
+        _sync_folder(self._target.parent)
+
+    def discard(self) -> None:
+        """Remove the file."""
+        self._part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk says so again when buffers are written out
+            self._file.close()
+
+
 def write(
     path: str | os.PathLike[str], tensors: Mapping[str, Tensor], kind: str, version: int, facts: Any
 ) -> None:
-    """Write tensors (copied to the CPU one at a time) and JSON-able facts; the file appears only when complete."""
+    """Write a file that appears only when it is complete; see `PendingFile`."""
+    PendingFile(path, tensors, kind, version, facts).commit()
+
+
+def _replaceable(target: Path) -> os.stat_result | None:
+    """The file that will be replaced, if there is one.
+
+    Raises OSError where `open(target, "w")` would, and for what is no regular file.
+    """
+    try:
+        old = os.stat(target)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(old.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    if not stat.S_ISREG(old.st_mode):
+        raise OSError(errno.EINVAL, "an index can be saved to a regular file only", str(target))
+    if not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+    return old
+
+
+def _create_part(target: Path) -> tuple[BinaryIO, Path]:
+    """A new file beside the target, locked for as long as it is open."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    while True:
+        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+        try:
+            file = os.fdopen(os.open(part, flags, 0o666), "wb")
+        except FileExistsError:
+            continue
+        _lock(file.fileno(), wait=True)
+        if _is_at(file.fileno(), part):
+            return file, part
+        file.close()  # another process took it for abandoned before the lock was there
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Removes what processes left behind that were killed while they saved to this target: nobody holds its lock."""
+    if fcntl is None:
+        return
+    name = re.compile(re.escape(target.name) + r"\.[a-z0-9_]{8}\.part")
+    with contextlib.suppress(OSError):  # a folder that cannot be listed
+        for entry in os.scandir(target.parent):
+            if not name.fullmatch(entry.name):
+                continue
+            with contextlib.suppress(OSError):
+                handle = os.open(entry.path, os.O_WRONLY)
+                try:
+                    if _lock(handle, wait=False) and _is_at(handle, Path(entry.path)):
+                        os.unlink(entry.path)
+                finally:
+                    os.close(handle)
+
+
+def _lock(handle: int, wait: bool) -> bool:
+    """Whether the open file is locked now. Some network file systems have no locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether the path still names the open file."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a new name last through a loss of power, where folders can be synchronised."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _write_tensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor], kind: str, version: int, facts: Any
+) -> None:
     # Wide elements first: every tensor is then aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, Any] = {}
@@ -61,24 +212,15 @@ def write(
     header["__metadata__"]["header_crc32"] = _header_checksum(header)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(
-        dir=target.parent, prefix=target.name + ".", suffix=".part"
-    )
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for name in order:
-                t = _on_cpu(tensors[name])
-                if t.numel():
-                    file.write(_bytes(t))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name in order:
+        t = _on_cpu(tensors[name])
+        if t.numel():
+            file.write(_bytes(t))
+
+
+# Reading
 
 
 def read(
@@ -86,44 +228,57 @@ def read(
 ) -> tuple[dict[str, Tensor], Any]:
     """The tensors, memory-mapped (copy on write), and the facts. Without `verify` checksums are not looked at.
 
+    The file is opened once: a process that saves over it meanwhile changes nothing of what is read.
+
     Raises FileNotFoundError, and IndexFileError for a file of another kind or a newer version, a truncated or a
     changed one.
     """
     path = Path(path)
-    size = path.stat().st_size
-    header, start = _header(path, size, kind)
-    metadata = header["__metadata__"]
-    written_by = int(metadata["version"])
-    if written_by > version:
-        raise IndexFileError(
-            f"{path} was written by a newer version (file format {written_by}, this one reads up to {version})"
-        )
-    del header["__metadata__"]
-    needed = start + max((h["data_offsets"][1] for h in header.values()), default=0)
-    if size != needed:
-        what = "truncated" if size < needed else "longer than it says"
-        raise IndexFileError(f"{path} is {what}: {size} bytes, {needed} expected")
-    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header, start = _header(file, path, size, kind)
+        metadata = header.pop("__metadata__")
+        written_by = int(metadata["version"])
+        if written_by > version:
+            raise IndexFileError(
+                f"{path} was written by a newer version (file format {written_by}, this one reads up to {version})"
+            )
+        needed = start + max((h["data_offsets"][1] for h in header.values()), default=0)
+        if size != needed:
+            what = "truncated" if size < needed else "longer than it says"
+            raise IndexFileError(f"{path} is {what}: {size} bytes, {needed} expected")
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    data = torch.frombuffer(mapped, dtype=torch.uint8)
     sums = json.loads(metadata["crc32"])
     tensors = {}
     for name, h in header.items():
+        dtype, shape = _DTYPES.get(h["dtype"]), h["shape"]
         low, high = h["data_offsets"]
+        if (
+            dtype is None
+            or not 0 <= low <= high
+            or high - low != math.prod(shape) * dtype.itemsize
+            or (start + low) % dtype.itemsize
+        ):
+            raise IndexFileError(f"{path} is damaged: its header describes {name!r} as {h}")
         t = data[start + low : start + high]
-        if verify and f"{_checksum(t):08x}" != sums[name]:
+        if verify and f"{_checksum(t):08x}" != sums.get(name):
             raise IndexFileError(f"{path} is damaged: the checksum of {name!r} does not fit")
-        dtype, shape = _DTYPES[h["dtype"]], h["shape"]
-        tensors[name] = t.view(dtype).view(shape) if t.numel() else torch.empty(shape, dtype=dtype)
+        tensors[name] = (
+            t.view(dtype).view(shape)
+            if t.numel()
+            else torch.empty(shape, dtype=dtype, device="cpu")
+        )
     return tensors, json.loads(metadata["facts"])
 
 
-def _header(path: Path, size: int, kind: str) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
-        if not 2 <= length <= _LARGEST_HEADER:
-            raise IndexFileError(
-                f"{path} is no {kind} file: it does not begin with a safetensors header"
-            )
-        text = file.read(length)
+def _header(file: BinaryIO, path: Path, size: int, kind: str) -> tuple[dict[str, Any], int]:
+    length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
+    if not 2 <= length <= _LARGEST_HEADER:
+        raise IndexFileError(
+            f"{path} is no {kind} file: it does not begin with a safetensors header"
+        )
+    text = file.read(length)
     if len(text) < length:
         # A foreign file also looks so: its first bytes are then no plausible start of a header.
         cut = text[:1] == b"{"

@@ -1,27 +1,43 @@
 """Search of a `SparseIndex` as one operator, so that it can stand in a compiled program.
 
     index_search(query [B, V], postings, counts, deleted, k) -> (scores [B, k], ids [B, k])
+    index_search_live(query [B, V], index, k)
 
 `postings` holds three tensors a segment on a CPU: offsets [V + 1], docs, weights. On a GPU see
 `sparse_inductor.kernels.sparse_scores_search`.
+
+The second searches what an index holds when it is called. A compiled program names the index alone, by a tensor that
+`enrol` gave it, and so stays as it is while documents come and go.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ._dispatch import define, on_gpu
+from ._threads import apart, workers
 from ._top import keys_of, keys_with_ids, scores_and_ids
 
-__all__: list[str] = []
+__all__ = ["Searched", "enrol"]
 
 _lib = define(
     "index_search(Tensor query, Tensor[] postings, int[] counts, Tensor deleted, SymInt k) -> (Tensor, Tensor)",
+)
+# What an index holds is no operand: two calls may differ, none may become a constant, and a CUDA graph would keep
+# reading what the index held when it was captured.
+_lib.define(
+    "index_search_live(Tensor query, Tensor index, SymInt k) -> (Tensor, Tensor)",
+    tags=(
+        torch.Tag.pt2_compliant_tag,
+        torch.Tag.nondeterministic_seeded,
+        torch.Tag.cudagraph_unsafe,
+    ),
 )
 
 _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of the time of a full selection
@@ -30,13 +46,14 @@ _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of 
 _APART = 1 << 14  # documents in a segment from which a thread's work outweighs handing it over
 
 
+@apart
 def _search_cpu(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], deleted: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     """Scores are fp64 sums in the order of the term ids, rounded to fp32: the same bits whatever runs beside."""
     B = query.shape[0]
-    scores = torch.full((B, k), float("-inf"))
-    ids = torch.full((B, k), -1, dtype=torch.int64)
+    scores = torch.full((B, k), float("-inf"), dtype=torch.float32, device="cpu")
+    ids = torch.full((B, k), -1, dtype=torch.int64, device="cpu")
     first = [sum(counts[:s]) for s in range(len(counts))]
     any_deleted = bool(deleted.any())
 
@@ -45,7 +62,7 @@ def _search_cpu(
         n, start = counts[segment], first[segment]
         terms = query[b].nonzero().squeeze(1)
         edges = torch.stack((offsets[terms], offsets[terms + 1])).tolist()
-        sums = torch.zeros(n, dtype=torch.float64)
+        sums = torch.zeros(n, dtype=torch.float64, device="cpu")
         for low, high, w in zip(*edges, query[b, terms].tolist()):
             if high > low:
                 sums.index_add_(0, docs[low:high], weights[low:high].double(), alpha=w)
@@ -58,7 +75,7 @@ def _search_cpu(
     jobs = [(b, s) for b in range(B) for s in range(len(counts)) if sound[b] and counts[s] and k]
     keys: dict[int, list[Tensor]] = {}
     apart = len(jobs) > 1 and max(counts) >= _APART
-    each = _workers().map if apart else map
+    each = workers().map if apart else map
     for (b, _), found in zip(jobs, each(lambda job: search(*job), jobs)):
         kept = keys.setdefault(b, [])
         kept.append(found)
@@ -97,22 +114,43 @@ def _largest(keys: Tensor, k: int) -> Tensor:
     return torch.topk(keys, min(k, keys.numel())).values
 
 
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="sparse_index")
-
-
-def _workers() -> ThreadPoolExecutor:
-    """As many threads as torch uses: adding up a posting list is one serial call of ATen, outside Python's lock."""
-    return _pool(torch.get_num_threads())
-
-
 def _search_cuda(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], deleted: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     from ..kernels import sparse_scores_search as kernel
 
     return kernel.search(query, postings, counts, deleted, k)
+
+
+# Indexes that compiled programs may name, by number.
+_enrolled: weakref.WeakValueDictionary[int, Searched] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class Searched(Protocol):
+    """Something that holds documents, at any time others."""
+
+    def operands(self) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
+        """postings, counts and deleted, which belong together."""
+
+
+def enrol(index: Searched) -> Tensor:
+    """The tensor by which `index_search_live` knows an index for as long as that lives."""
+    number = next(_numbers)
+    _enrolled[number] = index
+    return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def _search_live(query: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    named = _enrolled.get(int(index))
+    if named is None:
+        raise RuntimeError("the index that this program searches no longer exists")
+    postings, counts, deleted = named.operands()
+    return torch.ops.sparse_inductor.index_search(query, postings, counts, deleted, k)
+
+
+def _fake_live(query, index, k):
+    return _fake(query, (), (), None, k)
 
 
 def _fake(query, postings, counts, deleted, k):
@@ -123,3 +161,6 @@ def _fake(query, postings, counts, deleted, k):
 _lib.impl("index_search", _search_cpu, "CPU")
 _lib.impl("index_search", on_gpu(_search_cuda), "CUDA")
 torch.library.register_fake("sparse_inductor::index_search", _fake, lib=_lib)
+_lib.impl("index_search_live", _search_live, "CPU")
+_lib.impl("index_search_live", _search_live, "CUDA")
+torch.library.register_fake("sparse_inductor::index_search_live", _fake_live, lib=_lib)

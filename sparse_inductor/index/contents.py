@@ -1,0 +1,168 @@
+"""What an index holds at one time: immutable, so that whoever has it searches one consistent collection."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from . import segment
+from .segment import Segment
+from .sources import Rows
+
+__all__ = ["Contents", "segments_of"]
+
+# A segment is merged with the one before it where that is no larger than this many times its size. Documents that come
+# one at a time are then in a number of segments that grows with the logarithm of their number, and each is merged that
+# often.
+_RATIO = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Segments of documents, and what searching them needs.
+
+    postings: three tensors a segment on a CPU, see `segment.Postings`; on a GPU see `kernels.sparse_scores_search`.
+    deleted: bool [N], the documents that are in no result. Every method returns new contents.
+    """
+
+    num_terms: int
+    device: torch.device
+    segments: tuple[Segment, ...]
+    postings: tuple[Tensor, ...]
+    deleted: Tensor
+
+    @staticmethod
+    def empty(num_terms: int, device: torch.device) -> Contents:
+        """No documents."""
+        deleted = torch.zeros(0, dtype=torch.bool, device=device)
+        return Contents(num_terms, deleted.device, (), (), deleted)
+
+    @staticmethod
+    def of(num_terms: int, segments: Sequence[Segment], deleted: Tensor) -> Contents:
+        """These segments, on the device that they are on."""
+        empty = Contents.empty(num_terms, deleted.device)
+        return dataclasses.replace(empty._with(segments), deleted=deleted)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Contents:
+        """Itself: nothing changes it."""
+        return self
+
+    @property
+    def counts(self) -> list[int]:
+        """Documents of each segment."""
+        return [s.count for s in self.segments]
+
+    @property
+    def count(self) -> int:
+        """Documents ever added."""
+        return self.deleted.numel()
+
+    def appended(self, new: Sequence[Segment]) -> Contents:
+        """With the documents of further segments."""
+        if not new:
+            return self
+        more = sum(s.count for s in new)
+        deleted = torch.cat((self.deleted, self.deleted.new_zeros(more)))
+        merged = _merged(self.segments, new, always=self.device.type == "cuda")
+        return dataclasses.replace(self._with(merged), deleted=deleted)
+
+    def marked(self, ids: Tensor) -> Contents:
+        """With documents deleted."""
+        deleted = self.deleted.clone()
+        deleted[ids.to(deleted.device)] = True
+        return dataclasses.replace(self, deleted=deleted)
+
+    def vacuumed(self) -> Contents:
+        """Without the postings of deleted documents."""
+        gone = self.deleted.split(self.counts)
+        return self._with(
+            [s.without(g) if bool(g.any()) else s for s, g in zip(self.segments, gone)]
+        )
+
+    def to(self, device: torch.device) -> Contents:
+        """The same on another device."""
+        segments = [s.to(device) for s in self.segments]
+        merged = _merged((), segments, always=device.type == "cuda")
+        return Contents.of(self.num_terms, merged, self.deleted.to(device))
+
+    def _with(self, segments: Sequence[Segment]) -> Contents:
+        """These segments, with the postings of those that are here already."""
+        segments = tuple(segments)
+        if self.device.type == "cuda":
+            return self._packed(segments)
+        known = {id(s): self.postings[3 * i : 3 * i + 3] for i, s in enumerate(self.segments)}
+        postings: list[Tensor] = []
+        for s in segments:
+            if id(s) in known:
+                postings += known[id(s)]
+            else:
+                made = s.postings(self.num_terms)
+                postings += (made.offsets, made.docs, made.weights)
+        return dataclasses.replace(self, segments=segments, postings=tuple(postings))
+
+    def _packed(self, segments: tuple[Segment, ...]) -> Contents:
+        """The GPU's tensors, and the segments as views of the rows in them."""
+        from ..kernels import sparse_scores_search as kernel
+
+        kept = 0
+        while (
+            kept < min(len(segments), len(self.segments)) and segments[kept] is self.segments[kept]
+        ):
+            kept += 1
+        postings = kernel.pack(segments, self.num_terms, kept, self.postings)
+        terms, weights = postings[-3:-1]
+        views, at = [], 0
+        for s in segments:
+            part = slice(at, at + s.nnz)
+            views.append(dataclasses.replace(s, terms=terms[part], weights=weights[part]))
+            at += s.nnz
+        return dataclasses.replace(self, segments=tuple(views), postings=tuple(postings))
+
+
+def segments_of(
+    batches: Iterator[Rows],
+    num_terms: int,
+    precision: str,
+    device: torch.device,
+    last: Segment | None = None,
+) -> list[Segment]:
+    """Full segments of a stream of rows, and one of the rest. last: the segment behind which they will come."""
+    made: list[Segment] = []
+    pending: list[Rows] = []
+    waiting = 0
+
+    def take(rows: Rows) -> None:
+        made.append(Segment.of(rows, num_terms, precision, beside=made[-1] if made else last))
+
+    for rows in batches:
+        pending.append(rows.to(device))
+        waiting += rows.count
+        while waiting >= segment.CAPACITY:
+            joined = Rows.join(pending)
+            take(joined.part(0, segment.CAPACITY))
+            waiting = joined.count - segment.CAPACITY
+            pending = [joined.part(segment.CAPACITY, joined.count)] if waiting else []
+    if waiting:
+        take(Rows.join(pending))
+    return made
+
+
+def _merged(old: Sequence[Segment], new: Sequence[Segment], always: bool) -> list[Segment]:
+    """Old and new segments, each new one merged with those before it that it outweighs (`always`: with all that fit,
+    for a GPU, which searches few segments faster and makes one piece of their rows anyway)."""
+    done = list(old)
+    for s in new:
+        group, count = [s], s.count
+        while (
+            done
+            and done[-1].count + count <= segment.CAPACITY
+            and (always or done[-1].count <= _RATIO * count)
+            and done[-1].joins(s)
+        ):
+            group.append(done.pop())
+            count += group[-1].count
+        done.append(Segment.join(group[::-1]))
+    return done

@@ -1,0 +1,65 @@
+"""Threads for work that one ATen call does serially, and for a process that was forked.
+
+A forked child has none of its parent's threads. Executors are made anew there; and since OpenMP believes that the
+thread which called fork still has its team, a parallel loop of ATen that this thread enters waits for ever. Another
+thread gets a team of its own.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["apart", "workers"]
+
+T = TypeVar("T")
+_forked = False
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="sparse_index")
+
+
+def workers() -> ThreadPoolExecutor:
+    """As many threads as torch uses."""
+    return _pool(torch.get_num_threads())
+
+
+def _in_child() -> None:
+    global _forked
+    _forked = True
+    _pool.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def apart(work: Callable[..., T]) -> Callable[..., T]:
+    """Makes `work` run in a thread of its own where it is called by the thread that a forked process began with.
+
+    Grad and inference mode are those of the caller.
+    """
+
+    @functools.wraps(work)
+    def run(*args: Any, **kwargs: Any) -> T:
+        if not _forked or threading.current_thread() is not threading.main_thread():
+            return work(*args, **kwargs)
+        inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+        def in_thread() -> T:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                return work(*args, **kwargs)
+
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(contextvars.copy_context().run, in_thread).result()
+
+    return run
