@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | gpu-test | multigpu-test | campaign | fuzz | long-run | examples | docs | clean
+# make demo | test | test-all | lint | bench | gpu-test | multigpu-test | campaign | fuzz | long-run | examples | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,13 +10,18 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test lint bench gpu-test multigpu-test campaign fuzz long-run examples docs clean
+.PHONY: demo test test-all lint bench gpu-test multigpu-test campaign fuzz long-run examples docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
 
+# Each program by one capture, a sample through Inductor: what every change waits for.
 test: $(READY)
-	$(PYTEST) -n $(JOBS) -m "not gpu and not multigpu and not heavy" $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not gpu and not multigpu and not heavy" $(ARGS)
+
+# What is marked `heavy` too: every program through AOTAutograd, all examples and benchmarks, the larger kernel shapes.
+test-all: $(READY)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not gpu and not multigpu" $(ARGS)
 
 gpu-test: $(READY)
 	$(PYTEST) -m gpu tests/kernels $(wildcard tests/test_*_gpu.py) $(ARGS)

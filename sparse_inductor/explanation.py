@@ -24,6 +24,7 @@ from .slots import slot_value
 from .source import source_at
 
 __all__ = [
+    "Capture",
     "ExplainedGraph",
     "Explanation",
     "GraphBreak",
@@ -173,29 +174,19 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     """
     fn = compat.uncompiled(fn)
     patterns = session.current_patterns()
-    report = Report()
-    graphs: list[ExplainedGraph] = []
-    breaks: list[GraphBreak] = []
+    capture = Capture(patterns)
     checked = Report()
     checking = RewritePass(patterns, checked, verify=True)
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        end = compat.graph_end(gm)
-        if end is not None and end.broke:
-            where = source_at(*end.stack[-1]) if end.stack else None
-            breaks.append(
-                GraphBreak(
-                    where.location if where else "?", end.reason, where.text if where else ""
-                )
-            )
-        capture = _Capture(patterns, report, graphs)
-        users = session.users_passes()
-        with compat.patched_settings(pre_grad_custom_pass=slot_value([*users, capture])):
+        with capture.of(gm):
             compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
-        measured = _Counting(gm, graphs, report)
+        measured = _Counting(gm, capture)
         if not verify:
             return measured.run
-        with compat.patched_settings(pre_grad_custom_pass=slot_value([*users, checking])):
+        with compat.patched_settings(
+            pre_grad_custom_pass=slot_value([*session.users_passes(), checking])
+        ):
             rewritten = compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
 
         def run(*given: Any) -> Any:
@@ -216,19 +207,55 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
         torch.compile(fn, backend=backend)(*args, **kwargs)
         capture_ms = (time.perf_counter() - started) * 1e3
     for check in checked.checks:
-        report.add_check(check)
+        capture.report.add_check(check)
     if fresh:
         compat.reset_dynamo()  # only this call was compiled: forget it
-    return Explanation(report, tuple(graphs), tuple(breaks), capture_ms)
+    return capture.explanation(capture_ms)
+
+
+class Capture:
+    """Gathers what one call of torch.compile captured, and what the patterns made of it."""
+
+    def __init__(self, patterns: list[Any]) -> None:
+        self.report = Report()
+        self.graphs: list[ExplainedGraph] = []
+        self._breaks: list[GraphBreak] = []
+        self._pass = RewritePass(patterns, self.report, trace=True)
+
+    @contextlib.contextmanager
+    def of(self, gm: fx.GraphModule) -> Iterator[None]:
+        """Inductor's passes on Dynamo's graph `gm` run with the patterns, and are seen, within the block."""
+        end = compat.graph_end(gm)
+        if end is not None and end.broke:
+            where = source_at(*end.stack[-1]) if end.stack else None
+            location, text = (where.location, where.text) if where else ("?", "")
+            self._breaks.append(GraphBreak(location, end.reason, text))
+        slot = slot_value([*session.users_passes(), self])
+        with compat.patched_settings(pre_grad_custom_pass=slot):
+            yield
+
+    def explanation(self, capture_ms: float = 0.0) -> Explanation:
+        return Explanation(self.report, tuple(self.graphs), tuple(self._breaks), capture_ms)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """The pass: a graph's text is kept from before and after the rewriting."""
+        before, nodes = compat.graph_text(graph), describe(graph)
+        applied = self._pass.run(graph).applied
+        self.graphs.append(
+            ExplainedGraph(before, compat.graph_text(graph), nodes, describe(graph), applied)
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
+        return self
 
 
 class _Counting:
     """A captured graph, run as it was written; the zeros that its rewrites live on are counted on the way."""
 
-    def __init__(self, gm: fx.GraphModule, graphs: list[ExplainedGraph], report: Report) -> None:
-        self._gm, self._report = gm, report
+    def __init__(self, gm: fx.GraphModule, capture: Capture) -> None:
+        self._gm, self._report = gm, capture.report
         self._wanted: dict[str, list[tuple[Any, Any]]] = {}
-        for applied in graphs[-1].applied if graphs else ():
+        for applied in capture.graphs[-1].applied if capture.graphs else ():
             for sparse in applied.sparse:
                 self._wanted.setdefault(sparse.node.name, []).append((applied.rewrite, sparse))
 
@@ -277,24 +304,6 @@ def _patterns_kept_on() -> Iterator[None]:
     finally:
         broken.clear()
         broken.update(before)
-
-
-class _Capture:
-    """A pass that keeps the text of each graph around the rewriting."""
-
-    def __init__(self, patterns: list[Any], report: Report, graphs: list[ExplainedGraph]) -> None:
-        self._pass = RewritePass(patterns, report, trace=True)
-        self._graphs = graphs
-
-    def __call__(self, graph: fx.Graph) -> None:
-        before, nodes = compat.graph_text(graph), describe(graph)
-        applied = self._pass.run(graph).applied
-        self._graphs.append(
-            ExplainedGraph(before, compat.graph_text(graph), nodes, describe(graph), applied)
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Capture:
-        return self
 
 
 def _isolated(

@@ -189,7 +189,13 @@ def test_contenders_agree_and_only_ours_is_rewritten():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family == "entmax" else pytest.param(family, marks=pytest.mark.heavy)
+        for family in families()
+    ],
+)
 def test_the_quick_run_writes_its_files(tmp_path, family):
     command = [sys.executable, "-m", "benchmarks", family, "--quick", "--device", "cpu"]
     if family == "end_to_end":  # the test below runs them all
@@ -217,11 +223,11 @@ def nothing_old_is_collected():
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
-        ("splade_head", 17),
+        pytest.param("splade_head", 17, marks=pytest.mark.heavy),
         ("entmax", 6),
-        ("entmax_attention", 27),
-        ("end_to_end", 18),
-        ("relu_ffn", 31),
+        pytest.param("entmax_attention", 27, marks=pytest.mark.heavy),
+        pytest.param("end_to_end", 18, marks=pytest.mark.heavy),
+        pytest.param("relu_ffn", 31, marks=pytest.mark.heavy),
     ],
 )
 @pytest.mark.usefixtures("nothing_old_is_collected")

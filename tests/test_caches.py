@@ -63,7 +63,7 @@ print(json.dumps(result))
 
 # A model with both families; its artifacts go to a file, or come from one.
 MODEL = """
-import json, sys, time, torch, sparse_inductor
+import json, sys, torch, sparse_inductor
 from pathlib import Path
 from programs import batch, encoder
 from torch._dynamo.utils import counters
@@ -72,18 +72,11 @@ arguments = json.loads(sys.argv[1])
 file = Path("artifacts")
 if arguments.get("load"):
     torch.compiler.load_cache_artifacts(file.read_bytes())
-if arguments.get("on", True):
-    sparse_inductor.enable(**arguments.get("enable", {}))
+sparse_inductor.enable()
 model = encoder()
 wanted = model(*batch())
-took = []
-for _ in range(arguments.get("times", 1)):
-    torch._dynamo.reset()
-    counters.clear()
-    started = time.perf_counter()
-    got = torch.compile(model)(*batch())
-    got.sum().backward()
-    took.append(time.perf_counter() - started)
+got = torch.compile(model)(*batch())
+got.sum().backward()
 torch.testing.assert_close(got, wanted)
 if arguments.get("save"):
     file.write_bytes(torch.compiler.save_cache_artifacts()[0])
@@ -91,7 +84,7 @@ aot, report = counters["aot_autograd"], sparse_inductor.report()
 print(json.dumps({
     "cache": [aot["autograd_cache_hit"], aot["autograd_cache_miss"], counters["inductor"]["fxgraph_cache_bypass"],
               aot["autograd_cache_bypass"]],
-    "patterns": sorted({r.pattern for r in report.rewrites}), "seconds": min(took), "report": str(report),
+    "patterns": sorted({r.pattern for r in report.rewrites}), "report": str(report),
 }))
 """
 
@@ -202,19 +195,15 @@ BOTH = ["entmax_attention", "splade_head"]
 
 
 def test_a_model_starts_warm_in_a_new_process_and_on_another_machine(run):
-    """One story, for compiling is what costs. A second process reuses the rewritten code, with the whole report, and
-    is ready no later than it would be unrewritten. So does a machine that gets the artifacts
+    """One story, for compiling is what costs. A second process reuses the rewritten code, with the whole report (how
+    long it takes to be ready is measured by `python -m benchmarks tools`). So does a machine that gets the artifacts
     (torch.compiler.save_cache_artifacts) beside an empty cache; with another version of the package it compiles anew.
     """
     cold = run("model.py", save=True)
-    warm = run("model.py", times=3)
+    warm = run("model.py")
     assert state(cold) == MISS and state(warm) == HIT
     assert cold["patterns"] == warm["patterns"] == BOTH
     assert sections(warm["report"]) == sections(cold["report"])
-
-    unrewritten = run("model.py", on=False, times=4)  # warm after the first
-    assert unrewritten["patterns"] == []
-    assert warm["seconds"] <= unrewritten["seconds"] + 0.05, (warm, unrewritten)
 
     there = run("model.py", cache="there", load=True)
     assert state(there) == HIT and there["patterns"] == BOTH

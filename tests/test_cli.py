@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -242,13 +241,11 @@ def test_a_plain_table_is_aligned():
 # Import
 
 
-def test_importing_the_package_costs_next_to_nothing_beyond_torch():
+def test_importing_the_package_imports_nothing_large():
+    """Beyond torch; what it costs in milliseconds is measured by `python -m benchmarks tools`."""
     code = (
-        "import time, torch\nstarted = time.perf_counter()\nimport sparse_inductor\n"
-        "sparse_inductor.__version__\nprint((time.perf_counter() - started) * 1e3)"
+        "import sys, torch\nbefore = {*sys.modules}\nimport sparse_inductor\nsparse_inductor.__version__\n"
+        "print(*sorted({*sys.modules} - before))"
     )
-    times = [
-        float(subprocess.check_output([sys.executable, "-c", code], env=environment()))
-        for _ in range(3)
-    ]
-    assert statistics.median(times) < 10, times  # ms; the floor is 30
+    added = subprocess.check_output([sys.executable, "-c", code], env=environment(), text=True)
+    assert {name.partition(".")[0] for name in added.split()} <= {"sparse_inductor"}, added

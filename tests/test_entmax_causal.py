@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from corpus.entmax import Transformer, token_ids
+from corpus.published.entmax import Transformer, token_ids
 from support import compile_without_codegen, only, rewrites
 
 entmax = pytest.importorskip("entmax")

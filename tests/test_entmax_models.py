@@ -12,7 +12,7 @@ from torch import nn
 
 import sparse_inductor
 from corpus.case import Case
-from corpus.entmax import Transformer, token_ids
+from corpus.published.entmax import Transformer, token_ids
 from support import (
     assert_recognised,
     assert_same_result,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from splade_spellings.registry import Vocabulary, hidden, mask, tokens
+from corpus.splade_head.registry import Vocabulary, hidden, mask, tokens
 from support import compile_without_codegen, only_splade_head, rewrites
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparse_inductor
-from ffn_spellings.adapters import RANK, Adapted
-from ffn_spellings.registry import K, N, tokens
+from corpus.relu_ffn.adapters import RANK, Adapted
+from corpus.relu_ffn.registry import K, N, tokens
 from sparse_inductor.testing import assert_not_rewritten, assert_rewrites
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_inductor
-from corpus.ffn import LanguageModel, _ids
+from corpus.published.relu_ffn import LanguageModel, _ids
 from sparse_inductor.match.graph import GraphView
 from support import compile_without_codegen, only, rewrites
 

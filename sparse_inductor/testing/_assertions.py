@@ -16,7 +16,7 @@ __all__ = ["assert_graph", "assert_not_rewritten", "assert_pattern", "assert_rew
 
 
 def assert_rewrites(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | Explanation,
     args: Sequence[Any] = (),
     expected: Mapping[str, int] | None = None,
     *,
@@ -25,7 +25,8 @@ def assert_rewrites(
     """Assert that compiling `fn(*args)` rewrites each named pattern exactly so many times.
 
     Args:
-        fn: a function or module, compiled or not. It is captured in the mode it is in (`train`, `eval`, grad mode).
+        fn: a function or module, compiled or not. It is captured in the mode it is in (`train`, `eval`, grad mode). Or
+            what `explain` or `assert_matches_reference` returned, to capture nothing again.
         args, kwargs: what it is called with.
         expected: pattern name -> number of rewrites. Patterns that are not named may do as they like; without any
             (`{}` or None) nothing at all may be rewritten.
@@ -36,7 +37,7 @@ def assert_rewrites(
     expected = dict(expected or {})
     for name in expected:
         known(name)
-    explanation = explain(fn, *args, **(kwargs or {}))
+    explanation = _explained(fn, args, kwargs)
     found = Counter(r.pattern for r in explanation.report.rewrites)
     wrong = {name: n for name, n in expected.items() if found[name] != n}
     if not expected and found:
@@ -56,7 +57,7 @@ def assert_rewrites(
 
 
 def assert_not_rewritten(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | Explanation,
     args: Sequence[Any] = (),
     pattern: str | None = None,
     *,
@@ -74,7 +75,7 @@ def assert_not_rewritten(
     Returns the explanation. Raises AssertionError, and ValueError for an unknown pattern name.
     """
     names = [known(pattern).name] if pattern is not None else list(registered())
-    explanation = explain(fn, *args, **(kwargs or {}))
+    explanation = _explained(fn, args, kwargs)
     if any(r.pattern in names for r in explanation.report.rewrites):
         shown = shown_rewrites(explanation, names)
         raise AssertionError(failure(f"expected no rewrite{_of(pattern)}", [shown], explanation))
@@ -144,14 +145,11 @@ def assert_pattern(pattern: Pattern, dtypes: Sequence[torch.dtype] | None = None
     try:
         for example in pattern.examples:
             fn, args = example.build()
-            with torch.set_grad_enabled(example.training):
-                explanation = assert_rewrites(fn, args, {pattern.name: 1})
+            explanation = assert_matches_reference(fn, args, grads=example.training, dtypes=dtypes)
+            assert_rewrites(explanation, expected={pattern.name: 1})
             others = [r.pattern for r in explanation.report.rewrites if r.pattern != pattern.name]
             if others:
                 raise AssertionError(f"example {example.name} is rewritten by {others}, too")
-            assert_matches_reference(
-                fn, args, grads=example.training, dtypes=dtypes, only=pattern.name
-            )
         for example in pattern.near_misses:
             if not example.reason:
                 raise AssertionError(f"near miss {example.name} does not say with what reason")
@@ -169,6 +167,12 @@ def known(name: str) -> Pattern:
     if name not in patterns:
         raise ValueError(f"there is no pattern {name!r}; known patterns: {', '.join(patterns)}")
     return patterns[name]
+
+
+def _explained(
+    fn: Callable[..., Any] | Explanation, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Explanation:
+    return fn if isinstance(fn, Explanation) else explain(fn, *args, **(kwargs or {}))
 
 
 def _of(pattern: str | None) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,11 +24,8 @@ from ..accuracy import (
     tensors_in,
     to_double,
 )
-from ..explanation import Explanation, explain, random_state_kept
+from ..explanation import Capture, Explanation, random_state_kept
 from ..pattern import Pattern
-from ..records import Report
-from ..rewrite import RewritePass
-from ..slots import slot_value
 from ._assertions import known
 from ._copying import private_copy
 from ._messages import failure, nearest, shown_rewrites
@@ -48,8 +47,10 @@ def assert_matches_reference(
     only: str | Iterable[str] | None = None,
     vary: int = 3,
     codegen: bool = False,
+    aot: bool = True,
     must_rewrite: bool = True,
-) -> None:
+    inference: bool = True,
+) -> Explanation:
     """Assert that `fn(*args)` computes the same when it is rewritten.
 
     Runs three programs on the same inputs: rewritten, as written, and as written in fp64 throughout. Every tensor in
@@ -68,25 +69,44 @@ def assert_matches_reference(
         vary: further runs on inputs and parameters drawn around the given ones, so that a bias of zeros or a mask of
             ones hides nothing. Shapes, signs of inputs, integers other than 0 and 1 and the values of tensors with
             few distinct ones are kept; 0 turns it off.
-        codegen: let Inductor generate and run code; else its passes and autograd run, and ATen executes the result.
+        codegen: let Inductor generate and run code; else its passes and AOTAutograd run, and ATen executes the result.
+        aot: without it the rewritten graph of Dynamo is executed as it is, with eager's autograd. That is most of what
+            a pattern can do wrong in half the time.
         must_rewrite: fail where nothing was rewritten, because then nothing was compared.
+        inference: run without gradients, too; with `grads` this can be left out.
 
-    Raises AssertionError; ValueError when `grads` is asked for and nothing requires a gradient, or for an unknown
-    pattern name; and whatever `fn` raises.
+    Returns the explanation of the (last) program that was run: its rewrites, near misses and graphs come from the same
+    capture as the numbers, and `assert_rewrites` and `assert_not_rewritten` take it in place of a function.
+
+    Raises AssertionError; ValueError when `grads` is asked for and nothing requires a gradient, when no run is asked
+    for, or for an unknown pattern name; and whatever `fn` raises.
     """
     fn, args, kwargs = compat.uncompiled(fn), tuple(args), dict(kwargs or {})
     patterns = _patterns(only)
+    compiler = (
+        functools.partial(compat.compile_graph, codegen=codegen)
+        if codegen or aot
+        else _as_rewritten
+    )
     if grads and not _Program(fn, None).leaves(args, kwargs):
         raise ValueError(
             "grads=True, but neither a parameter of fn nor an argument requires a gradient: "
             "let one require it, or pass grads=False"
         )
     choices = dynamic if isinstance(dynamic, Sequence) else [dynamic]
-    for dtype in [None] if dtypes is None else list(dtypes):
-        for sizes in choices:
-            for training in (False, True) if grads else (False,):
-                run = _Run(fn, args, kwargs, dtype, sizes, training, patterns, codegen)
-                run.check(vary, must_rewrite)
+    modes = [training for training, wanted in ((False, inference), (True, grads)) if wanted]
+    runs = product([None] if dtypes is None else dtypes, choices, modes)
+    explanation = None
+    for dtype, sizes, training in runs:
+        run = _Run(fn, args, kwargs, dtype, sizes, training, patterns, compiler)
+        explanation = run.check(vary, must_rewrite)
+    if explanation is None:
+        raise ValueError("nothing to run: neither inference nor grads, or no dtype")
+    return explanation
+
+
+def _as_rewritten(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return compat.pre_grad_passes(gm, inputs).forward
 
 
 def _patterns(only: str | Iterable[str] | None) -> list[Pattern]:
@@ -164,11 +184,11 @@ class _Run:
         dynamic: bool | None,
         training: bool,
         patterns: list[Pattern],
-        codegen: bool,
+        compiler: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     ) -> None:
         self.fn, self.args, self.kwargs = fn, args, kwargs
         self.training, self.patterns = training, patterns
-        self.report = Report()
+        self.capture = Capture(patterns)
         self.plain = _Program(fn, dtype)
         self.truth = _Program(fn, torch.float64)
         self.rewritten = _Program(fn, dtype)
@@ -179,16 +199,14 @@ class _Run:
                 *(() if dynamic is None else (f"dynamic={dynamic}",)),
             ]
         )
-        rewriting = RewritePass(patterns, self.report)
 
         def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            slot = slot_value([*session.users_passes(), rewriting])
-            with compat.patched_settings(pre_grad_custom_pass=slot):
-                return compat.compile_graph(gm, inputs, codegen)
+            with self.capture.of(gm):
+                return compiler(gm, inputs)
 
         self.rewritten.call = torch.compile(self.rewritten.fn, backend=backend, dynamic=dynamic)
 
-    def check(self, vary: int, must_rewrite: bool) -> None:
+    def check(self, vary: int, must_rewrite: bool) -> Explanation:
         parameters = self.plain.parameters.values()
         values = [nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters]
         given = (self.args, self.kwargs, values)
@@ -196,7 +214,7 @@ class _Run:
             for number in range(vary + 1):
                 args, kwargs, values = varied(given, number) if number else given
                 found = self._compare(args, kwargs, values, tolerant=bool(number))
-                if must_rewrite and not self.report.rewrites:
+                if must_rewrite and not self.capture.report.rewrites:
                     self._fail("nothing was rewritten, so there is nothing to compare", [])
                 wrong = [c for c in found if not c.ok]
                 if wrong:
@@ -205,6 +223,7 @@ class _Run:
                     if len(wrong) > SHOWN:
                         shown.append(f"  and {len(wrong) - SHOWN} more")
                     self._fail(f"the rewritten program computes something else ({on})", shown)
+        return self.capture.explanation()
 
     def _compare(
         self, args: Any, kwargs: Any, parameters: list[torch.Tensor], tolerant: bool
@@ -229,17 +248,14 @@ class _Run:
         return _comparisons(got, plain, truth, names, precision.dtype)
 
     def _fail(self, headline: str, details: list[str]) -> None:
-        explanation = self._explained()
-        if self.report.rewrites:
-            after = shown_rewrites(self.report, {r.pattern for r in self.report.rewrites})
+        explanation = self.capture.explanation()
+        report = explanation.report
+        if report.rewrites:
+            after = shown_rewrites(report, {r.pattern for r in report.rewrites})
         else:
             after = "\n".join(nearest(explanation, p) for p in self.patterns)
         text = "\n".join([f"{headline} [{self.title}]", *details])
         raise AssertionError(failure(text, [after], explanation))
-
-    def _explained(self) -> Explanation:
-        with torch.set_grad_enabled(self.training):
-            return explain(self.fn, *self.args, **self.kwargs)
 
 
 def _parameters(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor]:

@@ -20,9 +20,9 @@ class Case:
     """`build()` returns a callable or nn.Module and its example inputs, made anew from fixed seeds.
 
     `source` names where the spelling was seen, `why` the reason for any expectation other than
-    "rewrite". `precision` is the lowest dtype the program computes in; `explained` asks a case that
-    is not rewritten for a near miss in the report; `rewrites` is how many places there are to rewrite, `pattern` which
-    pattern should.
+    "rewrite". `precision` is the lowest dtype the program computes in; `rewrites` is how many places there are to
+    rewrite, `pattern` which pattern should. `dense` is what a rewrite saves: afterwards no matrix product with so many
+    results is left. `unsupported` says why this torch cannot run the program itself, and nothing where it can.
     """
 
     name: str
@@ -34,25 +34,48 @@ class Case:
     autocast: torch.dtype | None = None
     precision: torch.dtype = torch.float32
     dynamic: bool | None = None
-    explained: bool = False
     rewrites: int = 1
     requires: tuple[str, ...] = ()
     pattern: str = "splade_head"
+    dense: int | None = None
+    unsupported: Callable[[], str] | None = None
+    group: str = ""
 
     def __post_init__(self) -> None:
         if self.expect != "rewrite" and not self.why:
             raise ValueError(f"case {self.name!r} expects {self.expect!r} without saying why")
 
+    @property
+    def program(self) -> str:
+        """The name without its mode."""
+        return self.name.removesuffix("__infer").removesuffix("__train")
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}-{self.name}"
+
 
 BOTH, INFER, TRAIN = (False, True), (False,), (True,)
 Builder = Callable[[], tuple]
+CASES: list[Case] = []
 
 
-def registrar(cases: list[Case], **defaults: Any) -> Callable[..., Callable[[Builder], Builder]]:
-    """A decorator factory that adds cases to a list; `defaults` are fields of a `Case`."""
+class Group:
+    """Cases that stand together; `defaults` are fields that they share."""
+
+    def __init__(self, name: str, **defaults: Any) -> None:
+        self._defaults = {"group": name, **defaults}
+
+    def add(self, name: str, source: str, build: Builder, *rest: Any, **fields: Any) -> None:
+        """Register a case; the arguments are fields of `Case` in their order or by name."""
+        CASES.append(Case(name, source, build, *rest, **{**self._defaults, **fields}))
 
     def program(
-        expect: Expectation = "rewrite", why: str = "", modes: Iterable[bool] = BOTH, **fields: Any
+        self,
+        expect: Expectation = "rewrite",
+        why: str = "",
+        modes: Iterable[bool] = BOTH,
+        **fields: Any,
     ) -> Callable[[Builder], Builder]:
         """Register a builder, `build() -> (callable, inputs)`, in inference, training or both.
 
@@ -63,10 +86,7 @@ def registrar(cases: list[Case], **defaults: Any) -> Callable[..., Callable[[Bui
             for training in modes:
                 name = f"{build.__name__}__{'train' if training else 'infer'}"
                 seen = (build.__doc__ or "").strip()
-                own = {**defaults, **fields}
-                cases.append(Case(name, seen, build, expect, why, training, **own))
+                self.add(name, seen, build, expect, why, training, **fields)
             return build
 
         return register
-
-    return program

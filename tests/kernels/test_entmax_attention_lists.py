@@ -9,6 +9,7 @@ import torch
 from test_entmax_attention import PLAIN, check, operands, run
 
 from sparse_inductor.kernels import entmax_attention, entmax_attention_lists
+from support import heavy
 
 pytestmark = pytest.mark.usefixtures("nan_filled_memory", "any_length")
 
@@ -40,14 +41,14 @@ def left(q, k, v, **keywords):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(40, 130), (130, 130), (16, 64)])
+@pytest.mark.parametrize("lengths", [(40, 130), heavy((130, 130)), (16, 64)])
 def test_peaked_rows_need_no_block_pass(lengths, causal, device):
     q, k, v, grad = operands(device, **sizes(device, Lq=lengths[0], Lk=lengths[1]))
     check(q, k, v, grad, causal=causal)
     assert not left(q, k, v, causal=causal).any()
 
 
-@pytest.mark.parametrize("alpha", [1.4, 2.0, 3.0])
+@pytest.mark.parametrize("alpha", [1.4, heavy(2.0), 3.0])
 def test_any_alpha(alpha, device):
     check(*operands(device, **sizes(device)), alpha_value=alpha, tolerance=1e-5)
 
@@ -74,9 +75,10 @@ def test_flat_and_peaked_rows_in_one_head(device):
     assert chosen[1:, 1].all() and not chosen[:, 0].any() and not chosen[0].any()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("alpha", [1.25, 1.5])
-def test_broad_rows_need_no_block_pass(causal, alpha, device):
+@pytest.mark.parametrize(
+    "alpha, causal", [(1.25, False), heavy(1.25, True), heavy(1.5, False), (1.5, True)]
+)
+def test_broad_rows_need_no_block_pass(alpha, causal, device):
     """Supports of 20 to 100."""
     variance = {1.25: 12.0, 1.5: 1.0}[alpha]
     heads = {"H": 2, "Hkv": 1} if device.type == "cuda" else {}
@@ -85,11 +87,11 @@ def test_broad_rows_need_no_block_pass(causal, alpha, device):
     assert left(q, k, v, alpha_value=alpha, causal=causal).float().mean() < 0.3
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [heavy(False), True])
 def test_each_row_goes_its_own_way(causal, device):
     """Peaked, broad and flat rows beside each other."""
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
-    q, k, v, grad = operands(device, **sizes(device, H=1, Lq=2 * rows + 5, Lk=400, variance=1.0))
+    q, k, v, grad = operands(device, **sizes(device, H=1, Lq=rows + 5, Lk=400, variance=1.0))
     factor = torch.tensor([2.5, 1.0, 1e-2], device=device)[torch.arange(q.shape[2]) % 3]
     q *= factor[:, None].to(q.dtype)
     check(q, k, v, grad, causal=causal, tolerance=1e-5)
@@ -106,7 +108,9 @@ def test_variable_lengths(device):
     check(*operands(device, **sizes(device, B=3, **heads)), **lengths)
 
 
-@pytest.mark.parametrize("fill, added", [(-1e4, False), (-1e4, True), (0.0, False), (0.0, True)])
+@pytest.mark.parametrize(
+    "fill, added", [(-1e4, False), heavy(-1e4, True), heavy(0.0, False), (0.0, True)]
+)
 def test_causal_fill(fill, added, device):
     q, k, v, grad = operands(device, **sizes(device, Lq=70, Lk=70, variance=2.0))
     check(q, k, v, grad, causal=True, fill=fill, added=added)
@@ -119,7 +123,7 @@ def test_negative_scores(device):
     check(-q.abs(), k.abs(), v, grad)
 
 
-@pytest.mark.parametrize("weight", [3.0, 30.0])
+@pytest.mark.parametrize("weight", [3.0, heavy(30.0)])
 def test_a_key_that_every_row_attends_to(weight, device):
     """Few rows of a key are ranked, more than 128 are sorted."""
     Lq = 200 if device.type == "cuda" else 72

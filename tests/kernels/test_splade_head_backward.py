@@ -8,6 +8,7 @@ import torch
 from sparse_inductor.epilogue.steps import dual, parse
 from sparse_inductor.kernels import splade_head_backward
 from sparse_inductor.kernels.splade_head_backward import backward
+from support import heavy
 
 LOG1P = parse("relu | log1p")
 INNER = parse("mul(0.5) | row_add(1) | row_mul(2) | row_where(0, -2.0) | softplus(1.0, 20.0)")
@@ -84,7 +85,7 @@ def test_gradients_match_fp64(device, shape):
     run_and_check(problem(device, *shape))
 
 
-@pytest.mark.parametrize("active", [0.05, 1.0])
+@pytest.mark.parametrize("active", [heavy(0.05), 1.0])
 def test_several_tiles_of_the_vocabulary(device, monkeypatch, active):
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)
     run_and_check(problem(device, 2, 10, 6, 300, active=active))
@@ -97,7 +98,7 @@ def test_tiles_of_few_and_of_many_entries(device):
     run_and_check(p)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, heavy(torch.float16)], ids=str)
 def test_low_precision_inputs_accumulate_in_fp32(device, dtype):
     run_and_check(problem(device, 4, 9, 16, 300, dtype=dtype, active=1.0))
 
@@ -107,7 +108,7 @@ def test_a_bias_wider_than_the_states_has_a_gradient_as_wide(device):
     run_and_check({**p, "bias": p["bias"].float()})
 
 
-@pytest.mark.parametrize("active", [0.0, 0.02, 1.0])
+@pytest.mark.parametrize("active", [0.0, 0.02, heavy(1.0)])
 def test_any_share_of_active_entries(device, active, monkeypatch):
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)
     run_and_check(problem(device, 3, 7, 5, 300, active=active))
@@ -127,7 +128,7 @@ def test_one_position_may_win_everything(device, monkeypatch):
     run_and_check(problem(device, 1, 9, 70, 700, active=1.0, hot=0.1))  # 9 hot, 8 programs
 
 
-@pytest.mark.parametrize("tile", [128, 1024])
+@pytest.mark.parametrize("tile", [128, heavy(1024)])
 def test_slabs_cover_everything(device, tile, monkeypatch):
     monkeypatch.setattr(splade_head_backward, "_TILE", tile)
     monkeypatch.setattr(splade_head_backward, "_SCRATCH_BYTES", 0)
@@ -214,8 +215,11 @@ GENERAL = {
 }
 
 
-@pytest.mark.parametrize("general", GENERAL)
-@pytest.mark.parametrize("B, V", [(4, 150), (35, 20)])
+@pytest.mark.parametrize(
+    "general, B, V",
+    [(name, 4, 150) for name in GENERAL]
+    + [(name, 35, 20) if name == "every third" else heavy(name, 35, 20) for name in GENERAL],
+)
 def test_steps_before_the_maximum(device, general, B, V, monkeypatch):
     """Operands of several dtypes and layouts, negative ones too."""
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)
@@ -244,7 +248,7 @@ def test_flat_steps_before_the_maximum_are_inactive(device):
     assert (got[1][::2] == 0).all() and (got[1][1::2] != 0).any()
 
 
-@pytest.mark.parametrize("tile", [128, 1024])
+@pytest.mark.parametrize("tile", [128, heavy(1024)])
 def test_bitwise_repeatable(device, tile, monkeypatch):
     monkeypatch.setattr(splade_head_backward, "_TILE", tile)
     p = problem(device, 2, 9, 16, 150, active=1.0)

@@ -10,6 +10,7 @@ from sparse_inductor.epilogue import steps
 from sparse_inductor.epilogue.plan import Lowered, lower, plan
 from sparse_inductor.kernels import splade_head_forward
 from sparse_inductor.kernels.splade_head_forward import forward
+from support import heavy
 
 RELU_LOG1P = steps.parse("relu | log1p")
 # Relative to the largest value of the tensor: operands are rounded before both computations, so what is left is the
@@ -171,7 +172,9 @@ def test_an_identity_outer_keeps_minus_infinity(device):
     check(hidden, weight, bias, lengths_to_add((0, 37, 5), 37, device), outer=())
 
 
-@pytest.mark.parametrize("S, dtype", [(128, torch.int8), (129, torch.int16), (32769, torch.int32)])
+@pytest.mark.parametrize(
+    "S, dtype", [(128, torch.int8), (129, torch.int16), heavy(32769, torch.int32)]
+)
 def test_winner_is_the_smallest_integer_that_holds_s(device, S, dtype):
     hidden, weight, bias = make(device, B=1, S=S, D=8, V=3)
     assert check(hidden, weight, bias).dtype == dtype
@@ -257,8 +260,11 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("B", [1, 4, 11])
-@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize(
+    "flags, B",
+    [(name, B) for name in FLAGS for B in (1, 4)]
+    + [(name, 11) if name == "every third" else heavy(name, 11) for name in FLAGS],
+)
 def test_each_sequence_takes_its_own_path(device, flags, B, monkeypatch):
     monkeypatch.setattr(splade_head_forward, "_FLAGS", 4)  # a time
     S = 40
@@ -319,7 +325,7 @@ def test_runs_in_a_cuda_graph():
         "relu | log1p | row_mul(0)",
         "row_add(0) | tanh | row_mul(1)",
         "square | row_mul(0) | row_where(1, -1.0)",
-        "square",
+        heavy("square"),
     ],
 )
 def test_what_is_kept_is_that_of_the_other_path(device, text):

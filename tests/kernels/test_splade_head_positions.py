@@ -8,6 +8,7 @@ import torch
 
 from sparse_inductor.epilogue.plan import lower, plan
 from sparse_inductor.kernels.splade_head_positions import ADDED, classify
+from support import heavy
 
 hopper = pytest.importorskip("sparse_inductor.kernels.splade_head_hopper")
 
@@ -62,7 +63,7 @@ def test_positions_are_those_of_the_plan(device, steps, kind, S):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("lost", [math.nan, heavy(math.inf), heavy(-math.inf)])
 @pytest.mark.parametrize("D", [23, 24])
 @pytest.mark.parametrize("layout", ["plain", "transposed", "part"])
 def test_0_times_a_state_that_is_not_finite_is_not_dropped(device, dtype, lost, D, layout):
@@ -137,11 +138,16 @@ def check_list(add, skip, B, S, device, blocks=239):
     assert (groups[0] > 0) == bool(starts)
 
 
+MASKS = ("none", "right", "left", "holes", "real")
+
+
 @pytest.mark.parametrize(
-    "B, S, blocks", [(1, 5, 239), (3, 33, 1), (20, 64, 239), (70, 300, 239), (3, 2100, 1)]
+    "mask, B, S, blocks",
+    [(mask, *sizes) for mask in MASKS for sizes in ((1, 5, 239), (3, 33, 1), (20, 64, 239))]
+    + [("holes", 70, 40, 50), ("real", 3, 2100, 1), ("left", 3, 2100, 1)]
+    + [heavy(mask, 70, 300, 239) for mask in MASKS],
 )
-@pytest.mark.parametrize("mask", ["none", "right", "left", "holes", "real"])
-def test_the_list_holds_what_is_kept(device, B, S, blocks, mask):
+def test_the_list_holds_what_is_kept(device, mask, B, S, blocks):
     g = torch.Generator().manual_seed(B + S)
     right = operand("added", B, S, g)
     holes = torch.where(torch.rand(B, S, generator=g) < 0.97, 0.0, -math.inf)

@@ -1,0 +1,104 @@
+"""A case of the corpus, tested as users would: what is rewritten, what is said of it, that it computes the same.
+
+All of it is read from one capture of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from corpus.case import Case
+from corpus.reasons import NOTHING_OF_IT, TRUE
+from sparse_inductor.explanation import Explanation
+from sparse_inductor.graphs import GraphNode
+from sparse_inductor.testing import (
+    assert_matches_reference,
+    assert_not_rewritten,
+    assert_rewrites,
+)
+
+__all__ = ["check"]
+
+
+def check(case: Case, how: str = "eager") -> Explanation:
+    """The case is recognised as it expects with the patterns that are on, and its numbers are as good as eager's.
+
+    how: the rewritten graph is run "eager", or as "aten" by AOTAutograd, or compiled by "inductor".
+    """
+    for package in case.requires:
+        pytest.importorskip(package)
+    if case.unsupported is not None and (why := case.unsupported()):
+        pytest.skip(why)
+    fn, args = case.build()
+    if isinstance(fn, torch.nn.Module):
+        fn.train(case.training)
+    autocast = contextlib.nullcontext()
+    if case.autocast is not None:
+        autocast = torch.autocast("cpu", dtype=case.autocast)
+    with autocast, torch.set_grad_enabled(case.training):
+        explanation = assert_matches_reference(
+            fn, args, grads=case.training, inference=not case.training, dynamic=case.dynamic,
+            vary=0, codegen=how == "inductor", aot=how != "eager", must_rewrite=False,
+        )  # fmt: skip
+    if case.expect == "rewrite":
+        assert_rewrites(explanation, expected={case.pattern: case.rewrites})
+        assert not explanation.graph_breaks
+        if case.dense is not None:
+            left = _products(explanation, case.dense)
+            assert not left, f"what a rewrite saves is still computed: {left}"
+    elif case.expect != "maybe":
+        assert_not_rewritten(explanation, pattern=case.pattern)
+    if case.expect == "no_rewrite":
+        _check_reason(case, explanation)
+    return explanation
+
+
+def _check_reason(case: Case, explanation: Explanation) -> None:
+    """The report names the true cause, at the line that is in the way; nothing where the family is not resembled."""
+    if case.program in NOTHING_OF_IT.get(case.group, ()):
+        assert not explanation.report.near_misses
+        return
+    reason, line = TRUE[case.group][case.program]
+    found = explanation.report.near_misses
+    told = any(
+        reason in m.reason and line in m.source and (":" in m.location or not line) for m in found
+    )
+    said = "; ".join(f"{m.reason} [{m.source}]" for m in found) or "nothing"
+    assert told, f"{case.why}: wanted {reason!r} at {line!r}, was told {said}"
+
+
+def _products(explanation: Explanation, numel: int) -> list[str]:
+    """Matrix products in the rewritten graphs with at least so many results that somebody reads."""
+    return [
+        str(node)
+        for graph in explanation.graphs
+        for node in _read(graph.nodes_after)
+        if node.title in PRODUCTS and _numel(node.type) >= numel
+    ]
+
+
+PRODUCTS = frozenset("linear matmul mm addmm bmm baddbmm einsum tensordot conv1d inner".split())
+ABOUT = frozenset("size dim getattr new_zeros new_ones new_full zeros_like ones_like".split())
+LIKE = frozenset("expand_as view_as type_as to".split())
+
+
+def _read(nodes: Sequence[GraphNode]) -> Iterator[GraphNode]:
+    """The nodes whose elements the result depends on, not their shapes alone."""
+    needed: set[str] = set()
+    for node in reversed(nodes):
+        writes = node.title == "setitem" or (node.title[-1:] == "_" and node.title[-2:] != "__")
+        if not (node.name in needed or node.kind == "output" or writes):
+            continue
+        yield node
+        if node.title not in ABOUT:
+            needed.update(node.inputs[:1] if node.title in LIKE else node.inputs)
+
+
+def _numel(type_: str) -> int:
+    return math.prod(int(size) for size in re.findall(r"\d+", type_.partition("[")[2]))

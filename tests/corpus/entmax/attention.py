@@ -1,0 +1,269 @@
+"""How the scores are written, how alpha is given, and where the values come in."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.entmax.registry import (
+    BOTH,
+    INFER,
+    TRAIN,
+    B,
+    D,
+    E,
+    H,
+    L,
+    attention,
+    hidden,
+    keep,
+    normal,
+    program,
+    qkv,
+)
+
+entmax = pytest.importorskip("entmax")
+SCALE = 1 / math.sqrt(D)
+
+
+@attention()
+def textbook(q, k, v, mask):
+    """softmax replaced by entmax15 in the annotated transformer"""
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    return torch.matmul(entmax.entmax15(scores, dim=-1), v)
+
+
+@attention()
+def operator_at(q, k, v, mask):
+    """q @ k.mT * scale"""
+    return entmax.sparsemax(q @ k.mT * SCALE) @ v
+
+
+@attention()
+def scaled_query_first(q, k, v, mask):
+    """q = q * scale, as Bart does"""
+    q = q * D**-0.5
+    return entmax.entmax15(q @ k.transpose(-1, -2), -1) @ v
+
+
+@attention()
+def both_scaled(q, k, v, mask):
+    """q and k each divided by d**(1/4), as Megatron and SD do"""
+    q, k = q / D**0.25, k / D**0.25
+    return entmax.entmax15(torch.einsum("bhid,bhjd->bhij", q, k), dim=-1) @ v
+
+
+@attention()
+def einsum_named(q, k, v, mask):
+    """lucidrains: sim = einsum('b h i d, b h j d -> b h i j', q, k) * scale"""
+    sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * SCALE
+    attn = entmax.entmax15(sim, dim=-1)
+    return torch.einsum("b h i j, b h j d -> b h i d", attn, v)
+
+
+@attention()
+def einsum_length_first(q, k, v, mask):
+    """the T2T layout: blhe,bshe->bhls and bhls,bshd->blhd (Informer, Autoformer, reformer-style)"""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    scores = torch.einsum("blhe,bshe->bhls", q, k)
+    attn = entmax.entmax15(SCALE * scores, dim=-1)
+    return torch.einsum("bhls,bshd->blhd", attn, v).contiguous()
+
+
+@attention()
+def einsum_ellipsis(q, k, v, mask):
+    """...qd,...kd->...qk"""
+    attn = entmax.sparsemax(torch.einsum("...qd,...kd->...qk", q, k) * SCALE, dim=-1)
+    return torch.einsum("...qk,...kd->...qd", attn, v)
+
+
+@attention()
+def keys_by_rows(q, k, v, mask):
+    """scores transposed: entmax over axis 2 of [B, H, Lk, Lq]"""
+    scores = k @ q.transpose(-1, -2) * SCALE
+    attn = entmax.entmax15(scores, dim=2)
+    return attn.transpose(-1, -2) @ v
+
+
+@attention()
+def bmm_of_merged_heads(q, k, v, mask):
+    """fairseq and Bart: [B*H, L, D] and bmm"""
+    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+    weights = torch.bmm(q * SCALE, k.transpose(1, 2))
+    return torch.bmm(entmax.entmax15(weights, dim=-1), v).view(B, H, L, D).transpose(1, 2)
+
+
+@attention()
+def baddbmm_alpha(q, k, v, mask):
+    """Bloom and Megatron: torch.baddbmm(empty, q, k, beta=0, alpha=scale)"""
+    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+    room = q.new_zeros(B * H, L, L)
+    scores = torch.baddbmm(room, q, k.transpose(1, 2), beta=0.0, alpha=SCALE)
+    attn = entmax.entmax15(scores.view(B, H, L, L), dim=-1)
+    return torch.bmm(attn.view(B * H, L, L), v)
+
+
+@attention()
+def product_and_sum(q, k, v, mask):
+    """(q[:, :, :, None] * k[:, :, None]).sum(-1)"""
+    scores = (q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) * SCALE
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def values_by_product_and_sum(q, k, v, mask):
+    """(attn.unsqueeze(-1) * v).sum: pooling written out"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return (attn.unsqueeze(-1) * v.unsqueeze(2)).sum(dim=3)
+
+
+@attention()
+def dropout_off(q, k, v, mask):
+    """F.dropout(p=0.0) around the probabilities"""
+    attn = F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), p=0.0)
+    return attn @ v
+
+
+@attention()
+def alpha_float(q, k, v, mask):
+    """entmax_bisect with a Python alpha"""
+    return entmax.entmax_bisect(q @ k.mT * SCALE, alpha=1.3, dim=-1) @ v
+
+
+@attention()
+def alpha_positional(q, k, v, mask):
+    """entmax_bisect(scores, 1.75, -1, 40)"""
+    return entmax.entmax_bisect(q @ k.mT * SCALE, 1.75, -1, 40) @ v
+
+
+@attention()
+def alpha_tensor(q, k, v, mask):
+    """a 0-dim tensor made on the way"""
+    alpha = torch.tensor(1.25)
+    return entmax.entmax_bisect(q @ k.mT * SCALE, alpha) @ v
+
+
+@attention(inputs=lambda: (*qkv(), normal((H,), 7)))
+def alpha_per_head(q, k, v, raw):
+    """Correia et al.: alpha = 1 + sigmoid(a), one a head, with its gradient"""
+    alpha = 1 + torch.sigmoid(raw).view(1, -1, 1, 1)
+    return entmax.entmax_bisect(q @ k.mT * SCALE, alpha=alpha, dim=-1) @ v
+
+
+@attention(inputs=lambda: (*qkv(), normal((H,), 7)))
+def alpha_expanded(q, k, v, raw):
+    """the same, expanded by the user to every row"""
+    alpha = raw.sigmoid().add(1.01).reshape(1, H, 1, 1).expand(B, -1, L, 1)
+    return entmax.entmax_bisect(q @ k.mT * SCALE, alpha) @ v
+
+
+@attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((H,), 8)))
+def temperature_per_head(q, k, v, t):
+    """a learned temperature a head, as Swin v2 has it: its gradient has to arrive"""
+    scale = t.exp().view(H, 1, 1)
+    return entmax.entmax15(q @ k.mT * scale, dim=-1) @ v
+
+
+@attention(modes=BOTH)
+def partial_top_k(q, k, v, mask):
+    """k= is a hint about speed, not about the result"""
+    return entmax.entmax15(q @ k.mT * SCALE, dim=-1, k=4) @ v
+
+
+@attention()
+def bisect_of_sparsemax(q, k, v, mask):
+    """sparsemax_bisect"""
+    return entmax.sparsemax_bisect(q @ k.mT * SCALE, dim=-1) @ v
+
+
+class Module(nn.Module):
+    """One head as a module, the package's module as attribute."""
+
+    def __init__(self, transform: nn.Module):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(E, 3 * E)
+        self.out = nn.Linear(E, E)
+        self.transform = transform
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(B, L, 3, H, D).permute(2, 0, 3, 1, 4).unbind(0)
+        attn = self.transform((q @ k.transpose(-2, -1)) * D**-0.5)
+        return self.out((attn @ v).transpose(1, 2).reshape(B, L, E))
+
+
+@program()
+def packed_qkv_entmax15_module():
+    """timm's attention, packed qkv"""
+    return Module(entmax.Entmax15(dim=-1)), (hidden(),)
+
+
+@program()
+def packed_qkv_sparsemax_module():
+    """the same with Sparsemax(dim=3)"""
+    return Module(entmax.Sparsemax(dim=3)), (hidden(),)
+
+
+@program()
+def packed_qkv_bisect_module():
+    """the same with EntmaxBisect(1.2)"""
+    return Module(entmax.EntmaxBisect(1.2, n_iter=30)), (hidden(),)
+
+
+@program()
+def packed_qkv_sparsemax_bisect_module():
+    """the same with SparsemaxBisect(n_iter=50)"""
+    return Module(entmax.SparsemaxBisect(n_iter=50)), (hidden(),)
+
+
+@attention(modes=INFER, precision=torch.bfloat16, inputs=lambda: (*qkv(dtype=torch.bfloat16),))
+def upcast_and_back(q, k, v):
+    """transformers: softmax(dim=-1, dtype=float32).to(query.dtype)"""
+    attn = entmax.entmax15((q @ k.mT * SCALE).float(), dim=-1).to(q.dtype)
+    return attn @ v
+
+
+@attention(precision=torch.bfloat16, inputs=lambda: (*qkv(dtype=torch.bfloat16),))
+def operands_upcast(q, k, v):
+    """scores in float from the start"""
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * SCALE
+    return torch.matmul(entmax.entmax15(scores, -1).type_as(v), v)
+
+
+@program(autocast=torch.bfloat16, precision=torch.bfloat16)
+def under_autocast():
+    """the module under torch.autocast"""
+    return Module(entmax.EntmaxBisect(1.5)), (hidden(),)
+
+
+@attention(dynamic=True)
+def dynamic_sizes(q, k, v, mask):
+    """all sizes symbolic"""
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+    return torch.matmul(entmax.entmax15(scores, dim=-1), v)
+
+
+@attention(inputs=lambda: (*qkv(keys=11), keep(11)))
+def cross_attention(q, k, v, mask):
+    """other numbers of keys than of queries"""
+    scores = q @ k.transpose(2, 3) * SCALE
+    scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
+    return entmax.sparsemax(scores, dim=-1) @ v
+
+
+@attention(inputs=lambda: (normal((B, L, D), 1), normal((B, L, D), 2), normal((B, L, 2 * D), 4)))
+def single_head_of_other_width(q, k, v):
+    """[B, L, D] with values twice as wide"""
+    return entmax.entmax15(q @ k.transpose(1, 2) / 3.0, dim=2) @ v
+
+
+@attention(pattern="entmax", inputs=lambda: (normal((D,), 1), normal((B, L, D), 2)))
+def pooling_by_a_learned_query(query, states):
+    """attention pooling: one query vector for a batch of sequences"""
+    scores = torch.matmul(states, query)
+    attn = entmax.entmax15(scores, dim=-1)
+    return torch.bmm(attn.unsqueeze(1), states).squeeze(1)

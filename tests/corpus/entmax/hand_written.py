@@ -1,0 +1,323 @@
+"""Versions that people carry along in their own files."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd import Function
+
+from corpus.entmax.registry import INFER, D, attention, program, qkv, rows
+
+SCALE = 1 / math.sqrt(D)
+SEEN: list = []
+
+
+def sort_entmax15(x, dim=-1):
+    """the closed form by sorting, no custom backward"""
+    x = (x - x.amax(dim, keepdim=True)) * 0.5
+    s = x.sort(dim=dim, descending=True).values
+    shape = [1] * x.dim()
+    shape[dim] = -1
+    n = torch.arange(1, x.size(dim) + 1, dtype=x.dtype).view(shape)
+    mean = s.cumsum(dim) / n
+    variance = (s * s).cumsum(dim) / n - mean * mean
+    tau = mean - ((1 - n * variance) / n).clamp(min=0).sqrt()
+    size = (tau <= s).sum(dim, keepdim=True)
+    return torch.relu(x - tau.gather(dim, size - 1)).square()
+
+
+def sort_sparsemax(x, dim=-1):
+    """Martins & Astudillo, algorithm 1"""
+    s, _ = torch.sort(x, dim=dim, descending=True)
+    c = s.cumsum(dim)
+    n = torch.arange(1, x.shape[dim] + 1, device=x.device).to(x.dtype)
+    support = 1 + n * s > c
+    size = support.sum(dim=dim, keepdim=True)
+    tau = (c.gather(dim, size - 1) - 1) / size
+    return torch.clamp(x - tau, min=0)
+
+
+class Sparsemax(Function):
+    """A staticmethod Function as many repositories vendor it."""
+
+    @staticmethod
+    def forward(ctx, x, dim=-1):
+        x = x - x.max(dim=dim, keepdim=True).values
+        s = x.sort(dim, True)[0]
+        c = s.cumsum(dim) - 1
+        n = torch.arange(1, x.size(dim) + 1, device=x.device, dtype=x.dtype)
+        size = (n * s > c).sum(dim=dim).unsqueeze(dim)
+        tau = c.gather(dim, size - 1) / size.to(x.dtype)
+        p = torch.clamp(x - tau, min=0)
+        ctx.save_for_backward(size, p)
+        ctx.dim = dim
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        size, p = ctx.saved_tensors
+        g = grad.clone()
+        g[p == 0] = 0
+        mean = g.sum(dim=ctx.dim) / size.to(p.dtype).squeeze(ctx.dim)
+        return torch.where(p != 0, g - mean.unsqueeze(ctx.dim), g), None
+
+
+class Entmax15(Function):
+    """The same for alpha 1.5."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x - x.max(dim=-1, keepdim=True)[0]
+        x = x / 2
+        s, _ = torch.sort(x, dim=-1, descending=True)
+        n = torch.arange(1, x.size(-1) + 1, device=x.device, dtype=x.dtype)
+        mean = s.cumsum(-1) / n
+        square = (s**2).cumsum(-1) / n
+        delta = (1 - n * (square - mean**2)) / n
+        tau = mean - torch.sqrt(torch.clamp(delta, 0))
+        size = (tau <= s).sum(-1).unsqueeze(-1)
+        y = torch.clamp(x - tau.gather(-1, size - 1), min=0) ** 2
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        root = y.sqrt()
+        dx = dy * root
+        q = dx.sum(-1) / root.sum(-1)
+        return dx - q.unsqueeze(-1) * root
+
+
+class Bisect(Function):
+    """Bisection with alpha as an argument, as AdaSplash's reference does it."""
+
+    @staticmethod
+    def forward(ctx, x, alpha=1.5, steps=32):
+        ctx.alpha = alpha
+        z = x * (alpha - 1)
+        top = z.max(dim=-1, keepdim=True).values
+        low, high = top - 1, top - (1 / x.shape[-1]) ** (alpha - 1)
+        for _ in range(steps):
+            middle = (low + high) / 2
+            p = torch.clamp(z - middle, min=0) ** (1 / (alpha - 1))
+            above = p.sum(-1, keepdim=True) >= 1
+            low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+        p = torch.clamp(z - (low + high) / 2, min=0) ** (1 / (alpha - 1))
+        p = p / p.sum(-1, keepdim=True)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        g = torch.where(p > 0, p ** (2 - ctx.alpha), 0.0)
+        d = grad * g
+        return d - g * (d.sum(-1, keepdim=True) / g.sum(-1, keepdim=True)), None, None
+
+
+class Watched(Function):
+    """It lets somebody look at the result: with side effects in a forward, Dynamo returns every intermediate from it
+    (torch 2.11 does so for every Function)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        p = sort_sparsemax(x)
+        SEEN[:] = [p]
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        kept = (p > 0).to(grad.dtype)
+        return kept * (grad - (kept * grad).sum(-1, True) / kept.sum(-1, True))
+
+
+def halving(x, steps=40):
+    """the package's loop, written out for alpha 1.5, squares instead of powers"""
+    z = x * 0.5
+    top, _ = z.max(dim=-1, keepdim=True)
+    low = top - 1
+    step = 1 - (1 / x.size(-1)) ** 0.5
+    for _ in range(steps):
+        step = step / 2
+        tau = low + step
+        p = torch.relu(z - tau) ** 2
+        low = torch.where(p.sum(-1, keepdim=True) >= 1, tau, low)
+    return p / p.sum(-1, keepdim=True)
+
+
+def unhalved(x):
+    """the closed form of a squared threshold without the half: entmax15 of twice the scores"""
+    s = x.sort(-1, descending=True).values
+    n = torch.arange(1, x.size(-1) + 1)
+    mean = s.cumsum(-1) / n
+    square = (s**2).cumsum(-1) / n
+    tau = mean - torch.sqrt(torch.relu(mean**2 - square + 1.0 / n))
+    size = (s > tau).sum(-1, keepdim=True)
+    return torch.relu(x - tau.gather(-1, size - 1)) ** 2
+
+
+def unhalved_halving(x):
+    """the same by bisection, normalised with an epsilon"""
+    x = x - x.max(-1, keepdim=True).values
+    low, high = x.max(-1, keepdim=True).values - 1, x.max(-1, keepdim=True).values
+    for _ in range(40):
+        middle = (low + high) * 0.5
+        z = (x - middle).clamp_min(0.0)
+        above = (z * z).sum(-1, keepdim=True) > 1
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    p = (x - (low + high) * 0.5).clamp_min(0.0)
+    p = p * p
+    return p / (p.sum(-1, keepdim=True) + 1e-12)
+
+
+class Unhalved(Function):
+    """The closed form with its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        p = unhalved(x)
+        ctx.save_for_backward(p)
+        return p
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        s = p.sqrt()
+        d = 2 * grad * s
+        return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
+
+
+@rows()
+def twice_the_scores(x):
+    """no half before the threshold"""
+    return unhalved(x)
+
+
+@rows(modes=INFER)
+def twice_the_scores_by_bisection(x):
+    """no half before the threshold"""
+    return unhalved_halving(x)
+
+
+@rows()
+def function_of_twice_the_scores(x):
+    """no half before the threshold"""
+    return Unhalved.apply(x)
+
+
+@attention()
+def attention_of_twice_the_scores(q, k, v, mask):
+    """no half before the threshold"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return unhalved(scores) @ v
+
+
+@rows(modes=INFER)
+def lowest_numbers_are_not_doubled(x):
+    """a row of finfo.min alone is uniform, and twice finfo.min is infinite"""
+    keep = (torch.arange(11) < 8) & torch.tensor([True, False, True])[:, None, None]
+    return unhalved_halving(x.masked_fill(~keep, torch.finfo(x.dtype).min))
+
+
+@rows()
+def sort_based_entmax15(x):
+    """no Function: autograd through the sort"""
+    return sort_entmax15(x)
+
+
+@rows()
+def sort_based_entmax15_over_tokens(x):
+    """any axis"""
+    return sort_entmax15(x, 1)
+
+
+@rows()
+def sort_based_sparsemax(x):
+    """no Function"""
+    return sort_sparsemax(x)
+
+
+@rows()
+def sparsemax_with_lambda_added(x):
+    """Wang and Carreira-Perpinan: the multiplier is minus the threshold"""
+    top = x.sort(-1, descending=True).values
+    k = torch.arange(1, x.size(-1) + 1)
+    multiplier = (1 - top.cumsum(-1)) / k
+    rho = (top + multiplier > 0).sum(-1, keepdim=True)
+    return torch.relu(x + multiplier.gather(-1, rho - 1))
+
+
+@attention()
+def threshold_in_front_of_the_scores(q, k, v, mask):
+    """torch.add(-tau, scores)"""
+    scores = q @ k.mT * SCALE
+    top = scores.sort(-1, descending=True).values
+    tau = (top.cumsum(-1) - 1) / torch.arange(1, top.size(-1) + 1)
+    support = (top > tau).sum(-1, keepdim=True)
+    return torch.add(-tau.gather(-1, support - 1), scores).clamp(min=0) @ v
+
+
+@rows()
+def function_sparsemax(x):
+    """a staticmethod Function"""
+    return Sparsemax.apply(x, -1)
+
+
+@rows()
+def function_with_side_effects(x):
+    """a Function that shows its result to somebody else, too"""
+    return Watched.apply(x)
+
+
+@rows()
+def function_entmax15(x):
+    """a staticmethod Function"""
+    return Entmax15.apply(x)
+
+
+@rows(modes=INFER)
+def bisection_halving(x):
+    """a loop, unrolled; in training its gradient is another"""
+    return halving(x)
+
+
+@rows()
+def function_bisection(x):
+    """a loop in a Function"""
+    return Bisect.apply(x, 1.3)
+
+
+@attention()
+def attention_by_sort(q, k, v, mask):
+    """softmax swapped for one's own function"""
+    return sort_entmax15(q @ k.mT * SCALE) @ v
+
+
+@attention()
+def attention_by_own_sparsemax(q, k, v, mask):
+    """with a mask before it"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return sort_sparsemax(scores) @ v
+
+
+@attention()
+def attention_by_function(q, k, v, mask):
+    """a Function with its own backward"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return Entmax15.apply(scores) @ v
+
+
+@attention()
+def attention_by_bisection(q, k, v, mask):
+    """AdaSplash's reference"""
+    return Bisect.apply(q @ k.mT * SCALE) @ v
+
+
+@program(dynamic=True)
+def attention_by_function_dynamic():
+    """with symbolic sizes"""
+    return lambda q, k, v: Sparsemax.apply(q @ k.mT * SCALE) @ v, qkv()

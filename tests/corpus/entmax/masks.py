@@ -1,0 +1,445 @@
+"""Padding masks, causal masks, biases."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from corpus.entmax.registry import (
+    INFER,
+    TRAIN,
+    B,
+    D,
+    H,
+    L,
+    attention,
+    normal,
+    program,
+    qkv,
+)
+
+entmax = pytest.importorskip("entmax")
+SCALE = 1 / math.sqrt(D)
+
+
+@attention()
+def fill_minus_infinity(q, k, v, mask):
+    """masked_fill(mask == 0, -inf)"""
+    scores = q @ k.mT * SCALE
+    scores = scores.masked_fill(mask[:, None, None] == 0, float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def fill_minus_1e9_in_place(q, k, v, mask):
+    """masked_fill_ as the annotated transformer's descendants do"""
+    scores = q @ k.mT * SCALE
+    scores.masked_fill_(~mask.unsqueeze(1).unsqueeze(2), -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def fill_finfo_min(q, k, v, mask):
+    """lucidrains: masked_fill_(~mask, -torch.finfo(sim.dtype).max)"""
+    sim = torch.einsum("bhid,bhjd->bhij", q, k) * SCALE
+    sim = sim.masked_fill(~mask[:, None, None, :], -torch.finfo(sim.dtype).max)
+    return torch.einsum("bhij,bhjd->bhid", entmax.entmax15(sim, dim=-1), v)
+
+
+@attention()
+def where_mask(q, k, v, mask):
+    """torch.where(mask, scores, minimum)"""
+    scores = q @ k.mT * SCALE
+    low = torch.finfo(scores.dtype).min
+    return entmax.sparsemax(torch.where(mask[:, None, None, :], scores, low), dim=-1) @ v
+
+
+@attention()
+def where_tensor_fill(q, k, v, mask):
+    """GPT-2: the value filled in is a tensor"""
+    scores = q @ k.mT * SCALE
+    low = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype)
+    return entmax.entmax15(torch.where(mask[:, None, None, :], scores, low), dim=-1) @ v
+
+
+@attention()
+def extended_mask(q, k, v, mask):
+    """Hugging Face: (1 - mask[:, None, None, :]) * min, added"""
+    extended = (1.0 - mask[:, None, None, :].to(q.dtype)) * torch.finfo(q.dtype).min
+    scores = q @ k.mT / math.sqrt(D) + extended
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def extended_mask_1e4(q, k, v, mask):
+    """old BERT: * -10000.0, added in place"""
+    scores = q @ k.mT / math.sqrt(D)
+    scores += (1.0 - mask[:, None, None, :].float()) * -10000.0
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention(modes=INFER, inputs=lambda: (*qkv(), combined_biases()))
+def floored_scores(q, k, v, bias):
+    """OPT: causal and padding biases added up, -inf where both drop, back to finfo.min afterwards"""
+    scores = (q @ k.mT * SCALE + bias).view(B * H, L, L)
+    scores = torch.max(scores, torch.tensor(torch.finfo(scores.dtype).min))
+    return torch.bmm(entmax.entmax15(scores, dim=-1), v.flatten(0, 1))
+
+
+@attention()
+def floored_mask(q, k, v, mask):
+    """the same of a mask that is made in the graph, by clamp"""
+    scores = q @ k.mT * SCALE + torch.where(mask, 0.0, -torch.inf)[:, None, None]
+    return entmax.entmax15(scores.clamp(min=torch.finfo(scores.dtype).min), dim=-1) @ v
+
+
+@attention()
+def floor_at_the_added_number(q, k, v, mask):
+    """clamp passes a tie's gradient on, as the sum does in a sequence that is all padding"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    low = torch.finfo(q.dtype).min
+    scores = q @ k.mT * SCALE + (1.0 - mask[:, None, None].to(q.dtype)) * low
+    return entmax.entmax15(scores.clamp(min=low), dim=-1) @ v
+
+
+@attention()
+def floored_mask_then_triangle(q, k, v, mask):
+    """finfo.min by a floor and by a fill; neither passes a gradient on"""
+    low, left = torch.finfo(q.dtype).min, mask.flip(1)[:, None, None]
+    scores = (q @ k.mT * SCALE + torch.where(left, 0.0, -torch.inf)).clamp(min=low)
+    return entmax.entmax15(torch.where(~FUTURE, scores, low), dim=-1) @ v
+
+
+@attention()
+def boolean_assignment(q, k, v, mask):
+    """scores[~mask] = -inf after expanding the mask"""
+    scores = q @ k.mT * SCALE
+    scores[~mask[:, None, None, :].expand_as(scores)] = float("-inf")
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def fairseq_padding(q, k, v, mask):
+    """view to [B, H, L, L], fill, view back, bmm"""
+    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+    weights = torch.bmm(q, k.transpose(1, 2)) * SCALE
+    weights = weights.view(B, H, L, L)
+    weights = weights.masked_fill(~mask.unsqueeze(1).unsqueeze(2), float("-inf"))
+    weights = weights.view(B * H, L, L)
+    return torch.bmm(entmax.entmax15(weights, dim=-1), v)
+
+
+@attention()
+def repeated_padding(q, k, v, mask):
+    """[B, L] repeated to [B*H, 1, L] by hand"""
+    q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)) * SCALE
+    dropped = (~mask).repeat_interleave(H, dim=0).unsqueeze(1)
+    return torch.bmm(entmax.entmax15(scores.masked_fill(dropped, -1e9), dim=-1), v)
+
+
+@attention()
+def tril_ones(q, k, v, mask):
+    """minGPT: masked_fill(tril == 0, -inf)"""
+    scores = q @ k.mT * SCALE
+    lower = torch.tril(torch.ones(L, L)).view(1, 1, L, L)
+    return entmax.entmax15(scores.masked_fill(lower == 0, float("-inf")), dim=-1) @ v
+
+
+@attention()
+def triu_bool(q, k, v, mask):
+    """lucidrains: torch.ones(i, j, dtype=bool).triu(j - i + 1)"""
+    sim = torch.einsum("bhid,bhjd->bhij", q, k) * SCALE
+    i, j = sim.shape[-2:]
+    causal = torch.ones((i, j), dtype=torch.bool).triu(j - i + 1)
+    sim = sim.masked_fill(causal, -torch.finfo(sim.dtype).max)
+    return entmax.entmax15(sim, dim=-1) @ v
+
+
+@attention()
+def triu_minus_infinity_added(q, k, v, mask):
+    """nn.Transformer.generate_square_subsequent_mask"""
+    causal = torch.triu(torch.full((L, L), float("-inf")), diagonal=1)
+    return entmax.sparsemax(q @ k.mT * SCALE + causal, dim=-1) @ v
+
+
+@attention()
+def positions_compared(q, k, v, mask):
+    """arange(L)[None] <= arange(L)[:, None]"""
+    at = torch.arange(q.size(2))
+    scores = (q @ k.mT * SCALE).masked_fill(~(at[None, :] <= at[:, None]), float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def causal_and_padding(q, k, v, mask):
+    """one boolean mask of both"""
+    lower = torch.ones(L, L, dtype=torch.bool).tril()
+    both = lower[None, None] & mask[:, None, None, :]
+    scores = torch.where(both, q @ k.mT * SCALE, torch.tensor(float("-inf")))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+class Buffered(nn.Module):
+    """nanoGPT: the triangle is a buffer, cut to the length."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
+
+    def forward(self, q, k, v):
+        n = q.size(-2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :n, :n] == 0, float("-inf"))
+        return entmax.entmax15(att, dim=-1) @ v
+
+
+@program()
+def causal_buffer():
+    """nanoGPT"""
+    return Buffered(), qkv()
+
+
+@attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((1, H, L, L), 9)))
+def learned_bias(q, k, v, bias):
+    """T5 and Swin: a bias a head and pair of positions, with its gradient"""
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+@attention(inputs=lambda: (*qkv(), normal((H,), 9)))
+def alibi(q, k, v, slopes):
+    """ALiBi: slopes times distance, plus the triangle"""
+    at = torch.arange(L)
+    distance = (at[None, :] - at[:, None]).to(q.dtype)
+    scores = q @ k.mT * SCALE + slopes[:, None, None] * distance
+    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention(modes=TRAIN, inputs=lambda: (*qkv(), normal((15, H), 9)))
+def relative_position_table(q, k, v, table):
+    """Swin: gathered from a table of relative positions"""
+    at = torch.arange(L)
+    index = at[:, None] - at[None, :] + L
+    bias = table[index.view(-1)].view(L, L, H).permute(2, 0, 1).unsqueeze(0)
+    return entmax.entmax15(q * SCALE @ k.mT + bias, dim=-1) @ v
+
+
+@attention()
+def gpt2_then_padding(q, k, v, mask):
+    """the triangle filled with min, then an additive padding mask"""
+    low = torch.finfo(q.dtype).min
+    scores = torch.where(torch.ones(L, L).tril().bool(), q @ k.mT * SCALE, low)
+    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * low
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention(modes=INFER)
+def row_without_keys(q, k, v, mask):
+    """a sequence that is all padding: uniform under a finite fill"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def row_without_keys_added(q, k, v, mask):
+    """the same with a mask that is added: there the gradient passes on to the scores"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    scores = q @ k.mT * SCALE
+    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def causal_rows_without_keys_added(q, k, v, mask):
+    """more queries than keys, so that the first queries have none"""
+    k, v = k[:, :, : L - 2], v[:, :, : L - 2]
+    future = torch.full((L, L - 2), torch.finfo(torch.float32).min).triu(-1)
+    return entmax.sparsemax(q @ k.mT * SCALE + future, dim=-1) @ v
+
+
+FUTURE = torch.ones(L, L).triu(1).bool()
+
+
+@attention()
+def causal_and_left_padding_added(q, k, v, mask):
+    """Hugging Face's decoders: one additive mask of both, to sequences that begin with padding"""
+    keep = ~FUTURE & mask.flip(1)[:, None, None]
+    extended = torch.where(keep, 0.0, torch.finfo(q.dtype).min)
+    return entmax.entmax15(q @ k.mT * SCALE + extended, dim=-1) @ v
+
+
+@attention()
+def left_padding_added_then_triangle_of_infinity(q, k, v, mask):
+    """two sums: what the second drops is no longer at the number of the first"""
+    padding = (1.0 - mask.flip(1)[:, None, None].to(q.dtype)) * torch.finfo(q.dtype).min
+    scores = q @ k.mT * SCALE + padding
+    scores = scores + torch.full((L, L), -torch.inf).triu(1)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def padding_then_causal_then_distances(q, k, v, mask):
+    """three terms: finfo.min filled in, an added -inf triangle, ALiBi"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+    scores = scores + torch.full((L, L), -torch.inf).triu(1)
+    return entmax.entmax15(scores + distances(q), dim=-1) @ v
+
+
+@attention()
+def padding_filled_then_distances(q, k, v, mask):
+    """a row that the fill empties passes no gradient on, though a bias is added to it"""
+    mask = mask & torch.tensor([True, False])[:, None]
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+    return entmax.entmax15(scores + distances(q), dim=-1) @ v
+
+
+@attention()
+def left_padding_after_the_triangle(q, k, v, mask):
+    """GPT-2 on sequences that begin with padding: rows whose keys are filled here, added to there"""
+    low = torch.finfo(q.dtype).min
+    scores = torch.where(~FUTURE, q @ k.mT * SCALE, low)
+    scores = scores + (1.0 - mask.flip(1)[:, None, None].to(q.dtype)) * low
+    return entmax.sparsemax(scores, dim=-1) @ v
+
+
+@attention(inputs=lambda: (*qkv(), combined_biases()))
+def given_mask_after_the_triangle(q, k, v, bias):
+    """the same with a mask that the caller made"""
+    scores = torch.where(~FUTURE, q @ k.mT * SCALE, torch.finfo(q.dtype).min)
+    return entmax.sparsemax(scores + bias.flip(3), dim=-1) @ v
+
+
+@attention("maybe", "the mask that was added is another one by then", modes=INFER)
+def mask_written_before_it_is_added(q, k, v, mask):
+    """the additive mask of one layer, its boolean reused"""
+    keep = mask[:, None, None].clone()
+    bias = torch.where(keep, 0.0, -torch.inf)
+    keep.fill_(True)
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+def distances(q):
+    at = torch.arange(L)
+    return -(at[:, None] - at).abs().to(q.dtype) * 0.3
+
+
+@attention()
+def padding_then_causal_of_another_fill(q, k, v, mask):
+    """-1e9 for padding, -inf for the future; the second sequence begins with padding"""
+    left = torch.stack([mask[0], mask[1].flip(0)])
+    scores = (q @ k.mT * SCALE).masked_fill(~left[:, None, None], -1e9)
+    scores = scores.masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def padding_then_causal_added(q, k, v, mask):
+    """the same, the triangle added"""
+    left = torch.stack([mask[0], mask[1].flip(0)])
+    scores = (q @ k.mT * SCALE).masked_fill(~left[:, None, None], -1e9)
+    scores = scores + torch.full((L, L), float("-inf"), dtype=q.dtype).triu(1)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def causal_then_padding_of_another_fill(q, k, v, mask):
+    """-inf for the future first, then -1e9 for padding"""
+    scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), float("-inf"))
+    scores = scores.masked_fill(~mask[:, None, None], -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+def combined_biases() -> torch.Tensor:
+    """[B, 1, L, L]: finfo.min where the padding or the causal mask drops, twice that where both do; the first key of
+    the second row is padding, so that its first query has none."""
+    low = torch.finfo(torch.float32).min
+    padding = torch.zeros(B, 1, 1, L)
+    padding[0, ..., -2:] = padding[1, ..., 0] = low
+    return padding + torch.full((L, L), low).triu(1)
+
+
+def some_rows_without_keys() -> torch.Tensor:
+    """[B, L, L] boolean, True at keys that are dropped; the first query of one sequence keeps none."""
+    dropped = ~torch.tril(torch.ones(B, L, L, dtype=torch.bool))
+    dropped[0, 0] = True
+    return dropped
+
+
+@attention()
+def assigned_by_a_mask_of_the_last_axes(q, k, v, mask):
+    """scores[:, :, later] = -inf"""
+    scores = q @ k.mT * SCALE
+    scores[:, :, torch.ones(L, L, dtype=torch.bool).triu(1)] = float("-inf")
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@attention()
+def assigned_behind_an_ellipsis(q, k, v, mask):
+    """scores[..., later] = -1e9, over heads that are one axis with the batch"""
+    scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT) * SCALE
+    scores[..., torch.ones(L, L, dtype=torch.bool).triu(1)] = -1e9
+    return torch.bmm(entmax.sparsemax(scores, dim=-1), v.flatten(0, 1)).view_as(v)
+
+
+@attention(modes=INFER)
+def two_masks_in_front_of_a_bias(q, k, v, mask):
+    """the triangle, then left padding, then ALiBi: in a row without keys all that are filled are alike"""
+    low = torch.finfo(q.dtype).min
+    place = torch.arange(L)
+    scores = (q @ k.mT * SCALE).masked_fill(place[None] > place[:, None], low)
+    scores = scores.masked_fill(~mask.flip(1)[:, None, None], low)
+    return entmax.entmax15(scores - 0.1 * (place[:, None] - place[None]).abs(), dim=-1) @ v
+
+
+@attention(inputs=lambda: (*qkv(), some_rows_without_keys()))
+def dropped_before_and_after(q, k, v, dropped):
+    """ESPnet and its descendants: masked_fill(mask, min) before, masked_fill(mask, 0) after"""
+    dropped = dropped.unsqueeze(1)
+    scores = (q @ k.mT * SCALE).masked_fill(dropped, torch.finfo(q.dtype).min)
+    p = entmax.sparsemax(scores, dim=-1).masked_fill(dropped, 0.0)
+    return torch.matmul(p, v)
+
+
+@attention(inputs=lambda: (*qkv(), some_rows_without_keys()))
+def multiplied_by_the_mask_again(q, k, v, dropped):
+    """the mask as a number, over rows that may keep nothing"""
+    kept = (~dropped)[:, None]
+    scores = torch.where(kept, q @ k.mT * SCALE, -1e9)
+    return (entmax.entmax15(scores, dim=-1) * kept.to(q.dtype)) @ v
+
+
+@attention()
+def heads_weighted(q, k, v, mask):
+    """head_mask of Hugging Face's models: probabilities * head_mask"""
+    head_mask = torch.linspace(0.0, 1.0, H).view(1, H, 1, 1)
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+    return (entmax.entmax15(scores, dim=-1) * head_mask) @ v
+
+
+@attention()
+def queries_masked_behind_the_keys(q, k, v, mask):
+    """Kyubyong Park's transformer: rows of padding are zeros, keys of padding get -2^32 + 1"""
+    low = torch.full((), -(2.0**32) + 1)
+    scores = torch.where(mask[:, None, None], q @ k.mT * SCALE, low)
+    p = entmax.sparsemax(scores, dim=-1) * mask[:, None, :, None].to(q.dtype)
+    return torch.einsum("bhij,bhjd->bihd", p, v)
+
+
+@attention()
+def a_gate_of_every_query(q, k, v, mask):
+    """halved, and times a gate that is learnt"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return (p * torch.sigmoid(q.mean(-1, keepdim=True)) / 2) @ v
+
+
+@attention(inputs=lambda: (*qkv(), normal((H, L, L), 7)))
+def learned_biases_and_the_triangle_twice(q, k, v, bias):
+    """what is learnt is no mask"""
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * SCALE + bias).masked_fill(later, -1e30)
+    return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v

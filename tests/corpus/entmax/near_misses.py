@@ -1,0 +1,463 @@
+"""Programs that look like entmax attention and are not."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import Function
+
+from corpus.entmax.hand_written import (
+    Unhalved,
+    halving,
+    sort_entmax15,
+    unhalved_halving,
+)
+from corpus.entmax.masks import some_rows_without_keys
+from corpus.entmax.registry import INFER, TRAIN, B, D, H, L, normal, qkv
+from corpus.entmax.registry import attention as any_attention
+from corpus.entmax.registry import rows as any_rows
+
+entmax = pytest.importorskip("entmax")
+SCALE = 1 / math.sqrt(D)
+
+attention = functools.partial(any_attention, "no_rewrite")
+seen = functools.partial(any_attention, "no_rewrite")
+rows = functools.partial(any_rows, "no_rewrite")
+seen_rows = functools.partial(any_rows, "no_rewrite")
+
+
+@attention("softmax has no zeros")
+def softmax(q, k, v, mask):
+    """the original"""
+    return torch.softmax(q @ k.mT * SCALE, dim=-1) @ v
+
+
+@attention("top-k softmax is another function")
+def top_k_softmax(q, k, v, mask):
+    """everything but the 3 largest is dropped"""
+    scores = q @ k.mT * SCALE
+    least = scores.topk(3, dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < least, float("-inf")).softmax(-1) @ v
+
+
+@attention("squared relu is not normalised")
+def relu_squared(q, k, v, mask):
+    """Primer-like attention without normalisation"""
+    return torch.relu(q @ k.mT * SCALE).square() @ v
+
+
+@attention("relu divided by the sum has no threshold that depends on the row")
+def relu_normalised(q, k, v, mask):
+    """relu / sum"""
+    p = torch.relu(q @ k.mT * SCALE)
+    return p / (p.sum(-1, keepdim=True) + 1e-6) @ v
+
+
+@seen_rows("another normalisation", modes=INFER)
+def normmax(x):
+    """normmax_bisect"""
+    return entmax.normmax_bisect(x, alpha=2)
+
+
+@rows("another constraint", modes=INFER)
+def budget(x):
+    """budget_bisect"""
+    return entmax.budget_bisect(x, budget=2)
+
+
+@seen_rows("the sum is left as the bisection leaves it")
+def not_renormalised(x):
+    """ensure_sum_one=False"""
+    return entmax.entmax_bisect(x, alpha=1.5, ensure_sum_one=False)
+
+
+@seen_rows("four steps leave an error that shows")
+def few_steps(x):
+    """n_iter=4"""
+    return entmax.entmax_bisect(x, alpha=1.5, n_iter=4)
+
+
+@seen("the mask comes after the normalisation", pattern="entmax_attention")
+def masked_afterwards(q, k, v, mask):
+    """rows no longer sum to one"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return attn.masked_fill(~mask[:, None, None], 0.0) @ v
+
+
+@seen("a row that is filled twice has one number or the other", pattern="entmax_attention")
+def masked_before_and_after_a_triangle(q, k, v, mask):
+    """-1e9 for padding, an added -inf triangle, -1e9 for what is far away"""
+    at = torch.arange(q.size(2))
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], -1e9)
+    scores = scores + torch.full((len(at), len(at)), -torch.inf).triu(1)
+    scores = scores.masked_fill((at[:, None] - at).abs() > 3, -1e9)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@seen("there are no queries", pattern="entmax_attention")
+def pooled_by_a_sum(q, k, v, mask):
+    """attention pooling: one score a token, and no product that makes it"""
+    return entmax.sparsemax(k.sum(-1), dim=-1).unsqueeze(-2) @ v
+
+
+@seen("three tensors make the scores", pattern="entmax_attention")
+def bilinear_scores_in_one_einsum(q, k, v, mask):
+    """q W k"""
+    w = torch.eye(D) + 0.1
+    scores = torch.einsum("bhid,de,bhje->bhij", q, w, k)
+    return entmax.entmax15(scores, dim=-1) @ v
+
+
+@seen("somebody reads the probabilities", pattern="entmax_attention")
+def attentions_returned(q, k, v, mask):
+    """output_attentions"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return attn @ v, attn
+
+
+@seen("dropout is random", modes=TRAIN, pattern="entmax_attention")
+def dropout_active(q, k, v, mask):
+    """dropout in training"""
+    return F.dropout(entmax.entmax15(q @ k.mT * SCALE, dim=-1), 0.1) @ v
+
+
+@seen("normalised over queries, not over keys", pattern="entmax_attention")
+def over_queries(q, k, v, mask):
+    """slot attention"""
+    return entmax.entmax15(q @ k.mT * SCALE, dim=-2) @ v
+
+
+@seen("the probabilities are scaled again", pattern="entmax_attention")
+def renormalised_after_mask(q, k, v, mask):
+    """mask, then divide by what is left"""
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * mask[:, None, None]
+    return attn / (attn.sum(-1, keepdim=True) + 1e-9) @ v
+
+
+@seen("the heads are mixed before the values", pattern="entmax_attention")
+def talking_heads(q, k, v, mask):
+    """talking heads"""
+    mix = torch.eye(H, dtype=q.dtype) + 0.1
+    attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return torch.einsum("gh,bhij->bgij", mix, attn) @ v
+
+
+@seen("a soft cap is not linear", pattern="entmax_attention")
+def soft_capped(q, k, v, mask):
+    """Gemma 2: tanh between scores and normalisation"""
+    return entmax.entmax15(torch.tanh(q @ k.mT * SCALE / 5) * 5, dim=-1) @ v
+
+
+@seen_rows("tau is computed from other numbers than it is subtracted from")
+def tau_of_other_scale(x):
+    """the half is forgotten in one of two places"""
+    s = (x / 2).sort(dim=-1, descending=True).values
+    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
+    mean = s.cumsum(-1) / n
+    delta = (1 - n * ((s * s).cumsum(-1) / n - mean**2)) / n
+    tau = mean - delta.clamp(min=0).sqrt()
+    size = (tau <= s).sum(-1, keepdim=True)
+    return torch.clamp(x - tau.gather(-1, size - 1), min=0) ** 2
+
+
+@seen_rows("only the largest entries are sorted, and the support may be larger")
+def truncated_support(x):
+    """a top-k of 2 without the package's second attempt"""
+    s, _ = x.topk(2, dim=-1)
+    n = torch.arange(1, 3, dtype=x.dtype)
+    c = s.cumsum(-1) - 1
+    size = (n * s > c).sum(-1, keepdim=True)
+    return torch.clamp(x - c.gather(-1, size - 1) / size, min=0)
+
+
+@seen_rows("autograd does not go through the bisection", modes=TRAIN)
+def bisection_without_a_backward(x):
+    """a loop in training"""
+    return halving(x)
+
+
+class StraightThrough(Function):
+    """entmax forwards, the identity backwards."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return sort_entmax15(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Halved(Unhalved):
+    """The backward is that of entmax15, as if nothing were doubled."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        s = p.sqrt()
+        d = grad * s
+        return d - s * (d.sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
+
+
+@seen_rows("its backward forgets a factor", modes=TRAIN)
+def half_a_gradient(x):
+    """entmax15 of twice the scores with the backward of entmax15"""
+    return Halved.apply(x)
+
+
+@seen("twice finfo.min is infinite", modes=INFER, pattern="entmax_attention")
+def lowest_numbers_doubled(q, k, v, mask):
+    """finfo.min filled in, no half before the threshold"""
+    scores = (q @ k.mT * SCALE).masked_fill(~mask[:, None, None], torch.finfo(q.dtype).min)
+    return unhalved_halving(scores) @ v
+
+
+@seen_rows("its backward is the identity", modes=TRAIN)
+def straight_through(x):
+    """a straight-through estimator"""
+    return StraightThrough.apply(x)
+
+
+class Entmoid(Function):
+    """The two-class entmax of NODE."""
+
+    @staticmethod
+    def forward(ctx, x):
+        sign = x >= 0
+        x = x.abs()
+        tau = (x + torch.sqrt((8 - x**2).clamp(min=0))) / 2
+        tau = torch.where(tau <= x, torch.full_like(tau, 2.0), tau)
+        y = 0.25 * (tau - x).clamp(min=0) ** 2
+        ctx.save_for_backward(y)
+        return torch.where(sign, 1 - y, y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        g = y.sqrt()
+        return grad * g * (1 - y).sqrt() / (g + (1 - y).sqrt())
+
+
+@rows("an activation, nothing is normalised", modes=INFER)
+def entmoid(x):
+    """NODE's bin function"""
+    return Entmoid.apply(x)
+
+
+@rows("values are cut, nothing is normalised")
+def soft_threshold(x):
+    """relu(x - mean)"""
+    return torch.relu(x - x.mean(-1, keepdim=True)) ** 2
+
+
+@seen("the scores are also returned", pattern="entmax_attention")
+def scores_returned(q, k, v, mask):
+    """raw scores for a distillation loss"""
+    scores = q @ k.mT * SCALE
+    return entmax.entmax15(scores, dim=-1) @ v, scores
+
+
+@seen_rows("alpha 1 is softmax, and the package gives NaN", modes=INFER)
+def alpha_one(x):
+    """alpha = 1.0"""
+    return entmax.entmax_bisect(x, alpha=1.0)
+
+
+@rows("no family member", modes=INFER)
+def hard_max(x):
+    """one-hot of the maximum"""
+    return F.one_hot(x.argmax(-1), x.size(-1)).to(x.dtype)
+
+
+@seen("no gradient reaches queries and keys", modes=TRAIN, pattern="entmax_attention")
+def probabilities_without_gradient(q, k, v, mask):
+    """the attention pattern is computed under no_grad"""
+    with torch.no_grad():
+        attn = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return attn @ v
+
+
+@attention("softmax over what top-k keeps is another function", modes=INFER)
+def top_k_of_entmax(q, k, v, mask):
+    """entmax of the 3 largest scores only, scattered back"""
+    scores = q @ k.mT * SCALE
+    top = scores.topk(3, dim=-1)
+    p = torch.softmax(top.values, dim=-1)
+    return torch.zeros_like(scores).scatter(-1, top.indices, p) @ v
+
+
+@seen_rows("one is added to the power", modes=INFER)
+def cubed(x):
+    """the threshold of entmax15, cubed"""
+    z = x / 2
+    s = z.sort(-1, descending=True).values
+    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
+    mean = s.cumsum(-1) / n
+    delta = (1 - n * ((s * s).cumsum(-1) / n - mean**2)) / n
+    tau = mean - delta.clamp(min=0).sqrt()
+    size = (tau <= s).sum(-1, keepdim=True)
+    return torch.clamp(z - tau.gather(-1, size - 1), min=0) ** 3
+
+
+@seen_rows("the maximum less one is no threshold of these rows")
+def threshold_not_looked_for(x):
+    """relu(z - max + 1) ** 2, normalised"""
+    p = torch.relu(x - (x.amax(-1, keepdim=True) - 1)).square()
+    return p / p.sum(-1, keepdim=True)
+
+
+@seen(
+    "where changes the probabilities before they weigh the values",
+    inputs=lambda: (*qkv(), some_rows_without_keys()),
+    modes=INFER,
+)
+def another_mask_afterwards(q, k, v, dropped):
+    """scores lose the keys of one mask, probabilities those of another"""
+    scores = (q @ k.mT * SCALE).masked_fill(dropped[:, None], -1e9)
+    p = entmax.entmax15(scores, dim=-1)
+    return torch.where(dropped.mT[:, None], torch.zeros_like(p), p) @ v
+
+
+@seen(
+    "masked_fill changes the probabilities before they weigh the values",
+    inputs=lambda: (*qkv(), some_rows_without_keys()),
+    modes=INFER,
+)
+def a_weak_mask_and_the_same_afterwards(q, k, v, dropped):
+    """a fill that scores may lie below"""
+    scores = (q @ k.mT * 3e3).masked_fill(dropped[:, None], -1e3)
+    return entmax.entmax15(scores, dim=-1).masked_fill(dropped[:, None], 0.0) @ v
+
+
+@seen("keys that a bias drops are as low as those of the mask, which alone is put on again")
+def padding_added_and_the_triangle_afterwards(q, k, v, mask):
+    """left padding, whose first queries have no key but through the triangle's fill"""
+    pads = torch.zeros(B, 1, 1, L).masked_fill(~mask.flip(1)[:, None, None], -1e30)
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * SCALE + pads).masked_fill(later, -1e30)
+    return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
+
+
+@seen("padding is in what is learnt, too", inputs=lambda: (*qkv(), normal((H, L, L), 7)))
+def learned_biases_with_padding_in_them(q, k, v, bias):
+    """one sum of a table and of a mask, then the triangle twice"""
+    pads = torch.zeros(L).masked_fill(torch.arange(L) < 2, -1e30)
+    later = torch.ones(L, L, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * SCALE + (bias + pads)).masked_fill(later, -1e30)
+    return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
+
+
+@seen("div changes the probabilities: an epsilon that shows", modes=INFER)
+def divided_by_more_than_their_sum(q, k, v, mask):
+    """p / (sum + 1e-3)"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return p / (p.sum(-1, keepdim=True) + 1e-3) @ v
+
+
+@seen("the queries of one key sum to something else", modes=INFER)
+def divided_by_the_sum_over_queries(q, k, v, mask):
+    """weighted mean of slot attention"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return p / (p.sum(-2, keepdim=True) + 1e-8) @ v
+
+
+@seen(
+    "a row without a key is divided by zero",
+    inputs=lambda: (*qkv(), some_rows_without_keys()),
+    modes=INFER,
+)
+def empty_rows_divided_by_zero(q, k, v, dropped):
+    """NaN, where the operator gives zeros"""
+    p = entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped[:, None], -1e9), dim=-1)
+    p = p * ~dropped[:, None]
+    return p / p.sum(-1, keepdim=True) @ v
+
+
+@seen("the first key is dropped afterwards, in place", modes=INFER)
+def zeroed_in_place(q, k, v, mask):
+    """p[..., 0] = 0"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    p[..., 0] = 0
+    return p @ v
+
+
+@seen("the keys of the scores are gone where the values are read", modes=INFER)
+def keys_written_before_the_values(q, k, v, mask):
+    """k[:, :, 0] = 0 between the two products"""
+    k = k.clone()
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    k[:, :, 0] = 0
+    return p @ v, k
+
+
+@seen("scores may be below -1000", modes=INFER)
+def floor_that_scores_reach(q, k, v, mask):
+    """a floor that is no lowest number"""
+    return entmax.entmax15((q @ k.mT * SCALE).clamp(min=-1e3), dim=-1) @ v
+
+
+@seen("half a gradient", modes=TRAIN)
+def maximum_of_a_row_that_ties(q, k, v, mask):
+    """torch.max(scores + padding, finfo.min), finfo.min being what is added"""
+    low = torch.finfo(q.dtype).min
+    scores = q @ k.mT * SCALE + (1.0 - mask[:, None, None].to(q.dtype)) * low
+    return entmax.entmax15(torch.max(scores, torch.tensor(low)), dim=-1) @ v
+
+
+@seen("the bias has no floor", modes=TRAIN)
+def floored_mask_then_distances(q, k, v, mask):
+    """a floor, then a bias"""
+    scores = q @ k.mT * SCALE + torch.where(mask, 0.0, -torch.inf)[:, None, None]
+    scores = scores.clamp(min=torch.finfo(q.dtype).min)
+    return entmax.entmax15(scores - torch.arange(L, dtype=q.dtype), dim=-1) @ v
+
+
+@seen("finfo.min and -inf are both lifted to finfo.min", modes=INFER)
+def floor_of_two_masks(q, k, v, mask):
+    """one filled in, one added: twice finfo.min is -inf"""
+    low = torch.finfo(q.dtype).min
+    scores = (q @ k.mT * SCALE).masked_fill(torch.ones(L, L).triu(1).bool(), low)
+    scores = scores + (1.0 - mask[:, None, None].to(q.dtype)) * low
+    return entmax.entmax15(scores.clamp(min=low), dim=-1) @ v
+
+
+@seen(
+    "one query becomes seven",
+    modes=INFER,
+    inputs=lambda: (qkv()[0][:, :, :1].detach(), *qkv()[1:], some_rows_without_keys()[:1]),
+)
+def rows_spread_by_a_mask(q, k, v, dropped):
+    """scores [B, H, 1, L], a mask [1, 1, L, L]"""
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
+
+
+@seen("one sequence becomes two", modes=INFER, inputs=lambda: tuple(t[:1].detach() for t in qkv()))
+def sequences_spread_by_a_mask(q, k, v):
+    """the mask has a batch, queries and keys have none"""
+    keep = (torch.arange(k.size(2)) < torch.tensor([[7], [4]]))[:, None, None]
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, -1e9), dim=-1) @ v
+
+
+@seen("values and output projection in one einsum", modes=INFER)
+def three_in_one_einsum(q, k, v, mask):
+    """bhqk,bhkd,hde->bqe"""
+    out = torch.linspace(-1, 1, H * D * 3).view(H, D, 3)
+    return torch.einsum("bhqk,bhkd,hde->bqe", entmax.entmax15(q @ k.mT * SCALE, -1), v, out)
+
+
+@seen("keys are weighted behind the normalisation")
+def keys_gated(q, k, v, mask):
+    """one number a key"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1)
+    return (p * torch.linspace(0.1, 1.0, L)) @ v
+
+
+@seen("a quotient by the sums takes the heads' weights out again", modes=INFER)
+def weighted_and_normalised_again(q, k, v, mask):
+    """p * head_mask / sum"""
+    p = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * torch.linspace(0.5, 1.0, H).view(1, H, 1, 1)
+    return (p / p.sum(-1, keepdim=True)) @ v

@@ -1,0 +1,86 @@
+"""How a spelling is registered, and the small tensors that all of them use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from corpus.case import BOTH, Expectation, Group
+from corpus.case import INFER as INFER
+from corpus.case import TRAIN as TRAIN
+
+B, H, L, D = 2, 4, 7, 8
+E = H * D
+program = Group("entmax", pattern="entmax_attention").program
+
+
+def attention(
+    expect: Expectation = "rewrite",
+    why: str = "",
+    modes: Iterable[bool] = BOTH,
+    *,
+    inputs: Callable[[], tuple] | None = None,
+    **fields: Any,
+) -> Callable[[Callable], Callable]:
+    """Register `attend(q, k, v, mask)`; `inputs` makes other arguments than `qkv() + (keep(),)`."""
+
+    def register(attend: Callable[..., Any]) -> Callable:
+        def build() -> tuple:
+            return attend, (inputs() if inputs else (*qkv(), keep()))
+
+        build.__name__, build.__doc__ = attend.__name__, attend.__doc__
+        program(expect, why, modes, **fields)(build)
+        return attend
+
+    return register
+
+
+def rows(
+    expect: Expectation = "rewrite",
+    why: str = "",
+    modes: Iterable[bool] = BOTH,
+    *,
+    shape: tuple[int, ...] = (3, 5, 11),
+    **fields: Any,
+) -> Callable[[Callable], Callable]:
+    """Register `transform(x)`: probabilities alone, for the pattern `entmax`."""
+    return attention(
+        expect,
+        why,
+        modes,
+        inputs=lambda: (normal(shape, seed=3, scale=2.0),),
+        pattern="entmax",
+        **fields,
+    )
+
+
+def normal(
+    shape: Iterable[int], seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype).requires_grad_()
+
+
+def qkv(
+    heads: int = H, kv_heads: int | None = None, keys: int = L, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, H, Lq, D], [B, Hkv, Lk, D], [B, Hkv, Lk, D]; scores with a spread that leaves zeros."""
+    kv_heads = kv_heads or heads
+    return (
+        normal((B, heads, L, D), 1, 1.5, dtype),
+        normal((B, kv_heads, keys, D), 2, 1.5, dtype),
+        normal((B, kv_heads, keys, D), 4, 1.0, dtype),
+    )
+
+
+def hidden() -> Tensor:
+    """[B, L, E]"""
+    return normal((B, L, E), 5)
+
+
+def keep(keys: int = L) -> Tensor:
+    """[B, Lk], True at tokens; every row keeps some."""
+    return torch.arange(keys)[None, :] < torch.tensor([keys, keys - 3])[:, None]

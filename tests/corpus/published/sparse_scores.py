@@ -1,0 +1,421 @@
+"""Sparse scoring as public repositories and libraries write it, and its near misses.
+
+Written anew from the op sequence seen in the named source; nothing is copied. 30 documents, 20 terms, 3 queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from corpus.case import Group
+
+N, V, Q, K, T = 30, 20, 3, 5, 8
+GROUP = Group("published.sparse_scores", pattern="sparse_scores")
+
+
+def _matrix() -> Tensor:
+    g = torch.Generator().manual_seed(0)
+    return torch.rand(N, V, generator=g) * (torch.rand(N, V, generator=g) < 0.3)
+
+
+def queries() -> Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.rand(Q, V, generator=g) * (torch.rand(Q, V, generator=g) < 0.6)
+
+
+def one_query() -> tuple[Tensor]:
+    return (queries()[0],)
+
+
+def batch() -> tuple[Tensor]:
+    return (queries(),)
+
+
+def terms_of_one() -> tuple[Tensor, Tensor]:
+    q = queries()[0]
+    ids = q.nonzero().squeeze(-1)
+    return ids, q[ids]
+
+
+def padded_terms() -> tuple[Tensor, Tensor]:
+    top = queries().topk(T, dim=1)
+    return top.indices, top.values
+
+
+class Index(nn.Module):
+    """Postings (indptr, docs, vals), rows (crow, terms, dvals, row) and padded rows (ids, weights) of one matrix."""
+
+    def __init__(self, score: Callable[..., Any]):
+        super().__init__()
+        dense = _matrix()
+        by_row, by_term = dense.to_sparse_csr(), dense.t().contiguous().to_sparse_csr()
+        padded = dense.topk(int((dense > 0).sum(1).max()), dim=1)
+        postings = dense.t().topk(int((dense > 0).sum(0).max()), dim=1)
+        buffers = {
+            "indptr": by_term.crow_indices(),
+            "docs": by_term.col_indices(),
+            "vals": by_term.values(),
+            "crow": by_row.crow_indices(),
+            "terms": by_row.col_indices(),
+            "dvals": by_row.values(),
+            "row": torch.repeat_interleave(torch.arange(N), by_row.crow_indices().diff()),
+            "ids": padded.indices,
+            "weights": padded.values,
+            "dense": dense,
+            "pdocs": F.pad(postings.indices, (0, 1), value=N),
+            "pvals": F.pad(postings.values, (0, 1)),
+        }
+        for name, t in buffers.items():
+            self.register_buffer(name, t.detach().clone())
+        self.longest = int(by_term.crow_indices().diff().max())
+        self.starts = by_term.crow_indices().tolist()
+        self.score = score
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.score(self, *inputs)
+
+    def csr(self) -> Tensor:
+        return torch.sparse_csr_tensor(self.crow, self.terms, self.dvals, (N, V))
+
+
+def case(source: str, inputs: Callable[[], tuple], **fields: Any) -> Callable[[Callable], Callable]:
+    """Register `score(index, *inputs)`."""
+
+    def register(score: Callable) -> Callable:
+        GROUP.add(score.__name__, source, lambda: (Index(score), inputs()), **fields)
+        return score
+
+    return register
+
+
+def _lists(s: Index, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions [Q, T, P] of the posting lists of the terms, and which of them are real."""
+    start, length = s.indptr[ids], s.indptr[ids + 1] - s.indptr[ids]
+    at = torch.arange(s.longest, device=ids.device)
+    positions = (start.unsqueeze(-1) + at).clamp(max=s.docs.numel() - 1)
+    return positions, at < length.unsqueeze(-1)
+
+
+@case("GPUSparse batched scatter-add; BM25S padded scorer", padded_terms)
+def padded_scatter_add_end_to_end(s, ids, w):
+    positions, real = _lists(s, ids)
+    real = real & (w.unsqueeze(-1) > 0)
+    parts = torch.where(real, s.vals[positions] * w.unsqueeze(-1), 0.0)
+    key = s.docs[positions] + torch.arange(ids.size(0), device=ids.device).view(-1, 1, 1) * N
+    acc = torch.zeros(ids.size(0) * N).scatter_add_(0, key.reshape(-1), parts.reshape(-1))
+    return acc.view(ids.size(0), N).topk(K, dim=1)
+
+
+@case("the same with one row a query", padded_terms)
+def padded_scatter_add_by_row(s, ids, w):
+    positions, real = _lists(s, ids)
+    parts = (s.vals[positions] * w.unsqueeze(-1) * real).flatten(1)
+    rows = s.docs[positions].flatten(1)
+    return torch.zeros(ids.size(0), N).scatter_add(1, rows, parts).topk(K, dim=1)
+
+
+@case("ELLPACK rows, one query", one_query)
+def padded_rows_one_query(s, q):
+    return (q[s.ids] * s.weights).sum(-1).topk(K)
+
+
+@case("ELLPACK rows, einsum", batch)
+def padded_rows_einsum(s, q):
+    return torch.einsum("qnl,nl->qn", q[:, s.ids], s.weights).topk(K, dim=1)
+
+
+@case("thongnt99/lsr utils/sparse_rep.py (cross_dot)", batch)
+def lsr_cross_dot(s, q):
+    picked = q.gather(1, s.ids.view(1, -1).expand(q.size(0), -1)).view(q.size(0), N, -1)
+    return s.weights.unsqueeze(-2).bmm(picked.permute(1, 2, 0)).squeeze(1)
+
+
+@case("embedding_bag over the rows, the queries as its table", batch)
+def bags_of_rows(s, q):
+    bags = F.embedding_bag(
+        s.terms, q.t().contiguous(), offsets=s.crow[:-1], mode="sum", per_sample_weights=s.dvals
+    )
+    return bags.t().topk(K, dim=1)
+
+
+@case("einsum with an ellipsis for whatever comes first", batch)
+def padded_rows_einsum_ellipsis(s, q):
+    return torch.einsum("...nl,nl->...n", q[..., s.ids], s.weights)
+
+
+@case("two-step SPLADE: candidates of one query are scored again", one_query)
+def candidates_again(s, q):
+    some = torch.tensor([3, 7, 1, 20, 11])
+    return (q[s.ids[some]] * s.weights[some]).sum(-1).topk(3)
+
+
+@case("queries kept as counts of terms", lambda: ((queries() * 10).to(torch.int32),))
+def counted_terms(s, q):
+    return (q[:, s.ids].float() * s.weights).sum(-1).topk(K)
+
+
+@case("torch.index_add", one_query)
+def index_add_out_of_place(s, q):
+    return torch.index_add(torch.zeros(N), 0, s.row, q[s.terms] * s.dvals).topk(K)
+
+
+@case("index_add_ with sizes that change", one_query, dynamic=True)
+def index_add_dynamic(s, q):
+    return torch.zeros(N).index_add_(0, s.row, q[s.terms] * s.dvals).topk(K)
+
+
+@case("scatter_add over [Q, nnz]", batch)
+def scatter_add_batch(s, q):
+    rows = s.row.expand(Q, -1)
+    return torch.zeros(Q, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals).topk(K, dim=1)
+
+
+@case("scatter_reduce", one_query)
+def scatter_reduce_sum(s, q):
+    scores = torch.zeros(N).scatter_reduce(0, s.row, q[s.terms] * s.dvals, reduce="sum")
+    return scores.topk(K)
+
+
+@case("torch.segment_reduce", one_query)
+def segment_reduce_offsets(s, q):
+    return torch.segment_reduce(q[s.terms] * s.dvals, "sum", offsets=s.crow).topk(K)
+
+
+@case("prefix sums and their differences", one_query)
+def prefix_sum_differences(s, q):
+    sums = torch.cat([torch.zeros(1), (q[s.terms] * s.dvals).cumsum(0)])
+    return (sums[s.crow[1:]] - sums[s.crow[:-1]]).topk(K)
+
+
+@case("fp16 values", one_query, precision=torch.float16)
+def half_values(s, q):
+    values = s.dvals.half().to(q.dtype)
+    return torch.zeros(N).index_add_(0, s.row, q[s.terms] * values).topk(K)
+
+
+@case("BM25S: the scores of postings are computed beforehand, and only added up", padded_terms)
+def postings_of_weight_one(s, ids, w):
+    return torch.zeros(Q, N + 1).scatter_add_(1, s.pdocs[ids].flatten(1), s.pvals[ids].flatten(1))
+
+
+@case("postings looked up for all queries at once", padded_terms)
+def postings_looked_up_flat(s, ids, w):
+    docs = s.pdocs.index_select(0, ids.view(-1)).view(Q, -1)
+    parts = s.pvals.index_select(0, ids.view(-1)).view(Q, T, -1) * w.unsqueeze(-1)
+    acc = torch.zeros(Q, N + 1).scatter_add_(1, docs, parts.view(Q, -1))
+    return acc[:, :N].topk(K, dim=1)
+
+
+NEVER: dict[str, Any] = {"expect": "no_rewrite"}
+
+
+@case(
+    "a row more than queries",
+    padded_terms,
+    why="what is left is not [Q, N]",
+    **NEVER,
+)
+def postings_and_a_row_to_spare(s, ids, w):
+    acc = torch.zeros(Q + 1, N + 1)
+    return acc.scatter_add_(1, s.pdocs[ids].flatten(1), (s.pvals[ids] * w[..., None]).flatten(1))
+
+
+@case("a row more than queries", batch, why="what is left is not [Q, N]", **NEVER)
+def scatter_and_a_row_to_spare(s, q):
+    rows = s.row.expand(Q, -1)
+    return torch.zeros(Q + 1, N).scatter_add_(1, rows, q[:, s.terms] * s.dvals)
+
+
+@case("8-bit impacts in postings", padded_terms)
+def postings_of_eight_bits(s, ids, w):
+    parts = (s.pvals * 100).to(torch.int8)[ids].float() * w[..., None]
+    return torch.zeros(Q, N + 1).scatter_add_(1, s.pdocs[ids].flatten(1), parts.flatten(1))
+
+
+@case("8-bit products", lambda: ((queries() * 255).byte(),), why="they wrap", **NEVER)
+def products_of_eight_bits(s, q):
+    return (q[:, s.ids] * (s.weights * 255).byte()).float().sum(-1)
+
+
+@case("a selection of edges", lambda: (torch.arange(0, 40, 2),), why="no lists, no query", **NEVER)
+def weights_of_some_edges(s, some):
+    return torch.zeros(N).index_add_(0, s.row[some], s.dvals[some])
+
+
+MAYBE = "data-dependent sizes or slices break the graph"
+
+
+@case("ieeta-pt/SPARe backend_torch.py, term at a time", terms_of_one, expect="maybe", why=MAYBE)
+def spare_term_at_a_time(s, ids, w):
+    acc = torch.zeros(N)
+    for i, (a, b) in enumerate(zip(s.indptr[ids], s.indptr[ids + 1])):
+        acc.index_add_(0, s.docs[a:b], s.vals[a:b] * w[i])
+    return torch.topk(acc, k=K, dim=0)
+
+
+@case("BM25 scorer with constant terms", terms_of_one, expect="maybe", why="the query is constant")
+def term_at_a_time_constants(s, ids, w):
+    acc = torch.zeros(N)
+    for term, weight in ((3, 0.5), (7, 0.2), (11, 0.9)):
+        a, b = s.starts[term], s.starts[term + 1]
+        acc.index_add_(0, s.docs[a:b], s.vals[a:b] * weight)
+    return acc.topk(K)
+
+
+@case("BM25S on a GPU, compacted by a mask", padded_terms, expect="maybe", why=MAYBE)
+def compacted_by_mask(s, ids, w):
+    start, length = s.indptr[ids], s.indptr[ids + 1] - s.indptr[ids]
+    at = torch.arange(s.longest).view(1, 1, -1)
+    real = at < length.unsqueeze(-1)
+    flat = (start.unsqueeze(-1) + at)[real]
+    query = torch.arange(ids.size(0)).view(-1, 1, 1).expand_as(real)[real]
+    acc = torch.zeros(ids.size(0) * N)
+    acc.scatter_add_(
+        0, query * N + s.docs[flat], s.vals[flat] * w.unsqueeze(-1).expand_as(real)[real]
+    )
+    return acc.view(-1, N).topk(K, 1)
+
+
+@case(
+    "lsr sparse-sparse equality join", padded_terms, expect="maybe", why="a maximum over duplicates"
+)
+def equality_join(s, ids, w):
+    same = (ids[:, None, :, None] == s.ids[None, :, None, :]).to(w.dtype)
+    products = same * (w[:, None, :, None] * s.weights[None, :, None, :])
+    return products.max(-1).values.sum(-1).topk(K, dim=1)
+
+
+SPARSE = "sparse layouts never reach a graph"
+
+
+@case("torch.sparse.mm(csr, Q^T)", batch, expect="maybe", why=SPARSE)
+def sparse_mm(s, q):
+    return torch.sparse.mm(s.csr(), q.t()).t().topk(K, dim=1)
+
+
+@case("naver/bergen: the query made sparse", batch, expect="maybe", why=SPARSE)
+def bergen_sparse_query(s, q):
+    return torch.sparse.mm(q.to_sparse(), s.dense.t()).to_dense().topk(K, dim=1)
+
+
+@case("SPARe: a sparse query made dense", terms_of_one, expect="maybe", why=SPARSE)
+def spare_dense_query(s, ids, w):
+    q = torch.sparse_coo_tensor(ids.unsqueeze(0), w, (V,)).to_dense()
+    return torch.topk(s.csr() @ q, k=K)
+
+
+@case("dense retrieval", batch, why="a dense product", **NEVER)
+def dense_product(s, q):
+    return (q @ s.dense.t()).topk(K, dim=1)
+
+
+@case("message passing", lambda: (torch.randn(N, 4),), why="rows of features", **NEVER)
+def message_passing(s, x):
+    return torch.zeros(N, 4).index_add_(0, s.row, x[s.terms] * s.dvals[:, None])
+
+
+@case("mixture of experts", lambda: (torch.randn(6, 4),), why="rows of activations", **NEVER)
+def expert_combine(s, x):
+    tokens = torch.tensor([0, 1, 2, 0, 5, 3])
+    return torch.zeros(6, 4).index_add_(0, tokens, x * s.dvals[:6, None])
+
+
+@case("BM25 by the book", one_query, expect="maybe", why="no weight times query")
+def saturated_inside(s, q):
+    parts = s.vals * 2.2 / (s.vals + q[:1].abs() + s.docs)
+    return torch.zeros(N).index_add_(0, s.docs, parts).topk(K)
+
+
+@case("a second stage added to the first", one_query, why="the accumulator is not zero", **NEVER)
+def accumulate_into_prior(s, q):
+    return q.new_ones(N).index_add_(0, s.row, q[s.terms] * s.dvals).topk(K)
+
+
+class Biases(nn.Module):
+    """The linear part of a factorization machine: one weight a feature, of which one entry or other is special."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(2)
+        self.weight = nn.Embedding(V, 1, **options)
+        self.register_buffer("ids", torch.randint(0, V, (N, T), generator=g))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return (self.weight(self.ids) * values.unsqueeze(-1)).sum(1)
+
+
+class Squeezed(Biases):
+    """The axis of its single query is dropped before the sum."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return (self.weight(self.ids).squeeze(-1) * values).sum(-1)
+
+
+def _features() -> tuple[Tensor]:
+    return (torch.rand(N, T, generator=torch.Generator().manual_seed(3)),)
+
+
+for _option, _why in (
+    ({"padding_idx": 0}, "one entry gets no gradient"),
+    ({"scale_grad_by_freq": True}, "the gradient is divided by how often an entry is read"),
+):
+    GROUP.add(
+            f"embedding_with_{next(iter(_option))}", "recsys: linear part of DeepFM, xDeepFM, wide & deep",
+            lambda option=_option: (Biases(**option), _features()),
+            "no_rewrite", _why, training=True,
+        )  # fmt: skip
+for _training in (False, True):
+    GROUP.add(
+            "linear_part_squeezed" + ("__train" if _training else "__infer"), "recsys: linear part of DeepFM",
+            lambda: (Squeezed(), _features()), training=_training,
+        )  # fmt: skip
+GROUP.add(
+        "embedding_with_padding_idx__infer", "the same, served: padding_idx is about gradients alone",
+        lambda: (Biases(padding_idx=0), _features()),
+    )  # fmt: skip
+
+
+class ReusedBuffer(Index):
+    """The accumulator is allocated once and kept."""
+
+    def __init__(self, score: Callable[..., Any]):
+        super().__init__(score)
+        self.register_buffer("scores", torch.ones(N))
+
+
+def _reused(s: Any, q: Tensor) -> Any:
+    s.scores.zero_()
+    s.scores.index_add_(0, s.row, q[s.terms] * s.dvals)
+    return s.scores.topk(K)
+
+
+GROUP.add(
+        "accumulator_kept_in_a_buffer", "GPU BM25 scorers that allocate their scores once",
+        lambda: (ReusedBuffer(_reused), one_query()),
+        "no_rewrite", "whoever reads the buffer later wants the scores in it",
+    )  # fmt: skip
+
+
+class Learnt(nn.Module):
+    """Document weights with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        top = _matrix().topk(9, dim=1)
+        self.register_buffer("ids", top.indices.clone())
+        self.weights = nn.Parameter(top.values.clone())
+
+    def forward(self, q: Tensor) -> Tensor:
+        return (q[:, self.ids] * self.weights).sum(-1)
+
+
+GROUP.add(
+        "learnt_document_weights", "training of document weights",
+        lambda: (Learnt(), (queries().requires_grad_(),)),
+        "no_rewrite", "gradients of the weights", training=True,
+    )  # fmt: skip

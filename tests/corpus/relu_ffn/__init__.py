@@ -1,0 +1,28 @@
+"""Spellings of the ReLU feed-forward block written before its recogniser, and near misses.
+
+`rewrite` means that a user would be disappointed without it and that it is exact: two linear maps
+with an activation between them that is zero for most inputs, and nothing else that reads it but a
+sparsity statistic. `no_rewrite` is not such a block, or somebody needs the dense activations.
+"""
+
+from corpus.relu_ffn import (
+    activations,
+    adapters,
+    layouts,
+    models,
+    near_misses,
+    stacked,
+    statistics,
+    tokens,
+)
+
+__all__ = [
+    "activations",
+    "adapters",
+    "layouts",
+    "models",
+    "near_misses",
+    "stacked",
+    "statistics",
+    "tokens",
+]

@@ -1,0 +1,483 @@
+"""What stands between the projections: the many ways to write a rectifier and its product."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.relu_ffn.registry import INFER, TRAIN, Block, N, block, program, tokens
+
+
+@block()
+def relu_times_up(x, m):
+    """The gated block of Llama with hidden_act="relu"."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(bias=True)
+def up_times_relu(x, m):
+    """The factors in the other order, with biases."""
+    return m.down(m.up(x) * torch.relu(m.gate(x)))
+
+
+@block(bias=True)
+def leaky_without_a_slope(x, m):
+    """LeakyReLU(0.0), as a configuration has it"""
+    return m.down(F.leaky_relu(m.gate(x), negative_slope=0.0) * m.up(x))
+
+
+@block(bias=True)
+def plain(x, m):
+    """Vaswani et al.: max(0, x W1 + b1) W2 + b2."""
+    return m.down(m.act(m.up(x)))
+
+
+@block()
+def relu_method_with_residual(x, m):
+    """A pre-norm layer: x + ffn(norm(x))."""
+    h = m.norm(x)
+    return x + m.down(m.gate(h).relu().mul(m.up(h)))
+
+
+@block()
+def relu_in_place(x, m):
+    """F.relu(..., inplace=True)"""
+    return m.down(F.relu(m.gate(x), inplace=True) * m.up(x))
+
+
+@block()
+def product_in_place(x, m):
+    """h = up; h *= relu(gate)"""
+    h = m.up(x)
+    h *= torch.relu(m.gate(x))
+    return m.down(h)
+
+
+@block(modes=INFER)
+def all_in_place(x, m):
+    """relu_ and mul_ as statements."""
+    h = m.gate(x)
+    h.relu_()
+    h.mul_(m.up(x))
+    return m.down(h)
+
+
+@block()
+def clamp_min(x, m):
+    """clamp(min=0)"""
+    return m.down(m.gate(x).clamp(min=0) * m.up(x))
+
+
+@block()
+def maximum_with_zeros(x, m):
+    """torch.maximum(g, zeros_like(g))"""
+    g = m.gate(x)
+    return m.down(torch.maximum(g, torch.zeros_like(g)) * m.up(x))
+
+
+@block()
+def where_positive(x, m):
+    """torch.where(g > 0, g, 0)"""
+    g = m.gate(x)
+    return m.down(torch.where(g > 0, g, 0.0) * m.up(x))
+
+
+@block()
+def times_its_sign_mask(x, m):
+    """g * (g > 0)"""
+    g = m.gate(x)
+    return m.down(g * (g > 0) * m.up(x))
+
+
+@block(modes=INFER)
+def half_the_sum_with_the_absolute_value(x, m):
+    """(g + |g|) / 2, whose gradient at 0 is another than the rectifier's."""
+    g = m.gate(x)
+    return m.down((g + g.abs()) / 2 * m.up(x))
+
+
+@block(modes=INFER)
+def half_the_absolute_value_first(x, m):
+    u = m.up(x)
+    return m.down(0.5 * (torch.abs(u) + u))
+
+
+@block("no_rewrite", "of another projection", modes=INFER)
+def absolute_value_of_the_other(x, m):
+    return m.down(F.relu(m.gate(x) + m.up(x).abs()))
+
+
+@block()
+def masked_fill_negative(x, m):
+    """g.masked_fill(g <= 0, 0)"""
+    g = m.gate(x)
+    return m.down(g.masked_fill(g <= 0, 0.0) * m.up(x))
+
+
+@block()
+def square_by_power(x, m):
+    """Primer, Nemotron: relu(x) ** 2"""
+    return m.down(F.relu(m.up(x)) ** 2)
+
+
+@block()
+def square_by_name(x, m):
+    """relu(x).square()"""
+    return m.down(torch.square(F.relu(m.up(x))))
+
+
+@block()
+def square_by_pow(x, m):
+    """torch.pow(relu(x), 2)"""
+    return m.down(torch.pow(torch.relu(m.up(x)), 2))
+
+
+@block(bias=True)
+def square_by_itself(x, m):
+    """r * r"""
+    r = F.relu(m.up(x))
+    return m.down(r * r)
+
+
+@block()
+def cube_by_itself(x, m):
+    """h * h * h: a product of a product"""
+    h = F.relu(m.up(x))
+    return m.down(h * h * h)
+
+
+@block()
+def elu_of_nothing(x, m):
+    """ELU with alpha 0, which is ReLU"""
+    return m.down(F.elu(m.gate(x), alpha=0.0) * m.up(x))
+
+
+@block()
+def square_in_place(x, m):
+    """r.mul_(r) in inference, r.mul(r) else: here without writing."""
+    r = F.relu(m.up(x))
+    return m.down(r.mul(r))
+
+
+@block()
+def rectified_times_raw(x, m):
+    """relu(u) * u, which is relu(u) ** 2"""
+    u = m.up(x)
+    return m.down(F.relu(u) * u)
+
+
+@block()
+def gated_square(x, m):
+    """relu(g) ** 2 * u"""
+    return m.down(F.relu(m.gate(x)).pow(2) * m.up(x))
+
+
+@block(bias=True)
+def drelu(x, m):
+    """TurboSparse: both factors are rectified."""
+    return m.down(F.relu(m.gate(x)) * F.relu(m.up(x)))
+
+
+@block()
+def threshold_function(x, m):
+    """FATReLU: F.threshold(g, t, 0)"""
+    return m.down(F.threshold(m.gate(x), 0.1, 0.0) * m.up(x))
+
+
+@block()
+def threshold_by_mask(x, m):
+    """g where it exceeds t"""
+    g = m.gate(x)
+    return m.down(g * (g > 0.2).to(g.dtype) * m.up(x))
+
+
+@block()
+def threshold_by_where(x, m):
+    """where(g > t, g, 0)"""
+    g = m.gate(x)
+    return m.down(torch.where(g > 0.05, g, torch.zeros_like(g)) * m.up(x))
+
+
+@block()
+def shifted_relu(x, m):
+    """ReLU Strikes Back: relu(x - 1)"""
+    return m.down(torch.relu(m.up(x) - 0.3))
+
+
+@block()
+def relu6(x, m):
+    """A rectifier with a ceiling."""
+    return m.down(F.relu6(m.up(x)))
+
+
+@block()
+def scaled_after(x, m):
+    """A constant factor after the product."""
+    return m.down(F.relu(m.gate(x)) * m.up(x) * 0.5)
+
+
+@block()
+def sigmoid_up(x, m):
+    """A squashed second factor; the first one is zero all the same."""
+    return m.down(F.relu(m.gate(x)) * torch.sigmoid(m.up(x)))
+
+
+@block()
+def scaled_before(x, m):
+    """relu(c * g)"""
+    return m.down(torch.relu(m.gate(x) * 0.25) * m.up(x))
+
+
+@block(modes=TRAIN)
+def dropout_of_zero(x, m):
+    """F.dropout with p = 0, as a config without dropout leaves it."""
+    return m.down(F.dropout(F.relu(m.up(x)), 0.0, m.training))
+
+
+@block(modes=INFER)
+def dropout_in_eval(x, m):
+    """nn.Dropout in eval mode."""
+    return m.down(m.drop(F.relu(m.up(x))))
+
+
+@block(dtype=torch.bfloat16, precision=torch.bfloat16)
+def bfloat16(x, m):
+    """bf16 weights and inputs."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(autocast=torch.bfloat16, precision=torch.bfloat16, bias=True)
+def autocast(x, m):
+    """fp32 weights under bf16 autocast."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(autocast=torch.bfloat16, precision=torch.bfloat16)
+def autocast_square(x, m):
+    """relu squared under autocast."""
+    return m.down(F.relu(m.up(x)).square())
+
+
+@block(dynamic=True)
+def dynamic_shapes(x, m):
+    """dynamic=True"""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+class Scaled(Block):
+    """A block whose neurons have a learned scale each, of either sign."""
+
+    def __init__(self, forward):
+        super().__init__(forward)
+        self.scale = nn.Parameter(torch.randn(N, generator=torch.Generator().manual_seed(38)))
+
+
+def scaled(*args, **kwargs):
+    """Register `forward(x, m)` as `block` does, with `m.scale` [N]."""
+
+    def register(forward):
+        def build():
+            return Scaled(forward), (tokens(),)
+
+        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
+        program(*args, **kwargs)(build)
+        return forward
+
+    return register
+
+
+@scaled()
+def neuron_scale(x, m):
+    """One learned factor a neuron after the rectifier."""
+    return m.down(F.relu(m.up(x)) * m.scale)
+
+
+@scaled()
+def ia3(x, m):
+    """(IA)^3 of peft: the input of the down projection times a learned vector."""
+    return m.down(F.relu(m.gate(x)) * m.up(x) * m.scale.view(1, -1))
+
+
+@scaled()
+def scale_in_one_factor(x, m):
+    """The scale stands in the second of two factors of one projection."""
+    u = m.up(x)
+    return m.down(u * (F.relu(u) * m.scale))
+
+
+@scaled()
+def rectified_times_shifted(x, m):
+    """One projection, a bias of its own in either factor."""
+    u = m.up(x)
+    return m.down(F.relu(u) * (u + m.scale))
+
+
+@scaled()
+def rectified_of_scaled(x, m):
+    """One projection, a scale inside the rectifier alone, as the magnitudes of a gated sparse autoencoder have it."""
+    u = m.up(x)
+    return m.down(F.relu(u * m.scale) * u)
+
+
+@scaled()
+def rectified_twice_with_one_bias(x, m):
+    """relu(u + b) * (u + b), the sum written twice"""
+    u = m.up(x)
+    return m.down(F.relu(u + m.scale) * (u + m.scale))
+
+
+@scaled()
+def shifted_in_place_between(x, m):
+    """u += b between the rectifier and the product"""
+    u = m.up(x).clone()
+    r = F.relu(u)
+    u += m.scale
+    return m.down(r * u)
+
+
+@scaled(modes=TRAIN)
+def statistic_of_the_factor_without_a_bias(x, m):
+    """The L1 term reads the rectified factor of two that differ by a bias."""
+    u = m.up(x)
+    h = F.relu(u)
+    return m.down(h * (u + m.scale)), h.abs().mean()
+
+
+@scaled()
+def neuron_divisor(x, m):
+    """Divided by the norm of every neuron's dictionary row, as a sparse autoencoder may."""
+    return m.down(F.relu(m.up(x)) / m.scale)
+
+
+@scaled(modes=TRAIN)
+def statistic_before_the_scale(x, m):
+    """The L1 term reads what has no scale yet."""
+    h = F.relu(m.up(x))
+    return m.down(h * m.scale), h.abs().mean()
+
+
+@scaled("no_rewrite", "the operator's statistics are of what has no scale", TRAIN)
+def statistic_after_the_scale(x, m):
+    """The L1 term reads scaled activations."""
+    h = F.relu(m.up(x)) * m.scale
+    return m.down(h), h.abs().mean()
+
+
+@scaled("no_rewrite", "a shift makes every neuron active")
+def neuron_shift(x, m):
+    """A learned shift after the rectifier."""
+    return m.down(F.relu(m.up(x)) + m.scale)
+
+
+class Zeroed(Block):
+    """A gate that starts at zero, so that its outputs are exactly 0: what learns from there?"""
+
+    def __init__(self, forward):
+        super().__init__(forward)
+        nn.init.zeros_(self.gate.weight)
+
+
+AT_ZERO = {
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "clamp": lambda g: g.clamp(min=0),
+    "hardtanh": lambda g: F.hardtanh(g, 0.0, 5.0),
+    "times_from_zero_on": lambda g: g * (g >= 0),
+    "times_beyond_zero": lambda g: g * (g > 0),
+    "where_from_zero_on": lambda g: torch.where(g >= 0, g, 0.0),
+    "filled_below_zero": lambda g: g.masked_fill(g < 0, 0.0),
+    "detached_condition": lambda g: g * (g >= 0).detach(),
+}
+for name, act in AT_ZERO.items():
+
+    def build(act=act):
+        """The gradient where the gate is exactly zero is PyTorch's of this spelling."""
+        return Zeroed(lambda x, m: m.down(act(m.gate(x)) * m.up(x))), (tokens(),)
+
+    build.__name__ = f"zeroed_gate_{name}"
+    program(modes=TRAIN, pattern="relu_ffn")(build)
+
+
+@block()
+def capped_before_the_rectifier(x, m):
+    """gpt-oss's clamp of the gate, with relu"""
+    return m.down(F.relu(m.gate(x).clamp(max=7.0)) * (m.up(x) + 1))
+
+
+@block()
+def softly_capped_before_the_rectifier(x, m):
+    """Gemma's soft cap, 30 * tanh(z / 30): what is below 0 stays there"""
+    return m.down(F.relu(30 * torch.tanh(m.gate(x) / 30)) * m.up(x))
+
+
+@block(bias=True)
+def half_less_than_a_sigmoid(x, m):
+    """above a half only"""
+    return m.down(F.relu(torch.sigmoid(m.up(x)) - 0.5))
+
+
+@block(bias=True)
+def product_times_its_mask(x, m):
+    """g * u * (g > 0): the mask comes last"""
+    g = m.gate(x)
+    return m.down(g * m.up(x) * (g > 0))
+
+
+@block()
+def product_filled_below_a_number(x, m):
+    """(g * u).masked_fill(g <= 0.25, 0)"""
+    g = m.gate(x)
+    return m.down((g * m.up(x)).masked_fill(g <= 0.25, 0.0))
+
+
+@block()
+def product_where_either_is_positive(x, m):
+    """dReLU by a mask for each factor"""
+    g, u = m.gate(x), m.up(x)
+    return m.down(torch.where((g > 0), g * u, 0.0) * (u >= 0))
+
+
+@block()
+def odd_function_of_the_gate_times_its_mask(x, m):
+    """tanh(g) * u * (g > 0.1): 0 at 0, so that what is masked is made of 0"""
+    g = m.gate(x)
+    return m.down(torch.tanh(g) * m.up(x) * (g > 0.1).to(x.dtype))
+
+
+@block("no_rewrite", "two functions of one projection")
+def exponential_times_its_mask(x, m):
+    """exp(0) is not 0"""
+    g = m.gate(x)
+    return m.down(torch.exp(g) * m.up(x) * (g > 0.1))
+
+
+@block()
+def product_assigned_where_negative(x, m):
+    """h = g * u; h[g < 0] = 0"""
+    g = m.gate(x)
+    h = g * m.up(x)
+    h[g < 0] = 0.0
+    return m.down(h)
+
+
+@block()
+def mask_of_a_detached_gate(x, m):
+    """the comparison reads g.detach()"""
+    g = m.gate(x)
+    return m.down(torch.where(g.detach() > 0, g, 0.0) * m.up(x))
+
+
+@block("no_rewrite", "also read by mean")
+def detached_gate_read_beside_its_mask(x, m):
+    """a statistic of what the mask is made of"""
+    g = m.gate(x)
+    d = g.detach()
+    return m.down(g * (d > 0) * m.up(x)), d.mean()
+
+
+@block()
+def product_by_einsum(x, m):
+    """einsum as a product of numbers, with a vector too"""
+    h = torch.einsum("...n,...n->...n", F.relu(m.gate(x)), m.up(x))
+    return m.down(torch.einsum("bsn,n->bsn", h, torch.linspace(0.5, 1.5, N, device=x.device)))

@@ -1,0 +1,200 @@
+"""Adapters beside the projections of a block (LoRA: W x + s B (A x)), and other sums of linear maps."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.case import BOTH, INFER, TRAIN
+from corpus.relu_ffn.registry import Block, K, N, program, tokens
+
+RANK = 4
+
+
+class Adapted(nn.Module):
+    """gate(x), up(x) and down(h) are layers with an adapter each, as peft's `lora.Linear` computes them."""
+
+    def __init__(self, forward, frozen, bias, dropout=0.0, scaling=2.0, adapts="gate up down"):
+        super().__init__()
+        self.block, self._forward, self._scaling = Block(forward, bias), forward, scaling
+        self.block.requires_grad_(not frozen)
+        sizes = {"gate": (K, N), "up": (K, N), "down": (N, K)}
+        adapted = [name for name in sizes if name in adapts]
+        self.a = nn.ModuleDict({n: nn.Linear(sizes[n][0], RANK, bias=False) for n in adapted})
+        self.b = nn.ModuleDict({n: nn.Linear(RANK, sizes[n][1], bias=False) for n in adapted})
+        self.drop = nn.Dropout(dropout) if dropout else nn.Identity()
+
+    def forward(self, x):
+        return self._forward(x, self)
+
+    def _layer(self, name, x):
+        result = getattr(self.block, name)(x)
+        if name in self.a:
+            result = result + self.b[name](self.a[name](self.drop(x))) * self._scaling
+        return result
+
+    def gate(self, x):
+        return self._layer("gate", x)
+
+    def up(self, x):
+        return self._layer("up", x)
+
+    def down(self, x):
+        return self._layer("down", x)
+
+
+def adapted(expect="rewrite", why="", modes=BOTH, *, frozen=True, bias=False, fields=None, **given):
+    """Register `forward(x, m)` of an `Adapted`."""
+
+    def register(forward):
+        def build():
+            return Adapted(forward, frozen, bias, **given), (tokens(),)
+
+        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
+        program(expect, why, modes, **(fields or {}))(build)
+        return forward
+
+    return register
+
+
+@adapted(bias=True)
+def lora_everywhere(x, m):
+    """Frozen weights, an adapter for each of the three."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@adapted(frozen=False)
+def lora_where_all_weights_learn(x, m):
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@adapted(adapts="gate")
+def lora_of_the_gate(x, m):
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@adapted(adapts="up", scaling=1.0, bias=True)
+def lora_of_a_squared_block(x, m):
+    return m.down(F.relu(m.up(x)).square())
+
+
+@adapted(adapts="down", scaling=0.5)
+def lora_of_the_down_projection(x, m):
+    return x + m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@adapted(fields={"autocast": torch.bfloat16})
+def lora_under_autocast(x, m):
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@adapted("maybe", "dynamic=True makes a symbol of the scaling, too", fields={"dynamic": True})
+def lora_of_any_number_of_tokens(x, m):
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@adapted(adapts="gate up", dropout=0.3, modes=INFER)
+def lora_with_dropout_in_eval(x, m):
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@adapted()
+def lora_and_an_l1_term(x, m):
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), h.abs().mean()
+
+
+@adapted(adapts="gate up")
+def lora_of_flattened_tokens(x, m):
+    t = x.flatten(0, 1)
+    return m.down((F.relu(m.gate(t)) * m.up(t)).view(*x.shape[:2], N))
+
+
+@adapted("no_rewrite", "the dropout of its input is active", TRAIN, adapts="down", dropout=0.3)
+def lora_of_dropped_activations(x, m):
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+class _Two(nn.Module):
+    """A block of whose projections one is a sum."""
+
+    def __init__(self, forward, frozen=False):
+        super().__init__()
+        self.block, self._forward = Block(forward, bias=True), forward
+        self.block.requires_grad_(not frozen)
+        self.a, self.b = nn.Linear(K, RANK, bias=False), nn.Linear(RANK, N)
+        self.d, self.e = nn.Linear(N, RANK, bias=False), nn.Linear(RANK, K, bias=False)
+        self.c, self.scale = nn.Linear(K, N), nn.Parameter(torch.rand(N) + 0.5)
+
+    def forward(self, x):
+        return self._forward(x, self, self.block)
+
+
+def two(expect="rewrite", why="", modes=BOTH, frozen=False):
+    def register(forward):
+        def build():
+            return _Two(forward, frozen), (tokens(),)
+
+        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
+        program(expect, why, modes)(build)
+        return forward
+
+    return register
+
+
+@two()
+def conditioned_on_other_tokens(x, m, block):
+    """relu(W x + V t): a hidden state, or what a layer is conditioned on."""
+    return block.down(F.relu(block.gate(x) + m.c(x.flip(1))))
+
+
+@two()
+def adapter_in_front(x, m, block):
+    return block.down(F.relu(m.b(m.a(x)) / 2 + block.gate(x)) * block.up(x))
+
+
+@two()
+def adapter_that_is_taken_off(x, m, block):
+    return block.down(F.relu(block.gate(x) - m.b(m.a(x))) * block.up(x))
+
+
+@two(frozen=True)
+def two_adapters(x, m, block):
+    """Of one projection, of which the second has no low rank."""
+    return block.down(F.relu(block.gate(x) + m.b(m.a(x)) + 0.5 * m.c(x)) * block.up(x))
+
+
+@two(frozen=True)
+def learned_scale_of_an_adapted_gate(x, m, block):
+    """The scale becomes part of frozen weights, whose gradient is the scale's then."""
+    return block.down(F.relu((block.gate(x) + m.b(m.a(x))) * m.scale) * block.up(x))
+
+
+@two(frozen=True)
+def learned_scale_of_an_adapted_hidden(x, m, block):
+    h = F.relu(block.gate(x)) * block.up(x) * m.scale
+    return block.down(h) + m.e(m.d(h))
+
+
+@two("no_rewrite", "what is added is no linear map")
+def adapter_with_an_activation(x, m, block):
+    return block.down(F.relu(block.gate(x) + torch.tanh(m.b(m.a(x)))) * block.up(x))
+
+
+@two("no_rewrite", "both projections are sums, of no common input")
+def sums_of_different_inputs(x, m, block):
+    return block.down(F.relu(block.gate(x) + m.b(m.a(x))) * (block.up(x + 1) + m.c(x.flip(1))))
+
+
+@two("no_rewrite", "somebody else projects the activations")
+def second_projection(x, m, block):
+    h = F.relu(block.gate(x)) * block.up(x)
+    return block.down(h), m.d(h)
+
+
+@two("no_rewrite", "what the adapter computes is also returned")
+def adapter_that_is_watched(x, m, block):
+    h = F.relu(block.gate(x)) * block.up(x)
+    t = m.d(h)
+    return block.down(h) + m.e(t), t

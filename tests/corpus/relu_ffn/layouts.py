@@ -1,0 +1,330 @@
+"""Where the weights are and how the tokens lie."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.relu_ffn.registry import B, K, N, S, block, program, tokens, weight
+
+
+class Fused(nn.Module):
+    """One projection makes gate and up."""
+
+    def __init__(self, split, bias: bool = False):
+        super().__init__()
+        torch.manual_seed(34)
+        self.gate_up, self.down = nn.Linear(K, 2 * N, bias=bias), nn.Linear(N, K, bias=bias)
+        self.split = split
+
+    def forward(self, x):
+        gate, up = self.split(self.gate_up(x))
+        return self.down(F.relu(gate) * up)
+
+
+def fused(name, doc, split, **kwargs):
+    def build():
+        return Fused(split, **kwargs), (tokens(),)
+
+    build.__name__, build.__doc__ = name, doc
+    program()(build)
+
+
+fused("fused_chunk", "chunk(2, -1)", lambda z: z.chunk(2, dim=-1))
+fused("fused_split", "split(N, -1)", lambda z: torch.split(z, N, dim=-1), bias=True)
+fused("fused_split_sizes", "split([N, N], -1)", lambda z: z.split([N, N], dim=-1))
+fused("fused_slices", "[..., :N] and [..., N:]", lambda z: (z[..., :N], z[..., N:]), bias=True)
+fused("fused_swapped", "the second half is the gate", lambda z: z.chunk(2, dim=-1)[::-1])
+fused("fused_interleaved", "even and odd columns", lambda z: (z[..., ::2], z[..., 1::2]), bias=True)
+fused("fused_unbind", "unflatten, then unbind", lambda z: z.unflatten(-1, (2, N)).unbind(-2))
+fused(
+    "fused_view_select",
+    "view(..., 2, N)",
+    lambda z: (z.view(B, S, 2, N)[:, :, 0], z.view(B, S, 2, N)[:, :, 1]),
+)
+fused("fused_pairs", "view(..., N, 2)", lambda z: z.view(B, S, N, 2).unbind(-1))
+fused("fused_halves_first", "permute(2, 0, 1, 3)", lambda z: z.view(B, S, 2, N).permute(2, 0, 1, 3))
+fused(
+    "fused_pairs_first",
+    "movedim(-1, 0), copied",
+    lambda z: z.unflatten(-1, (N, 2)).movedim(-1, 0).contiguous().unbind(0),
+    bias=True,
+)
+fused("fused_dsplit", "dsplit", lambda z: torch.dsplit(z, 2))
+fused(
+    "fused_hsplit",
+    "hsplit of flattened tokens",
+    lambda z: [t.view(B, S, N) for t in z.view(B * S, 2 * N).hsplit([N])],
+)
+fused("fused_narrow", "narrow", lambda z: (z.narrow(-1, 0, N), z.narrow(-1, N, N)))
+
+
+@program()
+def bare_matmul():
+    """x @ W, weights stored [K, N] as JAX ports do."""
+    return (
+        lambda x, g, u, d: (torch.relu(x @ g) * (x @ u)) @ d,
+        (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36)),
+    )
+
+
+@program()
+def einsum_blocks():
+    """einsum, T5X style."""
+
+    def ffn(x, g, u, d):
+        h = torch.relu(torch.einsum("bsk,kn->bsn", x, g)) * torch.einsum("bsk,kn->bsn", x, u)
+        return torch.einsum("bsn,nk->bsk", h, d)
+
+    return ffn, (tokens(), weight(K, N), weight(K, N, seed=35), weight(N, K, seed=36))
+
+
+@program()
+def transposed_functional():
+    """F.linear with transposed parameters and a bias added by hand."""
+
+    def ffn(x, w, b, d):
+        return F.linear(F.relu(F.linear(x, w.t()) + b), d.T)
+
+    return ffn, (tokens(), weight(K, N), weight(N, seed=35), weight(N, K, seed=36))
+
+
+@program()
+def conv1d_of_gpt2():
+    """transformers' Conv1D: view, addmm, view."""
+
+    class Conv1D(nn.Module):
+        def __init__(self, nf, nx, seed):
+            super().__init__()
+            self.nf = nf
+            self.weight = nn.Parameter(weight(nx, nf, seed=seed).detach())
+            self.bias = nn.Parameter(weight(nf, seed=seed + 1).detach())
+
+        def forward(self, x):
+            size = x.size()[:-1] + (self.nf,)
+            return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(size)
+
+    return nn.Sequential(Conv1D(N, K, 41), nn.ReLU(), Conv1D(K, N, 43)), (tokens(),)
+
+
+@program()
+def addmm_of_a_residual():
+    """The residual is what addmm adds."""
+
+    def ffn(x, b, w, d):
+        x = x.flatten(0, 1)
+        return torch.addmm(x, torch.relu(torch.addmm(b, x, w)), d)
+
+    return ffn, (tokens(), weight(N, seed=35), weight(K, N), weight(N, K, seed=36))
+
+
+@program()
+def addmm_with_numbers():
+    """alpha and beta, and a bias that was expanded."""
+
+    def ffn(x, b, w, c, d):
+        x = x.flatten(0, 1)
+        h = torch.relu(torch.addmm(b.expand(B * S, N), x, w, beta=2.0, alpha=0.5))
+        return torch.addmm(c[None], h, d, beta=0.5, alpha=-4.0)
+
+    biases = weight(N, seed=35), weight(K, seed=37)
+    return ffn, (tokens(), biases[0], weight(K, N), biases[1], weight(N, K, seed=36))
+
+
+@program()
+def baddbmm_of_shared_weights():
+    """baddbmm, one weight for the batch; the result is added to its input."""
+
+    def ffn(x, b, w, d):
+        h = torch.baddbmm(b, x, w.expand(B, K, N)).relu()
+        return torch.baddbmm(x, h, d.expand(B, N, K), beta=0.5)
+
+    return ffn, (tokens(), weight(N, seed=35), weight(K, N), weight(N, K, seed=36))
+
+
+@program("no_rewrite", "the two share a tensor")
+def addmm_of_its_own_activations():
+    """h + relu(h) D"""
+
+    def ffn(x, w, d):
+        h = x.flatten(0, 1) @ w
+        return torch.addmm(h, torch.relu(h), d)
+
+    return ffn, (tokens(), weight(K, N), weight(N, N, seed=36))
+
+
+@program()
+def sequential():
+    """nn.Sequential with an in-place ReLU and a Dropout that is off."""
+    torch.manual_seed(37)
+    return nn.Sequential(
+        nn.Linear(K, N), nn.ReLU(inplace=True), nn.Dropout(0.0), nn.Linear(N, K)
+    ), (tokens(),)
+
+
+@program()
+def convolutions_of_width_one():
+    """Position-wise feed-forward as two 1x1 convolutions over [B, K, S]."""
+
+    class Convolutions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(38)
+            self.w_1, self.w_2 = nn.Conv1d(K, N, 1), nn.Conv1d(N, K, 1)
+
+        def forward(self, x):
+            return self.w_2(F.relu(self.w_1(x.transpose(1, 2)))).transpose(1, 2)
+
+    return Convolutions(), (tokens(),)
+
+
+@program()
+def other_output_width():
+    """The down projection goes somewhere else than the input came from."""
+    torch.manual_seed(39)
+    return nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, 5)), (tokens(),)
+
+
+@block(shape=(7, K))
+def two_dimensional(x, m):
+    """[M, K]"""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block(shape=(B, 3, S, K), bias=True)
+def four_dimensional(x, m):
+    """[B, 3, S, K]"""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@block()
+def flattened_tokens(x, m):
+    """Tokens flattened before and unflattened after, as OPT does."""
+    shape = x.shape
+    h = x.reshape(-1, shape[-1])
+    return m.down(F.relu(m.gate(h)) * m.up(h)).view(shape)
+
+
+@block()
+def flattened_between(x, m):
+    """The hidden activations are flattened."""
+    return m.down(F.relu(m.up(x)).flatten(0, 1))
+
+
+@block()
+def cast_back(x, m):
+    """.to(x.dtype), which does nothing here."""
+    return m.down((F.relu(m.gate(x)) * m.up(x)).to(x.dtype).contiguous())
+
+
+class Convolutions(nn.Module):
+    """Two convolutions over images; those of width 1 are linears over the channels."""
+
+    def __init__(self, dims, width=1, **kwargs):
+        super().__init__()
+        torch.manual_seed(37)
+        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
+        self.up, self.down = kind(K, N, width, **kwargs), kind(N, K, 1)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)))
+
+
+@program()
+def conv2d():
+    """A pointwise feed-forward block of a vision model."""
+    return Convolutions(2), (tokens(shape=(B, K, 3, S)),)
+
+
+@program()
+def conv3d():
+    """The same over video, without a bias, the padding given by name."""
+    return Convolutions(3, bias=False, padding="same"), (tokens(shape=(B, K, 2, 3, S)),)
+
+
+@program("no_rewrite", "a window of 3 by 3")
+def conv_window():
+    """The first convolution looks at its neighbours."""
+    return Convolutions(2, 3, padding=1), (tokens(shape=(B, K, 3, S)),)
+
+
+@program("no_rewrite", "every second position is left out")
+def conv_stride():
+    """A stride of 2."""
+    return Convolutions(2, stride=2), (tokens(shape=(B, K, 4, 6)),)
+
+
+@block(shape=(K,))
+def one_token(x, m):
+    """A vector, not a batch of them."""
+    return m.down(F.relu(m.gate(x)) * m.up(x))
+
+
+@program()
+def one_token_matmul():
+    """A vector times matrices."""
+    return (
+        lambda x, u, d: torch.relu(x @ u) @ d,
+        (tokens(shape=(K,)), weight(K, N), weight(N, K, seed=36)),
+    )
+
+
+def vector(name, doc, forward, **fields):
+    """Register `forward(x, k, v, r)` of matrices that stand on the left of a vector x [K]."""
+
+    def build():
+        matrices = (weight(N, K), weight(K, N, seed=35), weight(K, K, seed=36))
+        return forward, (tokens(shape=(K,)), *matrices)
+
+    build.__name__, build.__doc__ = name, doc
+    program(**fields)(build)
+
+
+vector(
+    "one_token_of_rwkv",
+    "channel mixing as a recurrence",
+    lambda x, k, v, r: torch.sigmoid(r @ x) * (v @ torch.square(torch.relu(k @ x))),
+)
+vector(
+    "one_token_mv",
+    "torch.mv, and a bias",
+    lambda x, k, v, r: torch.mv(v, torch.relu(k.mv(x) + v[0])) + x,
+)
+
+
+class Viewed(nn.Module):
+    def forward(self, y):
+        return y.view(y.shape[0], -1)
+
+
+@program()
+def convolutions_flattened():
+    """What convolutions return lies as [B, K, S], which view counts on."""
+    return nn.Sequential(Convolutions(1), Viewed()), (tokens(shape=(B, K, S)),)
+
+
+@program(dynamic=True)
+def convolutions_flattened_of_any_size():
+    """The same with symbolic sizes."""
+    return nn.Sequential(Convolutions(2), Viewed()), (tokens(shape=(B, K, 3, S)),)
+
+
+def column(name, doc, forward, **fields):
+    """Register `forward(x, g, u, d)` of matrices that stand on the left, x [K, B]."""
+
+    def build():
+        matrices = (weight(N, K), weight(N, K, seed=35), weight(K, N, seed=36))
+        return forward, (tokens(shape=(K, B)), *matrices)
+
+    build.__name__, build.__doc__ = name, doc
+    program(**fields)(build)
+
+
+column("columns", "W2 relu(W1 x), every token a column", lambda x, g, u, d: d @ torch.relu(g @ x))
+column("columns_gated", "the same", lambda x, g, u, d: (d @ (F.relu(g @ x) * (u @ x))).view(-1))
+column(
+    "columns_with_bias",
+    "a bias [N, 1]",
+    lambda x, g, u, d: d @ torch.relu(torch.matmul(g, x) + u[:, :1]),
+)

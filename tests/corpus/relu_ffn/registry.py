@@ -1,0 +1,67 @@
+"""How a spelling is registered, and the small tensors that all of them use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corpus.case import BOTH, Expectation, Group
+from corpus.case import INFER as INFER
+from corpus.case import TRAIN as TRAIN
+
+B, S, K, N = 2, 5, 8, 48
+program = Group("relu_ffn", pattern="relu_ffn", dense=B * S * N).program
+
+
+def block(
+    expect: Expectation = "rewrite",
+    why: str = "",
+    modes: Iterable[bool] = BOTH,
+    *,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] = (B, S, K),
+    **fields: Any,
+) -> Callable[[Callable], Callable]:
+    """Register `forward(x, m)`, where m holds the linears gate, up and down."""
+
+    def register(forward: Callable[[Tensor, Any], Any]) -> Callable:
+        def build() -> tuple:
+            return Block(forward, bias, dtype), (tokens(dtype, shape),)
+
+        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
+        program(expect, why, modes, **fields)(build)
+        return forward
+
+    return register
+
+
+class Block(nn.Module):
+    """Gate and up projections [N, K], the down projection [K, N], and a forward given from outside."""
+
+    def __init__(self, forward: Callable, bias: bool = False, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        torch.manual_seed(31)
+        self.gate = nn.Linear(K, N, bias=bias, dtype=dtype)
+        self.up = nn.Linear(K, N, bias=bias, dtype=dtype)
+        self.down = nn.Linear(N, K, bias=bias, dtype=dtype)
+        self.act = nn.ReLU()
+        self.drop = nn.Dropout(0.3)
+        self.norm = nn.LayerNorm(K, dtype=dtype)
+        self._forward = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self._forward(x, self)
+
+
+def tokens(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (B, S, K)) -> Tensor:
+    generator = torch.Generator().manual_seed(32)
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def weight(*shape: int, seed: int = 33) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) / 3).requires_grad_()

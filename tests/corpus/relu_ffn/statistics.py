@@ -1,0 +1,117 @@
+"""Sparsity statistics read beside the down projection (TwELL, section 3.4: the L1 term of the loss)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from corpus.relu_ffn.registry import TRAIN, block
+
+
+@block()
+def mean_absolute(x, m):
+    """h.abs().mean() of the product goes into the loss."""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), h.abs().mean()
+
+
+@block()
+def mean_of_gate(x, m):
+    """relu(g).mean()"""
+    a = F.relu(m.gate(x))
+    return m.down(a * m.up(x)), a.mean()
+
+
+@block()
+def sum_of_plain(x, m):
+    """torch.sum(torch.abs(h)) of a block without a gate"""
+    h = F.relu(m.up(x))
+    return m.down(h), torch.sum(torch.abs(h))
+
+
+@block()
+def norm_one(x, m):
+    """h.norm(p=1)"""
+    h = F.relu(m.up(x))
+    return m.down(h), h.norm(p=1)
+
+
+@block()
+def mean_distance_from_zeros(x, m):
+    """F.l1_loss(h, zeros)"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), F.l1_loss(h, torch.zeros_like(h))
+
+
+@block()
+def distance_from_zeros(x, m):
+    """nn.L1Loss(reduction="sum"), zeros first."""
+    h = F.relu(m.up(x))
+    return m.down(h), torch.nn.L1Loss(reduction="sum")(torch.zeros_like(h), h)
+
+
+@block("no_rewrite", "every element is wanted")
+def distances_from_zeros(x, m):
+    h = F.relu(m.up(x))
+    return m.down(h), F.l1_loss(h, torch.zeros_like(h), reduction="none")
+
+
+@block("no_rewrite", "a distance from something else")
+def distance_from_ones(x, m):
+    h = F.relu(m.up(x))
+    return m.down(h), F.l1_loss(h, torch.ones_like(h))
+
+
+@block()
+def share_of_nonzeros(x, m):
+    """(h > 0).float().mean()"""
+    h = F.relu(m.gate(x))
+    return m.down(h * m.up(x)), (h > 0).float().mean()
+
+
+@block()
+def count_per_token(x, m):
+    """(h != 0).sum(-1)"""
+    h = F.relu(m.up(x))
+    return m.down(h), (h != 0).sum(-1)
+
+
+@block(modes=TRAIN)
+def both_statistics(x, m):
+    """L1 in the loss, L0 for the log."""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), h.abs().sum(dim=-1).mean(), (h.detach() != 0).float().mean()
+
+
+@block(modes=TRAIN)
+def statistic_of_tokens(x, m):
+    """One number a token."""
+    h = F.relu(m.up(x))
+    return m.down(h), h.abs().mean(dim=-1)
+
+
+@block()
+def count_of_each_token(x, m):
+    """torch.count_nonzero(h, dim=-1)"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h), torch.count_nonzero(h, dim=-1)
+
+
+@block()
+def share_of_zeros_without_gradients(x, m):
+    """with torch.no_grad(): what is logged, before the down projection"""
+    h = F.relu(m.gate(x))
+    with torch.no_grad():
+        zeros = (h == 0).float().mean()
+    return m.down(h * m.up(x)), zeros
+
+
+@block(modes=TRAIN)
+def loss_and_log(x, m):
+    """L1 in the loss, and the same number under no_grad for the log"""
+    h = F.relu(m.up(x))
+    loss = h.abs().mean()
+    y = m.down(h)
+    with torch.no_grad():
+        norm, logged = x.norm(), h.abs().mean()
+    return y, loss, logged, norm

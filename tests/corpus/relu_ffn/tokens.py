@@ -1,0 +1,349 @@
+"""What else stands between the projections: a factor or mask of every token, a learned scalar, batch normalisation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.relu_ffn.registry import BOTH, INFER, TRAIN, B, Block, K, N, S, program, tokens, weight
+
+
+class Weighed(Block):
+    """A block with p [B, S, 1] beside its tokens; `bn` keeps to its running statistics if `frozen`."""
+
+    def __init__(self, forward, frozen: bool):
+        super().__init__(forward, bias=True)
+        self.frozen = frozen
+        self.factor = nn.Parameter(torch.tensor([-0.9]))
+        self.scale = nn.Parameter(weight(N, seed=59).detach())
+        self.bn = nn.BatchNorm1d(N)
+        mean, of_weight, of_bias = (weight(N, seed=60 + i).detach() for i in range(3))
+        self.bn.running_mean.copy_(mean)
+        self.bn.weight.data.copy_(of_weight)
+        self.bn.bias.data.copy_(of_bias)
+        self.bn.running_var.copy_(mean.square() + 0.5)
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self.bn.train(mode and not self.frozen)
+        return self
+
+    def forward(self, x, p):
+        return self._forward(x, p, self)
+
+
+def weighed(expect="rewrite", why="", modes=BOTH, frozen=True, **fields):
+    """Register `forward(x, p, m)`."""
+
+    def register(forward):
+        def build():
+            return Weighed(forward, frozen), (tokens(), weight(B, S, 1, seed=64))
+
+        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
+        program(expect, why, modes, **fields)(build)
+        return forward
+
+    return register
+
+
+@weighed()
+def router_probability(x, p, m):
+    """Megatron's weighted squared relu: an expert's activations times the probability of its token"""
+    return m.down((F.relu(m.up(x)).pow(2) * torch.sigmoid(p)).to(x.dtype))
+
+
+@weighed()
+def probability_in_one_factor(x, p, m):
+    """the token's factor, a constant and a neuron's scale, all in different places"""
+    return m.down(F.relu(m.gate(x)) * m.scale * (m.up(x) * p) * 0.5)
+
+
+@weighed(modes=INFER)
+def padding_filled_with_zeros(x, p, m):
+    """padding may be anything, but is zero after the activation"""
+    x = x.masked_fill(p < 0, float("inf"))
+    return m.down(F.relu(m.up(x)).masked_fill(p < 0, 0.0))
+
+
+@weighed(modes=INFER)
+def padded_product_filled_with_zeros(x, p, m):
+    """the same after a product, and what is padding is infinite"""
+    x = x.masked_fill(p < 0, float("inf"))
+    return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 0.0))
+
+
+@weighed()
+def product_where_kept(x, p, m):
+    """torch.where(keep, product, 0)"""
+    return m.down(torch.where(p > 0, m.up(x) * F.relu(m.gate(x)), 0.0))
+
+
+@weighed()
+def product_unless_dropped(x, p, m):
+    """torch.where(drop, zeros, product)"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(torch.where(p < 0, torch.zeros_like(h), h))
+
+
+@weighed()
+def pruned_neurons(x, p, m):
+    """a mask of neurons, filled with zeros"""
+    return m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 0.0))
+
+
+@weighed()
+def pruned_neurons_of_a_product(x, p, m):
+    """where(keep, product, 0), a factor of every neuron behind it"""
+    h = torch.where(m.scale > 0, F.relu(m.gate(x)) * m.up(x), 0.0)
+    return m.down(h * m.scale)
+
+
+@weighed("no_rewrite", "pruned neurons are 1")
+def pruned_neurons_filled_with_ones(x, p, m):
+    """a mask of neurons, filled with ones"""
+    return m.down(F.relu(m.up(x)).masked_fill(m.scale < 0, 1.0))
+
+
+@weighed("no_rewrite", "padding is 1")
+def padding_filled_with_ones(x, p, m):
+    """padding that is not zero"""
+    return m.down(F.relu(m.up(x)).masked_fill(p < 0, 1.0))
+
+
+@weighed("no_rewrite", "the padding of a product is 1")
+def padded_product_filled_with_ones(x, p, m):
+    """the same after a product"""
+    return m.down((F.relu(m.gate(x)) * m.up(x)).masked_fill(p < 0, 1.0))
+
+
+@weighed("no_rewrite", "the mask is made of the product")
+def small_products_filled(x, p, m):
+    """h where |h| > 0.1"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    return m.down(h.masked_fill(h.abs() < 0.1, 0.0))
+
+
+@weighed("no_rewrite", "the mask is made of the activations")
+def weak_tokens_filled(x, p, m):
+    """tokens whose activations are small are dropped"""
+    h = F.relu(m.up(x))
+    return m.down(h.masked_fill(h.sum(-1, keepdim=True) < 3, 0.0))
+
+
+@weighed("no_rewrite", "the product is clamped")
+def clamped_product(x, p, m):
+    """clamp of a gated product"""
+    return m.down((F.relu(m.gate(x)) * m.up(x)).clamp(-3, 3))
+
+
+@weighed("no_rewrite", "a term makes every neuron active")
+def star_relu(x, p, m):
+    """MetaFormer: a learned scalar times the squared relu, plus another"""
+    return m.down(m.factor * F.relu(m.up(x)) ** 2 + m.scale[:1])
+
+
+@weighed("no_rewrite", "every sequence has factors of its own")
+def modulated_neurons(x, p, m):
+    """FiLM before the rectifier: a factor of every neuron made of the first token"""
+    return m.down(F.relu(m.up(x) * torch.tanh(p[:, :1] + m.scale)))
+
+
+@program(modes=INFER)
+def masked_convolutions():
+    """VITS, Glow-TTS: both convolutions see x * mask"""
+    torch.manual_seed(65)
+    mask = (torch.arange(S) < 3).float().expand(B, 1, S)
+    up, down = nn.Conv1d(K, N, 1), nn.Conv1d(N, K, 1)
+    return lambda x: down(torch.relu(up(x * mask)) * mask) * mask, (tokens(shape=(B, K, S)),)
+
+
+@weighed()
+def star_relu_without_its_bias(x, p, m):
+    """MetaFormer: a learned scalar times the squared relu"""
+    return m.down(m.factor * F.relu(m.up(x)) ** 2)
+
+
+@weighed(modes=TRAIN)
+def statistic_before_a_token_factor(x, p, m):
+    """The L1 term reads what the router has not weighed."""
+    h = F.relu(m.up(x))
+    return m.down(h * p), h.abs().mean()
+
+
+@weighed("no_rewrite", "the operator's statistics are of what has no factor", TRAIN)
+def statistic_after_a_token_factor(x, p, m):
+    """The L1 term reads what the router has weighed."""
+    h = F.relu(m.up(x)) * p
+    return m.down(h), h.abs().mean()
+
+
+@weighed("no_rewrite", "a factor of either sign goes through no rectifier")
+def token_factor_before(x, p, m):
+    """The factor is rectified, too."""
+    return m.down(F.relu(m.up(x) * p))
+
+
+@weighed("no_rewrite", "a term makes every neuron active")
+def token_term(x, p, m):
+    """StarReLU's bias, one a token"""
+    return m.down(F.relu(m.up(x)) + p)
+
+
+@weighed()
+def batch_norm_before(x, p, m):
+    """PointNet and the like: linear, batch norm with running statistics, relu, linear"""
+    return m.down(F.relu(m.bn(m.up(x).transpose(1, 2)).transpose(1, 2)))
+
+
+@program(modes=INFER)
+def batch_norm_of_channels():
+    """conv, batch norm, relu, conv"""
+    torch.manual_seed(66)
+    block = nn.Sequential(nn.Conv2d(K, N, 1), nn.BatchNorm2d(N), nn.ReLU(True), nn.Conv2d(N, K, 1))
+    block[1].running_mean.copy_(weight(N).detach())
+    return block, (tokens(shape=(B, K, 3, S)),)
+
+
+@weighed("no_rewrite", "its term makes every neuron active")
+def batch_norm_after(x, p, m):
+    """relu before the norm"""
+    return m.down(m.bn(F.relu(m.up(x)).flatten(0, 1)))
+
+
+@weighed("no_rewrite", "the norm needs every activation", TRAIN, frozen=False)
+def batch_norm_of_the_batch(x, p, m):
+    """training"""
+    return m.down(F.relu(m.bn(m.up(x).flatten(0, 1))))
+
+
+@weighed("no_rewrite", "the norm is of tokens, not of neurons", INFER)
+def batch_norm_of_tokens(x, p, m):
+    """the second axis is the sequence"""
+    return m.down(F.relu(F.batch_norm(m.up(x), m.scale[:S], m.scale[:S].exp())))
+
+
+@weighed()
+def negative_assigned(x, p, m):
+    """h[h < 0] = 0, in a copy"""
+    h = m.up(x).clone()
+    h[h < 0] = 0
+    return m.down(h)
+
+
+@weighed("no_rewrite", "the comparison is of what the values were before", INFER)
+def negative_assigned_too_late(x, p, m):
+    """the mask is older than the values"""
+    h = m.up(x).clone()
+    negative = h < 0
+    h += p
+    h[negative] = 0
+    return m.down(h)
+
+
+@weighed()
+def learned_threshold_as_a_factor(x, p, m):
+    """JumpReLU as sparse autoencoders write it: pre * (pre > theta)"""
+    h = m.up(x)
+    return m.down(h * (h > m.scale))
+
+
+@weighed()
+def learned_threshold(x, p, m):
+    """JumpReLU: a threshold a neuron, learned"""
+    h = m.up(x)
+    return m.down(torch.where(h > m.scale, h, torch.zeros_like(h)))
+
+
+@weighed()
+def jump_relu_of_gemma_scope(x, p, m):
+    """mask * relu(pre)"""
+    h = m.up(x)
+    mask = h > m.scale.exp()
+    return m.down(mask * F.relu(h))
+
+
+@weighed()
+def jump_relu_filled(x, p, m):
+    """masked_fill where the threshold is not exceeded, the comparison detached"""
+    h = m.up(x)
+    return m.down(h.masked_fill(h.detach() <= m.scale, 0.0))
+
+
+@weighed()
+def rectified_and_not_below_a_buffer(x, p, m):
+    """BatchTopK in inference: acts * (acts >= threshold), one number for all"""
+    a = F.relu(m.up(x))
+    return m.down(a * (a >= m.factor))
+
+
+@weighed()
+def gated_autoencoder(x, p, m):
+    """one projection, a bias for the gate, a scale for the magnitude"""
+    z = m.up(x)
+    active = ((z + m.scale) > 0).to(x.dtype)
+    return m.down(active * F.relu(z * m.scale.exp() + 0.1))
+
+
+@weighed()
+def gate_by_sign(x, p, m):
+    """up(x) where gate(x) > 0"""
+    return m.down(m.up(x) * (m.gate(x) > 0))
+
+
+@weighed()
+def rectified_up_to_a_ceiling(x, p, m):
+    """what exceeds a learned number is dropped"""
+    h = m.up(x)
+    return m.down(F.relu(h) * ~(h > m.scale))
+
+
+@weighed()
+def shifted_beyond_its_threshold(x, p, m):
+    """relu(pre - theta) * (pre > theta), the mask without effect"""
+    h = m.up(x)
+    return m.down(F.relu(h - m.scale) * (h > m.scale))
+
+
+@weighed(modes=BOTH)
+def active_features_counted(x, p, m):
+    """the mask is added up, too"""
+    h = m.up(x)
+    mask = (h > m.scale).to(h.dtype)
+    return m.down(mask * h), mask.sum(-1).mean()
+
+
+@weighed(modes=INFER)
+def binary_features(x, p, m):
+    """(pre > theta).float()"""
+    return m.down((m.up(x) > m.scale).to(x.dtype))
+
+
+@weighed("no_rewrite", "the gradient of a comparison is none, not zeros", TRAIN)
+def binary_features_in_training(x, p, m):
+    """the same where the projection is learned"""
+    return m.down((m.up(x) > m.scale).to(x.dtype))
+
+
+@weighed("no_rewrite", "every token has a threshold")
+def threshold_of_each_token(x, p, m):
+    """a router decides how many neurons stay"""
+    h = m.up(x)
+    return m.down(F.relu(h) * (h > p))
+
+
+@weighed("no_rewrite", "0 times log(h) is no number where h is negative")
+def logarithm_of_the_factor(x, p, m):
+    """relu(g) * log(u)"""
+    return m.down(F.relu(m.gate(x)) * m.up(x).log())
+
+
+@weighed(
+    "no_rewrite",
+    "thresholds in more digits than the operator has",
+    precision=torch.bfloat16,
+)
+def threshold_in_float32(x, p, m):
+    """projections in bfloat16, thresholds in float32"""
+    h = F.linear(x.bfloat16(), m.up.weight.bfloat16())
+    return F.linear(F.relu(h) * (h > m.scale), m.down.weight.bfloat16())

@@ -1,0 +1,166 @@
+"""Padded documents: gather the query's weights, multiply, sum."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from corpus.sparse_scores.registry import K, N, V, scoring
+
+BOTH = (False, True)
+
+
+@scoring(batch=False, modes=BOTH)
+def one_query_indexed(c, q):
+    """q[ids] * values, summed"""
+    return (q[c.ids] * c.values).sum(-1)
+
+
+@scoring(modes=BOTH)
+def batch_indexed_with_ellipsis(c, q):
+    """q[..., ids]"""
+    return torch.sum(q[..., c.ids] * c.values, dim=2)
+
+
+@scoring(batch=False)
+def one_query_take_then_dot(c, q):
+    """torch.take and an einsum"""
+    return torch.einsum("nl,nl->n", torch.take(q, c.ids), c.values)
+
+
+@scoring()
+def index_select_and_view(c, q):
+    """index_select wants one dimension"""
+    gathered = q.index_select(1, c.ids.reshape(-1)).view(q.shape[0], N, -1)
+    return gathered.mul(c.values.unsqueeze(0)).sum(dim=-1)
+
+
+@scoring()
+def einsum_over_batch(c, q):
+    """einsum with the values first, and top-k"""
+    return torch.einsum("nl,bnl->bn", c.values, q[:, c.ids]).topk(K)
+
+
+@scoring(batch=False)
+def gather_from_expanded_query(c, q):
+    """gather wants equal ranks"""
+    return (q.unsqueeze(0).expand(N, V).gather(1, c.ids) * c.values).sum(1)
+
+
+@scoring()
+def batch_gather_expanded(c, q):
+    """gather along the vocabulary, documents flattened"""
+    flat = c.ids.flatten().unsqueeze(0).expand(q.size(0), -1)
+    weights = torch.gather(q, 1, flat).reshape(q.size(0), *c.ids.shape)
+    return (weights * c.values[None]).sum(-1)
+
+
+@scoring()
+def embedding_of_the_transposed_query(c, q):
+    """F.embedding with the queries as the table"""
+    return (F.embedding(c.ids, q.t()) * c.values.unsqueeze(-1)).sum(1).t()
+
+
+@scoring(batch=False)
+def masked_sum(c, q):
+    """a mask beside zero-padded ids"""
+    return (q[c.ids] * c.values * c.mask).sum(dim=-1)
+
+
+@scoring()
+def products_filled_with_zero(c, q):
+    """masked_fill(~mask, 0)"""
+    return (q[:, c.ids] * c.values).masked_fill(~c.mask, 0.0).sum(-1)
+
+
+@scoring(batch=False)
+def products_selected(c, q):
+    """torch.where(mask, product, 0)"""
+    products = c.values * q[c.ids]
+    return torch.where(c.mask, products, torch.zeros_like(products)).sum(-1)
+
+
+@scoring(batch=False)
+def row_times_column(c, q):
+    """bmm of [N, 1, L] and [N, L, 1]"""
+    return torch.bmm(q[c.ids].unsqueeze(1), c.values.unsqueeze(2)).squeeze(2).squeeze(1)
+
+
+@scoring(batch=False)
+def vecdot(c, q):
+    """torch.linalg.vecdot"""
+    return torch.linalg.vecdot(q[c.ids], c.values, dim=-1)
+
+
+@scoring(batch=False, index=torch.int32)
+def int32_ids_cast(c, q):
+    """ids are kept as int32 and cast for indexing; top-k values and ids as one result"""
+    values, found = (q[c.ids.long()] * c.values).sum(-1).topk(K)
+    return values, found
+
+
+@scoring(dtype=torch.float16, precision=torch.float16)
+def half_values_float_scores(c, q):
+    """half storage, float arithmetic"""
+    return (q.float()[:, c.ids] * c.values.float()).sum(-1)
+
+
+@scoring(batch=False)
+def query_with_a_slot_for_padding(c, q):
+    """padding ids point one past the vocabulary"""
+    ids = torch.where(c.mask, c.ids, V)
+    return (F.pad(q, (0, 1))[ids] * c.values).sum(-1)
+
+
+@scoring()
+def log_saturation_of_the_query(c, q):
+    """a function of the gathered weight alone; best document only"""
+    return (torch.log1p(q[:, c.ids]) * c.values).sum(-1).max(dim=-1)
+
+
+@scoring()
+def sorted_and_cut(c, q):
+    """a full sort where top-k is meant"""
+    scores = (q[:, c.ids] * c.values).sum(-1)
+    best, order = scores.sort(dim=-1, descending=True)
+    return best[:, :K], order[:, :K]
+
+
+@scoring(modes=BOTH)
+def einsum_of_four(c, q):
+    """impact, idf and length norm in one call"""
+    idf = torch.linspace(0.1, 2.0, V, device=q.device)
+    norms = torch.linspace(0.5, 1.0, N, device=q.device)
+    return torch.einsum("bnl,nl,n,nl->bn", q[:, c.ids], c.values, norms, idf[c.ids])
+
+
+@scoring(modes=BOTH)
+def einsum_with_norms_of_documents(c, q):
+    """one number a document, spread over its terms by an einsum that only multiplies"""
+    norms = torch.linspace(0.5, 1.0, N, device=q.device)
+    return torch.einsum("bnl,n->bnl", q[:, c.ids] * c.values, norms).sum(-1)
+
+
+@scoring("no_rewrite", "a boost of each query's own", modes=BOTH)
+def einsum_that_multiplies_by_query(c, q):
+    """one number a query, spread over its contributions"""
+    return torch.einsum("bnl,b->bnl", q[:, c.ids] * c.values, q[:, 0]).sum(-1)
+
+
+@scoring(modes=BOTH)
+def documents_first_and_viewed(c, q):
+    """the scores of all queries in one row, documents first"""
+    return torch.einsum("bnl,nl->nb", q[:, c.ids], c.values).view(-1)
+
+
+@scoring()
+def best_documents_first_and_viewed(c, q):
+    """the best of each column, end to end"""
+    best = torch.einsum("bnl,nl->nb", q[:, c.ids], c.values).topk(K, dim=0)
+    return best.values.view(-1), best.indices.view(-1)
+
+
+@scoring(modes=BOTH)
+def einsum_of_one(c, q):
+    """the sum as an einsum, documents first"""
+    return torch.einsum("bnl->nb", q[:, c.ids] * c.values)

@@ -1,0 +1,145 @@
+"""Indexing with more than ids: rows beside them, single queries, assignments, tensors cleared where they are made."""
+
+from __future__ import annotations
+
+import torch
+
+from corpus.sparse_scores.registry import TRAIN, B, K, N, scoring
+
+BOTH = (False, True)
+
+
+@scoring(modes=BOTH)
+def every_row_with_the_same_ids(c, q):
+    """numpy's habit: both coordinates, broadcast"""
+    return (q[torch.arange(B)[:, None, None], c.ids] * c.values).sum(-1)
+
+
+@scoring()
+def expanded_coordinates(c, q):
+    """both coordinates in full, of the gather and of the accumulation"""
+    who = torch.arange(q.size(0)).view(-1, 1).expand(-1, c.cols.numel())
+    scores = torch.zeros(q.size(0), N)
+    parts = q[who, c.cols.expand_as(who)] * c.vals
+    return scores.index_put_((who, c.rows.expand_as(who)), parts, accumulate=True).topk(K)
+
+
+ROWS = {
+    "reversed": lambda n: torch.arange(n).flip(0),
+    "permuted": lambda n: torch.arange(n)[torch.tensor([2, 0, 1])],
+    "listed": lambda n: torch.arange(n)[[1, 2, 0]],
+    "shifted": lambda n: torch.arange(1, n + 1) % n,
+    "doubled": lambda n: torch.arange(0, 2 * n, 2) % n,
+}
+for name, rows in ROWS.items():
+
+    def score(c, q, rows=rows):
+        """other rows than 0, 1, 2, ..."""
+        return (q[rows(B)[:, None, None], c.ids] * c.values).sum(-1)
+
+    score.__name__ = f"rows_{name}"
+    scoring("no_rewrite", "the rows of the queries are in another order")(score)
+
+
+@scoring("no_rewrite", "the first rows of the queries come twice")
+def rows_repeated_as_a_column(c, q):
+    """arange(2)[:, None].repeat(2, 1) has as many rows as the queries, which are other ones"""
+    twice = torch.cat([q, q[:1]])
+    picked = twice[torch.arange(2)[:, None].repeat(2, c.cols.numel()), c.cols] * c.vals
+    return torch.zeros(4, N).index_add(1, c.rows, picked)
+
+
+@scoring(modes=BOTH, rewrites=B)
+def query_by_number(c, q):
+    """q[i, ids]"""
+    return torch.stack([(q[i, c.ids] * c.values).sum(-1) for i in range(B)])
+
+
+@scoring()
+def some_queries(c, q):
+    """q[1:, ids]"""
+    return (q[1:, c.ids] * c.values).sum(-1).topk(K)
+
+
+@scoring(modes=BOTH)
+def assigned_where_padded(c, q):
+    """x[:, ~mask] = 0 instead of masked_fill"""
+    products = q[:, c.ids] * c.values
+    products[:, ~c.mask] = 0
+    return products.sum(-1)
+
+
+@scoring("no_rewrite", "whole rows of the contributions are left out")
+def assigned_by_document(c, q):
+    """x[:, short] = 0"""
+    products = q[:, c.ids] * c.values
+    products[:, c.lengths < 2] = 0
+    return products.sum(-1)
+
+
+@scoring(modes=BOTH)
+def einsum_that_only_multiplies(c, q):
+    """the sum is a call of its own"""
+    return torch.einsum("bnl,nl->bnl", q[:, c.ids], c.values).sum(-1)
+
+
+@scoring(modes=BOTH)
+def emptied_in_the_same_line(c, q):
+    """empty(...).zero_().index_add_(...)"""
+    return q.new_empty(B, N).zero_().index_add_(1, c.rows, q[:, c.cols] * c.vals)
+
+
+@scoring()
+def emptied_under_two_names(c, q):
+    """what zero_ returns is written, what it was called on is read"""
+    scores = torch.empty(B, N)
+    cleared = scores.fill_(0.0)
+    cleared.index_add_(1, c.rows, q[:, c.cols] * c.vals)
+    return scores.topk(K)
+
+
+@scoring("no_rewrite", "cleared with 1")
+def filled_with_one(c, q):
+    """empty(...).fill_(1).index_add_(...)"""
+    return q.new_empty(B, N).fill_(1.0).index_add_(1, c.rows, q[:, c.cols] * c.vals)
+
+
+@scoring("no_rewrite", "the documents are made after the lookup", terms=True)
+def clamped_postings(c, terms, weights):
+    """padding is clamped into range after it was looked up"""
+    docs = c.docs[terms].clamp(max=N - 1).flatten(1)
+    return torch.zeros(B, N).scatter_add(1, docs, (c.post[terms] * weights[..., None]).flatten(1))
+
+
+# One query with a batch axis of its own: the top-k is of the operator all the same.
+
+SINGLE = {
+    "squeezed": lambda scores: scores.squeeze(0).topk(K),
+    "first": lambda scores: scores[0].topk(K),
+    "selected": lambda scores: scores.select(0, 0).topk(K),
+    "flat": lambda scores: scores.view(-1).topk(K),
+    "flattened": lambda scores: scores.flatten().topk(K),
+    "best": lambda scores: scores[0].max(0),
+    "documents_first": lambda scores: scores.t()[:, 0].topk(K),
+}
+for name, top in SINGLE.items():
+
+    def score(c, q, top=top):
+        """model.encode([text]) has one row"""
+        return top((q[:1, c.ids] * c.values).sum(-1))
+
+    score.__name__ = f"single_query_{name}"
+    scoring()(score)
+
+
+@scoring(modes=TRAIN)
+def single_query_in_training(c, q):
+    """the scores are needed for the gradient"""
+    return (q[:1, c.ids] * c.values).sum(-1)[0].topk(K).values
+
+
+@scoring()
+def permuted_documents(c, q):
+    """a part of all documents in another order is no view: the ids that are returned are places in it"""
+    order = torch.arange(N).flip(0)
+    return (q[:, c.ids] * c.values).sum(-1)[:, order].topk(K)

@@ -1,0 +1,156 @@
+"""Programs that look like sparse scoring and are not, or that an operator may not take over."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.sparse_scores.registry import INFER, TRAIN, L, N, V, program, scoring
+
+
+@scoring("no_rewrite", "the best term of a document is no sum", batch=False)
+def best_term(c, q):
+    """max instead of sum"""
+    return (q[c.ids] * c.values).amax(-1)
+
+
+@scoring("maybe", "exact where the ids were stored [L, N]; here they are not, and nothing says so")
+def summed_over_documents(c, q):
+    """which positions carry the batch"""
+    return (q[:, c.ids] * c.values).sum(1)
+
+
+@scoring("no_rewrite", "the accumulator starts at the prior", batch=False)
+def prior_accumulated_into(c, q):
+    """document priors as the accumulator"""
+    return torch.linspace(0, 1, N).index_add(0, c.rows, q[c.cols] * c.vals)
+
+
+@scoring("no_rewrite", "a saturated product is no inner product", batch=False)
+def saturated_products(c, q):
+    """clamped contributions"""
+    return (q[c.ids] * c.values).clamp(max=0.5).sum(-1)
+
+
+@scoring("no_rewrite", "the contributions are also returned", batch=False)
+def contributions_returned(c, q):
+    """explanations beside the scores"""
+    contributions = q[c.ids] * c.values
+    return contributions.sum(-1), contributions
+
+
+@scoring("no_rewrite", "the largest contribution to a document is no sum", batch=False)
+def scatter_max(c, q):
+    """scatter_reduce(amax)"""
+    return torch.zeros(N).scatter_reduce(0, c.rows, q[c.cols] * c.vals, reduce="amax")
+
+
+@scoring("no_rewrite", "no query takes part", batch=False)
+def document_lengths(c, q):
+    """a histogram of the rows"""
+    return torch.zeros(N).index_add(0, c.rows, c.vals) + q.sum()
+
+
+@scoring("no_rewrite", "every document starts with a point", batch=False)
+def segments_with_a_start(c, q):
+    """segment_reduce(initial=1)"""
+    products = q[c.cols] * c.vals
+    return torch.segment_reduce(products, "sum", lengths=c.lengths, initial=1.0, unsafe=True)
+
+
+@scoring("no_rewrite", "an average divides by the number of terms", batch=False)
+def mean_contribution(c, q):
+    """segment_reduce(mean)"""
+    return torch.segment_reduce(q[c.cols] * c.vals, "mean", lengths=c.lengths, unsafe=True)
+
+
+class LearntDocuments(nn.Module):
+    """Document weights that are trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.values = nn.Parameter(torch.rand(N, L))
+        self.register_buffer("ids", torch.randint(0, V, (N, L)))
+
+    def forward(self, q):
+        return (q[self.ids] * self.values).sum(-1)
+
+
+@program("no_rewrite", "the document weights are learnt", TRAIN)
+def learnt_documents():
+    """doc2query-like tuning"""
+    return LearntDocuments(), (torch.rand(V, requires_grad=True),)
+
+
+@program("no_rewrite", "rows of features travel along edges", INFER)
+def message_passing():
+    """a graph convolution"""
+    torch.manual_seed(1)
+    edges, w = torch.randint(0, N, (2, 60)), torch.rand(60)
+
+    def convolve(x):
+        return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * w[:, None])
+
+    return convolve, (torch.rand(N, 8),)
+
+
+@program("no_rewrite", "experts' outputs are rows of features", INFER)
+def expert_combine():
+    """mixture of experts"""
+    torch.manual_seed(2)
+    slots = torch.randint(0, 30, (N, 2))
+
+    def combine(outputs, gates):
+        return (outputs[slots] * gates.unsqueeze(-1)).sum(1)
+
+    return combine, (torch.rand(30, 8), torch.rand(N, 2).softmax(-1))
+
+
+@program("no_rewrite", "a weighted bag of word embeddings", INFER)
+def bag_of_words():
+    """text classifier"""
+    torch.manual_seed(3)
+    words, weights = torch.randint(0, V, (N, L)), torch.rand(N, L)
+
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.rand(V, 8))
+
+        def forward(self, words, weights):
+            return F.embedding_bag(words, self.table, mode="sum", per_sample_weights=weights)
+
+    return Bag(), (words, weights)
+
+
+@scoring("no_rewrite", "the gathered weights are changed in place between", batch=False)
+def query_changed_between(c, q):
+    """the accumulator is written to before it is read"""
+    scores = torch.zeros(N)
+    scores[0] = 1.0
+    return scores.index_add_(0, c.rows, q[c.cols] * c.vals)
+
+
+@program("no_rewrite", "nothing to score", INFER)
+def no_queries():
+    """the last batch of a loop over chunks"""
+
+    def score(q, ids, values):
+        ids = ids.expand(q.size(0), -1, -1)
+        return (q[:, None].expand(-1, N, -1).gather(2, ids) * values).sum(-1)
+
+    return score, (torch.rand(0, V), torch.randint(0, V, (1, N, L)), torch.rand(N, L))
+
+
+@scoring("no_rewrite", "the transform has no rule for the operator")
+def query_by_query_through_vmap(c, q):
+    """functorch instead of a batch axis"""
+    return torch.vmap(lambda one: (one[c.ids] * c.values).sum(-1))(q)
+
+
+@scoring("no_rewrite", "a boost of each query's own")
+def einsum_with_boosts_of_queries(c, q):
+    """one of three operands has the batch axis, too"""
+    return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])

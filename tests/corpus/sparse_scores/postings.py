@@ -1,0 +1,152 @@
+"""Posting lists: term by term, addressed in pairs, quantised, weighed by BM25."""
+
+from __future__ import annotations
+
+import torch
+
+from corpus.sparse_scores.registry import TRAIN, B, Collection, K, N, program, query_terms, scoring
+
+
+@scoring(terms=True)
+def one_term_after_the_other(c, terms, weights):
+    """a loop over the places of a query's terms, all into one accumulator"""
+    scores = torch.zeros(B, N)
+    for t in range(terms.size(1)):
+        at = terms[:, t]
+        scores.scatter_add_(1, c.docs[at], c.post[at] * weights[:, t, None])
+    return scores.topk(K)
+
+
+@scoring(terms=True, dynamic=True)
+def one_term_after_the_other_out_of_place(c, terms, weights):
+    """the same, a new accumulator a term, for any number of queries"""
+    scores = torch.zeros(terms.size(0), N)
+    for t in range(terms.size(1)):
+        lists = c.post[terms[:, t]]
+        lists = torch.where(lists > 0.1, lists, 0.0) if t == 1 else lists * weights[:, t, None]
+        scores = scores.scatter_add(1, c.docs[terms[:, t]], lists)
+    return scores
+
+
+@scoring("no_rewrite", "the scores so far are read in between", terms=True)
+def terms_after_a_look_at_the_scores(c, terms, weights):
+    """a bound that is taken after the first term, from an accumulator out of place"""
+    first = torch.zeros(B, N).scatter_add(1, c.docs[terms[:, 0]], c.post[terms[:, 0]])
+    both = first.scatter_add(1, c.docs[terms[:, 1]], c.post[terms[:, 1]])
+    return both, first.amax(1)
+
+
+@scoring("maybe", "scores of the first term are halved, then come the second's", terms=True)
+def terms_with_a_decay(c, terms, weights):
+    """what the accumulator holds is no sum over lists any more"""
+    scores = torch.zeros(B, N)
+    for t in range(2):
+        scores.mul_(0.5).scatter_add_(1, c.docs[terms[:, t]], c.post[terms[:, t]])
+    return scores
+
+
+@scoring(terms=True, dynamic=True)
+def addressed_by_query_and_document(c, terms, weights):
+    """index_put_ with two indices"""
+    scores = torch.zeros(terms.size(0), N)
+    queries = torch.arange(terms.size(0))[:, None, None]
+    impacts = c.post[terms] * weights[..., None]
+    scores.index_put_((queries, c.docs[terms]), impacts, accumulate=True)
+    return scores.topk(K)
+
+
+@scoring("maybe", "another query's accumulator", terms=True)
+def addressed_by_another_query(c, terms, weights):
+    """the queries in the order of their last one"""
+    queries = torch.arange(B).flip(0)[:, None, None]
+    impacts = c.post[terms] * weights[..., None]
+    return torch.zeros(B, N).index_put((queries, c.docs[terms]), impacts, accumulate=True)
+
+
+@scoring(terms=True, batch=False)
+def put_into_place(c, terms, weights):
+    """put_ with accumulate"""
+    impacts = c.post[terms] * weights[:, None]
+    return torch.zeros(N).put_(c.docs[terms], impacts, accumulate=True).topk(K)
+
+
+@scoring(terms=True)
+def impacts_of_eight_bits(c, terms, weights):
+    """quantised lists, scaled after they were looked up"""
+    post = (c.post * 255).to(torch.uint8)
+    impacts = post[terms].float() * (1 / 255) * weights[..., None]
+    return torch.zeros(B, N).scatter_add(1, c.docs[terms].flatten(1), impacts.flatten(1))
+
+
+@scoring(terms=True)
+def weighed_by_bm25(c, terms, weights):
+    """term frequencies, saturated by the length of each document, which is looked up by the lists"""
+    docs, tf = c.docs[terms], c.post[terms]
+    length = c.lengths[docs] / c.lengths.float().mean()
+    impacts = weights[..., None] * (tf * 2.2) / (tf + 1.2 * (0.25 + 0.75 * length))
+    return torch.zeros(B, N).scatter_add_(1, docs.view(B, -1), impacts.view(B, -1)).topk(K)
+
+
+@scoring(terms=True)
+def weighed_by_einsum(c, terms, weights):
+    """an einsum that only multiplies, its second operand one number a list"""
+    impacts = torch.einsum("btp,bt->btp", c.post[terms], weights).flatten(1)
+    return torch.zeros(B, N).scatter_add_(1, c.docs[terms].flatten(1), impacts).topk(K)
+
+
+@scoring(terms=True, batch=False)
+def fields_of_a_document(c, terms, weights):
+    """title and body into one accumulator, each with a factor of its own"""
+    scores = torch.zeros(N)
+    for boost, field in ((0.7, slice(0, 2)), (0.3, slice(2, 4))):
+        impacts = c.post[terms[field]] * weights[field, None]
+        scores.index_add_(0, c.docs[terms[field]].flatten(), impacts.flatten(), alpha=boost)
+    return scores.topk(K)
+
+
+@scoring("no_rewrite", "the lists are not what was looked up", terms=True)
+def lists_that_are_clamped_in_place(c, terms, weights):
+    """documents beyond the sixth share its scores"""
+    docs = c.docs[terms]
+    docs.clamp_(max=5)
+    impacts = c.post[terms] * weights[..., None]
+    return torch.zeros(B, N).scatter_add_(1, docs.view(B, -1), impacts.view(B, -1))
+
+
+@scoring("no_rewrite", "the best list of a document is no sum", terms=True)
+def best_list_of_a_document(c, terms, weights):
+    """scatter_reduce(amax) of lists"""
+    impacts = c.post[terms] * weights[..., None]
+    docs = c.docs[terms].flatten(1)
+    return torch.zeros(B, N).scatter_reduce(1, docs, impacts.flatten(1), "amax")
+
+
+@scoring(terms=True, rewrites=B)
+def into_each_row_of_a_buffer_by_lists(c, terms, weights):
+    """a loop over the queries, each with the lists of its terms"""
+    scores = torch.zeros(B, N)
+    for i in range(B):
+        impacts = c.post[terms[i]] * weights[i, :, None]
+        scores[i].scatter_add_(0, c.docs[terms[i]].flatten(), impacts.flatten())
+    return scores
+
+
+@scoring(terms=True, batch=False)
+def lists_padded_with_minus_one(c, terms, weights):
+    """an index counts from the end, and what is added there is 0"""
+    docs = torch.where(c.post > 0, c.docs, -1)
+    scores = torch.zeros(N)
+    scores.index_put_((docs[terms],), c.post[terms] * weights[:, None], accumulate=True)
+    return scores.topk(K)
+
+
+@program("no_rewrite", "the operator of posting lists has no gradient", TRAIN)
+def trained_on_lists():
+    """the weights of a query's terms come from a model that is trained"""
+
+    def score(c, terms, weights):
+        impacts = c.post[terms] * weights[..., None]
+        return torch.zeros(B, N).scatter_add(1, c.docs[terms].flatten(1), impacts.flatten(1))
+
+    terms, weights = query_terms()
+    return Collection(score, torch.int64, torch.float32), (terms, weights.requires_grad_())

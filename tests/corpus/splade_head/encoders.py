@@ -1,0 +1,346 @@
+"""Whole encoders: sparse retrieval models, servers and training steps around the head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.splade_head.registry import (
+    INFER,
+    TRAIN,
+    B,
+    D,
+    S,
+    V,
+    Vocabulary,
+    hidden,
+    ids,
+    mask,
+    program,
+    tokens,
+)
+
+
+@program()
+def mistral_splade_echo():
+    """Mistral-Splade with echo embeddings: the text twice, only the second copy is pooled."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask, second_start):
+            position = torch.arange(h.shape[1], device=h.device)
+            second = position[None, :] >= second_start[:, None]
+            pool_mask = (attention_mask * second).unsqueeze(-1)
+            return torch.max(torch.log(1 + torch.relu(self.decoder(h))) * pool_mask, dim=1).values
+
+    return Model(bias=False), (hidden(), mask(), torch.tensor([3, 2, 1]))
+
+
+@program()
+def csplade():
+    """CSPLADE: a causal LM; bidirectional layers, logits / sqrt(d), -inf on padding."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            logits = self.decoder(h) / D**0.5
+            padding = attention_mask.unsqueeze(-1).expand_as(logits) == 0
+            logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
+            return torch.log1p(F.relu(torch.max(logits, dim=1)[0]))
+
+    return Model(bias=False), (hidden(), mask())
+
+
+@program()
+def sparse_embed_recomputed():
+    """SparseEmbed: the top terms of the head, their embeddings from the hidden states."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            pooled = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).amax(dim=1)
+            values, terms = pooled.topk(4, dim=-1)
+            attention = torch.einsum("bkd,bsd->bks", self.decoder.weight[terms], h)
+            attention = attention.masked_fill(attention_mask[:, None] == 0, -1e9).softmax(-1)
+            return values, attention @ h
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def pruned_by_ratio():
+    """OpenSearch: terms below a share of the largest are dropped."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            values, _ = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1)
+            largest, _ = values.max(dim=-1, keepdim=True)
+            return values * (values > 0.1 * largest)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def opensearch_inference_free():
+    """OpenSearch doc-v3: documents through the head twice-logged, queries are idf weights."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("idf", torch.linspace(0.1, 3.0, V))
+
+        def forward(self, h, attention_mask, query_ids):
+            values, _ = torch.max(self.decoder(h) * attention_mask.unsqueeze(-1), dim=1)
+            documents = torch.log(1 + torch.log(1 + torch.relu(values)))
+            bag = torch.zeros(query_ids.size(0), V).scatter(1, query_ids, 1.0)
+            return (bag * self.idf) @ documents.t()
+
+    return Model(), (hidden(), mask(), ids())
+
+
+@program(modes=INFER)
+def elser_quantised():
+    """ELSER-like serving: weights rounded to integers after the pooling."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            pooled = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+            return (pooled * 100).round().to(torch.int32)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def text_embeddings_server():
+    """A Python port of a Rust server: (1 + relu).log(), mask broadcast, max over dim 1."""
+
+    class Model(Vocabulary):
+        def forward(self, batch):
+            logits = self.decoder(batch["hidden_states"])
+            attention = batch["attention_mask"].unsqueeze(-1).broadcast_to(logits.shape)
+            weights = (1.0 + logits.relu()).log() * attention.to(logits)
+            return {"embeddings": weights.max(1).values}
+
+    return Model(), ({"hidden_states": hidden(), "attention_mask": mask()},)
+
+
+@program(rewrites=2)
+def two_towers_shared():
+    """Query and document through one head, in-batch softmax loss, FLOPS regulariser."""
+
+    class Model(Vocabulary):
+        def encode(self, h, attention_mask):
+            weights = torch.log1p(torch.relu(self.decoder(h)))
+            return (weights * attention_mask.unsqueeze(-1)).max(dim=1).values
+
+        def forward(self, query, query_mask, document, document_mask):
+            q, d = self.encode(query, query_mask), self.encode(document, document_mask)
+            scores = q @ d.T
+            labels = torch.arange(scores.size(0), device=scores.device)
+            flops = sum((x.abs().mean(dim=0) ** 2).sum() for x in (q, d))
+            return F.cross_entropy(scores, labels) + 1e-2 * flops
+
+    documents = (hidden(shape=(B, S + 2, D)) * 0.9).detach().requires_grad_()
+    return Model(), (hidden(), mask(), documents, torch.ones(B, S + 2, dtype=torch.int64))
+
+
+@program(rewrites=2)
+def two_encoders():
+    """Separate query and document encoders with heads of their own."""
+
+    class Tower(Vocabulary):
+        def forward(self, h, attention_mask):
+            h = h + torch.tanh(h)
+            return tokens(self.decoder(h) * attention_mask[..., None]).max(1).values
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.document = Tower(), Tower()
+
+        def forward(self, query, document, attention_mask):
+            return (
+                self.query(query, attention_mask) * self.document(document, attention_mask)
+            ).sum(-1)
+
+    return Model(), (hidden(), hidden(), mask())
+
+
+@program(modes=TRAIN, rewrites=2)
+def distillation():
+    """A frozen teacher under no_grad and a student in one step."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.student, self.teacher = Vocabulary(), Vocabulary(bias=False)
+
+        def pool(self, logits, attention_mask):
+            return (tokens(logits) * attention_mask.unsqueeze(-1)).amax(dim=1)
+
+        def forward(self, h, attention_mask):
+            with torch.no_grad():
+                target = self.pool(self.teacher.decoder(h), attention_mask)
+            return F.mse_loss(self.pool(self.student.decoder(h), attention_mask), target)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def triplets_flattened():
+    """[B, 3, S, D] query, positive, negative: flattened for the head, unflattened after it."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            batch, group, length, width = h.shape
+            logits = self.decoder(h.view(batch * group, length, width))
+            keep = attention_mask.view(batch * group, length, 1)
+            pooled = (tokens(logits) * keep).max(dim=1).values.view(batch, group, -1)
+            q, p, n = pooled.unbind(dim=1)
+            return ((q * n).sum(-1) - (q * p).sum(-1)).relu()
+
+    attention_mask = torch.stack([mask(), mask(lengths=(3, 7, 5)), mask(lengths=(6, 1, 7))], dim=1)
+    return Model(), (hidden(shape=(B, 3, S, D)), attention_mask)
+
+
+@program()
+def dense_and_sparse():
+    """Hybrid encoders: the normalised [CLS] vector and the sparse one from the same states."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            dense = F.normalize(h[:, 0], dim=-1)
+            sparse = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+            return {"dense_vecs": dense, "lexical_weights": sparse, "last_hidden_state": h}
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def rms_norm_then_tied_head():
+    """A decoder-only LM: the final RMSNorm, then the tied head, then the pooling."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(31)
+            self.embed_tokens = nn.Embedding(V, D)
+            self.norm = nn.RMSNorm(D, eps=1e-6)
+            self.lm_head = nn.Linear(D, V, bias=False)
+            self.lm_head.weight = self.embed_tokens.weight
+
+        def forward(self, input_ids, attention_mask):
+            h = self.embed_tokens(input_ids)
+            h = self.norm(h + h.cumsum(dim=1) / input_ids.size(1))
+            logits = self.lm_head(h)
+            logits = logits + (1.0 - attention_mask.to(logits.dtype)).unsqueeze(-1) * -1e9
+            return torch.log(1 + torch.relu(torch.max(logits, dim=1).values))
+
+    return Model(), (ids(), mask())
+
+
+@program()
+def mlm_on_other_states():
+    """Multi-task: MLM logits of corrupted states, the SPLADE head on clean ones."""
+
+    class Model(Vocabulary):
+        def forward(self, clean, corrupted, attention_mask, labels):
+            pooled = (tokens(self.decoder(clean)) * attention_mask.unsqueeze(-1)).amax(1)
+            loss = F.cross_entropy(self.decoder(corrupted[:, 0]), labels[:, 0])
+            return pooled, loss
+
+    return Model(), (hidden(), hidden(), mask(), ids())
+
+
+@program()
+def regularised_batch():
+    """L1, FLOPS and anti-zero penalties computed on the pooled vectors."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            reps = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+            l1 = reps.abs().sum(dim=-1).mean()
+            flops = (reps.mean(dim=0) ** 2).sum()
+            anti_zero = 1.0 / (reps.sum(dim=-1) ** 2 + 1e-3)
+            return reps, l1 + flops + anti_zero.mean()
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def transformer_encoder_in_front():
+    """nn.TransformerEncoder with a padding mask, then the head."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(D, 2, 16, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+        def forward(self, h, attention_mask):
+            h = self.encoder(h, src_key_padding_mask=attention_mask == 0)
+            return (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def output_tuple_of_a_model():
+    """The masked-LM output travels through a dict and a tuple before it is pooled."""
+
+    class Model(Vocabulary):
+        def lm(self, h):
+            return {"loss": None, "logits": self.decoder(h), "hidden_states": (h,)}
+
+        def forward(self, h, attention_mask):
+            outputs = tuple(v for v in self.lm(h).values() if v is not None)
+            weights = torch.log1p(torch.relu(outputs[0]))
+            return torch.max(weights * attention_mask.unsqueeze(-1), dim=1).values.squeeze()
+
+    return Model(), (hidden(), mask())
+
+
+@program(modes=TRAIN)
+def dropout_before_the_decoder():
+    """Active dropout on the hidden states: upstream of the head."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            h = F.dropout(h, p=0.2, training=self.training)
+            return (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program(modes=TRAIN)
+def negatives_detached():
+    """Documents of the other side detached after the head."""
+
+    class Model(Vocabulary):
+        def forward(self, h, attention_mask):
+            reps = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+            return reps @ reps.detach().T
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "one head a sequence, each [S, V] without a batch", INFER)
+def server_with_ragged_requests():
+    """A server that gets a list of requests of different lengths."""
+
+    class Model(Vocabulary):
+        def forward(self, requests):
+            return [tokens(self.decoder(h)).amax(dim=0) for h in requests]
+
+    return Model(), ([hidden(shape=(n, D)) for n in (7, 4, 2)],)
+
+
+@program("maybe", "packed sequences reduced by a scatter", INFER)
+def packed_by_scatter():
+    """A packed batch [T, V] reduced with scatter_reduce(amax)."""
+
+    class Model(Vocabulary):
+        def forward(self, flat, sequence):
+            weights = tokens(self.decoder(flat))
+            index = sequence[:, None].expand_as(weights)
+            return weights.new_zeros(B, V).scatter_reduce(0, index, weights, "amax")
+
+    return Model(), (hidden(shape=(9, D)), torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2]))

@@ -1,0 +1,507 @@
+"""Masks: every way to say which tokens do not count."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from corpus.splade_head.registry import (
+    INFER,
+    B,
+    S,
+    V,
+    Vocabulary,
+    head,
+    hidden,
+    ids,
+    mask,
+    program,
+    tokens,
+)
+
+INF = float("inf")
+
+
+@head()
+def logical_not_finfo_min(logits, mask):
+    """Transformers habit: the lowest finite number of the dtype before everything else."""
+    lowest = torch.finfo(logits.dtype).min
+    logits = logits.masked_fill(mask.logical_not()[..., None], lowest)
+    return torch.log1p(torch.relu(logits.amax(dim=1)))
+
+
+@head()
+def eq_zero_fill_zero(logits, mask):
+    """mask.eq(0), filled with 0 after the activation."""
+    return tokens(logits).masked_fill(mask.eq(0).unsqueeze(-1), 0).max(dim=1).values
+
+
+@head()
+def fill_in_place_after_log(logits, mask):
+    """masked_fill_ on the activations, for memory."""
+    weights = tokens(logits)
+    weights.masked_fill_((mask != 1)[:, :, None], 0.0)
+    return weights.max(1)[0]
+
+
+@head()
+def fill_in_place_on_logits(logits, mask):
+    """logits.masked_fill_ with a large negative number."""
+    logits.masked_fill_(~mask.bool().unsqueeze(2), -1e9)
+    return torch.log1p(torch.relu(logits).max(dim=1).values)
+
+
+@head()
+def extended_attention_mask(logits, mask):
+    """BERT's extended mask: (1.0 - mask) * finfo.min, added."""
+    extended = (1.0 - mask[:, :, None].to(torch.float32)) * torch.finfo(torch.float32).min
+    return torch.amax(tokens(logits + extended), dim=1)
+
+
+@head()
+def subtract_penalty(logits, mask):
+    """logits - (1 - mask) * 1e4, max first."""
+    best = (logits - (1 - mask).unsqueeze(-1) * 1e4).max(dim=1).values
+    return best.relu().log1p()
+
+
+@program()
+def penalty_precomputed():
+    """The collator hands over 0 / -inf, shaped [B, S, 1], and the model adds it."""
+
+    class Model(Vocabulary):
+        def forward(self, h, penalty):
+            return torch.log1p(torch.relu((self.decoder(h) + penalty).amax(1)))
+
+    return Model(), (hidden(), torch.zeros(B, S, 1).masked_fill(mask()[..., None] == 0, -INF))
+
+
+@program()
+def four_dimensional_mask():
+    """A [B, 1, 1, S] mask from the attention layers reused for the pooling."""
+
+    class Model(Vocabulary):
+        def forward(self, h, extended):
+            additive = extended.squeeze(1).transpose(1, 2)
+            return tokens(self.decoder(h) + additive).max(dim=1).values
+
+    extended = torch.zeros(B, 1, 1, S).masked_fill(mask()[:, None, None] == 0, -1e4)
+    return Model(), (hidden(), extended)
+
+
+@head()
+def where_with_scalar(logits, mask):
+    """torch.where(keep, x, 0.0) on the activations."""
+    return torch.where(mask.unsqueeze(2) > 0, tokens(logits), 0.0).amax(1)
+
+
+@head()
+def where_with_tensor(logits, mask):
+    """torch.where with a 0-dim tensor made on the spot."""
+    kept = torch.where(mask.unsqueeze(-1) == 1, logits, torch.tensor(-INF))
+    return tokens(kept.max(dim=1).values)
+
+
+@head()
+def where_swapped(logits, mask):
+    """torch.where(drop, 0, x): the arguments the other way round."""
+    drop = mask.unsqueeze(-1) == 0
+    return torch.where(drop, torch.zeros_like(logits), tokens(logits)).max(1).values
+
+
+@head()
+def boolean_assignment(logits, mask):
+    """weights[mask == 0] = 0"""
+    weights = tokens(logits)
+    weights[mask == 0] = 0
+    return weights.max(dim=1).values
+
+
+@head()
+def boolean_assignment_on_logits(logits, mask):
+    """logits[~keep] = -inf, in place on what the decoder returned."""
+    logits[~mask.bool()] = -INF
+    return tokens(logits.amax(1))
+
+
+@head()
+def boolean_assignment_of_every_element(logits, mask):
+    """The mask spread over the vocabulary as numbers, compared, then assigned: max pooling as for dense vectors."""
+    weights = tokens(logits)
+    spread = mask.unsqueeze(-1).expand(weights.size()).float()
+    weights[spread == 0] = -1e9
+    return torch.max(weights, 1)[0]
+
+
+@head()
+def repeat_over_vocabulary(logits, mask):
+    """The mask repeated to the full size first."""
+    full = mask.unsqueeze(-1).repeat(1, 1, logits.shape[-1])
+    return (tokens(logits) * full).max(dim=1).values
+
+
+@head()
+def expand_as_logits(logits, mask):
+    """sentence-transformers' mean pooling idiom: expand(token_embeddings.size()).float()"""
+    expanded = mask.unsqueeze(-1).expand(logits.size()).float()
+    return (tokens(logits) * expanded).max(1)[0]
+
+
+@head()
+def expand_as_call(logits, mask):
+    """mask[..., None].expand_as(x)"""
+    kept = torch.relu(logits) * mask[..., None].expand_as(logits)
+    return torch.log1p(torch.max(kept, dim=1).values)
+
+
+@head(mask_dtype=torch.bool)
+def bool_mask_multiplied(logits, mask):
+    """A bool mask multiplied as it is."""
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head(mask_dtype=torch.float32)
+def float_mask_multiplied_first(logits, mask):
+    """A float mask straight from the data loader, before the activation."""
+    return tokens(logits * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head(lengths=(7, 4, 0))
+def empty_sequence_multiplied(logits, mask):
+    """A batch padded with an empty sequence: its row is 0."""
+    return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
+
+
+@head(lengths=(7, 4, 0))
+def empty_sequence_minus_inf(logits, mask):
+    """-inf after the log: the row of an empty sequence is -inf."""
+    return tokens(logits).masked_fill(mask.unsqueeze(-1) == 0, -INF).max(dim=1).values
+
+
+@head(lengths=(7, 4, 0))
+def empty_sequence_clamped(logits, mask):
+    """-inf first, clamped at 0 after the max."""
+    best = logits.masked_fill(~mask.bool().unsqueeze(-1), -INF).max(dim=1).values
+    return best.clamp(min=0.0).log1p()
+
+
+@head()
+def no_mask(logits, mask):
+    """Queries of one length need no mask."""
+    return torch.log(1.0 + torch.nn.functional.relu(logits)).max(dim=1).values
+
+
+@program()
+def lengths_to_mask():
+    """The mask is made from lengths inside the model."""
+
+    class Model(Vocabulary):
+        def forward(self, h, lengths):
+            keep = torch.arange(h.size(1), device=h.device)[None, :] < lengths[:, None]
+            return tokens(self.decoder(h)).masked_fill(~keep[:, :, None], 0.0).amax(dim=1)
+
+    return Model(), (hidden(), torch.tensor([7, 3, 1]))
+
+
+@program()
+def ids_to_mask():
+    """The mask is input_ids != pad, without [CLS]."""
+
+    class Model(Vocabulary):
+        def forward(self, h, input_ids):
+            keep = torch.logical_and(input_ids.ne(0), input_ids.ne(1))
+            weights = torch.log(torch.relu(self.decoder(h)) + 1)
+            return torch.max(weights * keep.unsqueeze(-1).type_as(weights), dim=1)[0]
+
+    return Model(), (hidden(), ids())
+
+
+@program()
+def isin_special_tokens():
+    """torch.isin against a buffer of special ids."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("special", torch.tensor([0, 1, 2]))
+
+        def forward(self, h, input_ids):
+            keep = ~torch.isin(input_ids, self.special)
+            return (tokens(self.decoder(h)) * keep[..., None]).amax(1)
+
+    return Model(), (hidden(), ids())
+
+
+@program()
+def prompt_excluded_by_cumsum():
+    """LLM encoders: tokens count only after the separator."""
+
+    class Model(Vocabulary):
+        def forward(self, h, input_ids):
+            after = (input_ids == 1).long().cumsum(dim=1) > 0
+            keep = (after & (input_ids != 0)).unsqueeze(-1)
+            return tokens(self.decoder(h).masked_fill(~keep, -INF)).amax(dim=1)
+
+    return Model(), (hidden(), ids())
+
+
+@head()
+def mask_twice(logits, mask):
+    """A defensive author masks before the activation and again after it."""
+    keep = mask.unsqueeze(-1).to(logits.dtype)
+    return (tokens(logits * keep) * keep).max(dim=1).values
+
+
+@program()
+def hard_gate():
+    """A gate thresholded at 0.5: 0 or 1 whatever the input is."""
+
+    class Model(Vocabulary):
+        def forward(self, h, gate):
+            keep = (torch.sigmoid(gate) > 0.5).float()
+            return (tokens(self.decoder(h)) * keep.unsqueeze(-1)).max(1).values
+
+    return Model(), (hidden(), torch.linspace(-2.0, 3.0, B * S).view(B, S))
+
+
+@head()
+def transposed_before_mask(logits, mask):
+    """Channels first: [B, V, S] times [B, 1, S]."""
+    return (tokens(logits.transpose(1, 2)) * mask.unsqueeze(1)).amax(dim=-1)
+
+
+@program()
+def padded_tokens_zeroed_in_hidden():
+    """The mask multiplies the hidden states; the head itself has none."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return tokens(self.decoder(h * mask.unsqueeze(-1))).amax(1)
+
+    return Model(), (hidden(), mask())
+
+
+@head()
+def cls_dropped_by_slicing(logits, mask):
+    """logits[:, 1:]: [CLS] does not vote."""
+    return (tokens(logits[:, 1:]) * mask[:, 1:].unsqueeze(-1)).max(dim=1).values
+
+
+@head()
+def special_tokens_dropped_from_vocabulary(logits, mask):
+    """logits[..., 5:]: the first ids are [PAD], [UNK], ..."""
+    return (tokens(logits[..., 5:]) * mask.unsqueeze(-1)).max(dim=1).values
+
+
+@program()
+def vocabulary_bias_forbids():
+    """-inf for unused vocabulary entries, added to the logits like one more bias."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("forbid", torch.zeros(V).index_fill(0, torch.arange(4), -INF))
+
+        def forward(self, h, mask):
+            logits = self.decoder(h) + self.forbid
+            return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def expansion_only():
+    """Only terms that are not in the text: a [B, V] product after the pooling."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask, input_ids):
+            pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+            present = torch.zeros_like(pooled).scatter(1, input_ids, 1.0)
+            return pooled * (1.0 - present)
+
+    return Model(), (hidden(), mask(), ids())
+
+
+@head("maybe", "positions filled by index: a [S] row mask that has to be built")
+def index_fill_positions(logits, mask):
+    """[CLS] and the last position zeroed by index_fill_."""
+    weights = tokens(logits)
+    weights.index_fill_(1, torch.tensor([0, S - 1]), 0.0)
+    return weights.amax(1)
+
+
+@head("maybe", "slice assignment to some positions")
+def slice_assignment(logits, mask):
+    """weights[:, 0] = 0"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    weights[:, 0] = 0
+    return weights.amax(1)
+
+
+@head("maybe", "a mask of vocabulary entries before the max")
+def vocabulary_filled(logits, mask):
+    """masked_fill over vocabulary entries, the same for all tokens."""
+    unused = torch.arange(V) < 4
+    return (tokens(logits.masked_fill(unused, -1e4)) * mask.unsqueeze(-1)).amax(1)
+
+
+@program("maybe", "real-valued weights after the activation: exact only if applied per token")
+def idf_weighted_tokens():
+    """Token weights (idf) multiplied after the log; they need no gradient."""
+
+    class Model(Vocabulary):
+        def forward(self, h, token_weight):
+            return (tokens(self.decoder(h)) * token_weight.unsqueeze(-1)).amax(1)
+
+    return Model(), (hidden(), torch.linspace(-1.0, 2.0, B * S).view(B, S))
+
+
+@program("maybe", "the fill value is a buffer, unknown when compiling")
+def fill_value_in_a_buffer():
+    """self.neg_inf as a registered buffer."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("neg_inf", torch.tensor(-1e4))
+
+        def forward(self, h, mask):
+            kept = torch.where(mask.unsqueeze(-1).bool(), self.decoder(h), self.neg_inf)
+            return tokens(kept).amax(1)
+
+    return Model(), (hidden(), mask())
+
+
+@head("maybe", "the mask enters by a contraction")
+def mask_by_einsum(logits, mask):
+    """einsum('bsv,bs->bsv', ...)"""
+    return torch.einsum("bsv,bs->bsv", tokens(logits), mask.to(logits.dtype)).amax(1)
+
+
+@program("maybe", "a vocabulary mask a sequence, 0 or 1, multiplied before the max")
+def restricted_to_batch_vocabulary():
+    """Scores only the vocabulary that occurs in each document, [B, 1, V]."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask, allowed):
+            weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
+            return (weights * allowed[:, None, :]).amax(1)
+
+    return Model(), (hidden(), mask(), torch.arange(B * V).view(B, V) % 3 > 0)
+
+
+@head("maybe", "gathers rows of a ragged batch", INFER)
+def ragged_by_slicing(logits, mask):
+    """No mask: every sequence is cut to its own length in a loop."""
+    return torch.stack([tokens(row[:n]).amax(0) for row, n in zip(logits, (7, 4, 2), strict=True)])
+
+
+def _states_with(value):
+    """Hidden states whose padded positions hold what an uninitialised buffer may hold."""
+    h = hidden().detach()
+    h[1, 5, 3] = value
+    return h.requires_grad_()
+
+
+@program(modes=INFER)
+def nan_under_masked_fill():
+    """NaN in the padding, filled before it can spread."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) == 0, -1e4)
+            return tokens(logits).max(dim=1).values
+
+    return Model(), (_states_with(float("nan")), mask())
+
+
+@program(modes=INFER)
+def nan_under_multiplication():
+    """NaN in the padding times a mask of 0 is NaN, and stays NaN."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (_states_with(float("nan")), mask())
+
+
+@program(modes=INFER)
+def infinity_under_multiplication():
+    """inf * 0 is NaN after the activation, where the logit was positive."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (_states_with(INF), mask())
+
+
+@program(modes=INFER)
+def infinity_under_a_mask_first():
+    """inf * 0 is NaN before the activation, whatever the sign was."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return tokens(self.decoder(h) * mask.unsqueeze(-1)).max(dim=1).values
+
+    return Model(), (_states_with(INF), mask())
+
+
+@program(modes=INFER)
+def nan_without_a_mask():
+    """A poisoned token: relu and max propagate NaN, clamp too."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            return torch.log1p(self.decoder(h).clamp(min=0)).max(dim=1).values
+
+    return Model(), (_states_with(float("nan")),)
+
+
+@program(modes=INFER)
+def nan_under_threshold():
+    """F.threshold keeps NaN, as relu does."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            return torch.log1p(F.threshold(self.decoder(h), 0.0, 0.0)).amax(dim=1)
+
+    return Model(), (_states_with(float("nan")),)
+
+
+@program(modes=INFER)
+def nan_under_fill_of_negatives():
+    """x.masked_fill(x < 0, 0) keeps NaN."""
+
+    class Model(Vocabulary):
+        def forward(self, h):
+            logits = self.decoder(h)
+            return torch.log1p(logits.masked_fill(logits < 0, 0.0)).amax(dim=1)
+
+    return Model(), (_states_with(float("nan")),)
+
+
+@program(modes=INFER)
+def nan_under_where_mask():
+    """torch.where(keep, x, 0) after the activation drops the NaN of the padding."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return torch.where(mask.unsqueeze(-1) > 0, tokens(self.decoder(h)), 0.0).amax(1)
+
+    return Model(), (_states_with(float("nan")), mask())
+
+
+@head("maybe", "the mask is broadcast, then the batch and the sequence are flattened")
+def broadcast_mask_through_a_flatten(logits, mask):
+    """One mask for the batch, applied before [B, S] is flattened and split again."""
+    weights = (tokens(logits) * mask[:1].unsqueeze(-1)).flatten(0, 1)
+    return weights.unflatten(0, mask.shape).amax(dim=1)
+
+
+@head()
+def mask_through_a_flatten(logits, mask):
+    """A mask of every token, applied before [B, S] is flattened and split again."""
+    weights = (tokens(logits) * mask.unsqueeze(-1)).flatten(0, 1)
+    return weights.unflatten(0, mask.shape).amax(dim=1)

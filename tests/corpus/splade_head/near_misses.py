@@ -1,0 +1,686 @@
+"""Programs that look like a SPLADE head and are not one, and functions a max may not overtake."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.splade_head.registry import (
+    INFER,
+    TRAIN,
+    B,
+    D,
+    S,
+    V,
+    Vocabulary,
+    hidden,
+    ids,
+    mask,
+    program,
+    tokens,
+    weight,
+)
+from corpus.splade_head.registry import head as any_head
+
+head = functools.partial(any_head, "no_rewrite")
+seen = functools.partial(any_head, "no_rewrite")
+maybe = functools.partial(any_head, "maybe")
+
+
+class Half(torch.autograd.Function):
+    """The identity with half the gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
+@head("every token's logits are normalised over the vocabulary")
+def softmax_over_vocabulary(logits, mask):
+    """Probabilities instead of logits."""
+    return (torch.log1p(logits.softmax(dim=-1)) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head("every token's logits are normalised over the vocabulary")
+def log_softmax_over_vocabulary(logits, mask):
+    """relu(log_softmax + 5)"""
+    return (tokens(F.log_softmax(logits, dim=-1) + 5) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head("every term's logits are normalised over the sequence")
+def softmax_over_sequence(logits, mask):
+    """Attention over tokens, for every term."""
+    return (logits.softmax(dim=1) * tokens(logits)).max(dim=1).values
+
+
+@head("layer norm mixes the vocabulary entries of a token")
+def layer_norm_on_logits(logits, mask):
+    """F.layer_norm(logits, (V,))"""
+    logits = F.layer_norm(logits, logits.shape[-1:])
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head("the logits are centred over the vocabulary")
+def centred_over_vocabulary(logits, mask):
+    """logits - logits.mean(-1)"""
+    centred = logits - logits.mean(dim=-1, keepdim=True)
+    return (tokens(centred) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head("the logits are centred over the sequence")
+def centred_over_sequence(logits, mask):
+    """logits - logits.mean(1)"""
+    return tokens(logits - logits.mean(dim=1, keepdim=True)).amax(dim=1)
+
+
+@head("every token's weights are normalised")
+def tokens_normalised(logits, mask):
+    """F.normalize of every token before the max."""
+    return (F.normalize(tokens(logits), dim=-1) * mask.unsqueeze(-1)).max(dim=1).values
+
+
+@seen("the logits are returned")
+def logits_in_the_output(logits, mask):
+    """An output class that carries logits along."""
+    return {"pooled": (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), "logits": logits}
+
+
+@seen("the activations are returned")
+def activations_in_the_output(logits, mask):
+    """Per-token weights for highlighting."""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return weights.max(dim=1).values, weights
+
+
+@seen("the mean of the logits is penalised")
+def logit_penalty(logits, mask):
+    """z-loss: the squared mean of the logits."""
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), logits.mean().square()
+
+
+@seen("the max is also taken over the vocabulary, from the same activations")
+def token_saliency_too(logits, mask):
+    """Term weights and token saliency from one tensor."""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return weights.amax(dim=1), weights.amax(dim=2)
+
+
+@program("no_rewrite", "the logits are read by the MLM loss", TRAIN)
+def mlm_loss_on_the_same_logits():
+    """CoCondenser-style: MLM loss and SPLADE pooling of one forward."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask, labels):
+            logits = self.decoder(h)
+            pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
+            return pooled, F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+    return Model(), (hidden(), mask(), ids())
+
+
+@program("no_rewrite", "a forward hook keeps the logits", INFER)
+def hook_keeps_logits():
+    """A probe that records what the decoder returned."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.decoder.register_forward_hook(lambda m, i, out: setattr(m, "last", out))
+
+        def forward(self, h, mask):
+            pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+            return pooled, self.decoder.last.sum()
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "a forward hook replaces the logits")
+def hook_replaces_logits():
+    """A hook that turns logits into probabilities."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.decoder.register_forward_hook(lambda m, i, out: out.softmax(dim=-1))
+
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "the model remembers its logits", INFER)
+def logits_kept_in_an_attribute():
+    """self.last_logits = logits, for a debugger."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            self.last_logits = self.decoder(h)
+            return (tokens(self.last_logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "the mask depends on token and term")
+def mask_of_tokens_and_terms():
+    """A copy mask: a token may not activate itself."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask, input_ids):
+            itself = F.one_hot(input_ids, V).bool()
+            weights = tokens(self.decoder(h)).masked_fill(itself, 0.0)
+            return (weights * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask(), ids())
+
+
+@program("no_rewrite", "the multiplier depends on token and term")
+def gate_of_tokens_and_terms():
+    """A second projection gates every logit."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(D, V)
+
+        def forward(self, h, mask):
+            weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
+            return (weights * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "maximum with another [B, S, V] tensor")
+def maximum_with_a_prior():
+    """Logits bounded below by those of a teacher."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask, prior):
+            logits = torch.maximum(self.decoder(h), prior)
+            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask(), torch.sin(torch.arange(B * S * V).float()).view(B, S, V))
+
+
+@head("mean pooling")
+def mean_by_length(logits, mask):
+    """A masked mean, divided by the square root of the length."""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return weights.sum(dim=1) / mask.sum(dim=1, keepdim=True).sqrt()
+
+
+@program("no_rewrite", "a weighted sum over the sequence")
+def attention_pooled():
+    """A learned attention over tokens instead of the max."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.score = nn.Linear(D, 1)
+
+        def forward(self, h, mask):
+            score = self.score(h).squeeze(-1).masked_fill(mask == 0, -1e9).softmax(-1)
+            return torch.einsum("bs,bsv->bv", score, tokens(self.decoder(h)))
+
+    return Model(), (hidden(), mask())
+
+
+@head("a smooth maximum")
+def temperature_logsumexp(logits, mask):
+    """t * logsumexp(x / t)"""
+    logits = logits.masked_fill(mask.unsqueeze(-1) == 0, -1e4)
+    return torch.log1p(torch.relu(0.1 * torch.logsumexp(logits / 0.1, dim=1)))
+
+
+@head("root mean square over the sequence")
+def power_mean(logits, mask):
+    """A power mean with p=2."""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return (weights.pow(2).mean(dim=1) + 1e-6).sqrt()
+
+
+@head("max over the vocabulary, not the sequence")
+def max_over_vocabulary(logits, mask):
+    """Token salience: the strongest term of every token."""
+    return tokens(logits).amax(dim=-1) * mask
+
+
+@maybe("a second max over the vocabulary, which could follow the head")
+def max_over_both(logits, mask):
+    """One number a sequence."""
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=(1, 2))
+
+
+@head("min pooling")
+def min_over_sequence(logits, mask):
+    """The weakest evidence: amin."""
+    return tokens(logits.masked_fill(mask.unsqueeze(-1) == 0, 1e4)).amin(dim=1)
+
+
+@head("the median")
+def median_over_sequence(logits, mask):
+    """A robust pooling."""
+    return tokens(logits).median(dim=1).values
+
+
+@head("the second largest value")
+def second_largest(logits, mask):
+    """kthvalue(S - 1)"""
+    return (tokens(logits) * mask.unsqueeze(-1)).kthvalue(S - 1, dim=1).values
+
+
+@head("the mean of the two largest values")
+def mean_of_top_two(logits, mask):
+    """topk(2, dim=1).values.mean(1)"""
+    return (tokens(logits) * mask.unsqueeze(-1)).topk(2, dim=1).values.mean(dim=1)
+
+
+@head("only the positions are wanted", INFER)
+def argmax_positions(logits, mask):
+    """Which token is best for each term."""
+    return logits.masked_fill(mask.unsqueeze(-1) == 0, -1e4).argmax(dim=1)
+
+
+@head("every prefix has its maximum")
+def cumulative_maximum(logits, mask):
+    """Prefix representations for streaming."""
+    return (tokens(logits) * mask.unsqueeze(-1)).cummax(dim=1).values
+
+
+@head("a window slides over the sequence")
+def sliding_window_pool(logits, mask):
+    """max_pool1d of width 3, then the mean."""
+    weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
+    return F.max_pool1d(weights, kernel_size=3, stride=1).mean(dim=-1)
+
+
+@program("no_rewrite", "a second matmul follows the activation")
+def projected_and_normalised():
+    """Activations are projected and normalised before the max."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(V, 5)
+
+        def forward(self, h, mask):
+            return F.normalize(self.out(tokens(self.decoder(h))), dim=-1).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "the second matmul and its max are a head of their own, the first is not")
+def projected_after_activation():
+    """Activations are projected before the max."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(V, 5)
+
+        def forward(self, h, mask):
+            return torch.relu(self.out(tokens(self.decoder(h)))).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "a weight matrix a sequence")
+def weight_per_sequence():
+    """Language-specific projections gathered per sample, then bmm."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(41)
+            self.heads = nn.Parameter(torch.randn(4, D, V))
+
+        def forward(self, h, mask, language):
+            logits = torch.bmm(h, self.heads[language])
+            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask(), torch.tensor([2, 0, 3]))
+
+
+@program("no_rewrite", "noise is added to the logits", TRAIN)
+def gumbel_noise():
+    """Gumbel noise for exploration."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            logits = self.decoder(h)
+            uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
+            logits = logits - torch.log(-torch.log(uniform))
+            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@head("dropout is active between matmul and max", TRAIN)
+def dropout_on_logits(logits, mask):
+    """F.dropout(logits, 0.3)"""
+    return (tokens(F.dropout(logits, 0.3, training=True)) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head("batch norm uses statistics of all tokens", TRAIN)
+def batch_norm_on_logits(logits, mask):
+    """Batch norm over tokens, training mode."""
+    flat = F.batch_norm(logits.flatten(0, 1), None, None, training=True)
+    return (tokens(flat.view_as(logits)) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@program("no_rewrite", "integer logits", INFER)
+def integer_logits():
+    """An int8 model that accumulates in int64."""
+
+    def encode(h, mask, w):
+        return torch.relu((h @ w.T) * mask.unsqueeze(-1)).amax(dim=1)
+
+    h = torch.arange(B * S * D).view(B, S, D) % 17 - 8
+    return encode, (h, mask(), torch.arange(V * D).view(V, D) % 11 - 5)
+
+
+@program("no_rewrite", "complex logits", INFER)
+def complex_logits():
+    """The modulus of a complex projection."""
+
+    def encode(h, mask, real, imaginary):
+        logits = torch.complex(h, h.flip(-1)) @ torch.complex(real, imaginary).T
+        return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return encode, (hidden(), mask(), weight(), weight(seed=42))
+
+
+@head("a straight-through estimator: value and gradient differ", TRAIN)
+def straight_through(logits, mask):
+    """Binary weights with the gradient of the real ones."""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return (weights + ((weights > 0.5).float() - weights).detach()).amax(dim=1)
+
+
+@head("a function with a gradient of its own", TRAIN)
+def gradient_rescaled(logits, mask):
+    """An autograd.Function that halves the gradient of the logits."""
+
+    return (tokens(Half.apply(logits)) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("one token's logits are replaced through a view: only exact if the write is seen")
+def token_overwritten_by_a_view(logits, mask):
+    """flat[0] = 5: one token's logits replaced through another view."""
+    flat = logits.view(-1, V)
+    flat[0] = 5.0
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head("token vectors are summed into words first")
+def words_summed_before_max(logits, mask):
+    """Sub-word logits are added up to words by index_add."""
+    word = torch.tensor([0, 0, 1, 1, 1, 2, 3])
+    words = logits.new_zeros(B, 4, V)
+    return words.index_add(1, word, tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head("neighbouring tokens are added before the max")
+def bigram_logits(logits, mask):
+    """logits[:, 1:] + logits[:, :-1]"""
+    return tokens(logits[:, 1:] + logits[:, :-1]).amax(dim=1)
+
+
+@head("tokens are accumulated over the sequence before the max")
+def cumulative_logits(logits, mask):
+    """cumsum over the sequence."""
+    return tokens(logits.cumsum(dim=1) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("the negative logits: exact per token, wrong with the max first")
+def negative_scale(logits, mask):
+    """relu(-logits)"""
+    return (tokens(-logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("not monotone: exact per token, wrong with the max first")
+def absolute_value(logits, mask):
+    """log1p(|x|)"""
+    return (torch.log1p(logits.abs()) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("not monotone: exact per token, wrong with the max first")
+def square_without_relu(logits, mask):
+    """log1p(x ** 2)"""
+    return (torch.log1p(logits**2) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("not monotone: exact per token, wrong with the max first")
+def cosine_activation(logits, mask):
+    """relu(cos(x))"""
+    return (tokens(torch.cos(logits)) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("not monotone: exact per token, wrong with the max first")
+def gelu_activation(logits, mask):
+    """gelu(x / 2), which has a minimum below zero."""
+    return (F.gelu(logits / 2) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("decreasing after the relu: exact per token, wrong with the max first")
+def inverted_activation(logits, mask):
+    """1 / (1 + relu(x))"""
+    return ((1.0 / (1.0 + torch.relu(logits))) * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("a negative mask value turns the order round")
+def mask_of_minus_one(logits, mask):
+    """A mask of -1 and 1, multiplied after the activation."""
+    return (tokens(logits) * (2 * mask - 1).unsqueeze(-1)).amax(dim=1)
+
+
+@maybe("a masked token counts with log1p(0.5), not with 0")
+def masked_token_not_zero(logits, mask):
+    """The mask before an activation that is not 0 at 0."""
+    return torch.log1p(torch.relu(logits * mask.unsqueeze(-1)) + 0.5).amax(dim=1)
+
+
+@maybe("a gate that needs a gradient")
+def learned_position_weights(logits, mask):
+    """exp(-0.1 * position) computed, times the activation."""
+    decay = torch.exp(-0.1 * torch.arange(S, dtype=logits.dtype))
+    return (tokens(logits) * decay[None, :, None] * mask.unsqueeze(-1)).amax(dim=1)
+
+
+@program("no_rewrite", "the linear has one output: no vocabulary is projected to")
+def weights_of_own_terms():
+    """BGE-M3: one weight a token, put into a row of the vocabulary a token, then the maximum."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.weigh = nn.Linear(D, 1)
+
+        def forward(self, h, terms):
+            weights = torch.relu(self.weigh(h))
+            rows = weights.new_zeros(*terms.shape, V).scatter(-1, terms.unsqueeze(-1), weights)
+            return rows.max(dim=1).values
+
+    return Model(), (hidden(), ids())
+
+
+@program("no_rewrite", "the operator has no gradient for its operands", TRAIN)
+def learned_scale_of_activations():
+    """One number for all activations, trained, between the rectifier and the logarithm."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.3))
+
+        def forward(self, h, mask):
+            weights = torch.log1p(torch.relu(self.decoder(h)) * self.scale)
+            return (weights * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("no_rewrite", "the operator has no gradient for its operands", TRAIN)
+def learned_importance_of_tokens():
+    """EPIC: how much a token matters comes from a linear of its own."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.importance = nn.Linear(D, 1)
+
+        def forward(self, h, mask):
+            matters = torch.log1p(F.softplus(self.importance(h)))
+            return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "a gate that needs a gradient")
+def learned_gate():
+    """A token gate multiplied after the activation; it is trained."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(D, 1)
+
+        def forward(self, h, mask):
+            weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
+            return (weights * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "the states change between matmul and max", INFER)
+def states_mutated_in_between():
+    """h.mul_(0.5) after the decoder has read h."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            states = h * 1.0
+            logits = self.decoder(states)
+            states.mul_(0.5)
+            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), states
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "the mask changes between product and max", INFER)
+def mask_mutated_in_between():
+    """keep.zero_() after it was used."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            keep = mask.clone()
+            weights = tokens(self.decoder(h)) * keep.unsqueeze(-1)
+            keep.zero_()
+            return weights.amax(dim=1), keep
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "the weight changes between matmul and max", INFER)
+def weight_mutated_in_between():
+    """A moving average written back into the weight after the matmul."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            logits = self.decoder(h)
+            self.decoder.weight.mul_(0.9)
+            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "the input buffer itself is written to after the matmul", INFER)
+def input_overwritten_in_between():
+    """The caller's buffer is reused for the next request."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            logits = self.decoder(h)
+            h.zero_()
+            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden().detach(), mask())
+
+
+@maybe("no gradient reaches the head", TRAIN)
+def logits_detached(logits, mask):
+    """Frozen scores next to a trained one."""
+    frozen = (tokens(logits.detach()) * mask.unsqueeze(-1)).amax(dim=1)
+    return frozen, logits.sum()
+
+
+@maybe("the logits are written, then read through the same name")
+def logits_scaled_twice_in_place(logits, mask):
+    """Two in-place updates, one of them between two reads."""
+    logits *= 0.5
+    weights = torch.relu(logits)
+    logits = logits + 1
+    return (torch.log1p(weights) * mask.unsqueeze(-1)).amax(dim=1) + 0 * logits[:, 0]
+
+
+@program("maybe", "the same states projected twice, once for the output")
+def decoder_called_twice():
+    """Returned logits from one call, the pooling from another."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+            return pooled, self.decoder(h)
+
+    return Model(), (hidden(), mask())
+
+
+@seen("the weights at the positions are others")
+def other_weights_where_largest(logits, mask):
+    """gathered from what is not what the positions are of"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return (2 - weights).gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+@seen("every position is sorted")
+def last_of_a_sort(logits, mask):
+    """a quantile's way of taking the maximum"""
+    return torch.sort(tokens(logits) * mask.unsqueeze(-1), dim=1).values[:, -1]
+
+
+@seen("a norm")
+def norm_of_infinite_order(logits, mask):
+    """the largest absolute value over the sequence"""
+    return torch.linalg.vector_norm(tokens(logits) * mask.unsqueeze(-1), float("inf"), dim=1)
+
+
+@seen("which sequence a token belongs to is data")
+def packed_sequences(logits, mask):
+    """tokens end to end, reduced by sequence"""
+    owner = torch.arange(logits.size(0)).repeat_interleave(logits.size(1))
+    weights = tokens(logits).flatten(0, 1)
+    return torch.zeros_like(logits[:, 0]).index_reduce(0, owner, weights, "amax")
+
+
+@program("no_rewrite", "one sequence is read under several masks")
+def one_sequence_under_several_masks():
+    """hidden [1, S, D], masks [B, S]: spans of one document"""
+
+    class Model(Vocabulary):
+        def forward(self, h, m):
+            return (tokens(self.decoder(h)) * m.unsqueeze(-1)).amax(dim=1)
+
+    return Model(), (hidden(shape=(1, S, D)), mask())
+
+
+@any_head()
+def norms_of_the_vectors(logits, mask):
+    """an L1 and a FLOPS term beside the head: sums over terms and over texts are no poolings"""
+    pooled = (tokens(logits) * mask.unsqueeze(-1)).amax(1)
+    return pooled, pooled.abs().sum(-1).mean(), pooled.abs().mean(0).square().sum()

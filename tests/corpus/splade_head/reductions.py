@@ -1,0 +1,581 @@
+"""The activation and the max over the sequence, in the idioms of several schools."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from corpus.splade_head.registry import (
+    INFER,
+    TRAIN,
+    Vocabulary,
+    head,
+    hidden,
+    mask,
+    program,
+    tokens,
+)
+
+
+@head()
+def numpy_keywords(logits, mask):
+    """A NumPy port: axis=, keepdims=."""
+    weights = torch.log1p(torch.clip(logits, 0, None)) * mask[:, :, None]
+    return torch.squeeze(torch.amax(weights, axis=1, keepdims=True), axis=1)
+
+
+@head()
+def jax_port(logits, mask):
+    """jnp.max(jnp.where(mask[..., None], jnp.log1p(jax.nn.relu(x)), 0), axis=1)"""
+    weights = torch.log1p(F.relu(logits))
+    return torch.max(torch.where(mask[..., None].bool(), weights, 0), axis=1).values
+
+
+@head()
+def tensorflow_port(logits, mask):
+    """tf.reduce_max(tf.math.log1p(tf.nn.relu(x)) * tf.expand_dims(tf.cast(mask), -1), axis=1)"""
+    cast = torch.unsqueeze(mask.type(logits.dtype), dim=-1)
+    return torch.max(torch.multiply(torch.log1p(torch.relu(logits)), cast), dim=1)[0]
+
+
+@head()
+def onnx_flavoured(logits, mask):
+    """Only ops with an ONNX counterpart, every one a torch function."""
+    weights = torch.log(torch.add(F.relu(logits), 1.0))
+    weights = torch.mul(weights, torch.unsqueeze(mask, 2).to(torch.float32))
+    values, _ = torch.max(weights, dim=1, keepdim=False)
+    return values
+
+
+@head(modes=INFER)
+def rectified_by_the_absolute_value(logits, mask):
+    """(x + |x|) / 2, whose gradient at 0 is another than the rectifier's."""
+    rectified = (logits + logits.abs()) / 2
+    return (torch.log1p(rectified) * mask.unsqueeze(-1)).amax(1)
+
+
+@head()
+def method_chain(logits, mask):
+    """One long chain of methods."""
+    return logits.relu().add(1).log().mul(mask.unsqueeze(-1)).max(dim=-2).values
+
+
+@head(modes=INFER)
+def in_place_chain(logits, mask):
+    """Inference code that saves every temporary."""
+    return logits.relu_().add_(1.0).log_().mul_(mask.unsqueeze(-1)).amax(dim=1)
+
+
+@head()
+def functional_in_place_relu(logits, mask):
+    """nn.functional.relu_ and log1p out of place."""
+    return (torch.log1p(F.relu_(logits)) * mask.unsqueeze(-1)).max(1).values
+
+
+@head()
+def clamp_min_method(logits, mask):
+    """clamp_min(0) before, masked_fill after."""
+    return logits.clamp_min(0.0).log1p().masked_fill(mask.unsqueeze(-1) == 0, 0.0).amax(1)
+
+
+@head()
+def threshold_zero(logits, mask):
+    """F.threshold(x, 0, 0)"""
+    return (torch.log1p(F.threshold(logits, 0.0, 0.0)) * mask.unsqueeze(-1)).amax(1)
+
+
+@head()
+def where_positive(logits, mask):
+    """torch.where(x > 0, x, 0) for relu."""
+    positive = torch.where(logits > 0, logits, torch.zeros_like(logits))
+    return (positive.log1p() * mask.unsqueeze(-1)).amax(1)
+
+
+@head()
+def masked_fill_negative(logits, mask):
+    """x.masked_fill(x < 0, 0) for relu."""
+    return (logits.masked_fill(logits < 0, 0.0).log1p() * mask.unsqueeze(-1)).max(1)[0]
+
+
+@head()
+def aten_and_special(logits, mask):
+    """torch.ops.aten and torch.special, as in exported code."""
+    positive = torch.ops.aten.relu.default(logits)
+    weights = torch.ops.aten.mul.Tensor(torch.special.log1p(positive), mask.unsqueeze(-1))
+    return torch.ops.aten.amax.default(weights, [1])
+
+
+@head()
+def operator_module(logits, mask):
+    """operator.mul and friends."""
+    weights = torch.log(operator.add(torch.relu(logits), 1))
+    return operator.getitem(torch.max(operator.mul(weights, mask.unsqueeze(-1)), 1), 0)
+
+
+@head()
+def unbound_methods(logits, mask):
+    """torch.Tensor.relu and so on, mapped over the value."""
+    steps = (torch.Tensor.relu, torch.Tensor.log1p)
+    weights = functools.reduce(lambda value, step: step(value), steps, logits)
+    return torch.Tensor.amax(weights * mask.unsqueeze(-1), dim=1)
+
+
+@program()
+def composed_functions():
+    """A functional programmer: compose(pool, weigh, activate)."""
+
+    def compose(*functions):
+        return functools.reduce(lambda f, g: lambda *args: f(g(*args)), functions)
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            keep = functools.partial(torch.mul, mask.unsqueeze(-1))
+            pool = functools.partial(torch.amax, dim=1)
+            return compose(pool, keep, torch.log1p, torch.relu, self.decoder)(h)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def names_from_a_config():
+    """getattr(torch, config.activation) with a frozen dataclass as configuration."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        activation: str = "relu"
+        saturation: str = "log1p"
+        pooling: str = "amax"
+
+    class Model(Vocabulary):
+        config = Config()
+
+        def forward(self, h, mask):
+            x = getattr(torch, self.config.activation)(self.decoder(h))
+            x = getattr(torch, self.config.saturation)(x) * mask.unsqueeze(-1)
+            return getattr(torch, self.config.pooling)(x, dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def keyword_helper_and_dataclass():
+    """A helper with keyword-only arguments that returns a dataclass."""
+
+    @dataclasses.dataclass
+    class Sparse:
+        values: torch.Tensor
+        active: torch.Tensor
+
+    def splade_max(*, logits, attention_mask, dim=1, eps=0.0):
+        weights = torch.log1p(torch.relu(logits) + eps)
+        values = (weights * attention_mask.unsqueeze(-1)).max(dim=dim).values
+        return Sparse(values=values, active=(values > 0).sum(-1))
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return splade_max(attention_mask=mask, logits=self.decoder(h))
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def masking_decorator():
+    """A decorator adds the mask to an unmasked pooling."""
+
+    def masked(fn):
+        @functools.wraps(fn)
+        def wrapper(self, h, mask):
+            logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) < 1, -1e5)
+            return fn(self, logits)
+
+        return wrapper
+
+    class Model(Vocabulary):
+        @masked
+        def forward(self, logits):
+            return torch.relu(logits).log1p().amax(dim=1)
+
+    return Model(), (hidden(), mask())
+
+
+@program()
+def sequential_modules():
+    """nn.Sequential down to the pooling."""
+
+    class Log1p(nn.Module):
+        def forward(self, x):
+            return torch.log1p(x)
+
+    class MaxOverTime(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.dim = dim
+
+        def forward(self, x):
+            return x.max(dim=self.dim).values
+
+    decoder = Vocabulary().decoder
+    return nn.Sequential(decoder, nn.ReLU(inplace=True), Log1p(), MaxOverTime(1)), (hidden(),)
+
+
+@program()
+def dropout_that_is_off():
+    """nn.Dropout(0.0) on the logits, left over from an experiment."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.dropout = nn.Dropout(0.0)
+
+        def forward(self, h, mask):
+            return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
+
+    return Model(), (hidden(), mask())
+
+
+@program(modes=INFER)
+def dropout_in_eval():
+    """nn.Dropout(0.1) in eval mode."""
+
+    class Model(Vocabulary):
+        def __init__(self):
+            super().__init__()
+            self.dropout = nn.Dropout(0.1)
+
+        def forward(self, h, mask):
+            return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
+
+    return Model(), (hidden(), mask())
+
+
+@head()
+def permute_then_last_dim(logits, mask):
+    """permute(0, 2, 1), then the last dimension."""
+    weights = (tokens(logits) * mask.unsqueeze(-1)).permute(0, 2, 1).contiguous()
+    return weights.max(-1)[0]
+
+
+@head()
+def movedim_first(logits, mask):
+    """movedim brings the sequence to the front."""
+    return (tokens(logits) * mask.unsqueeze(-1)).movedim(1, 0).amax(0)
+
+
+@head()
+def swapaxes_and_matrix_transpose(logits, mask):
+    """swapaxes on one side, .mT on the other."""
+    weights = tokens(logits.swapaxes(1, 2)) * mask.unsqueeze(1)
+    return weights.mT.amax(dim=-2)
+
+
+@head()
+def einops_like(logits, mask):
+    """What einops.reduce(x, 'b s v -> b v', 'max') does: reshape, then amax over a tuple."""
+    weights = tokens(logits) * mask.reshape(mask.shape[0], mask.shape[1], 1)
+    return weights.reshape(weights.shape).amax(dim=(1,))
+
+
+@head()
+def flatten_and_unflatten(logits, mask):
+    """Activations on [B*S, V], pooled after unflatten."""
+    flat = tokens(logits.flatten(0, 1)) * mask.flatten().unsqueeze(-1)
+    return flat.unflatten(0, mask.shape).max(dim=1).values
+
+
+@head()
+def keepdim_then_index(logits, mask):
+    """keepdim=True, then [:, 0]."""
+    return torch.max(tokens(logits) * mask.unsqueeze(-1), dim=1, keepdim=True)[0][:, 0]
+
+
+@head()
+def unsqueeze_before(logits, mask):
+    """A leading head dimension that the pooling carries along, as in multi-head code."""
+    weights = (tokens(logits) * mask.unsqueeze(-1)).unsqueeze(1)
+    return weights.max(dim=2).values.squeeze(1)
+
+
+@head()
+def activation_half_and_half(logits, mask):
+    """relu before the max, log1p after it, the mask in between."""
+    return torch.log1p((F.relu(logits) * mask.unsqueeze(-1)).amax(dim=1))
+
+
+@head()
+def triple_log(logits, mask):
+    """Deeper saturation, as an ablation."""
+    return (tokens(tokens(tokens(logits))) * mask.unsqueeze(-1)).max(dim=1).values
+
+
+@head()
+def temperature_attribute(logits, mask):
+    """relu(logits / tau) with a Python float."""
+    tau = 0.7
+    return (torch.log1p(torch.relu(logits / tau)) * mask.unsqueeze(-1)).amax(1)
+
+
+@head()
+def shifted_bias_constant(logits, mask):
+    """relu(x - 0.5): a constant threshold that makes terms sparser."""
+    return (torch.log1p(torch.relu(logits - 0.5)) * mask.unsqueeze(-1)).amax(1)
+
+
+@head()
+def pruned_after_pooling(logits, mask):
+    """Weights below 0.2 dropped after the max, and the count of the rest."""
+    pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
+    pooled = torch.where(pooled > 0.2, pooled, 0.0)
+    return pooled, (pooled > 0).sum(dim=-1)
+
+
+@head()
+def top_terms_kept(logits, mask):
+    """top-k pruning: everything but the k best terms set to 0."""
+    pooled = (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
+    values, index = pooled.topk(6, dim=-1)
+    return torch.zeros_like(pooled).scatter(-1, index, values)
+
+
+@head()
+def shape_readers(logits, mask):
+    """Reads the logits' shape, dtype and device, not their values."""
+    assert logits.dim() == 3
+    batch, length, vocabulary = logits.shape
+    keep = mask.view(batch, length, 1).to(device=logits.device, dtype=logits.dtype)
+    pooled = (tokens(logits) * keep).max(dim=1).values
+    return pooled.view(batch, vocabulary) / length
+
+
+@program(modes=TRAIN)
+def checkpointed_head():
+    """torch.utils.checkpoint around the head: memory was the problem all along."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(Vocabulary):
+        def pool(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
+
+        def forward(self, h, mask):
+            return checkpoint(self.pool, h, mask, use_reentrant=False)
+
+    return Model(), (hidden(), mask())
+
+
+@program(modes=INFER)
+def no_grad_method():
+    """encode() under @torch.no_grad()."""
+
+    class Model(Vocabulary):
+        @torch.no_grad()
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
+
+    return Model(), (hidden(), mask())
+
+
+@program(modes=INFER)
+def functional_call():
+    """torch.func.functional_call with a dictionary of parameters."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).max(dim=1).values
+
+    module = Model()
+    parameters = {k: v.detach().clone() for k, v in module.named_parameters()}
+
+    def call(parameters, h, mask):
+        return torch.func.functional_call(module, parameters, (h, mask))
+
+    return call, (parameters, hidden(), mask())
+
+
+@program(dynamic=True)
+def symbolic_sizes():
+    """dynamic=True: batch and length are symbols."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            batch, length, _ = h.shape
+            keep = mask.view(batch, length, 1)
+            return (tokens(self.decoder(h)) * keep).max(dim=1).values
+
+    return Model(), (hidden(), mask())
+
+
+@program(dynamic=True)
+def symbolic_sizes_flattened():
+    """dynamic=True and a [B*S, D] matmul."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            batch, length, width = h.size()
+            logits = self.decoder(h.reshape(batch * length, width)).view(batch, length, -1)
+            return torch.log1p(torch.relu(logits - (1 - mask[..., None]) * 1e6)).amax(1)
+
+    return Model(), (hidden(), mask())
+
+
+@head("maybe", "k=1 of a sort-like op")
+def topk_one(logits, mask):
+    """topk(1, dim=1)"""
+    return (tokens(logits) * mask.unsqueeze(-1)).topk(1, dim=1).values.squeeze(1)
+
+
+@head("maybe", "a full sort")
+def sorted_first(logits, mask):
+    """sort(descending=True)[:, 0]"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return torch.sort(weights, dim=1, descending=True).values[:, 0]
+
+
+@head("maybe", "pooling ops over the last dimension")
+def adaptive_max_pool(logits, mask):
+    """nn.AdaptiveMaxPool1d(1) on channels first."""
+    weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
+    return F.adaptive_max_pool1d(weights, 1).squeeze(-1)
+
+
+@head("maybe", "pooling ops over the last dimension")
+def max_pool_of_full_width(logits, mask):
+    """max_pool1d with the sequence length as kernel size."""
+    weights = (tokens(logits) * mask.unsqueeze(-1)).transpose(1, 2)
+    return F.max_pool1d(weights, kernel_size=weights.size(-1)).squeeze(-1)
+
+
+@head("maybe", "the minimum of the negative")
+def negative_min(logits, mask):
+    """-min(-x)"""
+    return -torch.min(-(tokens(logits) * mask.unsqueeze(-1)), dim=1).values
+
+
+def aminmax_without_gradient() -> str:
+    """torch 2.11 has none."""
+    x = torch.zeros(2, requires_grad=True)
+    try:
+        torch.autograd.grad(torch.aminmax(x).max, x)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@head("maybe", "aminmax computes both ends", INFER)
+@head("maybe", "aminmax computes both ends", TRAIN, unsupported=aminmax_without_gradient)
+def aminmax_upper(logits, mask):
+    """torch.aminmax(x, dim=1).max"""
+    return torch.aminmax(tokens(logits) * mask.unsqueeze(-1), dim=1).max
+
+
+@head("maybe", "the infinity norm, which is the max of non-negative values")
+def infinity_norm(logits, mask):
+    """linalg.vector_norm(ord=inf)"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return torch.linalg.vector_norm(weights, ord=float("inf"), dim=1)
+
+
+@head("maybe", "one select a token, stacked")
+def stack_of_tokens(logits, mask):
+    """torch.stack([...]).max(0)"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return torch.stack([weights[:, i] for i in range(weights.size(1))]).max(0).values
+
+
+@head("maybe", "one maximum a token, chained")
+def reduce_maximum(logits, mask):
+    """functools.reduce(torch.maximum, x.unbind(1))"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return functools.reduce(torch.maximum, weights.unbind(1))
+
+
+@head("maybe", "the argmax is used too; where every weight is 0 it depends on the order of the max")
+def term_attribution(logits, mask):
+    """Which token gave a term its weight: values and indices."""
+    pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1)
+    return pooled.values, pooled.indices
+
+
+@head("maybe", "x * (x > 0) is relu for finite x")
+def multiplied_by_its_sign(logits, mask):
+    """x * (x > 0)"""
+    return (torch.log1p(logits * (logits > 0)) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("maybe", "(x + |x|) / 2 is relu up to rounding")
+def half_of_x_plus_abs(logits, mask):
+    """(x + |x|) / 2"""
+    return (torch.log1p((logits + logits.abs()) / 2) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("maybe", "another monotone activation")
+def relu6_and_sqrt(logits, mask):
+    """relu6, then a square root instead of the log."""
+    return (F.relu6(logits).sqrt() * mask.unsqueeze(-1)).amax(1)
+
+
+@head("maybe", "another monotone activation", INFER)
+def soft_capped_in_place(logits, mask):
+    """Gemma's soft cap, in place."""
+    logits = logits.div_(5.0).tanh_().mul_(5.0)
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("maybe", "another monotone activation")
+def softplus_head(logits, mask):
+    """softplus for relu: no exact zeros, but no dead terms."""
+    return (torch.log1p(F.softplus(logits)) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("maybe", "a threshold per token, before the max")
+def thresholded_tokens(logits, mask):
+    """Activations under 0.3 are dropped before the max."""
+    weights = tokens(logits)
+    weights = torch.where(weights > 0.3, weights, 0.0)
+    return (weights * mask.unsqueeze(-1)).amax(1)
+
+
+@program("maybe", "vmap hides the batch dimension", INFER)
+def vmapped_head():
+    """torch.vmap over the sequences of a batch."""
+
+    class Model(Vocabulary):
+        def one(self, h, mask):
+            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(0)
+
+        def forward(self, h, mask):
+            return torch.vmap(self.one)(h, mask)
+
+    return Model(), (hidden(), mask())
+
+
+@program("maybe", "one logits tensor reduced in slices of the sequence")
+def running_maximum_over_windows():
+    """The running maximum over windows of the logits, initialised with zeros."""
+
+    class Model(Vocabulary):
+        def forward(self, h, mask):
+            weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
+            best = torch.zeros_like(weights[:, 0])
+            for window in weights.split(3, dim=1):
+                best = torch.maximum(best, window.amax(dim=1))
+            return best
+
+    return Model(), (hidden(), mask())
+
+
+@head()
+def gathered_where_largest(logits, mask):
+    """argmax, then gather"""
+    weights = tokens(logits) * mask.unsqueeze(-1)
+    return weights.gather(1, weights.argmax(dim=1, keepdim=True)).squeeze(1)
+
+
+@head()
+def taken_along_where_largest(logits, mask):
+    """the same with an index that gets its axis back"""
+    weights = tokens(logits).masked_fill(mask.unsqueeze(-1) == 0, 0.0)
+    return torch.take_along_dim(weights, weights.argmax(1)[:, None], dim=1)[:, 0]

@@ -1,0 +1,90 @@
+"""How a spelling is registered, and the small tensors that all of them use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from corpus.case import BOTH as BOTH
+from corpus.case import INFER as INFER
+from corpus.case import TRAIN as TRAIN
+from corpus.case import Expectation, Group
+
+B, S, D, V = 3, 7, 12, 37
+program = Group("splade_head", dense=B * S * V).program
+
+
+def head(
+    expect: Expectation = "rewrite",
+    why: str = "",
+    modes: Iterable[bool] = BOTH,
+    *,
+    bias: bool = True,
+    dtype: torch.dtype = torch.float32,
+    mask_dtype: torch.dtype = torch.int64,
+    lengths: tuple[int, ...] = (7, 4, 2),
+    **fields: Any,
+) -> Callable[[Callable], Callable]:
+    """Register `pool(logits, mask)` behind a vocabulary linear."""
+
+    def register(pool: Callable[[Tensor, Tensor], Any]) -> Callable:
+        def build() -> tuple:
+            return Head(pool, bias, dtype), (hidden(dtype), mask(mask_dtype, lengths))
+
+        build.__name__, build.__doc__ = pool.__name__, pool.__doc__
+        program(expect, why, modes, **fields)(build)
+        return pool
+
+    return register
+
+
+class Vocabulary(nn.Module):
+    """What most encoders below start from: a decoder to the vocabulary."""
+
+    def __init__(self, bias: bool = True, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        torch.manual_seed(11)
+        self.decoder = nn.Linear(D, V, bias=bias, dtype=dtype)
+
+
+class Head(Vocabulary):
+    def __init__(self, pool: Callable, bias: bool, dtype: torch.dtype):
+        super().__init__(bias, dtype)
+        self.pool = pool
+
+    def forward(self, h: Tensor, mask: Tensor) -> Any:
+        return self.pool(self.decoder(h), mask)
+
+
+def tokens(logits: Tensor) -> Tensor:
+    """log(1 + relu(x)), for the spellings that are about something else."""
+    return torch.log1p(torch.relu(logits))
+
+
+def hidden(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (B, S, D)) -> Tensor:
+    generator = torch.Generator().manual_seed(12)
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def weight(rows: int = V, columns: int = D, seed: int = 13) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(rows, columns, generator=generator) / 2).requires_grad_()
+
+
+def bias(rows: int = V) -> Tensor:
+    return torch.linspace(-1.0, 1.0, rows).requires_grad_()
+
+
+def mask(dtype: torch.dtype = torch.int64, lengths: tuple[int, ...] = (7, 4, 2)) -> Tensor:
+    return (torch.arange(S)[None, :] < torch.tensor(lengths)[:, None]).to(dtype)
+
+
+def ids() -> Tensor:
+    """Token ids with id 0 as padding where `mask` is 0 and id 1 in front."""
+    generator = torch.Generator().manual_seed(14)
+    words = torch.randint(5, V, (B, S), generator=generator)
+    words[:, 0] = 1
+    return words * mask()

@@ -1,0 +1,64 @@
+"""Every program of the corpus: recognised as expected, the report right, numbers as good as eager's, by one capture."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+import sparse_inductor
+from corpus.cases import CASES
+from corpus.check import check
+from corpus.reasons import NOTHING_OF_IT, TRUE
+
+BY_ID = {case.id: case for case in CASES}
+
+# What Inductor makes of a rewritten graph is the same however it was written, so a few of each family go that far.
+THROUGH_INDUCTOR = (
+    "published.splade_head-naver_log1plus_mul_maxdim__infer",
+    "published.splade_head-naver_log1plus_mul_maxdim__train",
+    "published.splade_head-scaling_retriever_inplace_scale__train",
+    "published.splade_head-log1p_autocast_bf16",
+    "published.splade_head-lib_st_sparseencoder_bert",
+    "published.relu_ffn-llama_relu__infer",
+    "published.relu_ffn-llama_relu__train",
+    "published.relu_ffn-statistics__train",
+    "published.relu_ffn-llama_autocast__train",
+    "published.entmax-pkg_entmax15_masked_fill__infer",
+    "published.entmax-pkg_bisect_learned_alpha__train",
+    "published.entmax-function_sparsemax__train",
+    "published.entmax-lib_llama__infer",
+    "published.sparse_scores-padded_rows_einsum",
+    "published.sparse_scores-padded_scatter_add_end_to_end",
+)
+
+
+@pytest.mark.parametrize("name", BY_ID)
+def test_program(name):
+    with sparse_inductor.enabled():
+        check(BY_ID[name])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", BY_ID)
+def test_program_through_autograd(name):
+    with sparse_inductor.enabled():
+        check(BY_ID[name], how="aten")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THROUGH_INDUCTOR)
+def test_program_through_inductor(name):
+    with sparse_inductor.enabled():
+        check(BY_ID[name], how="inductor")
+
+
+def test_names_are_unique():
+    twice = [name for name, n in collections.Counter(case.id for case in CASES).items() if n > 1]
+    assert not twice
+
+
+def test_every_near_miss_has_its_reason_and_nothing_else_has():
+    near = {(case.group, case.program) for case in CASES if case.expect == "no_rewrite"}
+    said = [(group, name) for table in (TRUE, NOTHING_OF_IT) for group in table for name in table[group]]  # fmt: skip
+    assert sorted(said) == sorted(near)

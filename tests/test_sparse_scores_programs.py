@@ -1,0 +1,89 @@
+"""What is asked of some programs of sparse scoring beyond `test_programs`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch._dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import sparse_inductor
+from corpus.cases import named
+from corpus.check import check
+from sparse_inductor.testing import compile_without_codegen
+
+BY_NAME = named("sparse_scores")
+
+
+def traces_weights_of_bincount() -> bool:
+    """torch 2.11 takes the weighted counts for integers when it traces, which is what the report says then."""
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        return torch.bincount(torch.zeros(2).long(), torch.ones(2)).is_floating_point()
+
+
+@pytest.mark.skipif(not traces_weights_of_bincount(), reason="traced with another dtype")
+def test_a_bincount_that_is_kept_in_the_graph():
+    """Dynamo breaks the graph at a bincount unless it is told to follow sizes that depend on data."""
+    case = dataclasses.replace(BY_NAME["weighted_bincount__infer"], expect="rewrite")
+    with (
+        sparse_inductor.enabled(only="sparse_scores"),
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+    ):
+        check(case)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_rows_that_queries_may_not_have(dynamic):
+    """An accumulator of a fixed number of rows is one row a query where as many queries come, which sizes may tell."""
+
+    def score(q, cols, rows, vals):
+        return torch.zeros(3, 9).index_add(1, rows, q[:, cols] * vals)
+
+    cols, rows, q = torch.arange(6), torch.arange(6), torch.rand(3, 8)
+    with sparse_inductor.enabled(only="sparse_scores"), torch.no_grad():
+        report = sparse_inductor.report()
+        report.clear()
+        torch._dynamo.reset()
+        compile_without_codegen(score, dynamic=dynamic)(q, cols, rows, torch.rand(6))
+        said = [m.reason for m in report.near_misses]
+        assert len(report.rewrites) == (not dynamic)
+    assert said == (
+        ["nothing says that the accumulator has as many rows as there are queries"] * dynamic
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "assigned_where_padded__train",
+        "empty_then_zero__infer",
+        "emptied_under_two_names__infer",
+        "index_add_in_place_over_batch__train",
+        "postings_end_to_end__infer",
+        "segments_by_offset_documents_first__infer",
+        "two_factors_of_eight_bits__infer",
+    ],
+)
+def test_verified_on_real_tensors(name):
+    """`enable(verify=True)` runs what was replaced beside the operator: the match names all of it."""
+    case = BY_NAME[name]
+    fn, inputs = case.build()
+    with sparse_inductor.enabled(only="sparse_scores", verify=True):
+        report = sparse_inductor.report()
+        with torch.set_grad_enabled(case.training):
+            compile_without_codegen(fn)(*inputs)
+        assert [c.verdict for c in report.checks] == ["agrees"]
+
+
+SINGLE = [name for name in BY_NAME if name.startswith("single_query")]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_the_top_of_a_single_query_is_the_operators(name):
+    """Views between the scores and the selection that drop the query's axis; not where the scores need a gradient."""
+    with sparse_inductor.enabled(only="sparse_scores"):
+        (rewrite,) = check(BY_NAME[name]).report.rewrites
+    assert rewrite.note.endswith("the scores are not written") == name.endswith("infer")

@@ -1,0 +1,57 @@
+"""What is asked of some programs with a SPLADE head beyond `test_programs`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sparse_inductor
+from corpus.cases import named
+from corpus.check import check
+from support import compile_without_codegen, only_splade_head, rewrites
+
+BY_NAME = named("splade_head")
+
+
+def test_under_inference_mode():
+    """encode() of a server: the compiled module is called under torch.inference_mode()."""
+    module, inputs = BY_NAME["bool_mask_multiplied__infer"].build()
+    with only_splade_head() as report, torch.inference_mode():
+        compiled = compile_without_codegen(module.eval())
+        torch.testing.assert_close(compiled(*inputs), module(*inputs))
+        assert len(rewrites(report)) == 1
+
+
+def test_new_sizes_are_rewritten_too():
+    """A second batch size and length makes Dynamo compile anew with symbolic sizes."""
+    module, (h, mask) = BY_NAME["eq_zero_fill_zero__infer"].build()
+    with only_splade_head() as report, torch.no_grad():
+        compiled = compile_without_codegen(module.eval())
+        for batch, length in ((3, 7), (2, 5), (3, 4)):
+            args = h[:batch, :length], mask[:batch, :length]
+            torch.testing.assert_close(compiled(*args), module(*args))
+        assert len(rewrites(report)) == compiled.dynamo_graphs >= 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pruned_by_ratio__infer", "two_towers_shared__train", "sparse_embed_recomputed__infer"],
+)
+def test_what_becomes_of_the_terms_is_no_near_miss(name):
+    """Pruning by the largest term, scores of a batch, a second lookup: of no family, so no word of it."""
+    assert not check(BY_NAME[name]).report.near_misses
+
+
+def test_norms_of_texts_are_no_poolings():
+    """L1 and FLOPS of vectors that one token each makes: sums over terms and over texts."""
+    vocabulary = nn.Linear(8, 20)
+
+    def vectors(hidden):
+        r = torch.log1p(torch.relu(vocabulary(hidden[:, 0])))
+        several = torch.log1p(torch.relu(vocabulary(hidden)))
+        return r.sum(-1).mean() + r.mean(0).square().sum() + several.sum(-1).mean()
+
+    sparse_inductor.enable()
+    compile_without_codegen(vectors)(torch.randn(3, 5, 8))
+    assert not sparse_inductor.report().near_misses
