@@ -32,6 +32,8 @@ from sparse_inductor.match.checks import (
 )
 from sparse_inductor.match.comparisons import COMPARISONS
 from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.encoder_layer import NAME as FUSED_LAYER
+from sparse_inductor.match.encoder_layer import LayerMatch, encoder_layer
 from sparse_inductor.match.family import rectified_product
 from sparse_inductor.match.feed_forward import (
     Reading,
@@ -205,19 +207,17 @@ class ReluFfn:
     summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
     anchors = frozenset(
         "linear matmul mm addmm baddbmm einsum tensordot inner conv1d conv2d conv3d bmm".split()
-    )
+    ) | {FUSED_LAYER}
 
-    def match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
+    def match(self, node: fx.Node, view: GraphView) -> BlockMatch | LayerMatch | Miss | None:
         try:
+            if view.name_of(node) == FUSED_LAYER:
+                return encoder_layer(view, node, NAME, OP)
             return self._match(node, view)
         except Unknown:
             return None
-
-    def setup(self) -> Callable[[], None]:
-        """nn.TransformerEncoderLayer in eval is one fused call, which nobody can see into, unless this is off."""
-        was = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        return lambda: torch.backends.mha.set_fastpath_enabled(was)
+        except Decline as d:
+            return Miss(d.reason, d.node or node)
 
     def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
         found = [one for one in linears(view, node) or added(view, node) if not one.within]
@@ -301,10 +301,10 @@ class ReluFfn:
         return BlockMatch(node, reading, one, others, at, nodes, saved)
 
     def resolve(
-        self, matches: Sequence[BlockMatch], view: GraphView
-    ) -> tuple[list[BlockMatch], list[Miss]]:
+        self, matches: Sequence[BlockMatch | LayerMatch], view: GraphView
+    ) -> tuple[list[BlockMatch | LayerMatch], list[Miss]]:
         """A linear belongs to one block: of two in a row that share it, the first is rewritten."""
-        kept: list[BlockMatch] = []
+        kept: list[BlockMatch | LayerMatch] = []
         taken: set[fx.Node] = set()
         for m in sorted(matches, key=lambda m: view.order[m.anchor]):
             if taken.isdisjoint(m.swallowed):

@@ -200,6 +200,8 @@ class SpladeHead:
     ) -> HeadMatch:
         if red.span > 1:
             chain.merge(red.dim, red.span, red.source)
+        if any(same_size(s, 0) for s in view.shape(red.source)):
+            raise Decline("there is nothing to take the maximum of", node)
         if chain.v_dim == red.dim or (
             is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
         ):
@@ -294,11 +296,10 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     tensors = (linear.source, linear.weight_source)
     if not any(map(view.learns, tensors)):
         return 0
-    sizes = view.shape(linear.node)
-    if not all(isinstance(s, int) for s in sizes):
+    sizes, shape = view.shape(linear.node), view.shape(red.source)
+    if not all(isinstance(s, int) for s in (*sizes, *shape)):
         return None
     logits = math.prod(sizes) * fake(linear.node).dtype.itemsize
-    shape = view.shape(red.source)
     entries = math.prod(s for d, s in enumerate(shape) if not red.dim <= d < red.dim + red.span)
     return max(
         0, logits - 6 * entries

@@ -19,7 +19,7 @@ from . import compat, session
 from .findings import Density, bytes_text
 from .graphs import GraphNode, describe
 from .records import Report
-from .rewrite import Applied, RewritePass, broken
+from .rewrite import Applied, RewritePass
 from .slots import slot_value
 from .source import source_at
 
@@ -201,8 +201,6 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
         stack.enter_context(compat.fresh_capture())
         stack.enter_context(random_state_kept(args, kwargs))
         fn, args, kwargs = _isolated(fn, args, kwargs, stack)
-        if verify:
-            stack.enter_context(_patterns_kept_on())
         started = time.perf_counter()
         torch.compile(fn, backend=backend)(*args, **kwargs)
         capture_ms = (time.perf_counter() - started) * 1e3
@@ -293,17 +291,6 @@ class _Interpreter(fx.Interpreter):
         with torch.no_grad():
             self._see(n, value)
         return value
-
-
-@contextlib.contextmanager
-def _patterns_kept_on() -> Iterator[None]:
-    """What verify catches here is shown; it switches nothing off for the process."""
-    before = dict(broken)
-    try:
-        yield
-    finally:
-        broken.clear()
-        broken.update(before)
 
 
 def _isolated(

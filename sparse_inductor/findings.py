@@ -69,7 +69,7 @@ class Check:
     pattern: str
     location: str
     verdict: str = ""
-    """"agrees", "differs" (the unrewritten result is kept and the pattern is off) or "unchecked"."""
+    """"agrees", "differs" (the unrewritten result is kept) or "unchecked"."""
     detail: str = ""
     error: float | None = None
     """The largest distance from a reference, absolute below 1 and relative above."""

@@ -65,10 +65,10 @@ def clean_dynamo(request: pytest.FixtureRequest) -> Iterator[None]:
     """No session, an empty report and no compiled code, before and after; no pattern raised unnoticed."""
     _reset()
     yield
-    broken = dict(getattr(sys.modules.get("sparse_inductor.rewrite"), "broken", {}))
+    raised = list(getattr(sys.modules.get("sparse_inductor.rewrite"), "failures", ()))
     _reset()
-    if broken and not request.node.get_closest_marker("breaks_pattern"):
-        pytest.fail(f"patterns raised and were switched off: {broken}")
+    if raised and not request.node.get_closest_marker("breaks_pattern"):
+        pytest.fail(f"patterns raised: {raised}")
 
 
 def _reset() -> None:
@@ -77,7 +77,7 @@ def _reset() -> None:
         with contextlib.suppress(session.StrictError):  # the test's own affair, which has ended
             session.disable()
     if rewrite := sys.modules.get("sparse_inductor.rewrite"):
-        rewrite.broken.clear()
+        rewrite.failures.clear()
     if records := sys.modules.get("sparse_inductor.records"):
         records.report().clear()
     if "torch._dynamo" in sys.modules:

@@ -149,6 +149,15 @@ class Report:
         with self._lock:
             self._clear()
 
+    def unseen(self, near_misses: Iterable[NearMiss], compile: object | None) -> list[NearMiss]:
+        """The near misses that this compile (any object) has not shown before."""
+        with self._lock:
+            # One line can reach the pass several times within a compile: a body called twice is two
+            # graphs.
+            same = compile is not None and self._compile is not None and self._compile() is compile
+            seen = self._seen if same else ()
+            return [miss for miss in dict.fromkeys(near_misses) if miss not in seen]
+
     def add(
         self,
         rewrites: Iterable[Rewrite],
@@ -156,23 +165,19 @@ class Report:
         pass_ms: float,
         pattern_ms: Mapping[str, float],
         compile: object | None = None,
-    ) -> list[NearMiss]:
-        """Record one graph; returns the near misses that this compile (any object) had not shown
-        before."""
+    ) -> None:
+        """Record one graph of a compile (any object), which shows a near miss once."""
         with self._lock:
-            # One line can reach the pass several times within a compile: a body called twice is two
-            # graphs.
+            new = self.unseen(near_misses, compile)
             if compile is None or self._compile is None or self._compile() is not compile:
                 self._compile = None if compile is None else weakref.ref(compile)
                 self._seen = set()
-            new = [miss for miss in dict.fromkeys(near_misses) if miss not in self._seen]
             self._seen.update(new)
             self._rewrites.extend(rewrites)
             self._near_misses.extend(new)
             self._pass_ms += pass_ms
             self._pattern_ms.update(pattern_ms)
             self._graphs += 1
-            return new
 
     def __bool__(self) -> bool:
         self.settle()
@@ -274,7 +279,7 @@ def _render(report: Report) -> list[str]:
     ]
     wrong = [c for c in report.checks if c.verdict == "differs"]
     if wrong:
-        lines += ["", "caught by verify: the unrewritten result is used, the pattern is off"]
+        lines += ["", "caught by verify: the unrewritten result is used"]
         for check in wrong:
             lines += at_line(check, check.detail)
     for name in dict.fromkeys(r.pattern for r in rewrites):

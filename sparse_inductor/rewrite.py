@@ -1,9 +1,10 @@
 """The pass: ask every enabled pattern about its anchors, replace what matched, record what
 happened.
 
-Matching never changes the graph. All matches are collected first, then replaced; whatever goes
-wrong, the graph ends up either rewritten and valid or exactly as it was, and the pattern at fault
-is switched off for the process.
+Matching never changes the graph. All matches are collected first, then replaced, then run on fake
+tensors, backward included. Whatever goes wrong, the graph ends up either rewritten and valid or
+exactly as it was, symbolic sizes included, and the pattern at fault is asked again about the next
+node and the next graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import dataclasses
 import logging
 import operator
 import time
-from collections import Counter, defaultdict
+import traceback
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,18 +28,17 @@ from .findings import Check, NearMiss, Rewrite, Shape
 from .match.fakes import fake, tensors_in
 from .pattern import Match, Miss, Pattern, Sparse
 from .records import Report
+from .rehearsal import rehearse
 from .snapshot import Snapshot
 from .source import source_of
 
-__all__ = ["Applied", "Outcome", "RewritePass", "broken"]
+__all__ = ["Applied", "Outcome", "RewritePass", "failures"]
 
 log = logging.getLogger("sparse_inductor")
 
 STAGE = "pre_grad"
 
 _told: set[torch.device] = set()  # devices that a warning has been logged for
-broken: dict[str, str] = {}
-"""Patterns that raised in this process, or that verify caught, with the error; they are not asked again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,29 +101,32 @@ class RewritePass:
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
         started = time.perf_counter()
-        off = [p.name for p in self._patterns if p.name in broken]
         run = _Run(graph, self._report if self._verify else None, self._trace)
-        before = compat.graph_text(graph) if log.isEnabledFor(logging.DEBUG) else ""
+        before = _text(graph) if log.isEnabledFor(logging.DEBUG) else ""
         try:
-            run.execute([p for p in self._patterns if p.name not in broken])
-            run.near_misses += [
-                _near_miss(name, Miss(f"the pattern is off for this process: {broken[name]}"), None)
-                for name in off
-            ]
-        except Exception as error:  # the walker itself failed: nothing has been replaced yet
-            log.exception("the pass failed and left the graph as it was")
-            reason = f"the pass failed, please report it: {_describe(error)}"
-            run.near_misses = [_near_miss(p.name, Miss(reason), None) for p in self._patterns]
-        pass_ms = (time.perf_counter() - started) * 1e3
+            run.execute(self._patterns)
+            self._tell(run, started)
+            run.erase()
+        except Exception as error:
+            run.give_up(self._patterns, error)
+            try:
+                self._tell(run, started)
+            except Exception as again:
+                log.debug("the report failed, too: %s", _describe(again))
         if before and run.rewrites:
-            log.debug("graph before:\n%s\ngraph after:\n%s", before, compat.graph_text(graph))
+            log.debug("graph before:\n%s\ngraph after:\n%s", before, _text(graph))
+        return Outcome(tuple(run.rewrites), tuple(run.near_misses), tuple(run.applied))
+
+    def _tell(self, run: _Run, started: float) -> None:
+        pass_ms = (time.perf_counter() - started) * 1e3
+        compile = compat.current_compile()
+        new = self._report.unseen(run.near_misses, compile)
+        records.log_graph(run.rewrites, new, pass_ms, run.pattern_ms)
         for name, times in Counter(r.pattern for r in run.rewrites).items():
             compat.count(f"sparse_inductor_{name}", times)
-        new = self._report.add(
-            run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compat.current_compile()
-        )
-        records.log_graph(run.rewrites, new, pass_ms, run.pattern_ms)
-        return Outcome(tuple(run.rewrites), tuple(run.near_misses), tuple(run.applied))
+        self._report.add(run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compile)
+        for check in run.checks:
+            self._report.add_check(check)
 
 
 class _Run:
@@ -136,25 +140,39 @@ class _Run:
         self.applied: list[Applied] = []
         self.rewrites: list[Rewrite] = []
         self.near_misses: list[NearMiss] = []
+        self.checks: list[Check] = []  # of rewrites that cannot be checked
         self.pattern_ms: defaultdict[str, float] = defaultdict(float)
+        self._env = compat.shape_env_of(
+            v for n in graph.nodes for v in (*tensors_in(fake(n)), fake(n))
+        )
+        self._start = Snapshot(graph), compat.ShapeState(self._env)
+        self._sizes = compat.ShapeState(self._env)
+        self._done: list[_Candidate] = []
+        self._logged: set[tuple[object, ...]] = set()
 
     def execute(self, patterns: Sequence[Pattern]) -> None:
         by_anchor: defaultdict[str, list[Pattern]] = defaultdict(list)
         for pattern in patterns:
             for name in pattern.anchors:
                 by_anchor[name].append(pattern)
-        view = make_view(self.graph)
-        matches, misses = self._match(by_anchor, view)
-        order = {node: at for at, node in enumerate(self.graph.nodes)}
-        accepted = _disjoint(self._resolve(matches, misses, view))
-        # From the end of the graph to its start: a match whose input is another's anchor must have
-        # been put in before that anchor's readers are redirected, else it would go on reading the
-        # old one.
-        accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
-        # Records are made while the nodes are still there to be read.
-        records_of = {id(c): _record(c, view) for c in accepted}
-        done = self._replace(accepted, records_of)
-        self.rewrites = [records_of[id(c)] for c in reversed(done)]
+        # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
+        with compat.discarding_unbacked(self._env):
+            view = make_view(self.graph)
+            matches, misses = self._match(by_anchor, view)
+            order = {node: at for at, node in enumerate(self.graph.nodes)}
+            accepted = _disjoint(self._resolve(matches, misses, view))
+            # From the end of the graph to its start: a match whose input is another's anchor must
+            # have been put in before that anchor's readers are redirected, else it would go on
+            # reading the old one.
+            accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
+            # Records are made while the nodes are still there to be read.
+            records_of: dict[int, Rewrite] = {}
+            for candidate in accepted:
+                with self._guarded(candidate.pattern, candidate.match.anchor):
+                    records_of[id(candidate)] = _record(candidate, view)
+            accepted = [c for c in accepted if id(c) in records_of]
+            self._done = self._replace(accepted, records_of)
+        self.rewrites = [records_of[id(c)] for c in reversed(self._done)]
         if self.trace:
             self.applied = [
                 Applied(
@@ -163,14 +181,32 @@ class _Run:
                     self.inserted[id(c)],
                     tuple(getattr(c.match, "sparse", ())),
                 )
-                for c in reversed(done)
+                for c in reversed(self._done)
             ]
-        swallowed = {node for c in done for node in c.nodes}
+        swallowed = {node for c in self._done for node in c.nodes}
         self.near_misses += [
             _near_miss(name, miss, anchor)
             for name, miss, anchor in misses
             if anchor not in swallowed
         ]
+
+    def erase(self) -> None:
+        """Take out what is dead now. Nothing may fail after this: until here everything can be undone."""
+        swallowed = {node for c in self._done for node in c.nodes}
+        for node in reversed(self.graph.nodes):
+            if not node.users and (node in swallowed or _is_getitem_of(node, swallowed)):
+                self.graph.erase_node(node)
+
+    def give_up(self, patterns: Iterable[Pattern], error: Exception) -> None:
+        """Leave the graph as it was: the pass itself failed."""
+        nodes, sizes = self._start
+        nodes.restore()
+        sizes.restore()
+        log.debug("the pass failed and left the graph as it was", exc_info=error)
+        _note_failure("the pass", error)
+        reason = f"the pass failed, please report it: {_describe(error)}"
+        self.rewrites, self.applied, self.checks = [], [], []
+        self.near_misses = [_near_miss(p.name, Miss(reason), None) for p in patterns]
 
     def _match(
         self, by_anchor: dict[str, list[Pattern]], view: Any
@@ -181,20 +217,24 @@ class _Run:
             if node.op in ("placeholder", "output"):
                 continue
             for pattern in by_anchor.get(view.name_of(node) or "", ()):
-                if pattern.name in broken:
-                    continue
-                if transform := view.transforms.get(node):
-                    misses += _transformed(pattern, node, view, transform)
-                    continue
-                with self._guarded(pattern, node):
+                found = None
+                with self._guarded(pattern, node, quiet=node in view.transforms):
                     found = pattern.match(node, view)
-                    if not isinstance(found, Miss | None) and (lacking := _lacking(found)):
-                        found = Miss(f"there is no operator here: {lacking}", node)
-                    if isinstance(found, Miss):
-                        misses.append((pattern.name, found, node))
-                    elif found is not None:
-                        candidates.append(_Candidate(pattern, found))
-        return [c for c in candidates if c.pattern.name not in broken], misses
+                    if not isinstance(found, Miss | None) and (why := _unrewritable(found, view)):
+                        found = Miss(why, node)
+                    elif isinstance(found, Miss) and node in view.transforms:
+                        found = None
+                if isinstance(found, Miss):
+                    misses.append((pattern.name, found, node))
+                elif found is not None:
+                    candidates.append(_Candidate(pattern, found))
+                if self._sizes.changed():
+                    # Only a rewrite may rely on a guard that its match has added.
+                    if isinstance(found, Miss | None):
+                        self._sizes.restore()
+                    else:
+                        self._sizes = compat.ShapeState(self._env)
+        return candidates, misses
 
     def _resolve(
         self,
@@ -220,40 +260,54 @@ class _Run:
     def _replace(
         self, candidates: list[_Candidate], records_of: dict[int, Rewrite]
     ) -> list[_Candidate]:
-        """Put the ops in; returns the candidates that were replaced, in the order given."""
-        check_each = False
-        while candidates:
-            before = Snapshot(self.graph)
-            at = None
-            try:
-                for candidate in candidates:
-                    at = candidate
-                    started = time.perf_counter()
-                    present = {n.name for n in self.graph.nodes} if self.trace else set()
-                    with self._verified(candidate, records_of[id(candidate)]):
-                        candidate.match.replace()
-                    if self.trace:
-                        new = tuple(n.name for n in self.graph.nodes if n.name not in present)
-                        self.inserted[id(candidate)] = new
-                    self.pattern_ms[candidate.pattern.name] += (time.perf_counter() - started) * 1e3
-                    if check_each:
-                        self.graph.lint()
-                if not check_each:
-                    at = None
-                    self.graph.lint()
-            except Exception as error:
-                intact = before.restore()
-                if at is None and intact:
-                    check_each = True  # the graph became invalid: once more, to learn by whom
-                    continue
-                guilty = (at or candidates[0]).pattern
-                self._disable(guilty, error, (at or candidates[0]).match.anchor)
-                # A pattern that erased nodes leaves the other matches with nodes that are no more.
-                candidates = [c for c in candidates if c.pattern is not guilty] if intact else []
-                continue
-            self._erase(candidates)
+        """Put the ops in; returns the candidates that were replaced, in the order given.
+
+        All at once; if that fails, one after the other, without those that fail.
+        """
+        before, at = Snapshot(self.graph), None
+        try:
+            for candidate in candidates:
+                at = candidate
+                self._put_in(candidate, records_of[id(candidate)])
+            self._try_out(before)
             return candidates
-        return []
+        except Exception as error:
+            if not self._undo(before):
+                # The other matches speak of nodes that are no more.
+                assert at is not None
+                self._failed(at.pattern, error, at.match.anchor, "replacing it raised")
+                return []
+        self.checks = []
+        done = []
+        for candidate in candidates:
+            before = Snapshot(self.graph)
+            try:
+                self._put_in(candidate, records_of[id(candidate)])
+                self._try_out(before)
+            except Exception as error:
+                pattern, anchor = candidate.pattern, candidate.match.anchor
+                self._failed(pattern, error, anchor, "replacing it raised")
+                if not self._undo(before):
+                    break
+            else:
+                self._sizes = compat.ShapeState(self._env)
+                done.append(candidate)
+        return done
+
+    def _put_in(self, candidate: _Candidate, record: Rewrite) -> None:
+        started = time.perf_counter()
+        present = {n.name for n in self.graph.nodes} if self.trace else set()
+        with self._verified(candidate, record):
+            candidate.match.replace()
+        if self.trace:
+            new = tuple(n.name for n in self.graph.nodes if n.name not in present)
+            self.inserted[id(candidate)] = new
+        self.pattern_ms[candidate.pattern.name] += (time.perf_counter() - started) * 1e3
+
+    def _try_out(self, before: Snapshot) -> None:
+        """Raise now what the rewritten graph would raise later in this compile."""
+        self.graph.lint()
+        rehearse(before.new_nodes(), self._env)
 
     @contextlib.contextmanager
     def _verified(self, candidate: _Candidate, record: Rewrite) -> Iterator[None]:
@@ -269,38 +323,63 @@ class _Run:
         try:
             watch = Watch(self.graph, candidate.nodes)
         except CannotCut as error:
-            self.verify.add_check(_unchecked(check, error))
+            self.checks.append(_unchecked(check, error))
         yield
         if watch is not None:
             try:
                 watch.finish()
             except CannotCut as error:
-                self.verify.add_check(_unchecked(check, error))
+                self.checks.append(_unchecked(check, error))
             else:
-                verify.guard(watch, check, self.verify, broken.__setitem__)
-
-    def _erase(self, done: list[_Candidate]) -> None:
-        swallowed = {node for c in done for node in c.nodes}
-        for node in reversed(self.graph.nodes):
-            if not node.users and (node in swallowed or _is_getitem_of(node, swallowed)):
-                self.graph.erase_node(node)
+                verify.guard(watch, check, self.verify)
 
     @contextlib.contextmanager
-    def _guarded(self, pattern: Pattern, node: fx.Node) -> Iterator[None]:
-        """Time a pattern, and switch it off if it raises."""
+    def _guarded(self, pattern: Pattern, node: fx.Node, quiet: bool = False) -> Iterator[None]:
+        """Time a pattern; what it raises leaves the graph as it was, and the pattern on."""
         started = time.perf_counter()
         try:
             yield
         except Exception as error:
-            self._disable(pattern, error, node)
+            self._undo(self._start[0])
+            # Of a node that a pattern has only been asked about nobody knows that it is of its family.
+            if not quiet and not compat.is_data_dependent(error):
+                self._failed(pattern, error, node, "the pattern raised")
         finally:
             self.pattern_ms[pattern.name] += (time.perf_counter() - started) * 1e3
 
-    def _disable(self, pattern: Pattern, error: Exception, node: fx.Node) -> None:
-        broken[pattern.name] = _describe(error)
-        log.warning("pattern %s raised and is off for this process", pattern.name, exc_info=error)
-        reason = f"the pattern raised and is off for this process: {_describe(error)}"
+    def _undo(self, nodes: Snapshot) -> bool:
+        """Put the graph back, and what is known of its sizes as it was when the last match was accepted."""
+        intact = nodes.restore()
+        self._sizes.restore()
+        return intact
+
+    def _failed(self, pattern: Pattern, error: Exception, node: fx.Node, what: str) -> None:
+        """Say that a match was given up because of an error."""
+        if compat.is_data_dependent(error):
+            reason = f"it depends on a size that only the data decide: {_describe(error)}"
+        else:
+            reason = f"{what}: {_describe(error)}"
+            _note_failure(pattern.name, error)
         self.near_misses.append(_near_miss(pattern.name, Miss(reason), node))
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        if (key := (pattern.name, type(error), frame.f_code, line)) not in self._logged:
+            self._logged.add(key)
+            log.debug("%s: %s", pattern.name, what, exc_info=error)
+
+
+failures: deque[str] = deque(maxlen=100)
+"""What was raised in this process by patterns, operators they put in, and the report; for tests and bug reports."""
+
+
+def _note_failure(who: str, error: Exception) -> None:
+    failures.append(f"{who}: {_describe(error)}")
+
+
+def _text(graph: fx.Graph) -> str:
+    try:
+        return compat.graph_text(graph)
+    except Exception as error:  # what a user's module prints is his own
+        return f"(a graph that cannot be printed: {_describe(error)})"
 
 
 def make_view(graph: fx.Graph) -> Any:
@@ -342,19 +421,13 @@ def _lacking(match: Match) -> str:
     return lacking
 
 
-def _transformed(
-    pattern: Pattern, node: fx.Node, view: Any, transform: str
-) -> list[tuple[str, Miss, fx.Node | None]]:
-    """What a torch.func transform goes through stays as it is: the operators have no rule for it, and the values in
-    the graph are wrapped, so that a pattern may stumble over them."""
-    try:
-        found = pattern.match(node, view)
-    except Exception:
-        return []
-    if found is None or isinstance(found, Miss):
-        return []
-    reason = f"this runs inside torch.func ({transform}), whose transforms the operator does not take part in"
-    return [(pattern.name, Miss(reason, node), node)]
+def _unrewritable(match: Match, view: Any) -> str:
+    """Why a match cannot be rewritten where it stands; empty where it can."""
+    # The operators have no rule for torch.func's transforms.
+    if transform := view.transforms.get(match.anchor):
+        return f"this runs inside torch.func ({transform}), whose transforms the operator does not take part in"
+    lacking = _lacking(match)
+    return f"there is no operator here: {lacking}" if lacking else ""
 
 
 def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:
@@ -373,8 +446,8 @@ def _record(candidate: _Candidate, view: Any) -> Rewrite:
         op=match.op,
         replaced=tuple(view.name_of(n) or _target_name(n) for n in match.swallowed),
         inputs=tuple(_shape_and_dtype(n) for n in match.inputs if isinstance(n, fx.Node)),
-        bytes_saved=match.bytes_saved,
-        note=match.note,
+        bytes_saved=match.bytes_saved if type(match.bytes_saved) is int else None,
+        note=str(match.note),
         source=source.text,
     )
 

@@ -12,7 +12,7 @@ from torch import fx
 from . import compat
 from .fingerprint import fingerprint, package_hash
 from .pattern import Pattern, registered
-from .rewrite import Outcome, RewritePass, broken
+from .rewrite import Outcome, RewritePass
 
 __all__ = ["SKIP_VARIABLE", "Names", "Session", "StrictError"]
 
@@ -113,7 +113,7 @@ class Session:
         what is compiled holds what only this process knows."""
         if self.verify:
             return None
-        return fingerprint(p for name, p in self.patterns.items() if name not in broken)
+        return fingerprint(self.patterns.values())
 
 
 def _names(value: Names, argument: str, known: dict[str, Pattern]) -> frozenset[str]:

@@ -51,8 +51,8 @@ def enable(
     nothing did.
 
     `verify=True` checks every rewrite when it first runs: values and gradients beside those of the
-    operations as written, both against an fp64 reference. A rewrite that is wrong is not used, its
-    pattern is switched off for the process, a warning is logged, and the report says what differed.
+    operations as written, both against an fp64 reference. A rewrite that is wrong is not used, a
+    warning is logged, and the report says what differed; other rewrites are not concerned.
     It costs memory and time (see `sparse_inductor/verify.py`) and Inductor's caches.
 
     Raises ValueError for a name that is not a pattern, TypeError for something that is not a name.

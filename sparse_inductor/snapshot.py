@@ -8,26 +8,38 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """The nodes of a graph, their order and their arguments."""
+    """The nodes of a graph with their order, arguments, users and metadata."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._nodes = [(n, n.op, n.target, n.args, n.kwargs, n.name, n.type) for n in graph.nodes]
+        self._nodes = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, n.type, dict(n.meta), list(n.users))
+            for n in graph.nodes
+        ]
+
+    def new_nodes(self) -> list[fx.Node]:
+        """The nodes that have been inserted since, in graph order."""
+        old = {entry[0] for entry in self._nodes}
+        return [n for n in self._graph.nodes if n not in old]
 
     def restore(self) -> bool:
         """Put the graph back; False if some nodes had been erased and are now copies of what they
         were."""
         graph, alive = self._graph, set(self._graph.nodes)
         now: dict[fx.Node, fx.Node] = {}
+        copied: dict[fx.Node, fx.Node] = {}
         place: fx.Node | None = None
-        for node, op, target, args, kwargs, name, kind in self._nodes:
-            args, kwargs = fx.map_arg((args, kwargs), lambda n: now.get(n, n))
-            if node in alive:
-                now[node] = node
-                node.op, node.target, node.args, node.kwargs = op, target, args, kwargs
-            else:
-                now[node] = graph.create_node(op, target, args, kwargs, name, kind)
-                now[node].meta = node.meta
+        for node, op, target, args, kwargs, name, kind, meta, _ in self._nodes:
+            if copied:
+                args, kwargs = fx.map_arg((args, kwargs), lambda n: copied.get(n, n))
+            now[node] = node
+            if node not in alive:
+                now[node] = copied[node] = graph.create_node(op, target, args, kwargs, name, kind)
+            elif node.args is not args or node.kwargs is not kwargs:
+                node.args, node.kwargs = args, kwargs
+            now[node].op, now[node].target, now[node].name, now[node].type = op, target, name, kind
+            now[node].meta.clear()
+            now[node].meta.update(meta)
             if place is not None and place.next is not now[node]:
                 place.append(now[node])
             place = now[node]
@@ -35,4 +47,6 @@ class Snapshot:
         for node in reversed(graph.nodes):
             if node not in keep:
                 graph.erase_node(node)
-        return all(old is new for old, new in now.items())
+        for node, *_, users in self._nodes:
+            now[node].users = {now[user]: None for user in users}
+        return not copied

@@ -3,8 +3,8 @@
 A rewrite is put behind an operator, `sparse_inductor::verified`, that holds both subgraphs: the operations as written,
 and what the pattern put in. At its first call it runs both on the same inputs, and the written one in fp64, and
 compares values and, where a gradient is needed, gradients for random cotangents (`accuracy`). If they agree it runs
-the rewritten subgraph from then on. If not, it returns the written one's result and runs that from then on, the
-pattern is switched off for the process, and the report says so. Gradients that differ are compared once more on inputs
+the rewritten subgraph from then on. If not, it returns the written one's result and runs that from then on, and the
+report says so; every other rewrite has a check of its own. Gradients that differ are compared once more on inputs
 that have been moved a little: exact ties in a maximum, such as one token twice, have no one right gradient.
 
 What it costs: at the first call all three programs run, with the intermediate results that a rewrite avoids. Later
@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ class Region:
     report: Report
     written: Subgraph
     rewritten: Subgraph
-    switch_off: Callable[[str, str], None]
     chosen: Subgraph | None = None
     lock: Any = dataclasses.field(default_factory=threading.RLock)
 
@@ -97,9 +96,8 @@ class Region:
         reason = "; ".join(map(str, wrong[:SHOWN]))
         reason += f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         self._say("differs", reason, found)
-        self.switch_off(self.check.pattern, f"verify: {reason}")
         log.warning(
-            "verify: %s at %s is wrong; its result is not used, and the pattern is off for this process: %s",
+            "verify: %s at %s is wrong; its result is not used: %s",
             self.check.pattern,
             self.check.location,
             reason,
@@ -233,15 +231,10 @@ _lib.define(
 _OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.verified_backward
 
 
-def guard(
-    watch: Watch, check: Check, report: Report, switch_off: Callable[[str, str], None]
-) -> None:
-    """Put the operator around a replacement that `watch` has seen.
-
-    `switch_off(pattern, why)` is called when it turns out to be wrong.
-    """
+def guard(watch: Watch, check: Check, report: Report) -> None:
+    """Put the operator around a replacement that `watch` has seen; `report` is where it says what it found."""
     key = f"{check.pattern} {next(_numbers)}"
-    _regions[key] = Region(check, report, watch.written, watch.rewritten, switch_off)
+    _regions[key] = Region(check, report, watch.written, watch.rewritten)
     watch.enclose(_OP.default, key)
 
 

@@ -257,7 +257,7 @@ def check(spelling: Spelling, training: bool, dynamic: bool) -> None:
     )
     with only_splade_head() as report:
         outcome = run_three_ways(case)
-        assert not rewrite.broken, rewrite.broken
+        assert not rewrite.failures, rewrite.failures
         decided = "rewritten" if rewrites(report) else "declined" if near_misses(report) else "left"
         SEEN[decided] += 1
         event(decided)

@@ -14,6 +14,7 @@ from .dynamo import (
     fresh_capture,
     graph_end,
     hidden_arguments,
+    keep_in_graph,
     reset_dynamo,
     substitute_in_graph,
     trace_class_methods,
@@ -58,3 +59,4 @@ from .settings import (
     set_setting,
     setting,
 )
+from .shapes import ShapeState, discarding_unbacked, is_data_dependent, shape_env_of

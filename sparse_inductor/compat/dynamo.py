@@ -75,6 +75,20 @@ def fresh_capture() -> contextlib.AbstractContextManager[None]:
     return config.patch({name: value for name, value in wanted.items() if name in config._config})
 
 
+def keep_in_graph(fn: Any) -> Any:
+    """Have Dynamo make a call of `fn` one node; the result undoes exactly that.
+
+    `torch.compiler.allow_in_graph` says also that the user has asked for it: where a backend cannot compile such a
+    graph, Dynamo raises instead of falling back to a graph break.
+    """
+    from torch._dynamo import trace_rules
+    from torch._dynamo.variables import TorchInGraphFunctionVariable
+
+    rules = trace_rules.get_torch_obj_rule_map()
+    rules[fn] = TorchInGraphFunctionVariable
+    return lambda: rules.pop(fn, None)
+
+
 def substitute_in_graph(fn: Any, traced: Any) -> Any:
     """Have Dynamo trace `traced` where `fn` is called; the result undoes exactly that.
 

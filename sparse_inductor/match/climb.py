@@ -37,10 +37,12 @@ _NOT_MONOTONE = {
 }  # fmt: skip
 
 
-def climb(view: GraphView, node: fx.Node, reader: fx.Node, depth: int = 0) -> Spine:
+def climb(view: GraphView, node: Any, reader: fx.Node, depth: int = 0) -> Spine:
     """The spine that ends in the value `reader` sees of `node`. Raises Decline with the first thing in the way."""
     if depth > _MAX_DEPTH:
         raise Decline("the chain of operations is too long", node)
+    if not isinstance(node, fx.Node):
+        raise Decline(f"{label(reader)} makes its values of the number {node}", reader)
     seen = view.value(node, reader)
     if seen is None:
         raise Decline("it is changed in place through a view of it", node)

@@ -130,6 +130,8 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         if known is None and not (view.is_tensor(alpha) or run_time):
             raise Decline("alpha is a number known only at run time", node)
         alpha = alpha if known is None else known
+    if view.is_tensor(alpha) and not view.dtype(alpha).is_floating_point:
+        raise Decline(f"alpha is a tensor of {view.dtype(alpha)}", node)
     if not isinstance(alpha, fx.Node):
         alpha = _sane(float(alpha), node)
     # A value a row that the user subtracts first changes nothing.

@@ -8,6 +8,7 @@ the package in other repositories keep the class methods: those Dynamo can trace
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -81,74 +82,102 @@ def entmax_bisect_loss(input, target, alpha, n_iter):
     return entmax.entmax_bisect_loss(input, target, alpha, n_iter)
 
 
+def _transformed():
+    """Whether a transform of torch.func goes through what Dynamo traces."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 # What Dynamo traces: the package's signatures. `k` is a hint about speed, and the package's
-# sparsemax_bisect ignores both of its last arguments.
+# sparsemax_bisect ignores both of its last arguments. `own` is the package's function, for inside
+# of torch.func's transforms, through which a leaf could not go.
 
 
-def _entmax15(X, dim=-1, k=None):
-    return entmax15(X, dim)
+def _entmax15(own):
+    def traced(X, dim=-1, k=None):
+        return own(X, dim, k) if _transformed() else entmax15(X, dim)
+
+    return traced
 
 
-def _sparsemax(X, dim=-1, k=None):
-    return sparsemax(X, dim)
+def _sparsemax(own):
+    def traced(X, dim=-1, k=None):
+        return own(X, dim, k) if _transformed() else sparsemax(X, dim)
+
+    return traced
 
 
-def _entmax_bisect(X, alpha=1.5, dim=-1, n_iter=50, ensure_sum_one=True):
-    return entmax_bisect(X, alpha, dim, n_iter, ensure_sum_one)
+def _entmax_bisect(own):
+    def traced(X, alpha=1.5, dim=-1, n_iter=50, ensure_sum_one=True):
+        call = own if _transformed() else entmax_bisect
+        return call(X, alpha, dim, n_iter, ensure_sum_one)
+
+    return traced
 
 
-def _sparsemax_bisect(X, dim=-1, n_iter=50, ensure_sum_one=True):
-    return sparsemax_bisect(X, dim)
+def _sparsemax_bisect(own):
+    def traced(X, dim=-1, n_iter=50, ensure_sum_one=True):
+        if _transformed():
+            return own(X, dim, n_iter, ensure_sum_one)
+        return sparsemax_bisect(X, dim)
+
+    return traced
 
 
-def _normmax_bisect(X, alpha=2, dim=-1, n_iter=50):
-    return normmax_bisect(X, alpha, dim, n_iter)
+def _normmax_bisect(own):
+    def traced(X, alpha=2, dim=-1, n_iter=50):
+        return (own if _transformed() else normmax_bisect)(X, alpha, dim, n_iter)
+
+    return traced
 
 
-def _budget_bisect(X, budget=2, dim=-1, n_iter=50):
-    return budget_bisect(X, budget, dim, n_iter)
+def _budget_bisect(own):
+    def traced(X, budget=2, dim=-1, n_iter=50):
+        return (own if _transformed() else budget_bisect)(X, budget, dim, n_iter)
+
+    return traced
 
 
-def _sparsemax_loss(X, target, k=None):
-    return sparsemax_loss(X, target)
+def _sparsemax_loss(own):
+    def traced(X, target, k=None):
+        return own(X, target, k) if _transformed() else sparsemax_loss(X, target)
+
+    return traced
 
 
-def _entmax15_loss(X, target, k=None):
-    return entmax15_loss(X, target)
+def _entmax15_loss(own):
+    def traced(X, target, k=None):
+        return own(X, target, k) if _transformed() else entmax15_loss(X, target)
+
+    return traced
 
 
-def _sparsemax_bisect_loss(X, target, n_iter=50):
-    return sparsemax_bisect_loss(X, target, n_iter)
+def _sparsemax_bisect_loss(own):
+    def traced(X, target, n_iter=50):
+        return (own if _transformed() else sparsemax_bisect_loss)(X, target, n_iter)
+
+    return traced
 
 
-def _entmax_bisect_loss(X, target, alpha=1.5, n_iter=50):
-    return entmax_bisect_loss(X, target, alpha, n_iter)
+def _entmax_bisect_loss(own):
+    def traced(X, target, alpha=1.5, n_iter=50):
+        return (own if _transformed() else entmax_bisect_loss)(X, target, alpha, n_iter)
+
+    return traced
 
 
-_TRACED: dict[str, Callable[..., Any]] = {
-    "entmax15": _entmax15,
-    "sparsemax": _sparsemax,
-    "entmax_bisect": _entmax_bisect,
-    "sparsemax_bisect": _sparsemax_bisect,
-    "normmax_bisect": _normmax_bisect,
-    "budget_bisect": _budget_bisect,
-    "sparsemax_loss": _sparsemax_loss,
-    "entmax15_loss": _entmax15_loss,
-    "sparsemax_bisect_loss": _sparsemax_bisect_loss,
-    "entmax_bisect_loss": _entmax_bisect_loss,
+# Each leaf with what makes the function that Dynamo traces where the package's of this name is called.
+_TRACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "entmax15": (entmax15, _entmax15),
+    "sparsemax": (sparsemax, _sparsemax),
+    "entmax_bisect": (entmax_bisect, _entmax_bisect),
+    "sparsemax_bisect": (sparsemax_bisect, _sparsemax_bisect),
+    "normmax_bisect": (normmax_bisect, _normmax_bisect),
+    "budget_bisect": (budget_bisect, _budget_bisect),
+    "sparsemax_loss": (sparsemax_loss, _sparsemax_loss),
+    "entmax15_loss": (entmax15_loss, _entmax15_loss),
+    "sparsemax_bisect_loss": (sparsemax_bisect_loss, _sparsemax_bisect_loss),
+    "entmax_bisect_loss": (entmax_bisect_loss, _entmax_bisect_loss),
 }
-_LEAVES = (
-    entmax15,
-    sparsemax,
-    entmax_bisect,
-    sparsemax_bisect,
-    normmax_bisect,
-    budget_bisect,
-    sparsemax_loss,
-    entmax15_loss,
-    sparsemax_bisect_loss,
-    entmax_bisect_loss,
-)
 
 _users = 0
 _undo: list[Callable[[], None]] = []
@@ -186,9 +215,15 @@ def _install() -> None:
         import entmax
     except ImportError:
         return
-    for leaf in _LEAVES:
-        torch.compiler.allow_in_graph(leaf)
-    for name, traced in _TRACED.items():
+    for name, (leaf, traced) in _TRACED.items():
         function = getattr(entmax, name, None)
-        if function is not None:
-            _undo.append(compat.substitute_in_graph(function, traced))
+        if isinstance(function, types.FunctionType):
+            _undo.append(compat.keep_in_graph(leaf))
+            _undo.append(compat.substitute_in_graph(function, traced(_copy(function))))
+
+
+def _copy(function: types.FunctionType) -> Callable[..., Any]:
+    """The same function, which Dynamo traces as it would without us."""
+    return types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )

@@ -34,4 +34,4 @@ def same(shape: Sequence[object], wanted: Sequence[object]) -> bool:
 def fits(shape: Sequence[object], wanted: Sequence[object]) -> bool:
     """Whether `shape` broadcasts to `wanted`, as far as both are known."""
     pairs = zip(shape, wanted[len(wanted) - len(shape) :])
-    return len(shape) <= len(wanted) and not any(a != 1 and differ(a, b) for a, b in pairs)
+    return len(shape) <= len(wanted) and not any(differ(a, b) and a != 1 for a, b in pairs)

@@ -55,6 +55,9 @@ class Outcome:
     """What plain torch.compile does, too."""
 
 
+_OURS = ("raised", "caught")  # findings that have nothing to do with what was computed
+
+
 @dataclasses.dataclass
 class Result:
     """One call: what it returned, wrote and raised."""
@@ -75,16 +78,15 @@ def check(program: Program, verify: bool = False) -> Outcome:
     eager = [run(program, fn, call) for call in range(len(program.sizes))]
     report = sparse_inductor.report()
     report.clear()
-    off = set(rewrite.broken)
+    rewrite.failures.clear()
     got = compiled(program, fn, enabled=True, verify=verify)
     rewritten = frozenset(r.pattern for r in report.rewrites)
-    findings = []
-    for name in set(rewrite.broken) - off:
-        findings.append(Finding("pattern off", f"{name}: {rewrite.broken.pop(name)[:300]}"))
+    findings = [Finding("raised", failure) for failure in rewrite.failures]
+    findings += [Finding("caught", c.detail) for c in report.checks if c.verdict == "differs"]
     for call, (ours, right) in enumerate(zip(got, eager)):
         findings += differences(program, fn, call, ours, right)
     theirs: list[Finding] = []
-    if any(f.kind != "pattern off" for f in findings):
+    if any(f.kind not in _OURS for f in findings):
         plain = compiled(program, fn, enabled=False)
         theirs = [
             f
@@ -96,7 +98,7 @@ def check(program: Program, verify: bool = False) -> Outcome:
             for call, pair in enumerate(zip(got, plain))
         ]
         if all(same):
-            findings = [f for f in findings if f.kind == "pattern off"]
+            findings = [f for f in findings if f.kind in _OURS]
     return Outcome(findings, rewritten, all(r.error is not None for r in eager), theirs)
 
 

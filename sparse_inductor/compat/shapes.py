@@ -1,0 +1,105 @@
+"""The shape environment of a compile: what it knows of symbolic sizes, and putting that back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, MutableMapping, MutableSequence, MutableSet
+from typing import Any
+
+# Nothing is decided by these: caches, what is only logged, and what records or validates a run.
+_NO_STATE = frozenset(
+    ("events", "fx_node_cache", "graph", "name_to_node", "tracked_fakes", "validator")
+)
+# Caches are valid for one value of these, which therefore never return to an earlier one.
+_VERSIONS = frozenset(("_version_counter", "_replacements_version_counter"))
+
+
+def shape_env_of(values: Iterable[Any]) -> Any | None:
+    """The shape environment of the first fake tensor or symbolic size among `values`."""
+    for value in values:
+        if (mode := getattr(value, "fake_mode", None)) is not None:
+            return mode.shape_env
+        if (env := getattr(getattr(value, "node", None), "shape_env", None)) is not None:
+            return env
+    return None
+
+
+def discarding_unbacked(env: Any | None) -> contextlib.AbstractContextManager[Any]:
+    """A block whose new unbacked symbols (sizes that only data decide) nobody is waiting for: they belong to values
+    that are traced once more."""
+    return contextlib.nullcontext() if env is None else env.ignore_fresh_unbacked_symbols()
+
+
+def is_data_dependent(error: BaseException) -> bool:
+    """Whether the error says that something was asked of a size that only the data decide."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return isinstance(error, GuardOnDataDependentSymNode)
+
+
+class ShapeState:
+    """What a shape environment held: guards, ranges, replacements, symbols, deferred assertions."""
+
+    def __init__(self, env: Any | None) -> None:
+        self._env = env
+        self._held = {
+            name: _copied(value)
+            for name, value in vars(env or _Nothing()).items()
+            if name not in _NO_STATE | _VERSIONS and isinstance(value, _STATE)
+        }
+        self._mark = self._current_mark()
+
+    def changed(self) -> bool:
+        """Whether guards, symbols or replacements have been added since."""
+        return self._mark != self._current_mark()
+
+    def restore(self) -> None:
+        """Put everything back as it was."""
+        env = self._env
+        if env is None:
+            return
+        for name, was in self._held.items():
+            now = getattr(env, name)
+            if type(now) is not type(was) or not isinstance(was, _CONTAINERS):
+                setattr(env, name, _copied(was))
+                continue
+            now.clear()
+            if isinstance(now, MutableMapping):
+                now.update(_copied(was))
+            elif isinstance(now, MutableSet):
+                for entry in was:
+                    now.add(entry)
+            else:
+                now.extend(was)
+        for name in _VERSIONS & vars(env).keys():
+            setattr(env, name, getattr(env, name) + 1)
+        self._mark = self._current_mark()
+
+    def _current_mark(self) -> tuple[Any, ...]:
+        held = vars(self._env or _Nothing())
+        sizes = tuple(
+            len(v) for n, v in held.items() if n in self._held and isinstance(v, _CONTAINERS)
+        )
+        return sizes, *(
+            held.get(name) for name in ("unbacked_symint_counter", "num_deferred_runtime_asserts")
+        )
+
+
+class _Nothing:
+    """Stands for no environment."""
+
+
+_CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
+_STATE = (*_CONTAINERS, int, bool, tuple, type(None))
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a container, and of the lists in a mapping."""
+    if isinstance(value, MutableMapping):
+        copied = copy.copy(value)
+        for key, entry in copied.items():
+            if type(entry) is list:
+                copied[key] = list(entry)
+        return copied
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value

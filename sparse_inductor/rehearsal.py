@@ -1,0 +1,74 @@
+"""Operators that a rewrite has put in, run on fake tensors before the compile goes on.
+
+What an operator's shape function or its backward raises would otherwise end the compile when AOTAutograd traces it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from . import compat
+from .match.fakes import fake, tensors_in
+
+__all__ = ["rehearse"]
+
+
+def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
+    """Run the operators among the inserted nodes, given in graph order, forward and backward; raises what they raise.
+
+    env: the shape environment, which is afterwards as it was.
+    """
+    state = compat.ShapeState(env)
+    learning: dict[fx.Node, bool] = {}
+    done = set()
+    try:
+        for node in inserted:
+            learning[node] = node.target != "detach" and any(
+                learning.get(n, _requires_grad(n)) for n in node.all_input_nodes
+            )
+            if not _is_ours(node) or not torch.is_grad_enabled() or not learning[node]:
+                continue  # its forward has run when the node was made
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs),
+                lambda n: _leaf(fake(n), learning.get(n, _requires_grad(n))),
+            )
+            if (key := (node.target, str((args, kwargs)))) not in done:
+                done.add(key)
+                _forward_and_backward(node.target, args, kwargs)
+    finally:
+        state.restore()
+
+
+def _forward_and_backward(op: Any, args: Any, kwargs: Any) -> None:
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if getattr(t, "requires_grad", False)]
+    mode = next((t.fake_mode for t in leaves if hasattr(t, "fake_mode")), contextlib.nullcontext())
+    # Autograd's own threads do not know the mode.
+    with torch.autograd.set_multithreading_enabled(False), mode:
+        results = [t for t in tensors_in(op(*args, **kwargs)) if t.requires_grad]
+        if results:
+            given = [torch.empty_like(t) for t in results]
+            torch.autograd.grad(results, leaves, given, allow_unused=True)
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "sparse_inductor"
+    )
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    return bool(getattr(fake(node), "requires_grad", False))
+
+
+def _leaf(value: Any, learns: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach()
+    return value.requires_grad_() if learns and value.is_floating_point() else value
