@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from . import __version__, compat
+from . import __version__, compat, layers
 from .console import print_table, print_text
 from .explanation import explain
 from .pattern import Pattern, registered
@@ -50,6 +50,7 @@ def diagnose(operators: bool = True) -> list[Finding]:
     patterns, findings = _patterns()
     found += findings
     if operators:
+        found += [_path(p, torch.device(_device())) for p in _PROBES]
         found += [_operator(p, _device()) for p in _one_for_each_operator(patterns)]
     return found
 
@@ -207,6 +208,103 @@ def _environment() -> Iterator[Finding]:
         if name.startswith("SPARSE_INDUCTOR_"):
             advice = "some patterns are left out" if name == SKIP_VARIABLE and value else ""
             yield Finding("torch.compile", name, value, "note", advice)
+
+
+# --- Kernels --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Probe:
+    """A call of a family's operator of a size that has all kernels. own: the compute capabilities that some of them
+    are written for, from the first up to the second."""
+
+    operator: str
+    call: Callable[[torch.device], object]
+    own: tuple[tuple[int, int], tuple[int, int]] | None
+
+
+def _draw(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=device, dtype=torch.bfloat16) / 16
+
+
+def _splade_head(device: torch.device) -> object:
+    from .ops import splade_head
+
+    return splade_head(_draw(device, 8, 128, 128), _draw(device, 32768, 128))
+
+
+def _relu_ffn(device: torch.device) -> object:
+    from .ops import relu_ffn
+
+    gate, up, down = _draw(device, 8192, 256), _draw(device, 8192, 256), _draw(device, 256, 8192)
+    return relu_ffn(_draw(device, 2048, 256), gate, down, up)
+
+
+def _entmax_attention(device: torch.device) -> object:
+    from .ops import entmax_attention
+
+    return entmax_attention(*(_draw(device, 1, 2, 1024, 64) for _ in range(3)))
+
+
+def _entmax(device: torch.device) -> object:
+    from .ops import entmax
+
+    return entmax(_draw(device, 64, 1000))
+
+
+def _sparse_scores(device: torch.device) -> object:
+    from .ops import sparse_scores
+
+    ids = torch.randint(100, (1000, 16), device=device)
+    return sparse_scores(_draw(device, 4, 100), ids, _draw(device, 1000, 16), k=10)
+
+
+def _index_search(device: torch.device) -> object:
+    from .index import SparseIndex
+
+    documents = (torch.rand(20_000, 64, device=device) - 0.9).clamp_min(0)
+    return SparseIndex.build(documents.to_sparse_csr(), num_terms=64, device=device).search(
+        documents[:4], 10
+    )
+
+
+_HOPPER = (9, 0), (10, 0)
+_PROBES = (
+    _Probe("splade_head", _splade_head, _HOPPER),
+    _Probe("relu_ffn", _relu_ffn, _HOPPER),
+    _Probe("entmax_attention", _entmax_attention, _HOPPER),
+    _Probe("entmax", _entmax, None),
+    _Probe("sparse_scores_topk", _sparse_scores, None),
+    _Probe("index_search", _index_search, ((7, 0), (99, 0))),
+)
+
+
+def _path(probe: _Probe, device: torch.device) -> Finding:
+    """Which layer computes an operator here."""
+    group = f"kernels, on {device}"
+    name = f"sparse_inductor::{probe.operator}"
+    if device.type not in layers.DEVICES:
+        return Finding(group, name, "ATen: kernels are for GPUs")
+    started = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", layers.KernelWarning)
+            probe.call(device)
+    except Exception as error:
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Finding(group, name, text, "fail", "please report this")
+    took = f"{time.perf_counter() - started:.2f} s"
+    fallen = [f for f in layers.fallbacks() if f.operator == probe.operator]
+    if fallen:
+        path = {layers.Layer.PORTABLE: "portable Triton kernels", layers.Layer.ATEN: "ATen"}
+        return Finding(group, name, f"{path[fallen[-1].layer]} ({took})", "warn", str(fallen[-1]))
+    own = probe.own is not None and probe.own[0] <= _capability(device) < probe.own[1]
+    kernels = "kernels of this architecture" if own else "portable Triton kernels"
+    return Finding(group, name, f"{kernels} ({took})")
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 # --- Patterns and operators -----------------------------------------------------------------------

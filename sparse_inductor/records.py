@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from . import compat
+from . import compat, layers
 from .findings import (
     Check,
     Density,
@@ -199,9 +199,10 @@ class Report:
         """The report as JSON text.
 
         `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...],
-        "checks": [...], "densities": [...]}`; the entries have the fields of `Rewrite`, `NearMiss`,
-        `Check` and `Density`, an input is `{"shape": [...], "dtype": "bfloat16"}`. Fields may be
-        added within a version; none is removed or changes its meaning.
+        "checks": [...], "densities": [...], "fallbacks": [...]}`; the entries have the fields of
+        `Rewrite`, `NearMiss`, `Check`, `Density` and `layers.Fallback`, an input is
+        `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is
+        removed or changes its meaning.
         """
         return json.dumps(self.as_dict(), indent=2)
 
@@ -218,6 +219,7 @@ class Report:
                 "near_misses": [dataclasses.asdict(m) for m in self._near_misses],
                 "checks": [dataclasses.asdict(c) for c in self._checks],
                 "densities": [dataclasses.asdict(d) for d in self._densities],
+                "fallbacks": [f.as_dict() for f in layers.fallbacks()],
             }
 
 
@@ -267,6 +269,12 @@ def log_graph(
 
 
 def _render(report: Report) -> list[str]:
+    fallen = layers.fallbacks()
+    slower = ["", "slower, because a kernel fails", *(f"  {f}" for f in fallen)] if fallen else []
+    return [*_found(report), *slower]
+
+
+def _found(report: Report) -> list[str]:
     rewrites, near_misses = report.rewrites, report.near_misses
     if not report.graphs and not near_misses:
         return [

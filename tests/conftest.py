@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -48,3 +49,14 @@ def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def clean_state(clean_dynamo: None) -> None:
     """Every test begins and ends with nothing enabled and nothing compiled."""
+
+
+@pytest.fixture(autouse=True)
+def no_fallbacks() -> Iterator[None]:
+    """A kernel that fails is not covered up by what computes its operator instead."""
+    from sparse_inductor import layers
+
+    yield
+    found = layers.fallbacks()
+    layers.forget()
+    assert not found, "\n".join(map(str, found))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .arch import capability
+
 __all__ = ["addressable", "boxes", "sliceable"]
 
 
@@ -13,9 +15,7 @@ def boxes(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     aligned = (
         t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
     )
-    able = (
-        t.is_cuda and torch.cuda.get_device_capability(t.device)[0] >= 9 and t.element_size() == 2
-    )
+    able = t.is_cuda and capability(t.device)[0] >= 9 and t.element_size() == 2
     return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else None
 
 
@@ -37,7 +37,7 @@ def sliceable(x: torch.Tensor, table: torch.Tensor) -> bool:
         x.is_cuda
         and x.element_size() == 2
         and x.dtype.is_floating_point
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and capability(x.device) == (9, 0)
         and addressable(table)
         and table.stride(0) % 16 == 0
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
+
+from .arch import capability
 
 __all__ = ["EARLY_STARTS", "early", "let_next_start", "wait_for_previous"]
 
@@ -16,13 +16,8 @@ EARLY_STARTS = True
 
 def early(t: torch.Tensor) -> dict[str, bool]:
     """Launch options of a kernel that begins with `wait_for_previous` (compute capability 9)."""
-    return {"EARLY": True, "launch_pdl": True} if _able(t.device) else {"EARLY": False}
-
-
-@functools.cache
-def _able(device: torch.device) -> bool:
-    cuda = device.type == "cuda"
-    return EARLY_STARTS and cuda and torch.cuda.get_device_capability(device)[0] >= 9
+    able = EARLY_STARTS and capability(t.device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
 
 
 @triton.jit

@@ -540,8 +540,8 @@ def _plan(
 
 
 def applies(x: Tensor) -> bool:
-    """Whether the kernels take the rows of x: anything on a GPU but fp64 and nothing at all."""
-    return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0
+    """Whether the kernels take the rows of x: anything but fp64 and nothing at all."""
+    return x.dtype != torch.float64 and x.numel() > 0
 
 
 def captures() -> bool:

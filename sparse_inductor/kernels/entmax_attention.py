@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import layers
 from . import entmax_attention_lists as lists
 from .entmax_attention_backward import bias_gradient, keys_blocks, rows_blocks
 from .entmax_attention_blocks import forward_blocks
@@ -61,7 +62,8 @@ def saved_like(
 
     (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; where lists are tried, also
     entries int64 [B, H, Lq, SLOTS], starts and counts int32 [B, H, Lq], left int32 [B, H, Lq],
-    earlier int32 [B, H, blocks + 1] and key_counts int32 [B, Hkv, Lk].
+    earlier int32 [B, H, blocks + 1] and key_counts int32 [B, Hkv, Lk], which portable kernels
+    neither fill nor read.
     """
     B, H, Lq, _d = q.shape
     saved = [q.new_empty((B, H, Lq), dtype=torch.float32) for _ in range(2)]
@@ -72,6 +74,11 @@ def saved_like(
         for shape in ((B, H, (Lq + rows - 1) // rows + 1), (B, k.shape[1], k.shape[2])):
             saved.append(q.new_empty(shape, dtype=torch.int32))
     return tuple(saved)
+
+
+def _used(saved: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """What the current layer's kernels fill and read: reference and shift are those of all rows."""
+    return saved if layers.current() == layers.Layer.NATIVE else saved[:2]
 
 
 def forward(
@@ -107,9 +114,10 @@ def forward(
     saved = saved_like(q, k, v, bias=bias, mask=mask, scale=scale)
     if out.numel():
         with torch.cuda.device_of(q):
-            if len(saved) > 2:
-                lists.forward_lists(problem, out, saved, training)
-            forward_blocks(problem, out, saved[0], saved[1], lists.left_rows(q, saved), training)
+            used = _used(saved)
+            if len(used) > 2:
+                lists.forward_lists(problem, out, used, training)
+            forward_blocks(problem, out, saved[0], saved[1], lists.left_rows(q, used), training)
     return out, saved if training else ()
 
 
@@ -148,6 +156,7 @@ def backward(
             torch.zeros_like(x) if need and x is not None else None
             for x, need in zip(inputs, needs)
         )
+    saved = _used(saved)
     reference, shift, *listed = saved
     rest = lists.left_rows(q, saved)
     out = out.contiguous()

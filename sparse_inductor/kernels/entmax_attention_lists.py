@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .arch import compute_capability
 from .entmax_attention_broad import LIST, broad_kernel, gather_left, pack, unpack
 from .entmax_attention_candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel
 from .entmax_attention_problem import Left, Problem, row_constants
@@ -69,11 +70,12 @@ def applies(
     mask: torch.Tensor | None,
     scale: float,
 ) -> bool:
-    """Whether candidate lists are tried: plain or causal scores, and Hopper on a GPU."""
+    """Whether there is room for candidate lists in what is saved, in every layer: plain or causal scores, and Hopper on
+    a GPU."""
     if q.device.type == "cuda":
         # 16-bit products of width 64 and 128 leave the accumulator in the layout that the lists
         # are built on.
-        if torch.cuda.get_device_capability(q.device) != (9, 0) or q.element_size() != 2:
+        if compute_capability(q.device) != (9, 0) or q.element_size() != 2:
             return False
         if q.shape[3] not in (64, 128) or v.shape[3] > 128:
             return False

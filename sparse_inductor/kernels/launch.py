@@ -246,7 +246,16 @@ def captured(
     constants: Mapping[str, Hashable],
     num_warps: int,
 ) -> None:
-    """The launch as a node of the graph that is being traced: Inductor then launches it as one of its own."""
+    """The launch as a node of the graph that is being traced: Inductor then launches it as one of its own.
+
+    Raises what compiling or loading the kernel raises: once Inductor has the launch, no other layer can take its place.
+    """
+    like = [a.dtype if isinstance(a, Tensor) else a for a in args]
+    with torch.cuda.device(next(a.device for a in args if isinstance(a, Tensor))):
+        compiled = kernel.warmup(*like, grid=grid, **constants, num_warps=num_warps)
+        load = getattr(compiled, "_init_handles", None)
+        if load is not None:
+            load()
     torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from . import relu_ffn_decode_ptx as ptx
+from .arch import capability
 from .boxes import addressable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
@@ -238,7 +239,7 @@ def by_words(h: torch.Tensor, down: torch.Tensor) -> bool:
     return (
         h.is_cuda
         and h.element_size() == 2
-        and torch.cuda.get_device_capability(h.device)[0] >= 9
+        and capability(h.device)[0] >= 9
         and addressable(down)
         and down.shape[1] % ptx.GROUP == 0
     )

@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from .arch import capability
 from .boxes import addressable
 from .gluon_names import let_next_start
 from .hopper_projection import (
@@ -319,7 +320,7 @@ def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     return (
         x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16)
-        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and capability(x.device)[0] == 9
         and all(map(addressable, (x, *weights)))
         and all(len(w) % 8 == 0 for w in weights)  # of what is written too
     )

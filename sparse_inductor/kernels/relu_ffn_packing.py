@@ -15,6 +15,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from .arch import capability
 from .epilogue import encode, evaluate
 from .launch import relaunched
 
@@ -348,7 +349,7 @@ def pack(
         if gate.is_cuda
         else (64, 64)
     )
-    hopper = gate.is_cuda and torch.cuda.get_device_capability(gate.device)[0] >= 9
+    hopper = gate.is_cuda and capability(gate.device)[0] >= 9
     pairs = {torch.bfloat16: "bf16", torch.float16: "f16"}.get(gate.dtype, "")
     if N % 8 or not hopper or stats is not None:
         pairs = ""

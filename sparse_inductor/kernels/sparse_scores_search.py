@@ -23,9 +23,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sparse_inductor.layers import launches
+from sparse_inductor.ops import _sparse_scores_aten as aten
 from sparse_inductor.ops._top import best_of
 
 from . import sparse_scores_documents as documents
+from .arch import capability
 from .early import early
 from .launch import multiprocessors, relaunched
 from .sparse_scores_accumulate import (
@@ -405,11 +408,7 @@ def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.co
 
 def _uses_shared(device: torch.device) -> bool:
     """Whether the PTX kernel runs here: an NVIDIA GPU from Volta on, whose shared memory adds integers natively."""
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= (7, 0)
-    )
+    return device.type == "cuda" and torch.version.hip is None and capability(device) >= (7, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -492,7 +491,7 @@ def search(
     ids = torch.empty(B, k_here, dtype=torch.int64, device=query.device)
     if not (B and k_here):
         return _filled(scores, ids, k)
-    if p.sample.count == 0 or k_here > _MOST_K:
+    if p.sample.count == 0 or k_here > _MOST_K or not launches(query):
         _exact(query, p, counts, deleted, scores, ids)
         return _filled(scores, ids, k)
     shared = _uses_shared(query.device) if shared is None else shared
@@ -661,6 +660,7 @@ class _Launch:
 def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:
     """All documents' exact scores, a block at a time, and the best of them; a query that is not finite gets NaN."""
     table, V = documents.table_of(query, True), query.shape[1]
+    score_rows = documents.score_rows if launches(query) else _score_rows
     sound = torch.isfinite(query).all(1, keepdim=True)
 
     def parts():
@@ -669,11 +669,9 @@ def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:
         for at in range(0, sum(counts), step):
             n = min(step, sum(counts) - at)
             if values is None:
-                block = _bytes_block(table, V, p, at, n)
+                block = _bytes_block(score_rows, table, V, p, at, n)
             else:
-                block = documents.score_rows(
-                    table, p.offsets, p.terms, values, at, n, torch.float32, V, True
-                )
+                block = score_rows(table, p.offsets, p.terms, values, at, n, torch.float32, V, True)
             yield at, block.t().masked_fill(deleted[at : at + n], float("-inf"))
 
     found, which = best_of(parts(), scores.shape[1])
@@ -682,7 +680,18 @@ def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:
     ids.copy_(torch.where(sound, which, -1))
 
 
-def _bytes_block(table, V: int, p: Packed, first: int, n: int) -> torch.Tensor:
+def _score_rows(table, offsets, ids, values, first, count, out_dtype, V, wide) -> torch.Tensor:
+    """`documents.score_rows` by ATen, of rows with offsets."""
+    offsets = offsets[first : first + count + 1]
+    here = slice(int(offsets[0]), int(offsets[-1]))
+    terms = ids[here].long()
+    terms = terms & 0xFFFF if ids.dtype == torch.int16 else terms
+    query = table[:V].t().to(torch.float64 if wide else torch.float32)
+    docs = aten.Documents(offsets - here.start, terms, values[here])
+    return torch.cat([scores for _, scores in aten.blocks(query, docs)], 1).t().to(out_dtype)
+
+
+def _bytes_block(score_rows, table, V: int, p: Packed, first: int, n: int) -> torch.Tensor:
     """8-bit weights are spread out to fp32 for a block of documents."""
     offsets = p.offsets[first : first + n + 1]
     start, end = int(offsets[0]), int(offsets[-1])
@@ -692,6 +701,6 @@ def _bytes_block(table, V: int, p: Packed, first: int, n: int) -> torch.Tensor:
     lengths = offsets.diff()
     spread = lambda t: torch.repeat_interleave(t, lengths, output_size=end - start)
     values = (p.weights[start:end].float() - spread(zero)) * spread(scale)
-    return documents.score_rows(
+    return score_rows(
         table, offsets - start, p.terms[start:end], values, 0, n, torch.float32, V, True
     )

@@ -30,6 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_inductor.epilogue.steps import Program
 
+from .arch import capability
 from .boxes import addressable
 from .epilogue import encode, evaluate
 from .gluon_names import load_box
@@ -563,7 +564,7 @@ def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
         return False
     B, S, D = hidden.shape
     return (
-        torch.cuda.get_device_capability(hidden.device)[0] == 9
+        capability(hidden.device)[0] == 9
         and D % 8 == 0
         and B * S < 2**31 - 256  # rows are 32-bit coordinates
         # A transposed weight is copied while that is cheap; else the portable kernel reads it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -12,7 +13,29 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..layers import Operator, has_kernels, launches
 from ._sharding import Rule, share
+
+__all__ = [
+    "autocast_off",
+    "autocast_on",
+    "call_below_autograd",
+    "define",
+    "finds",
+    "functions",
+    "has_kernels",
+    "inline",
+    "launches",
+    "layered",
+    "on_gpu",
+    "on_lines",
+    "outside_transforms",
+    "register",
+    "register_on_gpu",
+    "replays",
+]
+
+log = logging.getLogger(__name__)
 
 # What arguments an operator's device function can be handed as they are.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None), str, bool, int, float, torch.dtype))
@@ -41,10 +64,23 @@ on_lines: set[Callable[..., Any]] = set()
 finds: dict[Callable[..., Any], Callable[[Sequence[Any]], Any]] = {}
 
 
+# By what computes them on a GPU.
+_operators: dict[Callable[..., Any], Operator] = {}
+
+
+def register_on_gpu(
+    lib: torch.library.Library, name: str, fn: Callable[..., Any], follows: str | None = None
+) -> None:
+    """Registers what computes an operator on a GPU, by the first of its layers that works. follows: the operator that
+    saves what this one reads."""
+    _operators[fn] = Operator(name, fn, follows)
+    lib.impl(name, on_gpu(fn), "CUDA")
+
+
 @functools.cache
 def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The CUDA kernel of an operator that `fn` computes: `fn`, whose launches are kept and replayed
-    (`kernels.replay`)."""
+    (`kernels.replay`) in its first layer."""
 
     @functools.cache
     def replaying() -> Callable[..., Any]:
@@ -54,7 +90,13 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
 
         return replayed(fn, fn in on_lines, finds.get(fn))
 
-    return lambda *args: replaying()(*args)
+    return layered(fn, lambda *args: replaying()(*args))
+
+
+def layered(fn: Callable[..., Any], native: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes an operator on a GPU, `native` its function `fn` in the first layer."""
+    run = _operators[fn].run
+    return lambda *args: run(native, args)
 
 
 def replays() -> bool:
@@ -85,12 +127,13 @@ def register(
     fake: Callable[..., Any],
     rule: Callable[..., Rule],
     autograd: Callable[..., Any] | None = None,
+    follows: str | None = None,
 ) -> None:
-    """Registers what computes an operator on a CPU and on a GPU, where its launches are replayed; its shapes; how it is
-    spread over a mesh. autograd: what calls pass first, which asks `outside_transforms`; vmap is declined before it."""
+    """Registers what computes an operator on a CPU and on a GPU, as `register_on_gpu`; its shapes; how it is spread
+    over a mesh. autograd: what calls pass first, which asks `outside_transforms`; vmap is declined before it."""
     functions[name] = fn
     lib.impl(name, fn, "CPU")
-    lib.impl(name, on_gpu(fn), "CUDA")
+    register_on_gpu(lib, name, fn, follows)
     torch.library.register_fake(f"sparse_inductor::{name}", fake, lib=lib)
     share(lib, name, rule)
     if autograd is not None:
@@ -130,8 +173,12 @@ def inline(
             return NotImplemented
         if compat.keeps_operators() or not _settled(args) or not applies(*args):
             return mode.__torch_dispatch__(func, types, args, kwargs)
-        with mode:
-            return body(*args)
+        try:
+            with mode:
+                return body(*args)
+        except Exception as error:  # the operator has more than one way to be computed
+            log.debug("%s stays an operator, for its kernel fails: %s", name, error)
+            return mode.__torch_dispatch__(func, types, args, kwargs)
 
     name = f"sparse_inductor::{op}"
     torch.library.register_torch_dispatch(name, compat.functional_mode(), rule, lib=lib)

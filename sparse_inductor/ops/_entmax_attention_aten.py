@@ -71,9 +71,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, t: Terms) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, t: Terms, needs: Sequence[bool]
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor | None, t: Terms, needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Gradients of q, k, v, bias and alpha, each in its input's dtype, or None."""
+    """Gradients of q, k, v, bias and alpha, each in its input's dtype, or None; y of `forward`, if it is known."""
     dt = rows.compute_dtype(q, k, v, t.bias)
     inputs = (q, k, v, t.bias, t.alpha if isinstance(t.alpha, Tensor) else None)
     grads = [
@@ -84,7 +84,8 @@ def backward(
     ]
     dq, dk, dv, d_bias, d_alpha = grads
     groups = k.shape[1]
-    q_, y_, grad_ = (_grouped(x, groups) for x in (q, y.unsqueeze(-1), grad))
+    q_, grad_ = _grouped(q, groups), _grouped(grad, groups)
+    y_ = None if y is None else _grouped(y.unsqueeze(-1), groups)
     dq_, d_bias_, d_alpha_ = (
         None if x is None else _grouped(x, groups) for x in (dq, d_bias, d_alpha)
     )
@@ -94,7 +95,10 @@ def backward(
         qf, g = _queries(q_, c, dt, t), _queries(grad_, c, dt, t)
         p, dropped = _scores(qf, kf, c, terms, q.shape[2], k.shape[2])
         alpha = _alpha(terms, c)
-        rows.recall_(p, c.take(y_), alpha)
+        if y_ is None:
+            rows.solve_(p, alpha)
+        else:
+            rows.recall_(p, c.take(y_), alpha)
         if dv is not None:
             dv[c.b, c.h, : c.keys] += _transposed_product(p, g)
         if not need_scores and d_alpha_ is None:

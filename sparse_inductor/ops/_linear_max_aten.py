@@ -1,7 +1,8 @@
-"""The SPLADE head in chunked ATen, without a [B, S, V] tensor: the CPU path, and what fp64 takes on a GPU.
+"""The SPLADE head in chunked ATen, without a [B, S, V] tensor: the CPU path, and on a GPU what the kernels do not take.
 
 Forward is the GEMM in tiles that stay in the cache, each reduced over its positions while it is there. Backward
-is two products with a sparse [B*S, V] matrix that has one entry for each active (sequence, vocabulary entry).
+is two products with a sparse [B*S, V] matrix that has one entry for each active (sequence, vocabulary entry); on a GPU
+that matrix is dense, some columns at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from ..epilogue.plan import Lowered
 from ..epilogue.steps import dual, run
+from ._arguments import looks_at
 
 # CSR products are what PyTorch has for this; its once-a-process notice is of no use to our users.
 warnings.filterwarnings(
@@ -23,6 +25,8 @@ warnings.filterwarnings(
 # Smaller tiles make the GEMM itself slower, larger ones send the reduction to memory.
 _TOKENS = 2048
 _COLUMNS = 512
+# Gradients of logits at a time where they are dense: 64 MiB in fp32.
+_DENSE = 1 << 24
 
 
 def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
@@ -55,7 +59,7 @@ def forward(
     per_element = low.per_element
     if not low.plan.hoists:
         per_element = hidden.new_ones(B, dtype=torch.bool)
-    elif per_element is not None and not per_element.any():
+    elif per_element is not None and looks_at(hidden) and not per_element.any():
         per_element = None
     step = max(1, _TOKENS // S)
     buffer = hidden.new_empty(min(B, step) * S * min(V, _COLUMNS), dtype=dt)
@@ -86,10 +90,12 @@ def _reduce(logits, bias, rows, part, low, general, want_winner):
         shift = add.masked_fill(dropped, 0)
     fill = None if low.fill is None else low.fill[part, None].to(logits.dtype)
     fast = slow = None
-    if general is None or not general.all():
+    looks = looks_at(logits)
+    if general is None or (p.hoists and not (looks and general.all())):
         # Dropped logits are replaced, not shifted: a NaN in the padding is nobody's value.
-        z = logits if shift is None or not shift.any() else logits + shift
-        z = z if dropped is None or not dropped.any() else z.masked_fill(dropped, float("-inf"))
+        z = logits if shift is None or (looks and not shift.any()) else logits + shift
+        if dropped is not None and not (looks and not dropped.any()):
+            z = z.masked_fill(dropped, float("-inf"))
         # The bias is the same for every position, so it is added after the maximum.
         top, winner = _max(z, want_winner)
         peak = top if bias is None else top + bias
@@ -122,14 +128,32 @@ def _finish(values, peak, winner, top, fill):
     return torch.where(empty, fill, torch.maximum(values, fill)), winner, peak
 
 
-def slopes(
+def backward(
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: Sequence[torch.Tensor],
+    low: Lowered,
+    winner: torch.Tensor,
+    peak: torch.Tensor,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of hidden, weight and bias, each in its input's dtype."""
+    slope = _slopes(grad, rows, low, winner, peak)
+    if looks_at(grad):
+        return _from_entries(slope, winner, hidden, weight, bias, needs)
+    return _from_columns(slope, winner, hidden, weight, bias, needs)
+
+
+def _slopes(
     grad: torch.Tensor,
     rows: Sequence[torch.Tensor],
     low: Lowered,
     winner: torch.Tensor,
     peak: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Active entries (b, v, winning position) and the gradient of their logit."""
+) -> torch.Tensor:
+    """The gradient [B, V] of the winning logits; 0 where none takes part."""
     g = grad.to(peak.dtype)
     p = low.plan
     if p.hoists:
@@ -138,24 +162,61 @@ def slopes(
         slope = torch.ones_like(peak)
     active = (winner >= 0) & (g != 0)
     general = low.per_element if p.hoists else g.new_ones(len(g), dtype=torch.bool)
-    if general is not None:
+    if general is not None and looks_at(grad):
         b, v = (general[:, None] & active).nonzero(as_tuple=True)
         s = winner[b, v].long()
         _, slope[b, v] = dual(p.program, peak[b, v], [r[b, s] for r in rows])
-    g = torch.where(active & (slope != 0), g * slope, 0.0)
-    b, v = (g != 0).nonzero(as_tuple=True)
-    return b, v, winner[b, v].long(), g[b, v]
+    elif general is not None:
+        s = winner.clamp(min=0).long()
+        _, per_element = dual(p.program, peak, [r.gather(1, s) for r in rows])
+        slope = torch.where(general[:, None], per_element, slope)
+    return torch.where(active & (slope != 0), g * slope, 0.0)
 
 
-def backward(
-    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+def _from_columns(
+    slope: torch.Tensor,
+    winner: torch.Tensor,
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden, weight and bias from the active entries, each in its input's dtype."""
-    b, v, s, g = entries
+    """Two products with the gradient of all logits, some columns of the vocabulary at a time."""
+    B, S, D = hidden.shape
+    V = weight.shape[0]
+    dt = slope.dtype
+    x = hidden.reshape(B * S, D).to(dt)
+    d_hidden = torch.zeros_like(x) if needs[0] else None
+    d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else None
+    step = max(1, _DENSE // (B * S))
+    for v in range(0, V, step):
+        cols = slice(v, min(v + step, V))
+        g = slope[:, cols]
+        logits = g.new_zeros(B, S, g.shape[1])
+        logits.scatter_(1, winner[:, None, cols].clamp(min=0).long(), g[:, None])
+        logits = logits.view(B * S, -1)
+        if d_hidden is not None:
+            d_hidden += logits @ weight[cols].to(dt)
+        if d_weight is not None:
+            d_weight[cols] = (logits.t() @ x).to(d_weight.dtype)
+    return (
+        None if d_hidden is None else d_hidden.view(B, S, D).to(hidden.dtype),
+        d_weight,
+        slope.sum(0).to(bias.dtype) if needs[2] and bias is not None else None,
+    )
+
+
+def _from_entries(
+    slope: torch.Tensor,
+    winner: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    needs: Sequence[bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Two products with the sparse matrix of the active entries."""
+    b, v = (slope != 0).nonzero(as_tuple=True)
+    s, g = winner[b, v].long(), slope[b, v]
     B, S, D = hidden.shape
     V = weight.shape[0]
     token = b * S + s

@@ -2,7 +2,7 @@
 
 Rows are taken a chunk at a time, so no [M, N] tensor exists. Few rows with few active neurons read only those neurons'
 weights. What the backward needs is packed: up to `cap` active neurons a row; a row with more keeps nothing and is
-computed again.
+computed again. On a GPU all weights are read, and nothing is packed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..epilogue.steps import Program, dual, run
+from ._arguments import looks_at
 
 __all__ = ["Block", "Packed", "backward", "forward"]
 
@@ -74,13 +75,15 @@ def forward(x: Tensor, b: Block, stats: Tensor | None, packed: Packed | None) ->
 
 def _rows(x: Tensor, b: Block, part: slice, stats: Tensor | None, packed: Packed | None) -> Tensor:
     gate = F.linear(x, b.gate, b.gate_bias)
-    if packed is None and stats is None and len(x) <= _DECODE_ROWS:
+    if packed is None and stats is None and len(x) <= _DECODE_ROWS and looks_at(x):
         top = gate if len(x) == 1 else gate.amax(0, keepdim=True)  # a NaN stays
         columns = (~(top[0] <= b.cut)).nonzero().squeeze(1)
         if len(columns) <= _DECODE_SHARE * b.gate.shape[0]:
             return _few(x, gate, columns, b)
     up = None if b.up is None else F.linear(x, b.up, b.up_bias)
-    if packed is not None:
+    if packed is not None and not looks_at(x):
+        packed.count[part] = packed.cap + 1
+    elif packed is not None:
         _pack(~(gate <= b.cut), gate, up, packed, part)
     a = _inplace(b.f, b.wide(gate))
     h = a
@@ -138,6 +141,10 @@ def _unpack(
     x: Tensor, b: Block, packed: Packed, part: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(active, gate, up) [m, N] of a chunk of rows, computed again where they were not stored."""
+    if not looks_at(x):
+        gate = F.linear(x, b.gate, b.gate_bias)
+        up = None if b.up is None else F.linear(x, b.up, b.up_bias)
+        return ~(gate <= b.cut), gate, up
     count = packed.count[part]
     N = b.gate.shape[0]
     stored = count <= packed.cap

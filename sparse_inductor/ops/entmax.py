@@ -20,6 +20,7 @@ from ._dispatch import (
     call_below_autograd,
     define,
     inline,
+    launches,
     outside_transforms,
     register,
 )
@@ -97,7 +98,7 @@ def _full(alpha: Tensor | None, alpha_value: float, x: Tensor) -> Tensor | float
 
 def _rows(x: Tensor):
     """What computes the rows of x: the kernels where they apply, else chunked ATen."""
-    if not x.is_cuda:
+    if not launches(x):
         return aten
     from ..kernels import entmax as kernels
 
@@ -118,7 +119,7 @@ def _backward(grad, y, alpha, alpha_value, dim, needs):
 
 def _takes_kernels(rows: Tensor) -> bool:
     """Whether the rows are a matter of kernels that Inductor can launch."""
-    if not rows.is_cuda:
+    if not launches(rows):
         return False
     from ..kernels import entmax as kernels
 

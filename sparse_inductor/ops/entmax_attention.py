@@ -25,6 +25,8 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     define,
+    has_kernels,
+    launches,
     outside_transforms,
     register,
 )
@@ -194,27 +196,30 @@ _KEYWORDS = (
 
 
 def _kernels(q, k, v, terms):
-    """The kernels' module and the terms by name where they apply, else None and what chunked ATen takes."""
+    """The kernels' module and the terms by name where they apply, else None; and what chunked ATen takes."""
     named = dict(zip(_KEYWORDS, terms, strict=True))
-    if q.is_cuda:
-        from ..kernels import entmax_attention as kernels
+    kernels = None
+    if has_kernels(q):
+        from ..kernels import entmax_attention as module
 
-        if kernels.applies(q, k, v, **named):
-            return kernels, named
-    number = named.pop("alpha_value")
-    if named["alpha"] is None:
-        named["alpha"] = number
-    return None, aten.Terms(**named)
+        kernels = module if module.applies(q, k, v, **named) else None
+    alpha = named["alpha_value"] if named["alpha"] is None else named["alpha"]
+    rest = {name: t for name, t in named.items() if name not in ("alpha", "alpha_value")}
+    return kernels, named, aten.Terms(alpha=alpha, **rest)
 
 
 def _forward(q, k, v, terms, training):
     _check(q, k, v, *terms)
-    kernels, terms = _kernels(q, k, v, terms)
+    kernels, named, terms = _kernels(q, k, v, terms)
     with autocast_off(q.device.type):
-        if kernels is not None:
-            return kernels.forward(q, k, v, **terms, training=training)
-        out, y = aten.forward(q, k, v, terms)
-        return out, (y,)
+        if kernels is None:
+            out, y = aten.forward(q, k, v, terms)
+            return out, (y,)
+        if launches(q):
+            return kernels.forward(q, k, v, **named, training=training)
+        # What kernels save is promised: `_backward` does without.
+        out, _ = aten.forward(q, k, v, terms)
+        return out, kernels.saved_like(q, k, v, **named) if training else ()
 
 
 def _infer(q, k, v, *terms):
@@ -230,15 +235,16 @@ def _backward(
     grad, q, k, v, bias, mask, alpha, query_lengths, key_lengths, out, saved,
     alpha_value, scale, fill, causal, added, needs,
 ):  # fmt: skip
-    kernels, terms = _kernels(
+    kernels, named, terms = _kernels(
         q, k, v,
         (bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal, added),
     )  # fmt: skip
     with autocast_off(q.device.type):
-        if kernels is not None:
-            grads = kernels.backward(grad, q, k, v, out, tuple(saved), **terms, needs=tuple(needs))
+        if kernels is not None and launches(q):
+            grads = kernels.backward(grad, q, k, v, out, tuple(saved), **named, needs=tuple(needs))
         else:
-            grads = aten.backward(grad, q, k, v, saved[0], terms, needs)
+            y = saved[0] if kernels is None else None
+            grads = aten.backward(grad, q, k, v, y, terms, needs)
     return tuple(q.new_empty(0) if g is None else g for g in grads)
 
 
@@ -279,9 +285,9 @@ def _fake(q, k, v, *terms):
 
 def _fake_train(q, k, v, *terms):
     out = _fake(q, k, v, *terms)
-    kernels, given = _kernels(q, k, v, terms)
+    kernels, named, given = _kernels(q, k, v, terms)
     if kernels is not None:
-        return out, list(kernels.saved_like(q, k, v, **given))
+        return out, list(kernels.saved_like(q, k, v, **named))
     return out, [q.new_empty(q.shape[:3], dtype=aten.saved_dtype(q, k, v, given))]
 
 
@@ -329,4 +335,7 @@ def _shared_backward(
 
 register(_lib, "entmax_attention", _infer, _fake, _shared, _autograd)
 register(_lib, "entmax_attention_train", _train, _fake_train, _shared)
-register(_lib, "entmax_attention_backward", _backward, _fake_backward, _shared_backward)
+register(
+    _lib, "entmax_attention_backward", _backward, _fake_backward, _shared_backward,
+    follows="entmax_attention_train",
+)  # fmt: skip

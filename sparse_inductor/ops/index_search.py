@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ._dispatch import define, on_gpu
+from ._dispatch import define, register_on_gpu
 from ._threads import apart, workers
 from ._top import keys_of, keys_with_ids, scores_and_ids
 
@@ -159,7 +159,7 @@ def _fake(query, postings, counts, deleted, k):
 
 
 _lib.impl("index_search", _search_cpu, "CPU")
-_lib.impl("index_search", on_gpu(_search_cuda), "CUDA")
+register_on_gpu(_lib, "index_search", _search_cuda)
 torch.library.register_fake("sparse_inductor::index_search", _fake, lib=_lib)
 _lib.impl("index_search_live", _search_live, "CPU")
 _lib.impl("index_search_live", _search_live, "CUDA")

@@ -38,6 +38,7 @@ from ._dispatch import (
     call_below_autograd,
     define,
     finds,
+    launches,
     on_lines,
     outside_transforms,
     register,
@@ -166,7 +167,7 @@ def _check(x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None) -
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:
     """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
     sizes = (*x.shape, *block.gate.shape, *block.down.shape)
-    return x.is_cuda and x.dtype != torch.float64 and all(sizes)
+    return launches(x) and x.dtype != torch.float64 and all(sizes)
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -201,7 +202,7 @@ def _run(x, weights, gate_steps, up_steps, stats, train, residual=None, keeps=Fa
     N, gated = block.gate.shape[0], block.up is not None
     packed = None
     if train:
-        room = _with_room(flat, block, stats) if keeps else None
+        room = _with_room(flat, block, stats) if keeps and _has_kernels(flat, block) else None
         packed = _empty_packed(flat, N, gated, room)
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..compat import below_autograd
 from . import _sparse_scores_aten as aten
 from ._arguments import FLOATS, INTEGERS, known, same
-from ._dispatch import autocast_off, define, outside_transforms, register
+from ._dispatch import autocast_off, define, launches, outside_transforms, register
 from ._sharding import Rule, dims
 from ._top import best_of
 
@@ -126,7 +126,7 @@ def check_k(k, num_docs) -> None:
 
 
 def _blocks(query, ids, values, rows, offsets, num_docs, out_dtype) -> Iterator[tuple[int, Tensor]]:
-    if query.is_cuda:
+    if launches(query):
         from ..kernels import sparse_scores_documents as kernel
 
         yield from kernel.blocks(query, ids, values, rows, offsets, num_docs, out_dtype)
@@ -163,7 +163,7 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
     q, N, dtype = _prepare(query, ids, num_docs, values, out_dtype)
     lead = query.shape[:-1]
     with autocast_off(q.device.type):
-        if k and q.shape[0] and q.is_cuda and dtype != torch.float64:
+        if k and q.shape[0] and launches(q) and dtype != torch.float64:
             from ..kernels import sparse_scores_best as kernel
 
             found, best = kernel.search(q, ids, values, rows, offsets, N, k, dtype)

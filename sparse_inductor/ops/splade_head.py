@@ -28,6 +28,7 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     define,
+    launches,
     outside_transforms,
     register,
 )
@@ -190,7 +191,7 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
 
 def _has_kernels(x: Tensor, V: int) -> bool:
     """Whether the Triton kernels take this: the rest, empty or fp64, goes the ATen way on any device."""
-    return x.is_cuda and x.dtype != torch.float64 and x.numel() > 0 and V > 0
+    return launches(x) and x.dtype != torch.float64 and x.numel() > 0 and V > 0
 
 
 def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
@@ -249,8 +250,7 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element
         elif _has_kernels(x, weight.shape[0]):
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
-            active = aten.slopes(grad, flat_rows, low, winner, peak)
-            grads = aten.backward(active, x, weight, bias, needs)
+            grads = aten.backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in grads)
     return d_hidden.view(hidden.shape) if needs[0] else d_hidden, d_weight, d_bias
 

@@ -1,0 +1,257 @@
+"""Three layers compute every operator on a GPU, each exact: the architecture's own kernels, portable Triton, ATen.
+
+A layer fails where one of its kernels does not compile, load or launch. The next layer then computes the whole operator
+again, from the same inputs, and from then on computes it at once: on this device, for this dtype, until the process
+ends. One warning a process names the kernel. A failure counts only if a lower layer succeeds: what every layer raises
+(bad arguments, a GPU that is lost) is the program's own error, and running out of memory is not a kernel's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+
+__all__ = [
+    "Fallback",
+    "KernelWarning",
+    "Layer",
+    "Operator",
+    "at",
+    "current",
+    "fallbacks",
+    "forget",
+    "has_kernels",
+    "launches",
+]
+
+log = logging.getLogger("sparse_inductor")
+
+
+class Layer(enum.IntEnum):
+    """What computes an operator; a larger one is more portable and slower."""
+
+    NATIVE = 0
+    """Kernels for this GPU's architecture (Gluon and PTX) where there are some, else portable ones."""
+    PORTABLE = 1
+    """Triton kernels that use nothing of an architecture's own."""
+    ATEN = 2
+
+
+_INSTEAD = {
+    Layer.PORTABLE: "portable Triton kernels instead, usually 1.5 to 3 times slower",
+    Layer.ATEN: "ATen instead, usually as slow as the unrewritten program or slower",
+}
+
+
+# Where kernels run.
+DEVICES = {"cuda"}
+
+
+class KernelWarning(UserWarning):
+    """A kernel does not work here, and something slower computes its operator."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fallback:
+    """An operator that a lower layer computes since a kernel failed."""
+
+    operator: str
+    device: str
+    dtype: torch.dtype
+    kernel: str
+    """Module and name, as `relu_ffn_hopper._product_kernel`."""
+    error: str
+    """Type and first line."""
+    layer: Layer
+    """What computes the operator now."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel} fails on {self.device} with {_versions()} ({self.error}): "
+            f"sparse_inductor::{self.operator} in {str(self.dtype).removeprefix('torch.')} is computed by "
+            f"{_INSTEAD[self.layer]}"
+        )
+
+    def as_dict(self) -> dict[str, str]:
+        """The fields as text, for JSON."""
+        return {
+            **{name: getattr(self, name) for name in ("operator", "device", "kernel", "error")},
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layer": self.layer.name.lower(),
+            "versions": _versions(),
+            "cost": _INSTEAD[self.layer],
+        }
+
+
+class _Here(threading.local):
+    layer = Layer.NATIVE
+
+
+_here = _Here()
+_lock = threading.Lock()
+_Key = tuple[int, torch.dtype]
+# By operator, then by device and dtype.
+_lowered: dict[str, dict[_Key, Layer]] = {}
+_fallbacks: dict[Fallback, None] = {}
+_warned: set[str] = set()
+
+
+def current() -> Layer:
+    """The layer that is to compute what this thread computes."""
+    return _here.layer
+
+
+@contextlib.contextmanager
+def at(layer: Layer) -> Iterator[None]:
+    """This layer computes what this thread computes in the block."""
+    before, _here.layer = _here.layer, layer
+    try:
+        yield
+    finally:
+        _here.layer = before
+
+
+def has_kernels(t: torch.Tensor) -> bool:
+    """Whether there are kernels for operators on `t`, whatever the layer."""
+    return t.device.type in DEVICES
+
+
+def launches(t: torch.Tensor) -> bool:
+    """Whether the current layer launches kernels for operators on `t`."""
+    return has_kernels(t) and _here.layer < Layer.ATEN
+
+
+def fallbacks() -> list[Fallback]:
+    """Every fallback of the process, oldest first."""
+    with _lock:
+        return list(_fallbacks)
+
+
+def forget() -> None:
+    """Try every layer again, and warn again."""
+    with _lock:
+        for lowered in _lowered.values():
+            lowered.clear()
+        _fallbacks.clear()
+        _warned.clear()
+
+
+class Operator:
+    """The device function of an operator, computed by the first layer that works.
+
+    fn: takes tensors and plain values, a tensor first, and returns new tensors; it asks `launches` and, in its kernels,
+    `current`. follows: the operator that saves what this one reads. This one is never computed by a layer above that
+    one's, so a layer need not read what lower layers save.
+    """
+
+    def __init__(self, name: str, fn: Callable[..., Any], follows: str | None = None) -> None:
+        self.name, self.fn = name, fn
+        self._lowered = _lowered.setdefault(name, {})
+        self._followed = {} if follows is None else _lowered.setdefault(follows, {})
+
+    def layer(self, device: int, dtype: torch.dtype) -> Layer:
+        """The first layer that is not known to fail."""
+        key = device, dtype
+        return max(self._lowered.get(key, Layer.NATIVE), self._followed.get(key, Layer.NATIVE))
+
+    def run(self, native: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """The operator's result; `native` is how `fn` is called in the first layer."""
+        first = Layer.NATIVE
+        if self._lowered or self._followed:
+            first = self.layer(args[0].get_device(), args[0].dtype)
+        if first == Layer.NATIVE:
+            try:
+                return native(*args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                failures = [_noted(error)]
+        else:
+            failures = []
+        for layer in Layer:
+            if layer < max(first, Layer.PORTABLE):
+                continue
+            try:
+                with at(layer):
+                    result = self.fn(*args)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                failures.append(_noted(error))
+            else:
+                if failures:
+                    self._lower(args[0], layer, failures)
+                return result
+        raise failures[0]
+
+    def _lower(self, t: torch.Tensor, layer: Layer, failures: Sequence[Exception]) -> None:
+        device = torch.cuda.get_device_name(t.device) if t.is_cuda else str(t.device)
+        found = [
+            Fallback(self.name, device, t.dtype, _kernel_of(e), _first_line(e), layer)
+            for e in failures
+        ]
+        with _lock:
+            self._lowered[t.get_device(), t.dtype] = layer
+            _fallbacks.update(dict.fromkeys(found))
+            news = [f for f in found if f.kernel not in _warned]
+            news = list({f.kernel: f for f in reversed(news)}.values())
+            _warned.update(f.kernel for f in news)
+        for fallback in news:
+            try:
+                warnings.warn(str(fallback), KernelWarning, stacklevel=2)
+            except KernelWarning:  # where warnings are errors, the program goes on all the same
+                log.warning("%s", fallback)
+
+
+def _noted(error: Exception) -> Exception:
+    """The error, whose frames hold no tensors any more."""
+    error.__dict__.setdefault("_sparse_inductor_kernel", _kernel_of(error))
+    traceback.clear_frames(error.__traceback__)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        frame.f_locals  # noqa: B018 - until Python 3.13 a copy, which is only brought up to date when it is asked for
+    return error
+
+
+_KERNELS = f"{__package__}.kernels"
+
+
+def _kernel_of(error: Exception) -> str:
+    """The kernel that was to be launched where the error was raised; failing that, the function that plans launches."""
+    known = error.__dict__.get("_sparse_inductor_kernel")
+    if known is not None:
+        return str(known)
+    planning: str | None = None
+    kernel: str | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(_KERNELS):
+            planning = f"{module.rpartition('.')[2]}.{frame.f_code.co_name}"
+        for owner in (frame.f_locals.get("self"), frame.f_locals.get("kernel")):
+            fn: Any = getattr(owner, "fn", None)
+            module = getattr(fn, "__module__", None) or ""
+            if module.startswith(_KERNELS):
+                kernel = f"{module.rpartition('.')[2]}.{fn.__name__}"
+    return kernel or planning or "a kernel"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+def _versions() -> str:
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = "not installed"
+    return f"torch {torch.__version__}, triton {triton}"

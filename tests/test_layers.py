@@ -1,0 +1,485 @@
+"""Operators whose kernels fail: the next layer computes them, with the same result and one warning."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+import sparse_inductor
+from sparse_inductor import doctor, layers
+from sparse_inductor.layers import KernelWarning, Layer, Operator
+from sparse_inductor.ops import _dispatch
+
+ops = torch.ops.sparse_inductor
+
+
+@pytest.fixture(autouse=True)
+def every_layer_works() -> Iterator[None]:
+    """Before a test, and after it."""
+    forget_all()
+    yield
+    forget_all()
+
+
+def forget_all() -> None:
+    layers.forget()
+    from sparse_inductor.kernels import launch, replay
+
+    replay.forget()
+    launch._compiled.clear()
+    launch._seen.clear()
+
+
+# What decides which layer computes an operator
+
+
+def made(fails: dict[Layer, Exception], follows: str | None = None) -> tuple[Any, list[Layer]]:
+    """An operator that doubles a tensor, with what each of its layers raises; and the layers that were tried."""
+    tried: list[Layer] = []
+
+    def double(x: Tensor) -> Tensor:
+        tried.append(layers.current())
+        if layers.current() in fails:
+            raise fails[layers.current()]
+        return x * 2
+
+    operator = Operator("double", double, follows)
+    return lambda x: operator.run(double, (x,)), tried
+
+
+X = torch.arange(3.0)
+
+
+def test_the_first_layer_that_works_is_remembered():
+    double, tried = made({Layer.NATIVE: RuntimeError("PassManager::run failed\nand more")})
+    with pytest.warns(KernelWarning) as seen:
+        assert torch.equal(double(X), X * 2)
+    assert torch.equal(double(X), X * 2)
+    assert tried == [Layer.NATIVE, Layer.PORTABLE, Layer.PORTABLE]
+    (message,) = [str(w.message) for w in seen]
+    assert f"torch {torch.__version__}" in message and "triton 3." in message
+    assert "RuntimeError: PassManager::run failed)" in message
+    assert "portable Triton kernels instead, usually 1.5 to 3 times slower" in message
+    (fallback,) = layers.fallbacks()
+    assert (fallback.operator, fallback.layer) == ("double", Layer.PORTABLE)
+
+
+def test_aten_is_the_last_layer():
+    error = RuntimeError("no ptxas")
+    double, tried = made({Layer.NATIVE: error, Layer.PORTABLE: error})
+    with pytest.warns(KernelWarning, match="ATen instead") as seen:
+        assert torch.equal(double(X), X * 2)
+    assert tried == [*Layer] and len(seen) == 1
+    double(X)
+    assert tried[3:] == [Layer.ATEN]
+
+
+def test_another_dtype_is_another_matter():
+    double, tried = made({Layer.NATIVE: RuntimeError("out of resource: shared memory")})
+    with pytest.warns(KernelWarning):
+        double(X)
+    double(X.double())
+    assert tried == [Layer.NATIVE, Layer.PORTABLE, Layer.NATIVE, Layer.PORTABLE]
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_every_layer_raises_is_the_programs_own():
+    """Arguments that do not fit; nothing is remembered."""
+    double, tried = made(dict.fromkeys(Layer, ValueError("x must be [M, K]")))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="x must be"):
+            double(X)
+    assert tried == [*Layer, *Layer] and not layers.fallbacks()
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()]
+)
+def test_memory_that_runs_out_and_interrupts_pass(error):
+    double, tried = made({Layer.NATIVE: error})
+    with pytest.raises(type(error)):
+        double(X)
+    assert tried == [Layer.NATIVE] and not layers.fallbacks()
+
+
+def test_an_operator_is_never_above_the_one_it_reads_from():
+    follower, tried = made({}, follows="saving")
+    operator = Operator("saving", lambda x: x)
+
+    def fails(x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel")
+
+    follower(X)
+    with pytest.warns(KernelWarning):
+        operator.run(fails, (X,))
+    follower(X)
+    assert tried == [Layer.NATIVE, Layer.PORTABLE]
+
+
+def test_a_program_goes_on_where_warnings_are_errors(caplog):
+    double, _ = made({Layer.NATIVE: RuntimeError("no kernel")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(double(X), X * 2)
+    assert "no kernel" in caplog.text
+
+
+def test_a_failed_attempt_holds_no_memory():
+    held: list[Any] = []
+
+    class Big:
+        pass
+
+    def fails(x: Tensor) -> Tensor:
+        import weakref
+
+        if layers.current() == Layer.NATIVE:
+            big = Big()
+            held.append(weakref.ref(big))
+            raise RuntimeError("no kernel")
+        assert held[0]() is None
+        return x
+
+    with pytest.warns(KernelWarning):
+        Operator("holding", fails).run(fails, (X,))
+
+
+# Every kernel of every family
+
+
+class Case(NamedTuple):
+    """build: a device to a program and its tensors, of which floating ones may require gradients."""
+
+    build: Callable[[torch.device], tuple[Callable[..., Any], list[Tensor]]]
+    family: str
+
+
+def _generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _draw(device: torch.device, *shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    x = torch.randn(*shape, generator=_generator(seed)) * scale
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return x.to(device, dtype)
+
+
+def splade(device: torch.device, steps: str = "relu | log1p | row_mul(0)", mask: str = "bool"):
+    B, S, D, V = (8, 128, 128, 30522) if device.type == "cuda" else (3, 20, 16, 40)
+    hidden, weight = _draw(device, B, S, D), _draw(device, V, D, scale=D**-0.5, seed=1)
+    bias = _draw(device, V, scale=0.1, seed=2)
+    rows = torch.rand(B, S, generator=_generator(3)).to(device)
+    rows = rows > 0.2 if mask == "bool" else rows
+
+    def program(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return sparse_inductor.ops.splade_head(hidden, weight, bias, rows=[rows], steps=steps)
+
+    return program, [hidden, weight, bias]
+
+
+def relu_ffn(
+    device: torch.device, tokens: int, share: float = 0.02, up: bool = True, stats: bool = False
+):
+    """The last feature shifts the gates so that about `share` of them are positive, and all in the first rows."""
+    K, N, D = (256, 8192, 256) if device.type == "cuda" else (16, 160, 16)
+    x = _draw(device, tokens, K)
+    x[:, -1] = 1
+    x[: tokens // 8, -1] = -2
+    gate = _draw(device, N, K, scale=K**-0.5, seed=1)
+    gate[:, -1] = -torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
+    weights = [gate, _draw(device, D, N, scale=0.25, seed=2)]
+    if up:
+        weights.append(_draw(device, N, K, scale=K**-0.5, seed=3))
+
+    def program(*tensors: Tensor) -> Any:
+        out = sparse_inductor.ops.relu_ffn(*tensors, return_stats=stats)
+        return (out[0], out[1][0], out[1][2]) if stats else out
+
+    return program, [x, *weights]
+
+
+def entmax(device: torch.device):
+    def program(x: Tensor, alpha: Tensor) -> Tensor:
+        return sparse_inductor.ops.entmax(x, 1.5) + sparse_inductor.ops.entmax(x, alpha, 1)
+
+    alpha = torch.full((1, 1, 1), 1.3, device=device)
+    return program, [_draw(device, 2, 5, 70), alpha]
+
+
+def entmax_attention(device: torch.device, keys: int, bias: bool = False):
+    B, H, L, D = (2, 4, 256, 64) if device.type == "cuda" else (1, 2, 24, 16)
+    shapes = (B, H, L, D), (B, H, keys, D), (B, H, keys, D)
+    tensors = [_draw(device, *shape, scale=2.0, seed=i) for i, shape in enumerate(shapes)]
+    if bias:
+        tensors.append(_draw(device, 1, H, L, keys, seed=4))
+
+    def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        return sparse_inductor.ops.entmax_attention(q, k, v, bias=bias)
+
+    return program, tensors
+
+
+def sparse_scores(
+    device: torch.device, queries: int, k: int | None = None, docs: int = 50, form: str = "padded"
+):
+    V, L = 60, 7
+    ids = torch.randint(0, V, (docs, L), generator=_generator(), device="cpu").to(device)
+    values = _draw(device, docs, L, seed=1).abs().float()
+    query = _draw(device, queries, V, seed=2).float()
+
+    def program(query: Tensor) -> Any:
+        given = (ids, values)
+        more: dict[str, Any] = {}
+        if form == "rows":
+            more = {
+                "rows": torch.arange(docs, device=device).repeat_interleave(L),
+                "num_docs": docs,
+            }
+            given = (ids.flatten(), values.flatten())
+        out = sparse_inductor.ops.sparse_scores(query, *given, k=k, **more)
+        return out if k is None else out[0]
+
+    return program, [query]
+
+
+def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32"):
+    """What `SparseIndex.search` calls, on tensors packed for a GPU."""
+    from sparse_inductor.kernels import sparse_scores_search as kernel
+
+    dense = torch.rand(docs, 40, generator=_generator())
+    dense *= torch.rand(docs, 40, generator=_generator(1)) < 0.1
+    built = sparse_inductor.SparseIndex.build(dense, num_terms=40, weights=weights)
+    packed = kernel.pack([s.to(device) for s in built._segments], 40)
+    deleted = torch.zeros(docs, dtype=torch.bool, device=device)
+    deleted[3] = True
+    query = (torch.rand(3, 40, generator=_generator(2)) * (torch.arange(40) % 3 == 0)).to(device)
+
+    def program(query: Tensor, known: bool = False) -> Any:
+        given = (built._postings, built._counts) if known else (packed, [docs])
+        return ops.index_search(query, *given, deleted, k)
+
+    return program, [query]
+
+
+CASES = {
+    "splade_head": Case(splade, "splade_head"),
+    "splade_head of real weights": Case(
+        lambda d: splade(d, "row_add(0) | relu | log1p | row_mul(0)", "real"), "splade_head"
+    ),
+    "relu_ffn of one token": Case(lambda d: relu_ffn(d, 1), "relu_ffn"),
+    "relu_ffn of four tokens": Case(lambda d: relu_ffn(d, 4), "relu_ffn"),
+    "relu_ffn": Case(lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 32), "relu_ffn"),
+    "relu_ffn without a second factor": Case(
+        lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 32, up=False, stats=True), "relu_ffn"
+    ),
+    "entmax": Case(entmax, "entmax"),
+    "entmax_attention": Case(lambda d: entmax_attention(d, 40), "entmax_attention"),
+    "entmax_attention with a bias": Case(
+        lambda d: entmax_attention(d, 24, bias=True), "entmax_attention"
+    ),
+    "sparse_scores": Case(lambda d: sparse_scores(d, 3), "sparse_scores"),
+    "sparse_scores of many queries": Case(
+        lambda d: sparse_scores(d, 12, k=4, form="rows"), "sparse_scores"
+    ),
+    "the best of few documents": Case(lambda d: sparse_scores(d, 2, k=4), "sparse_scores"),
+    "index": Case(lambda d: index(d, 20_000 if d.type == "cuda" else 90), "index"),
+    "index of bytes": Case(lambda d: index(d, 90, weights="int8"), "index"),
+}
+
+
+@contextlib.contextmanager
+def launched(fails: Callable[[str], bool] = lambda name: False) -> Iterator[set[str]]:
+    """Names of the kernels that are launched in the block; those that are to fail do not compile."""
+    names: set[str] = set()
+    kind: Any = InterpretedFunction if knobs.runtime.interpret else JITFunction
+    usual = kind.run
+
+    def run(self: Any, *args: Any, **named: Any) -> Any:
+        fn = self.fn
+        name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
+        if fn.__module__.startswith("sparse_inductor"):
+            names.add(name)
+            if fails(name):
+                raise RuntimeError(f"PassManager::run failed\n  of {name}")
+        return usual(self, *args, **named)
+
+    kind.run = run
+    try:
+        yield names
+    finally:
+        kind.run = usual
+
+
+def results(case: Case, device: torch.device, training: bool) -> list[Tensor]:
+    """Outputs and gradients."""
+    program, tensors = case.build(device)
+    training = training and case.family != "index"
+    leaves = [t.requires_grad_(training and t.is_floating_point()) for t in tensors]
+    out = program(*leaves)
+    outs = list(out) if isinstance(out, (tuple, list)) else [out]
+    learned = [o for o in outs if o.requires_grad]
+    if not training or not learned:
+        return [o.detach() for o in outs]
+    cotangents = [
+        torch.randn(o.shape, generator=_generator(i)).to(o.device, o.dtype)
+        for i, o in enumerate(learned)
+    ]
+    grads = torch.autograd.grad(learned, leaves, cotangents)
+    return [*(o.detach() for o in outs), *grads]
+
+
+@pytest.fixture
+def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """Operators on a CPU's tensors run as on a GPU: by kernels, in Triton's interpreter."""
+    if not knobs.runtime.interpret:
+        pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
+    from sparse_inductor.kernels import relu_ffn as blocks
+
+    monkeypatch.setattr(layers, "DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(blocks, "FEW", 16)
+    monkeypatch.setattr(blocks, "FEW_GATES", 0)
+    with torch.library._scoped_library("sparse_inductor", "IMPL") as lib:
+        for fn, operator in _dispatch._operators.items():
+            lib.impl(operator.name, _dispatch.on_gpu(fn), "CPU", allow_override=True)
+        yield torch.device("cpu")
+
+
+def check_every_kernel(name: str, device: torch.device, training: bool, tolerance: float) -> None:
+    case = CASES[name]
+    with launched() as kernels:
+        want = results(case, device, training)
+    assert not layers.fallbacks(), "all kernels work here"
+    for kernel in sorted(kernels):
+        forget_all()
+        with launched(kernel.__eq__), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            got = results(case, device, training)
+            again = results(case, device, training) if device.type == "cuda" else got
+        said = [str(w.message) for w in seen if issubclass(w.category, KernelWarning)]
+        assert len(said) == 1 and kernel in said[0], (kernel, said)
+        found = {f.kernel for f in layers.fallbacks()}
+        assert found == {kernel}
+        assert kernel in str(sparse_inductor.report())
+        for other in (got, again):
+            for a, b in zip(other, want, strict=True):
+                close(a, b, tolerance, kernel)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float, kernel: str) -> None:
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), kernel
+    if not want.is_floating_point():
+        assert torch.equal(got, want), kernel
+        return
+    finite = want.isfinite()
+    assert torch.equal(got[~finite], want[~finite]), kernel
+    got, want = got[finite].double(), want[finite].double()
+    assert (got - want).norm() <= tolerance * want.norm() + 1e-6, kernel
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_that_fails_to_compile(name, training, cpu_as_gpu):
+    check_every_kernel(name, cpu_as_gpu, training, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_that_fails_to_compile_on_a_gpu(name, training):
+    check_every_kernel(name, torch.device("cuda"), training, 3e-2)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATen implementations ask nothing of a CPU's tensors either."""
+    for module in ("_linear_max_aten", "_relu_ffn_aten", "_sparse_scores_aten"):
+        aten = importlib.import_module(f"sparse_inductor.ops.{module}")
+        monkeypatch.setattr(aten, "looks_at", lambda t: False)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_no_kernel_compiles(name, training, request):
+    """Beside what the operators make of a CPU's tensors."""
+    case, cpu = CASES[name], torch.device("cpu")
+    if case.family == "index":
+        program, (query,) = case.build(cpu)
+        want = program(query, known=True)
+    else:
+        want = results(case, cpu, training)
+    request.getfixturevalue("cpu_as_gpu")
+    request.getfixturevalue("as_on_a_gpu")
+    with launched(lambda name: True) as kernels, pytest.warns(KernelWarning) as seen:
+        got = results(case, cpu, training)
+    assert kernels and len(seen) == len(kernels)
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 1e-5, name)
+
+
+def test_the_report_names_a_kernel_that_fails(cpu_as_gpu):
+    with launched(lambda name: True), pytest.warns(KernelWarning):
+        results(CASES["entmax"], cpu_as_gpu, training=False)
+    report = sparse_inductor.report()
+    assert "slower, because a kernel fails" in str(report)
+    assert "entmax._forward_kernel fails on cpu with torch" in str(report)
+    (fallback,) = json.loads(report.to_json())["fallbacks"]
+    assert (fallback["operator"], fallback["layer"]) == ("entmax", "aten")
+    assert "ATen instead" in fallback["cost"]
+
+
+def test_doctor_says_what_computes_an_operator(cpu_as_gpu):
+    probe = doctor._Probe("entmax", lambda d: sparse_inductor.ops.entmax(torch.rand(2, 9)), None)
+    found = doctor._path(probe, cpu_as_gpu)
+    assert found.status == "ok" and found.value.startswith("portable Triton kernels")
+    forget_all()
+    with launched(lambda name: True):
+        found = doctor._path(probe, cpu_as_gpu)
+    assert found.status == "warn" and found.value.startswith("ATen")
+    assert "entmax._forward_kernel fails" in found.advice
+
+
+def test_doctor_knows_that_kernels_are_for_gpus():
+    found = doctor._path(doctor._PROBES[0], torch.device("cpu"))
+    assert found.status == "ok" and found.value.startswith("ATen")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("probe", doctor._PROBES, ids=lambda p: p.operator)
+def test_doctor_compiles_a_kernel_of_each_family(probe):
+    found = doctor._path(probe, torch.device("cuda"))
+    assert found.status == "ok", found
+    assert "kernels" in found.value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["splade_head", "relu_ffn", "entmax", "entmax_attention"])
+def test_compiled_programs_whose_kernels_fail(name, training):
+    """Inductor launches entmax itself: it keeps the operator, which has layers."""
+    cuda = torch.device("cuda")
+    want = results(CASES[name], cuda, training)
+
+    def build(device: torch.device) -> tuple[Any, list[Tensor]]:
+        program, tensors = CASES[name].build(device)
+        return torch.compile(program), tensors
+
+    forget_all()
+    with launched(lambda name: True) as kernels, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        got = results(Case(build, name), cuda, training)
+    said = [w for w in seen if issubclass(w.category, KernelWarning)]
+    assert kernels and 0 < len(said) <= len(kernels)
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 3e-2, name)
