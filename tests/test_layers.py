@@ -260,14 +260,14 @@ def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32")
     dense = torch.rand(docs, 40, generator=_generator())
     dense *= torch.rand(docs, 40, generator=_generator(1)) < 0.1
     built = sparse_inductor.SparseIndex.build(dense, num_terms=40, weights=weights)
-    packed = kernel.pack([s.to(device) for s in built._segments], 40)
+    packed = kernel.pack([s.to(device) for s in built._contents.segments], 40)
     deleted = torch.zeros(docs, dtype=torch.bool, device=device)
     deleted[3] = True
     query = (torch.rand(3, 40, generator=_generator(2)) * (torch.arange(40) % 3 == 0)).to(device)
 
     def program(query: Tensor, known: bool = False) -> Any:
-        given = (built._postings, built._counts) if known else (packed, [docs])
-        return ops.index_search(query, *given, deleted, k)
+        postings, counts, _ = built.operands() if known else (packed, [docs], None)
+        return ops.index_search(query, postings, counts, deleted, k)
 
     return program, [query]
 
