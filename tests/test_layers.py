@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from triton.runtime.jit import JITFunction
 import sparse_inductor
 from sparse_inductor import doctor, layers
 from sparse_inductor.layers import KernelWarning, Layer, Operator
-from sparse_inductor.ops import _dispatch
+from sparse_inductor.ops import _dispatch, _merge
 
 ops = torch.ops.sparse_inductor
 
@@ -254,7 +255,7 @@ def sparse_scores(
 
 
 def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32"):
-    """What `SparseIndex.search` calls, on tensors packed for a GPU."""
+    """What `SparseIndex.search` calls, where there are kernels on tensors packed for them."""
     from sparse_inductor.kernels import sparse_scores_search as kernel
 
     dense = torch.rand(docs, 40, generator=_generator())
@@ -265,11 +266,26 @@ def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32")
     deleted[3] = True
     query = (torch.rand(3, 40, generator=_generator(2)) * (torch.arange(40) % 3 == 0)).to(device)
 
-    def program(query: Tensor, known: bool = False) -> Any:
-        postings, counts, _ = built.operands() if known else (packed, [docs], None)
+    def program(query: Tensor) -> Any:
+        takes = layers.has_kernels(query)
+        postings, counts, _ = (packed, [docs], None) if takes else built.operands()
         return ops.index_search(query, postings, counts, deleted, k)
 
     return program, [query]
+
+
+def several_processes(device: torch.device):
+    """What `ShardedIndex` merges."""
+    scores = torch.rand(2, 3, 5, generator=_generator()).sort(descending=True).values.to(device)
+    scores[1, 1, 3:] = -math.inf
+    ids = torch.randint(0, 90, (2, 3, 5), generator=_generator(1)).to(device)
+    ids[1, 1, 3:] = -1
+
+    def program(scores: Tensor) -> Any:
+        made = [_merge.keys(s, i, 100 * n) for n, (s, i) in enumerate(zip(scores, ids))]
+        return _merge.merged(torch.stack(made), scores[0])
+
+    return program, [scores]
 
 
 CASES = {
@@ -294,6 +310,7 @@ CASES = {
     ),
     "the best of few documents": Case(lambda d: sparse_scores(d, 2, k=4), "sparse_scores"),
     "index": Case(lambda d: index(d, 20_000 if d.type == "cuda" else 90), "index"),
+    "index of several processes": Case(several_processes, "index"),
     "index of bytes": Case(lambda d: index(d, 90, weights="int8"), "index"),
 }
 
@@ -414,11 +431,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_kernel_compiles(name, training, request):
     """Beside what the operators make of a CPU's tensors."""
     case, cpu = CASES[name], torch.device("cpu")
-    if case.family == "index":
-        program, (query,) = case.build(cpu)
-        want = program(query, known=True)
-    else:
-        want = results(case, cpu, training)
+    want = results(case, cpu, training)
     request.getfixturevalue("cpu_as_gpu")
     request.getfixturevalue("as_on_a_gpu")
     with launched(lambda name: True) as kernels, pytest.warns(KernelWarning) as seen:

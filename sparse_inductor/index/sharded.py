@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sparse_inductor.ops._top import keys_with_ids, scores_and_ids
+from sparse_inductor.ops._merge import keys, merged
 
 from .sparse_index import SparseIndex
 
@@ -74,32 +74,18 @@ class ShardedIndex(nn.Module):
     def search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
         """The k best documents of all processes; see `SparseIndex.search`."""
         scores, ids = self.local.search(queries, k)
-        if scores.is_cuda and not torch.compiler.is_compiling():
-            return self._merged(scores, ids)
-        lost = ids < 0
-        keys = keys_with_ids(scores, torch.where(lost, 0, ids + self.first))
-        keys = keys.masked_fill(lost, torch.iinfo(torch.int64).min)
-        best = torch.topk(torch.cat(self._gather(keys), -1), k).values
-        none = best == torch.iinfo(torch.int64).min
-        found, which = scores_and_ids(best)
-        found = found.masked_fill(none, float("-inf"))
-        # A query that is not finite is so on every process.
-        return found.masked_fill(scores.isnan(), float("nan")), which.masked_fill(none, -1)
-
-    def _merged(self, scores: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The same in two launches and a collective: torch.topk sorts anew what is sorted."""
-        from ..kernels import sparse_scores_merge as merge
-
-        k = ids.shape[-1]
-        own = scores.reshape(-1, k)
-        keys = merge.keys(own, ids.view_as(own), self.first)
-        if dist.get_backend(self.group) == "nccl":
-            all_ = keys.new_empty(dist.get_world_size(self.group), *keys.shape)
-            dist.all_gather_into_tensor(all_.flatten(0, 1), keys, group=self.group)
-        else:
-            all_ = torch.stack(self._gather(keys))
-        found, which = merge.merged(all_, own)
+        own = scores.reshape(-1, ids.shape[-1])
+        mine = keys(own, ids.view_as(own), self.first)
+        found, which = merged(self._stacked(mine), own)
         return found.view_as(scores), which.view_as(ids)
+
+    def _stacked(self, t: Tensor) -> Tensor:
+        """Everybody's tensor, [world, ...]."""
+        if torch.compiler.is_compiling() or dist.get_backend(self.group) != "nccl":
+            return torch.stack(self._gather(t))
+        out = t.new_empty(dist.get_world_size(self.group), *t.shape)
+        dist.all_gather_into_tensor(out.flatten(0, 1), t, group=self.group)
+        return out
 
     def scores(self, queries: Any) -> Tensor:
         """All scores, gathered; no gradient. See `SparseIndex.scores`."""

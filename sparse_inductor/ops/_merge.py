@@ -1,0 +1,58 @@
+"""The best of several processes' best: each makes keys of its results, and merges everybody's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layers import Operator, has_kernels, launches
+from ._top import keys_with_ids, scores_and_ids
+
+__all__ = ["keys", "merged"]
+
+_NONE = torch.iinfo(torch.int64).min  # the key of no document
+
+
+def keys(scores: Tensor, ids: Tensor, first: int) -> Tensor:
+    """int64 keys [B, k] of results whose documents have `first` before them: they sort as (score, lowest id first)."""
+    return _run(_KEYS, scores, ids, first)
+
+
+def merged(keys: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and ids [B, k] of the best of keys [world, B, k]; own: this process's scores [B, k]."""
+    return _run(_MERGED, keys, own)
+
+
+def _run(operator: Operator, t: Tensor, *rest: Any) -> Any:
+    # Dynamo traces ATen.
+    if has_kernels(t) and not torch.compiler.is_compiling():
+        return operator.run(operator.fn, (t, *rest))
+    return operator.fn(t, *rest)
+
+
+def _keys(scores: Tensor, ids: Tensor, first: int) -> Tensor:
+    if not torch.compiler.is_compiling() and launches(scores):
+        from ..kernels import sparse_scores_merge as kernel
+
+        return kernel.keys(scores, ids, first)
+    lost = ids < 0
+    return keys_with_ids(scores, torch.where(lost, 0, ids + first)).masked_fill(lost, _NONE)
+
+
+def _merged(keys: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    if not torch.compiler.is_compiling() and launches(keys):
+        from ..kernels import sparse_scores_merge as kernel
+
+        return kernel.merged(keys, own)
+    best = torch.topk(keys.transpose(0, 1).flatten(1), own.shape[1]).values
+    none = best == _NONE
+    found, ids = scores_and_ids(best)
+    found = found.masked_fill(none, float("-inf"))
+    # A query that is not finite is so on every process.
+    return found.masked_fill(own.isnan(), float("nan")), ids.masked_fill(none, -1)
+
+
+_KEYS = Operator("index_keys", _keys)
+_MERGED = Operator("index_merged", _merged)
