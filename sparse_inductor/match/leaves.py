@@ -82,9 +82,10 @@ def entmax_bisect_loss(input, target, alpha, n_iter):
     return entmax.entmax_bisect_loss(input, target, alpha, n_iter)
 
 
+@torch.compiler.assume_constant_result
 def _transformed():
-    """Whether a transform of torch.func goes through what Dynamo traces."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a transform of torch.func goes through what Dynamo traces: its levels are entered while it does."""
+    return compat.transforms_active()
 
 
 # What Dynamo traces: the package's signatures. `k` is a hint about speed, and the package's

@@ -1,0 +1,117 @@
+"""Dynamo sees the entmax package's functions as nodes; everything else it does as it would without us."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.func import grad, jacrev, jvp, vmap
+
+import sparse_inductor
+from sparse_inductor.testing import compile_without_codegen
+from support import only
+
+entmax = pytest.importorskip("entmax")
+
+# A gradient is no rows' sum: weights tell its entries apart.
+WEIGHTS = torch.linspace(-1, 2, 7)
+TRANSFORMS = {
+    "vmap": lambda t, x: vmap(t)(x),
+    "grad": lambda t, x: vmap(grad(lambda row: (t(row) * WEIGHTS).sum()))(x),
+    "jacrev": lambda t, x: jacrev(lambda row: t(row))(x[0]),
+    "jvp": lambda t, x: jvp(lambda row: t(row), (x[0],), (WEIGHTS,))[1],
+}
+ROWS = {
+    "sparsemax": lambda row: entmax.sparsemax(row, 0),
+    "entmax15": lambda row: entmax.entmax15(row, dim=-1),
+    "entmax_bisect": lambda row: entmax.entmax_bisect(row, 1.3, 0),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_inside_a_transform_the_packages_own_function_is_traced(transform, rows):
+    def program(x):
+        return TRANSFORMS[transform](ROWS[rows], x)
+
+    x = torch.randn(3, 7)
+
+    def run():
+        torch._dynamo.reset()
+        try:
+            return torch.compile(program, backend="aot_eager", fullgraph=True)(x)
+        except Exception as error:  # Dynamo differentiates not every bisection
+            return type(error)
+
+    expected = run()
+    assert rows == "entmax_bisect" or isinstance(expected, torch.Tensor)
+    with only("entmax", "entmax_attention"):
+        got = run()
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(got, expected)
+    else:
+        assert got is expected
+
+
+def test_beside_a_transform_calls_are_rewritten():
+    def program(x):
+        return vmap(ROWS["sparsemax"])(x) + entmax.sparsemax(x, -1)
+
+    x = torch.randn(3, 7)
+    with only("entmax") as report, torch.no_grad():
+        torch.testing.assert_close(compile_without_codegen(program)(x), 2 * entmax.sparsemax(x, -1))
+        assert [r.replaced for r in report.rewrites] == [("sparsemax",)]
+
+
+def masked_assignment(z, ok):
+    s = torch.full_like(z, -torch.inf)
+    s[ok] = z[ok]
+    return entmax.entmax15(s, -1)
+
+
+def beside(z, ok):
+    """The call has nothing to do with what a backend cannot compile."""
+    p = entmax.sparsemax(z, -1)
+    s = torch.zeros_like(z)
+    s[ok] = z[ok] * 2
+    return p * s
+
+
+@pytest.mark.parametrize("program", [masked_assignment, beside])
+def test_what_a_backend_cannot_compile_is_a_graph_break(program):
+    ok = torch.ones(4, 7, dtype=torch.bool).tril(2)
+    z = torch.randn(4, 7, requires_grad=True)
+    expected = program(z, ok)
+    wanted = torch.autograd.grad((expected * WEIGHTS).sum(), z)
+    with only("entmax"):
+        got = compile_without_codegen(program)(z, ok)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(torch.autograd.grad((got * WEIGHTS).sum(), z), wanted)
+
+
+def test_a_backend_that_gives_up_gets_the_rest():
+    """Dynamo falls back to a graph break for some exceptions of a backend; a function that a user allows in a graph
+    takes that away."""
+    calls = []
+
+    def backend(gm, inputs):
+        calls.append([n.name for n in gm.graph.nodes if n.op.startswith("call")])
+        if len(calls) == 1:
+            raise torch._subclasses.fake_tensor.DynamicOutputShapeException(torch.nonzero)
+        return gm.forward
+
+    def program(z):
+        return entmax.sparsemax(z.exp(), -1).sin()
+
+    z = torch.randn(3, 7)
+    with only("entmax"):
+        torch.testing.assert_close(torch.compile(program, backend=backend)(z), program(z))
+    assert any("sparsemax" in name for name in calls[0])
+
+
+def test_nothing_is_left_behind():
+    from torch._dynamo import trace_rules
+
+    before = set(trace_rules.get_torch_obj_rule_map())
+    with sparse_inductor.enabled(only="entmax"):
+        assert set(trace_rules.get_torch_obj_rule_map()) > before
+    assert set(trace_rules.get_torch_obj_rule_map()) == before
