@@ -2,11 +2,17 @@
 
 `Watch` looks at a graph before and after one `match.replace()` and so learns, whatever the pattern did, which nodes are
 new and which of them stand for which old ones.
+
+The operations as written are not only those that the pattern matched. What may write to one of their results while they
+run belongs to them, each reads its inputs as they were when it ran (copies are made where somebody may write to them
+before the operator runs), and each runs under the autocast and the gradient mode that it stood in. Who may write is
+judged here, not asked of the matcher: its mistakes are what is looked for.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -17,9 +23,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from .match.fakes import fake
-from .match.names import canonical
+from .match.names import canonical, trailing_inplace
 
-__all__ = ["CannotCut", "Subgraph", "Watch"]
+__all__ = ["CannotCut", "Subgraph", "Watch", "may_write"]
 
 Autocast = dict[str, tuple[bool, torch.dtype]]
 """Device type -> (whether autocast is on, its dtype)."""
@@ -31,24 +37,45 @@ class CannotCut(Exception):
     """A replacement that cannot be told from its surroundings."""
 
 
-class Subgraph:
-    """Part of a graph as a function of `inputs`, nodes around it; its nodes run under the autocast they ran under."""
+@dataclasses.dataclass(frozen=True)
+class Modes:
+    """What a node runs under; grad: False where no operation is recorded for autograd."""
 
-    def __init__(self, root: nn.Module | None, autocast: dict[fx.Node, Autocast]) -> None:
+    autocast: Autocast
+    grad: bool = True
+
+    @property
+    def ordinary(self) -> bool:
+        return self.grad and not any(on for on, _ in self.autocast.values())
+
+
+class Subgraph:
+    """Part of a graph as a function of `inputs`, nodes around it; its nodes run under the modes they ran under.
+
+    writes: whether it may write to its inputs, so that it is run on copies of them.
+    """
+
+    def __init__(self, root: nn.Module | None, modes: dict[fx.Node, Modes]) -> None:
         self.inputs: list[fx.Node] = []
         self.places: list[int] = []
+        self.writes = False
         self._numbers = itertools.count()
         self._root: Any = {} if root is None else root
         self._graph = fx.Graph()
         self._inner: dict[fx.Node, fx.Node] = {}
-        self._autocast = autocast
-        self._states: dict[str, Autocast] = {}
+        self._modes = modes
+        self._states: dict[str, Modes] = {}
         self._module: fx.GraphModule | None = None
 
-    def take(self, nodes: Sequence[fx.Node]) -> None:
-        """Copy these nodes, in graph order."""
+    def take(
+        self,
+        nodes: Sequence[fx.Node],
+        instead: dict[tuple[fx.Node, fx.Node], fx.Node] | None = None,
+    ) -> None:
+        """Copy these nodes, in graph order; `instead` has, by (node, what it reads), what its copy is to read."""
+        self.writes = any(map(may_write, nodes))
         for node in nodes:
-            self._copy(node, set(nodes))
+            self._copy(node, set(nodes), instead or {})
 
     def widen(self, node: fx.Node) -> None:
         """Compute one of the inputs, from inputs of its own.
@@ -63,7 +90,7 @@ class Subgraph:
         users = set(placeholder.users)
         first = next(n for n in self._graph.nodes if n in users)
         with self._graph.inserting_before(first):
-            self._copy(node, set())
+            self._copy(node, set(), {})
         placeholder.replace_all_uses_with(self._inner[node])
         self._graph.erase_node(placeholder)
 
@@ -78,17 +105,25 @@ class Subgraph:
         """Run on values of the region's inputs, of which `places` picks this subgraph's."""
         assert self._module is not None
         arguments = [values[place] for place in self.places]
-        if any(on for state in self._states.values() for on, _ in state.values()):
+        if self.writes:
+            arguments = [v.clone() if isinstance(v, Tensor) else v for v in arguments]
+        if not all(state.ordinary for state in self._states.values()):
             return _Interpreter(self._module, self._states).run(*arguments)
         with _autocast({}):
             return self._module(*arguments)
 
-    def _copy(self, node: fx.Node, inside: set[fx.Node]) -> None:
-        for one in node.all_input_nodes:
+    def _copy(
+        self,
+        node: fx.Node,
+        inside: set[fx.Node],
+        instead: dict[tuple[fx.Node, fx.Node], fx.Node],
+    ) -> None:
+        reads = {n: instead.get((node, n), n) for n in node.all_input_nodes}
+        for one in reads.values():
             self._input(one, inside)
-        inner = self._graph.node_copy(node, lambda n: self._inner[n])
+        inner = self._graph.node_copy(node, lambda n: self._inner[reads[n]])
         self._inner[node] = inner
-        self._states[inner.name] = self._autocast.get(node, {})
+        self._states[inner.name] = self._modes.get(node, Modes({}))
 
     def _input(self, node: fx.Node, inside: set[fx.Node]) -> None:
         if node in self._inner:
@@ -101,7 +136,7 @@ class Subgraph:
             self._inner[node] = placeholder
             self.inputs.append(node)
         elif node.op in ("call_function", "call_method", "get_attr"):
-            self._copy(node, inside)  # a shape: computing it once more is cheap
+            self._copy(node, inside, {})  # a shape: computing it once more is cheap
         else:
             raise CannotCut(f"it reads {node}, which is {type(value).__name__}")
 
@@ -122,9 +157,57 @@ class Watch:
             for at, argument in enumerate(_flat(user)[0])
             if isinstance(argument, fx.Node) and argument in swallowed
         ]
-        self._states = _autocast_by_node(graph)
-        self.written = Subgraph(graph.owning_module, self._states)
-        self.written.take(inside)
+        self._modes = _modes_by_node(graph)
+        self.copies: dict[fx.Node, fx.Node] = {}
+        nodes = _with_writers(graph, inside)
+        instead = self._as_they_were(nodes)
+        self._present |= set(self.copies)
+        self.written = Subgraph(graph.owning_module, self._modes)
+        self.written.take(nodes, instead)
+
+    def _as_they_were(self, nodes: Sequence[fx.Node]) -> dict[tuple[fx.Node, fx.Node], fx.Node]:
+        """For what these nodes read from outside: what has its value when the operator runs.
+
+        A copy (in `copies`, by what it is one of) where the value may be written to until then; the result of the last
+        write where that is the same tensor, so that a gradient goes to where it goes in the program.
+        """
+        order = {n: at for at, n in enumerate(self._graph.nodes)}
+        own, last = set(nodes), order[nodes[-1]]
+        writers = [n for n in self._graph.nodes if may_write(n) and n not in own]
+        instead: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        for node in nodes:
+            for one in node.all_input_nodes:
+                if one in own or not isinstance(fake(one), Tensor):
+                    continue
+                if any(order[node] < order[w] <= last for w in writers):
+                    with self._graph.inserting_before(node):
+                        detached = self._graph.call_method("detach", (one,))
+                        copy = self._graph.call_method("clone", (detached,))
+                    for new in (detached, copy):
+                        new.meta = {**one.meta, "example_value": fake(one).detach()}
+                    self._present.add(detached)
+                    self.copies[copy], instead[node, one] = one, copy
+                    continue
+                results = [
+                    w
+                    for w in writers
+                    if order[w] < order[node]
+                    and w.args[:1] == (one,)
+                    and isinstance(fake(w), Tensor)
+                    and self._modes[w].grad
+                    and fake(w).shape == fake(one).shape
+                ]
+                if results:
+                    instead[node, one] = results[-1]
+        return instead
+
+    def cancel(self) -> None:
+        """Take out of the graph what was put in for the check."""
+        for copy in self.copies:
+            if not copy.users:
+                (detached,) = copy.all_input_nodes
+                self._graph.erase_node(copy)
+                self._graph.erase_node(detached)
 
     def finish(self) -> None:
         """Learn what was put in.
@@ -145,15 +228,17 @@ class Watch:
             raise CannotCut("nothing reads its result")
         for old, now in self.replaced.items():
             _check_alike(old, now)
-        self.rewritten = Subgraph(self._graph.owning_module, self._states_of_new())
+        self.rewritten = Subgraph(self._graph.owning_module, _modes_by_node(self._graph))
         self.rewritten.take(self.new)
         self._align()
         self.written.finish(list(self.replaced))
         self.rewritten.finish(list(self.replaced.values()))
         nodes = list(dict.fromkeys([*self.written.inputs, *self.rewritten.inputs]))
+        nodes += [n for copy, n in self.copies.items() if copy in nodes and n not in nodes]
         self.tensors = [n for n in nodes if isinstance(fake(n), Tensor)]
         self.sizes = [n for n in nodes if n not in self.tensors]
         order = {n: at for at, n in enumerate([*self.tensors, *self.sizes])}
+        self.origins = [order[self.copies.get(n, n)] for n in self.tensors]
         for part in (self.written, self.rewritten):
             part.places = [order[n] for n in part.inputs[::-1]]
 
@@ -169,7 +254,7 @@ class Watch:
                     (self.rewritten, theirs, ours),
                 )
                 for node in self._made_of(others - mine)
-                if node in mine - others
+                if node in mine - others and node not in self.copies and not may_write(node)
             ]
             if not behind:
                 return
@@ -208,9 +293,6 @@ class Watch:
             if not node.users:
                 self._graph.erase_node(node)
 
-    def _states_of_new(self) -> dict[fx.Node, Autocast]:
-        return _autocast_by_node(self._graph)
-
 
 def _may_run_twice(node: fx.Node) -> bool:
     call = canonical(node)
@@ -234,23 +316,90 @@ def _check_alike(old: fx.Node, now: fx.Node) -> None:
         )
 
 
-# --- Autocast -------------------------------------------------------------------------------------
+# --- Who may write ----------------------------------------------------------------------------------
 
 
-def _autocast_by_node(graph: fx.Graph) -> dict[fx.Node, Autocast]:
-    """Under which autocast each node runs: that around the graph, and what regions within it say."""
-    around = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES}
-    states: dict[fx.Node, Autocast] = {}
-    entered: dict[fx.Node, Autocast] = {}
-    current: Autocast = around
+def may_write(node: fx.Node) -> bool:
+    """Whether a node may write to memory that it is handed; what is not known may."""
+    target, kwargs = node.target, node.kwargs
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if kwargs.get("out") is not None or kwargs.get("inplace") not in (None, False):
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    if node.op == "call_method":
+        return name in ("__setitem__", "numpy", "data_ptr", "untyped_storage")
+    module = getattr(target, "__module__", "") or ""
+    if module == "_operator":
+        return name in ("setitem", "delitem") or (name[:1] == "i" and name[1:] in _IN_PLACE)
+    foreign = module.split(".")[0] not in ("torch", "math", "builtins", "entmax")
+    if foreign or module.startswith(("torch._dynamo", "torch.ops", "torch.utils", "torch._ops")):
+        return True
+    if isinstance(target, (torch._ops.HigherOrderOperator, torch._ops.OpOverloadPacket)):
+        return True
+    if name in ("batch_norm", "instance_norm"):
+        return True
+    if name in ("embedding", "embedding_bag"):
+        return kwargs.get("max_norm") is not None or any(a is not None for a in node.args[3:4])
+    at = trailing_inplace(name, node.args)
+    return at is not None and node.args[at] is True
+
+
+_IN_PLACE = frozenset(
+    "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift concat".split()
+)
+
+
+def _with_writers(graph: fx.Graph, matched: Sequence[fx.Node]) -> list[fx.Node]:
+    """The matched nodes, and those among them that read their results up to the last that may write to one."""
+    own, first_own = set(matched), frozenset(matched)
+    followers: list[fx.Node] = []
+    last_writer = 0
+    begun, left = False, len(matched)
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if node.op == "call_function" and name == "_enter_autocast":
+        begun |= node in first_own
+        left -= node in first_own
+        if not left:
+            break
+        if begun and node not in own and not own.isdisjoint(node.all_input_nodes):
+            own.add(node)
+            followers.append(node)
+            if may_write(node):
+                last_writer = len(followers)
+    taken = {*matched, *followers[:last_writer]}
+    return [n for n in graph.nodes if n in taken]
+
+
+# --- Modes ----------------------------------------------------------------------------------------
+
+
+def _modes_by_node(graph: fx.Graph) -> dict[fx.Node, Modes]:
+    """Under which modes each node runs: those around the graph, and what regions within it say."""
+    around = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES}
+    states: dict[fx.Node, Modes] = {}
+    entered: dict[fx.Node, Modes] = {}
+    current = Modes(around)
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name == "_enter_autocast":
             entered[node] = current
             device, dtype, on = (*node.args, None, None, True)[:3]
-            current = {**current, device: (bool(on), dtype or torch.get_autocast_dtype(device))}
-        elif node.op == "call_function" and name == "_exit_autocast":
-            current = entered.get(node.args[0], around)
+            of_device = (bool(on), dtype or torch.get_autocast_dtype(device))
+            current = Modes({**current.autocast, device: of_device}, current.grad)
+        elif name == "_exit_autocast":
+            before = entered.get(node.args[0], Modes(around))
+            current = Modes(before.autocast, current.grad)
+        elif name == "_enter_inference_mode":
+            entered[node] = current
+            current = Modes(current.autocast, current.grad and not node.args[0])
+        elif name == "_exit_inference_mode":
+            current = Modes(current.autocast, entered.get(node.args[0], current).grad)
+        elif name == "_set_grad_enabled":
+            current = Modes(current.autocast, bool(node.args[0]))
         states[node] = current
     return states
 
@@ -265,10 +414,12 @@ def _autocast(state: Autocast) -> Iterator[None]:
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, states: dict[str, Autocast]) -> None:
+    def __init__(self, module: fx.GraphModule, states: dict[str, Modes]) -> None:
         super().__init__(module)
         self._states = states
 
     def run_node(self, n: fx.Node) -> Any:
-        with _autocast(self._states.get(n.name, {})):
+        state = self._states.get(n.name, Modes({}))
+        grad = torch.is_grad_enabled() and state.grad
+        with _autocast(state.autocast), torch.set_grad_enabled(grad):
             return super().run_node(n)

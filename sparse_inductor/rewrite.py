@@ -329,6 +329,7 @@ class _Run:
             try:
                 watch.finish()
             except CannotCut as error:
+                watch.cancel()
                 self.checks.append(_unchecked(check, error))
             else:
                 verify.guard(watch, check, self.verify)

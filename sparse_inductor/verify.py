@@ -9,8 +9,11 @@ that have been moved a little: exact ties in a maximum, such as one token twice,
 
 What it costs: at the first call all three programs run, with the intermediate results that a rewrite avoids. Later
 calls pay for a border that Inductor does not fuse across and, in training, for the subgraph's forward once more in its
-backward. Such graphs are in no cache. What it does not see: a pattern that overlooks that an input is written to
-between the first and the last of the replaced operations, for both subgraphs run where the last one stood.
+backward. Such graphs are in no cache.
+
+What counts as written is what the user wrote, not what the pattern understood of it (`region`): with whoever may write
+to a result, inputs as they were when they were read, gradient modes, casts that round, and whether a result requires a
+gradient at all.
 """
 
 from __future__ import annotations
@@ -57,6 +60,8 @@ class Region:
     report: Report
     written: Subgraph
     rewritten: Subgraph
+    origins: Sequence[int]
+    """By tensor: the one that its gradient belongs to, another one for a copy of what is written to later."""
     chosen: Subgraph | None = None
     lock: Any = dataclasses.field(default_factory=threading.RLock)
 
@@ -71,8 +76,36 @@ class Region:
         self, values: Sequence[Any], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Gradients of the inputs in `needs`, by the forward once more."""
-        outputs, leaves = _run_with_grad(self.chosen or self.rewritten, values, needs)
-        return gradients(outputs, leaves, grads)
+        outputs, leaves = self._run_with_grad(self.chosen or self.rewritten, values, needs)
+        return self._gradients(outputs, leaves, needs, grads)
+
+    def _run_with_grad(
+        self, subgraph: Subgraph, values: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Results, and by place the leaves that a gradient is wanted of."""
+        inputs, leaves = list(values), {}
+        for at, origin in enumerate(self.origins):
+            if needs[origin]:
+                leaves[at] = inputs[at] = values[at].detach().requires_grad_()
+        with compat.autograd_on():
+            # Operations may not write to a leaf, which a region's first operation might.
+            inputs = [v.view_as(v) if at in leaves else v for at, v in enumerate(inputs)]
+            return list(subgraph(inputs)), leaves
+
+    def _gradients(
+        self,
+        outputs: Sequence[Tensor],
+        leaves: dict[int, Tensor],
+        needs: Sequence[bool],
+        cotangent: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs in `needs`, those of their copies added."""
+        sums: dict[int, Tensor | None] = {at: None for at, need in enumerate(needs) if need}
+        for at, grad in zip(leaves, gradients(outputs, [*leaves.values()], cotangent)):
+            if grad is not None:
+                so_far = sums[self.origins[at]]
+                sums[self.origins[at]] = grad if so_far is None else so_far + grad
+        return list(sums.values())
 
     def _first(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
         try:
@@ -82,7 +115,7 @@ class Region:
             self._say("unchecked", "there was not enough memory to check it", [])
             return _run(self.rewritten, values)
         wrong = [c for c in found if not c.ok]
-        tied = bool(wrong) and all("gradient" in c.what for c in wrong)
+        tied = bool(wrong) and all(c.what.startswith("gradient") for c in wrong)
         if tied:
             # Where two positions share a maximum exactly, either may get the gradient, or both a half.
             _, _, found = self._compare(_nudged(values, needs), needs)
@@ -113,19 +146,20 @@ class Region:
         plain_grads: list[Tensor | None] = []
         got: Sequence[Tensor]
         plain: Sequence[Tensor]
+        found = []
         if any(needs):
             with LowestPrecision() as precision:
-                plain, plain_leaves = _run_with_grad(self.written, values, needs)
+                plain, plain_leaves = self._run_with_grad(self.written, values, needs)
             drawn = cotangents(plain)
-            plain_grads = gradients(plain, plain_leaves, drawn)
-            got, leaves = _run_with_grad(self.rewritten, values, needs)
-            grads = gradients(got, leaves, drawn)
+            plain_grads = self._gradients(plain, plain_leaves, needs, drawn)
+            got, leaves = self._run_with_grad(self.rewritten, values, needs)
+            grads = self._gradients(got, leaves, needs, drawn)
+            found += [_learns(i, *pair) for i, pair in enumerate(zip(got, plain, strict=True))]
         else:
             with LowestPrecision() as precision:
                 plain = _run(self.written, values)
             got = _run(self.rewritten, values)
         truth, truth_grads = self._reference(values, needs, drawn)
-        found = []
         for i, three in enumerate(zip(got, plain, truth, strict=True)):
             ties = not three[0].is_floating_point()
             found.append(compare(f"result {i}", *three, ties=ties, precision=precision.dtype))
@@ -151,8 +185,8 @@ class Region:
                 ):
                     if not any(needs):
                         return _run(self.written, inputs), []
-                    outputs, leaves = _run_with_grad(self.written, inputs, needs)
-                    return outputs, gradients(outputs, leaves, drawn)
+                    outputs, leaves = self._run_with_grad(self.written, inputs, needs)
+                    return outputs, self._gradients(outputs, leaves, needs, drawn)
             except torch.OutOfMemoryError:
                 if not wide:
                     raise
@@ -199,19 +233,14 @@ def _run(subgraph: Subgraph, values: Sequence[Any]) -> tuple[Tensor, ...]:
         return subgraph(values)
 
 
-def _run_with_grad(
-    subgraph: Subgraph, values: Sequence[Any], needs: Sequence[bool]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Results and the leaves that a gradient is wanted of."""
-    inputs, leaves = list(values), []
-    for at, need in enumerate(needs):
-        if need:
-            inputs[at] = values[at].detach().requires_grad_()
-            leaves.append(inputs[at])
-    with compat.autograd_on():
-        # Operations may not write to a leaf, which a region's first operation might.
-        inputs = [v.view_as(v) if isinstance(v, Tensor) and v.requires_grad else v for v in inputs]
-        return list(subgraph(inputs)), leaves
+def _learns(number: int, got: Tensor, plain: Tensor) -> Comparison:
+    """Whether a result requires a gradient in both programs."""
+    what = f"result {number}"
+    if got.requires_grad == plain.requires_grad:
+        return Comparison(what)
+    return Comparison(
+        what, f"gradient required: {got.requires_grad}, unrewritten {plain.requires_grad}"
+    )
 
 
 # --- The operator ---------------------------------------------------------------------------------
@@ -234,7 +263,7 @@ _OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.v
 def guard(watch: Watch, check: Check, report: Report) -> None:
     """Put the operator around a replacement that `watch` has seen; `report` is where it says what it found."""
     key = f"{check.pattern} {next(_numbers)}"
-    _regions[key] = Region(check, report, watch.written, watch.rewritten)
+    _regions[key] = Region(check, report, watch.written, watch.rewritten, watch.origins)
     watch.enclose(_OP.default, key)
 
 

@@ -23,7 +23,8 @@ from .shrink import shrunk
 
 __all__ = ["Tally", "campaign", "examine"]
 
-A_CHUNK = 20  # programs a process is handed at once
+SHRINKING = 0.2  # of a process's time at most
+A_CHUNK = 10  # programs a process is handed at once
 A_PROCESS = (
     15  # chunks until a process is replaced by a new one: Dynamo keeps a little of every program
 )
@@ -108,14 +109,16 @@ def examine(program: Program, shrink: float = 0.0) -> tuple[Outcome, Failure | N
 
 def _chunk(seeds: Sequence[int], families: Sequence[str], codegen: float, shrink: float) -> Tally:
     _prepare()
-    tally = Tally()
+    tally, started, shrinking = Tally(), time.monotonic(), 0.0
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         for seed in seeds:
             program = generate(seed, families)
             if codegen and seed % max(1, round(1 / codegen)) == 0:
                 program = dataclasses.replace(program, codegen=True)
+            begun = time.monotonic()
+            affordable = shrinking <= SHRINKING * (begun - started)
             try:
-                outcome, failure = examine(program, shrink)
+                outcome, failure = examine(program, shrink if affordable else 0.0)
             except Exception:
                 outcome = Outcome([])
                 failure = Failure(
@@ -125,6 +128,7 @@ def _chunk(seeds: Sequence[int], families: Sequence[str], codegen: float, shrink
                     ["fuzzer: " + traceback.format_exc()],
                     program.text(),
                 )
+            shrinking += time.monotonic() - begun if failure and affordable else 0.0
             tally.programs += 1
             tally.codegen += program.codegen
             tally.invalid += outcome.invalid

@@ -38,10 +38,11 @@ class Finding:
     """What differs; `kind` is a word for it: value, gradient, requires_grad, alias, exception ..."""
 
     kind: str
+    where: str
     what: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.what}"
+        return f"{self.kind}: {self.where}: {self.what}"
 
 
 @dataclasses.dataclass
@@ -53,9 +54,6 @@ class Outcome:
     invalid: bool = False
     theirs: list[Finding] = dataclasses.field(default_factory=list)
     """What plain torch.compile does, too."""
-
-
-_OURS = ("raised", "caught")  # findings that have nothing to do with what was computed
 
 
 @dataclasses.dataclass
@@ -81,24 +79,21 @@ def check(program: Program, verify: bool = False) -> Outcome:
     rewrite.failures.clear()
     got = compiled(program, fn, enabled=True, verify=verify)
     rewritten = frozenset(r.pattern for r in report.rewrites)
-    findings = [Finding("raised", failure) for failure in rewrite.failures]
-    findings += [Finding("caught", c.detail) for c in report.checks if c.verdict == "differs"]
+    findings, theirs = [], []
     for call, (ours, right) in enumerate(zip(got, eager)):
-        findings += differences(program, fn, call, ours, right)
-    theirs: list[Finding] = []
-    if any(f.kind not in _OURS for f in findings):
+        findings += differences(program, fn, call, ours, right, right)
+    if findings:
         plain = compiled(program, fn, enabled=False)
-        theirs = [
-            f
-            for call, pair in enumerate(zip(plain, eager))
-            for f in differences(program, fn, call, *pair)
-        ]
-        same = [
-            not differences(program, fn, call, *pair, sensitive=False)
-            for call, pair in enumerate(zip(got, plain))
-        ]
-        if all(same):
-            findings = [f for f in findings if f.kind in _OURS]
+        shared = set()
+        for call, (ours, right, compiled_) in enumerate(zip(got, eager, plain)):
+            theirs += differences(program, fn, call, compiled_, right, right)
+            shared |= {
+                (f.kind, f.where) for f in differences(program, fn, call, ours, compiled_, right)
+            }
+        findings = [f for f in findings if (f.kind, f.where) in shared]
+    findings += [Finding("raised", "pattern", failure) for failure in rewrite.failures]
+    checks = [c for c in report.checks if c.verdict == "differs"]
+    findings += [Finding("caught", c.pattern, c.detail) for c in checks]
     return Outcome(findings, rewritten, all(r.error is not None for r in eager), theirs)
 
 
@@ -184,72 +179,48 @@ def _aliases(
 
 
 def differences(
-    program: Program, fn: Any, call: int, got: Result, right: Result, sensitive: bool = True
+    program: Program, fn: Any, call: int, got: Result, other: Result, eager: Result
 ) -> list[Finding]:
-    """sensitive: whether values may differ by the program's sensitivity to rounding."""
-    if got.error is not None or right.error is not None:
-        if (got.error is None) != (right.error is None):
-            error, who = (
-                (got.error, "this program") if right.error is None else (right.error, "the other")
-            )
-            where = got.where if got.error is not None else right.where
-            return [
-                Finding(
-                    "exception",
-                    f"call {call}: {who} alone raises in {where}: {type(error).__name__}: {_line(error)}",
-                )
-            ]
+    """What the program that gave `got` does otherwise than the one that gave `other`."""
+
+    def finding(kind: str, name: str, what: str) -> Finding:
+        return Finding(kind, f"call {call}, {name}", what)
+
+    if got.error is not None or other.error is not None:
+        if got.error is None or other.error is None:
+            who, result = ("this program", got) if other.error is None else ("the other", other)
+            what = f"{who} alone raises {type(result.error).__name__}: {_line(result.error)}"
+            return [finding("exception", result.where, what)]
         return []
-    if len(got.outputs) != len(right.outputs):
-        return [Finding("count", f"{len(got.outputs)} outputs, eager {len(right.outputs)}")]
+    if len(got.outputs) != len(other.outputs):
+        return [finding("count", "outputs", f"{len(got.outputs)}, not {len(other.outputs)}")]
     found = []
-    if got.random is not None and not program.codegen and not torch.equal(got.random, right.random):
-        found.append(Finding("random", "the random state is another one"))
-    if got.aliases != right.aliases:
-        found.append(
-            Finding(
-                "alias",
-                f"{sorted(got.aliases ^ right.aliases)} of one memory in one of the two alone",
-            )
-        )
+    if not program.codegen and not torch.equal(got.random, other.random):
+        found.append(finding("random", "state", "it is another one"))
+    for pair in sorted(got.aliases ^ other.aliases):
+        which = "have" if pair in got.aliases else "do not have"
+        found.append(finding("alias", " and ".join(pair), f"{which} one memory"))
     pairs: list[tuple[str, str, Tensor | None, Tensor | None]] = []
-    for i, (a, b) in enumerate(zip(got.outputs, right.outputs)):
-        name = f"call {call}, output {i}"
-        if a.shape != b.shape:
-            found.append(Finding("shape", f"{name}: {tuple(a.shape)}, eager {tuple(b.shape)}"))
-            continue
-        if a.dtype != b.dtype:
-            found.append(Finding("dtype", f"{name}: {a.dtype}, eager {b.dtype}"))
-            continue
-        if a.numel() and _strides(a) != _strides(b):
-            found.append(Finding("stride", f"{name}: {a.stride()}, eager {b.stride()}"))
-        if got.needs_grad[i] != right.needs_grad[i]:
-            found.append(
-                Finding(
-                    "requires_grad", f"{name}: {got.needs_grad[i]}, eager {right.needs_grad[i]}"
-                )
-            )
-        pairs.append(("value", name, a, b))
+    for i, (a, b) in enumerate(zip(got.outputs, other.outputs)):
+        pairs.append(("value", f"output {i}", a, b))
+        of = [("dtype", a.dtype, b.dtype), ("shape", tuple(a.shape), tuple(b.shape))]
+        of += [("requires_grad", got.needs_grad[i], other.needs_grad[i])]
+        if a.numel() and a.shape == b.shape:
+            of.append(("stride", _strides(a), _strides(b)))
+        found += [finding(kind, f"output {i}", f"{x}, not {y}") for kind, x, y in of if x != y]
     leaves = [i.name for i in program.inputs if i.grad]
-    pairs += [
-        ("gradient", f"call {call}, {n}", a, b) for n, a, b in zip(leaves, got.grads, right.grads)
-    ]
-    pairs += [
-        ("input", f"call {call}, {i.name}", a, b)
-        for i, a, b in zip(program.inputs, got.inputs, right.inputs)
-    ]
-    off = [
-        (kind, name, a, b, at) for at, (kind, name, a, b) in enumerate(pairs) if not _close(a, b)
-    ]
-    if (
-        off
-        and sensitive
-        and not program.exact
-        and len(got.outputs) == len([p for p in pairs if p[0] == "value"])
-    ):
-        others = _others(program, fn, call, right)
-        off = [o for o in off if not _within(o[2], o[3], [_flat(r)[o[4]] for r in others])]
-    return found + [Finding(kind, f"{name}: {_described(a, b)}") for kind, name, a, b, _ in off]
+    pairs += [("gradient", n, a, b) for n, a, b in zip(leaves, got.grads, other.grads)]
+    pairs += [("input", i.name, a, b) for i, a, b in zip(program.inputs, got.inputs, other.inputs)]
+    off = [at for at, (_, _, a, b) in enumerate(pairs) if not _close(a, b)]
+    if off and not program.exact and eager.error is None:
+        others = [_flat(r) for r in _others(program, fn, call)]
+        centre = _flat(eager)
+        others = [o for o in others if len(o) == len(centre)]
+        if len(centre) == len(pairs):
+            off = [
+                at for at in off if not _within(*pairs[at][2:], centre[at], [o[at] for o in others])
+            ]
+    return found + [finding(*pairs[at][:2], _described(*pairs[at][2:])) for at in off]
 
 
 def _flat(result: Result) -> list[Tensor | None]:
@@ -281,27 +252,27 @@ def _close(a: Tensor | None, b: Tensor | None) -> bool:
     )
 
 
-def _within(a: Tensor | None, b: Tensor | None, others: list[Tensor | None]) -> bool:
-    """Whether `a` is no further from `b` than the others are, typically and at most."""
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+def _within(
+    a: Tensor | None, b: Tensor | None, eager: Tensor | None, others: list[Tensor | None]
+) -> bool:
+    """Whether `a` is no further from `b` than the others are from eager's, typically and at most."""
+    if a is None or b is None or eager is None or not a.shape == b.shape == eager.shape:
         return False
-    others = [o for o in others if o is not None and o.shape == b.shape]
-    x, y = a.double(), b.double()
-    if not torch.equal(x.isnan(), y.isnan()) or not torch.equal(x.isinf(), y.isinf()):
-        return any(
-            torch.equal(o.isnan(), a.isnan()) and torch.equal(o.isinf(), a.isinf()) for o in others
-        )
-    gaps = [_gap(o.double(), y) for o in others]
-    if not gaps:
+    near = [o.double() for o in others if o is not None and o.shape == a.shape]
+    if a.dtype != b.dtype or not near:
         return False
+    x, y, z = a.double(), b.double(), eager.double()
+    if not _finite_alike(x, y):
+        return any(_finite_alike(o, x) for o in near)
     gap, tolerance = _gap(x, y), CLOSE.get(a.dtype, 0.2)
-    spread = torch.stack(gaps)
-    typical = float(spread.square().mean(-1).sqrt().max())
-    worst = float(spread.max())
-    return (
-        float(gap.square().mean().sqrt()) <= SPREAD * typical + tolerance
-        and float(gap.max()) <= SPREAD * worst + 4 * tolerance
-    )
+    spread = torch.stack([_gap(o, z) for o in near])
+    typical, worst = float(spread.square().mean(-1).sqrt().max()), float(spread.max())
+    is_typical = float(gap.square().mean().sqrt()) <= SPREAD * typical + tolerance
+    return is_typical and float(gap.max()) <= SPREAD * worst + 4 * tolerance
+
+
+def _finite_alike(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
 
 
 def _gap(x: Tensor, y: Tensor) -> Tensor:
@@ -327,10 +298,10 @@ def _described(a: Tensor | None, b: Tensor | None) -> str:
 # --- The program's sensitivity --------------------------------------------------------------------------
 
 
-def _others(program: Program, fn: Any, call: int, right: Result) -> list[Result]:
+def _others(program: Program, fn: Any, call: int) -> list[Result]:
     others = [run(program, fn, call, mode=_Jitter(seed)) for seed in range(DRAWS)]
     others.append(run(program, fn, call, mode=_Wide(), wide=True))
-    return [o for o in others if o.error is None and len(_flat(o)) == len(_flat(right))]
+    return [o for o in others if o.error is None]
 
 
 _aten = torch.ops.aten
