@@ -1,0 +1,308 @@
+"""verify compares with what the user wrote, whatever the pattern overlooks.
+
+The pattern here takes a maximum and the chain of first arguments behind it for all that there is, and computes that
+chain once more where the maximum stood: it looks for no writer and no gradient mode, and drops casts and detach.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+import sparse_inductor
+from sparse_inductor import pattern
+from sparse_inductor.region import may_write
+from support import compile_without_codegen
+
+DROPPED = ("to", "detach", "half", "float")
+
+
+@dataclasses.dataclass
+class CarelessMatch:
+    anchor: fx.Node
+    swallowed: tuple[fx.Node, ...]
+    pattern: str = "careless"
+    op: str = "amax"
+    inputs: tuple[fx.Node, ...] = ()
+    bytes_saved: int | None = None
+    note: str = ""
+
+    def replace(self) -> None:
+        made: dict[fx.Node, fx.Node] = {}
+        with self.anchor.graph.inserting_before(self.anchor):
+            for node in self.swallowed:
+                if node.target in DROPPED:
+                    first = node.args[0]
+                    made[node] = made.get(first, first)
+                    continue
+                made[node] = self.anchor.graph.node_copy(node, lambda n: made.get(n, n))
+                made[node].meta = dict(node.meta)
+        self.anchor.replace_all_uses_with(made[self.anchor])
+
+
+class Careless:
+    name, op, summary = "careless", "amax", "a chain -> itself, later"
+    anchors = frozenset({"amax"})
+    examples = near_misses = ()
+
+    def match(self, node: fx.Node, view: object) -> CarelessMatch:
+        chain = [node]
+        while isinstance(first := chain[-1].args[0], fx.Node) and first.op != "placeholder":
+            chain.append(first)
+        return CarelessMatch(node, tuple(reversed(chain)))
+
+
+@pytest.fixture(autouse=True)
+def careless():
+    pattern.register(Careless())
+    sparse_inductor.enable(only="careless", verify=True)
+    yield
+    pattern.unregister("careless")
+
+
+@torch.library.custom_op("test_verify_written::halve_", mutates_args={"x"})
+def halve_(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+# Programs that the pattern gets wrong
+
+
+def through_detach(x, w, m):
+    z = F.linear(x, w)
+    z.detach().clamp_(-0.1, 0.1)
+    return (z.relu() * m).amax(1)
+
+
+def through_data(x, w, m):
+    z = F.linear(x, w)
+    z.data.mul_(2.0)
+    return (z.relu() * m).amax(1)
+
+
+def through_a_view(x, w, m):
+    z = F.linear(x, w)
+    z.mT[:, 0].fill_(3.0)
+    return (z.relu() * m).amax(1)
+
+
+def through_numpy(x, w, m):
+    a = F.linear(x, w).relu() * m
+    m.numpy()[:, 0] = 9.0
+    return (a + m).amax(1)
+
+
+def through_a_numpy_function(x, w, m):
+    a = F.linear(x, w).relu() * m
+    n = m.numpy()
+    np.multiply(n, 3.0, out=n)
+    return a.amax(1)
+
+
+def by_an_operator_of_its_own(x, w, m):
+    a = F.linear(x, w).relu() * m
+    halve_(m)
+    return a.amax(1)
+
+
+def in_a_list(x, w, m):
+    a = F.linear(x, w).relu() * m
+    torch._foreach_mul_([m], 0.5)
+    return a.amax(1)
+
+
+def by_assignment(x, w, m):
+    a = F.linear(x, w).relu() * m
+    m[:, 1] = 7.0
+    return a.amax(1)
+
+
+def through_out(x, w, m):
+    a = F.linear(x, w).relu() * m
+    torch.mul(m, 0.5, out=m)
+    return a.amax(1)
+
+
+def in_a_branch(x, w, m):
+    a = F.linear(x, w).relu() * m
+    torch.cond(x.sum() > -1e9, lambda m: m.mul_(3.0).sum(), lambda m: m.sum(), (m,))
+    return a.amax(1)
+
+
+def before_an_alias_is_read(x, w, m):
+    alias = m[:, :, :1]
+    a = F.linear(x, w).relu() * alias
+    m.add_(1.0)
+    return a.amax(1)
+
+
+def sixteen_bits_between(x, w, m):
+    return (F.linear(x, w).relu().to(torch.bfloat16).float() * m).amax(1)
+
+
+def eight_bits_between(x, w, m):
+    return (F.linear(x, w).relu().to(torch.float8_e4m3fn).to(torch.float32) * m).amax(1)
+
+
+def scaled_without_gradient(x, w, m):
+    z = F.linear(x, w)
+    with torch.no_grad():
+        z.mul_(0.25)
+    return (z.relu() * m).amax(1)
+
+
+def linear_without_gradient(x, w, m):
+    with torch.no_grad():
+        z = F.linear(x, w)
+    return (z.relu() * m).amax(1)
+
+
+def island_of_inference(x, w, m):
+    with torch.inference_mode():
+        z = F.linear(x, w)
+    return (z.relu() * m).amax(1)
+
+
+def cut(x, w, m):
+    return (F.linear(x, w).detach().relu() * m).amax(1)
+
+
+def straight_through(x, w, m):
+    z = F.linear(x, w)
+    z.detach().round_()
+    return (z.relu() * m).amax(1)
+
+
+VALUES = (
+    through_detach, through_data, through_a_view, through_numpy, through_a_numpy_function,
+    by_an_operator_of_its_own, in_a_list, by_assignment, through_out, in_a_branch,
+    before_an_alias_is_read, sixteen_bits_between, eight_bits_between,
+)  # fmt: skip
+GRADIENTS = (
+    scaled_without_gradient, linear_without_gradient, island_of_inference, cut, straight_through,
+)  # fmt: skip
+
+
+def arguments(training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(2, 3, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    return x.requires_grad_(training), w.requires_grad_(training), torch.ones(2, 3, 5)
+
+
+def ran(fn, training: bool):
+    """The one check, and how far the compiled program is from the eager one: result, gradients."""
+    results = []
+    with torch.set_grad_enabled(training):
+        for program in (fn, compile_without_codegen(fn)):
+            args = arguments(training)
+            y = program(*args)
+            grads = [None, None]
+            if y.requires_grad:
+                grads = torch.autograd.grad(y.sum(), args[:2], allow_unused=True)
+            results.append(
+                (y.detach(), y.requires_grad, [torch.zeros(()) if g is None else g for g in grads])
+            )
+    (check,) = sparse_inductor.report().checks
+    return check, *results
+
+
+@pytest.mark.breaks_pattern
+@pytest.mark.parametrize("fn", VALUES, ids=lambda fn: fn.__name__)
+def test_values_are_those_of_the_program(fn):
+    check, eager, got = ran(fn, training=False)
+    assert check.verdict == "differs" and "result 0" in check.detail
+    torch.testing.assert_close(got[0], eager[0])
+
+
+@pytest.mark.breaks_pattern
+@pytest.mark.parametrize("fn", GRADIENTS, ids=lambda fn: fn.__name__)
+def test_gradients_are_those_of_the_program(fn):
+    check, eager, got = ran(fn, training=True)
+    assert check.verdict == "differs" and ("gradient" in check.detail or "result" in check.detail)
+    torch.testing.assert_close(got[0], eager[0])
+    if eager[1]:  # of what requires none nothing is compared
+        torch.testing.assert_close(got[2], eager[2])
+
+
+# Programs that it gets right: writes that do not matter, and steps in place that it repeats
+
+
+def written_afterwards(x, w, m):
+    y = (F.linear(x, w).relu() * m).amax(1)
+    m.zero_()
+    return y
+
+
+def written_before(x, w, m):
+    m.mul_(0.5)
+    return (F.linear(x, w).relu() * m).amax(1)
+
+
+def something_else_is_written(x, w, m):
+    other = torch.zeros(3)
+    z = F.linear(x, w)
+    other.add_(1.0)
+    return (z.relu() * m).amax(1) + other[0]
+
+
+def counted(x, w, m):
+    a = F.linear(x, w).relu()
+    count = (a > 0).sum()
+    return (a * m).amax(1) + count
+
+
+def in_place(x, w, m):
+    return F.linear(x, w).mul_(2.0).relu_().mul(m).amax(1)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize(
+    "fn",
+    [written_afterwards, written_before, something_else_is_written, counted, in_place],
+    ids=lambda fn: fn.__name__,
+)
+def test_what_is_right_agrees(fn, training):
+    if fn is written_afterwards and training:
+        pytest.skip("eager refuses it: the mask was saved for the backward")
+    check, eager, got = ran(fn, training)
+    assert check.verdict == "agrees", check.detail
+    torch.testing.assert_close(got[0], eager[0])
+    torch.testing.assert_close(got[2], eager[2])
+
+
+def test_who_may_write():
+    graph = fx.Graph()
+    x, m = graph.placeholder("x"), graph.placeholder("m")
+    call, method = graph.call_function, graph.call_method
+    reads = [
+        call(operator.add, (x, 1)),
+        call(torch.relu, (x,)),
+        call(F.relu, (x, False)),
+        call(F.dropout, (x, 0.5, True, False)),
+        call(torch.ops.aten.mul.Tensor, (x, 2)),
+        call(F.embedding, (m, x)),
+        method("mul", (x, 2)),
+        method("__getitem__", (x, 0)),
+    ]
+    writes = [
+        call(operator.iadd, (x, 1)),
+        call(operator.setitem, (x, 0, 1)),
+        call(F.relu, (x, True)),
+        call(F.relu, (x,), {"inplace": True}),
+        call(torch.mul, (x, 2), {"out": m}),
+        call(torch.ops.aten.mul_.Tensor, (x, 2)),
+        call(torch.ops.test_verify_written.halve_.default, (x,)),
+        call(np.multiply, (x, 2)),
+        call(torch.ops.higher_order.cond, (x, None, None, (m,))),
+        call(F.embedding, (m, x, None, 1.0)),
+        method("mul_", (x, 2)),
+        method("numpy", (x,)),
+    ]
+    assert [n for n in reads if may_write(n)] == []
+    assert [n for n in writes if not may_write(n)] == []
