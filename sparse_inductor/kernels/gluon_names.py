@@ -13,11 +13,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 __all__ = [
-    "MAY_GROW",
     "let_next_start",
     "load_box",
     "load_rows",
-    "reinterpret",
     "say",
     "store_box",
     "wait_for_previous",
@@ -33,11 +31,6 @@ load_rows = _named(async_copy, "async_load", "async_copy_global_to_shared")
 # The bulk copy engine's: (descriptor, place, barrier, shared) and (descriptor, place, shared).
 load_box = _named(tma, "async_load", "async_copy_global_to_shared")
 store_box = _named(tma, "async_store", "async_copy_shared_to_global")
-
-
-# Shared memory, (itself, dtype, shape, layout), as something else; before Triton 3.8 of any size, from there on.
-reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
-MAY_GROW = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.jit

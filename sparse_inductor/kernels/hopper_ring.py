@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .gluon_names import load_box, reinterpret
-from .hopper_tiles import CONSUMERS, ROWS, grain_of, offset_of, part_of, parts_in
+from .gluon_names import load_box
+from .hopper_tiles import CONSUMERS, ROWS, offset_of, part_of, parts_in
 from .hopper_wide import begin_wide, end_wide
 
 __all__ = [
@@ -44,20 +44,32 @@ DEPTH = gl.constexpr(64)
 SHARED = 225 << 10
 
 
+@gluon.constexpr_function
+def _rows_held(columns):
+    """Rows of a stage's box of the second operand, a power of two as all shared memory in Gluon: the columns are a
+    slice of it."""
+    return 1 << (columns - 1).bit_length()
+
+
+@gluon.constexpr_function
+def _boxes_apart(columns):
+    """How many warpgroups' boxes of the first operand are allocated beside the second one's box: the last warpgroup's
+    is in that one's unused rows, where there are enough."""
+    fits = _rows_held(columns) - columns >= ROWS.value
+    return CONSUMERS.value - 1 if fits else CONSUMERS.value
+
+
 @gluon.jit
 def make_ring(
     a, b, COLUMNS: gl.constexpr, STAGES: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr
 ):  # fmt: skip
     """Stages of boxes of the matrices a and b, and what says which of them are full and which empty."""
     A_BOX: gl.constexpr = (DEPTH, ROWS) if A_BY_DEPTH else (ROWS, DEPTH)
-    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, A_BOX[0], A_BOX[1]], a.layout)
-    if B_BY_DEPTH:
-        b_ring = gl.allocate_shared_memory(a.dtype, [STAGES, DEPTH, COLUMNS], b[0].layout)
-    else:
-        GRAIN: gl.constexpr = grain_of(COLUMNS)
-        b_ring = gl.allocate_shared_memory(
-            a.dtype, [STAGES * (COLUMNS // GRAIN), GRAIN, DEPTH], b[0].layout
-        )
+    a_ring = gl.allocate_shared_memory(
+        a.dtype, [STAGES * _boxes_apart(COLUMNS), A_BOX[0], A_BOX[1]], a.layout
+    )
+    B_BOX: gl.constexpr = (DEPTH, COLUMNS) if B_BY_DEPTH else (_rows_held(COLUMNS), DEPTH)
+    b_ring = gl.allocate_shared_memory(a.dtype, [STAGES, B_BOX[0], B_BOX[1]], b[0].layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -67,17 +79,24 @@ def make_ring(
 
 
 @gluon.jit
-def _part(b_ring, stage, PART: gl.constexpr, COLUMNS: gl.constexpr, BY_DEPTH: gl.constexpr):
-    """A part of a stage's columns, which follow each other in shared memory."""
-    if BY_DEPTH:
-        return b_ring.index(stage)
+def _first(ring, stage, ME: gl.constexpr, STAGES: gl.constexpr):
+    """Warpgroup ME's box of a stage's first operand."""
+    a_ring, b_ring, _, _ = ring
+    APART: gl.constexpr = a_ring.shape[0] // STAGES
+    if ME < APART:
+        return a_ring.index(stage * APART + ME)
     else:
-        GRAIN: gl.constexpr = grain_of(COLUMNS)
-        first = b_ring.index(stage * (COLUMNS // GRAIN) + offset_of(COLUMNS, PART) // GRAIN)
-        if part_of(COLUMNS, PART) == GRAIN:
-            return first
-        else:
-            return reinterpret(first, b_ring.dtype, [part_of(COLUMNS, PART), DEPTH], b_ring.layout)
+        return b_ring.index(stage).slice(b_ring.shape[1] - ROWS, ROWS)
+
+
+@gluon.jit
+def _second(ring, stage, START: gl.constexpr, COLUMNS: gl.constexpr, BY_DEPTH: gl.constexpr):
+    """So many columns of a stage's second operand; all of them by depth."""
+    held = ring[1].index(stage)
+    if BY_DEPTH or held.shape[0] == COLUMNS:
+        return held
+    else:
+        return held.slice(START, COLUMNS)
 
 
 @gluon.jit
@@ -86,7 +105,7 @@ def copy_tile(
     A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: a tile's operands, into the stages from the n-th filling on; how many there are then."""
-    a_ring, b_ring, full, empty = ring
+    _, _, full, empty = ring
     BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
     for step in range(steps):
         stage = n % STAGES
@@ -96,13 +115,13 @@ def copy_tile(
         mbarrier.expect(filled, BYTES)
         for c in gl.static_range(CONSUMERS):
             m = m0 + c * ROWS
-            a_box = a_ring.index(stage * CONSUMERS + c)
+            a_box = _first(ring, stage, c, STAGES)
             if A_BY_DEPTH:
                 load_box(a, [k, m], filled, a_box)
             else:
                 load_box(a, [m, k], filled, a_box)
         for i in gl.static_range(parts_in(COLUMNS)):
-            b_box = _part(b_ring, stage, i, COLUMNS, B_BY_DEPTH)
+            b_box = _second(ring, stage, offset_of(COLUMNS, i), part_of(COLUMNS, i), B_BY_DEPTH)
             if B_BY_DEPTH:
                 load_box(b[i], [k, n0 + offset_of(COLUMNS, i)], filled, b_box)
             else:
@@ -111,30 +130,22 @@ def copy_tile(
     return n
 
 
-@gluon.constexpr_function
-def _columns_of(shape, stages, by_depth):
-    """Of a tile whose ring for the second operand has this shape."""
-    return shape[2] if by_depth else shape[0] // stages * shape[1]
-
-
 @gluon.jit
 def begin_step(
-    accs, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr,
+    accs, ring, n, MORE: gl.constexpr, ME: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
     A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ME: (accs, if MORE) + the product of the n-th filling's stage, which is under way then."""
-    a_ring, b_ring, full, _ = ring
     stage = n % STAGES
-    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-    a = a_ring.index(stage * CONSUMERS + ME)
+    mbarrier.wait(ring[2].index(stage), (n // STAGES) & 1)
+    a = _first(ring, stage, ME, STAGES)
     if A_BY_DEPTH:
         a = a.permute((1, 0))
-    COLUMNS: gl.constexpr = _columns_of(b_ring.shape, STAGES, B_BY_DEPTH)
     if len(accs) > 1:
         begin_wide()
     made: gl.tuple = ()
     for i in gl.static_range(len(accs)):
-        b = _part(b_ring, stage, i, COLUMNS, B_BY_DEPTH)
+        b = _second(ring, stage, offset_of(COLUMNS, i), part_of(COLUMNS, i), B_BY_DEPTH)
         if not B_BY_DEPTH:
             b = b.permute((1, 0))
         made = made + (warpgroup_mma(a, b, accs[i], use_acc=MORE, is_async=True),)
@@ -155,11 +166,13 @@ def end_step(accs, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply_steps(accs, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
+def multiply_steps(
+    accs, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     """Warpgroup ME: accs + the product of so many stages from the n-th filling on, each under way before the one in
     front is waited for; how many there were then."""
     for i in gl.static_range(STEPS):
-        accs = begin_step(accs, ring, n, True, ME, STAGES, False, False)
+        accs = begin_step(accs, ring, n, True, ME, COLUMNS, STAGES, False, False)
         if i > 0:
             accs = end_step(accs, ring, n - 1, 1, STAGES)
         n += 1
@@ -169,11 +182,12 @@ def multiply_steps(accs, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES:
 
 @gluon.jit
 def multiply_tile(
-    accs, ring, n, steps, ME: gl.constexpr, STAGES: gl.constexpr, A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr
+    accs, ring, n, steps, ME: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup ME: accs + the product of so many stages from the n-th filling on; how many there were then."""
     for _ in range(steps):
-        accs = begin_step(accs, ring, n, True, ME, STAGES, A_BY_DEPTH, B_BY_DEPTH)
+        accs = begin_step(accs, ring, n, True, ME, COLUMNS, STAGES, A_BY_DEPTH, B_BY_DEPTH)
         accs = end_step(accs, ring, n, 0, STAGES)  # the other one multiplies
         n += 1
     return accs, n
@@ -181,7 +195,7 @@ def multiply_tile(
 
 def stages_of(columns: int, beside: int) -> int:
     """Stages of the ring: as many as fit a multiprocessor beside so many bytes."""
-    stage = (ROWS.value * CONSUMERS.value + columns) * DEPTH.value * 2
+    stage = (ROWS.value * _boxes_apart(columns) + _rows_held(columns)) * DEPTH.value * 2
     return (SHARED - beside) // stage
 
 

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .gluon_names import MAY_GROW
-
 __all__ = [
     "CONSUMERS",
     "PIECE",
@@ -23,7 +21,6 @@ __all__ = [
     "Tiles",
     "accumulator",
     "as_boxed",
-    "grain_of",
     "halves",
     "is_wide",
     "leaves_room",
@@ -67,19 +64,15 @@ class Tile(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def tile_for(
-    M: int, N: int, programs: int, tiles: Tiles, room: float = 0, any_width: bool = MAY_GROW.value
-) -> Tile:
+def tile_for(M: int, N: int, programs: int, tiles: Tiles, room: float = 0) -> Tile:
     """The tile of so many programs' product [M, N] that takes the least time. room: what it is worth, in rounds of
-    tiles of 256 columns, if those leave room for something beside their last one. any_width: or of whole pieces."""
+    tiles of 256 columns, if those leave room for something beside their last one."""
     height = ROWS.value * CONSUMERS.value
     found = []
     for turned, costs in ((False, tiles.upright), (True, tiles.turned)):
         rows, wide = (N, M) if turned else (M, N)
         for columns, cost in costs:
             if turned and tiles.stages(columns) < LEAST_STAGES:
-                continue
-            if not any_width and columns % PIECE.value:
                 continue
             share = -(-rows // height) * -(-wide // columns) / programs
             rounds = math.ceil(share)
@@ -95,9 +88,7 @@ def leaves_room(tile: Tile) -> bool:
 
 @gluon.constexpr_function
 def _parts(columns):
-    """Powers of two, the largest first; the same ones, where a part has to be a box of the ring."""
-    if not MAY_GROW.value:
-        return [columns & -columns] * (columns // (columns & -columns))
+    """Powers of two, the largest first."""
     return [1 << i for i in range(columns.bit_length() - 1, -1, -1) if columns >> i & 1]
 
 
@@ -128,12 +119,6 @@ def small_of(columns):
 def wide_in(columns):
     """How many of a tile's pieces are wide. The others are behind them."""
     return columns // PIECE.value
-
-
-@gluon.constexpr_function
-def grain_of(columns):
-    """The most columns that all parts have a multiple of."""
-    return columns & -columns
 
 
 @gluon.constexpr_function

@@ -137,15 +137,15 @@ def _multiply_tiles(
         if LATE:
             found = pieces(held, PIECES)
             for i in gl.static_range(PIECES):
-                accs = begin_step(accs, ring, n, i > 0, ME, STAGES, True, True)
+                accs = begin_step(accs, ring, n, i > 0, ME, COLUMNS, STAGES, True, True)
                 if t > gl.program_id(0):
                     _end_piece(found[i], out, out_ring, of_held, i, ME, BOXES, ADD)
                 accs = end_step(accs, ring, n, 0, STAGES)
                 n += 1
-            accs, n = multiply_tile(accs, ring, n, steps - PIECES, ME, STAGES, True, True)
+            accs, n = multiply_tile(accs, ring, n, steps - PIECES, ME, COLUMNS, STAGES, True, True)
             held, of_held = accs[0].to(out[0].dtype), place
         else:
-            accs, n = multiply_tile(accs, ring, n, steps, ME, STAGES, True, True)
+            accs, n = multiply_tile(accs, ring, n, steps, ME, COLUMNS, STAGES, True, True)
             found = pieces(accs[0], PIECES)
             if ADD:
                 mbarrier.wait(read.index(ME), phase)

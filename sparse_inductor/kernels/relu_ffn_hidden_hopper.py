@@ -102,7 +102,7 @@ def _multiply_tiles(
         accs = nothing(gl.float32, COLUMNS)
         found = pieces_of(held, COLUMNS)
         for i in gl.static_range(EACH):
-            accs = begin_step(accs, ring, n, i > 0, ME, STAGES, False, False)
+            accs = begin_step(accs, ring, n, i > 0, ME, COLUMNS, STAGES, False, False)
             if i < APART * COUNT and i % APART == 0 and t > gl.program_id(0):
                 if i == 0:
                     mbarrier.wait(read.index(ME), phase ^ 1)
@@ -116,7 +116,7 @@ def _multiply_tiles(
             n += 1
         accs = end_step(accs, ring, n - 1, 0, STAGES)
         for _k in range(EACH, KBLOCKS, EACH):
-            accs, n = multiply_steps(accs, ring, n, ME, EACH, STAGES)
+            accs, n = multiply_steps(accs, ring, n, ME, EACH, COLUMNS, STAGES)
         accs = biased(accs, bias, n0, N, TURNED, HAS_BIAS)
         held, m_held, n_held = rounded(accs, dtype), m0, n0
         phase = phase ^ 1
@@ -188,7 +188,7 @@ TILES = {
     keeps: Tiles(
         functools.partial(stages, keeps=keeps),
         upright=((128, 0.49),),
-        turned=((208, 0.795), (192, 0.74), (176, 0.685), (160, 0.62), (144, 0.56)),
+        turned=((192, 0.74), (176, 0.685), (160, 0.62), (144, 0.56)),  # wider: three stages only
     )
     for keeps in (False, True)
 }

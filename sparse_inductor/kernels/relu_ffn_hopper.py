@@ -236,7 +236,7 @@ def _multiply_tiles(
         accs = nothing(gl.float32, COLUMNS)
         found = pieces_of(held, COLUMNS)
         for i in gl.static_range(EACH):
-            accs = begin_step(accs, ring, n, i > 0, ME, STAGES, False, False)
+            accs = begin_step(accs, ring, n, i > 0, ME, COLUMNS, STAGES, False, False)
             if i < APART * COUNT and t > gl.program_id(0):
                 if i % APART == 0:
                     _end_piece(
@@ -249,7 +249,7 @@ def _multiply_tiles(
             n += 1
         accs = end_step(accs, ring, n - 1, 0, STAGES)
         for _k in range(EACH, KBLOCKS, EACH):
-            accs, n = multiply_steps(accs, ring, n, ME, EACH, STAGES)
+            accs, n = multiply_steps(accs, ring, n, ME, EACH, COLUMNS, STAGES)
         accs = biased(accs, bias, n0, N, TURNED, HAS_BIAS)
         held, m_held, n_held = rounded(accs, dtype), m0, n0
     if gl.program_id(0) < tiles_m * tiles_n:

@@ -54,7 +54,7 @@ def _multiply_tiles(operands, ME: gl.constexpr, TWO: gl.constexpr):
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         pm, pn = tile_last(t, full, tiles_n)
         accs = (gl.zeros([ROWS, COLUMNS], gl.float32, MMA),)
-        accs, n = multiply_tile(accs, ring, n, steps * (1 + TWO), ME, STAGES, False, True)
+        accs, n = multiply_tile(accs, ring, n, steps * (1 + TWO), ME, COLUMNS, STAGES, False, True)
         found = pieces(accs[0], PIECES)
         for i in gl.static_range(PIECES):
             piece = as_boxed(found[i])

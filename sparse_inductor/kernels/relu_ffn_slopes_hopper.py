@@ -141,7 +141,9 @@ def _multiply_tiles(
         m0, n0 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
         _ask(out, boxes, read, m0, n0, ME, GATED)
         accs = (gl.zeros([ROWS, COLUMNS], gl.float32, MMA),)
-        accs, n = multiply_tile(accs, ring, gl.to_tensor(0), steps, ME, STAGES, False, True)
+        accs, n = multiply_tile(
+            accs, ring, gl.to_tensor(0), steps, ME, COLUMNS, STAGES, False, True
+        )
         for t in range(first + gl.num_programs(0), tiles, gl.num_programs(0)):
             pm, pn = tile_at(t, tiles_m, tiles_n)
             m1, n1 = (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
@@ -150,19 +152,19 @@ def _multiply_tiles(
             found = pieces(accs[0], PARTS)
             accs = (gl.zeros([ROWS, COLUMNS], gl.float32, MMA),)
             for i in gl.static_range(PARTS):
-                accs = begin_step(accs, ring, n, i > 0, ME, STAGES, False, True)
+                accs = begin_step(accs, ring, n, i > 0, ME, COLUMNS, STAGES, False, True)
                 _end_piece(
                     found[i], out, boxes, read, i % 2, row, m0, n0 + i * PART, extra, M, cut, ME, GATED, F, G
                 )  # fmt: skip
                 accs = end_step(accs, ring, n, 0, STAGES)
-                accs, n = multiply_tile(accs, ring, n + 1, soon, ME, STAGES, False, True)
+                accs, n = multiply_tile(accs, ring, n + 1, soon, ME, COLUMNS, STAGES, False, True)
                 if i + 1 < PARTS:
                     _ask(out, boxes, read, m0, n0 + (i + 1) * PART, ME, GATED)
                     left = beside - 1 - soon
                 else:
                     _ask(out, boxes, read, m1, n1, ME, GATED)
                     left = steps - (PARTS - 1) * beside - 1 - soon
-                accs, n = multiply_tile(accs, ring, n, left, ME, STAGES, False, True)
+                accs, n = multiply_tile(accs, ring, n, left, ME, COLUMNS, STAGES, False, True)
             m0, n0 = m1, n1
         row = m0 - ME * ROWS + i_row
         extra = _extra_of(d_stats, row, stride_s, M, STATS)

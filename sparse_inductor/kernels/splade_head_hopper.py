@@ -185,7 +185,6 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr):
     """
     hidden, weight, h_ring, w_ring, full, empty, rows, groups, blocks = source
     BYTES: gl.constexpr = (ROWS * CONSUMERS + GRANULE * GRANULES) * DEPTH * 2
-    h_box = h_ring._reinterpret(h_ring.dtype, [STAGES * GRANULES, GRANULE, DEPTH], h_ring.layout)
     n = 0
     for unit in range(gl.program_id(0), gl.load(groups) * blocks, gl.num_programs(0)):
         group = groups + 1 + 2 * (unit // blocks)
@@ -205,7 +204,7 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr):
                     box = w_ring.index(stage * CONSUMERS + c)
                     load_box(weight, [v0 + c * ROWS, k * DEPTH], filled, box)
                 for g in gl.static_range(GRANULES):
-                    box = h_box.index(stage * GRANULES + g)
+                    box = h_ring.index(stage).slice(g * GRANULE, GRANULE)
                     load_box(hidden, [row[g], k * DEPTH], filled, box)
                 n += 1
 

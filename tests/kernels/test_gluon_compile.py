@@ -14,8 +14,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compile_all() -> None:
-    """In a process of its own, where the interpreter is off."""
+def compile_all(every: bool) -> None:
+    """In a process of its own, where the interpreter is off. every: kernels of all tile widths; else of a few, one of
+    each way that a tile lies in shared memory."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -38,8 +39,8 @@ def compile_all() -> None:
     from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes
     from sparse_inductor.kernels import relu_ffn_sums as sums
     from sparse_inductor.kernels import relu_ffn_sums_ptx as sums_ptx
+    from sparse_inductor.kernels import splade_head_hopper as splade
     from sparse_inductor.kernels.epilogue import encode
-    from sparse_inductor.kernels.gluon_names import MAY_GROW
 
     def made(kernel, types, constants, of=GluonASTSource, **options):
         given = iter(types)
@@ -76,7 +77,7 @@ def compile_all() -> None:
         """(types of operands, of what is written, constants) of all tiles."""
         for turned, costs in ((False, of.upright), (True, of.turned)):
             for columns, _ in costs:
-                if columns % 64 and not MAY_GROW.value:
+                if not every and columns not in (128, 176, 240):
                     continue
                 parts = [box(tiles.part_of(columns, i), 64) for i in range(tiles.parts_in(columns))]
                 constants = {
@@ -99,13 +100,21 @@ def compile_all() -> None:
     types += "*fp32 *i32 i32 i32 i32 i32 fp32".split()
     constants = {"GATED": True, "STATS": True, "F": encode(parse("relu")), "G": encode(())}
     multiplies(made(slopes._slopes_kernel, types, constants, num_warps=4), bulk)
-    for add, late in ((False, True), (False, False), (True, False)):
+    for add, late in ((False, True), (False, False), (True, False))[: 3 if every else 1]:
         types = [*[token, box(64, 256), token] * 3, "*i32", *["i32"] * 8]
         constants = {"STAGES": 3 if add else 4, "ADD": add, "LATE": late}
         multiplies(made(gradients._sums_kernel, types, constants, num_warps=4), bulk)
-    for two in (False, True):
+    for two in (False, True) if every else (True,):
         types = [*[token, box(64, 256)] * 2, token, "*i32", *["i32"] * 4]
         multiplies(made(product._product_kernel, types, {"TWO": two}, num_warps=4), bulk)
+    granule, types = box(32, 64), "*bf16 *fp32 *fp32 *i32 *i64 *i32 *i32 *bf16 *i16 *fp32".split()
+    for training in (False, True) if every else (True,):
+        constants = {
+            "KBLOCKS": 12, "EACH": 12, "OUTER": encode(parse("relu | log1p")), "HAS_BIAS": True,
+            "HAS_ADD": True, "HAS_FILL": training, "WANT_WINNER": training,
+        }  # fmt: skip
+        given = [granule, token, *types, *["i32"] * 5]
+        multiplies(made(splade._peak_kernel, given, constants, num_warps=4), bulk)
     body = ptx.dots("bf16", 16, 1)
     constants = {"SLICES": 16, "PARTS": 8, "TILES": 11, "BODY": body, "FIRST": True}
     types = "*bf16 *bf16 *i32 *i32 *i16 *fp32 i32 i32 i32 i32 i32 i32".split()
@@ -144,14 +153,15 @@ def compile_all() -> None:
     print("compiled")
 
 
-def test_kernels_compile_for_hopper(tmp_path):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.heavy)])
+def test_kernels_compile_for_hopper(every, tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     env = {
         **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, Path(__file__).parent))),
         "TRITON_CACHE_DIR": str(tmp_path),
     }
-    command = "from test_gluon_compile import compile_all; compile_all()"
+    command = f"from test_gluon_compile import compile_all; compile_all({every})"
     done = subprocess.run(
         [sys.executable, "-c", command], env=env, capture_output=True, text=True, check=False
     )
