@@ -272,7 +272,10 @@ class Watch:
     def enclose(self, target: Callable[..., Any], *arguments: Any) -> None:
         """Put one call of `target(tensors, sizes, *arguments)` in the place of what was put in; it returns a list of
         contiguous tensors, one for each value that is read outside."""
-        values = [fake(now).new_empty(fake(now).shape) for now in self.replaced.values()]
+        values = [
+            t.new_empty(t.shape).requires_grad_(t.requires_grad)
+            for t in map(fake, self.replaced.values())
+        ]
         order = {n: at for at, n in enumerate(self._graph.nodes)}
         last = max([*self.new, *self.replaced.values()], key=order.__getitem__)
         with self._graph.inserting_after(last):

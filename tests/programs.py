@@ -65,3 +65,70 @@ def encoder(seed: int = 0, **kwargs) -> Encoder:
     """The model with the weights of a seed; it is the same for the same seed."""
     torch.manual_seed(seed)
     return Encoder(**kwargs)
+
+
+class Block(nn.Module):
+    """A feed-forward block."""
+
+    def __init__(self, dim: int = D) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Mixing(nn.Module):
+    """Attention over all tokens."""
+
+    def __init__(self, dim: int = D) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(dim, dim) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return entmax15(self.q(x) @ self.k(x).mT / math.sqrt(D), dim=-1) @ self.v(x)
+
+
+class Routing(nn.Module):
+    """Sparse probabilities over the features."""
+
+    def __init__(self, dim: int = D) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return entmax15(self.gate(x), dim=-1)
+
+
+class Pooling(nn.Module):
+    """A SPLADE head over as many words as there are features, added to every token."""
+
+    def __init__(self, dim: int = D) -> None:
+        super().__init__()
+        self.decoder = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.log1p(torch.relu(self.decoder(x))).amax(1, keepdim=True)
+
+
+class Scoring(nn.Module):
+    """Scores of as many documents as there are features by each sequence's first token, added to every token."""
+
+    def __init__(self, dim: int = D) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.arange(3 * dim).view(dim, 3) % (dim - 1))
+        self.register_buffer("weights", torch.rand(dim, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = x[:, 0]
+        return x + (query[:, self.ids] * self.weights).sum(-1).unsqueeze(1)
+
+
+LAYERS = {
+    "relu_ffn": Block,
+    "entmax_attention": Mixing,
+    "entmax": Routing,
+    "splade_head": Pooling,
+    "sparse_scores": Scoring,
+}
+"""A module [B, L, D] -> [B, L, D] with one rewrite of each pattern."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .fakes import fake, same_size, tensors_in
+from .fakes import fake, require_grad, same_size, tensors_in
 
 __all__ = ["Emitter"]
 
@@ -63,9 +64,8 @@ class Emitter:
             if key in self._anchor.meta:
                 node.meta[key] = self._anchor.meta[key]
         args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
-        mode = next(
-            (v.fake_mode for v in tensors_in((args, kwargs)) if hasattr(v, "fake_mode")), None
-        )
+        inputs = list(tensors_in((args, kwargs)))
+        mode = next((t.fake_mode for t in inputs if hasattr(t, "fake_mode")), None)
         with mode or contextlib.nullcontext(), torch.no_grad():
             if make is not None:
                 value = make()
@@ -73,8 +73,21 @@ class Emitter:
                 value = getattr(args[0], node.target)(*args[1:], **kwargs)
             else:
                 value = node.target(*args, **kwargs)
+        learns = node.target != "detach" and any(t.requires_grad for t in inputs)
+        if learns and self._recorded:
+            require_grad(value)
         node.meta["example_value"] = value
         return node
+
+    @functools.cached_property
+    def _recorded(self) -> bool:
+        """Whether autograd records what runs at the anchor."""
+        node = self._anchor.prev
+        while node.op != "root":
+            if node.target is torch._C._set_grad_enabled:
+                return bool(node.args[0])
+            node = node.prev
+        return torch.is_grad_enabled()
 
 
 def _memory_order(t: torch.Tensor) -> list[int] | None:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["fake", "same_size", "static_size", "tensors_in"]
+__all__ = ["fake", "require_grad", "same_size", "static_size", "tensors_in"]
 
 
 def fake(node: Any) -> Any:
@@ -41,3 +41,11 @@ def tensors_in(x: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(v)
     elif isinstance(x, dict):
         yield from tensors_in(tuple(x.values()))
+
+
+def require_grad(value: Any) -> None:
+    """Mark the fake values of a call that autograd records: a region that torch traces apart (nested_compile_region)
+    takes results that require no gradient for not differentiable."""
+    for t in tensors_in(value):
+        if t.dtype.is_floating_point and not t.requires_grad:
+            t.requires_grad_()
