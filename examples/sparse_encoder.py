@@ -1,4 +1,6 @@
-"""sentence-transformers: a SparseEncoder trained with SpladeLoss, then `encode`. Nothing in it knows about the package.
+"""sentence-transformers: a SparseEncoder trained with SpladeLoss, then `encode`.
+
+One line knows about the package: `drop_logits` says that nobody reads the logits which an encoder returns.
 
 python examples/sparse_encoder.py        (needs sentence-transformers)
 """
@@ -10,6 +12,8 @@ import tempfile
 
 import torch
 from side_by_side import Side, main, sentences, tokenizer
+
+from sparse_inductor.integrations.sentence_transformers import drop_logits
 
 
 def train_and_encode(side: Side) -> None:
@@ -38,6 +42,7 @@ def train_and_encode(side: Side) -> None:
     loss = SpladeLoss(
         model, ranking, query_regularizer_weight=5e-5, document_regularizer_weight=3e-5
     )
+    drop_logits(model)
     model.compile(dynamic=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

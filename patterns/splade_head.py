@@ -48,7 +48,6 @@ from sparse_inductor.match.poolings import (
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import is_parameter, swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
-from sparse_inductor.unread import drop_unread_logits
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
@@ -157,10 +156,6 @@ class SpladeHead:
         | ANCHORS
         | PRODUCTS
     )
-
-    def setup(self) -> Callable[[], None]:
-        """Compiled encoders of sentence-transformers return logits that nobody reads, unless they are asked not to."""
-        return drop_unread_logits()
 
     def match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
         try:

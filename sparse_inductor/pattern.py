@@ -82,9 +82,9 @@ class Pattern(Protocol):
       graph that share
       nodes, or merges them. Without it all are accepted.
     - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one
-      compile only)
-      for process-wide switches that the pattern needs; the result puts everything back and is
-      called by `disable()`.
+      compile only) for what Dynamo has to know while the pattern is on, such as a function to trace
+      in another's place. Nothing that eager code could notice: no flag, no patch, no import hook.
+      The result puts everything back and is called by `disable()`.
     """
 
     name: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import subprocess
+import pickle
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from corpus.case import Case
+from sparse_inductor.integrations.sentence_transformers import drop_logits
 from support import (
     assert_same_result,
     compile_without_codegen,
@@ -271,6 +272,7 @@ def encode(encoder) -> Tensor:
 def compiled_encode(encoder, report):
     """encode() of an encoder that was compiled with `encoder.compile()`, and of one that was not."""
     expected = encode(encoder)
+    drop_logits(encoder)
     assert expected.shape == (3, V) and expected.count_nonzero() > V / 4
     spy = compile_without_codegen(encoder)
     encoder.compile(backend=spy._backend)
@@ -291,43 +293,43 @@ def features(mask: Tensor | None = None) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": ones if mask is None else mask}
 
 
-def test_a_sparse_encoder_that_is_called_returns_its_logits(encoder):
-    """Only `encode` and `SpladeLoss` are known to drop them; the same compiled encoder serves both."""
+def test_enable_takes_no_logits_from_anybody(encoder):
+    """Neither from a caller nor from a subclass of the loss, compiled or not."""
+    from sentence_transformers.sparse_encoder.losses import SpladeLoss
+
+    before = dict(vars(type(encoder))), dict(vars(SpladeLoss)), list(sys.meta_path)
     encoder.eval()
     with torch.no_grad():
         expected = encoder(features())
-    with only_splade_head() as report, torch.no_grad():
-        encoder.compile(backend="eager")
-        for _ in range(2):  # before an `encode` and after it
+    with only_splade_head(), torch.no_grad():
+        assert (dict(vars(type(encoder))), dict(vars(SpladeLoss)), sys.meta_path) == before
+        for backend in (None, "eager"):
+            if backend:
+                encoder.compile(backend=backend)
             given = features()
+            encode(encoder)
             found = encoder(given)
             torch.testing.assert_close(found["token_embeddings"], expected["token_embeddings"])
             assert given.keys() == found.keys() == expected.keys()
-            assert encode(encoder).shape == (3, V)
-        # In inference mode a graph is another one than without gradients: called twice, encoded once.
-        assert [m.reason for m in near_misses(report)] == []
+            columns = [features(), features()]
+            splade_loss(encoder)(columns, None)
+            assert all("token_embeddings" in column for column in columns)
 
 
-def test_a_hook_on_a_sparse_encoder_sees_the_logits(encoder):
-    seen = []
-    encoder.register_forward_hook(lambda module, args, out: seen.append(out.keys()))
-    with only_splade_head():
-        encode(encoder)
-    assert seen and all("token_embeddings" in keys for keys in seen)
-
-
-def test_a_subclass_with_its_own_forward_sees_the_logits(encoder):
-    import sentence_transformers
-
-    class Counting(sentence_transformers.SparseEncoder):
-        def forward(self, input, **kwargs):
-            found = super().forward(input, **kwargs)
-            found["sentence_embedding"] = found["token_embeddings"].amax(1)
-            return found
-
-    encoder.__class__ = Counting
-    with only_splade_head():
-        assert encode(encoder).shape == (3, V)
+def test_dropping_logits_concerns_one_encoder_until_it_is_undone(encoder):
+    other = copy.deepcopy(encoder)
+    undo = drop_logits(encoder)
+    given = features()
+    found = encoder(given)
+    assert "token_embeddings" not in found and "sentence_embedding" in found
+    assert given.keys() == features().keys()
+    for again in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+        assert "token_embeddings" not in again(features())
+        assert again.forward.args[0] is again
+    assert "token_embeddings" in other(features())
+    undo()
+    assert "token_embeddings" in encoder(features())
+    assert "forward" not in vars(encoder)
 
 
 def splade_loss(encoder):
@@ -355,41 +357,13 @@ def test_splade_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint):
         return [p.grad for p in model.parameters() if p.grad is not None]
 
     expected = gradients(plain)
+    drop_logits(ours)
     with only_splade_head() as report:
         ours.compile(backend=compile_without_codegen(ours)._backend, dynamic=True)
         found = gradients(ours)
         assert rewrites(report), near_misses(report)
         assert near_misses(report) == []
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=3e-5)
-
-
-def test_sentence_transformers_is_as_it_was_afterwards():
-    sentence_transformers = pytest.importorskip("sentence_transformers")
-    from sentence_transformers.sparse_encoder.losses import SpladeLoss
-
-    encoder = sentence_transformers.SparseEncoder
-    before = vars(encoder).copy(), vars(SpladeLoss).copy()
-    with only_splade_head():
-        assert vars(encoder)["encode"] is not before[0]["encode"]
-    assert (dict(vars(encoder)), dict(vars(SpladeLoss))) == (dict(before[0]), dict(before[1]))
-
-
-def test_sentence_transformers_may_be_imported_later():
-    pytest.importorskip("sentence_transformers")
-    program = """
-import sys, sparse_inductor
-def waiting():
-    return any(type(finder).__module__ == "sparse_inductor.unread" for finder in sys.meta_path)
-sparse_inductor.enable(only="splade_head")
-assert waiting()
-from sentence_transformers import SparseEncoder
-assert not waiting()
-assert "forward" in vars(SparseEncoder)
-sparse_inductor.disable()
-assert "forward" not in vars(SparseEncoder)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ that matrix is dense, some columns at a time.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +14,7 @@ import torch
 from ..epilogue.plan import Lowered
 from ..epilogue.steps import dual, run
 from ._arguments import looks_at
-
-# CSR products are what PyTorch has for this; its once-a-process notice is of no use to our users.
-warnings.filterwarnings(
-    "ignore", message="Sparse CSR tensor support is in beta", category=UserWarning
-)
+from ._csr import csr
 
 # One tile of logits is this many tokens by columns: 4 MiB in fp32, about a core's share of the outer caches.
 # Smaller tiles make the GEMM itself slower, larger ones send the reduction to memory.
@@ -256,12 +251,7 @@ def _scatter_rows(
         if a == b:
             out[first:last] = 0
             continue
-        matrix = torch.sparse_csr_tensor(
-            start[first : last + 1] - a,
-            col[a:b],
-            value[a:b],
-            size=(last - first, table.shape[0]),
-            check_invariants=False,
-        )
+        size = (last - first, table.shape[0])
+        matrix = csr(start[first : last + 1] - a, col[a:b], value[a:b], size)
         out[first:last] = matrix @ table
     return out

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -12,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._arguments import looks_at
+from ._csr import csr
 
-__all__ = ["Documents", "blocks", "compute_dtype", "documents", "say_beta_once", "transposed"]
+__all__ = ["Documents", "blocks", "compute_dtype", "documents", "transposed"]
 
 BLOCK = 1 << 24  # scores at a time: 64 MiB of fp32, a few milliseconds of work
 _FEW = 8  # queries up to which a sparse product is faster than bags (measured, two cores)
@@ -109,27 +108,13 @@ def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple
         offsets = offsets - start
         if B <= _FEW and looks_at(query):  # cuSPARSE promises no order of the additions
             kind = torch.int32 if small else torch.int64
-            rows = _csr(offsets.to(kind), terms.to(kind), values, V + 1)
+            rows = csr(offsets.to(kind), terms.to(kind), values, (len(offsets) - 1, V + 1))
             yield first, (rows @ table).t()
         else:
             yield first, F.embedding_bag(
                 terms.long(), table, offsets, mode="sum", per_sample_weights=values,
                 include_last_offset=True,
             ).t()  # fmt: skip
-
-
-@functools.cache
-def say_beta_once() -> None:
-    """PyTorch warns once a process that sparse CSR is beta: that is no news for the user of an operator."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.zeros(1, 1).to_sparse_csr()
-
-
-def _csr(offsets: Tensor, terms: Tensor, values: Tensor, V: int) -> Tensor:
-    say_beta_once()
-    size = (offsets.numel() - 1, V)
-    return torch.sparse_csr_tensor(offsets, terms, values, size, check_invariants=False)
 
 
 def transposed(docs: Documents, V: int) -> Documents:
