@@ -6,8 +6,10 @@ On a CPU they are ATen and always run.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shutil
+from collections.abc import Iterable
 from importlib import metadata
 
 import torch
@@ -38,6 +40,23 @@ def missing(device: torch.device) -> str:
     if capability < LEAST_CAPABILITY:
         have, least = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
         return f"this GPU has compute capability {have}, its kernels need {least}"
+    return _import_problem(_KERNELS)
+
+
+# The modules that operators import their kernels from.
+_KERNELS = (
+    "entmax", "entmax_attention", "relu_ffn", "relu_ffn_backward", "relu_ffn_kept", "replay",
+    "sparse_scores_best", "sparse_scores_documents", "splade_head_backward", "splade_head_forward",
+)  # fmt: skip
+
+
+def _import_problem(modules: Iterable[str]) -> str:
+    for name in modules:
+        try:
+            importlib.import_module(f"{__package__}.kernels.{name}")
+        except Exception as error:
+            line = (str(error).splitlines() or [""])[0]
+            return f"its kernels cannot be imported ({name}: {type(error).__name__}: {line})"
     return ""
 
 

@@ -189,8 +189,9 @@ class Operator:
             except Exception as error:
                 failures.append(_noted(error))
             else:
-                if failures:
-                    self._lower(args[0], layer, failures)
+                lasting = [e for e in failures if "out of memory" not in str(e).lower()]
+                if lasting:
+                    self._lower(args[0], layer, lasting)
                 return result
         raise failures[0]
 

@@ -200,9 +200,13 @@ def _kernels(q, k, v, terms):
     named = dict(zip(_KEYWORDS, terms, strict=True))
     kernels = None
     if has_kernels(q):
-        from ..kernels import entmax_attention as module
+        try:
+            from ..kernels import entmax_attention as module
 
-        kernels = module if module.applies(q, k, v, **named) else None
+            kernels = module if module.applies(q, k, v, **named) else None
+        except ImportError:
+            if launches(q):
+                raise
     alpha = named["alpha_value"] if named["alpha"] is None else named["alpha"]
     rest = {name: t for name, t in named.items() if name not in ("alpha", "alpha_value")}
     return kernels, named, aten.Terms(alpha=alpha, **rest)
