@@ -281,8 +281,7 @@ _PROBES = (
 
 def _path(probe: _Probe, device: torch.device) -> Finding:
     """Which layer computes an operator here."""
-    group = f"kernels, on {device}"
-    name = f"sparse_inductor::{probe.operator}"
+    group, name = f"kernels, on {device}", probe.operator
     if device.type not in layers.DEVICES:
         return Finding(group, name, "ATen: kernels are for GPUs")
     started = time.perf_counter()

@@ -52,6 +52,25 @@ def test_what_the_body_does_not_take_stays_the_operator(graphs):
     assert "inline_test.twice" in code
 
 
+def test_what_the_body_cannot_launch_stays_the_operator(graphs):
+    """There is no second way to launch a kernel once Inductor has it."""
+
+    def body(x: Tensor) -> Tensor:
+        torch.neg(x)
+        raise RuntimeError("PassManager::run failed")
+
+    lib = torch.library.Library("inline_test", "FRAGMENT")
+    lib.define("thrice(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    lib.impl("thrice", lambda x: x * 3, "CPU")
+    torch.library.register_fake("inline_test::thrice", lambda x: x * 1, lib=lib)
+    inline(lib, "thrice", body, lambda x: True)
+    try:
+        code = traced(graphs, lambda x: torch.ops.inline_test.thrice(x), torch.randn(4, 3))
+    finally:
+        lib._destroy()
+    assert "inline_test.thrice" in code and "aten.neg" not in code
+
+
 def test_symbolic_sizes_keep_the_operator(graphs):
     def fn(x: Tensor) -> Tensor:
         return torch.ops.inline_test.twice(x, 2.0)

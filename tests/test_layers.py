@@ -205,10 +205,10 @@ def relu_ffn(
     device: torch.device, tokens: int, share: float = 0.02, up: bool = True, stats: bool = False
 ):
     """The last feature shifts the gates so that about `share` of them are positive, and all in the first rows."""
-    K, N, D = (256, 8192, 256) if device.type == "cuda" else (16, 160, 16)
+    K, N, D = (256, 8192, 256) if device.type == "cuda" else (16, 96, 16)
     x = _draw(device, tokens, K)
     x[:, -1] = 1
-    x[: tokens // 8, -1] = -2
+    x[: tokens // 8, -1] = -4
     gate = _draw(device, N, K, scale=K**-0.5, seed=1)
     gate[:, -1] = -torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
     weights = [gate, _draw(device, D, N, scale=0.25, seed=2)]
@@ -307,9 +307,9 @@ CASES = {
     ),
     "relu_ffn of one token": Case(lambda d: relu_ffn(d, 1), "relu_ffn"),
     "relu_ffn of four tokens": Case(lambda d: relu_ffn(d, 4), "relu_ffn"),
-    "relu_ffn": Case(lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 32), "relu_ffn"),
+    "relu_ffn": Case(lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 20), "relu_ffn"),
     "relu_ffn without a second factor": Case(
-        lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 32, up=False, stats=True), "relu_ffn"
+        lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 20, up=False, stats=True), "relu_ffn"
     ),
     "entmax": Case(entmax, "entmax"),
     "entmax_attention": Case(

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from .. import compat
 from ..epilogue.cut import cut
 from ..epilogue.steps import ROW, Program, parse, run
+from ..layers import Layer, current
 from . import _relu_ffn_aten as aten
 from ._arguments import FLOATS, differ
 from ._dispatch import (
@@ -272,6 +273,8 @@ def _backward(
     flat = x.reshape(-1, x.shape[-1])
     dy = grad.reshape(-1, grad.shape[-1])
     d_numbers = d_stats.reshape(4, -1) if stats else None
+    if current() > Layer.NATIVE:
+        count = count.clone()  # without the room behind it, which is for the first layer's kernels
     packed = aten.Packed(count, index, gates, ups)
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
