@@ -26,7 +26,7 @@ from sparse_inductor.match.checks import (
     without_outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, transform
+from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, above_one, transform
 from sparse_inductor.match.entmax_form import ENDS, ends_here
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.leaves import show_entmax
@@ -79,6 +79,8 @@ class RowsMatch:
         if tensor is not None and not isinstance(fake(tensor), torch.Tensor):
             shape = (1,) * fake(found.source).dim()  # a number that is known when it runs
             tensor = e.method("new_full", found.source, shape, tensor, dtype=torch.float32)
+        if tensor is not None:
+            tensor = above_one(e, tensor)
         p = e.call(torch.ops.sparse_inductor.entmax.default, source, tensor, number, found.dim)
         wanted = fake(self.anchor).dtype
         if fake(p).dtype != wanted:

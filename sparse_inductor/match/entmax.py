@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from .emit import Emitter
 from .entmax_form import ENDS, Candidate, Form, form, unshifted
 from .entmax_trial import Trial
 from .graph import GraphView, fake
 from .shapes import Decline
 from .trial import Region, region
 
-__all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "transform"]
+__all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "above_one", "transform"]
 
 LEAVES = frozenset("entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
 _LOSS = "a Fenchel-Young loss of entmax is one number a row; there is no operator for it"
@@ -150,6 +152,14 @@ def _sane(alpha: float, node: fx.Node) -> float:
         what = "is softmax, which has no zeros" if alpha == 1 else "is no sparse transformation"
         raise Decline(f"alpha={alpha:g} {what}", node)
     return alpha
+
+
+def above_one(e: Emitter, alpha: fx.Node) -> fx.Node:
+    """A tensor alpha as the operators take it: where a learned one has been rounded to 1, which is softmax, it is the
+    least number above 1 whose probabilities are softmax's to rounding, and has no gradient."""
+    if fake(alpha).dtype not in (torch.float32, torch.float64):
+        alpha = e.cast(alpha, torch.float32)
+    return e.call(torch.where, e.call(operator.eq, alpha, 1), 1 + 2**-20, alpha)
 
 
 # Written out

@@ -15,7 +15,7 @@ from torch import fx
 
 from .axes import Atom, Axis, Placed, flat
 from .emit import Emitter
-from .entmax import Transform
+from .entmax import Transform, above_one
 from .graph import GraphView, fake, static_size
 from .scores import ABSORBS, Scores
 
@@ -133,8 +133,9 @@ class Attention:
         if not isinstance(alpha, fx.Node):
             return None, alpha
         if self.alpha is not None:
-            return self._beside(e, self.alpha), 0.0
+            return above_one(e, self._beside(e, self.alpha)), 0.0
         one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=torch.float32)
+        one = above_one(e, one)
         return one, 0.0  # a number that is known when it runs
 
     def _scaled(
