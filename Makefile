@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | gpu-test | multigpu-test | campaign | fuzz | long-run | examples | docs | clean
+# make demo | test | test-all | lint | bench | gpu-test | multigpu-test | campaign | fuzz | planted | long-run | examples | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test test-all lint bench gpu-test multigpu-test campaign fuzz long-run examples docs clean
+.PHONY: demo test test-all lint bench gpu-test multigpu-test campaign fuzz planted long-run examples docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -41,6 +41,10 @@ PROCESSES ?= $(JOBS)
 SEED ?= 0
 fuzz: $(READY)
 	$(PYTHON) -m tests.fuzz --programs $(PROGRAMS) --processes $(PROCESSES) --seed $(SEED) --log fuzz.log $(ARGS)
+
+# Which planted mistake is caught by verify, by the fuzzer, by the tests; with ARGS=words those that are named so.
+planted: $(READY)
+	PYTHONPATH=tests:. $(PYTHON) -m planted.table $(ARGS)
 
 # 2 000 training steps of ever new shapes; `make test` runs 80.
 long-run: $(READY)

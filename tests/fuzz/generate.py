@@ -461,9 +461,8 @@ def _position(m: Maker) -> tuple[int, str]:
     return at, m.r.choice(names)
 
 
-def disturb(m: Maker) -> None:
-    """Put one hazard in."""
-    kind = m.r.choices(list(HAZARDS), list(HAZARDS.values()))[0]
+def disturb(m: Maker, kind: str) -> None:
+    """Put a hazard in."""
     at, v = _position(m)
     if kind in ("write", "late write"):
         if kind == "late write":  # between a read and a later one
@@ -539,9 +538,17 @@ def _change(m: Maker, kind: str, at: int, v: str) -> None:
     m.steps.insert(at, Step(f"{name} = {text}", v, hazard=kind))
 
 
-def generate(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Program:
-    """The program of a seed; `families` are those that it may be made of."""
+def generate(
+    seed: int,
+    families: Sequence[str] = tuple(FAMILIES),
+    hazards: Sequence[str] | None = None,
+    values: str | None = None,
+) -> Program:
+    """The program of a seed; `families` are those that it may be made of, `hazards` what is put in (default: a few by
+    chance), and `values` what kind of values its inputs have."""
     m = Maker(seed)
+    m.values = values or m.values
+    m.weights = "integers" if values == "integers" else m.weights
     r = m.r
     chosen = [r.choice(list(families)) for _ in range(r.choices([1, 2, 3], [30, 50, 20])[0])]
     x = m.features()
@@ -550,8 +557,11 @@ def generate(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Program:
         m.returns.append(y)
         if family in ("relu_ffn", "entmax_attention") and r.random() < 0.6:
             x = y
-    for _ in range(r.choices([0, 1, 2, 3], [32, 44, 18, 6])[0]):
-        disturb(m)
+    if hazards is None:
+        number = r.choices([0, 1, 2, 3], [32, 44, 18, 6])[0]
+        hazards = r.choices(list(HAZARDS), list(HAZARDS.values()), k=number)
+    for kind in hazards:
+        disturb(m, kind)
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
     used = {n for s in m.steps for n in s.loads}
     exact = m.values == m.weights == "integers"

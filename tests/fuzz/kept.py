@@ -25,6 +25,10 @@ def tensor(
 class _Kept(Program):
     """A program whose function is there already."""
 
+    @property
+    def name(self) -> str:
+        return self.__dict__["fn"].__name__
+
     def function(self) -> Callable[..., Any]:
         return self.__dict__["fn"]
 
@@ -38,6 +42,7 @@ def kept(**fields: Any) -> Callable[[Callable[..., Any]], Program]:
         inputs = tuple(Input(n, *list(vars(given[n]).values())[1:]) for n in names)
         others = {n: v for n, v in fields.items() if n not in given}
         body = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
+        body.decorator_list = []
         program = _Kept(inputs=inputs, steps=(Step(ast.unparse(body)),), returns=(), **others)
         program.__dict__["fn"] = fn
         return program

@@ -2,6 +2,7 @@
 
 A bug is planted where such a mistake would be made: in what the pattern puts into the graph, or in the operator. Each
 names the program that shows it. A family's file has `PATTERN`, `PROGRAMS` and `BUGS`; it is found by lying here.
+`overlooked` has those of another kind, what a pattern does not look at, and `table` says who catches which.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["BUGS", "PROGRAMS", "Bug", "bug_named", "program"]
 PROGRAMS: dict[str, Program] = {}
 BUGS: list[Bug] = []
 for _found in pkgutil.iter_modules(__path__):
-    if _found.name != "bug":
+    if _found.name not in ("bug", "overlooked", "table"):
         _family = importlib.import_module(f"planted.{_found.name}")
         PROGRAMS |= _family.PROGRAMS
         BUGS += _family.BUGS

@@ -115,7 +115,11 @@ def _fill(value: float) -> Callable[[], Any]:
 
 _forward = functools.partial(result, aten, "forward")
 _gradients = functools.partial(result, aten, "backward")
-_entries = functools.partial(result, aten, "slopes")
+
+
+def _winners(change: Callable[..., Any]) -> bug.Plant:
+    """The gradients of the winning logits and their positions, on their way into the backward's products."""
+    return instead(aten, "_from_entries", lambda f, g, w, *rest: f(*change(g, w), *rest))
 
 
 @contextlib.contextmanager
@@ -178,6 +182,6 @@ BUGS = (
     Bug("gradient of the weight dropped", _gradients(lambda h, w, b: (h, _all(w), b)), backward=True),
     Bug("gradient doubled", _gradients(lambda h, w, b: (h * 2, w, b)), backward=True),
     Bug("slope of log1p forgotten", _flat_slope, backward=True),
-    Bug("gradient at the wrong position", _entries(lambda b, v, s, g: (b, v, (s + 1) % S, g)), backward=True),
-    Bug("gradient of the wrong sequence", _entries(lambda b, v, s, g: ((b + 1) % B, v, s, g)), backward=True),
+    Bug("gradient at the wrong position", _winners(lambda g, w: (g, (w + 1) % S)), backward=True),
+    Bug("gradient of the wrong sequence", _winners(lambda g, w: (g.roll(1, 0), w.roll(1, 0))), backward=True),
 )  # fmt: skip

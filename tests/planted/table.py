@@ -1,0 +1,121 @@
+"""Who catches which planted mistake: verify, the fuzzer, the tests.   python -m planted.table (make planted)
+
+The tests compare the program that shows a mistake with itself unrewritten (`assert_matches_reference`, or the fuzzer's
+comparison for what is overlooked); the fuzzer has `SEEDS` seeds of the mistake's family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import sparse_inductor
+from fuzz.compare import check
+from fuzz.generate import generate
+from fuzz.program import Program
+from planted import BUGS, PROGRAMS, Bug, program
+from planted.overlooked import OVERLOOKED, Overlooked
+from sparse_inductor.testing import assert_matches_reference, compile_without_codegen
+
+__all__ = ["Caught", "by_fuzz", "by_tests", "by_verify", "caught"]
+
+SEEDS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Caught:
+    """fuzz: the seed that did."""
+
+    verify: bool
+    fuzz: int | None
+    tests: bool
+
+    @property
+    def by(self) -> int:
+        return self.verify + (self.fuzz is not None) + self.tests
+
+
+def caught(mistake: Bug | Overlooked, seeds: int = SEEDS) -> Caught:
+    return Caught(by_verify(mistake), by_fuzz(mistake, seeds), by_tests(mistake))
+
+
+def by_verify(mistake: Bug | Overlooked) -> bool:
+    if isinstance(mistake, Overlooked):
+        with mistake.plant():
+            return any(f.kind == "caught" for f in check(mistake.program, verify=True).findings)
+    fn, args = program(mistake.program)
+    torch._dynamo.reset()
+    sparse_inductor.report().clear()
+    only = PROGRAMS[mistake.program].pattern
+    with mistake.plant(), sparse_inductor.enabled(only=only, verify=True):
+        compile_without_codegen(fn)(*args)
+    return any(c.verdict == "differs" for c in sparse_inductor.report().checks)
+
+
+def by_tests(mistake: Bug | Overlooked) -> bool:
+    if isinstance(mistake, Overlooked):
+        with mistake.plant():
+            return bool(check(mistake.program).findings)
+    try:
+        with mistake.plant():
+            assert_matches_reference(*program(mistake.program))
+    except AssertionError:
+        return True
+    return False
+
+
+def by_fuzz(mistake: Bug | Overlooked, seeds: int = SEEDS) -> int | None:
+    """The first seed whose program is right without the mistake and wrong with it."""
+    for seed in range(seeds):
+        drawn = _drawn(mistake, seed)
+        with mistake.plant():
+            found = check(drawn).findings
+        if found and _right(drawn):
+            return seed
+    return None
+
+
+def _drawn(mistake: Bug | Overlooked, seed: int) -> Program:
+    if isinstance(mistake, Overlooked):
+        return generate(seed, (mistake.family,), mistake.hazards, mistake.values)
+    return generate(seed, (PROGRAMS[mistake.program].pattern,), ())
+
+
+_known: dict[str, bool] = {}
+
+
+def _right(drawn: Program) -> bool:
+    if (text := drawn.text()) not in _known:
+        _known[text] = not check(drawn).findings
+    return _known[text]
+
+
+def main(names: Sequence[str]) -> int:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    logging.disable(logging.ERROR)
+    wanted = [m for m in (*BUGS, *OVERLOOKED) if not names or any(n in m.name for n in names)]
+    width = max(len(m.name) for m in wanted) + 2
+    print(f"{'mistake':{width}}{'family':18}verify  fuzz (seed)  tests", flush=True)
+    twice = 0
+    for mistake in wanted:
+        family = (
+            mistake.family if isinstance(mistake, Overlooked) else PROGRAMS[mistake.program].pattern
+        )
+        with contextlib.redirect_stderr(None):
+            found = caught(mistake)
+        twice += found.by >= 2
+        fuzz = "-" if found.fuzz is None else f"yes ({found.fuzz})"
+        verify, tests = ("yes" if c else "-" for c in (found.verify, found.tests))
+        print(f"{mistake.name:{width}}{family:18}{verify:8}{fuzz:13}{tests}", flush=True)
+    print(f"{twice} of {len(wanted)} are caught by at least two of the three")
+    return 0 if twice == len(wanted) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
