@@ -21,6 +21,7 @@ import sparse_inductor
 from sparse_inductor import ability, doctor, layers
 from sparse_inductor.layers import KernelWarning, Layer, Operator
 from sparse_inductor.ops import _dispatch, _merge
+from sparse_inductor.ops import _sparse_scores_aten as scoring
 
 ops = torch.ops.sparse_inductor
 
@@ -453,6 +454,43 @@ def test_no_kernel_compiles(name, training, request):
     assert kernels and len(seen) == len(kernels)
     for a, b in zip(got, want, strict=True):
         close(a, b, 1e-5, name)
+
+
+@pytest.mark.parametrize("form", ["padded", "rows", "offsets"])
+def test_scores_of_a_gpus_tensors_ask_nothing(form, as_on_a_gpu):
+    """Entries out of range count nothing, as for the kernels; entries may lie before and behind all documents."""
+    V, L, N = 20, 4, 6
+    query = torch.rand(3, V, generator=_generator())
+    ids = torch.randint(-V, V + 1, (N, L), generator=_generator(1))
+    values = torch.rand(N, L, generator=_generator(2))
+    ids[2, 1], ids[4, 0] = V + 7, -V - 3
+    term = torch.where(ids < 0, ids + V, ids)
+    sound = (term >= 0) & (term < V)
+    want = (query[:, term.clamp(0, V - 1)] * values * sound).sum(-1)
+    rows = offsets = None
+    if form == "rows":
+        order = torch.randperm(N * L, generator=_generator(3))
+        rows = torch.arange(N).repeat_interleave(L)[order]
+        ids, values = ids.flatten()[order], values.flatten()[order]
+        rows[rows == 5] = N + 2
+        rows[rows == 1] -= N
+        want[:, 5] = 0
+    elif form == "offsets":
+        ids, values = (torch.cat((t[3], t.flatten(), t[2])) for t in (ids, values))
+        offsets = torch.arange(N + 1) * L + L
+    docs = scoring.documents(ids, values, rows, offsets, N, V)
+    found = torch.cat([scores for _, scores in scoring.blocks(query, docs)], 1)
+    torch.testing.assert_close(found, want)
+    torch.testing.assert_close(
+        scoring._all_scores(torch.cat((query.t(), torch.zeros(1, 3))), docs, torch.float32), want
+    )
+    grad = torch.rand(3, N, generator=_generator(4))
+    posts = scoring.transposed(docs, V)
+    back = torch.cat([scores for _, scores in scoring.blocks(grad, posts)], 1)
+    dense = torch.autograd.functional.vjp(
+        lambda q: torch.cat([s for _, s in scoring.blocks(q, docs)], 1), query, grad
+    )[1]
+    torch.testing.assert_close(back, dense)
 
 
 def test_the_report_names_a_kernel_that_fails(cpu_as_gpu):

@@ -45,7 +45,8 @@ def documents(
 ) -> Documents:
     """The documents of `sparse_scores`'s arguments, by row.
 
-    Raises IndexError for a term outside [-V, V], a row outside [-N, N) and offsets that do not fit.
+    Raises IndexError for a term outside [-V, V], a row outside [-N, N) and offsets that do not fit. On a GPU nobody
+    looks: such an entry counts nothing, as the kernels have it, and entries may lie before and behind all documents.
     """
     if rows is None and offsets is None:
         L = ids.shape[1]
@@ -53,13 +54,15 @@ def documents(
         starts = starts if L else torch.zeros(num_docs + 1, dtype=torch.int64, device=ids.device)
         return Documents(starts, _terms(ids.reshape(-1), V), values.reshape(-1))
     ids, values = ids.reshape(-1), values.reshape(-1)
+    if offsets is not None and not looks_at(offsets):
+        return Documents(offsets.long(), _terms(ids, V), values)
     if offsets is not None:
         first, last = _ends(offsets, ids.numel())
         here = slice(first, last)  # what lies before and behind is no document's
         return Documents(offsets.long() - first, _terms(ids[here], V), values[here])
     assert rows is not None
     rows = _wrapped(rows.reshape(-1), num_docs, num_docs - 1, "rows")
-    if rows.numel() and bool((rows[1:] < rows[:-1]).any()):
+    if not looks_at(rows) or bool((rows[1:] < rows[:-1]).any()):
         rows, order = torch.sort(rows, stable=True)
         ids, values = ids[order], values[order]
     edges = torch.arange(num_docs + 1, device=rows.device, dtype=rows.dtype)
@@ -67,11 +70,14 @@ def documents(
 
 
 def _terms(ids: Tensor, V: int) -> Tensor:
-    return _wrapped(ids, V, V, "ids")
+    terms = _wrapped(ids, V, V, "ids")
+    return terms if looks_at(ids) else torch.where((terms < 0) | (terms > V), V, terms)
 
 
 def _wrapped(index: Tensor, size: int, most: int, name: str) -> Tensor:
     """Indices with negative ones counted from the end, as PyTorch's indexing does."""
+    if not looks_at(index):
+        return torch.where(index < 0, index + size, index)
     if index.numel() == 0:
         return index
     low, high = torch.aminmax(index)
@@ -100,6 +106,9 @@ def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple
     dtype = compute_dtype(query, docs.values)
     step = max(1024, block // max(B, 1))
     table = F.pad(query.to(dtype), (0, 1)).t().contiguous()  # [V + 1, B]: term V counts nothing
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        yield 0, _all_scores(table, docs, dtype)
+        return
     small = max(V + 1, docs.terms.numel()) < 2**31
     for first in range(0, docs.count, step):
         offsets = docs.offsets[first : first + step + 1]
@@ -117,14 +126,35 @@ def blocks(query: Tensor, docs: Documents, block: int = BLOCK) -> Iterator[tuple
             ).t()  # fmt: skip
 
 
+def _all_scores(table: Tensor, docs: Documents, dtype: torch.dtype) -> Tensor:
+    """Scores [B, N] where the host cannot ask where a block's entries begin, some queries at a time."""
+    nnz, B = docs.terms.numel(), table.shape[1]
+    step = max(1, BLOCK // max(nnz, 1))
+    weights = docs.values.to(dtype).unsqueeze(1)
+    parts = []
+    for b in range(0, B, step):
+        products = table[:, b : b + step].index_select(0, docs.terms) * weights
+        parts.append(
+            torch.segment_reduce(products, "sum", offsets=docs.offsets, axis=0, unsafe=True).t()
+        )
+    return torch.cat(parts)
+
+
 def transposed(docs: Documents, V: int) -> Documents:
     """The postings: row v holds the documents of term v."""
-    lengths = docs.offsets.diff()
-    rows = torch.repeat_interleave(
-        torch.arange(docs.count, device=lengths.device), lengths, output_size=docs.terms.numel()
-    )
-    terms, order = torch.sort(docs.terms.long(), stable=True)
+    ids = docs.terms.long()
+    if looks_at(ids):
+        lengths = docs.offsets.diff()
+        rows = torch.repeat_interleave(
+            torch.arange(docs.count, device=ids.device), lengths, output_size=ids.numel()
+        )
+    else:
+        at = torch.arange(ids.numel(), device=ids.device)
+        rows = torch.searchsorted(docs.offsets, at, right=True) - 1
+        ids = torch.where((rows < 0) | (rows >= docs.count), V, ids)
+        rows = rows.clamp(0, max(docs.count - 1, 0))
+    terms, order = torch.sort(ids, stable=True)
     edges = torch.arange(V + 1, device=terms.device)
     offsets = torch.searchsorted(terms, edges)
-    end = int(offsets[-1])  # padding is last
+    end = int(offsets[-1]) if looks_at(ids) else ids.numel()  # padding is last
     return Documents(offsets, rows[order][:end], docs.values[order][:end])
