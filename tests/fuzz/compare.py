@@ -30,6 +30,8 @@ __all__ = ["Finding", "Outcome", "check"]
 
 CLOSE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DRAWS = 6  # programs with other roundings
+# The entmax package's closed forms raise this for a row with a NaN; the operator's row is NaN.
+DOCUMENTED = "index -1 is out of bounds"
 SPREAD = 4  # how much further off than any of them a right result may be
 
 
@@ -187,6 +189,8 @@ def differences(
         return Finding(kind, f"call {call}, {name}", what)
 
     if got.error is not None or other.error is not None:
+        if other.error is not None and DOCUMENTED in str(other.error):
+            return []
         if got.error is None or other.error is None:
             who, result = ("this program", got) if other.error is None else ("the other", other)
             what = f"{who} alone raises {type(result.error).__name__}: {_line(result.error)}"

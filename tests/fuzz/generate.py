@@ -215,12 +215,10 @@ def entmax(m: Maker, x: str) -> str:
             "z", ("B", "L", "N"), m.values, dtype=m.floats, grad=m.training and m.r.random() < 0.7
         )
     if m.r.random() < 0.4:
-        keep = m.given("keep", ("B", "L", "N"), "mask:random", dtype=torch.bool)
-        z = m.do(
-            "z",
-            f"{z}.masked_fill(~{keep}, {m.choose('-1e4', '-1e9', repr(-3e4), 'float(`-inf`)'.replace('`', chr(39)))})",
-            z,
-        )
+        # Of a row that is -inf throughout the operator makes zeros, as is documented.
+        keep = m.given("keep", ("B", "L", "N"), "mask:one", dtype=torch.bool)
+        fill = m.choose("-1e4", "-1e9", "-3e4", "float('-inf')")
+        z = m.do("z", f"{z}.masked_fill(~{keep}, {fill})", z)
     if m.r.random() < 0.3:
         z = m.do("z", m.choose(f"{z} / 0.7", f"{z} * 2.0", f"{z} - {z}.amax(-1, keepdim=True)"), z)
     return probabilities(m, z, ("-1", "-1", "1", "2"), ("B", "L"))

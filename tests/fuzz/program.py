@@ -222,8 +222,11 @@ def _repeated(shape: Sequence[int], g: torch.Generator) -> Tensor:
 
 def _mask(shape: Sequence[int], g: torch.Generator, kind: str = "padding") -> Tensor:
     m = torch.ones(shape)
-    if kind == "random":
-        return (torch.rand(shape, generator=g) < 0.7).float()
+    if kind in ("random", "one"):
+        m = (torch.rand(shape, generator=g) < 0.7).float()
+        if kind == "one" and m.numel():  # one at least of each row and column
+            m[..., 0] = m[:, 0] = 1
+        return m
     if kind == "weights":
         return torch.rand(shape, generator=g)
     if kind == "signed":
@@ -246,7 +249,7 @@ VALUES: dict[str, Make] = {
     "zeros": lambda shape, g: torch.zeros(shape),
     "nan": _spoiled(float("nan")),
     "infinite": _spoiled(float("inf")),
-    "huge": _spoiled(3e38),
+    "huge": _spoiled(1e30),
     "repeated": _repeated,
     "mask": _mask,
     "sparse": _sparse,
