@@ -209,7 +209,7 @@ def relu_ffn(
     K, N, D = (256, 8192, 256) if device.type == "cuda" else (16, 96, 16)
     x = _draw(device, tokens, K)
     x[:, -1] = 1
-    x[: -(-tokens // 8), -1] = -4
+    x[: (tokens + 7) // 8 if tokens > 4 else 0, -1] = -4
     gate = _draw(device, N, K, scale=K**-0.5, seed=1)
     gate[:, -1] = -torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
     weights = [gate, _draw(device, D, N, scale=0.25, seed=2)]
@@ -366,7 +366,9 @@ def step(program: Callable[..., Any], leaves: list[Tensor], training: bool) -> l
     outs = list(out) if isinstance(out, (tuple, list)) else [out]
     if not training:
         return outs
-    cotangents = [(3 * o.detach().float()).cos().to(o.dtype) for o in outs]
+    cotangents = [
+        torch.linspace(-1, 1, o.numel(), device=o.device).view_as(o).to(o.dtype) for o in outs
+    ]
     grads = torch.autograd.grad(outs, leaves, cotangents)
     return [*(o.detach() for o in outs), *grads]
 
