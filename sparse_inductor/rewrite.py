@@ -26,6 +26,7 @@ from . import compat, records
 from .ability import missing
 from .findings import Check, NearMiss, Rewrite, Shape
 from .match.fakes import fake, tensors_in
+from .match.graph import label
 from .pattern import Match, Miss, Pattern, Sparse
 from .records import Report
 from .rehearsal import rehearse
@@ -426,9 +427,17 @@ def _unrewritable(match: Match, view: Any) -> str:
     """Why a match cannot be rewritten where it stands; empty where it can."""
     # The operators have no rule for torch.func's transforms.
     if transform := view.transforms.get(match.anchor):
-        return f"this runs inside torch.func ({transform}), whose transforms the operator does not take part in"
+        return f"this runs inside {transform}, which the operator does not take part in"
+    if view.differentiates_twice:
+        return "the program differentiates a gradient (create_graph=True), and the operator has a first derivative only"
     lacking = _lacking(match)
-    return f"there is no operator here: {lacking}" if lacking else ""
+    if lacking:
+        return f"there is no operator here: {lacking}"
+    for node in (match.anchor, *match.swallowed, *match.inputs):
+        for t in tensors_in(fake(node)):
+            if not compat.computes_as_tensors_do(type(t)):
+                return f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
+    return ""
 
 
 def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:

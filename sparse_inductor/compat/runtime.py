@@ -47,6 +47,18 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def forward_ad_active() -> bool:
+    """Whether forward-mode differentiation is under way (`torch.autograd.forward_ad.dual_level`)."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def first_derivative_only(op: str, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gradients that raise an error, which names the operator, where somebody differentiates them."""
+    message = f"{op} has a first derivative only: its gradient cannot be differentiated"
+    fail = torch._C._functions.DelayedError(message, len(gradients))
+    return tuple(fail(*(None if g is None else g.detach().requires_grad_() for g in gradients)))
+
+
 def functional_mode() -> type:
     """The mode under which AOTAutograd traces what a compiler gets."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
@@ -60,6 +72,19 @@ def plain_when_traced(kind: type) -> bool:
     from torch._subclasses.functional_tensor import FunctionalTensor
 
     return kind in (torch.Tensor, FunctionalTensor) or issubclass(kind, FakeTensor)
+
+
+def computes_as_tensors_do(kind: type) -> bool:
+    """Whether fake values of this type are plain tensors, or those of torch.distributed, which operators have rules
+    for; other subclasses may do anything where an operation is called on them."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return (
+        kind in plain
+        or issubclass(kind, FakeTensor)
+        or kind.__module__.startswith("torch.distributed.")
+    )
 
 
 def keeps_operators() -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, static_size
 from .names import Call, canonical, name_of
@@ -23,6 +24,7 @@ CONSTANT_LIKE = frozenset(
 _METADATA_READERS = CONSTANT_LIKE | {"metadata"}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
 _VIEWS = frozenset("getitem select narrow slice view transpose permute unsqueeze squeeze".split())
+_FORWARD_AD = "forward-mode differentiation (torch.autograd.forward_ad)"
 _LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")
 _PURE_MODULES = ("torch", "_operator", "math", "builtins")
 
@@ -44,7 +46,7 @@ class Unknown(Exception):
 class GraphView:
     """What patterns ask of a graph. Built once a pass; stale as soon as the graph is edited.
 
-    transforms: the torch.func transform that a node runs in, for those that run in one.
+    transforms: the transform that a node runs in (of torch.func, or forward-mode differentiation), for those that do.
     """
 
     def __init__(self, graph: fx.Graph):
@@ -107,6 +109,16 @@ class GraphView:
 
     def requires_grad(self, node: Any) -> bool:
         return self.is_tensor(node) and fake(node).requires_grad
+
+    @functools.cached_property
+    def differentiates_twice(self) -> bool:
+        """Whether the graph asks for gradients that can be differentiated themselves (`create_graph=True`)."""
+        places = {torch.autograd.grad: 4, torch.autograd.backward: 3, "backward": 3}
+        return any(
+            n.kwargs.get("create_graph", n.args[at] if len(n.args) > at else False)
+            for n in self.graph.nodes
+            if n.op in ("call_function", "call_method") and (at := places.get(n.target)) is not None
+        )
 
     @functools.cached_property
     def grad_enabled(self) -> bool:
@@ -257,15 +269,19 @@ class GraphView:
 def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
     """Dynamo writes a transform as calls that enter its level and leave it again."""
     inside: dict[fx.Node, str] = {}
-    levels: list[str] = []
+    levels = [_FORWARD_AD] if compat.forward_ad_active() else []
     for node in graph.nodes:
-        level = _LEVEL.fullmatch(getattr(node.target, "__name__", ""))
-        if level and level["way"] == "in":
-            levels.append(level["transform"])
-        elif level and levels:
+        name = getattr(node.target, "__name__", "")
+        level = _LEVEL.fullmatch(name)
+        if name == "_enter_dual_level":
+            levels.append(_FORWARD_AD)
+        elif level and level["way"] == "in":
+            levels.append(f"torch.func ({level['transform']})")
+        elif (level or name == "_exit_dual_level") and levels:
             levels.pop()
         elif levels:
-            inside[node] = levels[-1]
+            # torch.func.jvp is made of forward-mode differentiation.
+            inside[node] = next((x for x in reversed(levels) if x != _FORWARD_AD), _FORWARD_AD)
     return inside
 
 

@@ -193,10 +193,48 @@ def _settled(args: Sequence[Any]) -> bool:
     return True
 
 
-def outside_transforms(op: str) -> None:
-    """Raises NotImplementedError where a torch.func transform goes through the operator: an Autograd kernel asks."""
+def outside_transforms(op: str, *tensors: Tensor | None) -> None:
+    """Raises NotImplementedError where a torch.func transform or forward-mode differentiation goes through the
+    operator: an Autograd kernel asks."""
     if compat.transforms_active():
         _decline(op)
+    if compat.forward_ad_active() and any(t is not None and has_tangent(t) for t in tensors):
+        raise NotImplementedError(
+            f"sparse_inductor::{op} has no forward-mode derivative: call the operations that it stands for, which "
+            "torch.compile leaves as they are inside torch.autograd.forward_ad.dual_level"
+        )
+
+
+def has_tangent(t: Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
+
+
+def first_order(
+    op: str, linear: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function an autograd Function's backward whose gradients raise an error, which names the operator, where
+    they are differentiated. linear: they depend on the incoming gradients alone.
+
+    `once_differentiable` looks at the incoming gradients only and drops, silently, what comes by the saved tensors.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *grads: Tensor | None) -> Any:
+            with torch.no_grad():
+                out = backward(ctx, *grads)
+            incoming = any(g is not None and g.requires_grad for g in grads)
+            if not torch.is_grad_enabled() or (linear and not incoming):
+                return out
+            several = isinstance(out, tuple)
+            marked = compat.first_derivative_only(
+                f"sparse_inductor::{op}", out if several else (out,)
+            )
+            return marked if several else marked[0]
+
+        return run
+
+    return decorate
 
 
 def _decline(op: str) -> NoReturn:

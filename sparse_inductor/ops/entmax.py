@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..compat import below_autograd
 from . import _entmax_aten as aten
@@ -19,6 +18,7 @@ from ._dispatch import (
     autocast_off,
     call_below_autograd,
     define,
+    first_order,
     inline,
     launches,
     outside_transforms,
@@ -158,7 +158,7 @@ class _Entmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order("entmax")
     def backward(ctx, grad):
         y, alpha = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:2])
@@ -169,7 +169,7 @@ class _Entmax(torch.autograd.Function):
 
 
 def _autograd(x, alpha, alpha_value, dim):
-    outside_transforms("entmax")
+    outside_transforms("entmax", x, alpha)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, alpha)):
         _check(x, alpha, alpha_value, dim)
         return _Entmax.apply(x, alpha, alpha_value, dim)

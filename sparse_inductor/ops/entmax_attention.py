@@ -16,7 +16,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import _entmax_attention_aten as aten
 from ._arguments import FLOATS, fits, known, same
@@ -25,6 +24,7 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     define,
+    first_order,
     has_kernels,
     launches,
     outside_transforms,
@@ -261,7 +261,7 @@ class _EntmaxAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("entmax_attention")
     def backward(ctx, grad):
         *inputs, out = ctx.saved_tensors[:9]
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
@@ -273,7 +273,7 @@ class _EntmaxAttention(torch.autograd.Function):
 
 
 def _autograd(*args):
-    outside_transforms("entmax_attention")
+    outside_transforms("entmax_attention", *args[:6])
     q, k, v, bias, _, alpha = args[:6]
     wanted = any(t is not None and t.requires_grad for t in (q, k, v, bias, alpha))
     if torch.is_grad_enabled() and wanted:

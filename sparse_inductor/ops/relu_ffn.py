@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import compat
 from ..epilogue.cut import cut
@@ -39,6 +38,7 @@ from ._dispatch import (
     call_below_autograd,
     define,
     finds,
+    first_order,
     launches,
     on_lines,
     outside_transforms,
@@ -302,7 +302,7 @@ class _ReluFfn(torch.autograd.Function):
         return y, numbers
 
     @staticmethod
-    @once_differentiable
+    @first_order("relu_ffn")
     def backward(ctx, grad, d_stats):
         saved = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[3:])
@@ -319,8 +319,8 @@ class _ReluFfn(torch.autograd.Function):
 def _autograd(
     x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, residual=None
 ):
-    outside_transforms("relu_ffn")
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
+    outside_transforms("relu_ffn", *tensors, residual)
     learns = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*tensors, residual)
     )

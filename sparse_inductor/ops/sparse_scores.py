@@ -17,12 +17,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..compat import below_autograd
 from . import _sparse_scores_aten as aten
 from ._arguments import FLOATS, INTEGERS, known, same
-from ._dispatch import autocast_off, define, launches, outside_transforms, register
+from ._dispatch import autocast_off, define, first_order, launches, outside_transforms, register
 from ._sharding import Rule, dims
 from ._top import best_of
 
@@ -205,7 +204,7 @@ class _SparseScores(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @first_order("sparse_scores", linear=True)
     def backward(ctx, grad):
         num_docs, num_terms, dtype = ctx.sizes
         grad = torch.ops.sparse_inductor.sparse_scores_backward(
@@ -215,7 +214,7 @@ class _SparseScores(torch.autograd.Function):
 
 
 def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None):
-    outside_transforms("sparse_scores")
+    outside_transforms("sparse_scores", query)
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:
@@ -248,7 +247,7 @@ class _SparseTop(torch.autograd.Function):
         return found, best
 
     @staticmethod
-    @once_differentiable
+    @first_order("sparse_scores_topk", linear=True)
     def backward(ctx, grad, _):
         best, ids, *rest = ctx.saved_tensors
         num_docs, num_terms, dtype = ctx.sizes
@@ -261,7 +260,7 @@ class _SparseTop(torch.autograd.Function):
 
 
 def _autograd_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
-    outside_transforms("sparse_scores_topk")
+    outside_transforms("sparse_scores_topk", query)
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
@@ -28,6 +27,7 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     define,
+    first_order,
     launches,
     outside_transforms,
     register,
@@ -281,7 +281,7 @@ class _SpladeHead(torch.autograd.Function):
         return values, positions
 
     @staticmethod
-    @once_differentiable
+    @first_order("splade_head")
     def backward(ctx, grad, _):
         hidden, weight, bias, winner, peak, per_element, *rows = ctx.saved_tensors
         needs = list(ctx.needs_input_grad[:3])
@@ -303,7 +303,7 @@ class _SpladeHead(torch.autograd.Function):
 
 
 def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
-    outside_transforms("splade_head")
+    outside_transforms("splade_head", hidden, weight, bias, *rows)
     tensors = (hidden, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _check(hidden, weight, bias, rows, steps, out_dtype)

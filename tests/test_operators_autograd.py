@@ -1,0 +1,174 @@
+"""What autograd may ask of the operators: forward mode, second derivatives, weights that are tensor subclasses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.utils._pytree as pytree
+from torch import nn
+
+import sparse_inductor
+from programs import LAYERS, D
+from sparse_inductor import ops
+from sparse_inductor.testing import compile_without_codegen
+
+aten = torch.ops.aten
+
+
+def layer(pattern: str) -> nn.Module:
+    torch.manual_seed(0)
+    return LAYERS[pattern]()
+
+
+def tokens(requires_grad: bool = False) -> torch.Tensor:
+    x = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1))
+    return x.requires_grad_(requires_grad)
+
+
+def direct(pattern: str):
+    """The operator called directly on a [5, 4] tensor."""
+    square = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    return {
+        "relu_ffn": lambda x: ops.relu_ffn(x, square, square),
+        "entmax_attention": lambda x: ops.entmax_attention(x[None], x[None], x[None]),
+        "entmax": lambda x: ops.entmax(x * x),
+        "splade_head": lambda x: ops.splade_head(x[None], square, steps="relu"),
+        "sparse_scores": lambda x: ops.sparse_scores(
+            x * x, torch.tensor([[0, 1], [2, 3]]), torch.rand(2, 2)
+        ),
+    }[pattern]
+
+
+# Forward mode
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_forward_mode_gives_the_tangent_or_runs_as_written(pattern, learns):
+    if pattern in ("entmax", "entmax_attention"):
+        pytest.skip("the entmax package has no forward mode")
+    module, x = layer(pattern).requires_grad_(learns), tokens()
+    direction = torch.randn_like(x)
+
+    def tangent(x, direction):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(module(forward_ad.make_dual(x, direction))).tangent
+
+    def around(x, direction):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, direction)
+            return forward_ad.unpack_dual(compiled(dual)).tangent
+
+    wanted = tangent(x, direction).detach()
+    with sparse_inductor.enabled(only=pattern), torch.set_grad_enabled(learns):
+        torch.testing.assert_close(compile_without_codegen(tangent)(x, direction), wanted)
+        report = sparse_inductor.report()
+        assert not report.rewrites
+        assert any("forward-mode" in miss.reason for miss in report.near_misses)
+        if learns:
+            return  # what AOTAutograd makes of a compiled function that learns has no forward mode
+        compiled = compile_without_codegen(module)
+        torch.testing.assert_close(around(x, direction), wanted)
+        assert not report.rewrites
+
+
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_an_operator_has_no_tangent_and_says_so(pattern):
+    x = torch.randn(5, 4)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match=f"{pattern} has no forward-mode derivative"):
+            direct(pattern)(dual)
+        assert direct(pattern)(x).isfinite().all()
+
+
+# Second derivatives
+
+
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_a_gradient_that_the_graph_differentiates_is_as_written(pattern):
+    if pattern in ("entmax", "entmax_attention"):
+        pytest.skip("the entmax package has no second derivative")
+    module, x = layer(pattern), tokens(requires_grad=True)
+
+    def penalty(x):
+        (g,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        return g.square().mean()
+
+    def step(program):
+        module.zero_grad()
+        program(x).backward()
+        return [p.grad for p in module.parameters()]
+
+    wanted = step(penalty)
+    x.grad = None
+    with (
+        sparse_inductor.enabled(only=pattern),
+        torch._dynamo.config.patch(trace_autograd_ops=True),
+    ):
+        torch.testing.assert_close(step(compile_without_codegen(penalty)), wanted)
+    report = sparse_inductor.report()
+    assert not report.rewrites
+    assert any("create_graph" in miss.reason for miss in report.near_misses)
+
+
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_a_second_derivative_of_an_operator_raises_its_name(pattern):
+    x = torch.randn(5, 4).requires_grad_()
+    (g,) = torch.autograd.grad(direct(pattern)(x).square().sum(), x, create_graph=True)
+    with pytest.raises(
+        RuntimeError, match=f"sparse_inductor::{pattern} has a first derivative only"
+    ):
+        g.square().sum().backward()
+
+
+def test_create_graph_alone_is_no_error():
+    x = torch.randn(5, 4).requires_grad_()
+    (g,) = torch.autograd.grad(direct("relu_ffn")(x).sum(), x, create_graph=True)
+    (wanted,) = torch.autograd.grad(direct("relu_ffn")(x).sum(), x)
+    assert torch.equal(g, wanted)
+
+
+# Tensor subclasses
+
+
+class Rounded(torch.Tensor):
+    """A weight that rounds itself in matrix products, as quantised weights do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return Rounded(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (aten.detach.default, aten.alias.default, aten.t.default):
+            return Rounded(func(args[0].inner))
+
+        def plain(t):
+            return torch.round(t.inner * 2) / 2 if isinstance(t, Rounded) else t
+
+        return func(*pytree.tree_map(plain, args), **(kwargs or {}))
+
+
+@pytest.mark.parametrize("pattern", ["relu_ffn", "splade_head"])
+def test_weights_of_a_subclass_are_left_to_it(pattern):
+    module, x = layer(pattern).requires_grad_(False), tokens()
+    for linear in (m for m in module.modules() if isinstance(m, nn.Linear)):
+        linear.weight = nn.Parameter(Rounded(linear.weight.detach() * 3), requires_grad=False)
+    wanted = module(x)
+    with sparse_inductor.enabled(only=pattern):
+        torch.testing.assert_close(compile_without_codegen(module)(x), wanted)
+    report = sparse_inductor.report()
+    assert not report.rewrites
+    assert any("Rounded, a tensor subclass" in miss.reason for miss in report.near_misses)
