@@ -12,7 +12,7 @@ from torch import fx
 from .effects import same_geometry
 from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
-from .names import Call, name_of
+from .names import Call, canonical, name_of
 from .shapes import Decline
 from .weighted import Weighted, reshaped
 
@@ -89,8 +89,18 @@ class Scores:
         args = (query, ids, values, rows, offsets, num_docs)
         dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
         if k is None:
-            return e.call(ops.sparse_scores.default, *args, dtype)
-        return e.call(ops.sparse_scores_topk.default, *args, k, dtype)
+            return e.call(ops.sparse_scores.default, *args, dtype, self._lookup)
+        return e.call(ops.sparse_scores_topk.default, *args, k, dtype, self._lookup)
+
+    @property
+    def _lookup(self) -> str:
+        """By which rules PyTorch refuses the ids and the rows, for the operator to do the same.
+
+        What a mask leaves out has the padding's id by then.
+        """
+        of_ids = "" if self.w.masked else _refusal(self.w.gather.node)
+        of_rows = _refusal(self.node) if self.rows else ""
+        return f"{of_ids} {of_rows}".rstrip()
 
     def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:
         """ids and values: [N, L] for a plain sum, else [nnz]."""
@@ -121,6 +131,27 @@ class Scores:
         turned = e.method("permute", scores, tuple(order))
         back = all(name_of(user) in TURNS for user in self.node.users)
         return turned if back else e.laid_out(turned, fake(self.node))
+
+
+_REFUSALS = {
+    **dict.fromkeys("getitem index take index_put".split(), "index"),
+    **dict.fromkeys("gather embedding_bag scatter_add scatter_reduce".split(), "gather"),
+    "embedding": "embedding",
+}
+
+
+def _refusal(node: fx.Node) -> str:
+    """By whose rules a look-up or a scattered sum refuses an index (`ops._sparse_scores_aten`); empty: not known."""
+    name = name_of(node) or ""
+    if (
+        name == "index_add"
+    ):  # what PyTorch raises depends on how many axes there are, and which one it is
+        return "embedding" if fake(node).dim() == 1 else "gather"
+    if name == "index_select":
+        call = canonical(node)
+        inner = call is not None and call["dim"] % fake(node).dim() == 1
+        return "gather" if inner else "embedding"
+    return _REFUSALS.get(name, "")
 
 
 def total(sizes: Sequence[Any]) -> Any:

@@ -114,6 +114,11 @@ class Weighted:
         return tuple(s for a, s in enumerate(self.shape) if a != self.batch)
 
     @property
+    def masked(self) -> bool:
+        """Whether some contributions do not count."""
+        return any(f.how in ("keep", "drop") for f in self.factors)
+
+    @property
     def has_weights(self) -> bool:
         return any(f.how in ("mul", "div") and isinstance(f.operand, fx.Node) for f in self.factors)
 

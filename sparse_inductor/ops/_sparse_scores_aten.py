@@ -40,51 +40,77 @@ def compute_dtype(query: Tensor, values: Tensor) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+@dataclasses.dataclass(frozen=True)
+class _Lookup:
+    """What one of PyTorch's look-ups says of an index out of range."""
+
+    negative: bool  # whether it counts from the end
+    error: type[Exception]
+
+
+_LOOKUPS = {
+    "index": _Lookup(True, IndexError),
+    "embedding": _Lookup(False, IndexError),
+    "gather": _Lookup(False, RuntimeError),
+}
+
+
 def documents(
-    ids: Tensor, values: Tensor, rows: Tensor | None, offsets: Tensor | None, num_docs: int, V: int
+    ids: Tensor,
+    values: Tensor,
+    rows: Tensor | None,
+    offsets: Tensor | None,
+    num_docs: int,
+    V: int,
+    lookup: str = "",
 ) -> Documents:
     """The documents of `sparse_scores`'s arguments, by row.
 
-    Raises IndexError for a term outside [-V, V], a row outside [-N, N) and offsets that do not fit. On a GPU nobody
-    looks: such an entry counts nothing, as the kernels have it, and entries may lie before and behind all documents.
+    Raises IndexError for a term outside [-V, V], a row outside [-N, N) and offsets that do not fit; with `lookup` (a
+    word for the terms, one for the rows) for terms and rows that this one of PyTorch's look-ups refuses, and its error.
+    On a GPU nobody looks: such an entry counts nothing, as the kernels have it, and entries may lie before and behind
+    all documents.
     """
+    of_ids, _, of_rows = lookup.partition(" ")
+    terms = _terms(ids.reshape(-1), V, of_ids)
+    values = values.reshape(-1)
     if rows is None and offsets is None:
         L = ids.shape[1]
         starts = torch.arange(0, num_docs * L + 1, max(L, 1), device=ids.device)
         starts = starts if L else torch.zeros(num_docs + 1, dtype=torch.int64, device=ids.device)
-        return Documents(starts, _terms(ids.reshape(-1), V), values.reshape(-1))
-    ids, values = ids.reshape(-1), values.reshape(-1)
+        return Documents(starts, terms, values)
     if offsets is not None and not looks_at(offsets):
-        return Documents(offsets.long(), _terms(ids, V), values)
+        return Documents(offsets.long(), terms, values)
     if offsets is not None:
         first, last = _ends(offsets, ids.numel())
         here = slice(first, last)  # what lies before and behind is no document's
-        return Documents(offsets.long() - first, _terms(ids[here], V), values[here])
+        return Documents(offsets.long() - first, terms[here], values[here])
     assert rows is not None
-    rows = _wrapped(rows.reshape(-1), num_docs, num_docs - 1, "rows")
+    rows = _wrapped(rows.reshape(-1), num_docs, num_docs - 1, "rows", of_rows)
     if not looks_at(rows) or bool((rows[1:] < rows[:-1]).any()):
         rows, order = torch.sort(rows, stable=True)
-        ids, values = ids[order], values[order]
+        terms, values = terms[order], values[order]
     edges = torch.arange(num_docs + 1, device=rows.device, dtype=rows.dtype)
-    return Documents(torch.searchsorted(rows, edges), _terms(ids, V), values)
+    return Documents(torch.searchsorted(rows, edges), terms, values)
 
 
-def _terms(ids: Tensor, V: int) -> Tensor:
-    terms = _wrapped(ids, V, V, "ids")
+def _terms(ids: Tensor, V: int, lookup: str) -> Tensor:
+    terms = _wrapped(ids, V, V - 1 if lookup else V, "ids", lookup)
     return terms if looks_at(ids) else torch.where((terms < 0) | (terms > V), V, terms)
 
 
-def _wrapped(index: Tensor, size: int, most: int, name: str) -> Tensor:
-    """Indices with negative ones counted from the end, as PyTorch's indexing does."""
+def _wrapped(index: Tensor, size: int, most: int, name: str, lookup: str = "") -> Tensor:
+    """Indices with negative ones counted from the end, where the look-up does."""
     if not looks_at(index):
         return torch.where(index < 0, index + size, index)
     if index.numel() == 0:
         return index
     low, high = torch.aminmax(index)
-    least, largest = int(low), int(high)
-    if least < -size or largest > most:
-        bad = least if least < -size else largest
-        raise IndexError(f"{name} must be in [{-size}, {most}], got {bad}")
+    rule, least, largest = _LOOKUPS[lookup or "index"], int(low), int(high)
+    lowest = -size if rule.negative else 0
+    if least < lowest or largest > most:
+        bad = least if least < lowest else largest
+        raise rule.error(f"{name} must be in [{lowest}, {most}], got {bad}: index out of range")
     return torch.where(index < 0, index + size, index) if least < 0 else index
 
 

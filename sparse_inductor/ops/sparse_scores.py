@@ -28,10 +28,12 @@ from ._top import best_of
 __all__ = ["best_scores", "check_k", "sparse_scores"]
 
 _DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
+# By which of PyTorch's look-ups ids and rows are refused, on a CPU (`aten.documents`); without one, id V is padding.
+_LOOKUP = "str lookup=''"
 _lib = define(
-    f"sparse_scores(Tensor query, {_DOCS}, SymInt num_docs, ScalarType? out_dtype=None) -> Tensor",
-    f"sparse_scores_topk(Tensor query, {_DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None)"
-    " -> (Tensor, Tensor)",
+    f"sparse_scores(Tensor query, {_DOCS}, SymInt num_docs, ScalarType? out_dtype=None, {_LOOKUP}) -> Tensor",
+    f"sparse_scores_topk(Tensor query, {_DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None,"
+    f" {_LOOKUP}) -> (Tensor, Tensor)",
     f"sparse_scores_backward(Tensor grad, {_DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype) -> Tensor",
 )
 
@@ -124,13 +126,15 @@ def check_k(k, num_docs) -> None:
         raise ValueError(f"k must be between 0 and the number of documents, {num_docs}; got {k}")
 
 
-def _blocks(query, ids, values, rows, offsets, num_docs, out_dtype) -> Iterator[tuple[int, Tensor]]:
+def _blocks(
+    query, ids, values, rows, offsets, num_docs, out_dtype, lookup=""
+) -> Iterator[tuple[int, Tensor]]:
     if launches(query):
         from ..kernels import sparse_scores_documents as kernel
 
         yield from kernel.blocks(query, ids, values, rows, offsets, num_docs, out_dtype)
         return
-    docs = aten.documents(ids, values, rows, offsets, num_docs, query.shape[1])
+    docs = aten.documents(ids, values, rows, offsets, num_docs, query.shape[1], lookup)
     for first, scores in aten.blocks(query, docs):
         yield first, scores.to(out_dtype)
 
@@ -141,14 +145,14 @@ def _prepare(query, ids, num_docs, values, out_dtype):
     return (query if query.dim() == 2 else query.unsqueeze(0)), num_docs, out_dtype
 
 
-def _scores(query, ids, values, rows, offsets, num_docs, out_dtype=None):
+def _scores(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
     _check(query, ids, values, rows, offsets, num_docs)
     q, N, dtype = _prepare(query, ids, num_docs, values, out_dtype)
     lead = query.shape[:-1]
     out = None
     if N and len(q):
         with autocast_off(q.device.type):
-            for first, scores in _blocks(q, ids, values, rows, offsets, N, dtype):
+            for first, scores in _blocks(q, ids, values, rows, offsets, N, dtype, lookup):
                 if scores.shape[1] == N and scores.stride() == (N, 1):
                     return scores.view(*lead, N)
                 if out is None:
@@ -157,7 +161,7 @@ def _scores(query, ids, values, rows, offsets, num_docs, out_dtype=None):
     return q.new_empty(*lead, N, dtype=dtype) if out is None else out.view(*lead, N)
 
 
-def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
+def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup=""):
     _check(query, ids, values, rows, offsets, num_docs, k)
     q, N, dtype = _prepare(query, ids, num_docs, values, out_dtype)
     lead = query.shape[:-1]
@@ -167,7 +171,7 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
 
             found, best = kernel.search(q, ids, values, rows, offsets, N, k, dtype)
             return found.view(*lead, k), best.view(*lead, k)
-        parts = _blocks(q, ids, values, rows, offsets, N, dtype) if k and q.shape[0] else ()
+        parts = _blocks(q, ids, values, rows, offsets, N, dtype, lookup) if k and q.shape[0] else ()
         return best_scores(parts, q, k, dtype, lead)
 
 
@@ -196,11 +200,11 @@ def _backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype):
 
 class _SparseScores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, ids, values, rows, offsets, num_docs, out_dtype):
+    def forward(ctx, query, ids, values, rows, offsets, num_docs, out_dtype, lookup):
         ctx.save_for_backward(ids, values, rows, offsets)
         ctx.sizes = num_docs, query.shape[-1], query.dtype
         return torch.ops.sparse_inductor.sparse_scores(
-            query, ids, values, rows, offsets, num_docs, out_dtype
+            query, ids, values, rows, offsets, num_docs, out_dtype, lookup
         )
 
     @staticmethod
@@ -210,19 +214,21 @@ class _SparseScores(torch.autograd.Function):
         grad = torch.ops.sparse_inductor.sparse_scores_backward(
             grad, *ctx.saved_tensors, num_docs, num_terms, dtype
         )
-        return grad, *(None for _ in range(6))
+        return grad, *(None for _ in range(7))
 
 
-def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None):
+def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
     outside_transforms("sparse_scores", query)
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:
             _check(query, ids, values, rows, offsets, num_docs)
-            return _SparseScores.apply(query, ids, values, rows, offsets, num_docs, out_dtype)
+            return _SparseScores.apply(
+                query, ids, values, rows, offsets, num_docs, out_dtype, lookup
+            )
     with below_autograd():
         return torch.ops.sparse_inductor.sparse_scores(
-            query, ids, values, rows, offsets, num_docs, out_dtype
+            query, ids, values, rows, offsets, num_docs, out_dtype, lookup
         )
 
 
@@ -237,9 +243,9 @@ class _SparseTop(torch.autograd.Function):
     """The scores of the k best, whose gradient goes to the query through their documents alone."""
 
     @staticmethod
-    def forward(ctx, query, ids, values, rows, offsets, num_docs, k, out_dtype):
+    def forward(ctx, query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup):
         found, best = torch.ops.sparse_inductor.sparse_scores_topk(
-            query, ids, values, rows, offsets, num_docs, k, out_dtype
+            query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup
         )
         ctx.save_for_backward(best, ids, values, rows, offsets)
         ctx.sizes = num_docs, query.shape[-1], query.dtype
@@ -256,30 +262,32 @@ class _SparseTop(torch.autograd.Function):
         grad = torch.ops.sparse_inductor.sparse_scores_backward(
             full, ids, *rest, num_docs, num_terms, dtype
         )
-        return grad, *(None for _ in range(7))
+        return grad, *(None for _ in range(8))
 
 
-def _autograd_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
+def _autograd_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup=""):
     outside_transforms("sparse_scores_topk", query)
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:
             _check(query, ids, values, rows, offsets, num_docs, k)
-            return _SparseTop.apply(query, ids, values, rows, offsets, num_docs, k, out_dtype)
+            return _SparseTop.apply(
+                query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup
+            )
     with below_autograd():
         return torch.ops.sparse_inductor.sparse_scores_topk(
-            query, ids, values, rows, offsets, num_docs, k, out_dtype
+            query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup
         )
 
 
-def _fake_scores(query, ids, values, rows, offsets, num_docs, out_dtype=None):
+def _fake_scores(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
     _check(query, ids, values, rows, offsets, num_docs)
     N = ids.shape[0] if known(num_docs) and num_docs == -1 else num_docs
     dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
     return query.new_empty(*query.shape[:-1], N, dtype=dtype)
 
 
-def _fake_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None):
+def _fake_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup=""):
     _check(query, ids, values, rows, offsets, num_docs, k)
     dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
     found = query.new_empty(*query.shape[:-1], k, dtype=dtype)
