@@ -153,7 +153,7 @@ def backward(
     if not out.numel():
         inputs = (q, k, v, bias, alpha)
         return tuple(
-            torch.zeros_like(x) if need and x is not None else None
+            x.new_zeros(x.shape) if need and x is not None else None
             for x, need in zip(inputs, needs)
         )
     saved = _used(saved)

@@ -181,7 +181,7 @@ def _from_columns(
     V = weight.shape[0]
     dt = slope.dtype
     x = hidden.reshape(B * S, D).to(dt)
-    d_hidden = torch.zeros_like(x) if needs[0] else None
+    d_hidden = x.new_zeros(x.shape) if needs[0] else None
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else None
     step = max(1, _DENSE // (B * S))
     for v in range(0, V, step):

@@ -178,7 +178,7 @@ def backward(
         torch.zeros(t.shape, dtype=wide, device=x.device) if n and t is not None else None
         for t, n in zip(sources[1:], needs[1:])
     ]
-    dx = torch.empty_like(x) if needs[0] else None
+    dx = x.new_empty(x.shape) if needs[0] else None
     step = max(1, _CHUNK // max(b.gate.shape[0], 1))
     for i in range(0, len(x), step):
         part = slice(i, min(i + step, len(x)))

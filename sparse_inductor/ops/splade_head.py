@@ -244,7 +244,7 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element
     with autocast_off(hidden.device.type):
         if grad.numel() == 0 or x.shape[2] == 0:
             grads = tuple(
-                torch.zeros_like(t) if n and t is not None else None
+                t.new_zeros(t.shape) if n and t is not None else None
                 for t, n in zip((x, weight, bias), needs)
             )
         elif _has_kernels(x, weight.shape[0]):

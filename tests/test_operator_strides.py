@@ -1,0 +1,111 @@
+"""What an operator's fake promises of shapes, dtypes and strides is what the operator returns, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparse_inductor import ops
+
+
+class Promises(TorchDispatchMode):
+    """Compares every call of an operator of ours with what its fake says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func.namespace == "sparse_inductor":
+            mode = FakeTensorMode()
+            like = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs or {}))
+            with mode:
+                promised = func(*like[0], **like[1])
+            real, fakes = (pytree.tree_leaves(t) for t in (results, promised))
+            assert [described(t) for t in real] == [described(t) for t in fakes], func
+            self.seen.add(func._schema.name.removeprefix("sparse_inductor::"))
+        return results
+
+
+def described(t: Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, and the strides of the dimensions that have one."""
+    strides = [s for n, s in zip(t.shape, t.stride()) if n > 1 and t.numel()]
+    return tuple(t.shape), t.dtype, strides
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "channels_last": lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1) if t.dim() > 2 else t,
+    "batch_inside": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1) if t.dim() > 1 else t,
+    "strided": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda t: t[:1].expand(t.shape),
+    "offset": lambda t: torch.cat([t, t])[len(t) :],
+}
+
+
+def program(name: str, batch: int, length: int):
+    """(operator of the tensors, their shapes)."""
+    x, square, heads = (batch, length, 4), (6, 4), (batch, 2, length, 4)
+    steps = "row_mul(0) | relu | log1p"
+    return {
+        "relu_ffn": (lambda x, w, d: ops.relu_ffn(x, w, d), (x, square, (4, 6))),
+        "relu_ffn_gated": (
+            lambda x, w, d, u, r, a, b: ops.relu_ffn(
+                x, w, d, u, gate_bias=a, down_bias=b, return_stats=True, residual=r
+            ),
+            (x, square, (4, 6), square, x, (6,), (4,)),
+        ),
+        "splade_head": (lambda x, w, b: ops.splade_head(x, w, b), (x, square, (6,))),
+        "splade_head_rows": (
+            lambda x, w, m: ops.splade_head(x, w, None, rows=[m], steps=steps), (x, square, (batch, length)),
+        ),
+        "entmax": (lambda x: ops.entmax(x), (x,)),
+        "entmax_rows_inside": (lambda x: ops.entmax(x, 2.0, dim=1), (x,)),
+        "entmax_alpha": (lambda x, a: ops.entmax(x, 1.5 + a.sigmoid() / 4), (x, (batch, length, 1))),
+        "entmax_attention": (lambda q, k, v: ops.entmax_attention(q, k, v), (heads,) * 3),
+        "entmax_attention_bias": (
+            lambda q, k, v, b, a: ops.entmax_attention(q, k, v, 1.5 + a.sigmoid() / 4, bias=b),
+            (*(heads,) * 3, (batch, 2, length, length), (batch, 2, length, 1)),
+        ),
+        "sparse_scores": (
+            lambda q: ops.sparse_scores(q, torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2)),
+            ((batch, 4),),
+        ),
+    }[name]  # fmt: skip
+
+
+NAMES = (
+    "relu_ffn", "relu_ffn_gated", "splade_head", "splade_head_rows", "entmax", "entmax_rows_inside",
+    "entmax_alpha", "entmax_attention", "entmax_attention_bias", "sparse_scores",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_fakes_promise_what_is_returned(name, layout):
+    generator = torch.Generator().manual_seed(0)
+    for batch, length in ((3, 5), (1, 5), (3, 1), (0, 5)):
+        if batch == 0 and layout == "offset":
+            continue
+        fn, shapes = program(name, batch, length)
+        inputs = [torch.randn(s, generator=generator) for s in shapes]
+        inputs = [LAYOUTS[layout](t).detach().requires_grad_() for t in inputs]
+        assert any(t.requires_grad for t in inputs)
+        with Promises() as promises:
+            outputs = fn(*inputs)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            cotangents = [
+                LAYOUTS[layout](torch.randn(o.shape, generator=generator)) for o in outputs
+            ]
+            torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+            with torch.no_grad():
+                fn(*inputs)
+        assert any("backward" in op for op in promises.seen) and len(promises.seen) >= 2
