@@ -262,10 +262,9 @@ def _sparse_scores(device: torch.device) -> object:
 def _index_search(device: torch.device) -> object:
     from .index import SparseIndex
 
-    documents = (torch.rand(20_000, 64, device=device) - 0.9).clamp_min(0)
-    return SparseIndex.build(documents.to_sparse_csr(), num_terms=64, device=device).search(
-        documents[:4], 10
-    )
+    documents = (torch.rand(20_000, 64) - 0.9).clamp_min(0)
+    index = SparseIndex.build(documents, num_terms=64, device=device)
+    return index.search(documents[:4].to(device), 10)
 
 
 _HOPPER = (9, 0), (10, 0)
