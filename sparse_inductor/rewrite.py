@@ -25,6 +25,7 @@ from torch import fx
 from . import compat, records
 from .ability import missing
 from .findings import Check, NearMiss, Rewrite, Shape
+from .layouts import keep_layouts, layouts
 from .match.fakes import fake, tensors_in
 from .match.graph import label
 from .pattern import Match, Miss, Pattern, Sparse
@@ -172,7 +173,10 @@ class _Run:
                 with self._guarded(candidate.pattern, candidate.match.anchor):
                     records_of[id(candidate)] = _record(candidate, view)
             accepted = [c for c in accepted if id(c) in records_of]
+            before = layouts(self.graph) if accepted else []
             self._done = self._replace(accepted, records_of)
+            if self._done:
+                keep_layouts(self.graph, before)
         self.rewrites = [records_of[id(c)] for c in reversed(self._done)]
         if self.trace:
             self.applied = [
