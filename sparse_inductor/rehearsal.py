@@ -27,19 +27,20 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
     state = compat.ShapeState(env)
     learning: dict[fx.Node, bool] = {}
     done = set()
+
+    def learns(node: fx.Node) -> bool:
+        return learning.get(node, bool(getattr(fake(node), "requires_grad", False)))
+
     try:
         for node in inserted:
-            learning[node] = node.target != "detach" and any(
-                learning.get(n, _requires_grad(n)) for n in node.all_input_nodes
-            )
+            learning[node] = node.target != "detach" and any(map(learns, node.all_input_nodes))
             if not _is_ours(node) or not torch.is_grad_enabled() or not learning[node]:
                 continue  # its forward has run when the node was made
-            args, kwargs = fx.map_arg(
-                (node.args, node.kwargs),
-                lambda n: _leaf(fake(n), learning.get(n, _requires_grad(n))),
-            )
-            if (key := (node.target, str((args, kwargs)))) not in done:
+            arguments = (node.args, node.kwargs)
+            described = fx.map_arg(arguments, lambda n: _describe(fake(n), learns(n)))
+            if (key := (node.target, str(described))) not in done:
                 done.add(key)
+                args, kwargs = fx.map_arg(arguments, lambda n: _leaf(fake(n), learns(n)))
                 _forward_and_backward(node.target, args, kwargs)
     finally:
         state.restore()
@@ -63,8 +64,12 @@ def _is_ours(node: fx.Node) -> bool:
     )
 
 
-def _requires_grad(node: fx.Node) -> bool:
-    return bool(getattr(fake(node), "requires_grad", False))
+def _describe(value: Any, learns: bool) -> str:
+    """All that an operator's shape function and backward may depend on; layers of a model have it in common."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    layout = (tuple(value.shape), value.stride(), value.storage_offset())
+    return f"{type(value).__name__} {layout} {value.dtype} {value.device} {learns}"
 
 
 def _leaf(value: Any, learns: bool) -> Any:

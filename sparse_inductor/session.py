@@ -38,7 +38,7 @@ TIMING = "pre_grad_pass_timing"
 def enable(
     only: Names = None, skip: Names = None, strict: bool = False, verify: bool = False
 ) -> None:
-    """Rewrite what `torch.compile` compiles from now on, in the whole process.
+    """Rewrite what `torch.compile` compiles from now on, in the whole process; nothing else changes.
 
     `only` and `skip` are pattern names (one, or several); so is the environment variable
     `SPARSE_INDUCTOR_SKIP` ("name,name"). Calling it again with the same arguments does nothing,
@@ -111,8 +111,8 @@ def options(
     Your own passes that are in Inductor's slots when this is called keep running. Combine with
     further options by `{**sparse_inductor.options(), "max_autotune": True}`.
 
-    A pattern's process-wide switches (`setup`) are not thrown: use `enable()` where a pattern needs
-    them.
+    What Dynamo has to know for a pattern (`setup`: the entmax package's functions) is left alone:
+    use `enable()` for those.
     """
     session = Session.of(only, skip, strict, verify)
     chosen = {
@@ -132,8 +132,8 @@ def current_patterns() -> list[Pattern]:
 
 @contextlib.contextmanager
 def prepared(patterns: Iterable[Pattern]) -> Iterator[None]:
-    """The process-wide switches of `patterns` thrown for a block, unless a session has thrown them
-    already."""
+    """What Dynamo has to know for `patterns` (their `setup`) said for a block, unless a session has
+    said it already."""
     done = _state.session.patterns if _state.session else {}
     with contextlib.ExitStack() as stack:
         for pattern in patterns:
