@@ -95,6 +95,7 @@ OURS_AND_TORCHS = {
     "mul": ((-2.5,), lambda x: x * -2.5, REALS),
     "clamp_min": ((0.5,), lambda x: torch.clamp(x, min=0.5), REALS),
     "clamp_max": ((0.5,), lambda x: torch.clamp(x, max=0.5), REALS),
+    "cap": ((0.5,), lambda x: F.hardtanh(x, -9.0, 0.5), REALS),
     "relu": ((), torch.relu, REALS),
     "threshold": ((0.5, 0.1), lambda x: F.threshold(x, 0.5, 0.1), REALS),
     "leaky_relu": ((0.2,), lambda x: F.leaky_relu(x, 0.2), REALS),

@@ -38,6 +38,7 @@ from .runtime import (
     autograd_on,
     below_autograd,
     computes_as_tensors_do,
+    clamp_has_a_slope_at_its_bounds,
     current_device,
     first_derivative_only,
     forward_ad_active,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,23 @@ def autograd_on() -> Iterator[None]:
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
+
+
+@functools.cache
+def clamp_has_a_slope_at_its_bounds() -> bool:
+    """Whether the gradient of `clamp` passes where a value equals the bound, as it does before torch 2.14."""
+    found: list[bool] = []
+
+    def ask() -> None:
+        x = torch.zeros((), requires_grad=True)
+        (slope,) = torch.autograd.grad(x.clamp(min=0), x)
+        found.append(bool(slope))
+
+    # A new thread has none of the modes and hooks that this one may have on: it is asked in the middle of a compile.
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def modes_active() -> bool:

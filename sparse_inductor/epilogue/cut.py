@@ -68,6 +68,7 @@ _BEFORE: dict[str, Callable[..., float | None]] = {
     "mul": lambda c, t: t / c if c > 0 else None,
     "add": lambda c, t: t - c,
     "clamp_max": lambda c, t: t if t < c else None,
+    "cap": lambda c, t: t if t < c else None,
     "elu": lambda alpha, scale, t: _sign(t) if alpha > 0 and scale > 0 else None,
     "sigmoid": lambda t: 0.0 if t == 0.5 else None,
     **dict.fromkeys("tanh softsign atan asinh erf expm1".split(), _sign),

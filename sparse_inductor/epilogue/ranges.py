@@ -69,6 +69,7 @@ _RISING: dict[str, tuple[Interval, Callable[..., float]]] = {
     "add": (REALS, lambda x, c: x + c),
     "clamp_min": (REALS, lambda x, c: max(x, c)),
     "clamp_max": (REALS, lambda x, c: min(x, c)),
+    "cap": (REALS, lambda x, c: min(x, c)),
     "relu": (REALS, lambda x: max(x, 0.0)),
     "log": (Interval(0.0, _INF), _log(None)),
     "log1p": (Interval(-1.0, _INF), lambda x: -_INF if x == -1 else math.log1p(x)),

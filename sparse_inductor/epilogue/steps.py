@@ -51,6 +51,8 @@ SCALAR: dict[str, Scalar] = {
     "mul": Scalar(1, lambda x, c: x * c, lambda x, y, c: torch.full_like(x, c)),
     "clamp_min": Scalar(1, lambda x, c: x.clamp_min(c), _one, lambda x, c: x < c),
     "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x > c),
+    # The same without a slope at c: relu6, hardtanh, and `clamp` itself since torch 2.14.
+    "cap": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x >= c),
     "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0),
     # v where x <= t, else x: a NaN stays
     "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t),

@@ -157,7 +157,7 @@ def _value(x, STEPS: tl.constexpr, AT: tl.constexpr):
         return x * C0
     elif FN == "clamp_min":
         return tl.where(x < C0, C0, x)
-    elif FN == "clamp_max":
+    elif FN == "clamp_max" or FN == "cap":
         return tl.where(x > C0, C0, x)
     elif FN == "relu":
         return tl.where(x <= 0.0, 0.0, x)
@@ -301,6 +301,8 @@ def dual_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
                 flat = flat | (x < STEPS[i + 2])
             elif STEPS[i] == "clamp_max":
                 flat = flat | (x > STEPS[i + 2])
+            elif STEPS[i] == "cap":
+                flat = flat | (x >= STEPS[i + 2])
             elif STEPS[i] == "relu":
                 flat = flat | (x <= 0.0)
             elif STEPS[i] == "threshold":

@@ -355,7 +355,7 @@ class _Climber:
             if found.above:
                 step = found.step(c, self.view.dtype(x))
             elif found.at == c:  # min(x, t)
-                step = Step("clamp_max", (c,))
+                step = Step("clamp_max" if found.ties else "cap", (c,))
             else:
                 raise self.decline("keeps the small values and replaces the large ones")
             return self.up(x).then(Element(self.node, (step,), extra=found.nodes))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from .. import compat
 from ..epilogue.steps import Step
 from .graph import GraphView
 from .names import Call
@@ -27,12 +28,12 @@ _FIXED: dict[str, tuple[Step, ...]] = {
     "reciprocal": (Step("pow", (-1.0,)),),
     "rsqrt": (Step("pow", (-0.5,)),),
     "exp2": (Step("mul", (math.log(2.0),)), Step("exp")),
-    "relu6": (Step("relu"), Step("clamp_max", (6.0,))),
+    "relu6": (Step("relu"), Step("cap", (6.0,))),
     "selu": (Step("elu", (_SELU_ALPHA, _SELU_SCALE)),),
     "hardsigmoid": (
         Step("add", (3.0,)),
-        Step("clamp_min", (0.0,)),
-        Step("clamp_max", (6.0,)),
+        Step("relu"),
+        Step("cap", (6.0,)),
         Step("mul", (1 / 6,)),
     ),
 }
@@ -63,19 +64,29 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
         case "threshold":
             return (Step("threshold", (const("threshold"), const("value"))),)
         case "clamp":
-            low = () if call.get("min") is None else (Step("clamp_min", (const("min"),)),)
-            high = () if call.get("max") is None else (Step("clamp_max", (const("max"),)),)
+            low = () if call.get("min") is None else (_at_least(const("min")),)
+            high = () if call.get("max") is None else (_at_most(const("max")),)
             return *low, *high
         case "clamp_min":
-            return (Step("clamp_min", (const("min"),)),)
+            return (_at_least(const("min")),)
         case "clamp_max":
-            return (Step("clamp_max", (const("max"),)),)
+            return (_at_most(const("max")),)
         case "hardtanh":
-            least, most = const("min_val", -1.0), const("max_val", 1.0)
-            # At its lower bound it has no gradient, where `clamp` has one.
-            rise = Step("relu") if least == 0 else Step("clamp_min", (least,))
-            return rise, Step("clamp_max", (most,))
+            return _floor(const("min_val", -1.0)), Step("cap", (const("max_val", 1.0),))
     return _FIXED.get(call.name)
+
+
+def _floor(c: float) -> Step:
+    """max(x, c) without a gradient at c."""
+    return Step("threshold", (c, c)) if c else Step("relu")
+
+
+def _at_least(c: float) -> Step:
+    return Step("clamp_min", (c,)) if compat.clamp_has_a_slope_at_its_bounds() else _floor(c)
+
+
+def _at_most(c: float) -> Step:
+    return Step("clamp_max" if compat.clamp_has_a_slope_at_its_bounds() else "cap", (c,))
 
 
 def number(view: GraphView, node: fx.Node, call: Call, key: str, default: Any = None) -> float:

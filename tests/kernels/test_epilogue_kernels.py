@@ -42,6 +42,7 @@ CASES = [
     (Step("mul", (-1.7,)), -5, 5),
     (Step("clamp_min", (0.25,)), -2, 2),
     (Step("clamp_max", (0.25,)), -2, 2),
+    (Step("cap", (0.25,)), -2, 2),
     (Step("relu"), -2, 2),
     (Step("threshold", (0.5, -3.0)), -2, 2),
     (Step("leaky_relu", (0.01,)), -2, 2),
