@@ -15,14 +15,13 @@ import inspect
 import logging
 import re
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..compat.triton import compiled_text_edited
 from .gluon_names import say
 
 __all__ = ["Widened", "begin_wide", "completing", "end_wide", "widened"]
@@ -156,35 +155,9 @@ def end_wide():
     say(END)
 
 
-_lock = threading.RLock()
-
-
-@contextlib.contextmanager
-def completing() -> Iterator[None]:
+def completing() -> contextlib.AbstractContextManager[bool]:
     """Kernels that are compiled in the block have their marked products joined."""
-    knobs = triton.knobs.runtime
-    if not hasattr(knobs, "add_stages_inspection_hook"):
-        yield
-        return
-    with _lock:
-        before = knobs.add_stages_inspection_hook
-
-        def add_stages(*given: Any, **named: Any) -> Any:
-            if not given and not named:  # what compiled kernels are kept by
-                key, digest = before() if before is not None else ("", "")
-                return f"{key}-{_HOW}", f"{digest}-{_HOW}"
-            if before is not None:
-                before(*given, **named)
-            stages = named["stages"] if "stages" in named else given[1]
-            make = stages["ptx"]
-            stages["ptx"] = lambda source, metadata: widened(make(source, metadata))
-            return None
-
-        knobs.add_stages_inspection_hook = add_stages
-        try:
-            yield
-        finally:
-            knobs.add_stages_inspection_hook = before
+    return compiled_text_edited("ptx", _HOW, widened)
 
 
 class Widened:

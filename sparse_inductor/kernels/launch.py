@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import operator
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+
+from ..compat.triton import LaunchSeen, direct_launch, launch_hooks_set, launches_seen
 
 __all__ = [
     "Bound",
@@ -43,12 +44,19 @@ _sorts: dict[tuple[type, ...], _Sorts] = {}
 # Programs of many shapes start over here: a few hundred bytes each.
 _MOST_SEEN = 16384
 
-# Told of a launch: (compiled kernel, grid, stream, what its parameters were given, constants too).
-Told = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
 # Told of an event's place in a line of kernels: ("record" or "wait", the line, the event).
 Noted = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
-# The thread whose launches somebody is told of, and who is told of events.
-_watched: int | None = None
+
+
+class _Watch(NamedTuple):
+    """The thread whose launches somebody is told of, how many that were, and who is told that one was not."""
+
+    thread: int
+    count: Callable[[], int]
+    lost: Callable[[str], None]
+
+
+_watched: _Watch | None = None
 _noted: Noted | None = None
 
 
@@ -87,8 +95,12 @@ def launch(
     args: tensors, tensor descriptors, integers, floats, None, tuples of these; at least one of the first two.
     constants: the kernel's last parameters, in their order. options: of the compiler, as num_stages.
     """
-    if _watched is not None and _watched == threading.get_ident():
-        kernel[grid](*args, **constants, num_warps=num_warps, **options)
+    watch = _watched
+    if watch is not None and watch.thread == threading.get_ident():
+        before = watch.count()
+        compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
+        if compiled is not None and watch.count() == before:
+            watch.lost("this Triton launches without CompiledKernel.run")
         return
     types = tuple(map(type, args))
     sorts = _sorts.get(types)
@@ -138,41 +150,24 @@ def launch(
 
 
 @contextlib.contextmanager
-def watched(told: Told, noted: Noted) -> Iterator[None]:
+def watched(told: LaunchSeen, noted: Noted, lost: Callable[[str], None]) -> Iterator[None]:
     """Have `told` called after each Triton kernel that this thread launches in the block, whoever does it, and `noted`
-    at each `note`; one block at a time. Nobody is told under Triton's interpreter."""
+    at each `note`; one block at a time. Nobody is told under Triton's interpreter. `lost` is called, with the reason,
+    where there may have been a launch that `told` was not called for."""
     global _noted, _watched
-    kind: Any = triton.compiler.CompiledKernel
-    usual = kind.run
-    _watched = thread = threading.get_ident()
-    _noted = noted
-
-    def run(compiled: Any) -> Any:
-        launcher = usual.__get__(compiled)
-        if threading.get_ident() != thread:
-            return launcher
-
-        def telling(*given: Any) -> None:
-            launcher(*given)
-            told(compiled, given[:3], given[3], given[_BEFORE:])
-
-        return telling
-
-    kind.run = property(run)
-    try:
-        yield
-    finally:
-        kind.run, _watched, _noted = usual, None, None
+    with launches_seen(told, lost) as count:
+        _watched, _noted = _Watch(threading.get_ident(), count, lost), noted
+        try:
+            yield
+        finally:
+            _watched, _noted = None, None
 
 
 def note(what: str, line: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     """Say that an event was recorded in a line of kernels, or that it waits for one."""
-    if _noted is not None and _watched == threading.get_ident():
+    watch = _watched
+    if _noted is not None and watch is not None and watch.thread == threading.get_ident():
         _noted(what, line, event)
-
-
-# What a compiled kernel's `run` takes in front of the parameters: grid, stream, function, metadata twice, two hooks.
-_BEFORE = 9
 
 
 class Bound(NamedTuple):
@@ -191,36 +186,11 @@ class Bound(NamedTuple):
 
 def bound(compiled: Any, grid: tuple[int, ...]) -> Bound:
     """How `compiled` is launched from now on."""
-    run, sizes, metadata = compiled.run, (*grid, 1, 1)[:3], compiled.packed_metadata
-    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if scratch == [0, 0] and triton.__version__.startswith("3.6."):
-        # `run` asks the allocators for nothing, in Python, and calls this.
-        early = run.launch_cooperative_grid, run.launch_pdl, None, None
-        direct, encoded = _encoders(run.launch)
-        return Bound(
-            direct, sizes, (compiled.function, *early, metadata, None, None, None), encoded
-        )
-    return Bound(run, sizes, (compiled.function, metadata, None, None, None), {})
-
-
-def _encoders(
-    launcher: Callable[..., None],
-) -> tuple[Callable[..., None], dict[int, Callable[[Any], Sequence[Any]]]]:
-    """What Triton 3.6's launcher of a kernel with tensor descriptors calls once they are encoded, which takes the host
-    longer than the launch, and what encodes them; another launcher is as it is."""
-    if not inspect.isfunction(launcher):
-        return launcher, {}
-    held = inspect.getclosurevars(launcher)
-    encode = held.globals.get("make_tensordesc_arg")
-    try:
-        direct, places, kinds = (
-            held.nonlocals[name] for name in ("launcher", "tensordesc_indices", "tensordesc_meta")
-        )
-    except KeyError:
-        return launcher, {}
-    if encode is None:
-        return launcher, {}
-    return direct, {i: functools.partial(encode, metadata=m) for i, m in zip(sorted(places), kinds)}
+    sizes, direct = (*grid, 1, 1)[:3], direct_launch(compiled)
+    if direct is not None:
+        return Bound(direct.launch, sizes, direct.more, direct.encoded)
+    more = compiled.function, compiled.packed_metadata, None, None, None
+    return Bound(compiled.run, sizes, more, {})
 
 
 @functools.cache
@@ -229,14 +199,8 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def hooked() -> bool:
-    """Whether somebody (a profiler) has asked Triton to be told of each launch."""
-    runtime = triton.knobs.runtime
-    first, last = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        (first is not None and getattr(first, "calls", True))
-        or (last is not None and getattr(last, "calls", True))
-    )
+# Whether a profiler wants to see each launch.
+hooked = launch_hooks_set
 
 
 def captured(

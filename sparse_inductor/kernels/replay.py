@@ -240,7 +240,7 @@ def _record(
         return fn(*args)
     try:
         recording = _Recording(inputs, lines)
-        with recording, launches.watched(recording.launched, recording.noted):
+        with recording, launches.watched(recording.launched, recording.noted, recording.lost):
             result = fn(*args)
         try:
             _plans[key] = recording.plan(result)
@@ -331,6 +331,11 @@ class _Recording(TorchDispatchMode):
         self._why = why
         self._made.clear()
         self._steps.clear()
+
+    def lost(self, why: str) -> None:
+        """There may have been a launch that is not among the steps."""
+        if not self._why:
+            self._give_up(why)
 
     def _line(self, stream: int) -> int:
         line = self._lines.get(stream)

@@ -109,6 +109,20 @@ def test_compiling_asks_triton_for_a_stage_and_whoever_asked_before(monkeypatch)
     assert stages["ptx"]("rest", {}).count("m64n144") == 4
 
 
+def test_stages_of_other_names_and_a_triton_that_cannot_be_asked_are_left_alone(monkeypatch):
+    knobs = triton.knobs.runtime
+    monkeypatch.setattr(knobs, "add_stages_inspection_hook", None, raising=False)
+    stages = {"amdgcn": len}
+    with wide.completing() as asked:
+        knobs.add_stages_inspection_hook("backend", stages, "options", "language", 90)
+    assert asked and stages == {"amdgcn": len}
+    monkeypatch.delattr(type(knobs), "add_stages_inspection_hook", raising=False)
+    monkeypatch.delattr(knobs, "add_stages_inspection_hook", raising=False)
+    with wide.completing() as asked:
+        assert not hasattr(knobs, "add_stages_inspection_hook")
+    assert not asked and not hasattr(knobs, "add_stages_inspection_hook")
+
+
 def test_an_error_while_compiling_leaves_no_hook():
     knobs = triton.knobs.runtime
     was = getattr(knobs, "add_stages_inspection_hook", None)

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_inductor.index.segment import Segment
-from sparse_inductor.index.sources import rows_of
+from sparse_inductor.index.sources import collection_of
 from sparse_inductor.kernels import replay
 from sparse_inductor.kernels import sparse_scores_accumulate as accumulate
 from sparse_inductor.kernels import sparse_scores_best as best_documents
@@ -49,7 +49,9 @@ def queries(b=3, seed=1, share=0.2):
 
 
 def segments(dense, precision="float32", device="cpu", size=1000):
-    made = [Segment.of(r, V, precision) for part in dense.split(size) for r in rows_of(part, V)]
+    made = [
+        Segment.of(r, V, precision) for part in dense.split(size) for r in collection_of(part, V)[1]
+    ]
     return [s.to(torch.device(device)) for s in made]
 
 
