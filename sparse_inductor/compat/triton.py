@@ -57,7 +57,7 @@ def launches_seen(see: LaunchSeen, unseen: Callable[[str], None]) -> Iterator[Ca
     import triton
 
     kind: Any = getattr(getattr(triton, "compiler", None), "CompiledKernel", None)
-    usual = getattr(kind, "run", None)
+    usual: Any = getattr(kind, "run", None)
     seen, thread = 0, threading.get_ident()
     if not hasattr(usual, "__get__") or inspect.isfunction(usual):
         unseen("this Triton has no CompiledKernel.run to be told of launches by")

@@ -52,7 +52,7 @@ class _Watch(NamedTuple):
     """The thread whose launches somebody is told of, how many that were, and who is told that one was not."""
 
     thread: int
-    count: Callable[[], int]
+    told: Callable[[], int]
     lost: Callable[[str], None]
 
 
@@ -97,9 +97,9 @@ def launch(
     """
     watch = _watched
     if watch is not None and watch.thread == threading.get_ident():
-        before = watch.count()
+        before = watch.told()
         compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
-        if compiled is not None and watch.count() == before:
+        if compiled is not None and watch.told() == before:
             watch.lost("this Triton launches without CompiledKernel.run")
         return
     types = tuple(map(type, args))
