@@ -189,6 +189,7 @@ class SparseIndex(nn.Module):
         return self._contents.count
 
     @property
+    @apart
     def num_live(self) -> int:
         """Documents that have not been deleted."""
         deleted = self._contents.deleted
@@ -254,10 +255,9 @@ class SparseIndex(nn.Module):
             k = _as_int(k, "k")
         if k < 0:
             raise ValueError(f"k must be an int of at least 0, got {k!r}")
-        if torch.compiler.is_compiling():
-            return self._search(queries, k)
-        return self._search_apart(queries, k)
+        return self._search(queries, k)
 
+    @apart
     def _search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
         ops = torch.ops.sparse_inductor
         given = queries_of(queries, self.num_terms, self.device)
@@ -274,8 +274,7 @@ class SparseIndex(nn.Module):
             scores, ids = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
         return (scores[0], ids[0]) if given.single else (scores, ids)
 
-    _search_apart = apart(_search)
-
+    @apart
     def scores(self, queries: Any) -> Tensor:
         """The scores of all documents, fp32 [B, N] or [N]; -inf for deleted ones. Differentiable in the queries.
 

@@ -51,7 +51,9 @@ def apart(work: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(work)
     def run(*args: Any, **kwargs: Any) -> T:
-        if not _forked or threading.current_thread() is not threading.main_thread():
+        if torch.compiler.is_compiling() or not _forked:
+            return work(*args, **kwargs)
+        if threading.current_thread() is not threading.main_thread():
             return work(*args, **kwargs)
         inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
