@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | gpu-test | multigpu-test | campaign | fuzz | planted | long-run | examples | docs | clean
+# make demo | test | test-all | lint | bench | gpu-test | multigpu-test | campaign | fuzz | planted | soak | long-run | examples | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test test-all lint bench gpu-test multigpu-test campaign fuzz planted long-run examples docs clean
+.PHONY: demo test test-all lint bench gpu-test multigpu-test campaign fuzz planted soak long-run examples docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -49,6 +49,12 @@ planted: $(READY)
 # 2 000 training steps of ever new shapes; `make test` runs 80.
 long-run: $(READY)
 	STEPS=2000 $(PYTEST) tests/test_robustness.py -k long_run $(ARGS)
+
+# An index under 200 threads for SOAK_SECONDS, and under KILLS kills while it is saved; `make test-all` does a little.
+SOAK_SECONDS ?= 600
+KILLS ?= 500
+soak: $(READY)
+	SOAK_SECONDS=$(SOAK_SECONDS) KILLS=$(KILLS) $(PYTEST) -m heavy -s -o timeout=0 tests/test_index_service.py tests/test_index_files.py $(ARGS)
 
 # Every example, unrewritten and rewritten beside each other; ARGS=--small for tiny sizes.
 examples: $(READY)

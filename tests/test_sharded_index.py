@@ -67,6 +67,52 @@ def _work(rank: int, world: int, folder: str, device: str) -> None:
         dist.destroy_process_group()
 
 
+def _fail(rank: int, world: int, folder: str) -> None:
+    """Whatever fails on one process fails on both, with the index and the files as they were."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    try:
+        dense, q, path = collection(), queries(), Path(folder) / "saved"
+        index = ShardedIndex(SparseIndex.build(dense[:35] if rank == 0 else dense[35:]))
+        index.save(path)
+        before = index.search(q, 90)
+
+        def fails(kind: type[Exception], message: str, call) -> None:
+            with pytest.raises(kind, match=message):
+                call()
+            assert len(index) == 90
+            assert all(torch.equal(a, b) for a, b in zip(index.search(q, 90), before))
+
+        bad = [([1], [1.0]), ([V], [1.0])]
+        fails(ValueError, "document 91: term id 40", lambda: index.append(bad))
+        fails(TypeError, "got 1.5", lambda: index.delete([1.5]))
+        fails(IndexError, r"shape \(90,\)", lambda: index.delete(torch.ones(3, dtype=torch.bool)))
+        index.delete(torch.arange(90) == 40)
+        before = index.search(q, 90)
+        write = SparseIndex._pending_file
+        if rank == 1:
+
+            def full(*_):
+                raise OSError(28, "No space left on device")
+
+            SparseIndex._pending_file = full
+        fails(OSError, "No space left", lambda: index.save(path))
+        SparseIndex._pending_file = write
+        dist.barrier()
+        assert sorted(p.name for p in path.iterdir()) == ["part-0-of-2", "part-1-of-2"]
+        assert ShardedIndex.load(path).search(q, 90)[1][0].tolist().count(-1) == 0, "the old one"
+        if rank == 0:
+            (path / "part-0-of-2").unlink()
+        dist.barrier()
+        fails(FileNotFoundError, "part-0-of-2", lambda: ShardedIndex.load(path))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_what_fails_on_one_process_fails_on_all(tmp_path):
+    mp.spawn(_fail, (2, str(tmp_path)), nprocs=2)
+
+
 def _run(device: str, folder: Path) -> None:
     mp.spawn(_work, (2, str(folder), device), nprocs=2)
 

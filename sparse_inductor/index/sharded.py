@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparse_inductor.ops._merge import keys, merged
 
-from .sparse_index import SparseIndex
+from .sparse_index import SparseIndex, document_ids
+from .storage import PendingFile
 
 __all__ = ["ShardedIndex"]
+
+T = TypeVar("T")
 
 
 class ShardedIndex(nn.Module):
@@ -26,7 +32,8 @@ class ShardedIndex(nn.Module):
 
     Documents are numbered through: those of the first process first. Every method is a collective: all processes call
     it, with the same arguments (queries, ids, documents). Results equal those of one index over all documents, bit by
-    bit.
+    bit. What fails on one process in `append`, `delete`, `save` or `load` raises the same error on all of them, and the
+    index, or the folder, is as it was.
     """
 
     def __init__(self, local: SparseIndex, group: dist.ProcessGroup | None = None) -> None:
@@ -104,31 +111,44 @@ class ShardedIndex(nn.Module):
     def append(self, documents: Any) -> range:
         """Add documents, the same on every process; the last process keeps them. Returns their ids."""
         before = self._total
-        if dist.get_rank(self.group) == dist.get_world_size(self.group) - 1:
-            self.local.append(documents)
+        last = dist.get_rank(self.group) == dist.get_world_size(self.group) - 1
+        made = self._together(lambda: self.local._prepare(documents, before) if last else [])
+        self.local._publish(made)
         self._count()
         return range(before, self._total)
 
-    def delete(self, ids: Iterable[int] | Tensor) -> int:
+    def delete(self, ids: Iterable[int] | Tensor | np.ndarray) -> int:
         """Take documents out; returns how many were there. See `SparseIndex.delete`."""
-        ids = torch.as_tensor(
-            ids if isinstance(ids, Tensor) else list(ids), dtype=torch.int64
-        ).reshape(-1)
-        bad = (ids < 0) | (ids >= self._total)
-        if bool(bad.any()):
-            raise IndexError(
-                f"there is no document {int(ids[bad][0])}: ids are 0 to {self._total - 1}"
-            )
-        mine = ids[(ids >= self.first) & (ids < self.first + len(self.local))] - self.first
-        gone = torch.tensor([self.local.delete(mine)], device=self.device)
+
+        def mine() -> Tensor:
+            named = document_ids(ids, self._total).to(self.device)
+            here = (named >= self.first) & (named < self.first + len(self.local))
+            return named[here] - self.first
+
+        gone = torch.tensor([self.local.delete(self._together(mine))], device=self.device)
         return int(torch.stack(self._gather(gone)).sum())
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write each process's part into a folder, as part-0-of-2 and so on."""
+        """Write each process's part into a folder, as part-0-of-2 and so on. No part is replaced before all are
+        complete."""
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        self.local.save(path / self._part())
-        dist.barrier(self.group)
+
+        def written() -> PendingFile:
+            path.mkdir(parents=True, exist_ok=True)
+            return self.local._pending_file(path / self._part(), {})
+
+        pending: list[PendingFile] = []
+        try:
+            self._together(lambda: pending.append(written()))
+        except BaseException:
+            for file in pending:
+                file.discard()
+            raise
+        self._together(pending[0].commit)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What `work` gives on this process, where it raises nothing on any; else the first process's error on all."""
+        return _together(work, self.group, self.device)
 
     def _part(self) -> str:
         return f"part-{dist.get_rank(self.group)}-of-{dist.get_world_size(self.group)}"
@@ -147,4 +167,32 @@ class ShardedIndex(nn.Module):
         Raises FileNotFoundError where it was written by another number of processes.
         """
         name = f"part-{dist.get_rank(group)}-of-{dist.get_world_size(group)}"
-        return cls(SparseIndex.load(Path(folder) / name, device=device, verify=verify), group)
+        load = lambda: SparseIndex.load(Path(folder) / name, device=device, verify=verify)
+        return cls(_together(load, group, torch.device(device)), group)
+
+
+def _together(work: Callable[[], T], group: dist.ProcessGroup | None, device: torch.device) -> T:
+    """See `ShardedIndex._together`."""
+    own: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        own = error
+    errors: list[Exception | None] = [None] * dist.get_world_size(group)
+    # NCCL sends objects from the current device.
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device:
+        dist.all_gather_object(errors, _sendable(own), group=group)
+    for rank, failed in enumerate(errors):
+        if failed is not None:
+            raise own if own is not None and rank == dist.get_rank(group) else failed
+    return result
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """The error, or one that says the same where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
