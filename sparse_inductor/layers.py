@@ -14,12 +14,13 @@ import enum
 import logging
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
 import torch
+
+from .notices import warn
 
 __all__ = [
     "Fallback",
@@ -208,10 +209,7 @@ class Operator:
             news = list({f.kernel: f for f in reversed(news)}.values())
             _warned.update(f.kernel for f in news)
         for fallback in news:
-            try:
-                warnings.warn(str(fallback), KernelWarning, stacklevel=2)
-            except KernelWarning:  # where warnings are errors, the program goes on all the same
-                log.warning("%s", fallback)
+            warn(str(fallback), KernelWarning, stacklevel=2)
 
 
 def _noted(error: Exception) -> Exception:

@@ -17,11 +17,12 @@ import importlib
 import importlib.metadata
 import pkgutil
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 from torch import fx
+
+from .notices import warn
 
 __all__ = ["Example", "Match", "Miss", "Pattern", "Sparse", "register", "registered", "unregister"]
 
@@ -187,7 +188,7 @@ def _discover() -> None:
         try:
             found = entry.load()
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"sparse_inductor: pattern {entry.name!r} of entry point {entry.value!r} is left "
                 f"out, it cannot be imported: {type(error).__name__}: {error}",
                 stacklevel=4,

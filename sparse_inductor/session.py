@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import fx
 
 from . import compat
+from .notices import warn
 from .pattern import Pattern
 from .selection import Names, Session, StrictError
 from .slots import CustomGraphPass, Slot, passes_of, slot_value
@@ -94,7 +94,7 @@ def enabled(
     finally:
         if outer is not None:
             outer.matched |= session.matched
-        _switch(outer, warn=False)
+        _switch(outer, late=False)
     session.check_strict()  # not after an exception: that one is the news
 
 
@@ -229,9 +229,9 @@ class _State:
 _state = _State()
 
 
-def _switch(session: Session | None, warn: bool = True, keep_equal: bool = True) -> None:
+def _switch(session: Session | None, late: bool = True, keep_equal: bool = True) -> None:
     """Make `session` the one that is on (None: off); `keep_equal` leaves one that is equal in its
-    place."""
+    place, `late` says that it may be too late for some code."""
     with _state.lock:
         if session is not None and keep_equal and session.same_as(_state.session):
             _install()  # again: the user may have overwritten a slot
@@ -251,7 +251,7 @@ def _switch(session: Session | None, warn: bool = True, keep_equal: bool = True)
             _uninstall()
             raise
         _state.session = session
-    if warn:
+    if late:
         _warn_of_the_past()
 
 
@@ -281,13 +281,13 @@ def _set_up(pattern: Pattern, teardowns: contextlib.ExitStack) -> None:
 
 def _warn_of_the_past() -> None:
     if not compat.runs_pre_grad_passes():
-        warnings.warn(
+        warn(
             "torch._inductor.config.use_pre_grad_passes is False: "
             "sparse_inductor can rewrite nothing",
             stacklevel=4,
         )
     if compat.anything_compiled():
-        warnings.warn(
+        warn(
             "sparse_inductor was enabled after something had been compiled: that code stays as it "
             "is. Call torch._dynamo.reset() to have it compiled again, or enable before the first call.",
             stacklevel=4,

@@ -266,6 +266,17 @@ def test_enable_after_a_compile_warns_and_says_what_to_do():
         sparse_inductor.enable()
 
 
+def test_where_warnings_are_errors_it_is_logged(caplog):
+    captured(relu_of_sum, X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparse_inductor.enable(only="toy")
+    assert "torch._dynamo.reset()" in caplog.text
+    torch._dynamo.reset()
+    captured(relu_of_sum, X)
+    assert matched() == ["toy"]
+
+
 def test_enable_before_a_compile_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

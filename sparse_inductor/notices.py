@@ -1,0 +1,18 @@
+"""Warnings that never end a program."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+__all__ = ["warn"]
+
+log = logging.getLogger("sparse_inductor")
+
+
+def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
+    """Warns the caller; where warnings are errors the message is logged, and the program goes on."""
+    try:
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
+    except category:
+        log.warning("%s", message)
