@@ -206,7 +206,7 @@ def relu_ffn(
     device: torch.device, tokens: int, share: float = 0.02, up: bool = True, stats: bool = False
 ):
     """The last feature shifts the gates so that about `share` of them are positive, and all in the first rows."""
-    K, N, D = (256, 8192, 256) if device.type == "cuda" else (16, 96, 16)
+    K, N, D = (256, 8192, 256) if device.type == "cuda" else (16, 80, 16)
     x = _draw(device, tokens, K)
     x[:, -1] = 1
     x[: (tokens + 7) // 8 if tokens > 4 else 0, -1] = -4
@@ -308,9 +308,9 @@ CASES = {
     ),
     "relu_ffn of one token": Case(lambda d: relu_ffn(d, 1), "relu_ffn"),
     "relu_ffn of four tokens": Case(lambda d: relu_ffn(d, 4), "relu_ffn"),
-    "relu_ffn": Case(lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 9), "relu_ffn"),
+    "relu_ffn": Case(lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 6), "relu_ffn"),
     "relu_ffn without a second factor": Case(
-        lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 9, up=False, stats=True), "relu_ffn"
+        lambda d: relu_ffn(d, 2048 if d.type == "cuda" else 6, up=False, stats=True), "relu_ffn"
     ),
     "entmax": Case(entmax, "entmax"),
     "entmax_attention": Case(
