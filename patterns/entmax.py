@@ -21,8 +21,6 @@ from torch import fx
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.checks import (
     check_device,
-    check_gradient,
-    check_memory,
     without_outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
@@ -31,6 +29,7 @@ from sparse_inductor.match.entmax_form import ENDS, ends_here
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.terms import widened
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
 
@@ -58,6 +57,14 @@ class RowsMatch:
         return (self.found.source, *((alpha,) if isinstance(alpha, fx.Node) else ()))
 
     @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        return tuple((t, self.found.reader) for t in self.inputs)
+
+    @property
+    def settled(self) -> tuple[fx.Node, ...]:
+        return self.found.settled
+
+    @property
     def sparse(self) -> tuple[Sparse, ...]:
         return (Sparse("probabilities", self.found.node, self.found.dim),)
 
@@ -69,8 +76,11 @@ class RowsMatch:
 
     def replace(self) -> None:
         found, e = self.found, Emitter(self.anchor)
-        source = found.source
+        wanted = fake(self.anchor).dtype
+        # A wider alpha, or a cast on the way, makes the program compute in its precision.
+        source = e.cast(found.source, torch.promote_types(fake(found.source).dtype, wanted))
         if found.scale != 1:
+            source = widened(e, source)
             top = e.method("detach", e.method("amax", source, found.dim, True))
             # less their maximum, so that what is filled in cannot overflow
             source = e.call(operator.mul, e.call(operator.sub, source, top), found.scale)
@@ -82,10 +92,7 @@ class RowsMatch:
         if tensor is not None:
             tensor = above_one(e, tensor)
         p = e.call(torch.ops.sparse_inductor.entmax.default, source, tensor, number, found.dim)
-        wanted = fake(self.anchor).dtype
-        if fake(p).dtype != wanted:
-            p = e.method("to", p, wanted)
-        self.anchor.replace_all_uses_with(p)
+        self.anchor.replace_all_uses_with(e.cast(p, wanted))
 
 
 class Entmax:
@@ -127,13 +134,7 @@ class Entmax:
         check_device(node)
         if not view.dtype(found.source).is_floating_point:
             raise Decline(f"the scores are {view.dtype(found.source)}", node)
-        check_gradient(view, [found.source], [node], node)
-        nodes = swallowed(view, found.nodes)
-        reads = [(found.source, found.reader)]
-        if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
-            reads.append((found.alpha, found.reader))
-        check_memory(view, reads, nodes, node, "before its entmax is complete", "entmax")
-        return RowsMatch(found, nodes, _bytes_saved(view, found))
+        return RowsMatch(found, swallowed(view, found.nodes), _bytes_saved(view, found))
 
     def resolve(
         self, matches: Sequence[RowsMatch], view: GraphView

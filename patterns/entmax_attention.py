@@ -22,8 +22,6 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.attention import read_attention, relu_attention
 from sparse_inductor.match.checks import (
     check_device,
-    check_gradient,
-    check_memory,
     without_outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
@@ -56,6 +54,14 @@ class AttentionMatch:
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
         return tuple(self.found.inputs)
+
+    @property
+    def reads(self) -> Sequence[tuple[fx.Node, fx.Node]]:
+        return self.found.reads
+
+    @property
+    def settled(self) -> tuple[fx.Node, ...]:
+        return self.found.found.settled
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -106,12 +112,7 @@ class EntmaxAttention:
         inputs = (found.q.node, found.k.node, found.v.node)
         if not all(view.dtype(t).is_floating_point for t in inputs):
             raise Decline("queries, keys or values are no floating-point numbers", node)
-        through = [*found.scores.nodes, found.found.node, *found.path, node]
-        check_gradient(view, [found.q.node, found.k.node], through, node)
         nodes = swallowed(view, found.nodes)
-        check_memory(
-            view, found.reads, nodes, node, "between the scores and the values", "the attention"
-        )
         if not all(isinstance(s, int) for t in inputs for s in view.shape(t)):
             _rehearse(found)
         return AttentionMatch(found, nodes, _bytes_saved(view, found))

@@ -27,7 +27,7 @@ from sparse_inductor.epilogue.steps import render
 from sparse_inductor.match.branches import Branch
 from sparse_inductor.match.checks import (
     check_device,
-    check_memory,
+    check_match,
     outside_no_grad,
 )
 from sparse_inductor.match.comparisons import COMPARISONS
@@ -48,6 +48,7 @@ from sparse_inductor.match.joined import Joined, check_joined, joined
 from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.readers import Others, other_readers
 from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.terms import widened
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.ops.relu_ffn import saves_nothing
 from sparse_inductor.pattern import Example, Miss, Sparse
@@ -80,6 +81,14 @@ class BlockMatch:
         parts = [p for b in r.branches for p in b.linear.summands]
         sources = [p.source for p in parts] + [p.weight_source for p in parts]
         return tuple(dict.fromkeys([*sources, r.down.weight_source]))
+
+    @property
+    def reads(self) -> list[tuple[fx.Node, fx.Node]]:
+        return _reads(self.reading, self.others, self.reading.down.node)
+
+    @property
+    def ends(self) -> tuple[fx.Node, ...]:
+        return tuple(self.others.ends)
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -137,7 +146,7 @@ class BlockMatch:
             if term.fn == "where":
                 weight = e.call(torch.where, e.method("bool", t), weight, 0.0)
             else:
-                weight = e.call(operator.mul, weight, t)
+                weight = e.call(operator.mul, weight, widened(e, t))
         return e.cast(weight, dtype)
 
     @property
@@ -277,10 +286,7 @@ class ReluFfn:
         at = min([node, *others.ends], key=view.order.__getitem__)
         apart = {n for s, _ in others.statistics for n in (*s.nodes, s.node)}
         at = outside_no_grad(view, {*nodes} - apart, at, "within the block")
-        reads = [r for b in reading.branches for r in b.reads]
-        reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
-        reads += [(d.weight_source, d.node) for d in others.downs]
-        late = [t for t, _ in reads if view.order[t] >= view.order[at]]
+        late = [t for t, _ in _reads(reading, others, node) if view.order[t] >= view.order[at]]
         if late:
             what = "an activation" if others.downs else "a statistic"
             raise Decline(f"{what} is read before {label(late[0])} is there", at)
@@ -288,16 +294,15 @@ class ReluFfn:
             raise Decline("what is added to the result comes out of the block itself", node)
         if not {down.weight_source, *(d.weight_source for d in others.downs)}.isdisjoint(nodes):
             raise Decline("the down weight comes out of the block itself", node)
-        check_memory(view, reads, nodes, at, "within the block", "the block")
         check_joined(view, [one.parts, [down, *others.downs]], down, node)
         saved = _bytes_saved(view, reading)
         if (total := _residual_sum(view, reading, node)) is not None and not others.ends:
             end, residual = total
             with contextlib.suppress(Decline):
-                reads = [*reads, (residual, end)]
-                check_memory(view, reads, (*nodes, end), end, "within the block", "the block")
-                nodes = (*nodes, end)
-                return BlockMatch(end, reading, one, others, end, nodes, saved, residual)
+                more = (*nodes, end)
+                match = BlockMatch(end, reading, one, others, end, more, saved, residual)
+                check_match(view, match)
+                return match
         return BlockMatch(node, reading, one, others, at, nodes, saved)
 
     def resolve(
@@ -314,6 +319,14 @@ class ReluFfn:
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
+
+
+def _reads(reading: Reading, others: Others, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """What a block that ends in `node` reads, each with the node that reads it."""
+    down = reading.down
+    reads = [r for b in reading.branches for r in b.reads]
+    reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
+    return reads + [(d.weight_source, d.node) for d in others.downs]
 
 
 def _residual_sum(

@@ -21,8 +21,6 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.match.accumulate import ANCHORS, scores_of
 from sparse_inductor.match.checks import (
     check_device,
-    check_gradient,
-    check_memory,
     without_outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
@@ -68,6 +66,15 @@ class ScoresMatch:
     def inputs(self) -> tuple[fx.Node, ...]:
         inside = set(self.swallowed)
         return tuple(dict.fromkeys(n for n, _ in self.scores.inputs if n not in inside))
+
+    @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        return self.scores.inputs
+
+    @property
+    def kept(self) -> tuple[fx.Node, ...]:
+        """What is added into a part of an accumulator goes on being written."""
+        return () if self.scores.into is None else (self.scores.node,)
 
     @property
     def inner(self) -> tuple[fx.Node, ...]:
@@ -159,10 +166,6 @@ class SparseScores:
             _check_accumulator(view, s, names)
             inner += names
         nodes = swallowed(view, inner)
-        written = {s.node} if s.into is not None else set()  # it goes on being written
-        gone = [n for n in nodes if n not in written]
-        check_memory(view, s.inputs, gone, anchor, "before the scores are made", "the scores")
-        check_gradient(view, [s.w.gather.source], s.swallowed, anchor)
         gather = s.w.gather
         if gather.gradient and view.learns(gather.source):
             raise Decline(gather.gradient, gather.node)

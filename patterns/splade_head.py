@@ -26,8 +26,6 @@ from sparse_inductor.epilogue.steps import Program, Step, render
 from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.checks import (
     check_device,
-    check_grad_mode,
-    check_memory,
     without_outside_readers,
 )
 from sparse_inductor.match.climb import climb
@@ -73,6 +71,10 @@ class HeadMatch:
         return tuple(dict.fromkeys(n for n, _ in self.chain.reads))
 
     @property
+    def reads(self) -> Sequence[tuple[fx.Node, fx.Node]]:
+        return self.chain.reads
+
+    @property
     def wants_argmax(self) -> bool:
         at = self.reduction.positions
         return at is not None and any(u.args[1] == at and u.users for u in self.anchor.users)
@@ -105,7 +107,10 @@ class HeadMatch:
         dtype = fake(chain.linear.node).dtype
         hidden, weight = e.cast(hidden, dtype), e.cast(weight, dtype)
         if bias is not None:
-            bias = e.cast(bias, torch.float32 if chain.wide_bias else dtype)
+            wide = chain.wide_bias or bool(
+                chain.folded
+            )  # what was folded may have no place in 16 bits
+            bias = e.cast(bias, torch.promote_types(dtype, torch.float32) if wide else dtype)
         result = fake(anchor) if red.values is None else fake(anchor)[red.values]
         wide = torch.promote_types(result.dtype, torch.float32) if chain.tail else result.dtype
         # None says the same; an AOTInductor package of torch 2.11 takes another dtype for the one that is named.
@@ -228,9 +233,6 @@ class SpladeHead:
             )
         chain.rehearse(node)
         nodes = swallowed(view, [*chain.nodes, *red.within, node])
-        between = "between the linear and the maximum"
-        check_memory(view, chain.reads, nodes, node, between, "the head")
-        check_grad_mode(view, view.order[linear.node], view.order[node], between)
         return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))
 
     def _check_tail(self, chain: Chain, red: Reduction, reaching: Interval, node: fx.Node) -> None:

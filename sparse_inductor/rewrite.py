@@ -26,6 +26,7 @@ from . import compat, records
 from .ability import missing
 from .findings import Check, NearMiss, Rewrite, Shape
 from .layouts import keep_layouts, layouts
+from .match.checks import unsound
 from .match.fakes import fake, tensors_in
 from .match.graph import label
 from .pattern import Match, Miss, Pattern, Sparse
@@ -225,8 +226,8 @@ class _Run:
                 found = None
                 with self._guarded(pattern, node, quiet=node in view.transforms):
                     found = pattern.match(node, view)
-                    if not isinstance(found, Miss | None) and (why := _unrewritable(found, view)):
-                        found = Miss(why, node)
+                    if not isinstance(found, Miss | None):
+                        found = _unrewritable(found, view) or found
                     elif isinstance(found, Miss) and node in view.transforms:
                         found = None
                 if isinstance(found, Miss):
@@ -427,21 +428,26 @@ def _lacking(match: Match) -> str:
     return lacking
 
 
-def _unrewritable(match: Match, view: Any) -> str:
-    """Why a match cannot be rewritten where it stands; empty where it can."""
+def _unrewritable(match: Match, view: Any) -> Miss | None:
+    """Why a match cannot be rewritten where it stands; None where it can."""
     # The operators have no rule for torch.func's transforms.
     if transform := view.transforms.get(match.anchor):
-        return f"this runs inside {transform}, which the operator does not take part in"
+        reason = f"this runs inside {transform}, which the operator does not take part in"
+        return Miss(reason, match.anchor)
     if view.differentiates_twice:
-        return "the program differentiates a gradient (create_graph=True), and the operator has a first derivative only"
-    lacking = _lacking(match)
-    if lacking:
-        return f"there is no operator here: {lacking}"
+        reason = (
+            "the program differentiates a gradient (create_graph=True), and the operator has a first "
+            "derivative only"
+        )
+        return Miss(reason, match.anchor)
+    if lacking := _lacking(match):
+        return Miss(f"there is no operator here: {lacking}", match.anchor)
     for node in (match.anchor, *match.swallowed, *match.inputs):
         for t in tensors_in(fake(node)):
             if not compat.computes_as_tensors_do(type(t)):
-                return f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
-    return ""
+                reason = f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
+                return Miss(reason, match.anchor)
+    return unsound(view, match)
 
 
 def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:

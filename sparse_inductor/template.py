@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .match.checks import check_gradient, check_memory, without_outside_readers
+from .match.checks import without_outside_readers
 from .match.emit import Emitter
 from .match.graph import GraphView, Unknown, fake, label
 from .match.names import canonical
@@ -150,16 +150,7 @@ class Template:
                 if p.op == "placeholder" and p in found
             }
             mine = [found[n] for n in self._calls]
-            reads = [
-                (value, found[user])
-                for p, value in found.items()
-                if p.op == "placeholder" and isinstance(value, fx.Node)
-                for user in p.users
-                if user in self._calls
-            ]
             nodes = swallowed(view, mine)
-            check_memory(view, reads, nodes, node, f"before {label(node)}", "the match")
-            check_gradient(view, [value for value, _ in reads], _on_the_way(view, mine), node)
             if self._check is not None and (reason := self._check(**bindings)) is not None:
                 return Miss(reason, node)
             return TemplateMatch(self, node, bindings, nodes)
@@ -172,17 +163,6 @@ class Template:
         self, matches: Sequence[TemplateMatch], view: GraphView
     ) -> tuple[list[TemplateMatch], list[Miss]]:
         return without_outside_readers(matches, view, lambda m, n: f"the result of {label(n)} is")
-
-
-def _on_the_way(view: GraphView, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that a gradient should go through: they compute with something that needs one."""
-    return [
-        n
-        for n in nodes
-        if any(view.requires_grad(i) for i in n.all_input_nodes)
-        and view.is_tensor(n)
-        and view.dtype(n).is_floating_point
-    ]
 
 
 def _trace(fn: Callable[..., Any], name: str) -> fx.Graph:

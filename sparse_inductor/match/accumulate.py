@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -311,7 +312,17 @@ def _segments(
         w = w.then(n)
     N = view.shape(node)[axis]
     reads = ((offsets, reader),)
-    return Scores(node, w, N, w.batch, offsets=lambda e: offsets, reads=reads)
+
+    def from_the_front(e: Emitter) -> fx.Node:
+        """An index counts from the end where it is negative, an offset does not."""
+        entries = (
+            w.entries[0] if isinstance(w.entries[0], int) else e.method("numel", w.gather.ids(e))
+        )
+        last = entries + 1 if isinstance(entries, int) else e.call(operator.add, entries, 1)
+        negative = e.call(operator.lt, offsets, 0)
+        return e.call(torch.where, negative, e.call(operator.add, offsets, last), offsets)
+
+    return Scores(node, w, N, w.batch, offsets=from_the_front, reads=reads)
 
 
 def _behind_a_zero(

@@ -28,6 +28,7 @@ from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores, scaled
 from .shapes import Decline
+from .values import rounds
 
 __all__ = ["read_attention", "relu_attention"]
 
@@ -301,6 +302,10 @@ class _Reader:
             dtype=torch.float32,
         )  # fmt: skip
         attention.dtype = self._settle_dtype(attention)
+        for n in (n for n in self.path if self.view.name_of(n) == "cast"):
+            to = self.view.dtype(n)
+            if not to.is_floating_point or rounds(to, attention.dtype):
+                raise Decline(f"the probabilities are rounded to {to}", n)
         self._check(attention)
         return attention
 
@@ -410,6 +415,8 @@ def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
             return None
         seen = view.value(call["input"], node)
         if not view.is_tensor(seen) or not view.dtype(seen).is_floating_point:
+            return None
+        if rounds(view.dtype(node), view.dtype(seen)):
             return None
         node, reader = seen, node
     return None

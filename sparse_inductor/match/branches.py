@@ -26,6 +26,7 @@ from .indicators import indicator, lone
 from .names import Call
 from .shapes import SHAPE_OPS, Combined, Decline
 from .spine import Element, Spine, Term
+from .values import rounds
 
 __all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
 
@@ -126,7 +127,10 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
             and view.dtype(seen).is_floating_point
             and fake(seen).device == fake(x).device
         ):
-            return [s.then(Element(seen)) for s in up(x)]
+            found = up(x)
+            if any(rounds(view.dtype(seen), view.dtype(s.linears[0].node)) for s in found):
+                raise Decline(f"the values are rounded to {view.dtype(seen)}", seen)
+            return [s.then(Element(seen)) for s in found]
     elif name == "dropout":
         if not call.drops:
             return [s.then(Element(seen)) for s in up(x)]

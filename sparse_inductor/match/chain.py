@@ -27,7 +27,7 @@ from .graph import GraphView, fake, label, same_size, static_size
 from .kinds import Frame, Kind, is_full, kind_of
 from .shapes import Decline, Move, move
 from .spine import Assigned, Element, Fill, Spine, Term
-from .terms import Pair, applied, prepared, raised, scaled, selected
+from .terms import Pair, applied, prepared, raised, scaled, selected, widened
 from .values import not_negative
 
 __all__ = ["Chain"]
@@ -203,14 +203,14 @@ class Chain:
     # Proofs
 
     def flip(self) -> bool:
-        """Move a negative factor at the start of the program into the weight, where it does not turn the maximum
-        around. Whether there was one."""
+        """Move the sign of a negative factor at the start of the program into the weight, where it does not turn the
+        maximum around. Whether there was one."""
         factors = list(itertools.takewhile(lambda s: s.fn == "mul", self.steps))
         factor = math.prod(s.consts[0] for s in factors)
         if factor >= 0:
             return False
-        del self.steps[: len(factors)]
-        self._folds.append(functools.partial(scaled, factor=factor))
+        self.steps[: len(factors)] = [] if factor == -1 else [Step("mul", (-factor,))]
+        self._folds.append(functools.partial(scaled, factor=-1.0))
         return True
 
     def tail_fits(self, dim: int) -> bool:
@@ -282,23 +282,22 @@ class Chain:
         return pair
 
     def _fold(self, e: Emitter, pair: Pair, term: Term, scale: float) -> Pair:
-        """s (w x + b) with a column operand, as s (w' x + b')."""
+        """s (w x + b) with a column operand, as s (w' x + b'); what is of 16 bits is computed in fp32."""
         weight, bias = pair
         r = self.vector(e, term, fake(weight).shape[0])
         if term.fn == "add":
-            r = r if scale == 1 else e.call(operator.mul, r, 1 / scale)
+            r = r if scale == 1 else e.call(operator.mul, widened(e, r), 1 / scale)
             if bias is not None:
-                return weight, e.call(operator.add, bias, r)
+                return weight, e.call(operator.add, widened(e, bias), r)
             return weight, e.method("expand", r, (fake(weight).shape[0],))
         if term.fn == "mul":
-            r = e.method("to", r, fake(weight).dtype)
+            r = widened(e, r)
             weight = e.call(operator.mul, weight, e.method("unsqueeze", r, 1))
             return weight, None if bias is None else e.call(operator.mul, bias, r)
         r = e.method("bool", r)
         weight = e.call(torch.where, e.method("unsqueeze", r, 1), weight, 0.0)
-        kept: Any = 0.0 if bias is None else bias
-        masked = e.call(torch.where, r, kept, term.const[0] / scale)
-        return weight, e.method("to", masked, fake(weight).dtype)
+        kept: Any = 0.0 if bias is None else widened(e, bias)
+        return weight, e.call(torch.where, r, kept, term.const[0] / scale)
 
     def vector(self, e: Emitter, term: Term, columns: int) -> fx.Node:
         """A column operand as [V], prepared."""

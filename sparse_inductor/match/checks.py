@@ -8,16 +8,16 @@ from typing import Protocol, TypeVar
 from torch import fx
 
 from ..pattern import Miss
-from .graph import GraphView, fake, label
+from .fakes import tensors_in
+from .graph import CONSTANT_LIKE, GraphView, fake, label
 from .shapes import SHAPE_OPS, Decline
 
 __all__ = [
     "check_device",
-    "check_grad_mode",
-    "check_gradient",
-    "check_memory",
+    "check_match",
     "outside_no_grad",
     "outside_readers",
+    "unsound",
     "without_outside_readers",
 ]
 
@@ -38,82 +38,118 @@ def check_device(node: fx.Node) -> None:
         raise Decline(f"there is no operator for {fake(node).device}", node)
 
 
-def check_memory(
+def unsound(view: GraphView, match: _Swallows) -> Miss | None:
+    """Why a match must not be replaced, if so; see `check_match`."""
+    try:
+        check_match(view, match)
+    except Decline as decline:
+        return Miss(decline.reason, decline.node or match.anchor)
+    return None
+
+
+def check_match(view: GraphView, match: _Swallows) -> None:
+    """Raises Decline where the operator of a match would see other values than the program, leave out a write, or pass
+    another gradient.
+
+    A match may say more of itself. reads: what its operator reads further up than the nodes it replaces do, each with
+    the node that reads it now. at: the node before which its operator goes in, instead of the anchor. ends: further
+    nodes that are replaced. kept: nodes whose write stays. settled: nodes whose gradient, taken as one function, is
+    known to be the operator's, whatever they do to single values.
+    """
+    inside = {*match.swallowed, match.anchor}
+    at = getattr(match, "at", match.anchor)
+    reads = [
+        (source, n)
+        for n in sorted(inside, key=view.order.__getitem__)
+        if view.name_of(n) not in CONSTANT_LIKE | {"metadata"}
+        for source in n.all_input_nodes
+        if source not in inside and view.is_tensor(source)
+    ]
+    reads += [r for r in getattr(match, "reads", ()) if view.is_tensor(r[0])]
+    _check_memory(view, reads, inside - {*getattr(match, "kept", ())}, at)
+    for node in (*inside, *(source for source, _ in reads)):
+        if (by := view.effects.regraded(node)) is not None:
+            raise Decline(f"{label(by)} changes whether {label(node)} follows gradients", by)
+    if any(view.learns(source) for source, _ in reads):
+        _check_gradient(view, match, inside, at)
+
+
+def _check_memory(
     view: GraphView,
     reads: Iterable[tuple[fx.Node, fx.Node]],
     nodes: Collection[fx.Node],
     at: fx.Node,
-    where: str,
-    what: str,
 ) -> None:
-    """Raises Decline if an operator that reads its inputs at a node would see other values than the user's code.
-
-    reads: (input, the node that reads it). nodes: what is swallowed. For the reasons, where: what lies between; what:
-    the whole.
-    """
     for source, reader in reads:
         first, last = sorted((reader, at), key=view.order.__getitem__)
         if not view.effects.unchanged(source, first, last):
-            raise Decline(f"{label(source)} is changed in place {where}", reader)
-    inside = set(nodes)
+            raise Decline(f"{label(source)} is changed in place before {label(at)}", reader)
     for n in nodes:
         for target in view.effects.writers.get(n, ()):
-            if view.effects.creator(target) not in inside:
-                raise Decline(f"{label(target)} is written in place and lives on outside {what}", n)
+            if not view.effects.creators(target) <= set(nodes):
+                raise Decline(f"{label(target)} is written in place and lives on", n)
 
 
-def check_gradient(
-    view: GraphView, sources: Iterable[fx.Node], through: Collection[fx.Node], at: fx.Node
+def _check_gradient(
+    view: GraphView, match: _Swallows, inside: Collection[fx.Node], at: fx.Node
 ) -> None:
-    """Raises Decline where a gradient that an operator at a place gives its inputs is cut in the user's code."""
-    if not any(map(view.learns, sources)):
+    """Raises Decline where something that the match reads requires a gradient, and what the operator passes on to it
+    is not what the program does."""
+    ends = [match.anchor, *getattr(match, "ends", ())]
+    wanted = {n for n in ends if any(t.requires_grad for t in tensors_in(fake(n)))}
+    if not view.records(at):
+        for n in wanted:
+            raise Decline(f"{label(n)} requires a gradient, and the operator runs under no_grad", n)
         return
-    if not any(map(view.requires_grad, through)) and _records_nothing(view, at):
-        return
-    for node in through:
-        if view.is_tensor(node) and not view.requires_grad(node):
-            raise Decline(f"no gradient goes through {label(node)}: it is under no_grad", node)
+    values = tensors_in(fake(match.anchor))
+    ordered = sorted(inside, key=view.order.__getitem__)
+    if match.anchor not in wanted and any(t.is_floating_point() for t in values):
+        raise _cut(view, next((n for n in ordered if _cuts(view, n)), match.anchor))
+    settled = {*getattr(match, "settled", ())}
+    on_the_way = {*wanted}
+    for n in reversed(ordered):
+        if n not in on_the_way and not on_the_way.isdisjoint(n.users):
+            on_the_way.add(n)
+        written = n in view.effects.writers
+        if (n in on_the_way or written) and n not in settled and _cuts(view, n):
+            raise _cut(view, n)
 
 
-def _modes(view: GraphView) -> list[fx.Node]:
-    """Where gradients are turned on or off."""
-    return [n for n in view.graph.nodes if "set_grad_enabled" in n.name]
+def _cuts(view: GraphView, node: fx.Node) -> bool:
+    """Whether a node computes numbers from some that a gradient is asked of, and passes none on."""
+    if not view.is_tensor(node) or not view.dtype(node).is_floating_point:
+        return False
+    if view.name_of(node) in CONSTANT_LIKE or not any(
+        map(view.requires_grad, node.all_input_nodes)
+    ):
+        return False
+    return not (view.records(node) and view.requires_grad(node))
 
 
-def _records_nothing(view: GraphView, at: fx.Node) -> bool:
-    """Whether a region without gradients that began in the graph goes on at a place of it."""
-    before = [n for n in _modes(view) if view.order[n] < view.order[at]]
-    return bool(before) and before[-1].args == (False,)
-
-
-def check_grad_mode(view: GraphView, first: int, last: int, where: str) -> None:
-    """Raises Decline where the user's code turns gradients on or off between two places of the graph."""
-    for n in _modes(view):
-        if first < view.order[n] < last:
-            raise Decline(f"grad mode changes {where}", n)
+def _cut(view: GraphView, node: fx.Node) -> Decline:
+    why = "" if view.records(node) else ": it is under no_grad"
+    return Decline(f"no gradient goes through {label(node)}{why}", node)
 
 
 def outside_no_grad(
     view: GraphView, nodes: Collection[fx.Node], at: fx.Node, where: str
 ) -> fx.Node:
-    """Where an operator goes in that is to stand at `at`: before the region without gradients that `at` is in.
+    """Where an operator goes in that is to stand at `at`: before the region without gradients that `at` is in, if the
+    nodes that it takes the place of are outside.
 
-    Raises Decline where one of the nodes that it takes the place of is in such a region and others are not.
+    Raises Decline where one of them is in such a region and others are not.
     """
-    places = [view.order[n] for n in nodes]
-    place, off = at, None
-    for n in view.graph.nodes:
-        if n is at:
-            place = at if off is None else off
-        if not min(places) <= view.order[n] <= max(places):
-            continue
-        if "set_grad_enabled" in n.name:
-            if off is None and n.args != (False,):
-                raise Decline(f"grad mode changes {where}", n)
-            off = (off or n) if n.args == (False,) else None
-        elif off is not None and n in nodes:
+    ordered = sorted(nodes, key=view.order.__getitem__)
+    first = view.records(ordered[0])
+    for n in ordered:
+        if view.records(n) != first:
             raise Decline(f"grad mode changes {where}", n)
-    return place
+    if not first or view.records(at):
+        return at
+    return max(
+        (n for n in view.graph.nodes if view.records(n) and view.order[n] < view.order[at]),
+        key=view.order.__getitem__,
+    )
 
 
 def outside_readers(

@@ -26,6 +26,7 @@ from .shapes import SHAPE_OPS, Combined, Decline, part_of_axis
 from .spine import Assigned, Element, Fill, Spine, Term
 from .stacked import entry_of_stack
 from .summed import summed
+from .values import rounds
 
 __all__ = ["climb"]
 
@@ -140,7 +141,10 @@ class _Climber:
             raise self.decline(f"the values become {self.view.dtype(self.node)}")
         if fake(self.node).device != fake(x).device:
             raise self.decline("the values move to another device")
-        return self.up(x).then(Element(self.node))
+        spine = self.up(x)
+        if rounds(self.view.dtype(self.node), self.view.dtype(spine.linears[0].node)):
+            raise self.decline(f"the values are rounded to {self.view.dtype(self.node)}")
+        return spine.then(Element(self.node))
 
     def _shape(self) -> Spine:
         x = self.call["input"]

@@ -1,33 +1,45 @@
 """Which nodes write memory, and which value of a tensor a reader sees.
 
 A Dynamo graph is not functional: `x.relu_()` or `x[~mask] = 0` as a statement changes what later readers of the
-node `x` get. Storage identity of the fake tensors says what aliases what.
+node `x` get. Storage identity of the fake tensors says what aliases what. What is not known to leave its operands
+alone is taken to write them all: a NumPy call, a function that somebody allowed in the graph, an operator of higher
+order without a body.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .fakes import fake, same_size
-from .names import INPLACE_OPERATORS, name_of, trailing_inplace
+from .fakes import attribute, fake, same_size, tensors_in
+from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
 
 __all__ = ["Effects", "same_geometry"]
 
+_UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_REGRADES = frozenset(("detach_", "requires_grad_"))
 
-def _storage(node: fx.Node) -> int | None:
-    value = fake(node)
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    try:
-        return value.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None
+
+def _storages(value: Any) -> frozenset[int]:
+    """The memory behind a value, that of a tensor subclass being its parts'."""
+    found: set[int] = set()
+    for t in tensors_in(value):
+        if is_traceable_wrapper_subclass(t):
+            names, _ = t.__tensor_flatten__()
+            found |= _storages([getattr(t, name) for name in names])
+            continue
+        try:
+            found.add(t.untyped_storage()._cdata if t.layout == torch.strided else _UNKNOWN)
+        except (NotImplementedError, RuntimeError):
+            found.add(_UNKNOWN)
+    return frozenset(found)
 
 
 def same_geometry(a: fx.Node, b: fx.Node) -> bool:
@@ -41,62 +53,113 @@ def same_geometry(a: fx.Node, b: fx.Node) -> bool:
     return all(map(same_size, x.shape, y.shape)) and all(map(same_size, x.stride(), y.stride()))
 
 
-@functools.lru_cache(maxsize=4096)
-def _writes_first(op: str, target: Any) -> bool:
+def _in_place(op: str, target: Any) -> bool:
     """Whether the name alone says that the first argument is written: `x.relu_()`, `x += y`, `x[i] = v`."""
     name = target if op == "call_method" else getattr(target, "__name__", "")
-    if getattr(target, "__module__", "") == "_operator":
-        return name == "setitem" or name in INPLACE_OPERATORS
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    if getattr(target, "__module__", "") == "_operator" or name.endswith("__"):
+        return name.strip("_") == "setitem" or name.strip("_") in INPLACE_OPERATORS
+    return name.endswith("_")
 
 
-# Functions of torch.nn.functional that write arguments in the middle: which, and what asks for it.
-_WRITES: dict[Any, tuple[str, tuple[str, ...]]] = {
-    F.batch_norm: ("training", ("running_mean", "running_var")),
-    F.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
-    F.embedding: ("max_norm", ("weight",)),
-    F.embedding_bag: ("max_norm", ("weight",)),
+# Functions whose schemas do not say that they write in the middle: what asks for it, and which arguments.
+_STATISTICS = ("running_mean", "running_var")
+_UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
+    "batch_norm": ("training", _STATISTICS),
+    "native_batch_norm": ("training", _STATISTICS),
+    "cudnn_batch_norm": ("training", _STATISTICS),
+    "miopen_batch_norm": ("training", _STATISTICS),
+    "instance_norm": ("use_input_stats", _STATISTICS),
+    "embedding": ("max_norm", ("weight",)),
+    "embedding_bag": ("max_norm", ("weight",)),
 }
 
 
+@functools.lru_cache(maxsize=4096)
+def _schemas(name: str) -> tuple[Any, ...]:
+    """The schemas of ATen's operators of that name."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    return tuple(getattr(packet, o)._schema for o in packet.overloads()) if packet else ()
+
+
 def written(node: fx.Node) -> list[fx.Node]:
-    """The argument nodes whose memory this call writes."""
+    """The argument nodes whose memory this call writes, or may."""
+    if node.op == "call_module":
+        return _tensors(node)
     if node.op not in ("call_function", "call_method"):
         return []
     target, args, kwargs = node.target, node.args, node.kwargs
     out: list[Any] = []
     if isinstance(target, torch._ops.OpOverload):
-        out += _by_schema(target, args, kwargs)
+        out += _by_schema((target._schema,), args, kwargs)
     elif isinstance(target, torch._ops.OpOverloadPacket):
-        for name in target.overloads():
-            out += _by_schema(getattr(target, name), args, kwargs)
+        out += _by_schema([getattr(target, o)._schema for o in target.overloads()], args, kwargs)
     elif isinstance(target, torch._ops.HigherOrderOperator):
-        if (
-            "mutation" in target.name()
-        ):  # a Triton kernel of the user's: which pointers it stores to is not known
-            out += node.all_input_nodes
-    elif target in _WRITES:
-        bound = inspect.signature(target).bind(*args, **kwargs)
-        bound.apply_defaults()
-        when, names = _WRITES[target]
-        if bound.arguments[when] not in (False, None):
-            out += [bound.arguments[name] for name in names]
+        return _by_bodies(node)
+    elif node.op == "call_function" and not is_plain(target):
+        return _tensors(node)
     else:
-        at = trailing_inplace(getattr(target, "__name__", ""), args)
+        name = target if isinstance(target, str) else getattr(target, "__name__", "")
+        at = trailing_inplace(name, args)
         last = at is not None and args[at] is True
-        if last or _writes_first(node.op, target) or kwargs.get("inplace") is True:
+        if last or _in_place(node.op, target) or kwargs.get("inplace") is True:
             out.append(args[0] if args else kwargs.get("input"))
+        out += _by_schema(_schemas(name), args, kwargs)
         out.append(kwargs.get("out"))
-    flat = [a for x in out for a in (x if isinstance(x, (list, tuple)) else [x])]
-    return list(dict.fromkeys(a for a in flat if isinstance(a, fx.Node)))
+    out += _unsaid(target, args, kwargs)
+    return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
 
 
-def _by_schema(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return [
-        args[i] if i < len(args) else kwargs.get(arg.name)
-        for i, arg in enumerate(target._schema.arguments)
-        if arg.alias_info is not None and arg.alias_info.is_write
-    ]
+def _nodes(x: Any) -> Iterator[fx.Node]:
+    if isinstance(x, fx.Node):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for v in x:
+            yield from _nodes(v)
+
+
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [a for a in node.all_input_nodes if any(True for _ in tensors_in(fake(a)))]
+
+
+def _by_schema(schemas: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    found = []
+    for schema in schemas:
+        for i, arg in enumerate(schema.arguments):
+            if arg.alias_info is None or not arg.alias_info.is_write:
+                continue
+            given = args[i] if i < len(args) and not arg.kwarg_only else kwargs.get(arg.name)
+            if isinstance(given, (tuple, list)) == ("List" in str(arg.type)):
+                found.append(given)  # else it is TorchScript's function of lists of that name
+    return found
+
+
+def _by_bodies(node: fx.Node) -> list[fx.Node]:
+    """What an operator of higher order writes: nothing, if its bodies are there and leave alone what they are given."""
+    bodies = [b for a in node.all_input_nodes if isinstance(b := attribute(a), fx.GraphModule)]
+    if bodies and not any(map(_writes_inputs, bodies)):
+        return []
+    return _tensors(node)
+
+
+def _writes_inputs(body: fx.GraphModule) -> bool:
+    effects = Effects(body.graph, {n: i for i, n in enumerate(body.graph.nodes)})
+    given = {None, *body.graph.find_nodes(op="placeholder"), *body.graph.find_nodes(op="get_attr")}
+    return any(
+        not given.isdisjoint(effects.creators(t)) for ts in effects.writers.values() for t in ts
+    )
+
+
+def _unsaid(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    name = getattr(target, "__name__", "").partition(".")[0]
+    if name not in _UNSAID:
+        return []
+    when, names = _UNSAID[name]
+    try:
+        parameters = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a builtin: as ATen has it
+        parameters = [a.name for schema in _schemas(name)[:1] for a in schema.arguments]
+    bound = {**dict(zip(parameters, args)), **kwargs}
+    return [bound.get(n) for n in names] if bound.get(when) not in (False, None) else []
 
 
 def _is_result(writer: fx.Node, target: fx.Node) -> bool:
@@ -104,8 +167,13 @@ def _is_result(writer: fx.Node, target: fx.Node) -> bool:
     value = fake(writer)
     if value is None:
         return name_of(writer) == "setitem"
-    first = writer.args[0] if writer.args else writer.kwargs.get("input")
-    return isinstance(value, torch.Tensor) and target in (first, writer.kwargs.get("out"))
+    same = isinstance(value, torch.Tensor) and _storages(value) == _storages(fake(target))
+    return same and same_geometry(writer, target)
+
+
+def _follows(target: fx.Node, node: fx.Node) -> bool:
+    """Whether autograd records of a node what is written through another: not through `node.detach()`."""
+    return target is node or not fake(node).requires_grad or fake(target).requires_grad
 
 
 class Effects:
@@ -114,14 +182,19 @@ class Effects:
     def __init__(self, graph: fx.Graph, order: dict[fx.Node, int]):
         self._graph, self._order = graph, order
         self.writers = {n: targets for n in graph.nodes if (targets := written(n))}
+        self._known: dict[fx.Node, frozenset[int]] = {}
+
+    def _of(self, node: fx.Node) -> frozenset[int]:
+        if node not in self._known:
+            self._known[node] = _storages(fake(node))
+        return self._known[node]
 
     @functools.cached_property
     def _writes(self) -> dict[int, list[tuple[fx.Node, fx.Node]]]:
         writes: dict[int, list[tuple[fx.Node, fx.Node]]] = {}
         for node, targets in self.writers.items():
             for target in targets:
-                key = _storage(target)
-                if key is not None:
+                for key in self._of(target):
                     writes.setdefault(key, []).append((node, target))
         return writes
 
@@ -129,26 +202,34 @@ class Effects:
     def _creator(self) -> dict[int, fx.Node]:
         creator: dict[int, fx.Node] = {}
         for node in self._graph.nodes:
-            key = _storage(node)
-            if key is not None:
-                creator.setdefault(key, node)
+            if isinstance(fake(node), torch.Tensor):  # a pair's parts count when they are taken out
+                for key in self._of(node) - {_UNKNOWN}:
+                    creator.setdefault(key, node)
         return creator
 
     def _between(self, node: fx.Node, after: int, before: int) -> list[tuple[fx.Node, fx.Node]]:
         if not self.writers:
             return []
-        key = _storage(node)
-        events = self._writes.get(key, ()) if key is not None else ()
-        return [e for e in events if after < self._order[e[0]] < before]
+        keys = self._of(node)
+        if _UNKNOWN in keys:
+            keys = frozenset(self._writes)
+        elif keys:
+            keys |= {_UNKNOWN}
+        events = {e: None for key in keys for e in self._writes.get(key, ())}
+        found = [e for e in events if after < self._order[e[0]] < before]
+        return sorted(found, key=lambda e: self._order[e[0]])
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
         """The node whose result `reader` sees when it reads `node`: the last whole write, or the node itself.
 
-        None where the last write went through a view of other shape, so that no single node is the value.
+        None where the last write went through a view of other shape, or past autograd, so that no single node is the
+        value.
         """
         events = self._between(node, self._order[node], self._order[reader])
         if not events:
             return node
+        if not all(_follows(target, node) for _, target in events):
+            return None
         writer, target = events[-1]
         return writer if _is_result(writer, target) and same_geometry(target, node) else None
 
@@ -156,7 +237,25 @@ class Effects:
         """Whether nothing writes the memory of `node` between two points of the graph."""
         return not self._between(node, self._order[since], self._order[until])
 
+    def creators(self, node: fx.Node) -> set[fx.Node | None]:
+        """The nodes that first held the memory of `node`; None stands for one that is not known."""
+        return {self._creator.get(key) for key in self._of(node)} or {None}
+
     def creator(self, node: fx.Node) -> fx.Node | None:
-        """The node that first held the memory of `node`."""
-        key = _storage(node)
-        return None if key is None else self._creator.get(key)
+        """The node that first held the memory of `node`, if it is one."""
+        found = self.creators(node)
+        return found.pop() if len(found) == 1 else None
+
+    def regraded(self, node: fx.Node) -> fx.Node | None:
+        """Who says that a tensor, or another one of its memory, follows gradients from there on, or no longer does.
+
+        Its fake tensor knows what holds in the end alone.
+        """
+        for writer in self._regrading:
+            if not self._of(writer.args[0]).isdisjoint(self._of(node)):
+                return writer
+        return None
+
+    @functools.cached_property
+    def _regrading(self) -> list[Any]:
+        return [n for n in self.writers if n.op == "call_method" and n.target in _REGRADES]

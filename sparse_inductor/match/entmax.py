@@ -21,9 +21,11 @@ from torch import fx
 from .emit import Emitter
 from .entmax_form import ENDS, Candidate, Form, form, unshifted
 from .entmax_trial import Trial
+from .fakes import attribute
 from .graph import GraphView, fake
 from .shapes import Decline
 from .trial import Region, region
+from .values import rounds
 
 __all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "above_one", "transform"]
 
@@ -49,6 +51,7 @@ class Transform:
     node: the probabilities. source: the scores as they are read by `reader`. alpha: a number, or a tensor that
     broadcasts to the scores with one element along `dim`. nodes: what the operator takes the place of.
     note: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
+    settled: of the nodes, those whose gradient as a whole is known to be the operator's.
     """
 
     node: fx.Node
@@ -59,6 +62,7 @@ class Transform:
     nodes: tuple[fx.Node, ...]
     note: str = ""
     scale: float = 1.0
+    settled: tuple[fx.Node, ...] = ()
 
     @property
     def alpha_text(self) -> str:
@@ -143,7 +147,8 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
             view, node, (chosen.source, *([alpha] if isinstance(alpha, fx.Node) else []))
         )
         if piece is not None:
-            return Transform(node, chosen.source, chosen.reader, dim, alpha, _replaced(piece))
+            nodes = _replaced(piece)
+            return Transform(node, chosen.source, chosen.reader, dim, alpha, nodes, settled=nodes)
     return Transform(node, x, node, dim, alpha, (node,))
 
 
@@ -182,7 +187,8 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     )
     try:
         chosen, alpha, piece, scale = _scaled_right(view, node, found, closed)
-        learns = torch.is_grad_enabled() and view.requires_grad(chosen.source)
+        _check_rounding(view, piece, view.dtype(chosen.source))
+        learns = view.learns(chosen.source)
         trial = Trial(view, chosen.source, found.dim, alpha, node, scale)
         if scale != 1:
             _check_scaled(trial, piece, found, chosen.factor)
@@ -195,7 +201,19 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     if trial.learned:
         note += ", as was its gradient"
     nodes = _replaced(piece)
-    return Transform(node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale)
+    settled = nodes if trial.learned else ()
+    return Transform(
+        node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled
+    )
+
+
+def _check_rounding(view: GraphView, piece: Region, computed: torch.dtype) -> None:
+    """Raises Decline where something on the way is rounded, which a trial in double does not see."""
+    for n in piece.nodes:
+        if view.name_of(n) != "cast" or not view.is_tensor(n) or n is piece.output:
+            continue
+        if view.dtype(n).is_floating_point and rounds(view.dtype(n), computed):
+            raise Decline(f"it is rounded to {view.dtype(n)} on the way", n)
 
 
 def _scaled_right(
@@ -261,8 +279,8 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     # (torch 2.11: always).
     if call is None or which != 0:
         return None
-    body = _body(hop, call["forward"])
-    if body is None:
+    body = attribute(call["forward"])
+    if not isinstance(body, fx.GraphModule):
         return None
     inner = GraphView(body.graph)
     output = next(n for n in body.graph.nodes if n.op == "output").args[0]
@@ -294,7 +312,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     piece = region(view, node, (source, *([alpha] if isinstance(alpha, fx.Node) else [])))
     if piece is None:
         raise Decline("the Function reads more than its scores", hop)
-    trial.check(piece, learns=torch.is_grad_enabled() and view.requires_grad(source))
+    trial.check(piece, learns=view.learns(source))
     note = f"autograd Function; {found.note or 'a call of the package'}"
     if trial.learned:
         note += ", its backward was tried"
@@ -308,10 +326,3 @@ def _argument(view: GraphView, alpha: fx.Node) -> fx.Node:
     ):  # fmt: skip
         alpha = call["input"]
     return alpha
-
-
-def _body(hop: fx.Node, attribute: Any) -> fx.GraphModule | None:
-    if not isinstance(attribute, fx.Node) or attribute.op != "get_attr":
-        return None
-    module = getattr(hop.graph.owning_module, str(attribute.target), None)
-    return module if isinstance(module, fx.GraphModule) else None

@@ -5,6 +5,7 @@ The structure (see `entmax`) leaves one thing open: whether the threshold is the
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fakes import fake, same_size, static_size
+from .fakes import bounds, fake, same_size, static_size
 from .graph import GraphView
 from .shapes import Decline
 from .trial import Region, Untestable, run
@@ -28,6 +29,9 @@ _TOLERANCE = {
 }
 _tried: dict[tuple, str | None] = {}
 _MAX_TRIED = 1024
+_WIDEST = 1 << 16
+_WIDTHS = (2, 3, 5, 8, 20, 67, 200)  # that rows are tried with whose size is not known
+_MAX_SEARCHED = 1 << 16  # random scores of a trial
 _MAX_NUMEL = 1 << 21  # scores of a trial in the program's own shape: about a second for a bisection
 
 
@@ -58,13 +62,17 @@ class Trial:
         fills = tuple(self.scale * fill for fill in sorted(_fills(self.view, self.source)))
         how = self.dim, self.alphas, self.scale, learns, fills, self._learns_alpha()
         key = (_key(self.view, piece), *how)
-        if key not in _tried:
-            if len(_tried) >= _MAX_TRIED:
-                _tried.clear()
+        tried = _tried
+        if any(static_size(s) is None for n in piece.leaves for s in self.view.shape(n)):
+            # What a symbol stands for is another graph's affair.
+            tried = self.view.__dict__.setdefault("_tried", {})
+        if key not in tried:
+            if len(tried) >= _MAX_TRIED:
+                tried.clear()
             with torch.device("cpu"):
-                _tried[key] = self._outcome(piece, fills, learns)
-        if _tried[key] is not None:
-            raise Decline(_tried[key] or "", self.node)
+                tried[key] = self._outcome(piece, fills, learns)
+        if tried[key] is not None:
+            raise Decline(tried[key] or "", self.node)
 
     def _outcome(self, piece: Region, fills: tuple[float, ...], learns: bool) -> str | None:
         """What is wrong, if anything; with a tensor alpha for two values of it."""
@@ -82,7 +90,15 @@ class Trial:
         return None
 
     def _forward(self, piece: Region, fills: tuple[float, ...]) -> str | None:
-        for rows, fill in _rows(self._width(), fills):
+        own, *others = self._widths()
+        wrong = self._forward_of(piece, own, fills)
+        for width in others if wrong is None else ():
+            with contextlib.suppress(Untestable):  # of that size the program may not be
+                wrong = wrong or self._forward_of(piece, width, fills)
+        return wrong
+
+    def _forward_of(self, piece: Region, width: int, fills: tuple[float, ...]) -> str | None:
+        for rows, fill in _rows(width, self.alpha, fills):
             p = self._run(piece, rows)
             if not p.isfinite().all():
                 return self._reason("has no finite result", fill)
@@ -104,7 +120,7 @@ class Trial:
 
     def _backward(self, piece: Region) -> str | None:
         generator = torch.Generator().manual_seed(5)
-        rows = torch.randn(4, self._width(), generator=generator, dtype=torch.float64) * 1.5
+        rows = torch.randn(4, self._widths()[0], generator=generator, dtype=torch.float64) * 1.5
         rows = rows.requires_grad_()
         self.leaf_alpha = None
         with torch.enable_grad():
@@ -129,14 +145,18 @@ class Trial:
     def _learns_alpha(self) -> bool:
         return self.tensor is not None and self.view.requires_grad(self.tensor)
 
-    def _width(self) -> int:
+    def _widths(self) -> list[int]:
+        """The rows' size; of one that is not known, the one it is compiled for and others that it may have."""
         size = self.view.shape(self.source)[self.dim]
         known = static_size(size)
         if known is None:
-            known = int(size.node.hint) if size.node.has_hint() else 8
-        if known > 1 << 16:
+            hint = int(size.node.hint) if size.node.has_hint() else 8
+            least, most = bounds(size)
+            others = [n for n in _WIDTHS if n != hint and least <= n <= most]
+            return [hint, *others] if hint <= _WIDEST else others
+        if known > _WIDEST:
             raise Untestable(f"rows of {known}")
-        return known
+        return [known]
 
     def _run(self, piece: Region, rows: torch.Tensor) -> torch.Tensor:
         """p for `rows` [R, n], put into the shape that the graph was made for as far as that matters: a few rows,
@@ -213,32 +233,47 @@ def _close(got: torch.Tensor | None, want: torch.Tensor) -> bool:
     return torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
-def _rows(width: int, fills: tuple[float, ...]) -> Iterator[tuple[torch.Tensor, float | None]]:
-    """Rows peaked and flat, with ties and offsets; then rows with masked scores, a few or all but one."""
+def _rows(
+    width: int, alpha: float, fills: tuple[float, ...]
+) -> Iterator[tuple[torch.Tensor, float | None]]:
+    """Rows that a search for the threshold may fail on; then rows with masked scores, a few or all but one."""
     generator = torch.Generator().manual_seed(4)
+    yield _searched(width, alpha, generator), None
     noise = torch.randn(4, width, generator=generator, dtype=torch.float64)
-    steps = torch.linspace(-3, 3, width, dtype=torch.float64)
-    yield (
-        torch.stack(
-            [
-                noise[0],
-                noise[1] * 4,
-                noise[2] * 0.01,
-                noise[3] * 0.5 + 8,
-                noise[0] * 30,
-                torch.zeros(width, dtype=torch.float64),
-                (noise[1] * 2).round(),
-                steps,
-            ]
-        ),
-        None,
-    )
     for fill in fills:
         keep = torch.rand(4, width, generator=generator) > torch.tensor(
             [[0.1], [0.5], [0.9], [0.97]]
         )
         keep[:, width // 2] = True
         yield torch.where(keep, noise * 2, fill), fill
+
+
+def _searched(width: int, alpha: float, generator: torch.Generator) -> torch.Tensor:
+    """Rows with supports of all sizes, peaked and flat, with ties and offsets.
+
+    A search of few steps fails where each step leaves out one score: in geometric rows, whose mean is near their least.
+    A bisection that stops early fails where scores are just below the threshold. One that knows the largest few scores
+    alone fails in flat rows.
+    """
+    count = max(1, min(64, _MAX_SEARCHED // width // 4))
+    noise = torch.randn(4, count, width, generator=generator, dtype=torch.float64)
+    scales = torch.tensor([0.3, 1.0, 3.0, 30.0], dtype=torch.float64)
+    at = torch.arange(width, dtype=torch.float64)
+    slopes = torch.logspace(-4, 1, 24, dtype=torch.float64).unsqueeze(-1)
+    bases = torch.tensor([1.05, 1.1, 1.3, 1.6, 2.0, 3.0, 5.0, 9.0, 17.0], dtype=torch.float64)
+    bases = bases.clamp(max=10 ** (30 / width)).unsqueeze(-1)
+    edge = torch.zeros(2, width, dtype=torch.float64)
+    edge[:, width // 3] = torch.tensor([1.0, 2.0]) / (alpha - 1)
+    sizes = torch.linspace(1, width, min(width, 24)).long().unsqueeze(-1)
+    ties = torch.where(at < sizes, 0.0, -1.0 / (alpha - 1))
+    few = noise[1, :1]
+    return torch.cat(
+        [
+            (noise * scales.view(-1, 1, 1)).flatten(0, 1), few * 0.01, few * 0.5 + 8,
+            (few * 2).round(), edge, ties, -slopes * at, -0.01 * bases**at, -0.3 * bases**at,
+            torch.linspace(-3, 3, width, dtype=torch.float64).unsqueeze(0),
+        ]
+    )  # fmt: skip
 
 
 def _fills(view: GraphView, source: fx.Node) -> set[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["fake", "require_grad", "same_size", "static_size", "tensors_in"]
+__all__ = ["attribute", "bounds", "fake", "require_grad", "same_size", "static_size", "tensors_in"]
 
 
 def fake(node: Any) -> Any:
@@ -18,6 +19,16 @@ def fake(node: Any) -> Any:
         return None
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def attribute(node: Any) -> Any:
+    """What a get_attr node reads of the graph's module; None for anything else, and where there is nothing."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def same_size(a: Any, b: Any) -> bool:
@@ -30,6 +41,13 @@ def same_size(a: Any, b: Any) -> bool:
 def static_size(size: Any) -> int | None:
     """The number a size is on every run, or None."""
     return size if isinstance(size, int) else size.node.maybe_as_int()
+
+
+def bounds(size: Any) -> tuple[int | float, int | float]:
+    """The least and the largest that a symbolic size may be."""
+    found = size.node.shape_env.bound_sympy(size.node.expr)
+    least = int(found.lower) if found.lower.is_Integer else 0
+    return least, int(found.upper) if found.upper.is_Integer else math.inf
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:

@@ -16,7 +16,10 @@ from .effects import Effects
 from .fakes import fake, same_size, static_size
 from .names import Call, canonical, name_of
 
-__all__ = ["CONSTANT_LIKE", "GraphView", "Unknown", "fake", "label", "same_size", "static_size"]
+__all__ = [
+    "CONSTANT_LIKE", "GraphView", "Unknown", "changes_grad_mode", "fake", "label", "rounded", "same_size",
+    "static_size",
+]  # fmt: skip
 
 CONSTANT_LIKE = frozenset(
     "full_like zeros_like ones_like new_full new_zeros new_ones new_tensor".split()
@@ -57,6 +60,7 @@ class GraphView:
         self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
         self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
         self.transforms = _transforms(graph)
+        self._modes = _grad_modes(graph)
 
     @functools.cached_property
     def function_body(self) -> bool:
@@ -122,10 +126,17 @@ class GraphView:
 
     @functools.cached_property
     def grad_enabled(self) -> bool:
-        """Whether gradients are recorded where the graph starts, or are from some place of it on."""
-        return torch.is_grad_enabled() or any(
-            "set_grad_enabled" in n.name and n.args == (True,) for n in self.graph.nodes
+        """Whether gradients are recorded where the graph starts, or are from some place of it on; never in a Function's
+        forward."""
+        return (
+            not self.function_body and any(self._modes.values())
+            if self._modes
+            else torch.is_grad_enabled() and not self.function_body
         )
+
+    def records(self, node: fx.Node) -> bool:
+        """Whether autograd records at the place of a node."""
+        return self._modes[node] if self._modes else torch.is_grad_enabled()
 
     def learns(self, node: Any) -> bool:
         """Whether a gradient may be asked for of a tensor."""
@@ -147,8 +158,10 @@ class GraphView:
         if reader is not None and self.value(x, reader) is not x:
             return None
         c = self._filled(x, call)
-        if c is None or not self.is_tensor(x) or self.dtype(x).is_floating_point:
+        if c is None or not self.is_tensor(x):
             return c
+        if self.dtype(x).is_floating_point:
+            return rounded(c, self.dtype(x))
         if self.dtype(x) == torch.bool:
             return float(c != 0)
         return float(math.trunc(c)) if math.isfinite(c) else None  # full(0.5).long() is 0
@@ -266,6 +279,12 @@ class GraphView:
             yield user
 
 
+def rounded(c: float, dtype: torch.dtype) -> float:
+    """A number as a tensor of that precision has it; what fp32 has it is, to the precision of what is computed."""
+    kept = torch.tensor(c, dtype=torch.float64).to(dtype).item()
+    return c if dtype.itemsize >= 4 and (kept != 0 or c == 0) and math.isfinite(kept) else kept
+
+
 def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
     """Dynamo writes a transform as calls that enter its level and leave it again."""
     inside: dict[fx.Node, str] = {}
@@ -285,6 +304,34 @@ def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
     return inside
 
 
+def changes_grad_mode(node: fx.Node) -> bool:
+    """Whether a node turns the recording of gradients on or off."""
+    name = getattr(node.target, "__name__", "")
+    return "set_grad_enabled" in name or name.endswith("_inference_mode")
+
+
+def _grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Whether autograd records before each node; nothing for a graph that does not change it."""
+    if not any(map(changes_grad_mode, graph.nodes)):
+        return {}
+    records, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    modes: dict[fx.Node, bool] = {}
+    before: dict[fx.Node, tuple[bool, bool]] = {}
+    for node in graph.nodes:
+        modes[node] = records and not inference
+        if not changes_grad_mode(node):
+            continue
+        if node.target.__name__ == "_exit_inference_mode":
+            records, inference = before[node.args[0]]
+        elif node.target.__name__ == "_enter_inference_mode":
+            before[node] = records, inference
+            inference = node.args[0] is not False
+            records = not inference
+        else:
+            records = node.args[0] is not False
+    return modes
+
+
 def _impure(node: fx.Node) -> bool:
     """Calls that must stay although nobody uses their result: anything that is not plain PyTorch arithmetic."""
     if node.op in ("call_module", "placeholder"):
@@ -296,6 +343,6 @@ def _impure(node: fx.Node) -> bool:
     module = getattr(node.target, "__module__", "") or ""
     return (
         module.split(".")[0] not in _PURE_MODULES
-        or "grad_enabled" in node.name
+        or changes_grad_mode(node)
         or "autocast" in node.name
     )

@@ -11,9 +11,10 @@ from torch import fx
 
 from .axes import VIEWS, Placed, above, flat
 from .fakes import fake, same_size, static_size
-from .graph import GraphView
+from .graph import GraphView, rounded
 from .shapes import Decline
 from .trial import Untestable, region, run
+from .values import rounds
 
 __all__ = [
     "as_mask",
@@ -272,7 +273,7 @@ def _constant(view: GraphView, bias: Placed) -> Placed | None:
     value = _computed(view, bias.node)
     if value is None or not value.is_floating_point():
         return None
-    fill = float(value.min()) * bias.factor
+    fill = rounded(float(value.min()), view.dtype(bias.node)) * bias.factor
     two = bool(((value == 0) | (value == value.min())).all())
     if not two or not fill <= -1e30:
         return None
@@ -282,6 +283,7 @@ def _constant(view: GraphView, bias: Placed) -> Placed | None:
 def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
     node, factor = bias.node, bias.factor
     axes = bias.axes
+    casts: list[tuple[float, torch.dtype]] = []  # those that round, each with the factor after it
     for _ in range(12):
         call = view.call(node)
         if call is None:
@@ -289,6 +291,8 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
         found = _selected(view, node, call)
         if found is not None:
             keep, negate, fill = found
+            for after, dtype in reversed(casts):
+                fill, factor = rounded(fill * factor / after, dtype), after
             fill *= factor
             if not fill <= -1e30:
                 return None
@@ -302,6 +306,8 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
         if call.name in ("contiguous", "clone", "alias") or (
             call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
         ):
+            if rounds(view.dtype(node), view.dtype(x)):
+                casts.append((factor, view.dtype(node)))
             inner = x
         elif call.name in ("mul", "div"):
             other = view.const(call["other"], node)
@@ -409,7 +415,7 @@ def _compute(view: GraphView, node: fx.Node) -> torch.Tensor | None:
     if piece is None:
         return None
     try:
-        return run(view, piece, {}, None)
+        return run(view, piece, {}, None, exact=True)
     except Untestable:
         return None
 

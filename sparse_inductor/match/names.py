@@ -16,7 +16,7 @@ from torch import fx
 
 from .fakes import fake
 
-__all__ = ["INPLACE_OPERATORS", "Call", "canonical", "name_of", "trailing_inplace"]
+__all__ = ["INPLACE_OPERATORS", "Call", "canonical", "is_plain", "name_of", "trailing_inplace"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,9 @@ _UNARY = (
     "T t mT H mH conj view_as_real sinh cosh tan positive hardsigmoid hardswish silu mish logsigmoid selu erfc "
     "floor ceil round trunc zero isinf isfinite lift_fresh"
 ).split()
-_BINARY = "mul div pow maximum minimum gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder".split()
+_BINARY = (
+    "mul div pow maximum minimum fmax fmin gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder"
+).split()
 _SIGNATURES: dict[str, str] = {
     **dict.fromkeys(_UNARY, "input"),
     **dict.fromkeys(_BINARY, "input other"),
@@ -213,7 +215,7 @@ _ALIASES = {
     "linalg_vector_norm": "vector_norm",
     "clip": "clamp", "absolute": "abs", "arctan": "atan", "arcsinh": "asinh", "expit": "sigmoid",
     "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1", "special_erf": "erf",
-    "special_exp2": "exp2", "log_sigmoid": "logsigmoid", "fmax": "maximum", "fmin": "minimum",
+    "special_exp2": "exp2", "log_sigmoid": "logsigmoid",
     "numpy_T": "T", "matrix_H": "H",  # what x.T and x.H are since torch 2.14
     "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "mT", "moveaxis": "movedim",
     "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view",
@@ -297,6 +299,15 @@ def _spelling(op: str, target: Any) -> _Spelling | None:
     return _Spelling(name, inplace or name == "setitem", op == "call_method")
 
 
+def is_plain(target: Any) -> bool:
+    """Whether a function is one of PyTorch's, Python's or the entmax package's, whose name says what it writes; those
+    that Dynamo wraps around NumPy's are not."""
+    module = getattr(target, "__module__", "") or ""
+    if module in _ENTMAX:
+        return True
+    return module.split(".")[0] in _MODULES and module != "torch._dynamo.utils"
+
+
 def _function_name(target: Any) -> str | None:
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
@@ -313,7 +324,7 @@ def _function_name(target: Any) -> str | None:
     module = getattr(target, "__module__", "") or ""
     if module in _ENTMAX:
         return getattr(target, "__name__", None)
-    if module.split(".")[0] not in _MODULES or module.startswith("torch.ops"):
+    if not is_plain(target) or module.startswith("torch.ops"):
         return None
     return getattr(target, "__name__", None)
 

@@ -21,6 +21,7 @@ from .graph import GraphView, fake, label, same_size
 from .masks import as_mask, keeps_a_key, mixed
 from .names import Call
 from .shapes import Decline
+from .values import rounds
 
 __all__ = ["ABSORBS", "Scores", "read_scores", "scaled"]
 
@@ -137,7 +138,10 @@ class _Step:
         if name == "cast":
             if not self.view.is_tensor(x) or not self.view.dtype(self.node).is_floating_point:
                 raise self.decline(f"the scores become {self.view.dtype(self.node)}")
-            return self.up(x)
+            found = self.up(x)
+            if rounds(self.view.dtype(self.node), self.view.dtype(found.product.node)):
+                raise self.decline(f"the scores are rounded to {self.view.dtype(self.node)}")
+            return found
         if name == "detach":
             if self.view.learns(x):
                 raise self.decline("detach() cuts the gradient here")

@@ -136,8 +136,9 @@ class _Reader:
         size = self.view.shape(self.source)[self.axis]
         if not isinstance(size, int) or same_size(size, 0):
             raise self._decline(node)
-        cut = self.view.requires_grad(self.source) and not self.view.requires_grad(node)
-        detached = detached or cut  # under no_grad
+        detached = detached or not self.view.requires_grad(
+            node
+        )  # under no_grad, or of what is frozen
         return Statistic(
             node, self.source, passed, norm, dims, bool(call.get("keepdim")), mean, detached
         )

@@ -14,7 +14,7 @@ from ..epilogue.steps import Step
 from .emit import Emitter
 from .graph import fake
 
-__all__ = ["Pair", "applied", "prepared", "raised", "scaled", "selected"]
+__all__ = ["Pair", "applied", "prepared", "raised", "scaled", "selected", "widened"]
 
 Pair = tuple[fx.Node, fx.Node | None]  # a weight [V, D] and its bias [V]
 
@@ -24,6 +24,11 @@ def raised(e: Emitter, t: fx.Node, ndim: int) -> fx.Node:
     while len(fake(t).shape) < ndim:
         t = e.method("unsqueeze", t, 0)
     return t
+
+
+def widened(e: Emitter, t: fx.Node) -> fx.Node:
+    """A tensor in the precision that is computed in: fp32 for 16 bits, and for numbers that are none."""
+    return e.cast(t, torch.promote_types(fake(t).dtype, torch.float32))
 
 
 def scaled(e: Emitter, pair: Pair, factor: float) -> Pair:

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from .. import compat
-from .fakes import fake, same_size, static_size
-from .graph import GraphView
+from .fakes import attribute, fake, same_size, static_size
+from .graph import GraphView, changes_grad_mode
 
 __all__ = ["Region", "Untestable", "region", "run"]
 
@@ -72,7 +72,9 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
     first = min(map(view.order.__getitem__, found))
     last = view.order[output]
     for node in view.graph.nodes:
-        if "set_grad_enabled" in node.name and first < view.order[node] < last:
+        if changes_grad_mode(node) and first < view.order[node] < last:
+            if "inference_mode" in node.name:
+                return None
             found.add(node)
     return Region(tuple(sorted(found, key=view.order.__getitem__)), tuple(leaves), output)
 
@@ -86,8 +88,8 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
     if _is_size(view, node):
         return True
     if node.op == "get_attr":
-        return isinstance(_attribute(node), (torch.Tensor, fx.GraphModule))
-    if node.op == "placeholder" or "set_grad_enabled" in node.name:
+        return isinstance(attribute(node), (torch.Tensor, fx.GraphModule))
+    if node.op == "placeholder" or changes_grad_mode(node):
         return False
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -98,13 +100,6 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
     return node.op == "call_method" or module.split(".")[0] in (
         "torch", "_operator", "builtins", "math", "", "entmax", "sparse_inductor",
     )  # fmt: skip
-
-
-def _attribute(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +155,10 @@ def run(
     values: dict[fx.Node, torch.Tensor],
     leaf: fx.Node | None,
     dim: int = 0,
+    exact: bool = False,
 ) -> torch.Tensor:
     """The output for concrete leaves; `leaf` is the one whose shape says how sizes have changed (None: no one),
-    that of axis `dim` before all.
+    that of axis `dim` before all. exact: in the precisions that the program computes in, else in double.
 
     Raises Untestable where the piece fails on them.
     """
@@ -175,7 +171,7 @@ def run(
         with _quiet():
             for node in piece.nodes:
                 if node not in env:
-                    env[node] = _step(view, node, env, sizes)
+                    env[node] = _step(view, node, env, sizes, exact)
     except Untestable:
         raise
     except Exception as error:  # whatever the user's code raises on rows it was not made for
@@ -195,15 +191,13 @@ def _quiet():
         yield
 
 
-def _step(view: GraphView, node: fx.Node, env: dict[fx.Node, Any], sizes: _Sizes) -> Any:
+def _step(
+    view: GraphView, node: fx.Node, env: dict[fx.Node, Any], sizes: _Sizes, exact: bool
+) -> Any:
     value = fake(node)
     if node.op == "get_attr":
-        attribute = _attribute(node)
-        return (
-            _resized(attribute, sizes)
-            if isinstance(attribute, fx.GraphModule)
-            else attribute.to("cpu")
-        )
+        held = attribute(node)
+        return _resized(held, sizes) if isinstance(held, fx.GraphModule) else held.to("cpu")
     if isinstance(value, torch.SymInt) and not all(n in env for n in node.all_input_nodes):
         return sizes.of(value)
     if node.op == "placeholder":
@@ -214,17 +208,18 @@ def _step(view: GraphView, node: fx.Node, env: dict[fx.Node, Any], sizes: _Sizes
         if isinstance(value, (tuple, list)):
             return torch.Size(sizes.of(s) for s in value)
         return value
-    args, kwargs = _arguments(node, sizes)
+    args, kwargs = _arguments(node, sizes, exact)
     args, kwargs = fx.map_arg((args, kwargs), env.__getitem__)
     if node.op == "call_method":
-        name = _METHODS.get(str(node.target), str(node.target))
+        name = str(node.target)
+        name = name if exact and name != "cuda" else _METHODS.get(name, name)
         return getattr(args[0], name)(*args[1:], **kwargs)
     target: Callable[..., Any] = node.target
     return target(*args, **kwargs)
 
 
-def _arguments(node: fx.Node, sizes: _Sizes) -> tuple[tuple, dict]:
-    """The arguments on the CPU and in double precision, sizes written as numbers replaced.
+def _arguments(node: fx.Node, sizes: _Sizes, exact: bool = False) -> tuple[tuple, dict]:
+    """The arguments on the CPU and, unless `exact`, in double precision; sizes written as numbers replaced.
 
     In double: what is tried is the formula. How far rounding carries the user's own result is another matter.
     """
@@ -232,7 +227,7 @@ def _arguments(node: fx.Node, sizes: _Sizes) -> tuple[tuple, dict]:
     def local(x: Any) -> Any:
         if isinstance(x, torch.device) or (isinstance(x, str) and x.startswith("cuda")):
             return torch.device("cpu")
-        if isinstance(x, torch.dtype) and x.is_floating_point:
+        if isinstance(x, torch.dtype) and x.is_floating_point and not exact:
             return torch.float64
         return x
 

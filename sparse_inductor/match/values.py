@@ -10,7 +10,15 @@ from torch import fx
 
 from .graph import CONSTANT_LIKE, GraphView, fake, same_size
 
-__all__ = ["counting", "is_parameter", "not_negative", "only_slices", "swallowed", "uniform"]
+__all__ = [
+    "counting",
+    "is_parameter",
+    "not_negative",
+    "only_slices",
+    "rounds",
+    "swallowed",
+    "uniform",
+]
 
 _VIEWS = frozenset(
     "t T mT transpose permute cast detach contiguous unsqueeze expand getitem mul".split()
@@ -43,6 +51,12 @@ def not_negative(view: GraphView, x: fx.Node) -> bool:
         and view.is_tensor(inner)
         and not_negative(view, inner)
     )
+
+
+def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
+    """Whether a cast to a precision takes something from what was computed in another one."""
+    to, of = torch.finfo(dtype), torch.finfo(computed)
+    return to.eps > of.eps or to.max < of.max
 
 
 _ELEMENTWISE = frozenset(

@@ -21,7 +21,7 @@ from .gemm import lettered
 from .graph import GraphView, fake, same_size
 from .names import Call
 from .shapes import Decline, order_of
-from .values import is_parameter, uniform
+from .values import is_parameter, rounds, uniform
 
 __all__ = ["Factor", "Weighted", "kept_axis", "only_new_axes", "preference", "reshaped", "weighted"]
 
@@ -34,6 +34,8 @@ _VIEWS = frozenset(
     "view view_as flatten unflatten unsqueeze squeeze permute transpose t T mT movedim expand "
     "expand_as getitem".split()
 )
+# Those of them whose backward makes 0 of 0 whatever the weight: the operator's gradient of one that no document has.
+_KEEPS_ZERO = frozenset("relu clamp clamp_min clamp_max add sub rsub mul div".split())
 _OF_ONE_WEIGHT = frozenset(
     "relu log log1p log2 log10 exp expm1 sqrt square tanh sigmoid abs neg pow clamp clamp_min "
     "clamp_max add sub rsub div mul reciprocal nan_to_num softplus".split()
@@ -164,14 +166,10 @@ class Weighted:
 
     def weights(self, e: Emitter, shape: Sequence[Any]) -> tuple[fx.Node, fx.Node | None]:
         """The factors as one tensor of document weights, and where the contributions count (None: everywhere)."""
-        dtype = fake(self.gather.node).dtype
-        if not dtype.is_floating_point:
-            dtype = fake(self.node).dtype  # counts or 8-bit impacts, cast after they were looked up
-        tensors = [
-            f for f in self.factors if f.how in ("mul", "div") and isinstance(f.operand, fx.Node)
-        ]
-        if len(tensors) > 1 and dtype != torch.float64:
-            dtype = torch.float32  # their product may have no place in 16 bits
+        # Their product, a quotient, a count may have no place in 16 bits.
+        dtype = torch.promote_types(fake(self.node).dtype, torch.float32)
+        scales = [f for f in self.factors if f.how in ("mul", "div")]
+        alone = len(scales) == 1 and scales[0].how == "mul"
         weights: fx.Node | float | None = None
         keep: fx.Node | None = None
         for f in self.factors:
@@ -182,10 +180,8 @@ class Weighted:
                 t = e.call(torch.logical_not, t) if f.how == "drop" else t
                 keep = t if keep is None else e.call(torch.logical_and, keep, t)
                 continue
-            if isinstance(t, fx.Node) and (len(tensors) > 1 or not fake(t).dtype.is_floating_point):
-                t = e.method(
-                    "to", t, dtype
-                )  # counts, 8-bit impacts, masks: products in floating point
+            if isinstance(t, fx.Node) and not (alone and fake(t).dtype.is_floating_point):
+                t = e.cast(t, dtype)
             apply = operator.mul if f.how == "mul" else operator.truediv
             if weights is None:
                 weights = t if f.how == "mul" else _applied(e, operator.truediv, 1.0, t)
@@ -277,6 +273,9 @@ def _through(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int)
             raise Decline(f"the contributions are cast to {view.dtype(node)}", node)
         if fake(node).device != fake(w.node).device:
             raise Decline("the contributions move to another device", node)
+        gathered = view.dtype(w.gather.node)
+        if gathered.is_floating_point and rounds(view.dtype(node), gathered):
+            raise Decline(f"the contributions are rounded to {view.dtype(node)}", node)
     return w.then(node)
 
 
@@ -294,6 +293,11 @@ def _function(
         return w.times(view, node, Factor("mul", -1.0, w.shape, w.batch), node)
     if w.has_weights or any(f.how in ("keep", "drop") for f in w.factors):
         raise Decline(f"{call.name} of the products: they are no terms of an inner product", node)
+    if call.name not in _KEEPS_ZERO and view.learns(tensors[0]):
+        raise Decline(
+            f"{call.name} of the gathered weights alone: of the others its gradient may be no number",
+            node,
+        )
     if w.factors or call.inplace or w.node is not (w.of_one or (w.gather.node,))[-1]:
         return None  # scaled or reshaped before it: nobody has been seen to write this
     return w.then(node, of_one=(*w.of_one, node))

@@ -171,7 +171,7 @@ TRUE["relu_ffn"] |= {
     "down_without_gradients": ("grad mode changes", "y = m.down(h)"),
     "stacked_third_is_read": ("also read by sum", "h[2].sum()"),
     "stacked_tokens_of_their_own": ("read different inputs", "h[1]"),
-    "stacked_tokens_written_in_between": ("changed in place within", "torch.einsum("),
+    "stacked_tokens_written_in_between": ("changed in place before", "torch.einsum("),
 }
 NOTHING_OF_IT["relu_ffn"] = {
     "conv_window": "a convolution that is no linear",
@@ -308,7 +308,7 @@ TRUE["entmax"] = {
     "sequences_spread_by_a_mask": ("masked_fill spreads the scores", ".masked_fill("),
     "three_in_one_einsum": ("einsum of 3 tensors", "torch.einsum("),
     "zeroed_in_place": ("probabilities are changed in place", "p = "),
-    "keys_written_before_the_values": ("changed in place between", "q @ k.mT"),
+    "keys_written_before_the_values": ("changed in place before", "q @ k.mT"),
 }
 NOTHING_OF_IT["entmax"] = {
     "softmax": "softmax",

@@ -1,0 +1,313 @@
+"""Programs that a rewrite could get wrong, one or more of each kind: rewritten or not, they compute what eager does.
+
+Values, what the program writes to, gradients and which results require one are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import entmax
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from sparse_inductor.testing import compile_without_codegen
+from support import only
+
+ALL = ("splade_head", "relu_ffn", "entmax", "entmax_attention", "sparse_scores")
+
+
+@torch.compiler.allow_in_graph
+def _unknown(t: torch.Tensor) -> torch.Tensor:
+    return t.mul_(3.0).sum()
+
+
+@torch.library.custom_op("soundness::doubles", mutates_args=("t",))
+def _doubles(t: torch.Tensor) -> None:
+    t.mul_(2.0)
+
+
+class _Writes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
+        return t.mul_(2.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> None:
+        return None
+
+
+WRITERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a view": lambda t: t[0].mul_(2.0),
+    "detach": lambda t: t.detach().add_(1.0),
+    "data": lambda t: t.data.mul_(2.0),
+    "assignment in NumPy": lambda t: t.numpy().__setitem__(0, 9.0),
+    "a method of NumPy": lambda t: t.numpy().fill(0.5),
+    "a branch": lambda t: torch.cond(
+        t.sum() > -1.0, lambda m: m.mul_(3.0).sum(), lambda m: m.sum(), (t,)
+    ),
+    "a checkpoint": lambda t: torch.utils.checkpoint.checkpoint(
+        lambda m: m.mul_(2.0).sum(), t, use_reentrant=False
+    ),
+    "an autograd Function": _Writes.apply,
+    "a custom operator": _doubles,
+    "an unknown function": _unknown,
+    "out=": lambda t: torch.add(t, 1.0, out=t),
+    "a list": lambda t: torch._foreach_mul_([t], 2.0),
+    "batch norm": lambda t: F.batch_norm(
+        torch.ones(4, t.numel()), t.view(-1), torch.ones(t.numel()), training=True
+    ),
+}
+
+
+class _Layers(nn.Module):
+    """Linear maps `a` (6 to 8), `b` (8 to 6), `q`, `k` (6 to 6), documents and a program that uses them."""
+
+    def __init__(self, program: Callable[..., Any]):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.q, self.k = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.register_buffer("ids", torch.randint(2, 30, (12, 5)))
+        self.program = program
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.program(self, *inputs)
+
+
+def _run(program: Callable[..., Any], inputs: tuple, training: bool, compiled: bool) -> Any:
+    torch.manual_seed(0)
+    layers = _Layers(program)
+    inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
+    with torch.set_grad_enabled(training):
+        results = (compile_without_codegen(layers) if compiled else layers)(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        leaves = [t for t in [*layers.parameters(), *inputs] if t.requires_grad]
+        wanted = [r for r in results if r.requires_grad]
+        grads = (
+            torch.autograd.grad([r.sum() for r in wanted], leaves, allow_unused=True)
+            if wanted
+            else ()
+        )
+    return [r.requires_grad for r in results], [*results, *inputs, *grads]
+
+
+def _assert_as_eager(
+    program: Callable[..., Any], *inputs: torch.Tensor, training: bool = False
+) -> Any:
+    expected = _run(program, inputs, training, compiled=False)
+    with only(*ALL) as report:
+        got = _run(program, inputs, training, compiled=True)
+        rewritten = [r.pattern for r in report.rewrites]
+    assert got[0] == expected[0]
+    assert [t is None for t in got[1]] == [t is None for t in expected[1]]
+    for mine, theirs in zip(got[1], expected[1]):
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5, equal_nan=True)
+    return rewritten
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_read_before_a_write_is_what_was_there(writer):
+    write = WRITERS[writer]
+
+    def head(m, x, mask):
+        act = torch.log1p(torch.relu(m.a(x))) * mask.unsqueeze(-1)
+        write(mask)
+        return act.amax(1)
+
+    def scores(m, q, weights):
+        contributions = q[:, m.ids] * weights
+        write(weights)
+        return contributions.sum(-1)
+
+    assert not _assert_as_eager(head, torch.randn(2, 3, 6), torch.rand(2, 3) + 0.1)
+    assert not _assert_as_eager(scores, torch.rand(2, 30), torch.rand(12, 5))
+
+
+def test_what_a_mask_was_made_of_may_be_written_before_it_is_read():
+    def attention(m, x, keep):
+        bias = torch.where(keep, 0.0, -torch.inf)
+        keep.fill_(True)
+        return entmax.entmax15(m.q(x) @ m.k(x).mT + bias, dim=-1) @ x
+
+    keep = torch.ones(2, 1, 5, dtype=torch.bool)
+    keep[:, :, 3:] = False
+    _assert_as_eager(attention, torch.randn(2, 5, 6), keep)
+
+
+def test_a_write_to_something_else_does_not_matter():
+    def head(m, x, mask, other):
+        act = torch.log1p(torch.relu(m.a(x))) * mask.unsqueeze(-1)
+        other.numpy()[0] = 9.0
+        return act.amax(1)
+
+    inputs = torch.randn(2, 3, 6), torch.rand(2, 3) + 0.1, torch.ones(3)
+    assert _assert_as_eager(head, *inputs) == ["splade_head"]
+
+
+def _scaled_under_no_grad(m, x):
+    s = m.q(x) @ m.k(x).mT
+    with torch.no_grad():
+        s.mul_(0.25)
+    return entmax.entmax15(s, dim=-1) @ x
+
+
+def _clipped_through_detach(m, x):
+    q = m.q(x)
+    q.detach().clamp_(-0.5, 0.5)
+    return entmax.entmax15(q @ m.k(x).mT, dim=-1) @ x
+
+
+def _linear_in_an_island(m, x):
+    with torch.inference_mode():
+        z = m.a(x)
+    return torch.log1p(torch.relu(z)).amax(1)
+
+
+def _rectified_under_no_grad(m, x):
+    z = m.a(x)
+    with torch.no_grad():
+        z.relu_()
+    return z.amax(1)
+
+
+def _weighted_under_no_grad(m, x):
+    gathered = x.flatten(1)[:, m.ids]
+    with torch.no_grad():
+        gathered.mul_(0.5)
+    return gathered.sum(-1)
+
+
+def _statistic_of_a_frozen_map(m, x):
+    h = torch.relu(F.linear(x, m.a.weight.detach()))
+    return m.b(h), h.mean()
+
+
+def _statistic_in_an_island(m, x):
+    h = torch.relu(m.a(x))
+    with torch.inference_mode():
+        mean = h.mean()
+    return m.b(h), mean.clone()
+
+
+def _frozen_later(m, x):
+    y = x * 1.0
+    z = F.linear(torch.relu(F.linear(y, m.a.weight.detach())), m.b.weight.detach())
+    y.detach_()
+    return z
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        _scaled_under_no_grad, _clipped_through_detach, _linear_in_an_island, _rectified_under_no_grad,
+        _weighted_under_no_grad, _statistic_of_a_frozen_map, _statistic_in_an_island, _frozen_later,
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_eager(program):
+    x = torch.randn(2, 5, 6, requires_grad=program in (_weighted_under_no_grad, _frozen_later))
+    _assert_as_eager(program, x, training=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_cast_that_narrows_rounds(dtype):
+    def stored(t):
+        return t.to(dtype).to(t.dtype)
+
+    def head(m, x):
+        return stored(torch.relu(m.a(x))).amax(1)
+
+    def block(m, x):
+        return m.b(stored(torch.relu(m.a(x))))
+
+    def attention(m, x):
+        return stored(entmax.entmax15(m.q(x) @ m.k(x).mT, dim=-1)) @ x
+
+    def scores(m, x):
+        return stored(x.flatten(1)[:, m.ids] * 0.3).sum(-1)
+
+    def threshold(m, x):
+        s, _ = torch.sort(x, -1, descending=True)
+        n = torch.arange(1, x.shape[-1] + 1)
+        c = s.cumsum(-1) - 1
+        size = (n * s > c).sum(-1, keepdim=True)
+        return torch.clamp(x - stored(c.gather(-1, size - 1) / size), min=0)
+
+    for program in (head, block, attention, scores, threshold):
+        _assert_as_eager(program, torch.randn(2, 5, 6) * 3)
+
+
+def test_numbers_are_folded_in_the_precision_of_the_products():
+    impacts = (torch.rand(12, 5) * 600).half()
+    program = lambda m, q, half: (q[:, m.ids] * half * 200.0).sum(-1)
+    assert _assert_as_eager(program, torch.rand(2, 30) * 1e-6, impacts) == ["sparse_scores"]
+
+
+def test_a_number_is_what_its_tensor_has():
+    program = lambda m, x: (torch.relu(m.a(x)) * torch.tensor(0.1, dtype=torch.bfloat16)).amax(1)
+    _assert_as_eager(program, torch.randn(2, 5, 6))
+
+
+def test_a_wider_alpha_widens():
+    alpha = torch.full((3, 1), 1.4)
+    program = lambda m, z, alpha: entmax.entmax_bisect(z, alpha, dim=-1)
+    _assert_as_eager(program, torch.randn(3, 6).bfloat16(), alpha)
+
+
+def test_fmax_is_no_maximum():
+    x = torch.randn(2, 5, 6)
+    x[0, 1] = torch.nan
+    zero = torch.zeros(())
+    _assert_as_eager(lambda m, x: torch.fmax(m.a(x), zero).amax(1), x)
+    _assert_as_eager(lambda m, x: m.b(torch.fmax(m.a(x), zero)), x)
+
+
+@pytest.mark.parametrize("function", [torch.sqrt, torch.log, torch.sigmoid, torch.reciprocal])
+@pytest.mark.parametrize("unused", [0.0, torch.nan])
+def test_functions_are_applied_to_what_is_gathered(function, unused):
+    q = torch.rand(2, 30) + 0.1
+    q[:, :2] = unused
+    program = lambda m, q: (function(q[:, m.ids]) * 0.5).sum(-1)
+    _assert_as_eager(program, q.requires_grad_(), training=True)
+
+
+def test_a_search_of_few_steps_is_no_sparsemax():
+    def almost(m, z, steps=6):
+        keep = torch.ones_like(z, dtype=torch.bool)
+        for _ in range(steps):
+            tau = ((z * keep).sum(-1, keepdim=True) - 1) / keep.sum(-1, keepdim=True)
+            keep = z > tau
+        return torch.relu(z - tau)
+
+    generator = torch.Generator().manual_seed(0)
+    assert not _assert_as_eager(almost, torch.randn(256, 64, generator=generator))
+
+
+def test_a_verdict_belongs_to_one_graph():
+    def of_the_largest(z):
+        k = min(8, z.shape[-1])
+        s, _ = z.topk(k, -1)
+        n = torch.arange(1, k + 1)
+        c = s.cumsum(-1) - 1
+        size = (n * s > c).sum(-1, keepdim=True)
+        return torch.clamp(z - c.gather(-1, size - 1) / size, min=0)
+
+    with only("entmax"), torch.no_grad():
+        compiled = compile_without_codegen(of_the_largest)
+        for width in (5, 8, 20, 6):
+            z = torch.randn(4, width) * 0.01
+            torch.testing.assert_close(compiled(z), of_the_largest(z))
+
+
+def test_offsets_may_count_from_the_end():
+    def differences(m, q, weights, offsets):
+        c = F.pad((q[:, m.ids.flatten()] * weights).cumsum(-1), (1, 0))
+        return c[:, offsets[1:]] - c[:, offsets[:-1]]
+
+    offsets = torch.tensor([0, 20, 40, -1])
+    rewritten = _assert_as_eager(differences, torch.rand(2, 30), torch.rand(60), offsets)
+    assert rewritten == ["sparse_scores"]
