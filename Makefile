@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | gpu-test | multigpu-test | campaign | fuzz | planted | soak | long-run | examples | docs | clean
+# make demo | test | test-all | versions | lint | bench | gpu-test | multigpu-test | campaign | fuzz | planted | soak | long-run | examples | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test test-all lint bench gpu-test multigpu-test campaign fuzz planted soak long-run examples docs clean
+.PHONY: demo test test-all versions newest newest-version lint bench gpu-test multigpu-test campaign fuzz planted soak long-run examples docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -22,6 +22,22 @@ test: $(READY)
 # What is marked `heavy` too: every program through AOTAutograd, all examples and benchmarks, the larger kernel shapes.
 test-all: $(READY)
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not gpu and not multigpu" $(ARGS)
+
+# The quick suite on the oldest torch, the one above and the newest, each with the Triton that belongs to it; the
+# environments are made on first use (5 GB each). VERSIONS=2.14.1 ARGS="tests/test_match.py" for a part.
+VERSIONS ?= 2.11.0 2.13.0 2.14.1
+versions: $(VERSIONS:%=.venvs/torch-%/.ready)
+	status=0; for version in $(VERSIONS); do \
+	  echo "torch $$version"; \
+	  .venvs/torch-$$version/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multigpu and not heavy" $(ARGS) || status=1; \
+	done; exit $$status
+
+# Recognition, gradients at bounds and the compilation of every Gluon kernel on the newest torch: what CI has time for.
+newest:
+	$(MAKE) versions VERSIONS=$(lastword $(VERSIONS)) ARGS="tests/test_match.py tests/test_ties.py tests/test_versions.py tests/test_programs.py tests/kernels/test_gluon_compile.py"
+
+newest-version:
+	@echo $(lastword $(VERSIONS))
 
 gpu-test: $(READY)
 	$(PYTEST) -m gpu tests/kernels $(wildcard tests/test_*_gpu.py) $(ARGS)
@@ -76,7 +92,7 @@ docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build $(ARGS)
 
 clean:
-	rm -rf .venv build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venvs build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and pinned: the other packages would pull in whichever is newest.
@@ -85,4 +101,12 @@ clean:
 	.venv/bin/python -m pip install --quiet torch==2.13.0
 	.venv/bin/python -m pip install --quiet hatchling
 	.venv/bin/python -m pip install --quiet --no-build-isolation -e ".[test,demo,bench,docs]" torch==2.13.0
+	touch $@
+
+# Triton 3.6's interpreter, which torch 2.11 comes with, needs an older numpy.
+.venvs/torch-%/.ready: pyproject.toml
+	test -x $(@D)/bin/python || python3 -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==$*
+	$(@D)/bin/python -m pip install --quiet hatchling
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation -e ".[test]" torch==$* "numpy$(if $(filter 2.11.%,$*),<2.4)"
 	touch $@

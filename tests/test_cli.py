@@ -216,7 +216,13 @@ def test_doctor_sees_inductors_passes_being_off():
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("2.10.1", "fail"), ("2.11.0+cu130", "ok"), ("2.13.0", "ok"), ("2.14.0.dev1", "warn")],
+    [
+        ("2.10.1", "fail"),
+        ("2.11.0+cu130", "ok"),
+        ("2.13.0", "ok"),
+        ("2.14.1", "ok"),
+        ("2.15.0.dev1", "warn"),
+    ],
 )
 def test_doctor_knows_the_tested_versions(version, status):
     assert doctor._version("torch", version, doctor.TESTED_TORCH).status == status

@@ -103,9 +103,9 @@ def replays() -> bool:
     """Whether launches can be recorded: what has no kernel works without Triton, and its interpreter tells nobody."""
     if importlib.util.find_spec("triton") is None:
         return False
-    import triton
+    from ..compat.triton import interprets
 
-    return not triton.knobs.runtime.interpret
+    return not interprets()
 
 
 def define(*schemas: str) -> torch.library.Library:
