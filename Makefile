@@ -1,4 +1,4 @@
-# make demo | test | test-all | versions | lint | bench | gpu-test | multigpu-test | campaign | fuzz | planted | soak | long-run | examples | docs | clean
+# make demo | test | test-all | versions | lint | bench | gpu-test | multigpu-test | fuzz | planted | soak | long-run | examples | docs | clean
 #
 # Everything runs in .venv, which is made on first use. PYTHON=/path/to/python uses that interpreter as it is
 # instead (a machine that comes with its own torch): make gpu-test PYTHON=python3
@@ -10,7 +10,7 @@ endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
 
-.PHONY: demo test test-all versions newest newest-version lint bench gpu-test multigpu-test campaign fuzz planted soak long-run examples docs clean
+.PHONY: demo test test-all versions newest newest-version lint bench gpu-test multigpu-test fuzz planted soak long-run examples docs clean
 
 demo: $(READY)
 	$(PYTHON) -m benchmarks.demo $(ARGS)
@@ -45,11 +45,6 @@ gpu-test: $(READY)
 # Two GPUs and NCCL; with ARGS="-n 12" the parts are compiled side by side.
 multigpu-test: $(READY)
 	$(PYTEST) -m multigpu tests/test_distributed.py tests/test_sharded_index.py tests/test_replay_gpu.py $(ARGS)
-
-# Random models, 2 000 unless MODELS says otherwise; `make test` runs a handful of them.
-MODELS ?= 2000
-campaign: $(READY)
-	CAMPAIGN=$(MODELS) $(PYTEST) -n $(JOBS) tests/test_random_models.py $(ARGS)
 
 # Random programs, eager beside rewritten: make fuzz PROGRAMS=10000 PROCESSES=16 SEED=0; fuzz.log has the result.
 PROGRAMS ?= 1000

@@ -57,3 +57,16 @@ def test_random_programs(seeds):
     for seed in seeds:
         _, failure = examine(generate(seed))
         assert failure is None, "\n".join([*failure.findings, failure.text])
+
+
+def test_most_of_what_is_drawn_is_rewritten():
+    found: collections.Counter[str] = collections.Counter()
+    drawn: collections.Counter[str] = collections.Counter()
+    for seed in range(100, 120):
+        program = generate(seed)
+        outcome, _ = examine(program)
+        drawn.update(program.families)
+        found.update(outcome.rewritten)
+        found["any"] += bool(outcome.rewritten)
+    assert found["any"] >= 14
+    assert all(found[family] >= drawn[family] / 3 for family in drawn)

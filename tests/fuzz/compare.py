@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_inductor
@@ -106,11 +106,41 @@ def compiled(
     torch._dynamo.reset()
     on = sparse_inductor.enabled(verify=verify) if enabled else contextlib.nullcontext()
     with on:
-        if program.codegen:
-            call = torch.compile(fn, dynamic=program.dynamic)
-        else:
-            call = compile_without_codegen(fn, dynamic=program.dynamic)
+        model = _Model(program, fn) if program.weights else None
+        compiling = torch.compile if program.codegen else compile_without_codegen
+        call = compiling(fn if model is None else model.forward, dynamic=program.dynamic)
+        if model is not None:
+            model.compiled = call
+            call = model
         return [run(program, call, number) for number in range(len(program.sizes))]
+
+
+class _Model(nn.Module):
+    """A program whose weights are parameters; it is called with all of the program's arguments."""
+
+    def __init__(self, program: Program, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn, self.at = fn, program.weights
+        given = program.arguments()
+        self.parameters_ = nn.ParameterList(nn.Parameter(given[at].detach()) for at in self.at)
+        self.compiled: Callable[..., Any] = self.forward
+
+    def adopted(self, arguments: list[Tensor]) -> list[Tensor]:
+        """The arguments with the parameters among them, which have their values and their memory."""
+        arguments = list(arguments)
+        for parameter, at in zip(self.parameters_, self.at):
+            parameter.data = arguments[at].detach()
+            arguments[at] = parameter.requires_grad_(arguments[at].requires_grad)
+        return arguments
+
+    def forward(self, *rest: Tensor) -> Any:
+        arguments = list(rest)
+        for parameter, at in zip(self.parameters_, self.at):
+            arguments.insert(at, parameter)
+        return self.fn(*arguments)
+
+    def __call__(self, *arguments: Tensor) -> Any:
+        return self.compiled(*(a for at, a in enumerate(arguments) if at not in self.at))
 
 
 def run(
@@ -121,6 +151,8 @@ def run(
     arguments = program.arguments(call)
     if wide:
         arguments = [_wide(t) for t in arguments]
+    if isinstance(fn, _Model):
+        arguments = fn.adopted(arguments)
     torch.manual_seed(program.seed % 1000)
     autocast = (
         torch.autocast("cpu", dtype=torch.bfloat16)

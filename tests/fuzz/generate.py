@@ -1,4 +1,5 @@
-"""Draws a program from a seed: blocks of the families, spelled in many ways, and hazards put among their steps."""
+"""Draws a program from a seed: blocks of the families, spelled in many ways, among ordinary layers, and hazards put
+among their steps."""
 
 from __future__ import annotations
 
@@ -313,6 +314,34 @@ def sparse_scores(m: Maker, x: str) -> str:
     return y
 
 
+def layer_norm(m: Maker, x: str) -> str:
+    return m.do("h", f"F.layer_norm({x}, ({D},), {m.weight(D)})", x)
+
+
+def ordinary_block(m: Maker, x: str) -> str:
+    """A feed-forward block that nothing is sparse in."""
+    a = m.do("a", m.choose("F.gelu({})", "F.silu({})", "torch.tanh({})").format(m.linear(x, "H")))
+    return m.do("h", f"{x} + {m.linear(a, D, 'H')}", x)
+
+
+def ordinary_attention(m: Maker, x: str) -> str:
+    q, k, v = (m.linear(x, D) for _ in range(3))
+    fused = f"F.scaled_dot_product_attention({q}, {k}, {v})"
+    return m.do("h", m.choose(f"({q} @ {k}.mT * 0.5).softmax(-1) @ {v}", fused), x)
+
+
+def convolution(m: Maker, x: str) -> str:
+    return m.do("h", f"F.conv1d({x}.mT, {m.weight(D, D, 3)}, padding=1).mT", x)
+
+
+def highway(m: Maker, x: str) -> str:
+    gate = m.do("g", f"torch.sigmoid({m.linear(x, D)})")
+    return m.do("h", f"{gate} * torch.tanh({m.linear(x, D)}) + (1 - {gate}) * {x}", x)
+
+
+ORDINARY = (layer_norm, layer_norm, ordinary_block, ordinary_attention, convolution, highway)
+
+
 FAMILIES: dict[str, Callable[[Maker, str], str]] = {
     f.__name__: f for f in (splade_head, relu_ffn, entmax, entmax_attention, sparse_scores)
 }
@@ -548,9 +577,13 @@ def generate(
     m.values = values or m.values
     m.weights = "integers" if values == "integers" else m.weights
     r = m.r
-    chosen = [r.choice(list(families)) for _ in range(r.choices([1, 2, 3], [30, 50, 20])[0])]
+    # A few are whole models, of several layers.
+    chosen = [r.choice(list(families)) for _ in range(r.choices([1, 2, 3, 6], [28, 48, 20, 4])[0])]
+    ordinary = r.choices([0.0, 0.5], [4, 1])[0]
     x = m.features()
     for family in sorted(chosen, key=lambda f: f in ("splade_head", "sparse_scores")):
+        if r.random() < ordinary:
+            x = r.choice(ORDINARY)(m, x)
         y = FAMILIES[family](m, x)
         m.returns.append(y)
         if family in ("relu_ffn", "entmax_attention") and r.random() < 0.6:
@@ -573,6 +606,7 @@ def generate(
         dynamic=r.choices([None, True, False], [70, 20, 10])[0],
         autocast=m.floats == torch.float32 and r.random() < 0.06,
         exact=exact,
+        module=r.random() < 0.3,
         families=tuple(dict.fromkeys(chosen)),
     )
 

@@ -68,7 +68,9 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class Program:
     """sizes: one mapping of names to numbers for each call of the compiled program. exact: all arithmetic is exact, so
-    results have to be equal. families: the patterns whose blocks it holds. codegen: by Inductor's generated code."""
+    results have to be equal. codegen: by Inductor's generated code. module: its weights are parameters of a module.
+    families: the patterns whose blocks it holds.
+    """
 
     seed: int
     inputs: tuple[Input, ...]
@@ -80,6 +82,7 @@ class Program:
     autocast: bool = False
     exact: bool = False
     codegen: bool = False
+    module: bool = False
     families: tuple[str, ...] = ()
 
     @property
@@ -122,7 +125,7 @@ class Program:
         """A test's worth of text: the seed, what the program is called with, and the function."""
         fields = [f"seed={self.seed}"]
         fields += [f"sizes={tuple(dict(s) for s in self.sizes)}"] if self.sizes != ({},) else []
-        for field in ("training", "dynamic", "autocast", "exact", "codegen"):
+        for field in ("training", "dynamic", "autocast", "exact", "codegen", "module"):
             if (value := getattr(self, field)) not in (False, None):
                 fields.append(f"{field}={value}")
         lines = ["@kept(", f"    {', '.join(fields)},"]
@@ -141,6 +144,16 @@ class Program:
         names = dict(vars(vocabulary))
         exec(compile(text, file, "exec"), names)
         return names["program"]
+
+    @property
+    def weights(self) -> list[int]:
+        """Which arguments are parameters of a module."""
+        named = [
+            at
+            for at, i in enumerate(self.inputs)
+            if i.name.startswith("w") and i.dtype.is_floating_point
+        ]
+        return named if self.module else []
 
     def arguments(self, call: int = 0) -> list[Tensor]:
         """What its `call`-th call is given."""
