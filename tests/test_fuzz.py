@@ -60,13 +60,6 @@ def test_random_programs(seeds):
 
 
 def test_most_of_what_is_drawn_is_rewritten():
-    found: collections.Counter[str] = collections.Counter()
-    drawn: collections.Counter[str] = collections.Counter()
-    for seed in range(100, 120):
-        program = generate(seed)
-        outcome, _ = examine(program)
-        drawn.update(program.families)
-        found.update(outcome.rewritten)
-        found["any"] += bool(outcome.rewritten)
-    assert found["any"] >= 14
-    assert all(found[family] >= drawn[family] / 3 for family in drawn)
+    outcomes = [examine(generate(seed))[0] for seed in range(100, 110)]
+    assert sum(bool(o.rewritten) for o in outcomes) >= 7
+    assert set().union(*(o.rewritten for o in outcomes)) == set(FAMILIES)
