@@ -382,6 +382,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
     monkeypatch.setattr(layers, "DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(blocks, "FEW", 4)
+    monkeypatch.setattr(blocks.decode, "TOKENS", 4)
     monkeypatch.setattr(blocks, "FEW_GATES", 0)
     with torch.library._scoped_library("sparse_inductor", "IMPL") as lib:
         for fn, operator in _dispatch._operators.items():
