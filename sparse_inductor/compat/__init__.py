@@ -40,6 +40,7 @@ from .runtime import (
     clamp_has_a_slope_at_its_bounds,
     computes_as_tensors_do,
     current_device,
+    exporting,
     first_derivative_only,
     forward_ad_active,
     functional_mode,

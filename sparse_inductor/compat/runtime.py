@@ -60,6 +60,11 @@ def observed() -> bool:
     return modes_active() or torch.autograd._profiler_enabled()
 
 
+def exporting() -> bool:
+    """Whether torch.export traces. `torch.compiler.is_exporting` is True of every program in Dynamo of torch 2.11."""
+    return torch.compiler._is_exporting_flag
+
+
 def transforms_active() -> bool:
     """Whether a transform of torch.func is under way."""
     return torch._C._are_functorch_transforms_active()

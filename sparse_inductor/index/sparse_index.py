@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparse_inductor import compat
 from sparse_inductor.ops._dispatch import autocast_off
 from sparse_inductor.ops._threads import apart
 from sparse_inductor.ops.index_search import enrol
@@ -261,7 +262,7 @@ class SparseIndex(nn.Module):
     def _search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
         ops = torch.ops.sparse_inductor
         given = queries_of(queries, self.num_terms, self.device)
-        if torch.compiler.is_exporting():
+        if compat.exporting():
             q = given.dense(self.device).detach()
             postings, counts, deleted = self.operands()
             scores, ids = ops.index_search(q, list(postings), counts, deleted, k)
