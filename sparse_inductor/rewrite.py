@@ -29,6 +29,7 @@ from .layouts import keep_layouts, layouts
 from .match.checks import unsound
 from .match.fakes import fake, tensors_in
 from .match.graph import label
+from .match.saved import copying_what_is_written
 from .pattern import Match, Miss, Pattern, Sparse
 from .records import Report
 from .rehearsal import rehearse
@@ -160,7 +161,7 @@ class _Run:
                 by_anchor[name].append(pattern)
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
         with compat.discarding_unbacked(self._env):
-            view = make_view(self.graph)
+            view = self._view = make_view(self.graph)
             matches, misses = self._match(by_anchor, view)
             order = {node: at for at, node in enumerate(self.graph.nodes)}
             accepted = _disjoint(self._resolve(matches, misses, view))
@@ -303,7 +304,10 @@ class _Run:
     def _put_in(self, candidate: _Candidate, record: Rewrite) -> None:
         started = time.perf_counter()
         present = {n.name for n in self.graph.nodes} if self.trace else set()
-        with self._verified(candidate, record):
+        with (
+            self._verified(candidate, record),
+            copying_what_is_written(self._view, list(candidate.nodes)),
+        ):
             candidate.match.replace()
         if self.trace:
             new = tuple(n.name for n in self.graph.nodes if n.name not in present)

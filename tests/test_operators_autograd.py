@@ -172,3 +172,78 @@ def test_weights_of_a_subclass_are_left_to_it(pattern):
     report = sparse_inductor.report()
     assert not report.rewrites
     assert any("Rounded, a tensor subclass" in miss.reason for miss in report.near_misses)
+
+
+# Writes to what an operator saves
+
+
+def add_to_result(f, x):
+    y = f(x)
+    y += x
+    return y
+
+
+def scale_part_of_result(f, x):
+    y = f(x)
+    y[:, 1:].mul_(2.0)
+    return y
+
+
+def add_to_input(f, x):
+    x = x * 1.0
+    y = f(x)
+    x += y
+    return x
+
+
+def add_to_input_by_a_view(f, x):
+    x = x * 1.0
+    y = f(x)
+    x.transpose(0, 1).add_(y.transpose(0, 1).detach())
+    return x + y
+
+
+def rows_written_out(x):
+    """Sparsemax in plain operations, which save none of its result."""
+    ordered = x.sort(-1, descending=True)[0]
+    count = torch.arange(1, x.shape[-1] + 1)
+    total = ordered.cumsum(-1) - 1
+    support = (count * ordered > total).sum(-1, keepdim=True)
+    return torch.clamp(x - total.gather(-1, support - 1) / support, min=0)
+
+
+PROGRAMS = {
+    **{pattern: None for pattern in LAYERS if pattern != "entmax"},
+    "entmax": rows_written_out,
+}
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("pattern", PROGRAMS)
+@pytest.mark.parametrize(
+    "writes",
+    [add_to_result, scale_part_of_result, add_to_input, add_to_input_by_a_view],
+    ids=lambda f: f.__name__,
+)
+def test_what_is_saved_may_be_written_to(pattern, writes, learns):
+    """Where the program as written trains; weights that learn save more of it."""
+    module = PROGRAMS[pattern] or layer(pattern).requires_grad_(learns)
+
+    def step(program):
+        x = tokens(requires_grad=True)
+        y = program(x)
+        y.square().sum().backward()
+        return [y.detach(), x.grad]
+
+    def program(x):
+        return writes(module, x)
+
+    try:
+        wanted = step(program)
+    except RuntimeError:
+        assert learns or pattern.startswith("entmax")
+        return
+    # Rows written out that somebody else reads are left as they are.
+    strict = pattern != "entmax" or writes in (add_to_result, scale_part_of_result)
+    with sparse_inductor.enabled(only=pattern, strict=strict):
+        torch.testing.assert_close(step(compile_without_codegen(program)), wanted)

@@ -241,6 +241,12 @@ class Effects:
         """The nodes that first held the memory of `node`; None stands for one that is not known."""
         return {self._creator.get(key) for key in self._of(node)} or {None}
 
+    def writers_to(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that write to the memory of `node`."""
+        if not self.writers:
+            return []
+        return [writer for key in self._of(node) for writer, _ in self._writes.get(key, ())]
+
     def creator(self, node: fx.Node) -> fx.Node | None:
         """The node that first held the memory of `node`, if it is one."""
         found = self.creators(node)
