@@ -124,6 +124,11 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         if call.get("ensure_sum_one", True) is not True:
             raise Decline("ensure_sum_one=False leaves the sum as the bisection found it", node)
         steps, enough = call.get("n_iter", 50), _STEPS.get(view.dtype(x), 50)
+        power = view.const(alpha, node)
+        if (
+            power is not None and power > 2
+        ):  # p is a root of what is left: it takes as many times more of them
+            enough = min(50, math.ceil(enough * (power - 1)))
         if not isinstance(steps, int) or steps < enough:
             raise Decline(
                 f"n_iter={steps} stops before {view.dtype(x)} is exact (about {enough} steps), so "
