@@ -438,6 +438,10 @@ def _unrewritable(match: Match, view: Any) -> Miss | None:
     if transform := view.transforms.get(match.anchor):
         reason = f"this runs inside {transform}, which the operator does not take part in"
         return Miss(reason, match.anchor)
+    learns = any(t.requires_grad for t in tensors_in(fake(match.anchor)))
+    if match.op == "sparse_inductor::entmax_attention" and learns and compat.setting("cpp_wrapper"):
+        reason = "Inductor's C++ wrapper calls no operator that returns a list, as this one does in training"
+        return Miss(reason, match.anchor)
     if view.differentiates_twice:
         reason = (
             "the program differentiates a gradient (create_graph=True), and the operator has a first "

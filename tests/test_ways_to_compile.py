@@ -78,3 +78,17 @@ def test_regions_compiled_once_have_gradients(pattern, within):
     with sparse_inductor.enabled(only=pattern, strict=True):
         got = step(compile_without_codegen(program, fullgraph=True), module)
     assert_steps_alike(got, wanted)
+
+
+def test_attention_in_training_is_left_to_a_cpp_wrapper():
+    module = layer("entmax_attention")
+    wanted = step(module, module)
+    with (
+        sparse_inductor.enabled(only="entmax_attention"),
+        torch._inductor.config.patch(cpp_wrapper=True),
+    ):
+        got = step(compile_without_codegen(module), module)
+    assert_steps_alike(got, wanted)
+    report = sparse_inductor.report()
+    assert not report.rewrites
+    assert any("C++ wrapper" in miss.reason for miss in report.near_misses)
