@@ -21,6 +21,7 @@ from planted import bug_named
 from sparse_inductor.drawing import Box, draw, fold, merge, subgraph
 from sparse_inductor.graphs import GraphNode
 from sparse_inductor.source import Source
+from support import heavy
 
 ROOT = Path(__file__).parent.parent
 BROWSER = next(
@@ -120,9 +121,9 @@ def test_it_shows_the_subgraph_before_and_after(small):
     assert "sparse_inductor::splade_head" in after and 'class="box inserted"' in after
 
 
-def test_it_says_what_was_checked_and_what_it_cost(small, large):
+def test_it_says_what_was_checked_and_what_it_cost(small):
     assert "values and gradients agree with a reference" in small
-    assert "explain(fn, *args, verify=True)" in large
+    assert "explain(fn, *args, verify=True)" in page(1)
     assert re.search(r"<b>[\d.]+ ms</b><span>in the pass", small)
     assert "no longer kept for backward" in small and "graph breaks" in small
 
@@ -253,7 +254,7 @@ def browse(*arguments: str) -> str:
 
 @needs_browser
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("which", ["small", "large"])
+@pytest.mark.parametrize("which", ["small", heavy("large")])
 def test_it_looks_right_in_a_browser(which, size, request, tmp_path):
     text = request.getfixturevalue(which)
     (tmp_path / "page.html").write_text(text.replace("</body>", f"{MEASURE}</body>"))
@@ -277,6 +278,7 @@ def test_it_looks_right_in_a_browser(which, size, request, tmp_path):
     assert len(data) > 20_000, "an empty page"
 
 
+@pytest.mark.heavy
 @needs_browser
 def test_a_fold_opens_where_its_box_leads(large, tmp_path):
     file = tmp_path / "page.html"
@@ -286,6 +288,7 @@ def test_a_fold_opens_where_its_box_leads(large, tmp_path):
     assert re.search(r'<details id="graph-0-fold-0" open="">', dom)
 
 
+@pytest.mark.heavy
 def test_two_thousand_nodes_are_folded(large):
     nodes = int(re.search(r"<b>(\d+)</b><span>nodes", large)[1])
     assert nodes > 2000

@@ -48,7 +48,7 @@ def test_peaked_rows_need_no_block_pass(lengths, causal, device):
     assert not left(q, k, v, causal=causal).any()
 
 
-@pytest.mark.parametrize("alpha", [1.4, heavy(2.0), 3.0])
+@pytest.mark.parametrize("alpha", [1.4, heavy(2.0), heavy(3.0)])
 def test_any_alpha(alpha, device):
     check(*operands(device, **sizes(device)), alpha_value=alpha, tolerance=1e-5)
 
@@ -76,7 +76,7 @@ def test_flat_and_peaked_rows_in_one_head(device):
 
 
 @pytest.mark.parametrize(
-    "alpha, causal", [(1.25, False), heavy(1.25, True), heavy(1.5, False), (1.5, True)]
+    "alpha, causal", [heavy(1.25, False), heavy(1.25, True), heavy(1.5, False), (1.5, True)]
 )
 def test_broad_rows_need_no_block_pass(alpha, causal, device):
     """Supports of 20 to 100."""
