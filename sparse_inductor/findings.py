@@ -13,6 +13,7 @@ __all__ = [
     "Check",
     "Density",
     "NearMiss",
+    "Pending",
     "Rewrite",
     "Shape",
     "at_line",
@@ -63,6 +64,20 @@ class NearMiss:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pending:
+    """A subgraph that was recognised and runs as written, because its operator would not be faster there."""
+
+    pattern: str
+    location: str
+    measured: float | None
+    """The share of elements that were active when the program ran; None where nothing was counted."""
+    pays_below: float
+    """The share below which the operator is faster here; 0 where it never is."""
+    reason: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Check:
     """What `verify=True` found of one rewrite, when it ran for the first time."""
 
@@ -108,7 +123,7 @@ def rewrite_dict(rewrite: Rewrite) -> dict[str, Any]:
     return fields
 
 
-def at_line(what: NearMiss | Check, because: str, times: str = "") -> list[str]:
+def at_line(what: NearMiss | Check | Pending, because: str, times: str = "") -> list[str]:
     """The lines about something at a line of the user's, with the reason."""
     lines = [f"  {what.location}  {what.pattern}{times}"]
     return lines + ([f"      {what.source}"] if what.source else []) + [f"      because {because}"]

@@ -16,6 +16,7 @@ from .findings import (
     Check,
     Density,
     NearMiss,
+    Pending,
     Rewrite,
     at_line,
     bytes_text,
@@ -72,6 +73,8 @@ class Report:
     def _clear(self) -> None:
         self._rewrites: list[Rewrite] = []
         self._near_misses: list[NearMiss] = []
+        self._pending: list[Pending] = []
+        self._profiles: dict[int, Any] = {}
         self._checks: list[Check] = []
         self._densities: list[Density] = []
         self._compile: weakref.ref[object] | None = None
@@ -103,6 +106,20 @@ class Report:
         self.settle()
         with self._lock:
             return list(self._near_misses)
+
+    @property
+    def pending(self) -> list[Pending]:
+        """Blocks that were recognised and run as written for now, with what was counted last."""
+        with self._lock:
+            live = [one for profile in self._profiles.values() for one in profile.pending()]
+            return [*self._pending, *live]
+
+    def add_pending(self, pending: Iterable[Pending], profile: Any = None) -> None:
+        """Record blocks of one graph that run as written; those of a profile as it finds them when it is asked."""
+        with self._lock:
+            self._pending.extend(pending)
+            if profile is not None:
+                self._profiles[id(profile)] = profile
 
     @property
     def checks(self) -> list[Check]:
@@ -199,7 +216,7 @@ class Report:
         """The report as JSON text.
 
         `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...],
-        "checks": [...], "densities": [...], "fallbacks": [...]}`; the entries have the fields of
+        "pending": [...], "checks": [...], "densities": [...], "fallbacks": [...]}`; the entries have the fields of
         `Rewrite`, `NearMiss`, `Check`, `Density` and `layers.Fallback`, an input is
         `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is
         removed or changes its meaning.
@@ -217,6 +234,7 @@ class Report:
                 "pattern_ms": {name: round(ms, 3) for name, ms in sorted(self._pattern_ms.items())},
                 "rewrites": [rewrite_dict(r) for r in self._rewrites],
                 "near_misses": [dataclasses.asdict(m) for m in self._near_misses],
+                "pending": [dataclasses.asdict(p) for p in self.pending],
                 "checks": [dataclasses.asdict(c) for c in self._checks],
                 "densities": [dataclasses.asdict(d) for d in self._densities],
                 "fallbacks": [f.as_dict() for f in layers.fallbacks()],
@@ -297,6 +315,10 @@ def _found(report: Report) -> list[str]:
             checks = [c for c in report.checks if place_of(c) == place_of(rewrite)]
             counted = [d for d in report.densities if place_of(d) == place_of(rewrite)]
             lines += rewrite_lines(rewrite, times, checks, counted)
+    if pending := report.pending:
+        lines += ["", "as written for now"]
+        for one, times in Counter(pending).items():
+            lines += at_line(one, one.reason, times_text(times))
     if near_misses:
         lines += ["", "not rewritten, but nearly"]
         for miss, times in Counter(near_misses).items():

@@ -16,7 +16,7 @@ import operator
 import time
 import traceback
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import fx
 
 from . import compat, records
 from .ability import missing
+from .decisions import Decisions
 from .findings import Check, NearMiss, Rewrite, Shape
 from .layouts import keep_layouts, layouts
 from .match.checks import unsound
@@ -89,11 +90,13 @@ class RewritePass:
         report: Report | None = None,
         verify: bool = False,
         trace: bool = False,
+        policy: Mapping[str, str] | None = None,
     ) -> None:
         self._patterns = tuple(patterns)
         self._report = records.report() if report is None else report
         self._verify = verify
         self._trace = trace
+        self._policy = policy or {}
 
     def __call__(self, graph: fx.Graph) -> None:
         self.run(graph)
@@ -105,7 +108,7 @@ class RewritePass:
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
         started = time.perf_counter()
-        run = _Run(graph, self._report if self._verify else None, self._trace)
+        run = _Run(graph, self._report if self._verify else None, self._trace, self._policy)
         before = _text(graph) if log.isEnabledFor(logging.DEBUG) else ""
         try:
             run.execute(self._patterns)
@@ -129,6 +132,7 @@ class RewritePass:
         for name, times in Counter(r.pattern for r in run.rewrites).items():
             compat.count(f"sparse_inductor_{name}", times)
         self._report.add(run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compile)
+        self._report.add_pending(run.decisions.pending, run.decisions.profile)
         for check in run.checks:
             self._report.add_check(check)
 
@@ -136,8 +140,11 @@ class RewritePass:
 class _Run:
     """One graph on its way through the pass."""
 
-    def __init__(self, graph: fx.Graph, verify: Report | None = None, trace: bool = False) -> None:
+    def __init__(
+        self, graph: fx.Graph, verify: Report | None, trace: bool, policy: Mapping[str, str]
+    ) -> None:
         self.graph = graph
+        self.decisions = Decisions(policy)
         self.verify = verify
         self.trace = trace
         self.inserted: dict[int, tuple[str, ...]] = {}
@@ -164,7 +171,9 @@ class _Run:
             view = self._view = make_view(self.graph)
             matches, misses = self._match(by_anchor, view)
             order = {node: at for at, node in enumerate(self.graph.nodes)}
-            accepted = _disjoint(self._resolve(matches, misses, view))
+            found = _disjoint(self._resolve(matches, misses, view))
+            now = self.decisions.take(found, view)
+            accepted = [c for c, yes in zip(found, now) if yes]
             # From the end of the graph to its start: a match whose input is another's anchor must
             # have been put in before that anchor's readers are redirected, else it would go on
             # reading the old one.
@@ -179,6 +188,7 @@ class _Run:
             self._done = self._replace(accepted, records_of)
             if self._done:
                 keep_layouts(self.graph, before)
+            self.decisions.watch(self.graph)
         self.rewrites = [records_of[id(c)] for c in reversed(self._done)]
         if self.trace:
             self.applied = [
@@ -213,6 +223,7 @@ class _Run:
         _note_failure("the pass", error)
         reason = f"the pass failed, please report it: {_describe(error)}"
         self.rewrites, self.applied, self.checks = [], [], []
+        self.decisions = Decisions({})
         self.near_misses = [_near_miss(p.name, Miss(reason), None) for p in patterns]
 
     def _match(

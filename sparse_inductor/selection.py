@@ -12,10 +12,12 @@ from torch import fx
 from . import compat
 from .fingerprint import fingerprint, package_hash
 from .pattern import Pattern, registered
+from .policy import Policy, policies
 from .rewrite import Outcome, RewritePass
 
 __all__ = ["SKIP_VARIABLE", "Names", "Session", "StrictError"]
 
+DEFAULT_POLICY = "always"
 SKIP_VARIABLE = "SPARSE_INDUCTOR_SKIP"
 
 Names = str | Iterable[str] | None
@@ -33,12 +35,20 @@ class Session:
     only: frozenset[str]
     strict: bool
     verify: bool = False
+    policy: dict[str, str] = dataclasses.field(default_factory=dict)
     matched: set[str] = dataclasses.field(default_factory=set)
     nearly: dict[str, str] = dataclasses.field(default_factory=dict)
     graphs: int = 0
 
     @classmethod
-    def of(cls, only: Names, skip: Names, strict: bool = False, verify: bool = False) -> Session:
+    def of(
+        cls,
+        only: Names,
+        skip: Names,
+        strict: bool = False,
+        policy: Policy | None = None,
+        verify: bool = False,
+    ) -> Session:
         """The session that `enable` takes these for. Raises what it raises."""
         known = registered()
         package_hash()  # now, as near to the import of the sources as it gets
@@ -52,6 +62,7 @@ class Session:
             named - skipped,
             bool(strict),
             bool(verify),
+            policies(policy, known, DEFAULT_POLICY),
         )
 
     def same_as(self, other: Session | None) -> bool:
@@ -61,6 +72,7 @@ class Session:
             and self.only == other.only
             and self.strict == other.strict
             and self.verify == other.verify
+            and self.policy == other.policy
             and self.patterns.keys() == other.patterns.keys()
             and all(self.patterns[name] is other.patterns[name] for name in self.patterns)
         )
@@ -68,7 +80,9 @@ class Session:
     def run(self, graph: fx.Graph, fail_at_end_of_graph: bool) -> None:
         """Rewrite a graph. A strict session raises here what it cannot raise later
         (`fail_at_end_of_graph`), or what is already certain."""
-        outcome = RewritePass(self.patterns.values(), verify=self.verify).run(graph)
+        outcome = RewritePass(self.patterns.values(), verify=self.verify, policy=self.policy).run(
+            graph
+        )
         self._note(outcome)
         if not self.strict:
             return

@@ -22,6 +22,7 @@ from torch import fx
 from . import compat
 from .notices import warn
 from .pattern import Pattern
+from .policy import Policy
 from .selection import Names, Session, StrictError
 from .slots import CustomGraphPass, Slot, passes_of, slot_value
 
@@ -36,7 +37,11 @@ TIMING = "pre_grad_pass_timing"
 
 
 def enable(
-    only: Names = None, skip: Names = None, strict: bool = False, verify: bool = False
+    only: Names = None,
+    skip: Names = None,
+    strict: bool = False,
+    policy: Policy | None = None,
+    verify: bool = False,
 ) -> None:
     """Rewrite what `torch.compile` compiles from now on, in the whole process; nothing else changes.
 
@@ -50,16 +55,22 @@ def enable(
     compile, as soon as a whole graph was compiled in which such a pattern nearly matched and
     nothing did.
 
+    `policy` says which recognised blocks are rewritten: "always" all of them, when they are compiled
+    (the default); "never" none; "auto" those whose operator is faster for what they compute, which is
+    counted while they run as written (`report().pending`, and `sparse_inductor/profile.py`); or a dict
+    of pattern names to these. The environment variable `SPARSE_INDUCTOR_POLICY` is the default where
+    it is set. Under "auto" Dynamo compiles a frame again when a decision changes.
+
     `verify=True` checks every rewrite when it first runs: values and gradients beside those of the
     operations as written, both against an fp64 reference. A rewrite that is wrong is not used, a
     warning is logged, and the report says what differed; other rewrites are not concerned.
     It costs memory and time (see `sparse_inductor/verify.py`) and Inductor's caches.
 
-    Raises ValueError for a name that is not a pattern, TypeError for something that is not a name.
+    Raises ValueError for a name that is not a pattern or an unknown policy, TypeError for something that is not a name.
     Warns when something was compiled before: that code stays as it is until
     `torch._dynamo.reset()`.
     """
-    _switch(Session.of(only, skip, strict, verify))
+    _switch(Session.of(only, skip, strict, policy, verify))
 
 
 def disable() -> None:
@@ -78,7 +89,11 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def enabled(
-    only: Names = None, skip: Names = None, strict: bool = False, verify: bool = False
+    only: Names = None,
+    skip: Names = None,
+    strict: bool = False,
+    policy: Policy | None = None,
+    verify: bool = False,
 ) -> Iterator[None]:
     """`enable()` for a block; afterwards whatever was on before is on again, nested blocks
     included.
@@ -86,7 +101,7 @@ def enabled(
     Takes what `enable` takes and raises what it raises. Only what is *compiled* within the block is
     rewritten: `torch.compile` compiles at the first call.
     """
-    session = Session.of(only, skip, strict, verify)
+    session = Session.of(only, skip, strict, policy, verify)
     outer = _state.session
     _switch(session, keep_equal=False)
     try:
@@ -99,7 +114,11 @@ def enabled(
 
 
 def options(
-    only: Names = None, skip: Names = None, strict: bool = False, verify: bool = False
+    only: Names = None,
+    skip: Names = None,
+    strict: bool = False,
+    policy: Policy | None = None,
+    verify: bool = False,
 ) -> dict[str, Any]:
     """Options that rewrite what one `torch.compile` call compiles:
 
@@ -114,7 +133,7 @@ def options(
     What Dynamo has to know for a pattern (`setup`: the entmax package's functions) is left alone:
     use `enable()` for those.
     """
-    session = Session.of(only, skip, strict, verify)
+    session = Session.of(only, skip, strict, policy, verify)
     chosen = {
         REWRITE_SLOT: slot_value([*users_passes(REWRITE_SLOT), _RewriteSlot(session)]),
         KEY_SLOT: slot_value([*users_passes(KEY_SLOT), _CacheKey(session)]),

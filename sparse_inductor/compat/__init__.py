@@ -9,8 +9,11 @@ package during `import torch`.
 
 from .dynamo import (
     GraphEnd,
+    add_buffer,
+    add_guard,
     anything_compiled,
     current_compile,
+    current_frame,
     fresh_capture,
     graph_end,
     hidden_arguments,
@@ -51,6 +54,7 @@ from .runtime import (
     observed,
     plain_when_traced,
     raw_stream,
+    read_outside_modes,
     stream_getter,
     transforms_active,
 )

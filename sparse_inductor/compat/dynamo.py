@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,49 @@ def current_compile() -> object | None:
     from torch._guards import CompileContext
 
     return CompileContext.try_get()
+
+
+def current_frame() -> int | None:
+    """A number for the Python frame under compilation, the same each time it is compiled; None outside Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    compile_id = getattr(current_compile(), "compile_id", None)
+    if compile_id is None or getattr(InstructionTranslator, "current_tx", None) is None:
+        return None
+    try:
+        InstructionTranslator.current_tx()
+    except AttributeError:  # compiled without Dynamo: exported, or by hand
+        return None
+    return compile_id.frame_id
+
+
+def add_guard(holds: Callable[[], bool], text: str) -> None:
+    """Have the code of the frame under compilation run only where `holds()` says so, asked at each call."""
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    def create(builder: Any, guard: Any) -> None:
+        manager = builder.get_guard_manager(guard)
+        # A stack of the user's is a third argument since torch 2.12.
+        extra = manager.add_lambda_guard.__doc__.count(",") - 2
+        manager.add_lambda_guard(lambda _: holds(), [text], *[None] * extra)
+
+    source = InstructionTranslator.current_tx().import_source("torch")
+    install_guard(source.make_guard(create))
+
+
+def add_buffer(
+    module: fx.GraphModule, name: str, value: torch.Tensor, kept: tuple[str, str]
+) -> None:
+    """Give a graph that Dynamo has captured a tensor of its own; kept: (module, its dict) that holds it by `name`."""
+    from torch._dynamo.source import AttrSource, GetItemSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    module.register_buffer(name, value, persistent=False)
+    sources = getattr(module, "_param_name_to_source", None)
+    if sources is not None:
+        imported = InstructionTranslator.current_tx().import_source(kept[0])
+        sources[name] = GetItemSource(AttrSource(imported, kept[1]), name)
 
 
 def reset_dynamo() -> None:

@@ -36,6 +36,14 @@ class Emitter:
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
 
+    def attribute(self, name: str, value: Any) -> fx.Node:
+        """A read of an attribute of the graph's module."""
+        with self._graph.inserting_before(self._anchor):
+            node = self._graph.get_attr(name)
+        self.inserted.append(node)
+        node.meta["example_value"] = value
+        return node
+
     def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
         """t.permute(dims); t itself where they are in order."""
         return t if list(dims) == sorted(dims) else self.method("permute", t, tuple(dims))

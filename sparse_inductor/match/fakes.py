@@ -10,7 +10,16 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-__all__ = ["attribute", "bounds", "fake", "require_grad", "same_size", "static_size", "tensors_in"]
+__all__ = [
+    "attribute",
+    "bounds",
+    "expected",
+    "fake",
+    "require_grad",
+    "same_size",
+    "static_size",
+    "tensors_in",
+]
 
 
 def fake(node: Any) -> Any:
@@ -48,6 +57,13 @@ def bounds(size: Any) -> tuple[int | float, int | float]:
     found = size.node.shape_env.bound_sympy(size.node.expr)
     least = int(found.lower) if found.lower.is_Integer else 0
     return least, int(found.upper) if found.upper.is_Integer else math.inf
+
+
+def expected(size: Any) -> int:
+    """The number a size had when the graph was captured; 1 where it had none yet."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 1
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
