@@ -78,7 +78,9 @@ _UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
 def _schemas(name: str) -> tuple[Any, ...]:
     """The schemas of ATen's operators of that name."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    return tuple(getattr(packet, o)._schema for o in packet.overloads()) if packet else ()
+    if not isinstance(packet, torch._ops.OpOverloadPacket):  # "__eq__" is what every object has
+        return ()
+    return tuple(getattr(packet, o)._schema for o in packet.overloads())
 
 
 def written(node: fx.Node) -> list[fx.Node]:

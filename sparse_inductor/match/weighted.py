@@ -116,6 +116,12 @@ class Weighted:
         return tuple(s for a, s in enumerate(self.shape) if a != self.batch)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the contributions; an assignment to them has no value of its own."""
+        values = (fake(n) for n in (self.node, *reversed(self.nodes)))
+        return next(v.dtype for v in values if isinstance(v, torch.Tensor))
+
+    @property
     def masked(self) -> bool:
         """Whether some contributions do not count."""
         return any(f.how in ("keep", "drop") for f in self.factors)
@@ -155,7 +161,7 @@ class Weighted:
         """The query weights [V] or [B, V]."""
         t = self.gather.table(e)
         if not fake(t).dtype.is_floating_point:
-            t = e.cast(t, fake(self.node).dtype)  # counts, cast after they were looked up
+            t = e.cast(t, self.dtype)  # counts, cast after they were looked up
         inner = self.gather.node
         for n in self.of_one:
             swap = lambda a, inner=inner, t=t: t if a is inner else a
@@ -167,7 +173,7 @@ class Weighted:
     def weights(self, e: Emitter, shape: Sequence[Any]) -> tuple[fx.Node, fx.Node | None]:
         """The factors as one tensor of document weights, and where the contributions count (None: everywhere)."""
         # Their product, a quotient, a count may have no place in 16 bits.
-        dtype = torch.promote_types(fake(self.node).dtype, torch.float32)
+        dtype = torch.promote_types(self.dtype, torch.float32)
         scales = [f for f in self.factors if f.how in ("mul", "div")]
         alone = len(scales) == 1 and scales[0].how == "mul"
         weights: fx.Node | float | None = None
