@@ -42,7 +42,7 @@ class Decisions:
         """Whether each is rewritten now. Those that depend on what runs are so if their profile says that they gain."""
         now = [False] * len(candidates)
         sites: list[tuple[int, Site, Sparse]] = []
-        frame = compat.current_frame()
+        frame = compat.current_frame() if "auto" in self._policy.values() else None
         for at, candidate in enumerate(candidates):
             worth = self._worth(candidate, view)
             if worth.below >= 1:
