@@ -263,10 +263,11 @@ class _EntmaxAttention(torch.autograd.Function):
     @staticmethod
     @first_order("entmax_attention")
     def backward(ctx, grad):
-        *inputs, out = ctx.saved_tensors[:9]
+        saved = ctx.saved_tensors  # once: checkpointing hands each out a single time
+        *inputs, out = saved[:9]
         needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 3, 5)]
         grads = torch.ops.sparse_inductor.entmax_attention_backward(
-            grad, *inputs, out, list(ctx.saved_tensors[9:]), *ctx.numbers, needs
+            grad, *inputs, out, list(saved[9:]), *ctx.numbers, needs
         )
         q, k, v, bias, alpha = (g if n else None for g, n in zip(grads, needs))
         return q, k, v, bias, None, alpha, *(None,) * 7
