@@ -108,11 +108,19 @@ def _check_gradient(
     settled = {*getattr(match, "settled", ())}
     on_the_way = {*wanted}
     for n in reversed(ordered):
-        if n not in on_the_way and not on_the_way.isdisjoint(n.users):
+        if any(user in on_the_way and _differentiable(view, user) for user in n.users):
             on_the_way.add(n)
         written = n in view.effects.writers
         if (n in on_the_way or written) and n not in settled and _cuts(view, n):
             raise _cut(view, n)
+
+
+def _differentiable(view: GraphView, node: fx.Node) -> bool:
+    """Not what is true or false, or counts: a comparison passes no gradient to what it compares, detached or not."""
+    if not view.is_tensor(node):
+        return True
+    dtype = view.dtype(node)
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _cuts(view: GraphView, node: fx.Node) -> bool:
