@@ -123,7 +123,7 @@ def test_negative_scores(device):
     check(-q.abs(), k.abs(), v, grad)
 
 
-@pytest.mark.parametrize("weight", [3.0, heavy(30.0)])
+@pytest.mark.parametrize("weight", [heavy(3.0), heavy(30.0)])
 def test_a_key_that_every_row_attends_to(weight, device):
     """Few rows of a key are ranked, more than 128 are sorted."""
     Lq = 200 if device.type == "cuda" else 72

@@ -21,6 +21,7 @@ from ptx_machine import Memory, kernel
 from test_sparse_scores_ptx import keys_of
 
 from sparse_inductor.kernels import sparse_scores_ptx as ptx
+from support import heavy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -250,7 +251,7 @@ def scores_of(query, rows_, weights):
 
 @pytest.mark.parametrize(
     ("kind", "wanted", "kept_here"),
-    [("fp32", 300, 420), ("fp32", 1000, 1024), ("fp16", 100, 200), ("u8", 100, 200), ("fp32", 200, 150),
+    [heavy("fp32", 300, 420), heavy("fp32", 1000, 1024), ("fp16", 100, 200), ("u8", 100, 200), ("fp32", 200, 150),
      ("fp32", 1000, 1100)],
 )  # fmt: skip
 def test_a_program_rescores_and_ranks(compiled, kind, wanted, kept_here):
