@@ -13,6 +13,7 @@ pattern object) or from `sparse_inductor.register(pattern)`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import pkgutil
@@ -172,6 +173,16 @@ def registered() -> dict[str, Pattern]:
                 _origin.clear()
                 raise
         return dict(_patterns)
+
+
+def unknown_pattern(argument: str, name: object, known: Iterable[str]) -> ValueError:
+    """The error of an argument that names a pattern which does not exist."""
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    hint = f", did you mean {close[0]!r}?" if close else ";"
+    return ValueError(
+        f"{argument}: there is no pattern {name!r}{hint} known patterns: {', '.join(names) or 'none'}"
+    )
 
 
 def _discover() -> None:

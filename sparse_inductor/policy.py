@@ -8,9 +8,10 @@ active is left as written and watched (`sparse_inductor.profile`).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Iterable, Mapping
+
+from .pattern import unknown_pattern
 
 __all__ = ["POLICY_VARIABLE", "Policy", "Worth", "policies"]
 
@@ -53,13 +54,7 @@ def policies(policy: Policy | None, known: Iterable[str], default: str) -> dict[
         )
     for name in policy:
         if name not in names:
-            close = difflib.get_close_matches(str(name), names, n=1)
-            hint = (
-                f", did you mean {close[0]!r}?"
-                if close
-                else f"; known patterns: {', '.join(names)}"
-            )
-            raise ValueError(f"policy: there is no pattern {name!r}{hint}")
+            raise unknown_pattern("policy", name, names)
     chosen = {name: _choice(one, f"policy[{name!r}]") for name, one in policy.items()}
     return {name: chosen.get(name, default) for name in names}
 

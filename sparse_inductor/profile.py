@@ -3,7 +3,7 @@
 A watched block runs as written. Beside it the graph counts the active elements of a sample of rows into a tensor of
 `Profile.counters`, in operations that Inductor fuses and launches as its own. A guard of the compiled code asks the
 profile at each call whether the code is still the one to run (`Profile.accepts`), which is where the counters are read,
-at a few calls given by `is_look`. Where that changes what is rewritten, the guard fails, Dynamo compiles the frame
+at the calls in `LOOKS` and at every `RECHECK`-th. Where that changes what is rewritten, the guard fails, Dynamo compiles the frame
 anew, and the pass finds the profile again. Code compiled before is kept by Dynamo and used again without compiling when
 its guard holds again.
 
@@ -137,7 +137,9 @@ counters: dict[str, torch.Tensor] = {}
 def profile_of(sites: Sequence[Site], frame: Hashable, device: torch.device) -> Profile:
     """The profile of these blocks in this frame: the one that the frame had before, if it was compiled before."""
     key = (frame, device, tuple((s.pattern, s.location, s.row) for s in sites))
-    return _profiles.setdefault(key, Profile(sites, device))
+    if key not in _profiles:
+        _profiles[key] = Profile(sites, device)
+    return _profiles[key]
 
 
 def watch(graph: fx.Graph, profile: Profile, watched: Sequence[tuple[int, Sparse]]) -> None:

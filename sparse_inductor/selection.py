@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Iterable
 
@@ -11,7 +10,7 @@ from torch import fx
 
 from . import compat
 from .fingerprint import fingerprint, package_hash
-from .pattern import Pattern, registered
+from .pattern import Pattern, registered, unknown_pattern
 from .policy import Policy, policies
 from .rewrite import Outcome, RewritePass
 
@@ -139,10 +138,5 @@ def _names(value: Names, argument: str, known: dict[str, Pattern]) -> frozenset[
             raise TypeError(f"{argument} takes pattern names, got {name!r}")
     names = frozenset(n for n in listed if n)
     for name in sorted(names - known.keys()):
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ";"
-        raise ValueError(
-            f"{argument}: there is no pattern {name!r}{hint} known patterns: "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
+        raise unknown_pattern(argument, name, known)
     return names

@@ -20,6 +20,12 @@ CHUNK = 256
 V = 60
 
 
+@pytest.fixture(autouse=True)
+def kernels_search(monkeypatch):
+    """A search launches its kernels in the interpreter, too; what runs on a CPU otherwise is ATen."""
+    monkeypatch.setattr(search, "launches", lambda query: True)
+
+
 @pytest.fixture
 def small_chunks(monkeypatch, device):
     """Chunks of 256 documents, so that a small collection has many; the bits of a posting stay as they are."""
@@ -221,7 +227,6 @@ def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(
     device, monkeypatch, sorting
 ):
     monkeypatch.setattr(search, "rank_in_sample", lambda expected, k: 1)
-    monkeypatch.setattr(search, "launches", lambda query: True)  # in the interpreter, too
     parts = segments(collection(8400), device=device)
     deleted = torch.zeros(8400, dtype=torch.bool, device=device)
     q = queries()
