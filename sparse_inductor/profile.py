@@ -3,9 +3,9 @@
 A watched block runs as written. Beside it the graph counts the active elements of a sample of rows into a tensor of
 `Profile.counters`, in operations that Inductor fuses and launches as its own. A guard of the compiled code asks the
 profile at each call whether the code is still the one to run (`Profile.accepts`), which is where the counters are read,
-at the calls in `LOOKS` and at every `RECHECK`-th. Where that changes what is rewritten, the guard fails, Dynamo compiles the frame
-anew, and the pass finds the profile again. Code compiled before is kept by Dynamo and used again without compiling when
-its guard holds again.
+at the calls in `LOOKS` and at every `RECHECK`-th. Where that changes what is rewritten, the guard fails, Dynamo
+compiles the frame anew, and the pass finds the profile again. Code compiled before is kept by Dynamo and used again
+without compiling when its guard holds again.
 
 A rewritten block is not counted; every `RECHECK` calls the code as written runs once instead.
 """
