@@ -23,6 +23,11 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 # What the processor says it has is there: to compile a program that sees takes ten seconds for each new cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter import patch_once_a_launch
+
+    patch_once_a_launch()
+
 pytest_plugins = ["sparse_inductor.pytest_plugin"]
 
 torch.set_num_threads(max(1, min(torch.get_num_threads(), 2)))
