@@ -24,9 +24,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import patch_once_a_launch
+    import interpreter
 
-    patch_once_a_launch()
+    interpreter.make_faster()
 
 pytest_plugins = ["sparse_inductor.pytest_plugin"]
 

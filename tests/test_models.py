@@ -17,6 +17,7 @@ from sparse_inductor.integrations.sentence_transformers import drop_logits
 from support import (
     assert_same_result,
     compile_without_codegen,
+    heavy,
     near_misses,
     only_splade_head,
     rewrites,
@@ -27,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 
 ROOT = Path(__file__).resolve().parent.parent
 B, S, V = 3, 11, 97
-COMMON = {"vocab_size": V, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16}
+COMMON = {"vocab_size": V, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -39,7 +40,7 @@ def bert() -> nn.Module:
 def distilbert() -> nn.Module:
     config = transformers.DistilBertConfig(
         vocab_size=V,
-        n_layers=2,
+        n_layers=1,
         n_heads=2,
         dim=16,
         hidden_dim=32,
@@ -61,7 +62,7 @@ def xlm_roberta() -> nn.Module:
 
 def modernbert() -> nn.Module:
     config = transformers.ModernBertConfig(
-        **COMMON,
+        **{**COMMON, "num_hidden_layers": 2},
         intermediate_size=32,
         pad_token_id=0,
         cls_token_id=1,
@@ -129,14 +130,14 @@ def assert_one_head(case: Case, report) -> None:
     assert outcome.eager.outputs[0].count_nonzero() > B * V / 4
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
+@pytest.mark.parametrize("training", [heavy(False), True], ids=["infer", "train"])
 @pytest.mark.parametrize("build", MODELS)
 def test_head_is_rewritten(build, training):
     with only_splade_head() as report:
         assert_one_head(case_of(build, training), report)
 
 
-@pytest.mark.parametrize("build", [bert, distilbert, qwen2])
+@pytest.mark.parametrize("build", [bert, heavy(distilbert), heavy(qwen2)])
 def test_dynamic_shapes(build):
     with only_splade_head() as report:
         assert_one_head(case_of(build, True, dynamic=True), report)
@@ -156,7 +157,7 @@ def test_autocast():
         assert_one_head(case, report)
 
 
-@pytest.mark.parametrize("build", [bert, roberta, qwen2])
+@pytest.mark.parametrize("build", [bert, heavy(roberta), qwen2])
 def test_a_tied_decoder_gets_the_gradients_of_both_uses(build):
     """The embedding matrix is the decoder's weight: one parameter, read by a gather and by the operator."""
     model = Splade(build).train()
@@ -172,7 +173,7 @@ def test_a_tied_decoder_gets_the_gradients_of_both_uses(build):
     assert table.grad[ids[0, 0]].any()
 
 
-@pytest.mark.parametrize("build", [bert, distilbert, modernbert, llama])
+@pytest.mark.parametrize("build", [bert, heavy(distilbert), heavy(modernbert), llama])
 def test_gradient_checkpointing(build):
     def checkpointed():
         model = Splade(build)
