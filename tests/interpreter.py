@@ -18,7 +18,12 @@ def make_faster() -> None:
     patch = interpreter._patch_lang
     if not hasattr(patch, "patches_once"):
         interpreter._patch_lang = _Once(patch)
-        interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+        interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+
+
+def _remembered(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    scalar = functools.cache(look_up)
+    return lambda dtype: scalar(dtype) if type(dtype) is interpreter.tl.dtype else look_up(dtype)
 
 
 class _Once:
