@@ -127,24 +127,24 @@ def check(q, k, v, grad, tolerance=0.0, **keywords):
     return actual
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", [torch.float32, heavy(torch.float16), torch.bfloat16])
 @pytest.mark.parametrize("causal", [False, True])
 def test_plain_attention(dtype, causal, device):
     check(*operands(device, dtype=dtype), causal=causal)
 
 
-@pytest.mark.parametrize("alpha", [1.05, 1.25, 4 / 3, 1.7, 2.0])
+@pytest.mark.parametrize("alpha", [1.05, heavy(1.25), 4 / 3, heavy(1.7), 2.0])
 def test_any_alpha(alpha, device):
     check(*operands(device), alpha_value=alpha)
 
 
-@pytest.mark.parametrize("alpha", [1.05, 1.3, 1.7])
+@pytest.mark.parametrize("alpha", [1.05, 1.3, heavy(1.7)])
 def test_any_alpha_of_16_bits(alpha, device):
     """A GPU approximates these powers."""
     check(*operands(device, dtype=torch.bfloat16), alpha_value=alpha)
 
 
-@pytest.mark.parametrize("alpha", [heavy(1.25), 1.3])
+@pytest.mark.parametrize("alpha", [heavy(1.25), heavy(1.3)])
 def test_search_starts_from_a_sample_of_the_keys(alpha, device):
     """Most keys are in the support, of half of the rows; 64 tiles are the fewest that are sampled."""
     q, k, v, grad = operands(device, H=1, Lq=24, Lk=4200 if device.type == "cuda" else 1100)
@@ -153,11 +153,11 @@ def test_search_starts_from_a_sample_of_the_keys(alpha, device):
     check(q, k, v, grad, alpha_value=alpha, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, heavy(torch.float32)])
 def test_search_for_general_powers_starts_with_cubics(dtype, device):
     """The thresholds are as exact; of 16 bits the last step is taken by the pass that makes the output."""
-    Lk = 4200 if device.type == "cuda" else 1100
-    q, k, v, grad = operands(device, H=2, Lq=24, Lk=Lk, dtype=dtype, variance=0.05)
+    Lq, Lk = (24, 4200) if device.type == "cuda" else (16, 1100)
+    q, k, v, grad = operands(device, H=2, Lq=Lq, Lk=Lk, dtype=dtype, variance=0.05)
     q[:, :, ::7] *= 3  # rows that are further off after the sample
     alpha = torch.tensor([1.4, 1.6]).view(1, 2, 1, 1).to(device)
     keywords = {**PLAIN, "alpha": alpha, "scale": 0.25}
@@ -173,30 +173,30 @@ def test_alpha_above_two(device):
     check(*operands(device), alpha_value=3.0, tolerance=5e-3)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 2, 1, 1), (2, 2, 37, 1)])
+@pytest.mark.parametrize("shape", [heavy((1, 1, 1, 1)), heavy((1, 2, 1, 1)), (2, 2, 37, 1)])
 def test_alpha_tensor_has_a_gradient(shape, device):
     alpha = torch.linspace(1.2, 1.9, math.prod(shape)).view(shape).to(device)
     check(*operands(device, B=2), alpha=alpha, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("variance", [1e-6, 0.3, 6.0, 400.0])
+@pytest.mark.parametrize("variance", [1e-6, heavy(0.3), 400.0])
 def test_flat_and_peaked_rows(variance, device):
     check(*operands(device, variance=variance), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("widths", [(16, 16), (80, 40), (24, 96), (64, 64)])
+@pytest.mark.parametrize("widths", [heavy((16, 16)), (80, 40), (24, 96), heavy((64, 64))])
 def test_head_widths(widths, device):
     check(*operands(device, D=widths[0], DV=widths[1]))
 
 
-@pytest.mark.parametrize("lengths", [(1, 1), (1, 45), (37, 1), (60, 40), (16, 16)])
+@pytest.mark.parametrize("lengths", [(1, 1), heavy((1, 45)), (37, 1), (60, 40), heavy((16, 16))])
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths(lengths, causal, device):
     check(*operands(device, Lq=lengths[0], Lk=lengths[1]), causal=causal, tolerance=1e-5)
 
 
 def test_grouped_heads(device):
-    check(*operands(device, B=2, H=4, Hkv=2), causal=True)
+    check(*operands(device, H=4, Hkv=2), causal=True)
 
 
 def test_variable_lengths(device):
@@ -209,7 +209,7 @@ def test_variable_lengths(device):
 
 
 @pytest.mark.parametrize(
-    "fill, added", [(-math.inf, False), (-1e4, False), (0.25, False), (0.25, True)]
+    "fill, added", [heavy(-math.inf, False), (-1e4, False), heavy(0.25, False), (0.25, True)]
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_masked_keys_take_the_fill(fill, added, causal, device):
@@ -222,8 +222,8 @@ def test_masked_keys_take_the_fill(fill, added, causal, device):
 
 @pytest.mark.parametrize(
     "dtype, causal",
-    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
-    + [heavy(torch.float16, True), heavy(torch.bfloat16, False), heavy(torch.float16, False)],
+    [(torch.float32, True), (torch.bfloat16, True)]
+    + [heavy(torch.float32, False), heavy(torch.float16, True), heavy(torch.bfloat16, False), heavy(torch.float16, False)],
 )
 def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device):
     """Padding on the left, and a sequence of nothing else: these rows' scores are all lost in the fill."""
@@ -261,7 +261,7 @@ def test_a_causal_fill_that_competes_reaches_later_keys(lengths, added, device):
 
 @pytest.mark.parametrize(
     "shape, added",
-    [((1, 2, 37, 45), True), ((2, 1, 1, 45), False), ((1, 1, 37, 1), True)]
+    [((1, 2, 37, 45), True), ((2, 1, 1, 45), False), heavy((1, 1, 37, 1), True)]
     + [heavy((1, 2, 37, 45), False), heavy((2, 1, 1, 45), True), heavy((1, 1, 37, 1), False)],
 )
 def test_bias_has_a_gradient(shape, added, device):
@@ -294,7 +294,7 @@ def test_strided_operands(device):
 
 def test_large_scores_keep_the_row_sum(device):
     """tau near 500 has 3e-5 between neighbours: it is kept relative to the row's maximum."""
-    q, k, _, grad = operands(device, Lk=200, variance=1e-2)
+    q, k, _, grad = operands(device, H=1, Lk=200, variance=1e-2)
     q[..., 0], k[..., 0] = 40.0, 100.0
     v = torch.ones_like(k)
     out = run(q, k, v, grad)[0]
@@ -309,10 +309,11 @@ def test_ties_share_alike(device):
 
 
 def test_nan_stays_in_its_rows(device):
-    q, k, v, grad = operands(device)
-    clean = run(q, k, v, grad)[0]
+    q, k, v, _ = operands(device)
+    keywords = {**PLAIN, "scale": 0.25, "training": True}
+    clean, _ = entmax_attention.forward(q, k, v, **keywords)
     q[0, 1, 7] = math.nan
-    out = run(q, k, v, grad)[0]
+    out, _ = entmax_attention.forward(q, k, v, **keywords)
     assert out[0, 1, 7].isnan().all()
     out[0, 1, 7] = clean[0, 1, 7]
     assert torch.equal(out, clean)

@@ -41,7 +41,7 @@ def left(q, k, v, **keywords):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(40, 130), heavy((130, 130)), (16, 64)])
+@pytest.mark.parametrize("lengths", [heavy((40, 130)), heavy((130, 130)), (16, 64)])
 def test_peaked_rows_need_no_block_pass(lengths, causal, device):
     q, k, v, grad = operands(device, **sizes(device, Lq=lengths[0], Lk=lengths[1]))
     check(q, k, v, grad, causal=causal)
@@ -64,13 +64,13 @@ def test_flat_rows_go_to_the_block_passes(device):
     assert left(q, k, v).all()
 
 
-def test_flat_and_peaked_rows_in_one_head(device):
+@pytest.mark.parametrize("causal", [heavy(False), True])
+def test_flat_and_peaked_rows_in_one_head(causal, device):
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
     heads = {"H": 4, "Hkv": 2} if device.type == "cuda" else {"H": 2, "Hkv": 1}
     q, k, v, grad = operands(device, **sizes(device, Lq=3 * rows, Lk=3 * rows + 150, **heads))
     q[:, 1:, rows : 2 * rows] *= 1e-3
-    check(q, k, v, grad)
-    check(q, k, v, grad, causal=True)
+    check(q, k, v, grad, causal=causal)
     chosen = left(q, k, v)[0].unflatten(1, (3, rows))
     assert chosen[1:, 1].all() and not chosen[:, 0].any() and not chosen[0].any()
 
@@ -104,12 +104,12 @@ def test_variable_lengths(device):
         "query_lengths": torch.tensor([20, 0, 40]).to(device),
         "key_lengths": torch.tensor([0, 130, 70]).to(device),
     }
-    heads = {"H": 4, "Hkv": 2} if device.type == "cuda" else {"H": 2, "Hkv": 1}
+    heads = {"H": 4, "Hkv": 2} if device.type == "cuda" else {}
     check(*operands(device, **sizes(device, B=3, **heads)), **lengths)
 
 
 @pytest.mark.parametrize(
-    "fill, added", [(-1e4, False), heavy(-1e4, True), heavy(0.0, False), (0.0, True)]
+    "fill, added", [heavy(-1e4, False), heavy(-1e4, True), heavy(0.0, False), (0.0, True)]
 )
 def test_causal_fill(fill, added, device):
     q, k, v, grad = operands(device, **sizes(device, Lq=70, Lk=70, variance=2.0))
@@ -119,7 +119,7 @@ def test_causal_fill(fill, added, device):
 
 def test_negative_scores(device):
     """Bits of negative floats sort the other way around."""
-    q, k, v, grad = operands(device, **sizes(device))
+    q, k, v, grad = operands(device, **sizes(device, Lq=16, Lk=64))
     check(-q.abs(), k.abs(), v, grad)
 
 
@@ -134,13 +134,14 @@ def test_a_key_that_every_row_attends_to(weight, device):
 
 
 def test_nan_stays_in_its_rows(device):
-    q, k, v, grad = operands(device, **sizes(device, H=2))
-    clean = run(q, k, v, grad)[0]
-    q[0, 1, 7] = math.nan
-    out = run(q, k, v, grad)[0]
-    assert out[0, 1, 7].isnan().all()
+    q, k, v, _ = operands(device, **sizes(device))
+    keywords = {**PLAIN, "scale": q.shape[3] ** -0.5, "training": True}
+    clean, _ = entmax_attention.forward(q, k, v, **keywords)
+    q[0, -1, 7] = math.nan
+    out, _ = entmax_attention.forward(q, k, v, **keywords)
+    assert out[0, -1, 7].isnan().all()
     others = torch.ones_like(out, dtype=torch.bool)
-    others[0, 1, 7] = False
+    others[0, -1, 7] = False
     assert not out[others].isnan().any()
     assert (out[others].double() - clean[others].double()).abs().max() <= 0.02
 
