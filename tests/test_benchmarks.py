@@ -173,7 +173,7 @@ def test_the_data_has_the_padding_asked_for():
     assert splade_head.Case(shape, CPU, padding="none").mask.all()
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_contenders_agree_and_only_ours_is_rewritten():
     import sparse_inductor
 
@@ -188,7 +188,6 @@ def test_contenders_agree_and_only_ours_is_rewritten():
         torch.testing.assert_close(found[name], found["eager"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -219,7 +218,6 @@ def nothing_old_is_collected():
     gc.unfreeze()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
@@ -336,7 +334,7 @@ def test_decoding_continues_what_the_prompt_began():
     assert torch.equal(model.decode(llama.Block.forward)(), whole)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_rewritten_model_trains_as_the_eager_one():
     training = splade.Training(splade.Sizes(300, 1, 64, 16), CPU)
     training.mlm.eval()  # dropout would tell them apart
@@ -346,7 +344,7 @@ def test_the_rewritten_model_trains_as_the_eager_one():
     assert training.mlm.cls.predictions.decoder.weight.grad is None  # the optimizer has taken it
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_entmax_encoder_is_rewritten_and_its_scores_are_as_told():
     sizes = encoder.Sizes(1, 64, 1, 1, 128)
     training = encoder.Training(sizes, CPU, "ours")

@@ -15,8 +15,6 @@ import pytest
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
-pytestmark = pytest.mark.slow
-
 PROGRAM = """
 import json, sys, torch, sparse_inductor, toy
 from torch._dynamo.utils import counters
@@ -134,7 +132,7 @@ def state(result) -> list[int] | str:
     return BYPASSED if any(result["cache"][2:]) else result["cache"]
 
 
-@pytest.mark.parametrize("way", ["enable", "options"])
+@pytest.mark.parametrize("way", ["enable", pytest.param("options", marks=pytest.mark.heavy)])
 def test_a_second_process_hits_and_its_report_is_complete(run, way):
     first, second = (run(way=way, train=True) for _ in range(2))
     for before, after in ((first, second), (first["trained"], second["trained"])):
@@ -142,6 +140,7 @@ def test_a_second_process_hits_and_its_report_is_complete(run, way):
         assert before["rewrites"] == after["rewrites"] == ["program.py:8"]
 
 
+@pytest.mark.heavy
 def test_a_changed_option_misses(run):
     assert state(run()) == MISS
     unrewritten = run(enable={"skip": "toy"})
@@ -160,6 +159,7 @@ def test_a_changed_option_misses_in_the_same_process(run):
     assert result["cache"] == MISS and result["then"] == MISS
 
 
+@pytest.mark.heavy
 def test_an_edited_source_misses(run):
     assert state(run()) == MISS
     for edited in ("toy.py", "sparse_inductor/kernels/__init__.py", "patterns/splade_head.py"):
@@ -173,6 +173,7 @@ def test_an_edited_source_misses(run):
     assert state(run()) == HIT
 
 
+@pytest.mark.heavy
 def test_a_pattern_without_source_turns_caching_off(run):
     before = (
         "scope = {'__name__': '__main__', 'Toy': toy.Toy}\n"
@@ -183,6 +184,7 @@ def test_a_pattern_without_source_turns_caching_off(run):
     assert state(run(before=before)) == BYPASSED
 
 
+@pytest.mark.heavy
 def test_the_users_uncacheable_pass_stays_uncacheable(run):
     before = "from torch._inductor import config\nconfig.joint_custom_pre_pass = lambda graph: None"
     first = run(before=before)
@@ -194,6 +196,7 @@ def test_the_users_uncacheable_pass_stays_uncacheable(run):
 BOTH = ["entmax_attention", "splade_head"]
 
 
+@pytest.mark.heavy
 def test_a_model_starts_warm_in_a_new_process_and_on_another_machine(run):
     """One story, for compiling is what costs. A second process reuses the rewritten code, with the whole report (how
     long it takes to be ready is measured by `python -m benchmarks tools`). So does a machine that gets the artifacts

@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 WORLD = 2
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.heavy,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch has no distributed"),
 ]
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "masked_mean"
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.heavy,
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("build", "hatchling"))),
         reason="needs build and hatchling",

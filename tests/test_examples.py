@@ -22,7 +22,6 @@ EXAMPLES = {
 IN_EVERY_RUN = {"index"}  # the others are `heavy`
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

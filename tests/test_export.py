@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 import sparse_inductor
@@ -62,7 +61,6 @@ def test_an_exported_program_holds_operators_that_are_called_directly(tmp_path):
     torch.testing.assert_close(again.module()(*args), Head()(*args))
 
 
-@pytest.mark.slow
 def test_an_aotinductor_package_runs_in_a_fresh_process(tmp_path):
     model = encoder().eval()
     program = exported(model)

@@ -367,7 +367,7 @@ def test_splade_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=3e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_sparse_encoder_with_inductor(encoder):
     model = Embed(encoder).eval()
     with only_splade_head() as report, torch.no_grad():
@@ -395,7 +395,6 @@ def training_steps(model: nn.Module, forward, steps: int) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.slow
 def test_training_with_inductor_is_training_with_eager():
     eager = Splade(bert).train()
     ours = copy.deepcopy(eager)

@@ -85,6 +85,7 @@ def test_no_recompiles_beyond_those_of_the_unrewritten_program(kind, dynamic):
 # Autograd
 
 
+@pytest.mark.heavy
 def test_compiled_autograd(report):
     model, eager = encoder(), encoder()
     torch._dynamo.utils.counters.clear()
@@ -287,7 +288,6 @@ def test_gradients_that_the_program_turns_on_itself(report, forward):
     assert_gradients(layers, twin)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PATTERN = "splade_head"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         not (ROOT / "patterns" / f"{PATTERN}.py").exists()
         or not (ROOT / "pyproject.toml").exists(),
@@ -93,6 +92,7 @@ def test_the_wheel_holds_one_top_level_package(dist):
     assert in_patterns == {"__init__.py", *(f.name for f in (ROOT / "patterns").glob("*.py"))}
 
 
+@pytest.mark.heavy
 def test_a_bare_checkout_imports(checkout, tmp_path):
     _, module = python("-c", IMPORTS, cwd=tmp_path, path=checkout).split()
     assert module == str(checkout / "patterns" / f"{PATTERN}.py")
@@ -114,6 +114,7 @@ def test_an_editable_install_imports(checkout, tmp_path):
     assert module == str(checkout / "patterns" / f"{PATTERN}.py")
 
 
+@pytest.mark.heavy
 def test_somebody_elses_patterns_package_beside_the_wheel_is_left_alone(dist, tmp_path):
     (wheel,) = dist.glob("*.whl")
     target = installed(wheel, tmp_path / "site")
@@ -122,6 +123,7 @@ def test_somebody_elses_patterns_package_beside_the_wheel_is_left_alone(dist, tm
     python("-c", IMPORTS, cwd=tmp_path, path=target)
 
 
+@pytest.mark.heavy
 def test_a_checkout_shadows_an_installed_wheel(checkout, dist, tmp_path):
     (wheel,) = dist.glob("*.whl")
     target = installed(wheel, tmp_path / "site")

@@ -87,18 +87,21 @@ def test_an_installed_package_brings_its_pattern(tmp_path):
     assert done.stdout.strip() == "True", done.stderr
 
 
+@pytest.mark.heavy
 def test_an_entry_point_that_cannot_be_imported_is_left_out_with_a_warning(tmp_path):
     done = with_entry_points(tmp_path, "a = nowhere:PATTERN\nb = theirs:PATTERN", NAMES)
     assert done.stdout.strip() == "True", done.stderr
     assert "'a' of entry point 'nowhere:PATTERN' is left out" in done.stderr
 
 
+@pytest.mark.heavy
 def test_an_entry_point_that_is_no_pattern_raises(tmp_path):
     done = with_entry_points(tmp_path, "number = theirs:NUMBER", NAMES)
     assert done.returncode != 0
     assert "TypeError: not a pattern (entry point number = theirs:NUMBER)" in done.stderr
 
 
+@pytest.mark.heavy
 def test_two_packages_with_one_name_raise(tmp_path):
     twice = "one = theirs:PATTERN\ntwo = again:PATTERN"
     (tmp_path / "again.py").write_text("import toy\nPATTERN = toy.Toy('theirs')\n")

@@ -10,6 +10,7 @@ import sparse_inductor
 from corpus.cases import CASES
 from corpus.check import check
 from corpus.reasons import NOTHING_OF_IT, TRUE
+from support import heavy
 
 BY_ID = {case.id: case for case in CASES}
 
@@ -17,19 +18,19 @@ BY_ID = {case.id: case for case in CASES}
 THROUGH_INDUCTOR = (
     "published.splade_head-naver_log1plus_mul_maxdim__infer",
     "published.splade_head-naver_log1plus_mul_maxdim__train",
-    "published.splade_head-scaling_retriever_inplace_scale__train",
-    "published.splade_head-log1p_autocast_bf16",
-    "published.splade_head-lib_st_sparseencoder_bert",
     "published.relu_ffn-llama_relu__infer",
-    "published.relu_ffn-llama_relu__train",
     "published.relu_ffn-statistics__train",
-    "published.relu_ffn-llama_autocast__train",
     "published.entmax-pkg_entmax15_masked_fill__infer",
     "published.entmax-pkg_bisect_learned_alpha__train",
-    "published.entmax-function_sparsemax__train",
-    "published.entmax-lib_llama__infer",
-    "published.sparse_scores-padded_rows_einsum",
     "published.sparse_scores-padded_scatter_add_end_to_end",
+    heavy("published.splade_head-scaling_retriever_inplace_scale__train"),
+    heavy("published.splade_head-log1p_autocast_bf16"),
+    heavy("published.splade_head-lib_st_sparseencoder_bert"),
+    heavy("published.relu_ffn-llama_relu__train"),
+    heavy("published.relu_ffn-llama_autocast__train"),
+    heavy("published.entmax-function_sparsemax__train"),
+    heavy("published.entmax-lib_llama__infer"),
+    heavy("published.sparse_scores-padded_rows_einsum"),
 )
 
 
@@ -46,7 +47,6 @@ def test_program_through_autograd(name):
         check(BY_ID[name], how="aten")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", THROUGH_INDUCTOR)
 def test_program_through_inductor(name):
     with sparse_inductor.enabled():

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support import heavy
+
 ROOT = Path(__file__).parent.parent
 
 HEAD = """
@@ -50,7 +52,9 @@ assert warnings.filters == before[0]
 """
 
 
-@pytest.mark.parametrize("program", [HEAD, SCORES, BLOCK], ids=["head", "scores", "block"])
+@pytest.mark.parametrize(
+    "program", [HEAD, heavy(SCORES), heavy(BLOCK)], ids=["head", "scores", "block"]
+)
 def test_nothing_is_said_or_changed(program):
     done = subprocess.run(
         [sys.executable, "-c", RUN.format(program=program)],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
+from support import heavy
 
 TEXT = readme.README.read_text()
 
@@ -104,8 +105,10 @@ input_ids, attention_mask = ids, mask
 SECTIONS = re.findall(r"^## (.+)$", TEXT, re.M)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("section", [s for s in SECTIONS if s != "Adding a pattern" and blocks(s)])
+@pytest.mark.parametrize(
+    "section",
+    [s if s == "Use" else heavy(s) for s in SECTIONS if s != "Adding a pattern" and blocks(s)],
+)
 def test_the_code_of_a_section_runs(section, tmp_path):
     script = tmp_path / "section.py"  # a file: reports show its lines
     script.write_text(MODEL + "\n".join(blocks(section)))

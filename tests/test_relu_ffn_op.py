@@ -77,7 +77,7 @@ def test_gradients(gated):
     def fn(x, *ws):
         return relu_ffn(x, **{**w, **dict(zip(names, ws))}, gate_steps="relu | square")
 
-    assert gradcheck(fn, (x, *(w[k] for k in names)))
+    assert gradcheck(fn, (x, *(w[k] for k in names)), fast_mode=True)
 
 
 def test_gradients_of_statistics():
@@ -208,9 +208,9 @@ def test_gradients_with_a_residual():
     x, w = tokens(4, requires_grad=True), weights(requires_grad=True)
     r = torch.randn(4, D, dtype=x.dtype, requires_grad=True)
     fn = lambda x, r, down: relu_ffn(x, **{**w, "down": down}, residual=r)
-    assert gradcheck(fn, (x, r, w["down"]))
+    assert gradcheck(fn, (x, r, w["down"]), fast_mode=True)
     frozen = {name: t.detach() for name, t in w.items()}
-    assert gradcheck(lambda r: relu_ffn(x.detach(), **frozen, residual=r), (r,))
+    assert gradcheck(lambda r: relu_ffn(x.detach(), **frozen, residual=r), (r,), fast_mode=True)
 
 
 @pytest.mark.parametrize("train", [True, False])

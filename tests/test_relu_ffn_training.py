@@ -85,6 +85,7 @@ class Block(nn.Module):
         return self.down(a * self.up(x)), a.abs().mean(), (a != 0).float().mean()
 
 
+@pytest.mark.heavy
 def test_an_l1_term_makes_the_block_sparse():
     """The recipe of TwELL (section 3.4): the statistic and its gradient come out of the operator."""
     block = Block()

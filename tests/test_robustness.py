@@ -130,7 +130,7 @@ print("works")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_without_a_compiler_torch_says_so_and_eager_still_works(tmp_path):
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env = {**os.environ, "PYTHONPATH": path, "CXX": str(tmp_path / "none"), "PATH": str(tmp_path)}
@@ -147,7 +147,6 @@ def test_without_a_compiler_torch_says_so_and_eager_still_works(tmp_path):
 # A long run
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sparse_inductor was enabled after")
 def test_a_long_run_does_not_grow():
     """Training steps of ever new shapes: after the first quarter no graph is compiled, nothing is kept.

@@ -108,7 +108,6 @@ def _fail(rank: int, world: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
 def test_what_fails_on_one_process_fails_on_all(tmp_path):
     mp.spawn(_fail, (2, str(tmp_path)), nprocs=2)
 
@@ -117,7 +116,6 @@ def _run(device: str, folder: Path) -> None:
     mp.spawn(_work, (2, str(folder), device), nprocs=2)
 
 
-@pytest.mark.slow
 def test_two_processes_on_a_cpu(tmp_path):
     _run("cpu", tmp_path)
 

@@ -167,7 +167,7 @@ def test_the_examples_match_the_reference(example):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_generated_code_matches_the_reference():
     assert_matches_reference(Head(), ARGS, codegen=True)
 

@@ -135,8 +135,7 @@ def test_options_and_a_block_take_it_too():
     assert len(sparse_inductor.report().checks) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.heavy)])
 def test_generated_code_checks_and_computes_the_same(dynamic):
     model, args = program("splade")
     expected = forward_and_backward(model, args)
@@ -149,7 +148,7 @@ def test_generated_code_checks_and_computes_the_same(dynamic):
         torch.testing.assert_close(fn(*args), expected[0][0])
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_generated_code_keeps_the_unrewritten_result():
     model, args = program("splade")
     expected = forward_and_backward(model, args)
