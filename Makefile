@@ -9,6 +9,7 @@ READY := .venv/.ready
 endif
 PYTEST := $(PYTHON) -m pytest
 JOBS ?= 2
+QUICK := not gpu and not multigpu and not heavy
 
 .PHONY: demo test test-all versions newest newest-version lint bench gpu-test multigpu-test fuzz planted soak long-run examples docs clean
 
@@ -17,7 +18,7 @@ demo: $(READY)
 
 # Each program by one capture, a sample through Inductor: what every change waits for.
 test: $(READY)
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not gpu and not multigpu and not heavy" $(ARGS)
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "$(QUICK)" $(ARGS)
 
 # What is marked `heavy` too: every program through AOTAutograd, all examples and benchmarks, the larger kernel shapes.
 test-all: $(READY)
@@ -26,15 +27,16 @@ test-all: $(READY)
 # The quick suite on the oldest torch, the one above and the newest, each with the Triton that belongs to it; the
 # environments are made on first use (5 GB each). VERSIONS=2.14.1 ARGS="tests/test_match.py" for a part.
 VERSIONS ?= 2.11.0 2.13.0 2.14.1
+MARKED ?= $(QUICK)
 versions: $(VERSIONS:%=.venvs/torch-%/.ready)
 	status=0; for version in $(VERSIONS); do \
 	  echo "torch $$version"; \
-	  .venvs/torch-$$version/bin/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multigpu and not heavy" $(ARGS) || status=1; \
+	  .venvs/torch-$$version/bin/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKED)" $(ARGS) || status=1; \
 	done; exit $$status
 
 # Recognition, gradients at bounds and the compilation of every Gluon kernel on the newest torch: what CI has time for.
 newest:
-	$(MAKE) versions VERSIONS=$(lastword $(VERSIONS)) ARGS="tests/test_match.py tests/test_ties.py tests/test_versions.py tests/test_programs.py tests/kernels/test_gluon_compile.py"
+	$(MAKE) versions VERSIONS=$(lastword $(VERSIONS)) MARKED="$(QUICK) or newest" ARGS="tests/test_match.py tests/test_ties.py tests/test_versions.py tests/test_programs.py tests/kernels/test_gluon_compile.py"
 
 newest-version:
 	@echo $(lastword $(VERSIONS))

@@ -249,6 +249,7 @@ def test_torch_logs_turns_the_log_on(tmp_path):
     assert "graph before:" in done.stderr and "graph after:" in done.stderr
 
 
+@pytest.mark.heavy
 def test_the_log_is_silent_without_it(tmp_path):
     done = python(SCRIPT, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -266,6 +267,7 @@ def test_torch_logs_leaves_the_operators_importable(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.heavy
 def test_the_structured_trace_holds_an_artifact(tmp_path):
     done = python(SCRIPT, tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
     assert done.returncode == 0, done.stderr
@@ -425,12 +427,14 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.heavy
 def test_the_command_line_lists_patterns(tmp_path):
     done = command("patterns", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[:3] == ["pattern", "operator", "rewrites"]
 
 
+@pytest.mark.heavy
 def test_the_command_line_explains(tmp_path):
     (tmp_path / "mine.py").write_text(
         "import torch, toy, sparse_inductor\nsparse_inductor.register(toy.Toy())\n"

@@ -223,12 +223,8 @@ def test_masked_keys_take_the_fill(fill, added, causal, device):
 @pytest.mark.parametrize(
     "dtype, causal",
     [(torch.float32, True), (torch.bfloat16, True)]
-    + [
-        heavy(torch.float32, False),
-        heavy(torch.float16, True),
-        heavy(torch.bfloat16, False),
-        heavy(torch.float16, False),
-    ],
+    + [heavy(torch.float32, False), heavy(torch.float16, True)]
+    + [heavy(torch.bfloat16, False), heavy(torch.float16, False)],
 )
 def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device):
     """Padding on the left, and a sequence of nothing else: these rows' scores are all lost in the fill."""

@@ -153,7 +153,8 @@ def compile_all(every: bool) -> None:
     print("compiled")
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.heavy)])
+@pytest.mark.heavy
+@pytest.mark.parametrize("every", [pytest.param(False, marks=pytest.mark.newest), True])
 def test_kernels_compile_for_hopper(every, tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     env = {
