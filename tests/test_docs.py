@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from support import heavy
-
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -29,11 +27,8 @@ def blocks(page: Path) -> list[str]:
 WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page if page.stem == "tutorial" else heavy(page) for page in WITH_CODE],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     if "transformers" in page.read_text():
         pytest.importorskip("transformers")
