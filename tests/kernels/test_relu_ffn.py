@@ -17,6 +17,7 @@ from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_pool as pool
 from sparse_inductor.kernels import relu_ffn_rows as rows
 from sparse_inductor.ops import _relu_ffn_aten as aten
+from support import heavy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAP = 16
@@ -72,7 +73,7 @@ def check_forward(x, b, stats=True, train=True):
         torch.testing.assert_close(got_stats, want_stats, rtol=1e-4, atol=1e-4)
 
 
-SHAPES = [(1, 40, 72, 24), (37, 40, 72, 24), (33, 33, 100, 50), (70, 64, 64, 64)]
+SHAPES = [(1, 40, 72, 24), heavy((37, 40, 72, 24)), (13, 33, 100, 50), heavy((70, 64, 64, 64))]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,7 +86,7 @@ def test_forward_agrees_with_aten(shape, gated):
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.5, 1.0])
 def test_every_density_is_exact(share):
     """From no active neuron to all of them: packed rows, heavy rows, and both at once."""
-    check_forward(*make(40, share=min(max(share, 1e-6), 1 - 1e-6)))
+    check_forward(*make(16, share=min(max(share, 1e-6), 1 - 1e-6)))
 
 
 def test_a_few_heavy_rows_among_sparse_ones():
@@ -94,14 +95,13 @@ def test_a_few_heavy_rows_among_sparse_ones():
     counts = (torch.nn.functional.linear(x, b.gate, b.gate_bias) > 0).sum(1)
     assert (counts > CAP).sum() >= 3 and (counts <= CAP).sum() >= 30
     check_forward(x, b)
-    check_forward(x, b, stats=False, train=False)
 
 
 def test_where_packed_rows_do_not_pay_all_are_dense(monkeypatch):
-    x, b = make(50, share=0.1)
+    x, b = make(20, share=0.1)
     packed = empty_packed(x, b)
     kernel.forward(x, b, None, packed, CAP)
-    assert (packed.count <= CAP).sum() >= 40
+    assert (packed.count <= CAP).sum() >= 16
     monkeypatch.setattr(packer, "DENSE_ROW", 1 / 105)
     kernel.forward(x, b, None, packed, CAP)
     assert (packed.count > CAP).all()
@@ -118,17 +118,17 @@ def test_where_packed_rows_do_not_pay_all_are_dense(monkeypatch):
     ],
 )
 def test_programs(steps, up_steps):
-    check_forward(*make(20, steps=steps, up_steps=up_steps))
+    check_forward(*make(8, steps=steps, up_steps=up_steps))
 
 
-@pytest.mark.parametrize("M", [1, 7, 20])
+@pytest.mark.parametrize("M", [1, 7, heavy(20)])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("share", [0.0001, 0.1, 0.9999])
 def test_decoding(M, gated, share):
     check_forward(*make(M, gated=gated, share=share), stats=False, train=False)
 
 
-@pytest.mark.parametrize("M", [1, 7, 40])
+@pytest.mark.parametrize("M", [1, heavy(7), 20])
 @pytest.mark.parametrize("stats", [True, False])
 def test_a_residual(M, stats):
     x, b = make(M)
@@ -186,6 +186,7 @@ def test_rows_too_few_to_pack(monkeypatch, gated, few, most):
         check_forward(*make(51, gated=gated), stats=False, train=False)
 
 
+@pytest.mark.heavy
 def test_rows_in_pieces(monkeypatch):
     monkeypatch.setattr(kernel, "CHUNK", 128 * 72)
     check_forward(*make(140, share=0.15))
@@ -218,12 +219,12 @@ def test_backward_agrees_with_aten(shape, gated):
 
 @pytest.mark.parametrize("share", [0.0001, 0.2, 0.5, 0.9999])
 def test_backward_at_every_density(share):
-    check_backward(*make(40, share=share))
+    check_backward(*make(16, share=share))
 
 
 def test_backward_of_programs():
-    check_backward(*make(20, steps="relu | square", up_steps="relu"), stats=False)
-    check_backward(*make(20, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))
+    check_backward(*make(8, steps="relu | square", up_steps="relu"), stats=False)
+    check_backward(*make(8, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))
 
 
 @pytest.mark.parametrize(("few", "most"), [("FEW", 50), ("FEW_GATES", 50 * 72)])
@@ -239,8 +240,8 @@ def test_backward_of_rows_too_few_to_pack(monkeypatch, gated, few, most):
 
 
 def test_only_what_is_needed():
-    check_backward(*make(20), needs=(True, False, False, False, False, False, False))
-    check_backward(*make(20), needs=(False, True, False, False, True, False, True))
+    check_backward(*make(8), needs=(True, False, False, False, False, False, False))
+    check_backward(*make(8), needs=(False, True, False, False, True, False, True))
 
 
 def test_backward_in_pieces(monkeypatch):
@@ -249,7 +250,8 @@ def test_backward_in_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("M", "dense"), [(40, slice(0)), (40, slice(0, None, 2)), (40, slice(None)), (140, slice(None))]
+    ("M", "dense"),
+    [heavy(40, slice(0)), (40, slice(0, None, 2)), heavy(40, slice(None)), (140, slice(None))],
 )
 def test_sums_at_once_where_all_rows_are_dense(monkeypatch, M, dense):
     """The kernel that makes them is a Hopper GPU's: here stands what it does. Others write there then nothing, or are
@@ -303,7 +305,7 @@ def test_tables_of_many_slices(monkeypatch, long):
     check_forward(x, b, stats=False, train=False)
 
 
-@pytest.mark.parametrize(("gated", "M"), [(True, 200), (False, 128)])
+@pytest.mark.parametrize(("gated", "M"), [(True, 200), heavy(False, 128)])
 def test_rows_that_share_neurons(monkeypatch, gated, M):
     """Every block has a pool; some neurons are strays, some rows are heavy, the last block is not full."""
     monkeypatch.setattr(kernel, "SHARING", 1)
@@ -318,7 +320,7 @@ def test_rows_that_share_neurons(monkeypatch, gated, M):
     assert (pools[0].size[: M // 128] > 0).all()
 
 
-@pytest.mark.parametrize("entries", [40, 4000])
+@pytest.mark.parametrize("entries", [heavy(40), 4000])
 def test_what_pools_leave_decides_whether_packed_rows_pay(monkeypatch, entries):
     """A dense row costs fewer entries than a packed one has; with pools that cost little the packed ones still pay."""
     monkeypatch.setattr(kernel, "SHARING", 1)
@@ -339,6 +341,7 @@ def test_what_pools_leave_decides_whether_packed_rows_pay(monkeypatch, entries):
     assert all_dense or (chosen.size > 0).all()
 
 
+@pytest.mark.heavy
 def test_rows_that_share_too_little(monkeypatch):
     monkeypatch.setattr(kernel, "SHARING", 1)
     pools = []
