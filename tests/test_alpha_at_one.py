@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_inductor.testing import compile_without_codegen
-from support import only
+from support import heavy, only
 
 entmax = pytest.importorskip("entmax")
 
@@ -20,7 +20,7 @@ def attention(q, a):
 
 
 @pytest.mark.parametrize("program", [rows, attention])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, heavy(torch.float64), heavy(torch.bfloat16)])
 def test_one_head_of_three(program, dtype):
     torch.manual_seed(0)
     q = torch.randn(2, 3, 5, 4, dtype=dtype, requires_grad=True)

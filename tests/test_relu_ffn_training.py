@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sparse_inductor
 from corpus.published.relu_ffn import LanguageModel, _ids
 from sparse_inductor.match.graph import GraphView
-from support import compile_without_codegen, only, rewrites
+from support import compile_without_codegen, heavy, only, rewrites
 
 
-@pytest.mark.parametrize("kind", ["llama", "nemotron", "opt", "t5"])
+@pytest.mark.parametrize("kind", ["llama", heavy("nemotron"), heavy("opt"), heavy("t5")])
 def test_an_optimiser_step_of_a_library_model(kind):
     pytest.importorskip("transformers")
     model = LanguageModel(kind).train()

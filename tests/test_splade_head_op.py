@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparse_inductor.ops import splade_head
-from support import TOLERANCE, error
+from support import TOLERANCE, error, heavy
 
 INF = math.inf
 ops = torch.ops.sparse_inductor
@@ -142,7 +142,7 @@ def check(hidden, weight, bias, formula, *, rows=(), steps=None, tolerance=None,
         ("mul(-1) | leaky_relu(0.25) | mul(-1)", None),
     ],
 )
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", [True, heavy(False)])
 def test_gradcheck(steps, row, bias):
     rows = [] if row is None else [row]
     leaves = leaves_of(*make(B=2, S=4, D=3, V=5, dtype=torch.float64, bias=bias))
@@ -658,7 +658,7 @@ def test_opcheck(sample, argmax, grad):
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-@pytest.mark.parametrize("winner_dtype", [torch.int8, torch.int32])
+@pytest.mark.parametrize("winner_dtype", [torch.int8, heavy(torch.int32)])
 def test_opcheck_of_the_parts(sample, winner_dtype):
     hidden, weight, bias, rows, steps = SAMPLES[sample]
     inputs = hidden, weight, bias, rows, steps

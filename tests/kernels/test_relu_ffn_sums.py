@@ -14,6 +14,7 @@ from sparse_inductor.kernels import relu_ffn_pool as rows_pool
 from sparse_inductor.kernels import relu_ffn_sums as sums
 from sparse_inductor.kernels import relu_ffn_sums_ptx as ptx
 from sparse_inductor.kernels.epilogue import encode
+from support import heavy
 
 CAP = 128
 LEAST = 8
@@ -76,7 +77,7 @@ class Arranged:
 
 
 @pytest.mark.parametrize(
-    ("M", "most", "apart", "pools"), [(600, 45, 1, 16), (200, 40, 8, 0), (100, CAP, 1, 0)]
+    ("M", "most", "apart", "pools"), [heavy(600, 45, 1, 16), (200, 40, 8, 0), heavy(100, CAP, 1, 0)]
 )
 def test_entries_have_places(M, most, apart, pools):
     """Each has one; those of a place are of different classes, where they may be. apart: neurons of all classes, or of
@@ -117,7 +118,8 @@ def test_entries_have_places(M, most, apart, pools):
 
 
 @pytest.mark.parametrize(
-    ("M", "least", "most", "wanted"), [(100, 0, LEAST, 1), (100, 0, CAP, 0), (512, 100, CAP, 1)]
+    ("M", "least", "most", "wanted"),
+    [(100, 0, LEAST, 1), (100, 0, CAP, 0), heavy(512, 100, CAP, 1)],
 )
 def test_what_is_not_summed(M, least, most, wanted):
     """Few entries; all rows dense; more than there is room for."""
@@ -128,7 +130,12 @@ def test_what_is_not_summed(M, least, most, wanted):
 
 @pytest.mark.parametrize(
     ("kind", "shares", "biased", "pools"),
-    [("bf16", 1, False, 0), ("f16", 2, True, 0), ("bf16", 2, True, 16), ("f16", 1, False, 8)],
+    [
+        heavy("bf16", 1, False, 0),
+        heavy("f16", 2, True, 0),
+        ("bf16", 2, True, 16),
+        heavy("f16", 1, False, 8),
+    ],
 )
 def test_rows_of_a_slice_are_summed(kind, shares, biased, pools):
     """pools: of so many rows; those that have one are added to."""
