@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 import sparse_inductor
+import support
 from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import hopper_projection as projections
 from sparse_inductor.kernels import hopper_ring as ring
@@ -25,7 +26,6 @@ from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes_hopper
 from sparse_inductor.kernels import relu_ffn_tiles as tile_rounds
 from sparse_inductor.kernels.unroll import unrolled
-from support import heavy
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -131,9 +131,9 @@ def _rest_kernel(out, tiles, short, steps):
         tl.store(out + 3, splits)
 
 
-@pytest.mark.parametrize("rows", [heavy(128), 65, heavy(64), 1])
-@pytest.mark.parametrize("tiles_n", [heavy(1), 5])
-@pytest.mark.parametrize("steps", [4, heavy(36), 88, heavy(176)])
+@pytest.mark.parametrize("rows", [support.heavy(128), 65, support.heavy(64), 1])
+@pytest.mark.parametrize("tiles_n", [support.heavy(1), 5])
+@pytest.mark.parametrize("steps", [4, support.heavy(36), 88, support.heavy(176)])
 def test_what_is_left_past_the_last_round_is_shared_out(steps, tiles_n, rows, device):
     """The last row tile has so many rows of 128."""
     programs = 24
