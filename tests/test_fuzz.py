@@ -44,7 +44,7 @@ def test_what_fails_gets_small():
 @pytest.mark.heavy
 def test_a_campaign_counts_and_logs():
     log = io.StringIO()
-    tally = campaign(2, 0, 1, log, codegen=0.0, shrink=0.0)
+    tally = campaign(2, 0, 1, log, shares={}, shrink=0.0)
     text = log.getvalue()
     assert (
         tally.programs == 2 and "rewritten" in text and "seeds 0 to 1" in text and "seconds" in text

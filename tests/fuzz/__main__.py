@@ -19,6 +19,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--families", default="", help="names, with commas")
     parser.add_argument(
+        "--aot", type=float, default=0.1, help="share that goes through AOTAutograd"
+    )
+    parser.add_argument(
         "--codegen", type=float, default=0.005, help="share compiled by Inductor to the end"
     )
     parser.add_argument(
@@ -49,7 +52,7 @@ def main() -> int:
     with open(options.log, "w") if options.log else open(os.devnull, "w") as file:
         tally = campaign(
             options.programs, options.seed, options.processes, _Both(file), families,
-            options.codegen, options.shrink, options.seconds,
+            {"aot": options.aot, "codegen": options.codegen}, options.shrink, options.seconds,
         )  # fmt: skip
     return 1 if tally.failures else 0
 

@@ -11,18 +11,19 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, TextIO
 
 from .compare import Outcome, check
 from .generate import FAMILIES, generate
-from .program import Program
+from .program import STAGES, Program
 from .shrink import shrunk
 
 __all__ = ["Tally", "campaign", "examine"]
 
+SHARES = {"aot": 0.1, "codegen": 0.005}  # of the programs that are compiled that far
 SHRINKING = 0.2  # of a process's time at most
 A_CHUNK = 10  # programs a process is handed at once
 A_PROCESS = (
@@ -46,7 +47,7 @@ class Tally:
     programs: int = 0
     invalid: int = 0
     rewritten: int = 0
-    codegen: int = 0
+    stages: Counter[str] = dataclasses.field(default_factory=Counter)
     theirs: int = 0
     made: Counter[str] = dataclasses.field(default_factory=Counter)
     by_family: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -61,7 +62,8 @@ class Tally:
     def __str__(self) -> str:
         share = 100 * self.rewritten / max(1, self.programs)
         lines = [
-            f"programs {self.programs} (by Inductor's code {self.codegen}; eager refuses {self.invalid})",
+            f"programs {self.programs} (eager refuses {self.invalid})",
+            "compiled to: " + ", ".join(f"{stage} {self.stages[stage]}" for stage in STAGES),
             f"rewritten {self.rewritten} ({share:.0f} %)",
             *(
                 f"  {name}: rewritten {self.by_family[name]}, made with {self.made[name]}"
@@ -107,14 +109,20 @@ def examine(program: Program, shrink: float = 0.0) -> tuple[Outcome, Failure | N
     return outcome, failure
 
 
-def _chunk(seeds: Sequence[int], families: Sequence[str], codegen: float, shrink: float) -> Tally:
+def _stage(seed: int, shares: Mapping[str, float]) -> str:
+    """Where the program of a seed is compiled to: the last stage whose turn it is."""
+    turn = [stage for stage, share in shares.items() if share and seed % round(1 / share) == 0]
+    return turn[-1] if turn else STAGES[0]
+
+
+def _chunk(
+    seeds: Sequence[int], families: Sequence[str], shares: Mapping[str, float], shrink: float
+) -> Tally:
     _prepare()
     tally, started, shrinking = Tally(), time.monotonic(), 0.0
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         for seed in seeds:
-            program = generate(seed, families)
-            if codegen and seed % max(1, round(1 / codegen)) == 0:
-                program = dataclasses.replace(program, codegen=True)
+            program = dataclasses.replace(generate(seed, families), stage=_stage(seed, shares))
             begun = time.monotonic()
             affordable = shrinking <= SHRINKING * (begun - started)
             try:
@@ -130,7 +138,7 @@ def _chunk(seeds: Sequence[int], families: Sequence[str], codegen: float, shrink
                 )
             shrinking += time.monotonic() - begun if failure and affordable else 0.0
             tally.programs += 1
-            tally.codegen += program.codegen
+            tally.stages[program.stage] += 1
             tally.invalid += outcome.invalid
             tally.rewritten += bool(outcome.rewritten)
             tally.theirs += bool(outcome.theirs) and failure is None
@@ -163,7 +171,7 @@ def campaign(
     processes: int,
     log: TextIO,
     families: Sequence[str] = tuple(FAMILIES),
-    codegen: float = 0.005,
+    shares: Mapping[str, float] = SHARES,
     shrink: float = 60.0,
     seconds: float = float("inf"),
 ) -> Tally:
@@ -196,7 +204,7 @@ def campaign(
                 and len(waiting) < 2 * processes
                 and time.monotonic() - started < seconds
             ):
-                waiting[pool.submit(_chunk, chunks[at], families, codegen, shrink)] = chunks[at]
+                waiting[pool.submit(_chunk, chunks[at], families, shares, shrink)] = chunks[at]
                 at += 1
             if not waiting:
                 break

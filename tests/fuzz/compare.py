@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_inductor
-from sparse_inductor import rewrite
+from sparse_inductor import compat, rewrite
 from sparse_inductor.accuracy import cotangents, gradients, tensors_in
 from sparse_inductor.testing import compile_without_codegen
 
@@ -107,12 +108,23 @@ def compiled(
     on = sparse_inductor.enabled(verify=verify) if enabled else contextlib.nullcontext()
     with on:
         model = _Model(program, fn) if program.weights else None
-        compiling = torch.compile if program.codegen else compile_without_codegen
-        call = compiling(fn if model is None else model.forward, dynamic=program.dynamic)
+        whole = fn if model is None else model.forward
+        call = COMPILING[program.stage](whole, dynamic=program.dynamic)
         if model is not None:
             model.compiled = call
             call = model
         return [run(program, call, number) for number in range(len(program.sizes))]
+
+
+def _graph(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return compat.pre_grad_passes(gm, inputs).forward
+
+
+COMPILING: dict[str, Callable[..., Any]] = {
+    "graph": functools.partial(torch.compile, backend=_graph),
+    "aot": compile_without_codegen,
+    "codegen": torch.compile,
+}
 
 
 class _Model(nn.Module):
@@ -231,7 +243,7 @@ def differences(
     if len(got.outputs) != len(other.outputs):
         return [finding("count", "outputs", f"{len(got.outputs)}, not {len(other.outputs)}")]
     found = []
-    if not program.codegen and not torch.equal(got.random, other.random):
+    if program.stage != "codegen" and not torch.equal(got.random, other.random):
         found.append(finding("random", "state", "it is another one"))
     for pair in sorted(got.aliases ^ other.aliases):
         which = "have" if pair in got.aliases else "do not have"

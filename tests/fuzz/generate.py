@@ -570,11 +570,12 @@ def generate(
     families: Sequence[str] = tuple(FAMILIES),
     hazards: Sequence[str] | None = None,
     values: str | None = None,
+    floats: torch.dtype | None = None,
 ) -> Program:
     """The program of a seed; `families` are those that it may be made of, `hazards` what is put in (default: a few by
-    chance), and `values` what kind of values its inputs have."""
+    chance), `values` what kind of values its inputs have, and `floats` of which dtype."""
     m = Maker(seed)
-    m.values = values or m.values
+    m.values, m.floats = values or m.values, floats or m.floats
     m.weights = "integers" if values == "integers" else m.weights
     r = m.r
     # A few are whole models, of several layers.
@@ -603,7 +604,7 @@ def generate(
         returns=tuple(dict.fromkeys(n for n in m.returns if n in stored)),
         sizes=_sizes(r),
         training=m.training,
-        dynamic=r.choices([None, True, False], [70, 20, 10])[0],
+        dynamic=r.choices([None, True, False], [78, 12, 10])[0],
         autocast=m.floats == torch.float32 and r.random() < 0.06,
         exact=exact,
         module=r.random() < 0.3,
@@ -632,7 +633,7 @@ def _sizes(r: random.Random) -> tuple[dict[str, int], ...]:
         return sizes
 
     first = draw()
-    kind = r.choices(["once", "again", "other sizes"], [60, 15, 25])[0]
+    kind = r.choices(["once", "again", "other sizes"], [66, 15, 19])[0]
     if kind == "once":
         return (first,)
     # Weights keep their sizes: V and H are the model's.

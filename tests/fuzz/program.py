@@ -17,6 +17,10 @@ from . import vocabulary
 
 __all__ = ["Input", "Program", "Step", "make_values"]
 
+STAGES = ("graph", "aot", "codegen")
+"""How far a program is compiled: Dynamo's rewritten graph is run as it is, with eager's autograd; AOTAutograd and
+Inductor's passes follow, and ATen runs the result; or Inductor's generated code does."""
+
 Size = int | str
 """A number, or the name of one in `Program.sizes`."""
 
@@ -68,8 +72,8 @@ class Step:
 @dataclasses.dataclass(frozen=True)
 class Program:
     """sizes: one mapping of names to numbers for each call of the compiled program. exact: all arithmetic is exact, so
-    results have to be equal. codegen: by Inductor's generated code. module: its weights are parameters of a module.
-    families: the patterns whose blocks it holds.
+    results have to be equal. stage: how far it is compiled, one of `STAGES`. module: its weights are parameters of a
+    module. families: the patterns whose blocks it holds.
     """
 
     seed: int
@@ -81,7 +85,7 @@ class Program:
     dynamic: bool | None = None
     autocast: bool = False
     exact: bool = False
-    codegen: bool = False
+    stage: str = STAGES[0]
     module: bool = False
     families: tuple[str, ...] = ()
 
@@ -125,7 +129,8 @@ class Program:
         """A test's worth of text: the seed, what the program is called with, and the function."""
         fields = [f"seed={self.seed}"]
         fields += [f"sizes={tuple(dict(s) for s in self.sizes)}"] if self.sizes != ({},) else []
-        for field in ("training", "dynamic", "autocast", "exact", "codegen", "module"):
+        fields += [f"stage={self.stage!r}"] if self.stage != STAGES[0] else []
+        for field in ("training", "dynamic", "autocast", "exact", "module"):
             if (value := getattr(self, field)) not in (False, None):
                 fields.append(f"{field}={value}")
         lines = ["@kept(", f"    {', '.join(fields)},"]

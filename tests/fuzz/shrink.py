@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .program import Program, Step
+from .program import STAGES, Program, Step
 
 __all__ = ["shrunk"]
 
@@ -57,7 +57,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         ("dynamic", None),
         ("autocast", False),
         ("training", False),
-        ("codegen", False),
+        ("stage", STAGES[0]),
     ):
         if getattr(program, field) != value:
             inputs = program.inputs

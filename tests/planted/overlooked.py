@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -36,7 +37,8 @@ head_op = importlib.import_module("sparse_inductor.ops.splade_head")
 
 @dataclasses.dataclass(frozen=True)
 class Overlooked:
-    """A mistake, the program that shows it, and what the fuzzer is told to draw."""
+    """A mistake, the program that shows it, and what the fuzzer is told to draw: programs of `family` with `hazards`
+    and inputs of `values`, among them those that `drawn` says could show it."""
 
     name: str
     plant: Plant
@@ -44,6 +46,7 @@ class Overlooked:
     family: str
     hazards: tuple[str, ...] | None = None
     values: str | None = None
+    drawn: Callable[[Program], bool] = lambda program: True
     by_verify: bool = True
     """verify takes equal maxima for no mistake, and looks at the first call."""
 
@@ -393,6 +396,25 @@ def other_masks(x, w, mask):
     return (torch.log1p(F.relu(z)).amax(1),)
 
 
+def _learnt(*texts: str) -> Callable[[Program], bool]:
+    """Programs with gradients that hold one of the texts."""
+
+    def shows(program: Program) -> bool:
+        source = program.source()
+        return any(i.grad for i in program.inputs) and any(text in source for text in texts)
+
+    return shows
+
+
+def _narrowed_query(program: Program) -> bool:
+    narrowed = re.findall(r"(\w+) = .*(?:float16|half\(|float8)", program.source())
+    return any(f"{name} @" in program.source() for name in narrowed)
+
+
+def _masked_again(program: Program) -> bool:
+    return program.sizes[1:] == program.sizes[:1] and "masked_fill" in program.source()
+
+
 _NARROWED = ("narrowed",) * 3
 _QUERY = instead(Attention, "emit", _operand)
 _VALUES = instead(Scores, "documents", _documents)
@@ -420,7 +442,12 @@ OVERLOOKED = (
     ),
     Overlooked("cast of inputs dropped", _INPUT, input_in_eight_bits, "relu_ffn", _NARROWED),
     Overlooked(
-        "cast of queries dropped", _QUERY, queries_in_bfloat16, "entmax_attention", _NARROWED
+        "cast of queries dropped",
+        _QUERY,
+        queries_in_bfloat16,
+        "entmax_attention",
+        _NARROWED,
+        drawn=_narrowed_query,
     ),
     Overlooked(
         "cast of documents dropped", _VALUES, weights_in_bfloat16, "sparse_scores", _NARROWED
@@ -432,6 +459,7 @@ OVERLOOKED = (
         "splade_head",
         (),
         "integers",
+        drawn=_learnt(".max(1)", "torch.max("),
         by_verify=False,
     ),
     Overlooked(
@@ -441,6 +469,7 @@ OVERLOOKED = (
         "splade_head",
         (),
         "integers",
+        drawn=_learnt("relu("),
         by_verify=False,
     ),
     Overlooked("NaN cleaned in a head", _CLEAN_HEAD, head_of_a_nan, "splade_head", (), "nan"),
@@ -448,6 +477,12 @@ OVERLOOKED = (
     Overlooked("NaN cleaned in a block", _CLEAN_BLOCK, block_of_a_nan, "relu_ffn", (), "nan"),
     Overlooked("NaN cleaned in scores", _CLEAN_SCORES, scores_of_a_nan, "sparse_scores", (), "nan"),
     Overlooked(
-        "the first mask kept", _first_mask_kept, other_masks, "splade_head", (), by_verify=False
+        "the first mask kept",
+        _first_mask_kept,
+        other_masks,
+        "splade_head",
+        (),
+        drawn=_masked_again,
+        by_verify=False,
     ),
 )

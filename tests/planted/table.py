@@ -1,17 +1,18 @@
 """Who catches which planted mistake: verify, the fuzzer, the tests.   python -m planted.table (make planted)
 
 The tests compare the program that shows a mistake with itself unrewritten (`assert_matches_reference`, or the fuzzer's
-comparison for what is overlooked); the fuzzer has `SEEDS` seeds of the mistake's family.
+comparison for what is overlooked); the fuzzer has `TRIES` of its programs of the mistake's family.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -25,7 +26,7 @@ from sparse_inductor.testing import assert_matches_reference, compile_without_co
 
 __all__ = ["Caught", "by_fuzz", "by_tests", "by_verify", "caught"]
 
-SEEDS = 30
+SEEDS, TRIES = 2000, 30  # drawn, and of those run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Caught:
         return self.verify + (self.fuzz is not None) + self.tests
 
 
-def caught(mistake: Bug | Overlooked, seeds: int = SEEDS) -> Caught:
-    return Caught(by_verify(mistake), by_fuzz(mistake, seeds), by_tests(mistake))
+def caught(mistake: Bug | Overlooked, tries: int = TRIES) -> Caught:
+    return Caught(by_verify(mistake), by_fuzz(mistake, tries), by_tests(mistake))
 
 
 def by_verify(mistake: Bug | Overlooked) -> bool:
@@ -64,16 +65,15 @@ def by_tests(mistake: Bug | Overlooked) -> bool:
             return bool(check(mistake.program).findings)
     try:
         with mistake.plant():
-            assert_matches_reference(*program(mistake.program))
+            assert_matches_reference(*program(mistake.program), aot=False)
     except AssertionError:
         return True
     return False
 
 
-def by_fuzz(mistake: Bug | Overlooked, seeds: int = SEEDS) -> int | None:
+def by_fuzz(mistake: Bug | Overlooked, tries: int = TRIES) -> int | None:
     """The first seed whose program is right without the mistake and wrong with it."""
-    for seed in range(seeds):
-        drawn = _drawn(mistake, seed)
+    for seed, drawn in itertools.islice(_drawn(mistake), tries):
         with mistake.plant():
             found = check(drawn).findings
         if found and _right(drawn):
@@ -81,10 +81,18 @@ def by_fuzz(mistake: Bug | Overlooked, seeds: int = SEEDS) -> int | None:
     return None
 
 
-def _drawn(mistake: Bug | Overlooked, seed: int) -> Program:
-    if isinstance(mistake, Overlooked):
-        return generate(seed, (mistake.family,), mistake.hazards, mistake.values)
-    return generate(seed, (PROGRAMS[mistake.program].pattern,), ())
+def _drawn(mistake: Bug | Overlooked) -> Iterator[tuple[int, Program]]:
+    """Seeds and their programs, of those that could show the mistake. What is drawn by its meaning does not depend on
+    what else the generator draws."""
+    for seed in range(SEEDS):
+        if isinstance(mistake, Bug):
+            yield seed, generate(seed, (PROGRAMS[mistake.program].pattern,), ())
+        else:
+            drawn = generate(
+                seed, (mistake.family,), mistake.hazards, mistake.values, torch.float32
+            )
+            if not drawn.autocast and mistake.drawn(drawn):
+                yield seed, drawn
 
 
 _known: dict[str, bool] = {}
