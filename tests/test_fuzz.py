@@ -52,7 +52,7 @@ def test_a_campaign_counts_and_logs():
     assert tally.rewritten and sum(tally.by_family.values()) >= tally.rewritten
 
 
-@pytest.mark.parametrize("seeds", [range(at, 40, 10) for at in range(10)], ids=lambda s: f"{s[0]}")
+@pytest.mark.parametrize("seeds", [range(at, 24, 8) for at in range(8)], ids=lambda s: f"{s[0]}")
 def test_random_programs(seeds):
     for seed in seeds:
         _, failure = examine(generate(seed))
@@ -60,6 +60,6 @@ def test_random_programs(seeds):
 
 
 def test_most_of_what_is_drawn_is_rewritten():
-    outcomes = [examine(generate(seed))[0] for seed in range(100, 110)]
-    assert sum(bool(o.rewritten) for o in outcomes) >= 7
+    outcomes = [examine(generate(seed))[0] for seed in range(100, 108)]
+    assert sum(bool(o.rewritten) for o in outcomes) >= 6
     assert set().union(*(o.rewritten for o in outcomes)) == set(FAMILIES)
