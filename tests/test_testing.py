@@ -138,6 +138,7 @@ def test_a_snapshot_that_differs_shows_the_difference():
     assert "+hidden: float32[2, 6, 8]" in failing(assert_graph, Head(), ARGS, "\n", before=True)
 
 
+@pytest.mark.heavy
 def test_a_snapshot_is_accepted_on_request(tmp_path):
     test = tmp_path / "test_mine.py"
     test.write_text(
