@@ -154,6 +154,7 @@ def other_patterns() -> bool:
     return any((ROOT / "patterns").glob("[a-z]*.py"))
 
 
+@pytest.mark.heavy
 def test_a_changed_option_misses_in_the_same_process(run):
     result = run(then="sparse_inductor.enable(skip='toy')")
     assert result["cache"] == MISS and result["then"] == MISS
