@@ -7,7 +7,7 @@ import io
 
 import pytest
 
-from fuzz.campaign import campaign, examine
+from fuzz.campaign import Drawing, campaign, examine
 from fuzz.generate import FAMILIES, generate
 from fuzz.program import Program
 from fuzz.shrink import shrunk
@@ -44,7 +44,7 @@ def test_what_fails_gets_small():
 @pytest.mark.heavy
 def test_a_campaign_counts_and_logs():
     log = io.StringIO()
-    tally = campaign(2, 0, 1, log, shares={}, shrink=0.0)
+    tally = campaign(2, 0, 1, log, Drawing(shares={}), shrink=0.0)
     text = log.getvalue()
     assert (
         tally.programs == 2 and "rewritten" in text and "seeds 0 to 1" in text and "seconds" in text

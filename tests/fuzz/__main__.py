@@ -38,7 +38,7 @@ def main() -> int:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    from .campaign import campaign, examine
+    from .campaign import Drawing, campaign, examine
     from .generate import FAMILIES, generate
 
     families = tuple(options.families.split(",")) if options.families else tuple(FAMILIES)
@@ -51,9 +51,14 @@ def main() -> int:
         return 1 if failure else 0
     with open(options.log, "w") if options.log else open(os.devnull, "w") as file:
         tally = campaign(
-            options.programs, options.seed, options.processes, _Both(file), families,
-            {"aot": options.aot, "codegen": options.codegen}, options.shrink, options.seconds,
-        )  # fmt: skip
+            options.programs,
+            options.seed,
+            options.processes,
+            _Both(file),
+            Drawing(families, {"aot": options.aot, "codegen": options.codegen}),
+            options.shrink,
+            options.seconds,
+        )
     return 1 if tally.failures else 0
 
 

@@ -10,25 +10,24 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import get_context
-from typing import Any, TextIO
+from multiprocessing.connection import Connection, wait
+from typing import Any, TextIO, cast
 
 from .compare import Outcome, check
 from .generate import FAMILIES, generate
 from .program import STAGES, Program
 from .shrink import shrunk
 
-__all__ = ["Tally", "campaign", "examine"]
+__all__ = ["Drawing", "Tally", "campaign", "examine"]
 
 SHARES = {"aot": 0.1, "codegen": 0.005}  # of the programs that are compiled that far
 SHRINKING = 0.2  # of a process's time at most
-A_CHUNK = 10  # programs a process is handed at once
-A_PROCESS = (
-    15  # chunks until a process is replaced by a new one: Dynamo keeps a little of every program
-)
+# Programs to a process, unless one of them fails: Dynamo keeps a little of every program, and one that fails may leave
+# anything behind.
+A_PROCESS = 100
 
 
 @dataclasses.dataclass
@@ -53,6 +52,8 @@ class Tally:
     by_family: Counter[str] = dataclasses.field(default_factory=Counter)
     hazards: Counter[str] = dataclasses.field(default_factory=Counter)
     failures: list[Failure] = dataclasses.field(default_factory=list)
+    cpu: float = 0.0
+    """Seconds of processors, starting them and shrinking left out."""
 
     def add(self, other: Tally) -> None:
         for field in dataclasses.fields(self):
@@ -92,7 +93,10 @@ def _prepare() -> None:
 
 def examine(program: Program, shrink: float = 0.0) -> tuple[Outcome, Failure | None]:
     """Check one program; make a failing one small for so many seconds."""
-    outcome = check(program)
+    try:
+        outcome = check(program)
+    except Exception:
+        return Outcome([]), _failure(program, ["fuzzer: " + traceback.format_exc()], program)
     if not outcome.findings:
         return outcome, None
     small = program
@@ -104,39 +108,35 @@ def examine(program: Program, shrink: float = 0.0) -> tuple[Outcome, Failure | N
 
         small = shrunk(program, fails, shrink)
     found = check(small).findings if small is not program else outcome.findings
-    findings = [str(f) for f in found or outcome.findings]
-    failure = Failure(program.seed, program.families, program.hazards, findings, small.text())
-    return outcome, failure
+    return outcome, _failure(program, [str(f) for f in found or outcome.findings], small)
 
 
-def _stage(seed: int, shares: Mapping[str, float]) -> str:
-    """Where the program of a seed is compiled to: the last stage whose turn it is."""
-    turn = [stage for stage, share in shares.items() if share and seed % round(1 / share) == 0]
-    return turn[-1] if turn else STAGES[0]
+def _failure(program: Program, findings: list[str], small: Program) -> Failure:
+    return Failure(program.seed, program.families, program.hazards, findings, small.text())
 
 
-def _chunk(
-    seeds: Sequence[int], families: Sequence[str], shares: Mapping[str, float], shrink: float
-) -> Tally:
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """What the programs of a campaign are made of, and the shares of them that are compiled further."""
+
+    families: Sequence[str] = tuple(FAMILIES)
+    shares: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict(SHARES))
+
+    def program(self, seed: int) -> Program:
+        """The program of a seed, compiled to the last stage whose turn it is."""
+        turn = [s for s, share in self.shares.items() if share and seed % round(1 / share) == 0]
+        stage = turn[-1] if turn else STAGES[0]
+        return dataclasses.replace(generate(seed, self.families), stage=stage)
+
+
+def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:
+    """Check the programs of these seeds up to the first that fails, which may leave the process in a bad state."""
     _prepare()
-    tally, started, shrinking = Tally(), time.monotonic(), 0.0
+    tally, started = Tally(), time.process_time()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
         for seed in seeds:
-            program = dataclasses.replace(generate(seed, families), stage=_stage(seed, shares))
-            begun = time.monotonic()
-            affordable = shrinking <= SHRINKING * (begun - started)
-            try:
-                outcome, failure = examine(program, shrink if affordable else 0.0)
-            except Exception:
-                outcome = Outcome([])
-                failure = Failure(
-                    seed,
-                    program.families,
-                    program.hazards,
-                    ["fuzzer: " + traceback.format_exc()],
-                    program.text(),
-                )
-            shrinking += time.monotonic() - begun if failure and affordable else 0.0
+            program = drawing.program(seed)
+            outcome, failure = examine(program)
             tally.programs += 1
             tally.stages[program.stage] += 1
             tally.invalid += outcome.invalid
@@ -147,7 +147,18 @@ def _chunk(
             tally.hazards.update(program.hazards or ("none",))
             if failure is not None:
                 tally.failures.append(failure)
+                break
+    tally.cpu = time.process_time() - started
     return tally
+
+
+def _again(failure: Failure, shrink: float, drawing: Drawing) -> Failure:
+    """The failure in a process of its own, made small; one that is not seen there depends on what was run before."""
+    _prepare()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        found = examine(drawing.program(failure.seed), shrink)[1]
+    findings = ["only after others: " + f for f in failure.findings]
+    return found or dataclasses.replace(failure, findings=findings)
 
 
 @contextlib.contextmanager
@@ -165,87 +176,97 @@ def _own_cache() -> Iterator[None]:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
 
 
+def _send(to: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    to.send(function(*arguments))
+
+
 def campaign(
     programs: int,
     first: int,
     processes: int,
     log: TextIO,
-    families: Sequence[str] = tuple(FAMILIES),
-    shares: Mapping[str, float] = SHARES,
+    drawing: Drawing | None = None,
     shrink: float = 60.0,
     seconds: float = float("inf"),
 ) -> Tally:
     """Check the programs of seeds `first` on; after `seconds` nothing new is begun, and the log says with which seed
     to go on."""
-    tally, started = Tally(), time.monotonic()
+    drawing = drawing or Drawing()
+    tally, started, shrinking = Tally(), time.monotonic(), 0.0
 
     def say(text: str) -> None:
         print(text, file=log, flush=True)
 
-    chunks = [
-        range(at, min(at + A_CHUNK, first + programs))
-        for at in range(first, first + programs, A_CHUNK)
-    ]
+    def elapsed() -> float:
+        return time.monotonic() - started
+
+    end = first + programs
     say(
-        f"seeds {first} to {first + programs - 1}, {processes} processes, families {', '.join(families)}"
+        f"seeds {first} to {end - 1}, {processes} processes, families {', '.join(drawing.families)}"
     )
-    done: set[int] = set()
-    with (
-        _own_cache(),
-        ProcessPoolExecutor(
-            processes, mp_context=get_context("spawn"), max_tasks_per_child=A_PROCESS
-        ) as pool,
-    ):
-        waiting: dict[Any, range] = {}
-        at = 0
-        while at < len(chunks) or waiting:
-            while (
-                at < len(chunks)
-                and len(waiting) < 2 * processes
-                and time.monotonic() - started < seconds
-            ):
-                waiting[pool.submit(_chunk, chunks[at], families, shares, shrink)] = chunks[at]
-                at += 1
-            if not waiting:
+    todo = deque(range(at, min(at + A_PROCESS, end)) for at in range(first, end, A_PROCESS))
+    failed: deque[Failure] = deque()
+    context = get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.compare", f"{__package__}.generate"])
+    running: dict[Connection, tuple[Any, range | Failure]] = {}
+
+    def begin(task: range | Failure, function: Callable[..., Any], *arguments: Any) -> None:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_send, args=(theirs, function, (*arguments, drawing)))
+        process.start()
+        theirs.close()
+        running[ours] = process, task
+
+    with _own_cache():
+        while True:
+            while len(running) < processes and (failed or (todo and elapsed() < seconds)):
+                if failed:
+                    affordable = shrink if shrinking <= SHRINKING * processes * elapsed() else 0.0
+                    shrinking += affordable
+                    begin(failed[0], _again, failed.popleft(), affordable)
+                else:
+                    begin(todo[0], _run, todo.popleft())
+            if not running:
                 break
-            future = next(as_completed(waiting))
-            seeds = waiting.pop(future)
+            ready = cast(Connection, wait(running)[0])
+            process, task = running.pop(ready)
             try:
-                part = future.result()
-            except Exception as error:  # a process died
-                part = Tally(
-                    programs=0,
-                    failures=[
-                        Failure(
-                            seeds[0],
-                            (),
-                            (),
-                            [f"fuzzer: seeds {seeds[0]} to {seeds[-1]}: {error!r}"],
-                            "",
-                        )
-                    ],
-                )
-            done.update(seeds)
-            tally.add(part)
-            for failure in part.failures:
+                result = ready.recv()
+            except EOFError:
+                result = None
+            process.join()
+            if isinstance(task, Failure):
+                failure = result or task
+                tally.failures.append(failure)
                 say(
                     f"\nFAILED seed {failure.seed}, of {', '.join(failure.families)}; "
                     f"hazards: {', '.join(failure.hazards) or 'none'}"
                 )
                 say("\n".join(failure.findings[:4]))
                 say(failure.text)
-            elapsed = time.monotonic() - started
+            elif result is not None:
+                failed += result.failures
+                result.failures = []
+                tally.add(result)
+                if rest := task[result.programs :]:
+                    todo.appendleft(rest)
+            elif len(task) > 1:  # the process died: of which program?
+                todo.extendleft(range(seed, seed + 1) for seed in task)
+            else:
+                died = [f"process: ended with {process.exitcode}"]
+                program = drawing.program(task[0])
+                tally.programs += 1
+                failed.append(_failure(program, died, program))
             say(
-                f"[{elapsed:.0f} s] {tally.programs} programs, {tally.rewritten} rewritten, "
+                f"[{elapsed():.0f} s] {tally.programs} programs, {tally.rewritten} rewritten, "
                 f"{len(tally.failures)} failures"
             )
-    missing = sorted(set(range(first, first + programs)) - done)
     say("")
     say(str(tally))
-    say(f"seconds {time.monotonic() - started:.0f}")
-    if missing:
+    say(f"seconds {elapsed():.0f}, of processors {tally.cpu:.0f}")
+    if todo:
+        next_ = min(seeds[0] for seeds in todo)
         say(
-            f"not run: {len(missing)} programs; go on with --seed {missing[0]} "
-            f"--programs {first + programs - missing[0]}"
+            f"not run: {sum(map(len, todo))} programs; go on with --seed {next_} --programs {end - next_}"
         )
     return tally
