@@ -128,6 +128,26 @@ def test_what_is_read_before_a_write_is_what_was_there(writer):
     assert not _assert_as_eager(scores, torch.rand(2, 30), torch.rand(12, 5))
 
 
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda m, x: torch.relu(m.a(x)).amax(1),
+        lambda m, x: entmax.entmax15(m.q(x), dim=-1),
+        lambda m, x: entmax.sparsemax(m.q(x), dim=-1),
+    ],
+    ids=["amax", "entmax15", "sparsemax"],
+)
+def test_a_gradient_reads_what_was_written_to_a_result(result):
+    def program(m, x):
+        y = result(m, x)
+        y.data.clamp_(max=0.1)
+        return y
+
+    x = torch.randn(2, 3, 6)
+    assert not _assert_as_eager(program, x, training=True)
+    assert _assert_as_eager(program, x)
+
+
 def test_what_a_mask_was_made_of_may_be_written_before_it_is_read():
     def attention(m, x, keep):
         bias = torch.where(keep, 0.0, -torch.inf)

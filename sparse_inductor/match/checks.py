@@ -23,6 +23,12 @@ __all__ = [
 
 _DEVICES = ("cpu", "cuda")
 
+# Functions that autograd keeps the result of: their gradient reads what is written to it through `detach()` or `.data`.
+_SAVE_THEIR_RESULT = frozenset(
+    "amax amin relu sigmoid tanh exp expm1 sqrt rsqrt reciprocal softmax "
+    "entmax15 sparsemax entmax_bisect sparsemax_bisect".split()
+)
+
 
 class _Swallows(Protocol):
     anchor: fx.Node
@@ -101,6 +107,12 @@ def _check_gradient(
         for n in wanted:
             raise Decline(f"{label(n)} requires a gradient, and the operator runs under no_grad", n)
         return
+    for n in inside:
+        if view.name_of(n) in _SAVE_THEIR_RESULT:
+            for by in view.effects.writers_to(n):
+                if by not in inside and view.order[by] > view.order[n]:
+                    reason = f"{label(by)} writes to what {label(n)} made, which its gradient reads"
+                    raise Decline(reason, by)
     values = tensors_in(fake(match.anchor))
     ordered = sorted(inside, key=view.order.__getitem__)
     if match.anchor not in wanted and any(t.is_floating_point() for t in values):
