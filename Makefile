@@ -100,10 +100,9 @@ clean:
 	.venv/bin/python -m pip install --quiet --no-build-isolation -e ".[test,demo,bench,docs]" torch==2.13.0
 	touch $@
 
-# Triton 3.6's interpreter, which torch 2.11 comes with, needs an older numpy.
 .venvs/torch-%/.ready: pyproject.toml
 	test -x $(@D)/bin/python || python3 -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet torch==$*
 	$(@D)/bin/python -m pip install --quiet hatchling
-	$(@D)/bin/python -m pip install --quiet --no-build-isolation -e ".[test]" torch==$* "numpy$(if $(filter 2.11.%,$*),<2.4)"
+	$(@D)/bin/python -m pip install --quiet --no-build-isolation -e ".[test]" torch==$*
 	touch $@

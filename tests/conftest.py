@@ -26,7 +26,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 if os.environ.get("TRITON_INTERPRET") == "1":
     import interpreter
 
-    interpreter.make_faster()
+    interpreter.prepare()
 
 pytest_plugins = ["sparse_inductor.pytest_plugin"]
 

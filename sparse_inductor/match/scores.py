@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import compat
 from .axes import VIEWS, Axis, Placed, above, placed
 from .contraction import Contraction, contraction
 from .graph import GraphView, fake, label, same_size
@@ -197,16 +198,24 @@ class _Step:
                 # Where every key of a row is at the floor, no gradient passes it; the sum with a bias lets it through.
                 if mask is None:
                     raise self.decline("scores with a bias that is no mask have a floor")
-                halved = lowest == low and self.call.name == "maximum"
+                halved = lowest == low and self._slope_at_a_tie(least) == 0.5
                 if halved and not keeps_a_key(self.view, mask):
-                    raise self.decline("maximum halves the gradient of a row whose keys all tie")
-            if lowest < low:
+                    raise self.decline(
+                        f"{self.call.name} halves the gradient of a row whose keys all tie"
+                    )
+            if lowest < low or (lowest == low and not self._slope_at_a_tie(least)):
                 fill = None if bias.fill is None else low
                 found.biases = [dataclasses.replace(bias, fill=fill, floor=low)]
         if found.fill is not None:
             found.fill = max(found.fill, low)
         found.floored = True
         return found
+
+    def _slope_at_a_tie(self, least: Any) -> float:
+        """The gradient of a value that equals its lower bound, which is the torch's in use."""
+        if self.call.name != "maximum" and compat.clamp_has_a_slope_at_its_bounds():
+            return 1.0
+        return 0.5 if self.view.is_tensor(least) else 0.0
 
     def _scaled(self, found: Scores, c: float) -> Scores:
         return scaled(found, c, self.node)
