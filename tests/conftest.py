@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -31,6 +32,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 pytest_plugins = ["sparse_inductor.pytest_plugin"]
 
 torch.set_num_threads(max(1, min(torch.get_num_threads(), 2)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is there by now stays: collecting garbage need not look through it each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

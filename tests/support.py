@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +22,11 @@ SPLADE = "splade_head"
 def heavy(*values: Any) -> Any:
     """Values of a test's parameters that are left to `make test-all`, because others cross the same branches."""
     return pytest.param(*values, marks=pytest.mark.heavy)
+
+
+def one_in(n: int, values: Iterable[Any]) -> list[Any]:
+    """Each n-th of a test's values, and the others for `make test-all`."""
+    return [value if i % n == 0 else heavy(value) for i, value in enumerate(values)]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import gc
 import importlib
 import subprocess
 import sys
@@ -124,6 +123,7 @@ def grow(mib: int) -> dict[str, int]:
     return {"peak": found.peak, "scratch": found.scratch}
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_of_a_process_of_its_own():
     found = measure.isolated(grow, mib=96)
@@ -209,15 +209,6 @@ def test_the_quick_run_writes_its_files(tmp_path, family):
     assert str(tmp_path) not in page  # nobody's folders are published
 
 
-@pytest.fixture
-def nothing_old_is_collected():
-    """What is there by now is not looked through each time that a measurement collects garbage."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("family", "rows"),
     [
@@ -228,7 +219,6 @@ def nothing_old_is_collected():
         pytest.param("relu_ffn", 31, marks=pytest.mark.heavy),
     ],
 )
-@pytest.mark.usefixtures("nothing_old_is_collected")
 def test_the_parts_for_the_gpu_run(tmp_path, monkeypatch, family, rows):
     """On the CPU at tiny sizes: the figures are void, the code is the same, but that what is not rewritten is not
     compiled either, which takes long and which the quick runs do."""
@@ -413,6 +403,7 @@ def test_a_part_that_does_not_exist_is_refused(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.heavy
 def test_a_point_of_the_sweeps_is_a_training_step_of_ours(tmp_path):
     bench = Bench(CPU, results(), tmp_path, quick=True)
     point = splade_head._point(bench, splade_head.Shape(2, 16, 32, 300), "ours")

@@ -18,6 +18,7 @@ import torch
 from planted import bug_named
 from sparse_inductor import compat, console, doctor
 from sparse_inductor.__main__ import main
+from support import heavy
 
 ROOT = Path(__file__).parent.parent
 TESTS = Path(__file__).parent
@@ -118,7 +119,7 @@ def test_explain_as_json(tmp_path):
     ("name", "wanted"),
     [
         ("head", ["rewritten", "mine.py:12", "sparse_inductor::splade_head", "values and"]),
-        ("both", ["not rewritten, but nearly", "the logits are also", "mine.py:16"]),
+        heavy("both", ["not rewritten, but nearly", "the logits are also", "mine.py:16"]),
     ],
 )
 def test_explain_as_tables_in_a_terminal(tmp_path, name, wanted):

@@ -137,6 +137,7 @@ def test_head_is_rewritten(build, training):
         assert_one_head(case_of(build, training), report)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("build", [bert, heavy(distilbert), heavy(qwen2)])
 def test_dynamic_shapes(build):
     with only_splade_head() as report:

@@ -280,6 +280,7 @@ def run_pytest(tmp_path: Path, text: str, *options: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_markers_and_fixtures(tmp_path):
     out = run_pytest(tmp_path, PLUGIN_TESTS, "--triton-interpret")

@@ -75,7 +75,9 @@ def with_room(x, b, packed):
     return dataclasses.replace(packed, count=count)
 
 
-@pytest.mark.parametrize(("gated", "bias"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("gated", "bias"), [(True, True), pytest.param(False, False, marks=pytest.mark.heavy)]
+)
 def test_backward_reads_what_is_kept(gated, bias, monkeypatch):
     monkeypatch.setattr(kernel, "FEW", 0)
     x, b, packed, dy = dense_step(gated, bias)

@@ -15,6 +15,7 @@ from sparse_inductor.kernels import sparse_scores_documents as documents
 from sparse_inductor.kernels import sparse_scores_merge as merge
 from sparse_inductor.kernels import sparse_scores_search as search
 from sparse_inductor.ops._top import best_of
+from support import heavy
 
 CHUNK = 256
 V = 60
@@ -35,7 +36,7 @@ def small_chunks(monkeypatch, device):
     monkeypatch.setattr(search, "CHUNK_BITS", CHUNK.bit_length() - 1)
 
 
-@pytest.fixture(params=["by itself", "behind the scoring of everything"])
+@pytest.fixture(params=["by itself", heavy("behind the scoring of everything")])
 def sorting(request, monkeypatch):
     """Where answers are sorted that rescoring leaves: all, where it does not write any."""
     if request.param != "by itself":
@@ -206,7 +207,7 @@ def test_packing_more_is_packing_all(larger, small_chunks, device):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("negative", [False, True])
+@pytest.mark.parametrize("negative", [heavy(False), True])
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_search_is_exact(precision, negative, device):
     """Chunks as they are on a GPU; deleted documents; weights of every precision and sign."""
