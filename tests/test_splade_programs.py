@@ -9,6 +9,7 @@ from torch import nn
 import sparse_inductor
 from corpus.cases import named
 from corpus.check import check
+from sparse_inductor.testing import assert_matches_reference, assert_rewrites
 from support import compile_without_codegen, only_splade_head, rewrites
 
 BY_NAME = named("splade_head")
@@ -55,3 +56,15 @@ def test_norms_of_texts_are_no_poolings():
     sparse_inductor.enable()
     compile_without_codegen(vectors)(torch.randn(3, 5, 8))
     assert not sparse_inductor.report().near_misses
+
+
+def test_a_vocabulary_of_unknown_size_has_its_bias():
+    """The size is a node of the graph, not a symbol of the compile: a graph that is run as it is knows none."""
+
+    def head(x, w, b):
+        ones = x.new_ones(w.shape[0])
+        return torch.relu(b + x @ w.T).amax(1) + ones
+
+    inputs = torch.randn(2, 3, 6), torch.randn(9, 6), torch.randn(9)
+    found = assert_matches_reference(head, inputs, grads=False, dynamic=True, aot=False)
+    assert_rewrites(found, expected={"splade_head": 1})

@@ -284,12 +284,12 @@ class Chain:
     def _fold(self, e: Emitter, pair: Pair, term: Term, scale: float) -> Pair:
         """s (w x + b) with a column operand, as s (w' x + b'); what is of 16 bits is computed in fp32."""
         weight, bias = pair
-        r = self.vector(e, term, fake(weight).shape[0])
+        r = self.vector(e, term, e.size(weight, 0))
         if term.fn == "add":
             r = r if scale == 1 else e.call(operator.mul, widened(e, r), 1 / scale)
             if bias is not None:
                 return weight, e.call(operator.add, widened(e, bias), r)
-            return weight, e.method("expand", r, (fake(weight).shape[0],))
+            return weight, e.method("expand", r, (e.size(weight, 0),))
         if term.fn == "mul":
             r = widened(e, r)
             weight = e.call(operator.mul, weight, e.method("unsqueeze", r, 1))
@@ -299,7 +299,7 @@ class Chain:
         kept: Any = 0.0 if bias is None else widened(e, bias)
         return weight, e.call(torch.where, r, kept, term.const[0] / scale)
 
-    def vector(self, e: Emitter, term: Term, columns: int) -> fx.Node:
+    def vector(self, e: Emitter, term: Term, columns: int | fx.Node) -> fx.Node:
         """A column operand as [V], prepared."""
         if isinstance(term.operand, Normalised):
             return term.operand.emit(e)
@@ -369,14 +369,14 @@ class Chain:
             if isinstance(item, Step):
                 t = applied(e, t, item)
                 continue
-            operand = self._entries(e, item, order, fake(t).shape[-1])
+            operand = self._entries(e, item, order, e.size(t, -1))
             if item.fn == "where":
                 t = e.call(torch.where, e.method("bool", operand), t, item.const[0])
             else:
                 t = e.call(getattr(operator, item.fn), t, operand)
         return t
 
-    def _entries(self, e: Emitter, term: Term, order: list[int], columns: int) -> fx.Node:
+    def _entries(self, e: Emitter, term: Term, order: list[int], columns: int | fx.Node) -> fx.Node:
         """An operand of the tail, to go with values in `order`."""
         t = term.operand
         if not isinstance(t, fx.Node) or sum(not same_size(s, 1) for s in fake(t).shape) <= 1:

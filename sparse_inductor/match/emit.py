@@ -44,6 +44,11 @@ class Emitter:
         node.meta["example_value"] = value
         return node
 
+    def size(self, t: fx.Node, dim: int) -> int | fx.Node:
+        """A size of t, which a graph reads where it is none of its constants."""
+        size = fake(t).shape[dim]
+        return size if isinstance(size, int) else self.method("size", t, dim)
+
     def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
         """t.permute(dims); t itself where they are in order."""
         return t if list(dims) == sorted(dims) else self.method("permute", t, tuple(dims))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -22,15 +23,18 @@ def tensor(
     return Input("", shape, values, dtype, grad)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Kept(Program):
     """A program whose function is there already."""
 
+    fn: Callable[..., Any] = lambda: None
+
     @property
     def name(self) -> str:
-        return self.__dict__["fn"].__name__
+        return self.fn.__name__
 
     def function(self) -> Callable[..., Any]:
-        return self.__dict__["fn"]
+        return self.fn
 
 
 def kept(**fields: Any) -> Callable[[Callable[..., Any]], Program]:
@@ -43,8 +47,6 @@ def kept(**fields: Any) -> Callable[[Callable[..., Any]], Program]:
         others = {n: v for n, v in fields.items() if n not in given}
         body = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
         body.decorator_list = []
-        program = _Kept(inputs=inputs, steps=(Step(ast.unparse(body)),), returns=(), **others)
-        program.__dict__["fn"] = fn
-        return program
+        return _Kept(inputs=inputs, steps=(Step(ast.unparse(body)),), returns=(), fn=fn, **others)
 
     return decorate
