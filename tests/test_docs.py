@@ -1,4 +1,4 @@
-"""The documentation: every code block runs, every part that pages take from the README is there, the site builds."""
+"""The documentation: every code block runs, generated parts are what they should be, the site builds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import pages
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -42,15 +44,84 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+# The report of the first program is made once, by the README's test: here it is compared with the README's.
+@pytest.mark.parametrize("name", [name for name in pages.parts() if name != "report"])
+def test_generated_parts_are_up_to_date(name):
+    part = pages.parts()[name]
+    made = part.make()
+    for page in part.pages:
+        assert pages.find(page.read_text(), name) == made, "run python -m benchmarks.pages"
+
+
+def test_the_home_page_has_the_report_of_the_readme():
+    first, *others = (pages.find(p.read_text(), "report") for p in pages.parts()["report"].pages)
+    assert [pages.untimed(other) for other in others] == [pages.untimed(first)]
+
+
+def test_every_example_and_near_miss_has_its_line():
+    from sparse_inductor.pattern import registered
+
+    part = pages.find((DOCS / "patterns.md").read_text(), "patterns")
+    for pattern in registered().values():
+        for example in (*pattern.examples, *pattern.near_misses):
+            assert f"| `{pages.code_of(example)}` |" in part
+        for example in pattern.near_misses:
+            assert example.reason in part
+
+
+def test_the_operators_examples_run():
+    head, attention = blocks(DOCS / "operators.md")
+    space: dict[str, object] = {}
+    exec(head, space)
+    assert space["values"].shape == (2, 100)
+    exec(attention, space)
+    assert space["out"].shape == (2, 8, 128, 64)
+    assert (space["p"] == 0).any()
+
+
+def test_the_feed_forward_example_runs():
+    (code,) = blocks(DOCS / "feed-forward.md")
+    space: dict[str, object] = {}
+    exec(code, space)
+    assert space["y"].shape == (2, 16, 64) and space["stats"].shape == (4, 2, 16)
+
+
+def test_the_indexs_first_example_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    space: dict[str, object] = {}
+    exec(blocks(DOCS / "how-to" / "build-an-index.md")[0], space)
+    assert space["scores"].shape == space["ids"].shape == (4, 10)
+    assert space["more"] == range(1000, 1001) and len(space["index"]) == 1001
+    assert space["again"].shape == (4, 10)
+
+
+def test_the_documented_patterns_are_patterns():
+    from sparse_inductor.pattern import register, unregister
+
+    template, test, structural, _ = blocks(DOCS / "how-to" / "write-a-pattern.md")
+    space: dict[str, object] = {}
+    exec(template + test, space)
+    space["test_masked_relu"]()
+    space = {}
+    exec(structural, space)
+    register(space["PATTERN"])
+    unregister("my_head")
+
+
+def test_a_pattern_and_its_tests_are_short():
+    template, test, *_ = blocks(DOCS / "how-to" / "write-a-pattern.md")
+    written = [line for line in (template + test).splitlines() if line.strip()]
+    assert len(written) <= 40
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_parts_of_the_readme_are_found(page):
-    text = hooks.on_page_markdown(page.read_text())
-    assert "<!-- readme:" not in text
+def test_plots_are_found(page):
+    assert "<!-- plots:" not in hooks.on_page_markdown(page.read_text())
 
 
-def test_a_part_that_is_not_there_is_named():
-    with pytest.raises(KeyError, match="no part '# Nonsense'"):
-        hooks.part("# Nonsense")
+def test_a_machine_without_a_plot_is_named():
+    with pytest.raises(KeyError, match="no plot of 'abacus'"):
+        hooks.plots("abacus")
 
 
 def test_every_page_is_in_the_navigation():

@@ -16,7 +16,7 @@ from torch import nn
 
 import sparse_inductor
 from benchmarks.bench import Bench
-from benchmarks.readme import README
+from benchmarks.pages import DOCS
 
 
 def run(bench: Bench) -> None:
@@ -133,9 +133,9 @@ def _processor_time(what: Callable[[], None]) -> float:
 
 
 def _lines(bench: Bench) -> None:
-    """The README's template and its tests, as a newcomer would copy them."""
-    section = README.read_text().split("\n## Adding a pattern\n")[1].split("\n## ")[0]
-    template, test = re.findall(r"```python\n(.*?)```", section, re.S)[:2]
+    """The documentation's template and its tests, as a newcomer would copy them."""
+    page = (DOCS / "how-to" / "write-a-pattern.md").read_text()
+    template, test = re.findall(r"```python\n(.*?)```", page, re.S)[:2]
     written = [line for line in (template + test).splitlines() if line.strip()]
     name = "lines of a pattern over an existing operator, tests included"
-    bench.row(name, len(written), "lines", 80, 40, note="the first example of Adding a pattern")
+    bench.row(name, len(written), "lines", 80, 40, note="the first example of Write a pattern")

@@ -1,7 +1,8 @@
-"""The generated parts of README.md: what is matched and declined, and the measured numbers.
+"""The generated parts of README.md and of the documentation: the first program and what it prints, what is matched and
+declined, and the measured numbers.
 
-    python -m benchmarks.readme            put them in
-    python -m benchmarks.readme --check    exit status 1 when they are not what they should be
+    python -m benchmarks.pages            put them in
+    python -m benchmarks.pages --check    exit status 1 when they are not what they should be
 
 Each part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 """
@@ -10,7 +11,12 @@ from __future__ import annotations
 
 import argparse
 import ast
+import dataclasses
+import os
+import re
+import subprocess
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,33 +31,49 @@ from .publish import Results, Row, markdown_table, rows_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PROGRAM = DOCS / "encoder.py"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def parts() -> dict[str, Callable[[], str]]:
-    """Name of each part -> what makes it."""
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A generated part: what makes it, and the pages that have it."""
+
+    make: Callable[[], str]
+    pages: tuple[Path, ...]
+
+
+def parts() -> dict[str, Part]:
+    """The parts by name."""
+    first = (README, DOCS / "index.md")
+    numbered = (DOCS / "numbers.md",)
     return {
-        "patterns": patterns,
-        "numbers-cpu": lambda: numbers("cpu"),
-        "numbers-gpu": lambda: numbers("gpu"),
+        "program": Part(program, first),
+        "report": Part(report, first),
+        "patterns": Part(patterns, (DOCS / "patterns.md",)),
+        "numbers-gpu": Part(lambda: numbers("gpu"), numbered),
+        "numbers-cpu": Part(lambda: numbers("cpu"), numbered),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.readme", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pages", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing")
     check = parser.parse_args(argv).check
-    text = README.read_text()
-    new = text
-    for name, make in parts().items():
-        new = put(new, name, make())
-    if not check:
-        README.write_text(new)
-    elif new != text:
-        print("README.md is out of date: run python -m benchmarks.readme", file=sys.stderr)
-        return 1
-    return 0
+    stale = set()
+    for name, part in parts().items():
+        made = part.make()
+        for page in part.pages:
+            text = page.read_text()
+            if untimed(find(text, name)) != untimed(made):
+                stale.add(page.relative_to(ROOT).as_posix())
+                if not check:
+                    page.write_text(put(text, name, made))
+    if check and stale:
+        print(f"{', '.join(sorted(stale))}: run python -m benchmarks.pages", file=sys.stderr)
+    return int(check and bool(stale))
 
 
 def find(text: str, name: str) -> str:
@@ -59,7 +81,7 @@ def find(text: str, name: str) -> str:
     begin, end = _marks(name)
     if text.count(begin) != 1 or text.count(end) != 1:
         raise ValueError(f"{begin} and {end} must each stand in the text once")
-    return text.split(begin)[1].split(end)[0].strip()
+    return text.split(begin)[1].split(end)[0].strip("\n")
 
 
 def put(text: str, name: str, part: str) -> str:
@@ -70,8 +92,34 @@ def put(text: str, name: str, part: str) -> str:
     return f"{head}{begin}\n{part}\n{end}{rest.split(end)[1]}"
 
 
+def untimed(part: str) -> str:
+    """The part without the time that a report's first line names: it is another one in each run."""
+    return re.sub(r"took [\d.]+ m?s", "took", part)
+
+
 def _marks(name: str) -> tuple[str, str]:
     return f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+
+
+# --- The first program ------------------------------------------------------------------------------------------------
+
+
+def program() -> str:
+    """The program that README.md and the home page show."""
+    return f"```python\n{PROGRAM.read_text()}```"
+
+
+def report() -> str:
+    """What that program prints, on a CPU."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM.name],
+        cwd=PROGRAM.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return textwrap.indent(done.stdout.strip(), "    ")
 
 
 # --- What is matched and what is declined -----------------------------------------------------------------------------
@@ -139,7 +187,7 @@ def numbers(kind: str) -> str:
 
 def _numbers(results: Results) -> str:
     facts = ", ".join(f"{name} {value}" for name, value in results.machine.items())
-    page = f"benchmarks/results/{results.slug}.md"
+    page = f"../benchmarks/results/{results.slug}.md"
     notes = [
         f"`{results.command}`; {facts}. All figures: [{results.slug}.md]({page}).",
         *results.text,
