@@ -21,8 +21,8 @@ import torch
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.epilogue.ranges import Interval, prove
-from sparse_inductor.epilogue.steps import Program, Step, render
+from sparse_inductor.epilogue.ranges import Interval, prove, undefined
+from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.checks import (
     check_device,
@@ -106,6 +106,11 @@ class HeadMatch:
         # Under autocast the linear computes in another dtype than its inputs have.
         dtype = fake(chain.linear.node).dtype
         hidden, weight = e.cast(hidden, dtype), e.cast(weight, dtype)
+        program = self.program
+        if _makes_nan_a_number(program):
+            # A maximum of NaN is one: the tokens whose logits are NaN are left out of it.
+            rows.append(e.method("all", e.call(operator.eq, hidden, hidden), -1))
+            program = (Step("row_where", (-math.inf,), len(rows) - 1), *program)
         if bias is not None:
             wide = chain.wide_bias or bool(
                 chain.folded
@@ -117,7 +122,7 @@ class HeadMatch:
         named = None if wide == dtype else wide
         op = e.call(
             torch.ops.sparse_inductor.splade_head.default,
-            hidden, weight, bias, rows, render(self.program), named, self.wants_argmax,
+            hidden, weight, bias, rows, render(program), named, self.wants_argmax,
         )  # fmt: skip
         values = e.call(operator.getitem, op, 0)
         if chain.tail:
@@ -225,6 +230,7 @@ class SpladeHead:
         if proof.direction != 1:
             pool = "minimum" if red.minimum else "maximum"
             raise Decline(f"the {pool} cannot move past the activation: {proof.why()}", node)
+        _check_finite(program, node)
         if chain.tail:
             self._check_tail(chain, red, proof.range, node)
         if not (is_parameter(view, linear.weight_source) or _resembles(view, node, red)):
@@ -256,6 +262,26 @@ class SpladeHead:
 
     examples: Sequence[Example] = ()
     near_misses: Sequence[Example] = ()
+
+
+def _check_finite(program: Program, node: fx.Node) -> None:
+    """Raises Decline where the operator would have a number, and the program has NaN, or another number."""
+    for at, step in enumerate(program):
+        before = scalar_steps(program[:at])
+        if step.fn == "row_mul" and (undefined_step := undefined(before)) is not None:
+            raise Decline(f"multiplies by 0 what may be no number: {undefined_step}", node)
+    if _makes_nan_a_number(program):
+        nan, least = (_at(program, x) for x in (math.nan, -math.inf))
+        if nan != least:
+            raise Decline(f"makes NaN {nan:g}, and small logits {least:g}", node)
+
+
+def _makes_nan_a_number(program: Program) -> bool:
+    return not math.isnan(_at(program, math.nan))
+
+
+def _at(program: Program, x: float) -> float:
+    return run(scalar_steps(program), torch.tensor(x, dtype=torch.float64)).item()
 
 
 def _name(m: HeadMatch, node: fx.Node) -> str:

@@ -35,8 +35,8 @@ def test_padding_that_is_masked_away_does_not_poison_the_weight_gradient():
     torch.testing.assert_close(ours.double(), truth, rtol=1e-5, atol=1e-5)
 
 
-def test_nan_logits_are_not_hidden_by_a_handwritten_relu():
-    """where(x > 0, x, 0) turns NaN into 0 and so leaves a poisoned token out; here the sequence becomes NaN."""
+def test_a_handwritten_relu_leaves_a_poisoned_token_out():
+    """where(x > 0, x, 0) turns NaN into 0, unlike relu."""
 
     class Model(Vocabulary):
         def forward(self, h):
@@ -45,9 +45,10 @@ def test_nan_logits_are_not_hidden_by_a_handwritten_relu():
 
     states = hidden().detach()
     states[0, 2] = float("nan")
-    result = _compiled(Model(), states)
-    assert result[0].isnan().all()
-    assert result[1:].isfinite().all()
+    module = Model()
+    expected = module(states)
+    assert expected.isfinite().all() and expected[0].any()
+    torch.testing.assert_close(_compiled(module, states), expected)
 
 
 def test_minus_infinity_times_its_sign_is_zero():
@@ -78,18 +79,3 @@ def test_a_poisoned_token_poisons_banned_terms_too():
     result = _compiled(Model(), states)
     assert result[0].isnan().all()
     assert (result[1:, [0, 3]] == 0).all() and result[1:].isfinite().all()
-
-
-def test_an_undefined_root_that_is_thrown_away_has_no_gradient():
-    """where(x > 0, sqrt(x), 0) gives NaN gradients to what is negative; here nothing flows there."""
-
-    class Model(Vocabulary):
-        def forward(self, h):
-            logits = self.decoder(h)
-            return torch.where(logits > 0, torch.sqrt(logits), 0.0).amax(dim=1)
-
-    module, states = Model(), hidden()
-    (eager,) = torch.autograd.grad(module(states).sum(), states)
-    (ours,) = torch.autograd.grad(_compiled(module, states).sum(), states)
-    assert eager.isnan().any()
-    assert ours.isfinite().all() and ours.any()

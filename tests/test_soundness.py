@@ -286,6 +286,99 @@ def test_fmax_is_no_maximum():
     _assert_as_eager(lambda m, x: m.b(torch.fmax(m.a(x), zero)), x)
 
 
+_KEEPING = {
+    "where": lambda z: torch.where(z > 0, z, 0.0),
+    "masked_fill": lambda z: z.masked_fill(~(z > 0), 0.0),
+    "where, the contrary": lambda z: torch.where(z <= 0, 0.0, z),
+    "index": lambda z: torch.relu(z).index_put((z < 0.5,), torch.tensor(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", _KEEPING)
+def test_a_choice_does_with_nan_what_its_condition_says(name):
+    keep = _KEEPING[name]
+    x = torch.randn(2, 5, 6)
+    x[0, 1] = torch.nan
+    head = lambda m, x: torch.log1p(keep(m.a(x))).amax(1)
+    assert _assert_as_eager(head, x) == ["splade_head"]
+    assert _assert_as_eager(lambda m, x: m.b(keep(m.a(x))), x) == ["relu_ffn"]
+    assert _assert_as_eager(lambda m, x: m.b(keep(m.a(x))), x, training=True) == ["relu_ffn"]
+
+
+def test_a_mask_of_zeros_does_not_hide_an_infinite_weight():
+    head = lambda m, x, mask: (torch.log(torch.relu(m.a(x))) * mask[..., None]).amax(1)
+    mask = torch.ones(2, 5)
+    mask[:, 3:] = 0
+    assert not _assert_as_eager(head, torch.randn(2, 5, 6), mask)
+
+
+_TIED = {
+    "maximum": lambda z: torch.maximum(z, torch.zeros_like(z)),
+    "maximum with a number": lambda z: torch.maximum(torch.tensor(1.0), z) - 1,
+    "minimum": lambda z: torch.minimum(torch.relu(z), torch.ones(())),
+    "clamp": lambda z: z.clamp(0, 2),
+    "clamp of tensors": lambda z: torch.clamp(z, min=torch.zeros(())),
+    "where": lambda z: torch.where(z >= 0, z, 0.0),
+    "masked_fill": lambda z: z.masked_fill(z < 1, 0.0),
+    "the smaller": lambda z: torch.relu(z.masked_fill(z > 1, 1.0)),
+}
+
+
+@pytest.mark.parametrize("name", _TIED)
+def test_a_tie_with_a_number_has_the_gradient_of_eager(name):
+    block = lambda m, x, weight: m.b(_TIED[name](F.linear(x, weight)))
+    x = torch.randint(-2, 3, (2, 5, 6)).float()
+    weight = torch.randint(-1, 2, (8, 6)).float().requires_grad_()
+    assert _assert_as_eager(block, x, weight, training=True) == ["relu_ffn"]
+    x[0, 1] = torch.nan
+    _assert_as_eager(block, x, weight, training=True)
+
+
+def test_a_root_of_what_is_thrown_away_has_no_gradient():
+    head = lambda m, x: (lambda z: torch.where(z > 0, z.sqrt(), 0.0))(m.a(x)).amax(1)
+    assert not _assert_as_eager(head, torch.randn(2, 5, 6), training=True)
+    assert _assert_as_eager(head, torch.randn(2, 5, 6)) == ["splade_head"]
+
+
+_MIXED = {
+    "weight of a head": lambda m, x, half: F.linear(x, half(m.a.weight)).relu().amax(1),
+    "bias of a head": lambda m, x, half: F.linear(x, m.a.weight, half(m.a.bias)).relu().amax(1),
+    "matmul": lambda m, x, half: (x @ half(m.a.weight).t()).relu().amax(1),
+    "addmm": lambda m, x, half: torch.addmm(half(m.a.bias), x[0], m.a.weight.t()).relu().amax(0),
+    "einsum": lambda m, x, half: (
+        torch.einsum("bsd,vd->bsv", x, half(m.a.weight)).relu().log1p().amax(1)
+    ),
+    "tokens of a block": lambda m, x, half: m.b(torch.relu(m.a(half(x)))),
+    "hidden activations": lambda m, x, half: m.b(half(torch.relu(m.a(x)))),
+    "down weight": lambda m, x, half: F.linear(torch.relu(m.a(x)), half(m.b.weight)),
+    "values": lambda m, x, half: entmax.entmax15(m.q(x) @ m.k(x).mT, dim=-1) @ half(x),
+    "keys": lambda m, x, half: entmax.entmax15(m.q(x) @ half(m.k(x).mT), dim=-1) @ x,
+}
+
+
+@pytest.mark.parametrize("name", _MIXED)
+def test_what_eager_refuses_to_multiply_is_refused(name):
+    def program(m, x):
+        return _MIXED[name](m, x, lambda t: t.to(torch.bfloat16))
+
+    x = torch.randn(2, 5, 6)
+    with pytest.raises(RuntimeError):
+        _run(program, (x,), False, compiled=False)
+    with only(*ALL) as report, pytest.raises(RuntimeError):
+        _run(program, (x,), False, compiled=True)
+    assert not report.rewrites
+
+
+def test_autocast_multiplies_what_eager_would_refuse():
+    def head(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.log1p(torch.relu(m.a(x.bfloat16()))).amax(1)
+
+    with only(*ALL) as report:
+        _run(head, (torch.randn(2, 5, 6),), False, compiled=True)
+    assert [r.pattern for r in report.rewrites] == ["splade_head"]
+
+
 @pytest.mark.parametrize("function", [torch.sqrt, torch.log, torch.sigmoid, torch.reciprocal])
 @pytest.mark.parametrize("unused", [0.0, torch.nan])
 def test_functions_are_applied_to_what_is_gathered(function, unused):
@@ -305,6 +398,13 @@ def test_a_search_of_few_steps_is_no_sparsemax():
 
     generator = torch.Generator().manual_seed(0)
     assert not _assert_as_eager(almost, torch.randn(256, 64, generator=generator))
+
+    # 1, 1 + 1e-6, ... below the largest: each is left out in a step of its own, the last one first
+    below = [0.0]
+    while below[-1] < 1e36:
+        below.append(1.001 * ((len(below) + 2) * below[-1] - sum(below)) + 1e-6)
+    slow = -torch.tensor([[0.0, *(1.0 + x for x in below)]])
+    assert not _assert_as_eager(lambda m, z: almost(m, z, 24), slow)
 
 
 def test_a_verdict_belongs_to_one_graph():

@@ -36,26 +36,31 @@ def cut(program: Sequence[Step]) -> float | None:
         if step.fn in _BEFORE:
             before.append(functools.partial(_BEFORE[step.fn], *step.consts))
             exact = exact and step.fn not in ("mul", "add", "sigmoid")
-        elif step.fn in ("relu", "threshold", "clamp_min"):
-            bound, value = {
-                "relu": lambda c: (0.0, 0.0),
-                "threshold": lambda c: c,
-                "clamp_min": lambda c: (c[0], c[0]),
-            }[step.fn](step.consts)
+        elif step.fn in _RECTIFIERS:
+            bound, value = _RECTIFIERS[step.fn](step.consts)
             if _at(program[at + 1 :], value) == 0.0:
                 t: float | None = bound
                 for undo in reversed(before):
                     t = None if t is None else undo(t)
                 if t is None:
                     break
-                if step.fn == "clamp_min" or not exact:
-                    t -= max(abs(t) * 2.0**-20, _TINY)  # at a tie clamp has a slope
+                if step.fn in _SLOPED or not exact:
+                    t -= max(abs(t) * 2.0**-20, _TINY)
                 found = t if found is None else max(found, t)
             elif found is None:
                 return None
         else:
             break
     return found
+
+
+# step -> of its constants: the number up to which it is constant, and what it is there
+_RECTIFIERS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
+    "relu": lambda c: (0.0, 0.0),
+    **dict.fromkeys("threshold above fill_below at_least".split(), lambda c: c),
+    **dict.fromkeys("clamp_min maximum".split(), lambda c: (c[0], c[0])),
+}
+_SLOPED = frozenset("clamp_min maximum fill_below at_least".split())  # at that number there is a slope
 
 
 def _sign(t: float) -> float | None:
@@ -68,7 +73,8 @@ _BEFORE: dict[str, Callable[..., float | None]] = {
     "mul": lambda c, t: t / c if c > 0 else None,
     "add": lambda c, t: t - c,
     "clamp_max": lambda c, t: t if t < c else None,
-    "cap": lambda c, t: t if t < c else None,
+    **dict.fromkeys("cap minimum".split(), lambda c, t: t if t < c else None),
+    "fill_above": lambda c, v, t: t if t < min(c, v) else None,
     "elu": lambda alpha, scale, t: _sign(t) if alpha > 0 and scale > 0 else None,
     "sigmoid": lambda t: 0.0 if t == 0.5 else None,
     **dict.fromkeys("tanh softsign atan asinh erf expm1".split(), _sign),

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from .ranges import hoistable_suffix, prove
-from .steps import ROW, Program, apply, parse
+from .steps import ROW, Program, apply, parse, scalar_steps
 
 __all__ = ["Lowered", "Plan", "lower", "plan"]
 
@@ -52,7 +52,7 @@ def plan(steps: str, every_position: bool = False) -> Plan:
     Raises ValueError for a program that does not parse.
     """
     program = parse(steps)
-    scalar = tuple(s for s in program if s.fn not in ROW)
+    scalar = scalar_steps(program)
     hoists = not every_position and prove(scalar).direction == 1
     exhaustive, seen_scalar = True, False
     for step in program:

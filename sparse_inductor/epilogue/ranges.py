@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 
 from .steps import ROW, Program, Step
 
-__all__ = ["REALS", "Interval", "Proof", "prove"]
+__all__ = ["REALS", "Interval", "Proof", "hoistable_suffix", "prove", "undefined"]
 
 _INF = math.inf
+_TINY = 2.0**-24  # what is undefined at 0 is taken to be so up to here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,8 @@ _RISING: dict[str, tuple[Interval, Callable[..., float]]] = {
     "add": (REALS, lambda x, c: x + c),
     "clamp_min": (REALS, lambda x, c: max(x, c)),
     "clamp_max": (REALS, lambda x, c: min(x, c)),
-    "cap": (REALS, lambda x, c: min(x, c)),
+    **dict.fromkeys("cap minimum".split(), (REALS, lambda x, c: min(x, c))),
+    "maximum": (REALS, lambda x, c: max(x, c)),
     "relu": (REALS, lambda x: max(x, 0.0)),
     "log": (Interval(0.0, _INF), _log(None)),
     "log1p": (Interval(-1.0, _INF), lambda x: -_INF if x == -1 else math.log1p(x)),
@@ -86,6 +89,13 @@ _RISING: dict[str, tuple[Interval, Callable[..., float]]] = {
     "asinh": (REALS, math.asinh),
     "erf": (REALS, math.erf),
     "softplus": (REALS, lambda x, b, t: _softplus(x, b)),
+}
+
+
+# where a step keeps x, and does not fill in its second constant
+_JUMPS: dict[str, Callable[[float, float], bool]] = {
+    **dict.fromkeys(("threshold", "above"), operator.gt),
+    **dict.fromkeys(("fill_below", "at_least"), operator.ge),
 }
 
 
@@ -114,9 +124,12 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
             return 1, positive, _guard(lambda v: v**p)
         # 1 / -0.0 is -inf, so 0 is out of the domain.
         return -1, Interval(math.ulp(0.0), _INF), _guard(lambda v: v**p)
-    if fn == "threshold":  # jumps from v up to t at t, so v may not exceed t
+    if fn in _JUMPS:  # from v up to t at t, so v may not exceed t
         t, v = c
-        return (1, REALS, lambda s: s if s > t else v) if v <= t else None
+        return (1, REALS, lambda s: s if _JUMPS[fn](s, t) else v) if v <= t else None
+    if fn == "fill_above":
+        t, v = c
+        return (1, REALS, lambda s: v if s > t else s) if v >= t else None
     if fn == "leaky_relu":
         if c[0] < 0 or (c[0] == 0 and x.lo == -_INF):
             return None
@@ -168,6 +181,25 @@ def prove(program: Sequence[Step], x: Interval = REALS) -> Proof:
         x = Interval(min(ends), max(ends))
         direction *= sign
     return Proof(direction, x)
+
+
+def undefined(program: Sequence[Step]) -> Step | None:
+    """The first step that may give infinity or NaN for a finite number; None where there is none."""
+    for at, step in enumerate(program):
+        least = _defined_from(step)
+        if least is not None and prove(program[:at]).range.lo < least:
+            return step
+    return None
+
+
+def _defined_from(step: Step) -> float | None:
+    """The least number that a step gives a finite number for; None where it does for all."""
+    if step.fn in ("log", "log2", "log10"):
+        return _TINY
+    if step.fn == "pow":
+        exponent = step.consts[0]
+        return _TINY if exponent < 0 else None if exponent == int(exponent) else 0.0
+    return {"log1p": -1.0 + _TINY, "sqrt": 0.0}.get(step.fn)
 
 
 def hoistable_suffix(program: Program) -> int:

@@ -23,7 +23,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-__all__ = ["ROW", "SCALAR", "Program", "Step", "apply", "dual", "parse", "render", "run"]
+from .. import compat
+
+__all__ = [
+    "ROW", "SCALAR", "Program", "Step", "apply", "dual", "parse", "render", "run", "scalar_steps",
+]  # fmt: skip
 
 # name -> (number of constants, value, derivative). `x` is the step's input, `y` its output. A derivative of
 # None marks a step that is flat there; `dual` treats flat as final, as PyTorch's select-based backwards do.
@@ -46,16 +50,35 @@ def _one(x: torch.Tensor, y: torch.Tensor, *_: float) -> torch.Tensor:
     return torch.ones_like(x)
 
 
+def _halved(x: torch.Tensor, y: torch.Tensor, c: float) -> torch.Tensor:
+    return torch.where(x == c, 0.5, torch.ones_like(x))
+
+
+def _at_or(beyond: Unary, x: torch.Tensor, c: float) -> torch.Tensor:
+    """Where `clamp` has a slope: beyond its bound, and at it up to torch 2.13."""
+    inside = beyond(x, c)
+    return inside | (x == c) if compat.clamp_has_a_slope_at_its_bounds() else inside
+
+
 SCALAR: dict[str, Scalar] = {
     "add": Scalar(1, lambda x, c: x + c, _one),
     "mul": Scalar(1, lambda x, c: x * c, lambda x, y, c: torch.full_like(x, c)),
-    "clamp_min": Scalar(1, lambda x, c: x.clamp_min(c), _one, lambda x, c: x < c),
-    "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x > c),
-    # The same without a slope at c: relu6, hardtanh, and `clamp` itself since torch 2.14.
+    # clamp: a NaN stays, and has no slope; c has the one that it has in the torch in use.
+    "clamp_min": Scalar(1, lambda x, c: x.clamp_min(c), _one, lambda x, c: ~_at_or(torch.gt, x, c)),
+    "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: ~_at_or(torch.lt, x, c)),
+    # torch.maximum and torch.minimum: at a tie each operand has half of the gradient.
+    "maximum": Scalar(1, lambda x, c: x.clamp_min(c), _halved, lambda x, c: x < c),
+    "minimum": Scalar(1, lambda x, c: x.clamp_max(c), _halved, lambda x, c: x > c),
+    # relu6, hardtanh: no slope at c
     "cap": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x >= c),
     "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0),
-    # v where x <= t, else x: a NaN stays
+    # v where x <= t (x < t, x > t), else x: a NaN stays
     "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t),
+    "fill_below": Scalar(2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: x < t),
+    "fill_above": Scalar(2, lambda x, t, v: torch.where(x > t, v, x), _one, lambda x, t, v: x > t),
+    # x where x > t (x >= t), else v: a NaN is replaced
+    "above": Scalar(2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: ~(x > t)),
+    "at_least": Scalar(2, lambda x, t, v: torch.where(x >= t, x, v), _one, lambda x, t, v: ~(x >= t)),
     "leaky_relu": Scalar(
         1,
         lambda x, a: torch.where(x > 0, x, x * a),
@@ -124,6 +147,11 @@ Program = tuple[Step, ...]
 def render(program: Sequence[Step]) -> str:
     """The text form of a program; `parse` is its inverse."""
     return " | ".join(map(str, program))
+
+
+def scalar_steps(program: Sequence[Step]) -> Program:
+    """A program without its row steps."""
+    return tuple(s for s in program if s.fn not in ROW)
 
 
 def parse(text: str) -> Program:

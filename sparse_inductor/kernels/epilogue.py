@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparse_inductor import compat
 from sparse_inductor.epilogue.steps import Step
 
 __all__ = [
@@ -32,6 +33,9 @@ __all__ = [
     "row_arguments",
     "row_operand",
 ]
+
+
+_CLAMP_HAS_SLOPE: tl.constexpr = tl.constexpr(compat.clamp_has_a_slope_at_its_bounds())
 
 
 def _float32(c: float) -> float:
@@ -155,14 +159,22 @@ def _value(x, STEPS: tl.constexpr, AT: tl.constexpr):
         return x + C0
     elif FN == "mul":
         return x * C0
-    elif FN == "clamp_min":
+    elif FN == "clamp_min" or FN == "maximum":
         return tl.where(x < C0, C0, x)
-    elif FN == "clamp_max" or FN == "cap":
+    elif FN == "clamp_max" or FN == "minimum" or FN == "cap":
         return tl.where(x > C0, C0, x)
     elif FN == "relu":
         return tl.where(x <= 0.0, 0.0, x)
     elif FN == "threshold":
         return tl.where(x <= C0, C1, x)
+    elif FN == "fill_below":
+        return tl.where(x < C0, C1, x)
+    elif FN == "fill_above":
+        return tl.where(x > C0, C1, x)
+    elif FN == "above":
+        return tl.where(x > C0, x, C1)
+    elif FN == "at_least":
+        return tl.where(x >= C0, x, C1)
     elif FN == "leaky_relu":
         return tl.where(x > 0.0, x, x * C0)
     elif FN == "elu":
@@ -298,9 +310,23 @@ def dual_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
             if STEPS[i] == "mul":
                 slope = slope * STEPS[i + 2]
             elif STEPS[i] == "clamp_min":
-                flat = flat | (x < STEPS[i + 2])
+                flat = flat | ~((x >= STEPS[i + 2]) if _CLAMP_HAS_SLOPE else (x > STEPS[i + 2]))
             elif STEPS[i] == "clamp_max":
+                flat = flat | ~((x <= STEPS[i + 2]) if _CLAMP_HAS_SLOPE else (x < STEPS[i + 2]))
+            elif STEPS[i] == "fill_below":
+                flat = flat | (x < STEPS[i + 2])
+            elif STEPS[i] == "fill_above":
                 flat = flat | (x > STEPS[i + 2])
+            elif STEPS[i] == "maximum":
+                flat = flat | (x < STEPS[i + 2])
+                slope = tl.where(x == STEPS[i + 2], 0.5 * slope, slope)
+            elif STEPS[i] == "minimum":
+                flat = flat | (x > STEPS[i + 2])
+                slope = tl.where(x == STEPS[i + 2], 0.5 * slope, slope)
+            elif STEPS[i] == "above":
+                flat = flat | ~(x > STEPS[i + 2])
+            elif STEPS[i] == "at_least":
+                flat = flat | ~(x >= STEPS[i + 2])
             elif STEPS[i] == "cap":
                 flat = flat | (x >= STEPS[i + 2])
             elif STEPS[i] == "relu":

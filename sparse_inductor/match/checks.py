@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 _DEVICES = ("cpu", "cuda")
+_PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d".split())
 
 # Functions that autograd keeps the result of: their gradient reads what is written to it through `detach()` or `.data`.
 _SAVE_THEIR_RESULT = frozenset(
@@ -76,8 +77,20 @@ def check_match(view: GraphView, match: _Swallows) -> None:
     for node in (*inside, *(source for source, _ in reads)):
         if (by := view.effects.regraded(node)) is not None:
             raise Decline(f"{label(by)} changes whether {label(node)} follows gradients", by)
+    for node in inside:
+        _check_dtypes(view, node)
     if any(view.learns(source) for source, _ in reads):
         _check_gradient(view, match, inside, at)
+
+
+def _check_dtypes(view: GraphView, node: fx.Node) -> None:
+    """Raises Decline for a product of different dtypes: Dynamo traces it, and PyTorch refuses it when it runs."""
+    if view.name_of(node) not in _PRODUCTS or not view.is_tensor(node) or view.autocasts(node):
+        return
+    dtypes = {view.dtype(n) for n in node.all_input_nodes if view.is_tensor(n)}
+    if len(dtypes) > 1:
+        named = " and ".join(sorted(map(str, dtypes)))
+        raise Decline(f"PyTorch refuses a product of {named}", node)
 
 
 def _check_memory(

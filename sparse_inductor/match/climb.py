@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -270,7 +271,8 @@ class _Climber:
         """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
         found = edge(self.view, self.node, gate, x)
         if found is not None and found.above:
-            step = found.step(0.0, self.view.dtype(x))
+            # a NaN times 0 or 1 is one, whatever the comparison says of it
+            step = dataclasses.replace(found, nan=True).step(0.0)
             return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
         return self._kept(x, gate, False, 0.0, factor=True)
 
@@ -329,17 +331,11 @@ class _Climber:
             )
         raise self.decline("a power whose exponent is not a constant")
 
-    def _maximum(self) -> Spine:
-        return self._bound("clamp_min")
-
-    def _minimum(self) -> Spine:
-        return self._bound("clamp_max")
-
-    def _bound(self, fn: str) -> Spine:
+    def _bound(self) -> Spine:
         def terms(operand: Any, c: float | None) -> tuple:
             if c is None:
                 raise self.decline(f"{self.call.name} with a tensor that is not a constant")
-            return (Step(fn, (c,)),)
+            return (Step(self.call.name, (c,)),)
 
         return self._arithmetic(self.call["input"], self.call["other"], terms, terms)
 
@@ -356,12 +352,13 @@ class _Climber:
             )
         found = edge(self.view, self.node, keep, x, negate)
         if found is not None:
-            if found.above:
-                step = found.step(c, self.view.dtype(x))
-            elif found.at == c:  # min(x, t)
-                step = Step("clamp_max" if found.ties else "cap", (c,))
-            else:
-                raise self.decline("keeps the small values and replaces the large ones")
+            step = found.step(c)
+            if step is None:
+                raise self.decline(
+                    "keeps the small values and replaces the large ones"
+                    if found.at != c
+                    else f"makes NaN {c:g}"
+                )
             return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
         term = Term("where", keep, (c,), "not" if negate else None)
         gate = self._kept(x, keep, negate, c)
@@ -409,8 +406,11 @@ class _Climber:
 
 
 _HANDLERS: dict[str, Callable[[_Climber], Spine]] = {
-    name: getattr(_Climber, "_" + name)
-    for name in (
-        "batch_norm add sub rsub mul div pow maximum minimum where masked_fill setitem index_put index_fill"
-    ).split()
+    **dict.fromkeys(("maximum", "minimum"), _Climber._bound),
+    **{
+        name: getattr(_Climber, "_" + name)
+        for name in (
+            "batch_norm add sub rsub mul div pow where masked_fill setitem index_put index_fill"
+        ).split()
+    },
 }

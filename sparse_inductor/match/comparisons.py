@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import struct
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..epilogue.steps import Step
@@ -23,7 +20,8 @@ _COPIES = frozenset({"detach", "contiguous", "clone", "alias"})
 
 @dataclasses.dataclass(frozen=True)
 class Edge:
-    """A condition that holds on one side of the number `at`, above it or below, and there too where `ties`.
+    """A condition that holds on one side of the number `at`, above it or below, and there too where `ties`; for a NaN
+    where `nan`.
 
     nodes: what makes the condition.
     """
@@ -31,17 +29,17 @@ class Edge:
     at: float
     above: bool
     ties: bool
+    nan: bool
     nodes: tuple[fx.Node, ...]
 
-    def step(self, other: float, dtype: torch.dtype) -> Step:
-        """x of this dtype where it is above the edge, else a number: `threshold` keeps x > t, and no gradient at t."""
-        if not self.ties:
-            return Step("threshold", (self.at, other))
-        if self.at == other:
-            return Step("clamp_min", (other,))
-        exact = dtype == torch.float64
-        before = math.nextafter(self.at, -math.inf) if exact else _below(self.at)
-        return Step("threshold", (before, other))
+    def step(self, other: float) -> Step | None:
+        """x where the condition holds, else a number; None where that is no step."""
+        if self.above:
+            steps = ("above", "at_least"), ("threshold", "fill_below")
+            return Step(steps[self.nan][self.ties], (self.at, other))
+        if not self.nan or self.at != other:
+            return None
+        return Step("fill_above", (other, other)) if self.ties else Step("cap", (other,))
 
 
 def edge(
@@ -84,7 +82,7 @@ def compared(
             what = label(other) if isinstance(other, fx.Node) else "it"
             raise Decline(f"the threshold ({what}) is a tensor, not a number", node)
         ties = (call.name in ("ge", "le")) ^ negate
-        return Edge(at, not (less ^ negate), ties, (*nodes, *copies))
+        return Edge(at, not (less ^ negate), ties, negate, (*nodes, *copies))
     return None
 
 
@@ -119,8 +117,3 @@ def _original(view: GraphView, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     return node, copies
 
 
-def _below(t: float) -> float:
-    """The number before `t` in fp32, in which operators compute."""
-    (bits,) = struct.unpack("<i", struct.pack("<f", t))
-    bits = bits - 1 if bits > 0 else bits + 1 if t < 0 else 1 - 2**31
-    return struct.unpack("<f", struct.pack("<i", bits))[0]

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..epilogue.cut import cut
-from ..epilogue.ranges import prove
-from ..epilogue.steps import Step
+from ..epilogue.ranges import undefined
 from .branches import Branch, branches, merged, same_map
 from .chain import Chain
 from .family import above
@@ -23,7 +22,6 @@ from .spine import Spine, Term
 
 __all__ = ["Factor", "Reading", "activation", "product_in_einsum", "read_block", "resembles"]
 
-_TINY = 2.0**-24
 
 _OTHERS = frozenset("amax max_dim amin min_dim aminmax scaled_dot_product_attention".split())
 _RECTIFIERS = frozenset(
@@ -103,20 +101,8 @@ def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Fac
 
 def _check_defined(branch: Branch, value: fx.Node) -> None:
     """Raises Decline where a factor may be no number: 0 times it is none, either."""
-    for at, step in enumerate(branch.program):
-        least = _defined_from(step)
-        if least is not None and prove(branch.program[:at]).range.lo < least:
-            raise Decline(f"multiplies by 0 what may be no number: {step}", value)
-
-
-def _defined_from(step: Step) -> float | None:
-    """The least number that a step gives a finite number for; None where it does for all."""
-    if step.fn in ("log", "log2", "log10"):
-        return _TINY
-    if step.fn == "pow":
-        exponent = step.consts[0]
-        return _TINY if exponent < 0 else None if exponent == int(exponent) else 0.0
-    return {"log1p": -1.0 + _TINY, "sqrt": 0.0}.get(step.fn)
+    if (step := undefined(branch.program)) is not None:
+        raise Decline(f"multiplies by 0 what may be no number: {step}", value)
 
 
 def _programs(found: Sequence[Branch]) -> str:

@@ -5,6 +5,7 @@ Such a choice is a threshold further up: f(z) where z > t, else c, is f of (z wh
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -81,9 +82,14 @@ def gated(
                 )
             if total and prove(after).direction != 1:
                 raise Decline("multiplies by 0 what may be no number", node)
+            if view.learns(below) and (step := _without_slope(after)) is not None:
+                raise Decline(f"{step} has no gradient where its result is not kept", node)
+            found = dataclasses.replace(found, nan=found.nan or total)  # NaN times 0 is NaN
+            step = found.step(k)
+            assert step is not None
             nodes = (*(n for e in elements[i:] for n in (*e.extra, e.node)), *found.nodes)
             # One element: what is compared later is compared with values before this threshold.
-            whole = Element(node, (found.step(k, view.dtype(below)), *after), extra=nodes)
+            whole = Element(node, (step, *after), extra=nodes)
             return Spine(spine.linears, (*elements[:i], whole))
         terms = elements[i - 1].terms if i else ()
         steps = tuple(t for t in terms if isinstance(t, Step))
@@ -91,6 +97,11 @@ def gated(
             return None
         after = (*steps, *after)
     return None
+
+
+def _without_slope(steps: tuple[Step, ...]) -> Step | None:
+    """The first step that gives NaN for an interval of numbers, with a slope that is NaN, too."""
+    return next((s for s in steps if s.fn == "sqrt" or (s.fn == "pow" and s.consts[0] % 1)), None)
 
 
 def _at(steps: tuple[Step, ...], x: float) -> float:

@@ -61,6 +61,7 @@ class GraphView:
         self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
         self.transforms = _transforms(graph)
         self._modes = _grad_modes(graph)
+        self._casts = _autocast_regions(graph)
 
     @functools.cached_property
     def function_body(self) -> bool:
@@ -137,6 +138,11 @@ class GraphView:
     def records(self, node: fx.Node) -> bool:
         """Whether autograd records at the place of a node."""
         return self._modes[node] if self._modes else torch.is_grad_enabled()
+
+    def autocasts(self, node: fx.Node) -> bool:
+        """Whether autocast chooses what a tensor's node computes in."""
+        device = fake(node).device.type
+        return self._casts.get(node, {}).get(device, torch.is_autocast_enabled(device))
 
     def learns(self, node: Any) -> bool:
         """Whether a gradient may be asked for of a tensor."""
@@ -330,6 +336,24 @@ def _grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
         else:
             records = node.args[0] is not False
     return modes
+
+
+def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, dict[str, bool]]:
+    """By device type whether autocast is on, for nodes in regions of the graph that turn it on or off."""
+    regions: dict[fx.Node, dict[str, bool]] = {}
+    before: dict[fx.Node, dict[str, bool]] = {}
+    now: dict[str, bool] = {}
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_enter_autocast":
+            before[node] = now
+            device, _, on, *_ = (*node.args, None, True)
+            now = {**now, device: bool(on)}
+        elif name == "_exit_autocast":
+            now = before.get(node.args[0], {})
+        elif now:
+            regions[node] = now
+    return regions
 
 
 def _impure(node: fx.Node) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from .. import compat
 from ..epilogue.steps import Step
 from .graph import GraphView
 from .names import Call
@@ -64,29 +63,18 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
         case "threshold":
             return (Step("threshold", (const("threshold"), const("value"))),)
         case "clamp":
-            low = () if call.get("min") is None else (_at_least(const("min")),)
-            high = () if call.get("max") is None else (_at_most(const("max")),)
+            low = () if call.get("min") is None else (Step("clamp_min", (const("min"),)),)
+            high = () if call.get("max") is None else (Step("clamp_max", (const("max"),)),)
             return *low, *high
         case "clamp_min":
-            return (_at_least(const("min")),)
+            return (Step("clamp_min", (const("min"),)),)
         case "clamp_max":
-            return (_at_most(const("max")),)
+            return (Step("clamp_max", (const("max"),)),)
         case "hardtanh":
-            return _floor(const("min_val", -1.0)), Step("cap", (const("max_val", 1.0),))
+            least = const("min_val", -1.0)
+            floor = Step("threshold", (least, least)) if least else Step("relu")
+            return floor, Step("cap", (const("max_val", 1.0),))
     return _FIXED.get(call.name)
-
-
-def _floor(c: float) -> Step:
-    """max(x, c) without a gradient at c."""
-    return Step("threshold", (c, c)) if c else Step("relu")
-
-
-def _at_least(c: float) -> Step:
-    return Step("clamp_min", (c,)) if compat.clamp_has_a_slope_at_its_bounds() else _floor(c)
-
-
-def _at_most(c: float) -> Step:
-    return Step("clamp_max" if compat.clamp_has_a_slope_at_its_bounds() else "cap", (c,))
 
 
 def number(view: GraphView, node: fx.Node, call: Call, key: str, default: Any = None) -> float:

@@ -63,8 +63,24 @@ _TORCH_CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+# step -> the comparison with its first constant, and whether that says what to fill its last one in for, or what to keep
+_CHOICES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "cap": (operator.ge, True),
+    "fill_below": (operator.lt, True),
+    "fill_above": (operator.gt, True),
+    "above": (operator.gt, False),
+    "at_least": (operator.ge, False),
+}
+
+
 def applied(e: Emitter, t: fx.Node, step: Step) -> fx.Node:
     """A step, of whatever has its numbers beside it."""
+    if step.fn in _CHOICES:
+        compare, fills = _CHOICES[step.fn]
+        condition, filled = e.call(compare, t, step.consts[0]), step.consts[-1]
+        return e.call(torch.where, condition, *((filled, t) if fills else (t, filled)))
+    if step.fn in ("maximum", "minimum"):
+        return e.call(getattr(torch, step.fn), t, e.call(torch.full_like, t, *step.consts))
     if step.fn == "elu":
         alpha, scale = step.consts
         return e.call(operator.mul, e.call(F.elu, t, alpha), scale)
