@@ -91,7 +91,9 @@ class RowsMatch:
             tensor = e.method("new_full", found.source, shape, tensor, dtype=torch.float32)
         if tensor is not None:
             tensor = above_one(e, tensor)
-        p = e.call(torch.ops.sparse_inductor.entmax.default, source, tensor, number, found.dim)
+        given = (source, tensor, number, found.dim)
+        given += (found.undefined,) if found.undefined else ()
+        p = e.call(torch.ops.sparse_inductor.entmax.default, *given)
         self.anchor.replace_all_uses_with(e.cast(p, wanted))
 
 

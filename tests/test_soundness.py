@@ -361,12 +361,7 @@ def test_what_eager_refuses_to_multiply_is_refused(name):
     def program(m, x):
         return _MIXED[name](m, x, lambda t: t.to(torch.bfloat16))
 
-    x = torch.randn(2, 5, 6)
-    with pytest.raises(RuntimeError):
-        _run(program, (x,), False, compiled=False)
-    with only(*ALL) as report, pytest.raises(RuntimeError):
-        _run(program, (x,), False, compiled=True)
-    assert not report.rewrites
+    assert not _assert_refused(program, torch.randn(2, 5, 6))
 
 
 def test_autocast_multiplies_what_eager_would_refuse():
@@ -423,11 +418,90 @@ def test_a_verdict_belongs_to_one_graph():
             torch.testing.assert_close(compiled(z), of_the_largest(z))
 
 
-def test_offsets_may_count_from_the_end():
+@pytest.mark.parametrize("offsets", [[0, 20, 40, -1], [0, 40, 20, 60], [60, 20, 20, 5]])
+def test_offsets_may_count_from_the_end_and_fall(offsets):
     def differences(m, q, weights, offsets):
         c = F.pad((q[:, m.ids.flatten()] * weights).cumsum(-1), (1, 0))
         return c[:, offsets[1:]] - c[:, offsets[:-1]]
 
-    offsets = torch.tensor([0, 20, 40, -1])
-    rewritten = _assert_as_eager(differences, torch.rand(2, 30), torch.rand(60), offsets)
-    assert rewritten == ["sparse_scores"]
+    inputs = torch.rand(2, 30, requires_grad=True), torch.rand(60) / 16, torch.tensor(offsets)
+    assert _assert_as_eager(differences, *inputs, training=True) == ["sparse_scores"]
+
+
+def _assert_refused(program: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """The rewritten program raises what eager does; what was rewritten."""
+    with pytest.raises(Exception) as expected:
+        _run(program, inputs, False, compiled=False)
+    with only(*ALL) as report, pytest.raises(expected.type):
+        _run(program, inputs, False, compiled=True)
+    return [r.pattern for r in report.rewrites]
+
+
+@pytest.mark.parametrize("offsets", [[0, 40, 20], [5, 20], [0, 61], [-1, 3]])
+def test_bags_are_refused_as_embedding_bag_refuses_them(offsets):
+    def bags(m, q, weights, offsets):
+        ids, table = m.ids.flatten(), q[0][:, None]
+        return F.embedding_bag(ids, table, offsets, per_sample_weights=weights, mode="sum")
+
+    inputs = torch.rand(2, 30), torch.rand(60), torch.tensor(offsets)
+    assert _assert_refused(bags, *inputs) == ["sparse_scores"]
+
+
+@pytest.mark.parametrize("lengths", [[20, 41], [20, 30], [-1, 61]])
+def test_segments_are_refused_as_segment_reduce_refuses_them(lengths):
+    def segments(m, q, weights, lengths):
+        return torch.segment_reduce(q[0][m.ids.flatten()] * weights, "sum", lengths=lengths)
+
+    inputs = torch.rand(2, 30), torch.rand(60), torch.tensor(lengths)
+    assert _assert_refused(segments, *inputs) == ["sparse_scores"]
+
+
+def _by_sorting(z):
+    s, _ = torch.sort(z, -1, descending=True)
+    n = torch.arange(1, z.shape[-1] + 1)
+    c = s.cumsum(-1) - 1
+    size = (n * s > c).sum(-1, keepdim=True)
+    return torch.clamp(z - c.gather(-1, size - 1) / size, min=0)
+
+
+def _by_bisection(z):
+    low = z.amax(-1, keepdim=True) - 1
+    step = torch.ones_like(low)
+    for _ in range(26):
+        step = step / 2
+        tau = low + step
+        low = torch.where(torch.clamp(z - tau, min=0).sum(-1, keepdim=True) >= 1, tau, low)
+    p = torch.clamp(z - tau, min=0)
+    return p / p.sum(-1, keepdim=True)
+
+
+_ROWS = {
+    "entmax15": lambda z: entmax.entmax15(z, dim=-1),
+    "sparsemax": lambda z: entmax.sparsemax(z, dim=-1),
+    "sorted": _by_sorting,
+    "entmax_bisect": lambda z: entmax.entmax_bisect(z, 1.5, dim=-1),
+    "bisected": _by_bisection,
+}
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan, torch.inf])
+@pytest.mark.parametrize("name", _ROWS)
+def test_a_row_without_a_largest_score_is_what_it_is_in_eager(name, value):
+    rows = _ROWS[name]
+    bias = torch.zeros(2, 5, 5)
+    bias[1, 2] = value
+    programs = {
+        "entmax": lambda m, x, bias: rows(m.q(x)[..., :5] + bias),
+        "entmax_attention": lambda m, x, bias: rows(m.q(x) @ m.k(x).mT + bias) @ x,
+    }
+    raises = name in ("entmax15", "sparsemax", "sorted")
+    for pattern, program in programs.items():
+        check = _assert_refused if raises else _assert_as_eager
+        assert check(program, torch.randn(2, 5, 6), bias) == [pattern]
+
+
+def test_a_row_without_scores_is_refused():
+    x, none = torch.randn(2, 5, 6), torch.randn(2, 0, 6)
+    assert not _assert_refused(lambda m, z: entmax.sparsemax(z, dim=-1), none.mT)
+    attention = lambda m, x, y: entmax.entmax15(m.q(x) @ m.k(y).mT, dim=-1) @ y
+    assert not _assert_refused(attention, x, none)

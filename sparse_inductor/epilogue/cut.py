@@ -60,7 +60,9 @@ _RECTIFIERS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
     **dict.fromkeys("threshold above fill_below at_least".split(), lambda c: c),
     **dict.fromkeys("clamp_min maximum".split(), lambda c: (c[0], c[0])),
 }
-_SLOPED = frozenset("clamp_min maximum fill_below at_least".split())  # at that number there is a slope
+_SLOPED = frozenset(
+    "clamp_min maximum fill_below at_least".split()
+)  # at that number there is a slope
 
 
 def _sign(t: float) -> float | None:

@@ -78,7 +78,9 @@ SCALAR: dict[str, Scalar] = {
     "fill_above": Scalar(2, lambda x, t, v: torch.where(x > t, v, x), _one, lambda x, t, v: x > t),
     # x where x > t (x >= t), else v: a NaN is replaced
     "above": Scalar(2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: ~(x > t)),
-    "at_least": Scalar(2, lambda x, t, v: torch.where(x >= t, x, v), _one, lambda x, t, v: ~(x >= t)),
+    "at_least": Scalar(
+        2, lambda x, t, v: torch.where(x >= t, x, v), _one, lambda x, t, v: ~(x >= t)
+    ),
     "leaky_relu": Scalar(
         1,
         lambda x, a: torch.where(x > 0, x, x * a),

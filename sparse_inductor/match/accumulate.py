@@ -204,7 +204,8 @@ def _segment_reduce(view: GraphView, node: fx.Node, call: Call) -> Scores | None
         return e.call(torch.nn.functional.pad, ends, (1, 0))
 
     N = view.shape(node)[0]
-    return Scores(node, w, N, w.batch, offsets=starts, reads=((given, node),))
+    rule = "segments" if lengths is None else "lengths"
+    return Scores(node, w, N, w.batch, offsets=starts, rule=rule, reads=((given, node),))
 
 
 def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -251,7 +252,8 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             last = e.method("new_full", offsets, (1,), entries[0])
         return e.call(torch.cat, (offsets, last))
 
-    return Scores(node, w, view.shape(node)[0], 1, offsets=starts, reads=((offsets, node),))
+    reads = ((offsets, node),)
+    return Scores(node, w, view.shape(node)[0], 1, offsets=starts, rule="bags", reads=reads)
 
 
 def _differences(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -322,7 +324,8 @@ def _segments(
         negative = e.call(operator.lt, offsets, 0)
         return e.call(torch.where, negative, e.call(operator.add, offsets, last), offsets)
 
-    return Scores(node, w, N, w.batch, offsets=from_the_front, reads=reads)
+    rule = "differences"
+    return Scores(node, w, N, w.batch, offsets=from_the_front, rule=rule, reads=reads)
 
 
 def _behind_a_zero(

@@ -294,6 +294,7 @@ class _Reader:
             fill=-math.inf if fill is None else fill,
             causal=causal,
             added=added,
+            undefined="" if again else self.found.undefined,
             after=after,
             path=self.path,
             nodes=[

@@ -115,5 +115,3 @@ def _original(view: GraphView, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         copies.append(node)
         node = seen
     return node, copies
-
-

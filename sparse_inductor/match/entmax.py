@@ -22,7 +22,7 @@ from .emit import Emitter
 from .entmax_form import ENDS, Candidate, Form, form, unshifted
 from .entmax_trial import Trial
 from .fakes import attribute
-from .graph import GraphView, fake
+from .graph import GraphView, fake, same_size
 from .shapes import Decline
 from .trial import Region, region
 from .values import rounds
@@ -52,6 +52,7 @@ class Transform:
     broadcasts to the scores with one element along `dim`. nodes: what the operator takes the place of.
     note: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
     settled: of the nodes, those whose gradient as a whole is known to be the operator's.
+    undefined: what becomes of a row without a largest score (`ops.entmax`).
     """
 
     node: fx.Node
@@ -63,6 +64,7 @@ class Transform:
     note: str = ""
     scale: float = 1.0
     settled: tuple[fx.Node, ...] = ()
+    undefined: str = ""
 
     @property
     def alpha_text(self) -> str:
@@ -79,12 +81,18 @@ def transform(view: GraphView, node: fx.Node) -> Transform | None:
     memo: dict[fx.Node, Any] = view.__dict__.setdefault("_transforms", {})
     if node not in memo:
         try:
-            memo[node] = _transform(view, node)
+            memo[node] = _not_empty(view, _transform(view, node))
         except Decline as decline:
             memo[node] = decline
     found = memo[node]
     if isinstance(found, Decline):
         raise found
+    return found
+
+
+def _not_empty(view: GraphView, found: Transform | None) -> Transform | None:
+    if found is not None and same_size(view.shape(found.source)[found.dim], 0):
+        raise Decline("the rows are empty, which PyTorch refuses", found.node)
     return found
 
 
@@ -101,7 +109,8 @@ def _transform(view: GraphView, node: fx.Node) -> Transform | None:
     if call.name == "entmax_op":  # called by the user, or put in before
         alpha = call["alpha_value"] if call["alpha"] is None else call["alpha"]
         dim = call["dim"] % max(1, len(view.shape(node)))
-        return Transform(node, call["input"], node, dim, alpha, (node,))
+        undefined = call["undefined"] if "undefined" in call.args else ""
+        return Transform(node, call["input"], node, dim, alpha, (node,), undefined=undefined)
     if call.name == "autograd_function_apply":
         return _function(view, node, node, 0)
     if call.name == "getitem" and view.name_of(call["input"]) == "autograd_function_apply":
@@ -119,6 +128,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     if not isinstance(dim, int):
         raise Decline("the dimension is known only at run time", node)
     dim %= max(1, len(view.shape(x)))
+    undefined = "nan" if call.name.endswith("_bisect") else "refused"
     alpha: Any = {"entmax15": 1.5, "entmax_bisect": call.get("alpha", 1.5)}.get(call.name, 2.0)
     if call.name == "entmax_bisect":
         if call.get("ensure_sum_one", True) is not True:
@@ -153,8 +163,10 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         )
         if piece is not None:
             nodes = _replaced(piece)
-            return Transform(node, chosen.source, chosen.reader, dim, alpha, nodes, settled=nodes)
-    return Transform(node, x, node, dim, alpha, (node,))
+            return Transform(
+                node, chosen.source, chosen.reader, dim, alpha, nodes, settled=nodes, undefined=undefined
+            )  # fmt: skip
+    return Transform(node, x, node, dim, alpha, (node,), undefined=undefined)
 
 
 def _sane(alpha: float, node: fx.Node) -> float:
@@ -208,8 +220,9 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     nodes = _replaced(piece)
     settled = nodes if trial.learned else ()
     return Transform(
-        node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled
-    )
+        node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled,
+        trial.undefined(piece),
+    )  # fmt: skip
 
 
 def _check_rounding(view: GraphView, piece: Region, computed: torch.dtype) -> None:
@@ -321,7 +334,9 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     note = f"autograd Function; {found.note or 'a call of the package'}"
     if trial.learned:
         note += ", its backward was tried"
-    return Transform(node, source, hop, found.dim, alpha, nodes, note, found.scale)
+    return Transform(
+        node, source, hop, found.dim, alpha, nodes, note, found.scale, undefined=found.undefined
+    )
 
 
 def _argument(view: GraphView, alpha: fx.Node) -> fx.Node:

@@ -74,6 +74,18 @@ class Trial:
         if tried[key] is not None:
             raise Decline(tried[key] or "", self.node)
 
+    def undefined(self, piece: Region) -> str:
+        """What becomes of a row of -inf (`ops.entmax`), once the others are known to be right."""
+        generator = torch.Generator().manual_seed(6)
+        rows = torch.randn(2, self._widths()[0], generator=generator, dtype=torch.float64)
+        rows[1] = -torch.inf
+        try:
+            with torch.device("cpu"), torch.no_grad():
+                p = self._run(piece, rows)
+        except Untestable:
+            return "refused"
+        return "nan" if bool(p[1].isnan().any()) else ""
+
     def _outcome(self, piece: Region, fills: tuple[float, ...], learns: bool) -> str | None:
         """What is wrong, if anything; with a tensor alpha for two values of it."""
         try:

@@ -347,8 +347,8 @@ def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, dict[str, bool]]:
         name = getattr(node.target, "__name__", "")
         if name == "_enter_autocast":
             before[node] = now
-            device, _, on, *_ = (*node.args, None, True)
-            now = {**now, device: bool(on)}
+            arguments: tuple[Any, ...] = (*node.args, None, True)
+            now = {**now, arguments[0]: bool(arguments[2])}
         elif name == "_exit_autocast":
             now = before.get(node.args[0], {})
         elif now:

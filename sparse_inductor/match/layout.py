@@ -60,6 +60,7 @@ class Attention:
     fill: float
     causal: bool
     added: bool  # the fill was added to the scores, to which the gradient passes on
+    undefined: str  # what becomes of a query without scores (`ops.entmax`)
     after: list[Placed | float]  # what rows are multiplied by, or masks that keep them
     path: list[fx.Node]  # between the transformation and the product with the values
     nodes: list[fx.Node]
@@ -108,7 +109,7 @@ class Attention:
             lambda: fake(q).new_empty(shape),
             torch.ops.sparse_inductor.entmax_attention.default,
             q, k, v, bias, mask, alpha, None, None,
-            number, self.scores.scale, self.fill, self.causal, self.added,
+            number, self.scores.scale, self.fill, self.causal, self.added, self.undefined,
         )  # fmt: skip
         out = e.cast(self._changed(e, out), fake(self.node).dtype)
         return self._as_user_has_it(e, out)

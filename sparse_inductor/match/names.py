@@ -185,7 +185,7 @@ _SIGNATURES: dict[str, str] = {
         "src embed_dim num_heads qkv_weight qkv_bias proj_weight proj_bias use_gelu norm_first eps norm_weight_1 "
         "norm_bias_1 norm_weight_2 norm_bias_2 ffn_weight_1 ffn_bias_1 ffn_weight_2 ffn_bias_2 mask=None mask_type=None"
     ),
-    "entmax_op": "input alpha alpha_value dim",
+    "entmax_op": "input alpha alpha_value dim undefined=''",
     # the entmax package
     "entmax15": "input dim=-1 k=None",
     "sparsemax": "input dim=-1 k=None",

@@ -41,7 +41,8 @@ class Scores:
     """node[b, n] = sum of the contributions of document n to query b.
 
     kept: for a plain sum the axes of the contributions that stay, in the order of the result. rows,
-    offsets: how the entries of the other layouts belong to documents. num_docs: a size, batch: the
+    offsets: how the entries of the other layouts belong to documents. rule: by which PyTorch reads the offsets
+    (`ops._sparse_scores_aten`). num_docs: a size, batch: the
     axis of the result that is the batch. accumulator: the tensor they were added to, if any, or into: the part of one.
     """
 
@@ -52,6 +53,7 @@ class Scores:
     kept: tuple[int, ...] | None = None
     rows: Make | None = None
     offsets: Make | None = None
+    rule: str = ""
     reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
     accumulator: fx.Node | None = None
     into: fx.Node | None = None
@@ -94,12 +96,12 @@ class Scores:
 
     @property
     def _lookup(self) -> str:
-        """By which rules PyTorch refuses the ids and the rows, for the operator to do the same.
+        """By which rules PyTorch refuses the ids and the rows or offsets, for the operator to do the same.
 
         What a mask leaves out has the padding's id by then.
         """
         of_ids = "" if self.w.masked else _refusal(self.w.gather.node)
-        of_rows = _refusal(self.node) if self.rows else ""
+        of_rows = _refusal(self.node) if self.rows else self.rule
         return f"{of_ids} {of_rows}".rstrip()
 
     def documents(self, e: Emitter, V: Any) -> tuple[fx.Node, fx.Node]:

@@ -63,7 +63,7 @@ _TORCH_CALLS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-# step -> the comparison with its first constant, and whether that says what to fill its last one in for, or what to keep
+# step -> its comparison with the first constant, and whether that says where to fill the last one in, or what to keep
 _CHOICES: dict[str, tuple[Callable[..., Any], bool]] = {
     "cap": (operator.ge, True),
     "fill_below": (operator.lt, True),

@@ -49,7 +49,7 @@ def chunk_size(device: torch.device) -> int:
     return _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
 
 
-def forward(x: Tensor, alpha: Alpha, dim: int) -> Tensor:
+def forward(x: Tensor, alpha: Alpha, dim: int, undefined: str = "") -> Tensor:
     """Probabilities along `dim`, in the dtype and layout of x; alpha a float or [.., 1 at dim, ..]."""
     out = torch.empty_like(x)
     dt = compute_dtype(x)
@@ -58,7 +58,7 @@ def forward(x: Tensor, alpha: Alpha, dim: int) -> Tensor:
         rows.append(alpha.movedim(dim, -1).to(dt))
     for x_, out_, *alpha_ in _chunks(rows, chunk_size(x.device)):
         z = torch.empty(x_.shape, dtype=dt, device=x.device).copy_(x_)
-        solve_(z, alpha_[0] if alpha_ else alpha)
+        solve_(z, alpha_[0] if alpha_ else alpha, undefined)
         out_.copy_(z)
     return out
 
@@ -118,14 +118,23 @@ def alpha_gradient(g: Tensor, p: Tensor, u: Tensor, alpha: Alpha) -> Tensor:
     return by_mass / c**2 - by_entropy / c
 
 
-def solve_(z: Tensor, alpha: Alpha) -> Tensor:
+def refuse(what: str) -> None:
+    """Raises what PyTorch does where a threshold is looked up that no score of a row exceeds."""
+    raise RuntimeError(f"index -1 is out of bounds: {what}")
+
+
+def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
     """Turns scores z [..., n] into probabilities, in place; returns y [..., 1], the largest of each row.
 
-    z is contiguous; y has `y_dtype`. A row of -inf becomes zeros (y = 1), one with NaN or +inf becomes NaN.
+    z is contiguous; y has `y_dtype`. A row of -inf becomes zeros (y = 1), one with NaN or +inf becomes NaN, unless
+    `undefined` (`ops.entmax`) says otherwise.
     """
     classes = _class_maxima(z)
     peak = z.amax(-1, keepdim=True) if classes is None else classes.amax(-1, keepdim=True)
-    peak.masked_fill_(peak == -torch.inf, 0)
+    if undefined == "refused" and z.is_cpu and not bool(peak.isfinite().all()):
+        refuse("the largest score of a row is no number")
+    if undefined != "nan":
+        peak.masked_fill_(peak == -torch.inf, 0)
     z.sub_(peak)
     if classes is not None:
         classes.sub_(peak)
@@ -149,7 +158,7 @@ def solve_(z: Tensor, alpha: Alpha) -> Tensor:
 def recall_(z: Tensor, y: Tensor, alpha: Alpha) -> None:
     """What `solve_` made of these scores, from the y that it returned (unrounded where `y_dtype` says fp64)."""
     peak = z.amax(-1, keepdim=True)
-    peak.masked_fill_(peak == -torch.inf, 0)
+    peak.masked_fill_((peak == -torch.inf) & ~y.isnan(), 0)
     z.sub_(peak)
     shared = _shared(alpha)
     a = alpha if shared is None else shared

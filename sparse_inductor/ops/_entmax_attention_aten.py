@@ -55,7 +55,9 @@ def saved_dtype(q: Tensor, k: Tensor, v: Tensor, t: Terms) -> torch.dtype:
     return rows.y_dtype(rows.compute_dtype(q, k, v, t.bias), t.alpha)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, t: Terms) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, t: Terms, undefined: str = ""
+) -> tuple[Tensor, Tensor]:
     """(out [B, H, Lq, Dv] in the dtype of q, y [B, H, Lq]: the largest probability of each row)."""
     dt = rows.compute_dtype(q, k, v, t.bias)
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -65,8 +67,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, t: Terms) -> tuple[Tensor, Tensor]:
     terms = _grouped_terms(t, groups, dt)
     for c, kf, vf in _chunks(q, k, v, dt, t):
         z, _ = _scores(_queries(q_, c, dt, t), kf, c, terms, q.shape[2], k.shape[2])
-        c.take(y_).copy_(rows.solve_(z, _alpha(terms, c)))
+        c.take(y_).copy_(rows.solve_(z, _alpha(terms, c), undefined))
         c.take(out_).copy_(_product(z, vf))
+    alone = q.shape[2] - k.shape[2]  # queries that end before the first key
+    if undefined and alone > 0 and t.causal and t.fill == -torch.inf:
+        if undefined == "refused" and q.is_cpu and q.numel():
+            rows.refuse("a query has no keys")
+        out[:, :, :alone], y[:, :, :alone] = torch.nan, torch.nan
     return out, y
 
 

@@ -67,7 +67,7 @@ def documents(
     """The documents of `sparse_scores`'s arguments, by row.
 
     Raises IndexError for a term outside [-V, V], a row outside [-N, N) and offsets that do not fit; with `lookup` (a
-    word for the terms, one for the rows) for terms and rows that this one of PyTorch's look-ups refuses, and its error.
+    word for the terms, one for the rows or offsets) for what this one of PyTorch's functions refuses, and its error.
     On a GPU nobody looks: such an entry counts nothing, as the kernels have it, and entries may lie before and behind
     all documents.
     """
@@ -82,7 +82,9 @@ def documents(
     if offsets is not None and not looks_at(offsets):
         return Documents(offsets.long(), terms, values)
     if offsets is not None:
-        first, last = _ends(offsets, ids.numel())
+        if of_rows == "differences" and bool((offsets[1:] < offsets[:-1]).any()):
+            return _backwards(offsets.long(), terms, values)
+        first, last = _ends(offsets, ids.numel(), of_rows)
         here = slice(first, last)  # what lies before and behind is no document's
         return Documents(offsets.long() - first, terms[here], values[here])
     assert rows is not None
@@ -114,12 +116,27 @@ def _wrapped(index: Tensor, size: int, most: int, name: str, lookup: str = "") -
     return torch.where(index < 0, index + size, index) if least < 0 else index
 
 
-def _ends(offsets: Tensor, nnz: int) -> tuple[int, int]:
+def _backwards(offsets: Tensor, terms: Tensor, values: Tensor) -> Documents:
+    """Documents by differences of prefix sums at offsets that may fall: what is between two that do is subtracted."""
+    low, high = torch.minimum(offsets[:-1], offsets[1:]), torch.maximum(offsets[:-1], offsets[1:])
+    if int(low.min()) < 0 or int(high.max()) > terms.numel():
+        raise IndexError(f"offsets must be in [0, {terms.numel()}]: index out of range")
+    starts = F.pad((high - low).cumsum(0), (1, 0))
+    docs = torch.repeat_interleave(high - low)
+    at = torch.arange(docs.numel(), device=docs.device) + (low - starts[:-1])[docs]
+    signs = (offsets[1:] - offsets[:-1]).sign()[docs].to(values.dtype)
+    return Documents(starts, terms[at], values[at] * signs)
+
+
+def _ends(offsets: Tensor, nnz: int, rule: str) -> tuple[int, int]:
     """The first and the last offset of some that rise and stay within the entries."""
     falls = bool((offsets[1:] < offsets[:-1]).any())
     first, last = int(offsets[0]), int(offsets[-1])
+    if (rule == "bags" and first != 0) or (rule == "lengths" and last != nnz):
+        raise RuntimeError(f"the entries are 0 to {nnz}, offsets go from {first} to {last}")
     if falls or first < 0 or last > nnz:
-        raise IndexError(
+        error = RuntimeError if rule == "bags" or (rule and falls) else IndexError
+        raise error(
             f"offsets must rise and stay within the number of entries, {nnz}; they go from {first} to {last}"
             + (" and fall in between" if falls else "")
         )

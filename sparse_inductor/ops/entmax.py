@@ -28,8 +28,11 @@ from ._sharding import Rule, dims
 
 __all__ = ["entmax"]
 
+# What becomes of a row whose maximum is no number, on a CPU: '' has zeros for one of -inf, and NaN for others; 'nan'
+# NaN for all of them; 'refused' raises, as indexing with what a sort of such a row gives does.
+UNDEFINED = "str undefined=''"
 _lib = define(
-    "entmax(Tensor x, Tensor? alpha, float alpha_value, int dim) -> Tensor",
+    f"entmax(Tensor x, Tensor? alpha, float alpha_value, int dim, {UNDEFINED}) -> Tensor",
     "entmax_backward(Tensor grad, Tensor y, Tensor? alpha, float alpha_value, int dim, bool[2] needs)"
     " -> (Tensor, Tensor)",
 )
@@ -105,10 +108,11 @@ def _rows(x: Tensor):
     return kernels if kernels.applies(x) else aten
 
 
-def _forward(x, alpha, alpha_value, dim):
+def _forward(x, alpha, alpha_value, dim, undefined=""):
     _check(x, alpha, alpha_value, dim)
     with autocast_off(x.device.type):
-        return _rows(x).forward(x, _full(alpha, alpha_value, x), dim)
+        rows, full = _rows(x), _full(alpha, alpha_value, x)
+        return aten.forward(x, full, dim, undefined) if rows is aten else rows.forward(x, full, dim)
 
 
 def _backward(grad, y, alpha, alpha_value, dim, needs):
@@ -126,7 +130,7 @@ def _takes_kernels(rows: Tensor) -> bool:
     return kernels.applies(rows) and kernels.captures()
 
 
-def _inlined_forward(x, alpha, alpha_value, dim):
+def _inlined_forward(x, alpha, alpha_value, dim, undefined=""):
     from ..kernels import entmax as kernels
     from ..kernels.launch import captured
 
@@ -150,9 +154,9 @@ def _both(dx, d_alpha, alpha, y):
 
 class _Entmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, alpha, alpha_value, dim):
+    def forward(ctx, x, alpha, alpha_value, dim, undefined):
         with below_autograd():
-            y = torch.ops.sparse_inductor.entmax(x, alpha, alpha_value, dim)
+            y = torch.ops.sparse_inductor.entmax(x, alpha, alpha_value, dim, undefined)
         ctx.save_for_backward(y, alpha)
         ctx.alpha_value, ctx.dim = alpha_value, dim
         return y
@@ -165,19 +169,19 @@ class _Entmax(torch.autograd.Function):
         grads = torch.ops.sparse_inductor.entmax_backward(
             grad, y, alpha, ctx.alpha_value, ctx.dim, needs
         )
-        return *(g if n else None for g, n in zip(grads, needs)), None, None
+        return *(g if n else None for g, n in zip(grads, needs)), None, None, None
 
 
-def _autograd(x, alpha, alpha_value, dim):
+def _autograd(x, alpha, alpha_value, dim, undefined=""):
     outside_transforms("entmax", x, alpha)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, alpha)):
         _check(x, alpha, alpha_value, dim)
-        return _Entmax.apply(x, alpha, alpha_value, dim)
-    args = (x, alpha, alpha_value, dim)
+        return _Entmax.apply(x, alpha, alpha_value, dim, undefined)
+    args = (x, alpha, alpha_value, dim, undefined)
     return call_below_autograd(torch.ops.sparse_inductor.entmax, _forward, args)
 
 
-def _fake(x, alpha, alpha_value, dim):
+def _fake(x, alpha, alpha_value, dim, undefined=""):
     _check(x, alpha, alpha_value, dim)
     return torch.empty_like(x)
 
@@ -197,7 +201,7 @@ def _letters(x, dim) -> str:
     return "".join(letters)
 
 
-def _shared(x, alpha, alpha_value, dim) -> Rule:
+def _shared(x, alpha, alpha_value, dim, undefined="") -> Rule:
     letters = _letters(x, dim)
     of_x = tuple("" if c == "." else c for c in letters)
     return Rule((of_x, dims(alpha, letters)), (of_x,), tuple(letters.replace(".", "")))

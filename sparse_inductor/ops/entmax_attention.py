@@ -31,7 +31,7 @@ from ._dispatch import (
     register,
 )
 from ._sharding import Dims, Rule, dims
-from .entmax import check_alpha
+from .entmax import UNDEFINED, check_alpha
 
 __all__ = ["entmax_attention"]
 
@@ -41,8 +41,8 @@ _INPUTS = (
 )
 _NUMBERS = "float alpha_value, float scale, float fill, bool causal, bool added"
 _lib = define(
-    f"entmax_attention({_INPUTS}, {_NUMBERS}) -> Tensor",
-    f"entmax_attention_train({_INPUTS}, {_NUMBERS}) -> (Tensor, Tensor[])",
+    f"entmax_attention({_INPUTS}, {_NUMBERS}, {UNDEFINED}) -> Tensor",
+    f"entmax_attention_train({_INPUTS}, {_NUMBERS}, {UNDEFINED}) -> (Tensor, Tensor[])",
     f"entmax_attention_backward(Tensor grad, {_INPUTS}, Tensor out, Tensor[] saved, {_NUMBERS}, bool[5] needs)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -134,7 +134,8 @@ def _four(name: str, t: Tensor | None, flat: bool) -> Tensor | None:
 
 
 def _check(
-    q, k, v, bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal, added
+    q, k, v, bias, mask, alpha, query_lengths, key_lengths, alpha_value, scale, fill, causal, added,
+    undefined="",
 ) -> None:  # fmt: skip
     """Raises the errors that `entmax_attention` documents."""
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -197,7 +198,7 @@ _KEYWORDS = (
 
 def _kernels(q, k, v, terms):
     """The kernels' module and the terms by name where they apply, else None; and what chunked ATen takes."""
-    named = dict(zip(_KEYWORDS, terms, strict=True))
+    named = dict(zip(_KEYWORDS, terms))
     kernels = None
     if has_kernels(q):
         try:
@@ -214,15 +215,16 @@ def _kernels(q, k, v, terms):
 
 def _forward(q, k, v, terms, training):
     _check(q, k, v, *terms)
+    undefined = terms[len(_KEYWORDS)] if len(terms) > len(_KEYWORDS) else ""
     kernels, named, terms = _kernels(q, k, v, terms)
     with autocast_off(q.device.type):
         if kernels is None:
-            out, y = aten.forward(q, k, v, terms)
+            out, y = aten.forward(q, k, v, terms, undefined)
             return out, (y,)
         if launches(q):
             return kernels.forward(q, k, v, **named, training=training)
         # What kernels save is promised: `_backward` does without.
-        out, _ = aten.forward(q, k, v, terms)
+        out, _ = aten.forward(q, k, v, terms, undefined)
         return out, kernels.saved_like(q, k, v, **named) if training else ()
 
 
@@ -257,7 +259,7 @@ class _EntmaxAttention(torch.autograd.Function):
     def forward(ctx, *args):
         out, saved = torch.ops.sparse_inductor.entmax_attention_train(*args)
         ctx.save_for_backward(*args[:8], out, *saved)
-        ctx.numbers = args[8:]
+        ctx.numbers = args[8:13]
         return out
 
     @staticmethod
@@ -270,7 +272,7 @@ class _EntmaxAttention(torch.autograd.Function):
             grad, *inputs, out, list(saved[9:]), *ctx.numbers, needs
         )
         q, k, v, bias, alpha = (g if n else None for g, n in zip(grads, needs))
-        return q, k, v, bias, None, alpha, *(None,) * 7
+        return q, k, v, bias, None, alpha, *(None,) * (len(ctx.needs_input_grad) - 6)
 
 
 def _autograd(*args):

@@ -28,13 +28,15 @@ from ._top import best_of
 __all__ = ["best_scores", "check_k", "sparse_scores"]
 
 _DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
-# By which of PyTorch's look-ups ids and rows are refused, on a CPU (`aten.documents`); without one, id V is padding.
+# By which of PyTorch's functions ids, and rows or offsets, are refused on a CPU (`aten.documents`); without one id V is
+# padding.
 _LOOKUP = "str lookup=''"
 _lib = define(
     f"sparse_scores(Tensor query, {_DOCS}, SymInt num_docs, ScalarType? out_dtype=None, {_LOOKUP}) -> Tensor",
     f"sparse_scores_topk(Tensor query, {_DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None,"
     f" {_LOOKUP}) -> (Tensor, Tensor)",
-    f"sparse_scores_backward(Tensor grad, {_DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype) -> Tensor",
+    f"sparse_scores_backward(Tensor grad, {_DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype,"
+    f" {_LOOKUP}) -> Tensor",
 )
 
 
@@ -184,11 +186,11 @@ def best_scores(parts, like: Tensor, k: int, dtype: torch.dtype, lead) -> tuple[
     return found.to(dtype).view(*lead, k), ids.view(*lead, k)
 
 
-def _backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype):
+def _backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype, lookup=""):
     g = grad if grad.dim() == 2 else grad.unsqueeze(0)
     N = ids.shape[0] if num_docs == -1 else num_docs
     with autocast_off(grad.device.type):
-        docs = aten.documents(ids, values, rows, offsets, N, num_terms)
+        docs = aten.documents(ids, values, rows, offsets, N, num_terms, lookup)
         posts = aten.transposed(docs, num_terms)
         out = torch.empty(g.shape[0], num_terms, device=g.device, dtype=dtype)
         if out.numel():
@@ -202,7 +204,7 @@ class _SparseScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, ids, values, rows, offsets, num_docs, out_dtype, lookup):
         ctx.save_for_backward(ids, values, rows, offsets)
-        ctx.sizes = num_docs, query.shape[-1], query.dtype
+        ctx.sizes = num_docs, query.shape[-1], query.dtype, lookup
         return torch.ops.sparse_inductor.sparse_scores(
             query, ids, values, rows, offsets, num_docs, out_dtype, lookup
         )
@@ -210,9 +212,8 @@ class _SparseScores(torch.autograd.Function):
     @staticmethod
     @first_order("sparse_scores", linear=True)
     def backward(ctx, grad):
-        num_docs, num_terms, dtype = ctx.sizes
         grad = torch.ops.sparse_inductor.sparse_scores_backward(
-            grad, *ctx.saved_tensors, num_docs, num_terms, dtype
+            grad, *ctx.saved_tensors, *ctx.sizes
         )
         return grad, *(None for _ in range(7))
 
@@ -248,7 +249,7 @@ class _SparseTop(torch.autograd.Function):
             query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup
         )
         ctx.save_for_backward(best, ids, values, rows, offsets)
-        ctx.sizes = num_docs, query.shape[-1], query.dtype
+        ctx.sizes = num_docs, query.shape[-1], query.dtype, lookup
         ctx.mark_non_differentiable(best)
         return found, best
 
@@ -256,11 +257,11 @@ class _SparseTop(torch.autograd.Function):
     @first_order("sparse_scores_topk", linear=True)
     def backward(ctx, grad, _):
         best, ids, *rest = ctx.saved_tensors
-        num_docs, num_terms, dtype = ctx.sizes
+        num_docs, num_terms, dtype, lookup = ctx.sizes
         N = ids.shape[0] if num_docs == -1 else num_docs
         full = grad.new_zeros(*grad.shape[:-1], N).scatter(-1, best, grad)
         grad = torch.ops.sparse_inductor.sparse_scores_backward(
-            full, ids, *rest, num_docs, num_terms, dtype
+            full, ids, *rest, num_docs, num_terms, dtype, lookup
         )
         return grad, *(None for _ in range(8))
 
@@ -294,7 +295,7 @@ def _fake_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, l
     return found, torch.empty_like(found, dtype=torch.int64)
 
 
-def _fake_backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype):
+def _fake_backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype, lookup=""):
     return grad.new_empty(*grad.shape[:-1], num_terms, dtype=dtype)
 
 
