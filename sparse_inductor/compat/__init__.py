@@ -28,6 +28,7 @@ from .inductor import (
     arguments_of_node,
     call_extern_kernels,
     compile_graph,
+    compiling_ahead,
     custom_graph_pass_class,
     pre_grad_passes,
     runs_pre_grad_passes,

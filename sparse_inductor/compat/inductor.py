@@ -68,6 +68,13 @@ def compile_graph(
         return compile_fx(gm, list(example_inputs), inner_compile=as_it_is)
 
 
+def compiling_ahead() -> bool:
+    """Whether AOTInductor compiles: what it makes is called without autograd, whatever the mode is meanwhile."""
+    from torch._inductor.virtualized import V
+
+    return V.aot_compilation is True
+
+
 def call_extern_kernels(
     python_name: str, made: Callable[[Any], tuple[str, str, str] | None]
 ) -> None:

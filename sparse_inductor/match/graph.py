@@ -128,12 +128,10 @@ class GraphView:
     @functools.cached_property
     def grad_enabled(self) -> bool:
         """Whether gradients are recorded where the graph starts, or are from some place of it on; never in a Function's
-        forward."""
-        return (
-            not self.function_body and any(self._modes.values())
-            if self._modes
-            else torch.is_grad_enabled() and not self.function_body
-        )
+        forward, nor in what is compiled to a package."""
+        if self.function_body or compat.compiling_ahead():
+            return False
+        return any(self._modes.values()) if self._modes else torch.is_grad_enabled()
 
     def records(self, node: fx.Node) -> bool:
         """Whether autograd records at the place of a node."""
