@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.func import grad, jacrev, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparse_inductor
+from sparse_inductor.match import leaves
 from sparse_inductor.testing import compile_without_codegen
 from support import only
 
@@ -115,3 +117,21 @@ def test_nothing_is_left_behind():
     with sparse_inductor.enabled(only="entmax"):
         assert set(trace_rules.get_torch_obj_rule_map()) > before
     assert set(trace_rules.get_torch_obj_rule_map()) == before
+
+
+def test_a_bisection_takes_one_step_where_its_shape_alone_is_asked_for(monkeypatch):
+    steps = []
+    bisect = entmax.entmax_bisect
+
+    def counted(x, alpha, dim, n_iter, ensure_sum_one):
+        steps.append(n_iter)
+        return bisect(x, alpha, dim, n_iter, ensure_sum_one)
+
+    x = torch.randn(3, 7)
+    with torch._subclasses.FakeTensorMode() as mode:
+        monkeypatch.setattr(entmax, "entmax_bisect", counted)
+        assert leaves.entmax_bisect(mode.from_tensor(x), 1.3, -1, 50, True).shape == x.shape
+        assert steps == [1]
+    traced = make_fx(lambda x: leaves.entmax_bisect(x, 1.3, -1, 50, True), tracing_mode="fake")(x)
+    assert steps == [1, 50]
+    torch.testing.assert_close(traced(x), bisect(x, 1.3, -1))

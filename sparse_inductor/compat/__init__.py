@@ -39,6 +39,7 @@ from .logs import count, sparse_graph_breaks, trace_artifact
 from .runtime import (
     after_autograd,
     allocator,
+    asked_for_shapes,
     autograd_on,
     below_autograd,
     clamp_has_a_slope_at_its_bounds,

@@ -82,6 +82,14 @@ def first_derivative_only(op: str, gradients: tuple[Any, ...]) -> tuple[Any, ...
     return tuple(fail(*(None if g is None else g.detach().requires_grad_() for g in gradients)))
 
 
+def asked_for_shapes(t: torch.Tensor) -> bool:
+    """Whether a function of `t` is run for its result's shape and dtype alone: on fakes, and nobody records it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return isinstance(t, FakeTensor) and get_proxy_mode() is None
+
+
 def functional_mode() -> type:
     """The mode under which AOTAutograd traces what a compiler gets."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode

@@ -19,6 +19,11 @@ from .. import compat
 __all__ = ["show_entmax"]
 
 
+def _steps(input, n_iter):
+    """Steps of a bisection; one of them tells the result's shape and dtype, and takes a compile less time than all."""
+    return min(n_iter, 1) if compat.asked_for_shapes(input) else n_iter
+
+
 def entmax15(input, dim):
     import entmax
 
@@ -34,7 +39,7 @@ def sparsemax(input, dim):
 def entmax_bisect(input, alpha, dim, n_iter, ensure_sum_one):
     import entmax
 
-    return entmax.entmax_bisect(input, alpha, dim, n_iter, ensure_sum_one)
+    return entmax.entmax_bisect(input, alpha, dim, _steps(input, n_iter), ensure_sum_one)
 
 
 def sparsemax_bisect(input, dim):
@@ -46,13 +51,13 @@ def sparsemax_bisect(input, dim):
 def normmax_bisect(input, alpha, dim, n_iter):
     import entmax
 
-    return entmax.normmax_bisect(input, alpha, dim, n_iter)
+    return entmax.normmax_bisect(input, alpha, dim, _steps(input, n_iter))
 
 
 def budget_bisect(input, budget, dim, n_iter):
     import entmax
 
-    return entmax.budget_bisect(input, budget, dim, n_iter)
+    return entmax.budget_bisect(input, budget, dim, _steps(input, n_iter))
 
 
 # The losses stay what they are, but Dynamo cannot trace them at all.
