@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
 
+from fuzz.compare import COMPILING
 from sparse_inductor.testing import compile_without_codegen
 from support import only
 
@@ -79,11 +80,13 @@ class _Layers(nn.Module):
 
 
 def _run(program: Callable[..., Any], inputs: tuple, training: bool, compiled: bool) -> Any:
+    """The graph that Dynamo made, rewritten or not, runs as it is with eager's autograd: what torch's own passes do
+    otherwise than eager, such as dropping casts before 2.13, is not looked at."""
     torch.manual_seed(0)
     layers = _Layers(program)
     inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
     with torch.set_grad_enabled(training):
-        results = (compile_without_codegen(layers) if compiled else layers)(*inputs)
+        results = (COMPILING["graph"](layers) if compiled else layers)(*inputs)
         results = results if isinstance(results, tuple) else (results,)
         leaves = [t for t in [*layers.parameters(), *inputs] if t.requires_grad]
         wanted = [r for r in results if r.requires_grad]
@@ -113,6 +116,11 @@ def _assert_as_eager(
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_read_before_a_write_is_what_was_there(writer):
     write = WRITERS[writer]
+    try:
+        with torch.no_grad():
+            write(torch.ones(3))
+    except torch._dynamo.exc.UncapturedHigherOrderOpError:
+        pytest.skip("this torch lets nobody write in a branch")
 
     def head(m, x, mask):
         act = torch.log1p(torch.relu(m.a(x))) * mask.unsqueeze(-1)
@@ -361,7 +369,8 @@ def test_what_eager_refuses_to_multiply_is_refused(name):
     def program(m, x):
         return _MIXED[name](m, x, lambda t: t.to(torch.bfloat16))
 
-    assert not _assert_refused(program, torch.randn(2, 5, 6))
+    # Entmax beside the product may be.
+    assert {*_assert_refused(program, torch.randn(2, 5, 6))} <= {"entmax"}
 
 
 def test_autocast_multiplies_what_eager_would_refuse():
