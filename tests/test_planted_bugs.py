@@ -45,10 +45,11 @@ def test_what_is_overlooked_is_caught(mistake: Overlooked):
 
 
 # Of those that verify does not catch, and of one more in each of the other families, here; `make planted` has all.
-HERE = {m.name: m for m in OVERLOOKED if not m.by_verify} | {m.family: m for m in OVERLOOKED}
+IN_EACH_FAMILY = {m.family: m for m in OVERLOOKED}.values()
+HERE = [m for m in OVERLOOKED if not m.by_verify or m in IN_EACH_FAMILY]
 
 
-@pytest.mark.parametrize("mistake", HERE.values(), ids=lambda m: m.name)
+@pytest.mark.parametrize("mistake", HERE, ids=lambda m: m.name)
 def test_the_fuzzer_catches_what_is_overlooked(mistake: Overlooked):
     assert by_fuzz(mistake) is not None
 

@@ -397,11 +397,12 @@ def other_masks(x, w, mask):
 
 
 def _learnt(*texts: str) -> Callable[[Program], bool]:
-    """Programs with gradients that hold one of the texts."""
+    """Programs of exact numbers, with gradients, that hold one of the texts."""
 
     def shows(program: Program) -> bool:
         source = program.source()
-        return any(i.grad for i in program.inputs) and any(text in source for text in texts)
+        learns = program.exact and any(i.grad for i in program.inputs)
+        return learns and any(text in source for text in texts)
 
     return shows
 
