@@ -94,7 +94,12 @@ class RowsMatch:
         given = (source, tensor, number, found.dim)
         given += (found.undefined,) if found.undefined else ()
         p = e.call(torch.ops.sparse_inductor.entmax.default, *given)
-        self.anchor.replace_all_uses_with(e.cast(p, wanted))
+        p = e.cast(p, wanted)
+        returned = any(user.op == "output" for user in self.anchor.users)
+        if returned and found.written_out and fake(p).requires_grad:
+            # The caller may write to it, and the operator has saved its own. Inductor takes a clone out.
+            p = e.method("abs", p)
+        self.anchor.replace_all_uses_with(p)
 
 
 class Entmax:

@@ -294,6 +294,30 @@ def test_fmax_is_no_maximum():
     _assert_as_eager(lambda m, x: m.b(torch.fmax(m.a(x), zero)), x)
 
 
+def test_what_is_made_under_inference_mode_is_saved_by_nobody():
+    def block(m, x):
+        with torch.inference_mode():
+            x = x * 2
+        return m.b(torch.relu(m.a(x)))
+
+    with only(*ALL) as report:
+        _run(block, (torch.randn(2, 5, 6),), True, compiled=True)
+    assert not report.rewrites
+
+
+def test_a_caller_may_write_to_the_result_of_a_threshold():
+    def run(compiled):
+        z = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        p = (compile_without_codegen(_by_sorting) if compiled else _by_sorting)(z)
+        p.add_(1e-3)
+        return torch.autograd.grad(p.square().sum(), z)
+
+    expected = run(compiled=False)
+    with only("entmax") as report:
+        torch.testing.assert_close(run(compiled=True), expected)
+        assert report.rewrites
+
+
 _KEEPING = {
     "where": lambda z: torch.where(z > 0, z, 0.0),
     "masked_fill": lambda z: z.masked_fill(~(z > 0), 0.0),

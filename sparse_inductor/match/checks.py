@@ -80,7 +80,7 @@ def check_match(view: GraphView, match: _Swallows) -> None:
     for node in inside:
         _check_dtypes(view, node)
     if any(view.learns(source) for source, _ in reads):
-        _check_gradient(view, match, inside, at)
+        _check_gradient(view, match, inside, reads, at)
 
 
 def _check_dtypes(view: GraphView, node: fx.Node) -> None:
@@ -110,7 +110,11 @@ def _check_memory(
 
 
 def _check_gradient(
-    view: GraphView, match: _Swallows, inside: Collection[fx.Node], at: fx.Node
+    view: GraphView,
+    match: _Swallows,
+    inside: Collection[fx.Node],
+    reads: Iterable[tuple[fx.Node, fx.Node]],
+    at: fx.Node,
 ) -> None:
     """Raises Decline where something that the match reads requires a gradient, and what the operator passes on to it
     is not what the program does."""
@@ -126,6 +130,10 @@ def _check_gradient(
                 if by not in inside and view.order[by] > view.order[n]:
                     reason = f"{label(by)} writes to what {label(n)} made, which its gradient reads"
                     raise Decline(reason, by)
+    for source, reader in reads:
+        if view.in_inference_mode(source):
+            why = "was made under inference_mode: PyTorch saves it for no backward"
+            raise Decline(f"{label(source)} {why}", reader)
     values = tensors_in(fake(match.anchor))
     ordered = sorted(inside, key=view.order.__getitem__)
     if match.anchor not in wanted and any(t.is_floating_point() for t in values):

@@ -67,6 +67,11 @@ class Transform:
     undefined: str = ""
 
     @property
+    def written_out(self) -> bool:
+        """Whether it is made of operations, which do not save its result, rather than a call of the package."""
+        return self.note.startswith("written out")
+
+    @property
     def alpha_text(self) -> str:
         """What a record says of alpha."""
         text = "alpha is a tensor" if isinstance(self.alpha, fx.Node) else f"alpha {self.alpha:g}"

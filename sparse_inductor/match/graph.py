@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -131,11 +131,17 @@ class GraphView:
         forward, nor in what is compiled to a package."""
         if self.function_body or compat.compiling_ahead():
             return False
-        return any(self._modes.values()) if self._modes else torch.is_grad_enabled()
+        if self._modes:
+            return any(mode.records for mode in self._modes.values())
+        return torch.is_grad_enabled()
 
     def records(self, node: fx.Node) -> bool:
         """Whether autograd records at the place of a node."""
-        return self._modes[node] if self._modes else torch.is_grad_enabled()
+        return self._modes[node].records if self._modes else torch.is_grad_enabled()
+
+    def in_inference_mode(self, node: fx.Node) -> bool:
+        """Whether the graph makes a node under inference_mode."""
+        return bool(self._modes) and self._modes[node].inference
 
     def autocasts(self, node: fx.Node) -> bool:
         """Whether autocast chooses what a tensor's node computes in."""
@@ -314,15 +320,22 @@ def changes_grad_mode(node: fx.Node) -> bool:
     return "set_grad_enabled" in name or name.endswith("_inference_mode")
 
 
-def _grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Whether autograd records before each node; nothing for a graph that does not change it."""
+class _Mode(NamedTuple):
+    """Whether autograd records, and whether inference_mode is on."""
+
+    records: bool
+    inference: bool
+
+
+def _grad_modes(graph: fx.Graph) -> dict[fx.Node, _Mode]:
+    """The mode before each node; nothing for a graph that does not change it."""
     if not any(map(changes_grad_mode, graph.nodes)):
         return {}
     records, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    modes: dict[fx.Node, bool] = {}
+    modes: dict[fx.Node, _Mode] = {}
     before: dict[fx.Node, tuple[bool, bool]] = {}
     for node in graph.nodes:
-        modes[node] = records and not inference
+        modes[node] = _Mode(records and not inference, inference)
         if not changes_grad_mode(node):
             continue
         if node.target.__name__ == "_exit_inference_mode":
