@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 import pytest
+import torch
 
 from fuzz.compare import run
 from planted import BUGS, PROGRAMS, Bug, program
@@ -38,6 +39,9 @@ def test_there_are_enough_of_them_in_every_family():
 
 @pytest.mark.parametrize("mistake", OVERLOOKED, ids=lambda m: m.name)
 def test_what_is_overlooked_is_caught(mistake: Overlooked):
+    if torch.__version__ < (2, 13) and ("island" in mistake.name or "cast of" in mistake.name):
+        # A linear map under inference_mode, which is left on.
+        pytest.skip("this torch drops casts that narrow itself, and does not compile islands")
     if run(mistake.program, mistake.program.function(), 0).error is not None:
         pytest.skip("this torch does not run the program")  # 2.11 writes in no branch
     assert by_tests(mistake)

@@ -75,6 +75,7 @@ class Result:
 
 def check(program: Program, verify: bool = False) -> Outcome:
     """Compare the program's calls, rewritten, with the eager ones."""
+    torch._dynamo.reset()  # eager's `cond` compiles, and does not twice
     fn = program.function()
     eager = [run(program, fn, call) for call in range(len(program.sizes))]
     report = sparse_inductor.report()
