@@ -41,6 +41,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or what goes at exit is taken for leaked
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for marker, needed in (("gpu", 1), ("multigpu", 2)):
