@@ -93,8 +93,10 @@ def check(program: Program, verify: bool = False) -> Outcome:
         shared = set()
         for call, (ours, right, compiled_) in enumerate(zip(got, eager, plain)):
             theirs += differences(program, fn, call, compiled_, right, right)
+            # One that raises and ours does not decides nothing.
+            other = right if compiled_.error is not None and ours.error is None else compiled_
             shared |= {
-                (f.kind, f.where) for f in differences(program, fn, call, ours, compiled_, right)
+                (f.kind, f.where) for f in differences(program, fn, call, ours, other, right)
             }
         findings = [f for f in findings if (f.kind, f.where) in shared]
     findings += [Finding("raised", "pattern", failure) for failure in rewrite.failures]

@@ -38,13 +38,14 @@ class _Kept(Program):
 
 
 def kept(**fields: Any) -> Callable[[Callable[..., Any]], Program]:
-    """Turn a function into a program: tensors are its inputs, the rest are fields of `Program`."""
+    """Turn a function into a program: tensors are its inputs, the rest are fields of `Program`. It goes through
+    AOTAutograd at once, where findings count."""
 
     def decorate(fn: Callable[..., Any]) -> Program:
         given = {n: v for n, v in fields.items() if isinstance(v, Input)}
         names = list(inspect.signature(fn).parameters)
         inputs = tuple(Input(n, *list(vars(given[n]).values())[1:]) for n in names)
-        others = {n: v for n, v in fields.items() if n not in given}
+        others = {"stage": "aot", **{n: v for n, v in fields.items() if n not in given}}
         body = ast.parse(textwrap.dedent(inspect.getsource(fn))).body[0]
         body.decorator_list = []
         return _Kept(inputs=inputs, steps=(Step(ast.unparse(body)),), returns=(), fn=fn, **others)
