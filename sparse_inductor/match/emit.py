@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .fakes import fake, require_grad, same_size, tensors_in
+from .fakes import fake, require_grad, same_size, static_size, tensors_in
 
 __all__ = ["Emitter"]
 
@@ -33,6 +33,8 @@ class Emitter:
             return self._annotate(self._graph.call_function(target, args), make)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if name == "select" and static_size(fake(args[0]).shape[args[1]]) == 0:
+            raise IndexError("select() of an empty axis")  # which torch 2.11 does to a fake
         with self._graph.inserting_before(self._anchor):
             return self._annotate(self._graph.call_method(name, args, kwargs))
 
