@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import concurrent.futures
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +25,12 @@ def layer(pattern: str) -> nn.Module:
 
 
 def step(program: Callable[..., Tensor], module: nn.Module) -> list[Tensor | None]:
-    """What a training step makes: the result, gradients of the input and of the parameters."""
+    """What a training step makes: the result, gradients of the input and of the parameters; without gradients the
+    result."""
     x = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
     y = program(x)
+    if not torch.is_grad_enabled():
+        return [y]
     module.zero_grad()
     y.square().sum().backward()
     return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
@@ -92,3 +100,185 @@ def test_attention_in_training_is_left_to_a_cpp_wrapper():
     report = sparse_inductor.report()
     assert not report.rewrites
     assert any("C++ wrapper" in miss.reason for miss in report.near_misses)
+
+
+# One model with every family
+
+
+class Model(nn.Sequential):
+    """Attention, a feed-forward block, sparse scores and a head, one after the other."""
+
+    PATTERNS = ("entmax_attention", "relu_ffn", "sparse_scores", "splade_head")
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(*(LAYERS[name]() for name in self.PATTERNS))
+
+
+@dataclasses.dataclass
+class Ran:
+    """How a model is run: the program, whose parameters get gradients, and what eager runs to compare with."""
+
+    program: Callable[[Tensor], Tensor]
+    module: nn.Module
+    eager: nn.Module = dataclasses.field(default_factory=lambda: Model())
+
+
+WAYS: list[Any] = []
+
+
+def way(*, rewrites: bool = True) -> Callable[[Any], Any]:
+    """Adds a row: a generator of the `Ran`, or the program alone, that stands while what the way has set does.
+
+    rewrites: all families are rewritten, or none.
+    """
+
+    def add(f: Callable[[Model], Iterator[Any]]) -> Any:
+        WAYS.append(pytest.param(contextlib.contextmanager(f), rewrites, id=f.__name__))
+        return f
+
+    return add
+
+
+def seen_as(**how: Any) -> Callable[[nn.Module], Iterator[Any]]:
+    """torch.compile with these arguments."""
+
+    def program(model):
+        yield torch.compile(model, **how)
+
+    program.__name__ = "-".join(f"{key}_{value}" for key, value in how.items())
+    return program
+
+
+for arguments in ({"backend": "eager"}, {"backend": "aot_eager"}):
+    way(rewrites=False)(seen_as(**arguments))
+
+
+@way()
+def any_size(model):
+    yield compile_without_codegen(model, dynamic=True, fullgraph=True)
+
+
+@way()
+def sizes_marked_dynamic(model):
+    compiled = compile_without_codegen(model, fullgraph=True)
+
+    def program(x):
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 1)
+        return compiled(x)
+
+    yield program
+
+
+@way()
+def a_size_marked_unbacked(model):
+    compiled = compile_without_codegen(model, fullgraph=True)
+
+    def program(x):
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        return compiled(x)
+
+    yield program
+
+
+@way(rewrites=False)
+def stance_force_eager(model):
+    with torch.compiler.set_stance("force_eager"):
+        yield compile_without_codegen(model)
+
+
+@way()
+def stance_fail_on_recompile(model):
+    compiled = compile_without_codegen(model)
+    compiled(torch.randn(2, 5, D, requires_grad=True))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield compiled
+
+
+@way()
+def stance_eager_on_recompile(model):
+    compiled = compile_without_codegen(model)
+    compiled(torch.randn(3, 5, D, requires_grad=True))
+    with torch.compiler.set_stance("eager_on_recompile"):
+        yield compiled
+
+
+@way()
+def a_reentrant_checkpoint_outside(model):
+    compiled = compile_without_codegen(model)
+    yield lambda x: checkpoint(compiled, x, use_reentrant=True)
+
+
+@way()
+def a_checkpoint_of_every_layer_inside(model):
+    def program(x):
+        for module in model:
+            x = checkpoint(module, x, use_reentrant=False)
+        return x
+
+    yield compile_without_codegen(program, fullgraph=True)
+
+
+@way()
+def a_small_memory_budget(model):
+    with torch._functorch.config.patch(activation_memory_budget=0.2):
+        yield compile_without_codegen(model)
+
+
+@way()
+def given_weights(model):
+    def program(weights, x):
+        return torch.func.functional_call(model, weights, (x,))
+
+    compiled = compile_without_codegen(program, fullgraph=True)
+    weights = dict(model.named_parameters()) | dict(model.named_buffers())
+    yield lambda x: compiled(weights, x)
+
+
+@way()
+def weight_norm(model):
+    for linear in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        nn.utils.parametrizations.weight_norm(linear)
+    yield Ran(compile_without_codegen(model), model, copy.deepcopy(model))
+
+
+@way()
+def spectral_norm(model):
+    for linear in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        nn.utils.parametrizations.spectral_norm(linear).eval()
+    yield Ran(compile_without_codegen(model), model, copy.deepcopy(model))
+
+
+@way()
+def two_threads(model):
+    """Each compiles a model of its own; the other's result and gradients are looked at here."""
+    other = Model()
+    programs = [compile_without_codegen(m) for m in (model, other)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda p: step(*p), zip(programs, (model, other)))
+    assert_steps_alike(first, second)
+    yield Ran(programs[1], other)
+
+
+@way()
+def an_exported_program(model):
+    x = torch.randn(2, 5, D)
+    exported = torch.export.export(model, (x,)).module()
+    yield Ran(compile_without_codegen(exported), exported)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("program_of,rewritten", WAYS)
+def test_way(program_of, rewritten):
+    """Results and gradients are eager's, and all families are rewritten, or none where Inductor takes no part."""
+    model = Model()
+    with sparse_inductor.enabled(policy="always"), program_of(model) as made:
+        ran = made if isinstance(made, Ran) else Ran(made, model)
+        got = step(ran.program, ran.module)
+    wanted = step(ran.eager, ran.eager)
+    assert_steps_alike(got, wanted[: len(got)])
+    report = sparse_inductor.report()
+    assert {r.pattern for r in report.rewrites} == (set(Model.PATTERNS) if rewritten else set()), (
+        report
+    )
