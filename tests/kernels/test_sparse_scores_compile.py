@@ -184,7 +184,7 @@ def compiled(tmp_path_factory):
     here = Path(__file__).parent
     env = {
         **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, here))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, here.parent, here))),
         "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
     }
     command = f"from test_sparse_scores_compile import compile_all; compile_all({str(folder)!r})"
