@@ -188,13 +188,8 @@ def test_contenders_agree_and_only_ours_is_rewritten():
         torch.testing.assert_close(found[name], found["eager"], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        family if family == "entmax" else pytest.param(family, marks=pytest.mark.heavy)
-        for family in families()
-    ],
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", families())
 def test_the_quick_run_writes_its_files(tmp_path, family):
     command = [sys.executable, "-m", "benchmarks", family, "--quick", "--device", "cpu"]
     if family == "end_to_end":  # the test below runs them all

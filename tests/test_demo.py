@@ -19,6 +19,7 @@ def demo(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 
+@pytest.mark.heavy
 def test_it_rewrites_the_head_and_shows_both_sides():
     done = demo(*TINY)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,16 +19,10 @@ EXAMPLES = {
     "sparse_encoder": (["sentence_transformers"], "splade_head"),
     "index": (["transformers"], "splade_head"),
 }
-IN_EVERY_RUN = {"index"}  # the others are `heavy`
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.heavy])
-        for name in EXAMPLES
-    ],
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name, tmp_path):
     packages, pattern = EXAMPLES[name]
     for package in packages:

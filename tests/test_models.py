@@ -396,6 +396,7 @@ def training_steps(model: nn.Module, forward, steps: int) -> list[Tensor]:
     return losses
 
 
+@pytest.mark.heavy
 def test_training_with_inductor_is_training_with_eager():
     eager = Splade(bert).train()
     ours = copy.deepcopy(eager)

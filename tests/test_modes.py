@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
 
 import sparse_inductor
 from programs import Encoder, batch, encoder
-from support import compile_without_codegen
+from support import compile_without_codegen, heavy
 
 BOTH = {"splade_head", "entmax_attention"}
 
@@ -67,7 +67,7 @@ class HeadOnly(Encoder):
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
-@pytest.mark.parametrize("kind", [HeadOnly, Encoder])
+@pytest.mark.parametrize("kind", [HeadOnly, heavy(Encoder)])
 @pytest.mark.filterwarnings("ignore:sparse_inductor was enabled after")
 def test_no_recompiles_beyond_those_of_the_unrewritten_program(kind, dynamic):
     pairs = [(2 + i % 5, 4 + (7 * i) % 11) for i in range(20)]
@@ -292,9 +292,9 @@ def test_gradients_that_the_program_turns_on_itself(report, forward):
     "how",
     [
         {"mode": "reduce-overhead"},
-        {"mode": "max-autotune"},
-        {"fullgraph": True},
-        {"fullgraph": True, "dynamic": True},
+        heavy({"mode": "max-autotune"}),
+        heavy({"fullgraph": True}),
+        heavy({"fullgraph": True, "dynamic": True}),
     ],
     ids=lambda how: "-".join(map(str, how.values())),
 )

@@ -8,6 +8,7 @@ import torch
 from ptx_machine import Memory, block
 from test_relu_ffn_hopper import marks_of
 
+import support
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
 from sparse_inductor.kernels import relu_ffn_marked as marked
 from sparse_inductor.kernels import relu_ffn_marked_ptx as ptx
@@ -93,7 +94,9 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
         (20, 600, 16, 8, 0.015, False, 8, 0, 0, 1),
         (9, 600, 32, 8, 0.03, False, 1, 0, 0, 1),
         (9, 8900, 3000, 32, 0.2, True, 8, 0, 0, 1),  # more than a list has room for
-        (150, 600, 100, 16, 0.05, False, 32, 256, 300, 2),  # as many as there is room for
+        support.heavy(
+            150, 600, 100, 16, 0.05, False, 32, 256, 300, 2
+        ),  # as many as there is room for
         (60, 5632, 30, 8, 0.003, False, 32, 256, 100, 1),  # packed rows pay
         (70, 9000, 400, 64, 0.01, False, 32, 256, 4000, 2),  # too little in common
         (140, 2500, 100, 64, 0.01, False, 16, 512, 100, 1),

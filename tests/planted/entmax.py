@@ -56,8 +56,8 @@ def _unmasked(e: Emitter, found: Any) -> dict[str, Any]:
     return {"source": found.source.args[0]}
 
 
-def _no_threshold(solve: Callable[..., Any], z: torch.Tensor, alpha: Any) -> torch.Tensor:
-    y = solve(z, alpha)
+def _no_threshold(solve: Callable[..., Any], z: torch.Tensor, *rest: Any) -> torch.Tensor:
+    y = solve(z, *rest)
     z.mul_(1.001)
     return y
 

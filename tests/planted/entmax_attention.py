@@ -40,7 +40,7 @@ def _grouped(q, k, v, keep, bias):
 def _build(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, L, D, generator=generator).requires_grad_() for _ in "qkv")
-    keep = torch.arange(L)[None, None, None] < torch.tensor([L, 4])[:, None, None, None]
+    keep = torch.arange(L)[None, None, None] < torch.tensor([L - 1, 4])[:, None, None, None]
     return fn, (q, k, v, keep, torch.randn(H, L, L, generator=generator).requires_grad_())
 
 
