@@ -107,6 +107,10 @@ class RewritePass:
 
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
+        with compat.saving_unobserved():
+            return self._run(graph)
+
+    def _run(self, graph: fx.Graph) -> Outcome:
         started = time.perf_counter()
         run = _Run(graph, self._report if self._verify else None, self._trace, self._policy)
         before = _text(graph) if log.isEnabledFor(logging.DEBUG) else ""

@@ -6,12 +6,15 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
@@ -33,7 +36,11 @@ def step(program: Callable[..., Tensor], module: nn.Module) -> list[Tensor | Non
         return [y]
     module.zero_grad()
     y.square().sum().backward()
-    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+    return [y.detach(), x.grad, *(whole(p.grad) for p in module.parameters())]
+
+
+def whole(t: Tensor | None) -> Tensor | None:
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def assert_steps_alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> None:
@@ -127,14 +134,17 @@ class Ran:
 WAYS: list[Any] = []
 
 
-def way(*, rewrites: bool = True) -> Callable[[Any], Any]:
+def way(*, rewrites: bool = True, quick: bool = False) -> Callable[[Any], Any]:
     """Adds a row: a generator of the `Ran`, or the program alone, that stands while what the way has set does.
 
-    rewrites: all families are rewritten, or none.
+    rewrites: all families are rewritten, or none. quick: the row is part of `make test`.
     """
 
     def add(f: Callable[[Model], Iterator[Any]]) -> Any:
-        WAYS.append(pytest.param(contextlib.contextmanager(f), rewrites, id=f.__name__))
+        marks = [] if quick else [pytest.mark.heavy]
+        WAYS.append(
+            pytest.param(contextlib.contextmanager(f), rewrites, id=f.__name__, marks=marks)
+        )
         return f
 
     return add
@@ -152,9 +162,16 @@ def seen_as(**how: Any) -> Callable[[nn.Module], Iterator[Any]]:
 
 for arguments in ({"backend": "eager"}, {"backend": "aot_eager"}):
     way(rewrites=False)(seen_as(**arguments))
+for arguments in (
+    {"mode": "reduce-overhead"},
+    {"mode": "max-autotune"},
+    {"fullgraph": True},
+    {"fullgraph": True, "dynamic": True},
+):
+    way()(seen_as(**arguments))
 
 
-@way()
+@way(quick=True)
 def any_size(model):
     yield compile_without_codegen(model, dynamic=True, fullgraph=True)
 
@@ -204,10 +221,19 @@ def stance_eager_on_recompile(model):
         yield compiled
 
 
+def checkpointed_outside(model, reentrant):
+    compiled = compile_without_codegen(model)
+    yield lambda x: checkpoint(compiled, x, use_reentrant=reentrant)
+
+
 @way()
 def a_reentrant_checkpoint_outside(model):
-    compiled = compile_without_codegen(model)
-    yield lambda x: checkpoint(compiled, x, use_reentrant=True)
+    yield from checkpointed_outside(model, True)
+
+
+@way(quick=True)
+def a_checkpoint_outside(model):
+    yield from checkpointed_outside(model, False)
 
 
 @way()
@@ -268,7 +294,78 @@ def an_exported_program(model):
     yield Ran(compile_without_codegen(exported), exported)
 
 
-@pytest.mark.heavy
+@contextlib.contextmanager
+def alone_in_a_process_group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@way(quick=True)
+def ddp(model):
+    with alone_in_a_process_group():
+        yield compile_without_codegen(nn.parallel.DistributedDataParallel(model))
+
+
+@way(quick=True)
+def fsdp2(model):
+    with alone_in_a_process_group():
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        yield compile_without_codegen(model)
+
+
+# With Inductor's code generation
+
+
+@way()
+def regional_compilation(model):
+    for module in model:
+        module.compile()
+    yield model
+
+
+@way()
+def a_deep_copy(model):
+    copied = copy.deepcopy(torch.compile(model))
+    yield Ran(copied, copied)
+
+
+@way()
+def pickled(model):
+    model.compile()
+    again = pickle.loads(pickle.dumps(model))
+    again.compile()
+    yield Ran(again, again)
+
+
+@way()
+def cpp_wrapper_in_inference(model):
+    with torch._inductor.config.patch(cpp_wrapper=True), torch.no_grad():
+        yield torch.compile(model)
+
+
+@way()
+def frozen(model):
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        yield torch.compile(model.eval())
+
+
+@way()
+def compiled_autograd(model):
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        yield torch.compile(model)
+
+
+@way()
+def accelerated(model):
+    accelerate = pytest.importorskip("accelerate")
+    yield torch.compile(accelerate.Accelerator(cpu=True).prepare(model))
+
+
 @pytest.mark.parametrize("program_of,rewritten", WAYS)
 def test_way(program_of, rewritten):
     """Results and gradients are eager's, and all families are rewritten, or none where Inductor takes no part."""

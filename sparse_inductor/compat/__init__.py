@@ -57,6 +57,7 @@ from .runtime import (
     plain_when_traced,
     raw_stream,
     read_outside_modes,
+    saving_unobserved,
     stream_getter,
     transforms_active,
 )

@@ -120,17 +120,24 @@ def fresh_capture() -> contextlib.AbstractContextManager[None]:
 
 
 def keep_in_graph(fn: Any) -> Any:
-    """Have Dynamo make a call of `fn` one node; the result undoes exactly that.
+    """Have Dynamo make a call of `fn`, a module's function, one node; the result undoes exactly that.
 
     `torch.compiler.allow_in_graph` says also that the user has asked for it: where a backend cannot compile such a
-    graph, Dynamo raises instead of falling back to a graph break.
+    graph, Dynamo raises instead of falling back to a graph break. The rule is entered by name, too: Dynamo's table of
+    functions is made anew from names when a process group is initialised.
     """
     from torch._dynamo import trace_rules
     from torch._dynamo.variables import TorchInGraphFunctionVariable
 
-    rules = trace_rules.get_torch_obj_rule_map()
-    rules[fn] = TorchInGraphFunctionVariable
-    return lambda: rules.pop(fn, None)
+    name = f"{fn.__module__}.{fn.__qualname__}"
+    trace_rules.manual_torch_name_rule_map[name] = TorchInGraphFunctionVariable
+    trace_rules.get_torch_obj_rule_map()[fn] = TorchInGraphFunctionVariable
+
+    def undo() -> None:
+        trace_rules.manual_torch_name_rule_map.pop(name, None)
+        trace_rules.get_torch_obj_rule_map().pop(fn, None)
+
+    return undo
 
 
 def substitute_in_graph(fn: Any, traced: Any) -> Any:

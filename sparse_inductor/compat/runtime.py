@@ -65,6 +65,17 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def saving_unobserved() -> contextlib.AbstractContextManager[Any]:
+    """Tensors that autograd saves meanwhile are passed to no hook of the caller's.
+
+    A checkpoint around a compiled function counts what its forward saves: what a pass computes while the function is
+    compiled is not part of it.
+    """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return contextlib.nullcontext()  # inside a transform, where hooks are refused
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 def transforms_active() -> bool:
     """Whether a transform of torch.func is under way."""
     return torch._C._are_functorch_transforms_active()
