@@ -208,7 +208,7 @@ def test_the_quick_run_writes_its_files(tmp_path, family):
     ("family", "rows"),
     [
         pytest.param("splade_head", 17, marks=pytest.mark.heavy),
-        ("entmax", 6),
+        pytest.param("entmax", 6, marks=pytest.mark.heavy),
         pytest.param("entmax_attention", 27, marks=pytest.mark.heavy),
         pytest.param("end_to_end", 18, marks=pytest.mark.heavy),
         pytest.param("relu_ffn", 31, marks=pytest.mark.heavy),

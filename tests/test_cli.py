@@ -107,6 +107,7 @@ def test_explain_as_plain_text(tmp_path):
     assert done.stdout.startswith("sparse_inductor: 1 rewrite") and "\x1b" not in done.stdout
 
 
+@pytest.mark.heavy
 def test_explain_as_json(tmp_path):
     (tmp_path / "mine.py").write_text(MODEL)
     data = json.loads(command("explain", "mine:head", "--json", "--verify", cwd=tmp_path).stdout)

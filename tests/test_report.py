@@ -256,6 +256,7 @@ def test_the_log_is_silent_without_it(tmp_path):
     assert "rewrite" not in done.stderr
 
 
+@pytest.mark.heavy
 def test_torch_logs_leaves_the_operators_importable(tmp_path):
     # torch imports the package and its subpackages to find their loggers while it is itself half
     # imported.

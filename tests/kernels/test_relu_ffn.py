@@ -244,6 +244,7 @@ def test_only_what_is_needed():
     check_backward(*make(8), needs=(False, True, False, False, True, False, True))
 
 
+@pytest.mark.heavy
 def test_backward_in_pieces(monkeypatch):
     monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
     check_backward(*make(140, share=0.05))
@@ -320,7 +321,8 @@ def test_rows_that_share_neurons(monkeypatch, gated, M):
     assert (pools[0].size[: M // 128] > 0).all()
 
 
-@pytest.mark.parametrize("entries", [heavy(40), 4000])
+@pytest.mark.heavy
+@pytest.mark.parametrize("entries", [40, 4000])
 def test_what_pools_leave_decides_whether_packed_rows_pay(monkeypatch, entries):
     """A dense row costs fewer entries than a packed one has; with pools that cost little the packed ones still pay."""
     monkeypatch.setattr(kernel, "SHARING", 1)

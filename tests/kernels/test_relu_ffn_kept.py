@@ -75,9 +75,8 @@ def with_room(x, b, packed):
     return dataclasses.replace(packed, count=count)
 
 
-@pytest.mark.parametrize(
-    ("gated", "bias"), [(True, True), pytest.param(False, False, marks=pytest.mark.heavy)]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize(("gated", "bias"), [(True, True), (False, False)])
 def test_backward_reads_what_is_kept(gated, bias, monkeypatch):
     monkeypatch.setattr(kernel, "FEW", 0)
     x, b, packed, dy = dense_step(gated, bias)

@@ -77,7 +77,13 @@ def run_and_check(p, outer=LOG1P, **general):
 
 
 # B, S, D, V: odd everything; one of everything; more sequences than a block; rows wider than a program
-SHAPES = [(3, 7, 5, 11), (1, 1, 1, 1), (35, 3, 4, 20), (1, 4, 1300, 9), (2, 130, 33, 300)]
+SHAPES = [
+    (3, 7, 5, 11),
+    (1, 1, 1, 1),
+    heavy((35, 3, 4, 20)),
+    (1, 4, 1300, 9),
+    heavy((2, 130, 33, 300)),
+]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -217,8 +223,7 @@ GENERAL = {
 
 @pytest.mark.parametrize(
     "general, B, V",
-    [(name, 4, 150) for name in GENERAL]
-    + [(name, 35, 20) if name == "every third" else heavy(name, 35, 20) for name in GENERAL],
+    [(name, 4, 150) for name in GENERAL] + [heavy(name, 35, 20) for name in GENERAL],
 )
 def test_steps_before_the_maximum(device, general, B, V, monkeypatch):
     """Operands of several dtypes and layouts, negative ones too."""
