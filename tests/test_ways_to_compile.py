@@ -205,20 +205,22 @@ def stance_force_eager(model):
         yield compile_without_codegen(model)
 
 
+def seen_before(model, size, stance):
+    """A stance taken after a call of a batch of `size`; the step's has 2."""
+    compiled = compile_without_codegen(model)
+    compiled(torch.randn(size, 5, D, requires_grad=True))
+    with torch.compiler.set_stance(stance):
+        yield compiled
+
+
 @way()
 def stance_fail_on_recompile(model):
-    compiled = compile_without_codegen(model)
-    compiled(torch.randn(2, 5, D, requires_grad=True))
-    with torch.compiler.set_stance("fail_on_recompile"):
-        yield compiled
+    yield from seen_before(model, 2, "fail_on_recompile")
 
 
 @way()
 def stance_eager_on_recompile(model):
-    compiled = compile_without_codegen(model)
-    compiled(torch.randn(3, 5, D, requires_grad=True))
-    with torch.compiler.set_stance("eager_on_recompile"):
-        yield compiled
+    yield from seen_before(model, 3, "eager_on_recompile")
 
 
 def checkpointed_outside(model, reentrant):
