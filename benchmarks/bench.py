@@ -218,7 +218,7 @@ def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]
         if mode in seen:
             return program(*args)
         before = len(sparse_inductor.report().rewrites)
-        with _without_advice(), sparse_inductor.enabled(only=pattern):
+        with _without_advice(), sparse_inductor.enabled(only=pattern, policy="always"):
             out = program(*args)
         if len(sparse_inductor.report().rewrites) == before:
             raise NotRewritten(f"{pattern} was not rewritten:\n{sparse_inductor.report()}")

@@ -146,7 +146,7 @@ def _pattern(pattern: Pattern) -> str:
 def explained(example: Example) -> Any:
     """The report of one example, captured afresh."""
     fn, args = example.build()
-    with torch.set_grad_enabled(example.training):
+    with torch.set_grad_enabled(example.training), sparse_inductor.enabled(policy="always"):
         return sparse_inductor.explain(fn, *args).report
 
 

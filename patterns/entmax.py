@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
 from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
@@ -26,12 +27,14 @@ from sparse_inductor.match.checks import (
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, above_one, transform
 from sparse_inductor.match.entmax_form import ENDS, ends_here
+from sparse_inductor.match.fakes import expected_elements
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.terms import widened
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.policy import Worth
 
 NAME = "entmax"
 OP = "sparse_inductor::entmax"
@@ -142,6 +145,10 @@ class Entmax:
         if not view.dtype(found.source).is_floating_point:
             raise Decline(f"the scores are {view.dtype(found.source)}", node)
         return RowsMatch(found, swallowed(view, found.nodes), _bytes_saved(view, found))
+
+    def worth(self, match: RowsMatch, view: GraphView) -> Worth:
+        source = fake(match.found.source)
+        return look_up(NAME, source.device, elements=expected_elements(source.shape))
 
     def resolve(
         self, matches: Sequence[RowsMatch], view: GraphView

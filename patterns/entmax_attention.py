@@ -19,18 +19,21 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
 from sparse_inductor.match.attention import read_attention, relu_attention
 from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.fakes import expected_elements
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.layout import Attention
 from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.policy import Worth
 
 NAME = "entmax_attention"
 OP = "sparse_inductor::entmax_attention"
@@ -116,6 +119,10 @@ class EntmaxAttention:
         if not all(isinstance(s, int) for t in inputs for s in view.shape(t)):
             _rehearse(found)
         return AttentionMatch(found, nodes, _bytes_saved(view, found))
+
+    def worth(self, match: AttentionMatch, view: GraphView) -> Worth:
+        probabilities = fake(match.found.found.node)
+        return look_up(NAME, probabilities.device, scores=expected_elements(probabilities.shape))
 
     def resolve(
         self, matches: Sequence[AttentionMatch], view: GraphView

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.match.branches import Branch
 from sparse_inductor.match.checks import (
@@ -34,7 +35,7 @@ from sparse_inductor.match.comparisons import COMPARISONS
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.encoder_layer import LayerMatch, encoder_layer
-from sparse_inductor.match.fakes import expected
+from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.family import rectified_product
 from sparse_inductor.match.feed_forward import (
     Reading,
@@ -59,21 +60,6 @@ NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
 
 _EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
-
-
-_SMALL = 1 << 22
-"""Elements of a weight: T5 base (768 x 3,072) was 0.57 to 0.9 of the speed as written on an H100 at every density."""
-_BREAK_EVEN = (
-    ("cuda", 16, 0.25, "decoding: 1.2x to 2.5x up to a quarter active on an H100"),
-    (
-        "cuda",
-        math.inf,
-        0.012,
-        "1.19x at 1 % active, 0.88x at 3 %: median of four blocks on an H100",
-    ),
-    ("cpu", 1, 0.05, "decoding one row: 1.6x to 1.9x at 0.5 % active on an AMD EPYC"),
-)
-"""(device type, most tokens, share of active neurons below which the operator is faster, what was measured)."""
 
 
 @dataclasses.dataclass
@@ -322,19 +308,19 @@ class ReluFfn:
                 return match
         return BlockMatch(node, reading, one, others, at, nodes, saved)
 
-    def worth(self, match: BlockMatch, view: GraphView) -> Worth:
-        """The share of active neurons below which the operator is faster than the products as written."""
+    def worth(self, match: BlockMatch | LayerMatch, view: GraphView) -> Worth:
+        if isinstance(match, LayerMatch):
+            return Worth(0.0, "what a fused layer activates cannot be counted")
         down = match.reading.down
-        sizes = [expected(size) for size in fake(down.source).shape]
-        neurons = sizes[down.d_dim]
-        tokens = math.prod(sizes) // max(1, neurons)
-        if neurons * expected(fake(down.node).shape[down.v_dim]) < _SMALL:
-            return Worth(0.0, "products this small take as long as finding what is active")
-        device = fake(down.node).device.type
-        for kind, most, below, reason in _BREAK_EVEN:
-            if kind == device and tokens <= most:
-                return Worth(below, reason)
-        return Worth(0.0, f"not measured on {device} for {tokens:,} tokens")
+        neurons = expected(fake(down.source).shape[down.d_dim])
+        return look_up(
+            NAME,
+            fake(down.node).device,
+            tokens=expected_elements(fake(down.source).shape) // max(1, neurons),
+            weight=neurons * expected(fake(down.node).shape[down.v_dim]),
+            bits=8 * fake(down.node).dtype.itemsize,
+            training=int(any(view.learns(t) for b in match.reading.branches for t in _inputs(b))),
+        )
 
     def resolve(
         self, matches: Sequence[BlockMatch | LayerMatch], view: GraphView

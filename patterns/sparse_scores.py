@@ -18,12 +18,14 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
 from sparse_inductor.match.accumulate import ANCHORS, scores_of
 from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.postings import Postings, postings_of
 from sparse_inductor.match.scored import TURNS, Scores, names_of
@@ -32,6 +34,7 @@ from sparse_inductor.match.topk import Top, top_of
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.match.weighted import weighted
 from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.policy import Worth
 from sparse_inductor.records import watch_sparse_breaks
 
 NAME = "sparse_scores"
@@ -172,6 +175,16 @@ class SparseScores:
         if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
             self._rehearse(s, anchor)
         return ScoresMatch(s, top, nodes, tuple(names), _lists(view, s, anchor))
+
+    def worth(self, match: ScoresMatch, view: GraphView) -> Worth:
+        s = match.scores
+        return look_up(
+            NAME,
+            fake(s.node).device,
+            queries=1 if s.w.batch is None else expected(s.w.shape[s.w.batch]),
+            scores=expected_elements(fake(s.node).shape),
+            products=expected_elements(s.w.shape),
+        )
 
     def _rehearse(self, s: Scores | Postings, anchor: fx.Node) -> None:
         """Emit once, so that what cannot be emitted is a reason and no error."""

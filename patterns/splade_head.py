@@ -21,6 +21,7 @@ import torch
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.ranges import Interval, prove, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.match.chain import Chain
@@ -30,6 +31,7 @@ from sparse_inductor.match.checks import (
 )
 from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.fakes import expected_elements
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
@@ -46,6 +48,7 @@ from sparse_inductor.match.poolings import (
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import is_parameter, swallowed
 from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.policy import Worth
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
@@ -188,6 +191,16 @@ class SpladeHead:
             return self._head(node, view, red)
         except Decline as e:
             return Miss(e.reason, e.node or node) if _resembles(view, node, red) else None
+
+    def worth(self, match: HeadMatch, view: GraphView) -> Worth:
+        logits = fake(match.reduction.source)
+        return look_up(
+            NAME,
+            logits.device,
+            logits=expected_elements(logits.shape),
+            training=int(view.learns(match.reduction.source)),
+            bits=8 * logits.dtype.itemsize,
+        )
 
     def _head(self, node: fx.Node, view: GraphView, red: Reduction) -> HeadMatch:
         spine = climb(view, red.source, node)

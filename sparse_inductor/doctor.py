@@ -21,7 +21,7 @@ from torch import nn
 
 from . import __version__, compat, layers
 from .console import print_table, print_text
-from .explanation import explain
+from .explanation import explained
 from .pattern import Pattern, registered
 from .selection import SKIP_VARIABLE
 
@@ -336,7 +336,7 @@ def _operator(pattern: Pattern, device: str) -> Finding:
     try:
         fn, args = _moved(*example.build(), device)
         with torch.set_grad_enabled(example.training):
-            explanation = explain(fn, *args, verify=True)
+            explanation = explained(fn, tuple(args), {}, verify=True, policy="always")
     except Exception as error:
         advice = f"please report this; SPARSE_INDUCTOR_SKIP={pattern.name} leaves it out"
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

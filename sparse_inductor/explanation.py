@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from . import compat, session
-from .findings import Density, bytes_text
+from .findings import Density, Pending, bytes_text
 from .graphs import GraphNode, describe
+from .pattern import Sparse
+from .policy import Policy
+from .profile import Site
 from .records import Report
 from .rewrite import Applied, RewritePass
 from .slots import slot_value
@@ -29,6 +32,7 @@ __all__ = [
     "Explanation",
     "GraphBreak",
     "explain",
+    "explained",
     "random_state_kept",
 ]
 
@@ -116,6 +120,12 @@ class Explanation:
         if rows:
             headers = ("where", "replaced", "saved for backward", "active", "checked")
             print_table(headers, rows, "rewritten", styles)
+        waiting = [
+            (p.pattern, f"{p.location}\n{p.source}", p.reason)
+            for p in dict.fromkeys(report.pending)
+        ]
+        if waiting:
+            print_table(("pattern", "where", "because"), waiting, "as written for now")
         missed = [
             (m.pattern, f"{m.location}\n{m.source}", m.reason)
             for m in dict.fromkeys(report.near_misses)
@@ -170,13 +180,29 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
     reference in fp64 (see `enable`); the report's `checks` say how they compare. A function that
     takes an argument of that name itself is wrapped first (`functools.partial`).
 
+    The policy is that of the enabled session, or the default. What it rewrites only where that pays for the data is
+    shown as written, with the share that was active in this call and the one below which it is rewritten
+    (`report.pending`); under `sparse_inductor.enabled(policy="always")` it is shown rewritten.
+
     Raises what `fn` raises.
     """
+    return explained(fn, args, kwargs, verify)
+
+
+def explained(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    verify: bool = False,
+    policy: Policy | None = None,
+) -> Explanation:
+    """What `explain` does, with another policy than the session's."""
     fn = compat.uncompiled(fn)
     patterns = session.current_patterns()
-    capture = Capture(patterns)
+    choices = session.current_policy(policy)
+    capture = Capture(patterns, choices)
     checked = Report()
-    checking = RewritePass(patterns, checked, verify=True)
+    checking = RewritePass(patterns, checked, verify=True, trace=True, policy=choices)
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         with capture.of(gm):
@@ -214,11 +240,13 @@ def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: 
 class Capture:
     """Gathers what one call of torch.compile captured, and what the patterns made of it."""
 
-    def __init__(self, patterns: list[Any]) -> None:
+    def __init__(self, patterns: list[Any], policy: Mapping[str, str] | None = None) -> None:
         self.report = Report()
         self.graphs: list[ExplainedGraph] = []
+        self.watched: tuple[tuple[Site, Sparse], ...] = ()
+        """What the last graph leaves as written until it is counted."""
         self._breaks: list[GraphBreak] = []
-        self._pass = RewritePass(patterns, self.report, trace=True)
+        self._pass = RewritePass(patterns, self.report, trace=True, policy=policy)
 
     @contextlib.contextmanager
     def of(self, gm: fx.GraphModule) -> Iterator[None]:
@@ -238,10 +266,10 @@ class Capture:
     def __call__(self, graph: fx.Graph) -> None:
         """The pass: a graph's text is kept from before and after the rewriting."""
         before, nodes = compat.graph_text(graph), describe(graph)
-        applied = self._pass.run(graph).applied
-        self.graphs.append(
-            ExplainedGraph(before, compat.graph_text(graph), nodes, describe(graph), applied)
-        )
+        outcome = self._pass.run(graph)
+        self.watched = outcome.watched
+        after = compat.graph_text(graph)
+        self.graphs.append(ExplainedGraph(before, after, nodes, describe(graph), outcome.applied))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
         return self
@@ -256,6 +284,9 @@ class _Counting:
         for applied in capture.graphs[-1].applied if capture.graphs else ():
             for sparse in applied.sparse:
                 self._wanted.setdefault(sparse.node.name, []).append((applied.rewrite, sparse))
+        for site, sparse in capture.watched:
+            self._wanted.setdefault(sparse.node.name, []).append((site, sparse))
+        self._report.add_pending((), _Watched(site for site, _ in capture.watched))
 
     def run(self, *given: Any) -> Any:
         if not self._wanted:
@@ -270,13 +301,28 @@ class _Counting:
                 self.run(*copies)
 
     def _count(self, node: fx.Node, value: Any) -> None:
-        for rewrite, sparse in self._wanted.get(node.name, ()):
+        for found, sparse in self._wanted.get(node.name, ()):
             t = value if sparse.result is None else value[sparse.result]
             active = int((t > 0 if sparse.positive else t != 0).sum())
+            if isinstance(found, Site):
+                found.decide(active, t.numel())
+                continue
             row = t.shape[sparse.dim] if t.dim() else 1
             self._report.add_density(
-                Density(rewrite.pattern, rewrite.location, sparse.what, active, t.numel(), row)
+                Density(found.pattern, found.location, sparse.what, active, t.numel(), row)
             )
+
+
+class _Watched:
+    """What `explain` counted of the blocks that are rewritten where that pays for the data."""
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self._sites = tuple(sites)
+
+    def pending(self) -> list[Pending]:
+        now = "counted in this call"
+        then = f"{now}; rewritten once some calls like it have run"
+        return [s.finding(then if s.rewritten else now) for s in self._sites]
 
 
 class _Interpreter(fx.Interpreter):

@@ -83,6 +83,8 @@ class Pattern(Protocol):
     - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern in one
       graph that share
       nodes, or merges them. Without it all are accepted.
+    - `worth(match, view) -> Worth` (`sparse_inductor.policy`): when the operator is faster than what it replaces, for
+      the policy "auto". Without it always.
     - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one
       compile only) for what Dynamo has to know while the pattern is on, such as a function to trace
       in another's place. Nothing that eager code could notice: no flag, no patch, no import hook.
@@ -252,6 +254,6 @@ def _validate(pattern: Any, origin: str) -> None:
         for example in value:
             if not isinstance(example, Example):
                 fail(f"`{attribute}` must hold Example objects, got {example!r}")
-    for optional in ("resolve", "setup"):
+    for optional in ("resolve", "setup", "worth"):
         if not callable(getattr(pattern, optional, callable)):
             fail(f"`{optional}` must be callable")

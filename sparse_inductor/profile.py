@@ -8,14 +8,20 @@ compiles the frame anew, and the pass finds the profile again. Code compiled bef
 without compiling when its guard holds again.
 
 A rewritten block is not counted; every `RECHECK` calls the code as written runs once instead.
+
+Nothing changes where the program says that it must not be compiled anew (`set_stance`, `error_on_recompile`), or where
+Dynamo holds half as many versions of the frame as it keeps: what is left belongs to the program's own shapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 import threading
+import types
+import weakref
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -27,7 +33,7 @@ from .match.emit import Emitter
 from .match.fakes import expected, fake, tensors_in
 from .pattern import Sparse
 
-__all__ = ["Profile", "Site", "profile_of", "watch"]
+__all__ = ["Kept", "Profile", "Site", "profile_of", "watch"]
 
 ROWS = 64
 """Rows of a call that are counted, at least: enough to tell 1 % of thousands of neurons from 2 %."""
@@ -36,10 +42,10 @@ RECHECK = 1024
 MARGIN = 1.25
 """A rewritten block goes back where this many times the break-even share is active."""
 MOST_CHANGES = 4
-"""A block that has changed its mind this often stays as written: Dynamo keeps eight versions of a frame."""
+"""A block that has changed its mind this often stays as written."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Site:
     """One watched block: where it is, when its operator is faster, what was counted last."""
 
@@ -63,28 +69,32 @@ class Site:
         self.changes += wanted != self.rewritten
         self.rewritten = wanted
 
-    def finding(self, calls: int) -> Pending:
-        """What the report says of the block while it runs as written."""
+    def finding(self, looked: str) -> Pending:
+        """What the report says of the block while it runs as written; `looked`: when the count was read."""
         return Pending(
-            self.pattern, self.location, self.share, self.below, self._why(calls), self.source
+            self.pattern, self.location, self.share, self.below, self._why(looked), self.source
         )
 
-    def _why(self, calls: int) -> str:
+    def _why(self, looked: str) -> str:
         of = self.what if self.row is None else f"{self.row:,} {self.what}"
         pays = f"pays below {self.below:.2%} here"
         if self.share is None:
             return f"{of} not counted yet; {pays}"
         if self.changes >= MOST_CHANGES:
             pays += f", and has changed {self.changes} times"
-        return f"{self.share:.2%} of {of} active; {pays}; looked at after {calls:,} calls"
+        return f"{self.share:.2%} of {of} active; {pays}; {looked}"
 
 
 class Profile:
     """The watched blocks of one graph. `version` says for each whether the code to run has it rewritten."""
 
-    def __init__(self, sites: Sequence[Site], device: torch.device) -> None:
+    def __init__(
+        self, sites: Sequence[Site], device: torch.device, code: types.CodeType | None = None
+    ) -> None:
         self.sites = tuple(sites)
-        self.counters = torch.zeros(len(self.sites), 2, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):
+            self.counters = torch.zeros(len(self.sites), 2, dtype=torch.int64, device=device)
+        self._code = code
         self.version = self._written = (False,) * len(self.sites)
         self.calls = 0
         self.looked_at = 0
@@ -108,7 +118,9 @@ class Profile:
             elif self._recount == "due":
                 self._recount = "running"
             elif self.calls in LOOKS or self.calls % RECHECK == 0:
-                if any(self.version):
+                if not compat.may_recompile(self._code):
+                    pass
+                elif any(self.version):
                     self._recount, self.version = "due", self._written
                 else:
                     self._look()
@@ -126,39 +138,71 @@ class Profile:
 
     def pending(self) -> list[Pending]:
         """The blocks that run as written."""
-        return [s.finding(self.looked_at) for s in self.sites if not s.rewritten]
+        return [
+            s.finding(f"looked at after {self.looked_at:,} calls")
+            for s in self.sites
+            if not s.rewritten
+        ]
 
 
-_profiles: dict[Hashable, Profile] = {}
+class Kept:
+    """A profile as long as code asks it: what Dynamo forgets begins anew when it is compiled again."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.name = str(next(_numbers))
+        counters[self.name] = profile.counters
+        weakref.finalize(self, counters.pop, self.name, None)
+
+
+_numbers = itertools.count()
+_kept: weakref.WeakValueDictionary[Hashable, Kept] = weakref.WeakValueDictionary()
 counters: dict[str, torch.Tensor] = {}
 """What graphs count into, by the name that their guards know it under."""
+BUFFER = "sparse_inductor_counters"
+"""Its name in a graph: the same in every process, so that Inductor's caches find the graph again."""
 
 
-def profile_of(sites: Sequence[Site], frame: Hashable, device: torch.device) -> Profile:
-    """The profile of these blocks in this frame: the one that the frame had before, if it was compiled before."""
-    key = (frame, device, tuple((s.pattern, s.location, s.row) for s in sites))
-    if key not in _profiles:
-        _profiles[key] = Profile(sites, device)
-    return _profiles[key]
+def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) -> Kept:
+    """The profile of these blocks in the code that Dynamo compiles: the one that it has asked before, if it has.
+
+    inputs: what tells this version of the code from others that are kept for other arguments.
+    """
+    code, frame = compat.current_code(), compat.current_frame()
+    key = (code, frame, inputs, device, tuple((s.pattern, s.location, s.row) for s in sites))
+    found = _kept.get(key)
+    if found is None or code is None or not compat.versions_held(code):
+        found = _kept[key] = Kept(Profile(sites, device, code))
+    return found
 
 
-def watch(graph: fx.Graph, profile: Profile, watched: Sequence[tuple[int, Sparse]]) -> None:
-    """Have the graph count, for each (index of a site, its tensor), and its code ask `profile` before it runs.
+def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -> None:
+    """Have the graph count for each of these sites, and its code ask the profile before it runs.
 
     Must be called while Dynamo compiles the graph's frame.
     """
+    profile = kept.profile
     version = profile.version
-    compat.add_guard(lambda: profile.accepts(version), f"sparse_inductor: version {version}")
+    asked = False
+
+    def holds() -> bool:
+        nonlocal asked
+        if asked:
+            return kept.profile.accepts(version)
+        asked = True  # by Dynamo, about the call that it has compiled the code for
+        return True
+
+    compat.add_guard(holds, f"sparse_inductor: version {version}")
     if not watched:
         return
-    name = f"sparse_inductor_counters_{len(counters)}"
-    counters[name] = profile.counters
-    compat.add_buffer(graph.owning_module, name, profile.counters, (__name__, "counters"))
-    for index, sparse in watched:
+    compat.add_buffer(
+        graph.owning_module, BUFFER, profile.counters, (__name__, "counters", kept.name)
+    )
+    for site, sparse in watched:
         e = Emitter(sparse.node.next)
         mode = next(tensors_in(fake(sparse.node))).fake_mode
-        buffer = e.attribute(name, mode.from_tensor(profile.counters))
-        _count(e, sparse, e.method("select", buffer, 0, index))
+        buffer = e.attribute(BUFFER, mode.from_tensor(profile.counters))
+        _count(e, sparse, e.method("select", buffer, 0, profile.sites.index(site)))
 
 
 def _count(e: Emitter, sparse: Sparse, row: fx.Node) -> None:

@@ -32,6 +32,7 @@ from .match.fakes import fake, tensors_in
 from .match.graph import label
 from .match.saved import copying_what_is_written
 from .pattern import Match, Miss, Pattern, Sparse
+from .profile import Site
 from .records import Report
 from .rehearsal import rehearse
 from .snapshot import Snapshot
@@ -64,6 +65,10 @@ class Outcome:
     rewrites: tuple[Rewrite, ...] = ()
     near_misses: tuple[NearMiss, ...] = ()
     applied: tuple[Applied, ...] = ()
+    as_written: frozenset[str] = frozenset()
+    """Patterns of which a match was left as it is by policy."""
+    watched: tuple[tuple[Site, Sparse], ...] = ()
+    """Of these matches those that depend on what runs, with the tensors whose elements are to be counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +86,8 @@ class RewritePass:
     directly.
 
     `report` is where the records go; the process-wide one by default. `verify` has every rewrite
-    checked when it first runs (see `verify.py`); `trace` keeps which nodes it concerned.
+    checked when it first runs (see `verify.py`); `trace` keeps which nodes it concerned, and has nothing counted by
+    the graph. `policy`: the choice for each pattern name (`policy.py`), "always" for those that are absent.
     """
 
     def __init__(
@@ -126,7 +132,14 @@ class RewritePass:
                 log.debug("the report failed, too: %s", _describe(again))
         if before and run.rewrites:
             log.debug("graph before:\n%s\ngraph after:\n%s", before, _text(graph))
-        return Outcome(tuple(run.rewrites), tuple(run.near_misses), tuple(run.applied))
+        decided = run.decisions
+        return Outcome(
+            tuple(run.rewrites),
+            tuple(run.near_misses),
+            tuple(run.applied),
+            decided.as_written,
+            tuple(decided.watched) if self._trace else (),
+        )
 
     def _tell(self, run: _Run, started: float) -> None:
         pass_ms = (time.perf_counter() - started) * 1e3
@@ -148,7 +161,7 @@ class _Run:
         self, graph: fx.Graph, verify: Report | None, trace: bool, policy: Mapping[str, str]
     ) -> None:
         self.graph = graph
-        self.decisions = Decisions(policy)
+        self.decisions = Decisions(policy, dry=trace)
         self.verify = verify
         self.trace = trace
         self.inserted: dict[int, tuple[str, ...]] = {}

@@ -16,7 +16,7 @@ from .rewrite import Outcome, RewritePass
 
 __all__ = ["SKIP_VARIABLE", "Names", "Session", "StrictError"]
 
-DEFAULT_POLICY = "always"
+DEFAULT_POLICY = "auto"
 SKIP_VARIABLE = "SPARSE_INDUCTOR_SKIP"
 
 Names = str | Iterable[str] | None
@@ -95,7 +95,7 @@ class Session:
 
     def _note(self, outcome: Outcome) -> None:
         self.graphs += 1
-        self.matched |= {r.pattern for r in outcome.rewrites}
+        self.matched |= {r.pattern for r in outcome.rewrites} | outcome.as_written
         for miss in outcome.near_misses:
             self.nearly.setdefault(
                 miss.pattern, f"nearly matched at {miss.location}, but {miss.reason}"

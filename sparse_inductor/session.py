@@ -55,9 +55,10 @@ def enable(
     compile, as soon as a whole graph was compiled in which such a pattern nearly matched and
     nothing did.
 
-    `policy` says which recognised blocks are rewritten: "always" all of them, when they are compiled
-    (the default); "never" none; "auto" those whose operator is faster for what they compute, which is
-    counted while they run as written (`report().pending`, and `sparse_inductor/profile.py`); or a dict
+    `policy` says which recognised blocks are rewritten: "auto", the default, those whose operator is
+    faster: at this size on this device (`sparse_inductor/break_even.py`), and where that depends on the
+    data, for what is counted while they run as written (`report().pending`, and
+    `sparse_inductor/profile.py`); "always" all of them, when they are compiled; "never" none; or a dict
     of pattern names to these. The environment variable `SPARSE_INDUCTOR_POLICY` is the default where
     it is set. Under "auto" Dynamo compiles a frame again when a decision changes.
 
@@ -147,6 +148,13 @@ def current_patterns() -> list[Pattern]:
     """The patterns of the enabled session; without one, all that `enable()` would turn on."""
     session = _state.session or Session.of(None, None)
     return list(session.patterns.values())
+
+
+def current_policy(policy: Policy | None = None) -> dict[str, str]:
+    """The choice for each pattern: of `policy`, without one of the enabled session, without that the default."""
+    if policy is None and _state.session is not None:
+        return _state.session.policy
+    return Session.of(None, None, policy=policy).policy
 
 
 @contextlib.contextmanager

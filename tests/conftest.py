@@ -21,6 +21,8 @@ if not torch.cuda.is_available():
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="sparse_inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+# Most tests are about what is recognised; `test_policy.py` is about what the default makes of it.
+os.environ.setdefault("SPARSE_INDUCTOR_POLICY", "always")
 # What the processor says it has is there: to compile a program that sees takes ten seconds for each new cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

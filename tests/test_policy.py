@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
-from sparse_inductor import profile
+from sparse_inductor import break_even, compat, profile
 from sparse_inductor.pattern import registered
 from sparse_inductor.policy import Worth, policies
 from sparse_inductor.testing import compile_without_codegen
@@ -36,6 +40,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(pattern), "worth", lambda *_: Worth(0.05, "for this test"))
     monkeypatch.setattr(profile, "LOOKS", ())
     monkeypatch.setattr(profile, "RECHECK", 6)
+    monkeypatch.delenv("SPARSE_INDUCTOR_POLICY", raising=False)
 
 
 def rewritten(compiled) -> int:
@@ -43,12 +48,12 @@ def rewritten(compiled) -> int:
 
 
 @pytest.mark.usefixtures("looks_often")
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_a_block_is_rewritten_when_it_becomes_sparse_and_goes_back(training):
     model, reference = Blocks(), Blocks()
     report = sparse_inductor.report()
     report.clear()
-    sparse_inductor.enable(only="relu_ffn", policy="auto")
+    sparse_inductor.enable(only="relu_ffn")
     compiled = compile_without_codegen(model)
     bias, same_bias = model.ups[0].bias, reference.ups[0].bias
 
@@ -132,12 +137,138 @@ def test_never_leaves_a_block_as_written():
     assert [p.reason for p in report.pending] == ["the policy is 'never'"] * 2
 
 
-def test_a_block_that_was_not_measured_is_left_as_written():
+def test_a_block_that_does_not_gain_is_left_as_written():
     report = sparse_inductor.report()
     report.clear()
     sparse_inductor.enable(only="relu_ffn", policy="auto")
     with torch.no_grad():
         compile_without_codegen(Blocks())(torch.randn(2, 3, 8))
     assert not report.rewrites
-    assert all("products this small" in p.reason for p in report.pending)
+    assert all("whatever is active" in p.reason for p in report.pending)
     assert "as written for now" in str(report)
+
+
+def inactive(model: Blocks, *which: int) -> Blocks:
+    with torch.no_grad():
+        for at in which or range(2):
+            model.ups[at].bias.fill_(-50.0)
+    return model
+
+
+def changes(model: nn.Module, inputs, **how) -> tuple[int, int]:
+    """How many blocks are rewritten, and how often the frame was compiled, after it ran on each of the inputs."""
+    report = sparse_inductor.report()
+    report.clear()
+    sparse_inductor.enable(only="relu_ffn")
+    compiled = compile_without_codegen(model, **how)
+    with torch.no_grad():
+        for x in inputs:
+            torch.testing.assert_close(compiled(x), model(x))
+    return len(report.rewrites), compiled.dynamo_graphs
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_module_is_what_it_was():
+    model = inactive(Blocks())
+    names = [*model.state_dict()], [*dict(model.named_buffers())]
+    assert changes(model, [torch.ones(3, 8)] * 7, fullgraph=True) == (2, 2)
+    assert names == ([*model.state_dict()], [*dict(model.named_buffers())])
+    pickle.dumps(model)
+    copy.deepcopy(model)
+    exported = torch.export.export(model, (torch.ones(3, 8),))
+    assert not exported.graph_signature.buffers
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_change(dynamic):
+    inputs = [torch.ones(3 + i % 4, 8) for i in range(9)]
+    assert changes(inactive(Blocks()), inputs, dynamic=dynamic)[0] == 2
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_blocks_at_one_line_are_told_apart():
+    assert changes(inactive(Blocks(), 1), [torch.ones(3, 8)] * 7) == (1, 2)
+    (written,) = sparse_inductor.report().pending
+    assert written.measured is not None and written.measured > 0.2
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_nothing_is_decided_where_nothing_may_be_compiled():
+    sparse_inductor.enable(only="relu_ffn")
+    compiled = compile_without_codegen(inactive(Blocks()))
+    with torch.no_grad():
+        compiled(torch.ones(3, 8))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for _ in range(14):
+                compiled(torch.ones(3, 8))
+        with torch._dynamo.config.patch(recompile_limit=2):
+            for _ in range(14):
+                compiled(torch.ones(3, 8))
+    assert compiled.dynamo_graphs == 1
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("looks_often")
+def test_what_runs_again_in_the_backward_is_not_counted():
+    model, report = inactive(Blocks()), sparse_inductor.report()
+    report.clear()
+    sparse_inductor.enable(only="relu_ffn")
+    compiled = compile_without_codegen(lambda x: checkpoint(model, x, use_reentrant=False))
+    for _ in range(7):
+        compiled(torch.ones(3, 8, requires_grad=True)).sum().backward()
+    assert not report.rewrites and len(report.pending) == 2
+    assert "within a checkpoint" in report.pending[0].reason
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("looks_often")
+def test_what_dynamo_forgets_is_forgotten():
+    assert changes(inactive(Blocks()), [torch.ones(3, 8)] * 7) == (2, 2)
+    compat.reset_dynamo()
+    assert changes(inactive(Blocks()), [torch.ones(3, 8)]) == (0, 1)
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_explain_says_at_once_what_is_active(monkeypatch):
+    explanation = sparse_inductor.explain(inactive(Blocks(), 0), torch.ones(3, 8))
+    first, second = explanation.report.pending
+    assert {first.measured == 0, second.measured == 0} == {True, False}
+    assert not explanation.report.rewrites
+    assert "40 neurons active; pays below 5.00% here; counted in this call" in str(explanation)
+    monkeypatch.setenv("SPARSE_INDUCTOR_POLICY", "always")
+    assert len(sparse_inductor.explain(Blocks(), torch.ones(3, 8)).report.rewrites) == 2
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_block_left_as_written_has_matched():
+    with sparse_inductor.enabled(only="relu_ffn", strict=True), torch.no_grad():
+        compile_without_codegen(Blocks())(torch.ones(3, 8))
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("operator", "sizes", "below"),
+    [
+        ("sparse_scores", {"queries": 1, "scores": 1000, "products": 64_000}, 0),
+        ("sparse_scores", {"queries": 32, "scores": 320_000, "products": 20_480_000}, 1),
+        ("entmax", {"elements": 1024}, 0),
+        ("entmax_attention", {"scores": 1 << 20}, 1),
+        ("relu_ffn", {"tokens": 64, "weight": 1 << 24, "bits": 32, "training": 0}, 0),
+    ],
+)
+def test_what_gains_on_a_cpu(operator, sizes, below):
+    assert break_even.look_up(operator, CPU, **sizes).below == below
+
+
+def test_a_device_without_a_row_is_left_alone():
+    found = break_even.look_up("entmax", torch.device("xpu"), elements=1 << 20)
+    assert found.below == 0 and found.reason == "not measured on xpu for 1,048,576 elements"
+
+
+def test_every_pattern_has_break_even_points():
+    assert {row.operator for row in break_even.TABLE} == {*registered()}
+    assert all(callable(getattr(p, "worth", None)) for p in registered().values())

@@ -98,7 +98,7 @@ class Training:
         if self._rewritten:
             return self._step()
         before = len(sparse_inductor.report().rewrites)
-        with sparse_inductor.enabled(only=PATTERN):
+        with sparse_inductor.enabled(only=PATTERN, policy="always"):
             loss = self._step()
         if len(sparse_inductor.report().rewrites) == before:
             raise NotRewritten(f"{PATTERN} was not rewritten:\n{sparse_inductor.report()}")

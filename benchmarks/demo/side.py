@@ -70,7 +70,9 @@ class Side:
         model, tokenizer = load(self.sizes), load_tokenizer(self.sizes)
         data = [batch.to(self.device) for batch in batches(tokenizer, self.sizes)]
         model = model.to(self.device).train()
-        with sparse_inductor.enabled() if self.rewritten else contextlib.nullcontext():
+        with (
+            sparse_inductor.enabled(policy="always") if self.rewritten else contextlib.nullcontext()
+        ):
             compiled = torch.compile(model)
             values, gradients = self._train(compiled, model, data)
             encoded = self._encode(compiled, model, data[0])

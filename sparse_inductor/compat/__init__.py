@@ -12,16 +12,19 @@ from .dynamo import (
     add_buffer,
     add_guard,
     anything_compiled,
+    current_code,
     current_compile,
     current_frame,
     fresh_capture,
     graph_end,
     hidden_arguments,
     keep_in_graph,
+    may_recompile,
     reset_dynamo,
     substitute_in_graph,
     trace_class_methods,
     uncompiled,
+    versions_held,
 )
 from .graphs import copy_graph, copy_graph_module, graph_text
 from .inductor import (

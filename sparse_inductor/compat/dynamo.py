@@ -30,10 +30,14 @@ def current_compile() -> object | None:
 
 
 def current_frame() -> int | None:
-    """A number for the Python frame under compilation, the same each time it is compiled; None outside Dynamo."""
+    """A number for the Python frame under compilation, the same each time it is compiled; None outside Dynamo, and
+    where its guards have to be written to a file."""
+    from torch._dynamo import config
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     compile_id = getattr(current_compile(), "compile_id", None)
+    if getattr(config, "caching_precompile", False):
+        return None
     if compile_id is None or getattr(InstructionTranslator, "current_tx", None) is None:
         return None
     try:
@@ -41,6 +45,30 @@ def current_frame() -> int | None:
     except AttributeError:  # compiled without Dynamo: exported, or by hand
         return None
     return compile_id.frame_id
+
+
+def current_code() -> types.CodeType | None:
+    """The code of that frame; None outside Dynamo."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return None if current_frame() is None else InstructionTranslator.current_tx().f_code
+
+
+def versions_held(code: types.CodeType) -> int:
+    """How many compiled versions of a frame's code Dynamo has; none after a reset."""
+    from torch._dynamo import eval_frame
+
+    return len(eval_frame._debug_get_cache_entry_list(code))
+
+
+def may_recompile(code: types.CodeType | None) -> bool:
+    """Whether the program lets Dynamo compile a frame of this code anew, and leaves room for it: less than half of the
+    versions that Dynamo keeps of a frame are there."""
+    from torch._dynamo import config, eval_frame
+
+    if eval_frame._stance.stance != "default" or config.error_on_recompile:
+        return False
+    return code is None or versions_held(code) < config.recompile_limit // 2
 
 
 def add_guard(holds: Callable[[], bool], text: str) -> None:
@@ -59,9 +87,10 @@ def add_guard(holds: Callable[[], bool], text: str) -> None:
 
 
 def add_buffer(
-    module: fx.GraphModule, name: str, value: torch.Tensor, kept: tuple[str, str]
+    module: fx.GraphModule, name: str, value: torch.Tensor, kept: tuple[str, str, str]
 ) -> None:
-    """Give a graph that Dynamo has captured a tensor of its own; kept: (module, its dict) that holds it by `name`."""
+    """Give a graph that Dynamo has captured a tensor of its own; kept: (module, its dict, the key)
+    that holds it."""
     from torch._dynamo.source import AttrSource, GetItemSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -69,7 +98,7 @@ def add_buffer(
     sources = getattr(module, "_param_name_to_source", None)
     if sources is not None:
         imported = InstructionTranslator.current_tx().import_source(kept[0])
-        sources[name] = GetItemSource(AttrSource(imported, kept[1]), name)
+        sources[name] = GetItemSource(AttrSource(imported, kept[1]), kept[2])
 
 
 def reset_dynamo() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ __all__ = [
     "attribute",
     "bounds",
     "expected",
+    "expected_elements",
     "fake",
     "require_grad",
     "same_size",
@@ -64,6 +65,11 @@ def expected(size: Any) -> int:
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 1
+
+
+def expected_elements(sizes: Iterable[Any]) -> int:
+    """How many elements a tensor of these sizes had when the graph was captured."""
+    return math.prod(map(expected, sizes))
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:

@@ -7,8 +7,10 @@
         assert_matches_reference(model, (ids, mask))
 
 They work on any function or module that `torch.compile` takes, compile it afresh with the patterns of the enabled
-session (without one: with all), and leave the caller's tensors, modules, random state and report as they were. Code is
-only generated on request. A failure shows the nearest miss, the graph and what the rewrite changed in it.
+session (without one: with all) and the policy "always", since they are about what is recognised and not about what is
+faster (`compile_without_codegen` has the session's policy), and leave the caller's tensors, modules, random state and
+report as they were. Code is only generated on request. A failure shows the nearest miss, the graph and what the
+rewrite changed in it.
 
 `sparse_inductor.pytest_plugin` has fixtures and markers to go with them.
 """

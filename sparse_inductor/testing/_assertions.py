@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..explanation import Explanation, explain
+from ..explanation import Explanation, explained
 from ..pattern import Pattern, register, registered, unregister
 from ._messages import failure, nearest, shown_rewrites
 
@@ -122,7 +122,7 @@ def assert_graph(
         raise ImportError(
             'assert_graph needs expecttest: pip install "sparse_inductor[testing]"'
         ) from error
-    explanation = explain(fn, *args, **(kwargs or {}))
+    explanation = _explained(fn, args, kwargs)
     graphs = [g.nodes_before if before else g.nodes_after for g in explanation.graphs]
     actual = "\n\n".join("\n".join(map(str, nodes)) for nodes in graphs)
     assert_expected_inline(f"\n{actual}\n", expected, skip=skip + 1)
@@ -172,7 +172,11 @@ def known(name: str) -> Pattern:
 def _explained(
     fn: Callable[..., Any] | Explanation, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Explanation:
-    return fn if isinstance(fn, Explanation) else explain(fn, *args, **(kwargs or {}))
+    return (
+        fn
+        if isinstance(fn, Explanation)
+        else explained(fn, tuple(args), dict(kwargs or {}), policy="always")
+    )
 
 
 def _of(pattern: str | None) -> str:

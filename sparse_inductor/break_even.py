@@ -1,0 +1,169 @@
+"""Break-even points: at which sizes and densities each operator is faster than the operations that it replaces.
+
+A row is a measurement with its date; the first that fits decides. What no row fits was not measured and is left as
+written: on a GPU other than those named only what avoids writing large intermediate tensors is put in, where portable
+kernels gained on an H100 with a margin. Sizes that are symbols are judged by their hints, which adds no guard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from .kernels.arch import capability
+from .policy import Worth
+
+__all__ = ["TABLE", "Row", "look_up"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    where: "sm90" (H100, H200), "cuda" (any GPU) or "cpu". below: the share of active elements below which the operator
+    is faster; 1 where it is whatever the data, 0 where it never is. least: the sizes from which on the row holds, most:
+    up to which.
+    """
+
+    operator: str
+    where: str
+    below: float
+    reason: str
+    date: str
+    least: dict[str, int] = dataclasses.field(default_factory=dict)
+    most: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def fits(self, sizes: dict[str, int]) -> bool:
+        return all(sizes[n] >= v for n, v in self.least.items()) and all(
+            sizes[n] <= v for n, v in self.most.items()
+        )
+
+
+_MILLION = 1_000_000
+
+TABLE: Sequence[Row] = (
+    # SPLADE head. logits: tokens x vocabulary.
+    Row(
+        "splade_head", "sm90", 1, "2.2x to 4.2x in inference and more in training on an H100",
+        "2026-11-25", least={"logits": _MILLION},
+    ),
+    Row(
+        "splade_head", "sm90", 0, "one query of 32 tokens was 0.83x to 0.90x on an H100",
+        "2026-11-25",
+    ),
+    Row(
+        "splade_head", "cuda", 1, "portable kernels: 1.2x in inference, 2.6x in training on an H100",
+        "2026-11-25", least={"logits": 30 * _MILLION},
+    ),
+    Row(
+        "splade_head", "cpu", 1, "16 bits: 1.2x to 5.6x in inference, 19x in training on an AMD EPYC",
+        "2026-11-26", most={"bits": 16},
+    ),
+    Row(
+        "splade_head", "cpu", 1, "fp32: 1.04x in inference from 8 x 128 tokens on an AMD EPYC",
+        "2026-11-26", least={"logits": 30 * _MILLION},
+    ),
+    Row(
+        "splade_head", "cpu", 1, "fp32: 1.12x in training from 8 x 64 tokens on an AMD EPYC",
+        "2026-11-26", least={"logits": 15 * _MILLION, "training": 1},
+    ),
+    Row(
+        "splade_head", "cpu", 0, "few tokens in fp32: 0.34x to 1x on an AMD EPYC", "2026-11-26",
+    ),
+    # Entmax attention. scores: elements of queries @ keys.
+    Row(
+        "entmax_attention", "sm90", 1, "3x to 18x on an H100, with and without a mask", "2026-11-25"
+    ),
+    Row(
+        "entmax_attention", "cuda", 1, "portable kernels were faster at this size on an H100",
+        "2026-11-25", least={"scores": 4 * _MILLION},
+    ),
+    Row(
+        "entmax_attention", "cpu", 1, "1.2x to 5.7x from 131,072 scores on an AMD EPYC",
+        "2026-11-26", least={"scores": 131_072},
+    ),
+    Row("entmax_attention", "cpu", 0, "few scores: 0.24x to 0.51x on an AMD EPYC", "2026-11-26"),
+    # Entmax of rows. elements: of the scores.
+    Row("entmax", "sm90", 1, "faster than sorting or bisection on an H100", "2026-11-25"),
+    Row(
+        "entmax", "cuda", 1, "sorting or bisection passes over the scores many times",
+        "2026-11-25", least={"elements": _MILLION},
+    ),
+    Row(
+        "entmax", "cpu", 1, "2x to 5x from 262,144 elements on an AMD EPYC", "2026-11-26",
+        least={"elements": 262_144},
+    ),
+    Row("entmax", "cpu", 0, "few elements: 0.28x on an AMD EPYC", "2026-11-26"),
+    # Sparse scores of documents that change at each call. products: queries x documents x terms.
+    Row(
+        "sparse_scores", "sm90", 1, "2.1x at 100,000 documents and 32 queries on an H100",
+        "2026-11-25", least={"queries": 32, "scores": 3_200_000},
+    ),
+    Row(
+        "sparse_scores", "sm90", 0,
+        "few queries or documents: 0.67x to 1.1x on an H100; a SparseIndex is faster", "2026-11-25",
+    ),
+    Row(
+        "sparse_scores", "cpu", 1, "1.2x to 14x from 6 million products on an AMD EPYC",
+        "2026-11-26", least={"products": 6 * _MILLION},
+    ),
+    Row(
+        "sparse_scores", "cpu", 0, "few products: 0.13x to 1.1x on an AMD EPYC", "2026-11-26",
+    ),
+    # Feed-forward blocks. weight: elements of the down projection.
+    Row(
+        "relu_ffn", "sm90", 0, "products this small: 0.57x to 0.9x at every density on an H100",
+        "2026-11-25", most={"weight": (1 << 22) - 1},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.25, "decoding one row: 1.2x to 2.5x up to a quarter active on an H100",
+        "2026-11-25", most={"tokens": 1, "training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.1, "a few rows: faster up to a tenth active on an H100",
+        "2026-11-25", most={"tokens": 16, "training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.012,
+        "1.19x at 1 % active, 0.88x at 3 %: median of four blocks on an H100", "2026-11-25",
+        most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.012, "2.5x with none active at 8,192 tokens on an H100",
+        "2026-11-25", least={"tokens": 4096},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0, "training on few tokens: 0.97x with none active on an H100",
+        "2026-11-25",
+    ),
+    Row(
+        "relu_ffn", "cpu", 0.01, "decoding one row in fp32: 1.1x to 1.8x up to 1 % active on an AMD EPYC",
+        "2026-11-26", least={"bits": 32, "weight": 1 << 22}, most={"tokens": 1, "training": 0},
+    ),
+    Row(
+        "relu_ffn", "cpu", 0, "0.7x to 1.2x on an AMD EPYC, whatever is active", "2026-11-26",
+    ),
+)  # fmt: skip
+
+
+def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
+    """When an operator is faster at these sizes."""
+    where = _places(device)
+    for row in TABLE:
+        if row.operator == operator and row.where in where and row.fits(sizes):
+            return Worth(row.below, row.reason)
+    shown = ", ".join(f"{n:,} {name}" for name, n in sizes.items() if name != "training")
+    return Worth(0.0, f"not measured on {where[0]} for {shown}")
+
+
+def _places(device: torch.device) -> tuple[str, ...]:
+    """The names that rows may have a device under, the most special first."""
+    if device.type != "cuda":
+        return (device.type,)
+    try:
+        major, minor = capability(device)
+    except (RuntimeError, AssertionError):  # exported for a GPU on a machine without one
+        return ("cuda",)
+    return (f"sm{major}{minor}", "cuda") if major else ("cuda",)
