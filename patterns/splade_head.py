@@ -125,7 +125,7 @@ class HeadMatch:
         named = None if wide == dtype else wide
         op = e.call(
             torch.ops.sparse_inductor.splade_head.default,
-            hidden, weight, bias, rows, render(program), named, self.wants_argmax,
+            hidden, weight, bias, rows, render(program), named, self.wants_argmax, red.even,
         )  # fmt: skip
         values = e.call(operator.getitem, op, 0)
         if chain.tail:

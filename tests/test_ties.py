@@ -1,15 +1,19 @@
-"""At a bound the gradient is that of the torch in use, which changed in 2.14 for `clamp`."""
+"""At a bound the gradient is that of the torch in use, which changed in 2.14 for `clamp`; at a maximum that positions
+share, that of the reduction in use."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import sparse_inductor
 from sparse_inductor import compat
 from sparse_inductor.epilogue.steps import dual
 from sparse_inductor.match.graph import GraphView
 from sparse_inductor.match.scalars import scalar_steps
+from sparse_inductor.testing import compile_without_codegen
 from test_match import capture, returned
 
 BOUNDED = {
@@ -52,3 +56,56 @@ def test_torch_is_asked_under_every_mode():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         assert ask() is usual
     assert seen == []
+
+
+POOLED = {
+    "amax": lambda z, m: (z.relu().log1p() * m).amax(1),
+    "amax of a mask that fills": lambda z, m: z.masked_fill(m == 0, -1e4).amax(1).relu(),
+    "amax of scaled tokens": lambda z, m: (torch.tanh(z / 9) * (m * 0.5)).relu().amax(1),
+    "amax of no steps": lambda z, m: z.amax(1),
+    "amin": lambda z, m: (-z.relu()).amin(1),
+    "aminmax": lambda z, m: z.aminmax(dim=1).max,
+    "max": lambda z, m: (z.relu().log1p() * m).max(1).values,
+}
+
+
+@pytest.mark.parametrize(
+    ("pool", "same"),
+    [("amax", "tokens"), ("max", "tokens"), *((pool, "logits") for pool in POOLED)],
+)
+def test_positions_that_share_a_maximum_have_the_gradient_of_eager(pool, same):
+    """Equal tokens, and small integers, whose products are often equal; `amax` divides what `max` gives to one."""
+    sparse_inductor.enable()
+    torch.manual_seed(0)
+    decoder = nn.Linear(8, 40)
+    hidden = torch.randn(3, 7, 8)
+    if same == "tokens":
+        hidden[:, 3:5] = hidden[:, :1]
+    else:
+        hidden = hidden.round()
+        for p in decoder.parameters():
+            p.data = (p * 4).round()
+    mask = (torch.arange(7) < torch.tensor([7, 5, 2])[:, None]).float()[..., None]
+    leaves = (hidden.requires_grad_(), *decoder.parameters())
+    weights = torch.linspace(0.5, 1.5, 120).view(3, 40)
+
+    def gradients(fn):
+        return torch.autograd.grad((fn(hidden) * weights).sum(), leaves)
+
+    def head(hidden):
+        return POOLED[pool](decoder(hidden), mask)
+
+    compiled = compile_without_codegen(head)
+    torch.testing.assert_close(gradients(compiled), gradients(head))
+    assert compiled.calls("splade_head_train") == 1
+
+
+def test_a_shared_maximum_in_the_longest_sequence_of_a_width():
+    """A byte holds the positions of 127 tokens and says which are shared."""
+    for length in (127, 128):
+        hidden = torch.ones(1, length, 2, requires_grad=True)
+        values, _ = torch.ops.sparse_inductor.splade_head(
+            hidden, torch.ones(3, 2), None, [], "relu", even=True
+        )
+        (grad,) = torch.autograd.grad(values.sum(), hidden)
+        torch.testing.assert_close(grad, torch.full_like(grad, 3 / length))

@@ -26,6 +26,9 @@ class Reduction:
     values: int | None = None
     positions: int | None = None
     minimum: bool = False
+    even: bool = (
+        False  # the gradient is divided among those that share the maximum, not the first's alone
+    )
     span: int = 1  # neighbouring axes reduced together, `dim` being the first
     within: tuple[fx.Node, ...] = ()  # what else it is made of
 
@@ -49,13 +52,14 @@ def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
         dim, span = (dims[0], len(dims)) if together else (None, 1)
     match call.name:
         case "amax" | "amin" if isinstance(dim, int):
-            return Reduction(source, dim % ndim, keepdim, minimum=call.name == "amin", span=span)
+            minimum = call.name == "amin"
+            return Reduction(source, dim % ndim, keepdim, minimum=minimum, even=True, span=span)
         case "max_dim" | "min_dim" if isinstance(dim, int):
             return Reduction(source, dim % ndim, keepdim, 0, 1, call.name == "min_dim")
         case "aminmax" if isinstance(dim, int) and not any(
             u.args[1] == 0 and u.users for u in node.users
         ):
-            return Reduction(source, dim % ndim, keepdim, 1)
+            return Reduction(source, dim % ndim, keepdim, 1, even=True)
         case "gather" | "take_along_dim" if isinstance(dim, int):
             within = _where_largest(view, node, source, call["index"], dim % ndim)
             return None if within is None else Reduction(source, dim % ndim, True, within=within)

@@ -22,6 +22,8 @@ _TOKENS = 2048
 _COLUMNS = 512
 # Gradients of logits at a time where they are dense: 64 MiB in fp32.
 _DENSE = 1 << 24
+# Where gradients go that are divided among several positions: b, v, s and the gradient of the logit there.
+Shares = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def compute_dtype(*tensors: torch.Tensor | None) -> torch.dtype:
@@ -41,8 +43,13 @@ def forward(
     low: Lowered,
     out_dtype: torch.dtype,
     winner_dtype: torch.dtype | None,
+    even: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """(values [B, V], winner [B, V] or None, peak [B, V] or None), as `kernels.splade_head_forward.forward` says."""
+    """(values [B, V], winner [B, V] or None, peak [B, V] or None), as `kernels.splade_head_forward.forward` says.
+
+    even: the gradient of a maximum that several positions share is divided among them. Where winner is the first of
+    several, s, it holds -2 - s.
+    """
     B, S, D = hidden.shape
     V = weight.shape[0]
     dt = compute_dtype(hidden, weight, bias)
@@ -68,14 +75,15 @@ def forward(
             tile = buffer[: x.shape[0] * S * w.shape[1]].view(x.shape[0] * S, w.shape[1])
             torch.mm(x.reshape(-1, D), w, out=tile)
             general = None if per_element is None else per_element[part]
-            got = _reduce(tile.view(-1, S, w.shape[1]), b, rows, part, low, general, want_winner)
+            logits = tile.view(-1, S, w.shape[1])
+            got = _reduce(logits, b, rows, part, low, general, want_winner, even)
             values[part, cols] = got[0]
             if winner is not None and peak is not None:
                 winner[part, cols], peak[part, cols] = got[1], got[2]
     return values, winner, peak
 
 
-def _reduce(logits, bias, rows, part, low, general, want_winner):
+def _reduce(logits, bias, rows, part, low, general, want_winner, even):
     """One tile [b, S, v] to values, winner and peak [b, v]."""
     p = low.plan
     dropped = shift = None
@@ -94,6 +102,7 @@ def _reduce(logits, bias, rows, part, low, general, want_winner):
         # The bias is the same for every position, so it is added after the maximum.
         top, winner = _max(z, want_winner)
         peak = top if bias is None else top + bias
+        winner = _marked(winner, z, top) if even and looks else winner
         fast = _finish(run(p.scalar, peak), peak, winner, top, fill)
     if general is not None:
         z = logits if bias is None else logits + bias
@@ -102,6 +111,7 @@ def _reduce(logits, bias, rows, part, low, general, want_winner):
             y = y.masked_fill(dropped, float("-inf"))
         top, winner = _max(y, want_winner)
         peak = top if winner is None else z.gather(1, winner[:, None]).squeeze(1)
+        winner = _marked(winner, y, top) if even and looks else winner
         slow = _finish(run(p.outer, top), peak, winner, top, fill)
     if fast is None or slow is None:
         return fast or slow
@@ -111,6 +121,14 @@ def _reduce(logits, bias, rows, part, low, general, want_winner):
 
 def _max(y, want_winner):
     return tuple(y.max(1)) if want_winner else (y.amax(1), None)
+
+
+def _marked(winner, y, top):
+    """Positions [b, v] of maxima [b, v] over y [b, s, v]: -2 - s for the first, s, of several."""
+    equal = y == top[:, None]
+    if winner is None or equal.count_nonzero() <= winner.numel():
+        return winner
+    return torch.where(equal.sum(1) > 1, -2 - winner, winner)
 
 
 def _finish(values, peak, winner, top, fill):
@@ -135,10 +153,59 @@ def backward(
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of hidden, weight and bias, each in its input's dtype."""
+    if not looks_at(grad):
+        slope = _slopes(grad, rows, low, winner, peak)
+        return _from_columns(slope, winner, hidden, weight, bias, needs)
+    tied = winner < -1
+    some = bool(tied.any())
+    if some:
+        winner = torch.where(tied, -2 - winner, winner)
     slope = _slopes(grad, rows, low, winner, peak)
-    if looks_at(grad):
-        return _from_entries(slope, winner, hidden, weight, bias, needs)
-    return _from_columns(slope, winner, hidden, weight, bias, needs)
+    shares = None
+    if some:
+        tied &= slope != 0
+        shares = _shares(tied, grad, hidden, weight, bias, rows, low, winner)
+        slope = slope.masked_fill(tied, 0.0)
+    return _from_entries(slope, winner, hidden, weight, bias, needs, shares)
+
+
+# How far from the maximum a position may be that shares it, relative to both: what fp64 makes of equal products.
+_SHARES_IT = 1e-12
+
+
+def _shares(
+    tied: torch.Tensor,
+    grad: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: Sequence[torch.Tensor],
+    low: Lowered,
+    winner: torch.Tensor,
+) -> Shares | None:
+    """What each position has that shares the maximum of an entry of `tied` [B, V]; None where none does.
+
+    Logits are computed again, in fp64: those that are equal by chance, to fp32, go to the larger one.
+    """
+    S = hidden.shape[1]
+    found = []
+    for i in tied.any(1).nonzero().flatten().tolist():
+        x = hidden[i].double()
+        for v in tied[i].nonzero().flatten().split(max(1, _DENSE // 16 // S)):
+            z = x @ weight[v].double().t()
+            if bias is not None:
+                z += bias[v]
+            y, slope = dual(low.plan.program, z, [r[i].unsqueeze(-1) for r in rows])
+            top = y.amax(0)
+            equal = top - y <= _SHARES_IT * top.abs()
+            equal[winner[i, v].long(), torch.arange(len(v))] = True
+            s, column = equal.nonzero(as_tuple=True)
+            g = (grad[i, v].double() / equal.sum(0))[column] * slope[s, column]
+            found.append((torch.full_like(s, i), v[column], s, g))
+    if not found:
+        return None
+    b, v, s, g = map(torch.cat, zip(*found))
+    return b, v, s, g.to(compute_dtype(hidden, weight, bias))
 
 
 def _slopes(
@@ -208,10 +275,13 @@ def _from_entries(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     needs: Sequence[bool],
+    shares: Shares | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Two products with the sparse matrix of the active entries."""
+    """Two products with the sparse matrix of the active entries, and of the `shares` that others have."""
     b, v = (slope != 0).nonzero(as_tuple=True)
     s, g = winner[b, v].long(), slope[b, v]
+    if shares is not None:
+        b, v, s, g = (torch.cat(both) for both in zip((b, v, s, g), shares))
     B, S, D = hidden.shape
     V = weight.shape[0]
     token = b * S + s
@@ -221,8 +291,8 @@ def _from_entries(
     if needs[1]:
         d_weight = _scatter_rows(v, token, g, V, hidden.reshape(B * S, D), weight.dtype)
     if needs[2] and bias is not None:
-        # Not accumulated by index_put_, whose threads add in the order they come.
-        d_bias = g.new_zeros(B, V).index_put_((b, v), g).sum(0).to(bias.dtype)
+        # One thread adds to a vector, in order.
+        d_bias = g.new_zeros(V).index_add_(0, v, g).to(bias.dtype)
     return d_hidden, d_weight, d_bias
 
 

@@ -8,6 +8,9 @@ without the [B, S, V] logits ever existing, forward or backward. Three dispatche
     splade_head_train      also returns what the backward needs: winning positions and their logits, 6 bytes a [B, V]
                            entry
     splade_head_backward   gradients over active entries only
+
+`even` says what becomes of the gradient where positions share a maximum: divided among them, as `amax` has it, or the
+first's, as `max(dim)` has it. The kernels have the second only.
 """
 
 from __future__ import annotations
@@ -40,9 +43,10 @@ DEFAULT_STEPS = "relu | log1p | row_mul(0)"
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor[] rows, str steps"
 _lib = define(
-    f"splade_head({_INPUTS}, ScalarType? out_dtype=None, bool argmax=False) -> (Tensor, Tensor)",
-    f"splade_head_train({_INPUTS}, ScalarType? out_dtype, bool argmax, ScalarType winner_dtype)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    f"splade_head({_INPUTS}, ScalarType? out_dtype=None, bool argmax=False, bool even=False)"
+    " -> (Tensor, Tensor)",
+    f"splade_head_train({_INPUTS}, ScalarType? out_dtype, bool argmax, ScalarType winner_dtype,"
+    " bool even=False) -> (Tensor, Tensor, Tensor, Tensor)",
     f"splade_head_backward(Tensor grad, {_INPUTS}, Tensor winner, Tensor peak, Tensor per_element, bool argmax,"
     " bool[3] needs)"
     " -> (Tensor, Tensor, Tensor)",
@@ -161,13 +165,13 @@ def _lower(p: Plan, x: Tensor, rows: Sequence[Tensor]) -> Lowered:
 
 
 def _winner_dtype(S: int | torch.SymInt) -> torch.dtype:
-    """The smallest signed integer that holds a position; a symbolic length is not guarded on."""
+    """The smallest signed integer that holds a position, and -2 less it; a symbolic length is not guarded on."""
     if isinstance(S, torch.SymInt):
         return torch.int32
-    return torch.int8 if S <= 128 else torch.int16 if S <= 32768 else torch.int32
+    return torch.int8 if S < 128 else torch.int16 if S < 32768 else torch.int32
 
 
-def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
+def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, even=False):
     _check(hidden, weight, bias, rows, steps, out_dtype)
     p = plan(steps, argmax)
     out_dtype = out_dtype or hidden.dtype
@@ -177,7 +181,7 @@ def _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
         if not _has_kernels(x, V):
             low = _lower(p, x, flat_rows)
             values, winner, peak = aten.forward(
-                x, weight, bias, flat_rows, low, out_dtype, winner_dtype
+                x, weight, bias, flat_rows, low, out_dtype, winner_dtype, even
             )
             per_element = low.per_element
         else:
@@ -218,7 +222,7 @@ def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
     return *out, per_element
 
 
-def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
+def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
     dtype = torch.int64 if argmax else None
     values, winner, _, _ = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, dtype)
     return values, _positions(winner, values, argmax)
@@ -231,8 +235,10 @@ def _positions(winner: Tensor, values: Tensor, argmax: bool) -> Tensor:
     return winner.long().clamp_min_(0).view(values.shape)
 
 
-def _train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
-    *saved, per_element = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype)
+def _train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, even=False):
+    *saved, per_element = _run(
+        hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, even
+    )
     return *saved, hidden.new_empty(0, dtype=torch.bool) if per_element is None else per_element
 
 
@@ -270,9 +276,9 @@ def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, need
 
 class _SpladeHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, steps, out_dtype, argmax, *rows):
+    def forward(ctx, hidden, weight, bias, steps, out_dtype, argmax, even, *rows):
         values, winner, peak, per_element = torch.ops.sparse_inductor.splade_head_train(
-            hidden, weight, bias, list(rows), steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2])
+            hidden, weight, bias, list(rows), steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2]), even
         )  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, winner, peak, per_element, *rows)
         ctx.steps, ctx.argmax = steps, argmax
@@ -299,20 +305,20 @@ class _SpladeHead(torch.autograd.Function):
             needs,
         )
         wanted = (g if n else None for g, n in zip(grads, needs))
-        return *wanted, None, None, None, *(None for _ in rows)
+        return *wanted, None, None, None, None, *(None for _ in rows)
 
 
-def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
+def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
     outside_transforms("splade_head", hidden, weight, bias, *rows)
     tensors = (hidden, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         _check(hidden, weight, bias, rows, steps, out_dtype)
-        return _SpladeHead.apply(hidden, weight, bias, steps, out_dtype, argmax, *rows)
-    args = (hidden, weight, bias, rows, steps, out_dtype, argmax)
+        return _SpladeHead.apply(hidden, weight, bias, steps, out_dtype, argmax, even, *rows)
+    args = (hidden, weight, bias, rows, steps, out_dtype, argmax, even)
     return call_below_autograd(torch.ops.sparse_inductor.splade_head, _infer, args)
 
 
-def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
+def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
     _check(hidden, weight, bias, rows, steps, out_dtype)
     values = hidden.new_empty(*hidden.shape[:-2], weight.shape[0], dtype=out_dtype or hidden.dtype)
     positions = (
@@ -323,7 +329,7 @@ def _fake(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False):
     return values, positions
 
 
-def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype):
+def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, even=False):
     values, _ = _fake(hidden, weight, bias, rows, steps, out_dtype, argmax)
     B, V = math.prod(hidden.shape[:-2]), weight.shape[0]
     winner = hidden.new_empty(B, V, dtype=winner_dtype)
