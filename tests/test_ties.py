@@ -28,6 +28,9 @@ BOUNDED = {
     "clamp up to 3": lambda x: torch.clamp(x, max=3),
     "clamp_min": lambda x: torch.clamp_min(x, -2.0),
     "clamp_max": lambda x: x.clamp_max(3.0),
+    "clamp by tensors": lambda x: x.clamp(torch.tensor(-2.0), torch.tensor(3.0)),
+    "clamp_min by a tensor": lambda x: torch.clamp_min(x, torch.tensor(1.0)),
+    "clamp_max by a tensor": lambda x: x.clamp_max(torch.tensor(3.0)),
     "clip": lambda x: x.clip(0, 6),
     "clamp of equal bounds": lambda x: x.clamp(3, 3),
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from .. import compat
 from ..epilogue.steps import Step
 from .graph import GraphView
 from .names import Call
@@ -44,6 +45,11 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
     def const(key: str, default: Any = None) -> float:
         return number(view, node, call, key, default)
 
+    def bound(by_number: str, by_tensor: str, key: str) -> Step:
+        # From torch 2.14 on, a bound that is a tensor has half of the gradient where the input is equal to it.
+        halved = view.is_tensor(call[key]) and not compat.clamp_has_a_slope_at_its_bounds()
+        return Step(by_tensor if halved else by_number, (const(key),))
+
     match call.name:
         case "leaky_relu":
             slope = const("negative_slope", 0.01)
@@ -63,13 +69,13 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
         case "threshold":
             return (Step("threshold", (const("threshold"), const("value"))),)
         case "clamp":
-            low = () if call.get("min") is None else (Step("clamp_min", (const("min"),)),)
-            high = () if call.get("max") is None else (Step("clamp_max", (const("max"),)),)
+            low = () if call.get("min") is None else (bound("clamp_min", "maximum", "min"),)
+            high = () if call.get("max") is None else (bound("clamp_max", "minimum", "max"),)
             return *low, *high
         case "clamp_min":
-            return (Step("clamp_min", (const("min"),)),)
+            return (bound("clamp_min", "maximum", "min"),)
         case "clamp_max":
-            return (Step("clamp_max", (const("max"),)),)
+            return (bound("clamp_max", "minimum", "max"),)
         case "hardtanh":
             least = const("min_val", -1.0)
             floor = Step("threshold", (least, least)) if least else Step("relu")
