@@ -20,7 +20,8 @@ from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
-from sparse_inductor.match.attention import read_attention, relu_attention
+from sparse_inductor.match.attention import are_probabilities, read_attention, relu_attention
+from sparse_inductor.match.buckets import split_block
 from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
@@ -91,7 +92,7 @@ class EntmaxAttention:
     name = NAME
     op = OP
     summary = "entmax(q @ k^T + bias) @ v -> entmax_attention(q, k, v, alpha, mask, bias)"
-    anchors = _PRODUCTS
+    anchors = _PRODUCTS | {"output"}
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()
@@ -107,6 +108,10 @@ class EntmaxAttention:
     def _match(self, node: fx.Node, view: GraphView) -> AttentionMatch | Miss | None:
         if view.function_body:
             return None
+        if node.op == "output":
+            return split_block(
+                view, node, "the probabilities", lambda n: are_probabilities(view, n)
+            )
         found = read_attention(view, node)
         if found is None:
             reason = relu_attention(view, node)

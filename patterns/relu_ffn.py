@@ -26,6 +26,7 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.match.branches import Branch
+from sparse_inductor.match.buckets import split_block
 from sparse_inductor.match.checks import (
     check_device,
     check_match,
@@ -39,6 +40,7 @@ from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.family import rectified_product
 from sparse_inductor.match.feed_forward import (
     Reading,
+    is_activation,
     product_in_einsum,
     read_block,
     resembles,
@@ -219,12 +221,16 @@ class ReluFfn:
     summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
     anchors = frozenset(
         "linear matmul mm addmm baddbmm einsum tensordot inner conv1d conv2d conv3d bmm".split()
-    ) | {FUSED_LAYER}
+    ) | {FUSED_LAYER, "output"}
 
     def match(self, node: fx.Node, view: GraphView) -> BlockMatch | LayerMatch | Miss | None:
         try:
             if view.name_of(node) == FUSED_LAYER:
                 return encoder_layer(view, node, NAME, OP)
+            if node.op == "output":
+                return split_block(
+                    view, node, "the activations", lambda n: is_activation(view, n, node)
+                )
             return self._match(node, view)
         except Unknown:
             return None

@@ -249,9 +249,10 @@ class _Run:
         candidates: list[_Candidate] = []
         misses: list[tuple[str, Miss, fx.Node | None]] = []
         for node in reversed(self.graph.nodes):
-            if node.op in ("placeholder", "output"):
+            if node.op == "placeholder":
                 continue
-            for pattern in by_anchor.get(view.name_of(node) or "", ()):
+            name = "output" if node.op == "output" else view.name_of(node)
+            for pattern in by_anchor.get(name or "", ()):
                 found = None
                 with self._guarded(pattern, node, quiet=node in view.transforms):
                     found = pattern.match(node, view)

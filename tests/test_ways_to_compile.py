@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -134,16 +134,16 @@ class Ran:
 WAYS: list[Any] = []
 
 
-def way(*, rewrites: bool = True, quick: bool = False) -> Callable[[Any], Any]:
+def way(*, rewrites: Collection[str] = Model.PATTERNS, quick: bool = False) -> Callable[[Any], Any]:
     """Adds a row: a generator of the `Ran`, or the program alone, that stands while what the way has set does.
 
-    rewrites: all families are rewritten, or none. quick: the row is part of `make test`.
+    rewrites: the families that are rewritten. quick: the row is part of `make test`.
     """
 
     def add(f: Callable[[Model], Iterator[Any]]) -> Any:
         marks = [] if quick else [pytest.mark.heavy]
         WAYS.append(
-            pytest.param(contextlib.contextmanager(f), rewrites, id=f.__name__, marks=marks)
+            pytest.param(contextlib.contextmanager(f), set(rewrites), id=f.__name__, marks=marks)
         )
         return f
 
@@ -161,7 +161,7 @@ def seen_as(**how: Any) -> Callable[[nn.Module], Iterator[Any]]:
 
 
 for arguments in ({"backend": "eager"}, {"backend": "aot_eager"}):
-    way(rewrites=False)(seen_as(**arguments))
+    way(rewrites=())(seen_as(**arguments))
 for arguments in (
     {"mode": "reduce-overhead"},
     {"mode": "max-autotune"},
@@ -199,7 +199,7 @@ def a_size_marked_unbacked(model):
     yield program
 
 
-@way(rewrites=False)
+@way(rewrites=())
 def stance_force_eager(model):
     with torch.compiler.set_stance("force_eager"):
         yield compile_without_codegen(model)
@@ -311,6 +311,23 @@ def ddp(model):
         yield compile_without_codegen(nn.parallel.DistributedDataParallel(model))
 
 
+@pytest.mark.heavy
+@pytest.mark.parametrize("pattern", ["relu_ffn", "entmax_attention"])
+def test_a_block_split_between_buckets_says_so(pattern, monkeypatch):
+    monkeypatch.setattr(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+    module = layer(pattern)
+    wanted = step(module, module)
+    with alone_in_a_process_group(), sparse_inductor.enabled(only=pattern, policy="always"):
+        replica = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=2e-6)
+        got = step(compile_without_codegen(replica), module)
+    assert_steps_alike(got, wanted)
+    report = sparse_inductor.report()
+    assert not report.rewrites
+    (miss,) = report.near_misses
+    assert "bucket of DistributedDataParallel" in miss.reason
+    assert miss.source is not None and ("relu" in miss.source or "entmax15" in miss.source)
+
+
 @way(quick=True)
 def fsdp2(model):
     with alone_in_a_process_group():
@@ -318,6 +335,26 @@ def fsdp2(model):
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
         yield compile_without_codegen(model)
+
+
+def trained(model, program=None, scaler=None):
+    """Two steps of Adam, of a model compiled or not."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for seed in range(2):
+        optimizer.zero_grad()
+        x = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(seed))
+        scaler.scale((program or model)(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+@way()
+def a_grad_scaler(model):
+    compiled = compile_without_codegen(model)
+    trained(model, compiled, scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+    yield Ran(compiled, model, trained(Model()))
 
 
 # With Inductor's code generation
@@ -370,7 +407,7 @@ def accelerated(model):
 
 @pytest.mark.parametrize("program_of,rewritten", WAYS)
 def test_way(program_of, rewritten):
-    """Results and gradients are eager's, and all families are rewritten, or none where Inductor takes no part."""
+    """Results and gradients are eager's, and all families are rewritten, or those that can be."""
     model = Model()
     with sparse_inductor.enabled(policy="always"), program_of(model) as made:
         ran = made if isinstance(made, Ran) else Ran(made, model)
@@ -378,6 +415,4 @@ def test_way(program_of, rewritten):
     wanted = step(ran.eager, ran.eager)
     assert_steps_alike(got, wanted[: len(got)])
     report = sparse_inductor.report()
-    assert {r.pattern for r in report.rewrites} == (set(Model.PATTERNS) if rewritten else set()), (
-        report
-    )
+    assert {r.pattern for r in report.rewrites} == rewritten, report

@@ -18,6 +18,7 @@ from .dynamo import (
     fresh_capture,
     graph_end,
     hidden_arguments,
+    in_ddp_bucket,
     keep_in_graph,
     may_recompile,
     reset_dynamo,

@@ -124,6 +124,12 @@ def graph_end(gm: Any) -> GraphEnd | None:
     return GraphEnd(bool(reason.graph_break), str(reason.reason), stack)
 
 
+def in_ddp_bucket(gm: Any) -> bool:
+    """Whether the graph is what DistributedDataParallel's optimizer made of one bucket's part of Dynamo's."""
+    end = graph_end(gm)
+    return end is not None and end.reason.startswith("DDPOptimizer")
+
+
 def uncompiled(fn: Any) -> Any:
     """The function or module that `torch.compile` was given, if `fn` came from it."""
     from torch._dynamo.eval_frame import OptimizedModule

@@ -21,6 +21,7 @@ from torch import fx
 from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
 from .entmax import transform
+from .family import above as producers
 from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
@@ -30,7 +31,7 @@ from .scores import Scores, read_scores, scaled
 from .shapes import Decline
 from .values import rounds
 
-__all__ = ["read_attention", "relu_attention"]
+__all__ = ["are_probabilities", "read_attention", "relu_attention"]
 
 _NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
 _SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
@@ -72,6 +73,15 @@ def _check_operands(view: GraphView, node: fx.Node) -> None:
 
 def _axes(o: Operand, atoms: dict[str, Atom]) -> list[Axis]:
     return [() if letter is None else (atoms[letter],) for letter in o.axes]
+
+
+def are_probabilities(view: GraphView, node: fx.Node) -> bool:
+    """Whether a tensor is an entmax of scores, which are a product of two tensors of the batch."""
+    try:
+        found = transform(view, node)
+    except Decline:
+        return False
+    return found is not None and "batched matmul" in producers(view, found.source)
 
 
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:

@@ -20,7 +20,9 @@ from .mesh import is_distributed
 from .shapes import Decline
 from .spine import Spine, Term
 
-__all__ = ["Factor", "Reading", "activation", "product_in_einsum", "read_block", "resembles"]
+__all__ = [
+    "Factor", "Reading", "activation", "is_activation", "product_in_einsum", "read_block", "resembles",
+]  # fmt: skip
 
 
 _OTHERS = frozenset("amax max_dim amin min_dim aminmax scaled_dot_product_attention".split())
@@ -161,6 +163,15 @@ def activation(
     if cut(other.gate.program) != cut(gate.program):
         raise Decline("another rectifier", source)
     return "gate", other.gate.program != gate.program
+
+
+def is_activation(view: GraphView, value: fx.Node, reader: fx.Node) -> bool:
+    """Whether what `reader` sees of a tensor is what a block's down projection takes: rectified projections."""
+    try:
+        found, _, _ = _branches(view, value, reader, fake(value).dim() - 1)
+    except Decline:
+        return False
+    return any(cut(b.program) is not None for b in found)
 
 
 def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:

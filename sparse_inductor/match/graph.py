@@ -60,8 +60,14 @@ class GraphView:
         self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
         self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
         self.transforms = _transforms(graph)
-        self._modes = _grad_modes(graph)
-        self._casts = _autocast_regions(graph)
+
+    @functools.cached_property
+    def _modes(self) -> dict[fx.Node, _Mode]:
+        return _grad_modes(self.graph)
+
+    @functools.cached_property
+    def _casts(self) -> dict[fx.Node, dict[str, bool]]:
+        return _autocast_regions(self.graph)
 
     @functools.cached_property
     def function_body(self) -> bool:
