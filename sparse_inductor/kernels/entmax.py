@@ -116,12 +116,12 @@ def _partial(d, e, p, POWER: tl.constexpr):
     top, slope = _terms(d, e, p, POWER)
     if d.shape[1] == 1 and POWER != 1:
         # Lanes that hold the same row must find the same sums, or they part in the iterations. What follows adds
-        # what other lanes send: a product contracted with that is rounded once here and twice there. A choice
-        # between them keeps the two apart; where J is more, a sum does.
-        inside = ~(slope <= 0)
-        top = tl.where(inside, top, 0.0)
+        # what other lanes send: a product contracted with that is rounded once here and twice there. Contracted with
+        # zero, which the compiler must not know to be one, it is rounded once everywhere; where J is more, a sum does.
+        zero = 0.0 * e
+        top += zero
         if POWER != 2:
-            slope = tl.where(inside, slope, 0.0)
+            slope += zero
     s, s1 = tl.sum(top, 1), tl.sum(slope, 1)
     if POWER == 2:
         k = tl.sum(tl.where(slope > 0, 1.0, 0.0), 1)
