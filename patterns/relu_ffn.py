@@ -325,6 +325,7 @@ class ReluFfn:
             tokens=expected_elements(fake(down.source).shape) // max(1, neurons),
             weight=neurons * expected(fake(down.node).shape[down.v_dim]),
             bits=8 * fake(down.node).dtype.itemsize,
+            branches=len(match.reading.branches),
             training=int(any(view.learns(t) for b in match.reading.branches for t in _inputs(b))),
         )
 

@@ -126,13 +126,20 @@ TABLE: Sequence[Row] = (
         "2026-11-25", most={"tokens": 16, "training": 0},
     ),
     Row(
-        "relu_ffn", "sm90", 0.012,
-        "1.19x at 1 % active, 0.88x at 3 %: median of four blocks on an H100", "2026-11-25",
-        most={"training": 0},
+        "relu_ffn", "sm90", 0.008, "gated: 1.1x to 1.3x at 0.8 % active, 0.95x to 0.98x at 1 % on an H200",
+        "2026-11-26", least={"tokens": 2048, "branches": 2}, most={"training": 0},
     ),
     Row(
-        "relu_ffn", "sm90", 0.012, "2.5x with none active at 8,192 tokens on an H100",
-        "2026-11-25", least={"tokens": 4096},
+        "relu_ffn", "sm90", 0.005, "1.1x to 1.4x at 0.4 % active, 0.96x to 1.2x at 0.6 % on an H200",
+        "2026-11-26", least={"tokens": 2048}, most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0, "17 to 2,047 rows: no gain at any density on an H200",
+        "2026-11-26", most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.006, "1.4x to 1.8x up to 0.8 % active, 0.67x at 1 % on an H200",
+        "2026-11-26", least={"tokens": 8192},
     ),
     Row(
         "relu_ffn", "sm90", 0, "training on few tokens: 0.97x with none active on an H100",

@@ -35,8 +35,8 @@ from .pattern import Sparse
 
 __all__ = ["Kept", "Profile", "Site", "profile_of", "watch"]
 
-ROWS = 64
-"""Rows of a call that are counted, at least: enough to tell 1 % of thousands of neurons from 2 %."""
+ROWS = 16
+"""Rows of a call that are counted, at least: enough to tell 0.5 % of thousands of neurons from 1 %."""
 LOOKS = (4, 32, 256)
 RECHECK = 1024
 MARGIN = 1.25

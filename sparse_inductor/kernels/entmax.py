@@ -101,7 +101,7 @@ def _scale(y, c, POWER: tl.constexpr):
 
 
 # Tiles are [M, J, T], rows by columns, or [T, J, M] where neighbouring rows are neighbours in memory. The last
-# dimension is spread over lanes first; J is reduced first, within a thread, and then AXIS is where T is: 1 or 0.
+# dimension is spread over lanes first; J is reduced first, and then AXIS is where T is: 1 or 0.
 
 
 @triton.jit
@@ -114,10 +114,11 @@ def _spread(row, AXIS: tl.constexpr):
 def _partial(d, e, p, POWER: tl.constexpr):
     """Sums over J of r^p, r^(p-1) and, where it is of use, the support's size: [.., 2, 2], or [.., 2]."""
     top, slope = _terms(d, e, p, POWER)
-    if d.shape[1] == 1 and POWER != 1:
-        # Lanes that hold the same row must find the same sums, or they part in the iterations. What follows adds
-        # what other lanes send: a product contracted with that is rounded once here and twice there. Contracted with
-        # zero, which the compiler must not know to be one, it is rounded once everywhere; where J is more, a sum does.
+    if POWER != 1 and (d.shape[1] == 1 or d.shape[2] < 128):
+        # The first addition is one of what another lane sends. Lanes that hold the same row must find the same sums, or
+        # they part in the iterations, but a product contracted with what is sent is rounded once here and twice there.
+        # Contracted with zero, which the compiler must not know to be one, it is rounded once everywhere. Elsewhere a
+        # thread adds entries of its own first.
         zero = 0.0 * e
         top += zero
         if POWER != 2:
