@@ -72,7 +72,7 @@ def test_arguments_that_are_left_to_defaults_are_passed_on():
     hidden, mask = torch.randn(2, 5, 8), torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
     _, (code,) = run_and_get_code(program, hidden, mask)
     assert "sparse_inductor_site('splade_head', 'cpu', True)" in code
-    assert "out_dtype=None, argmax=False)" in code
+    assert "out_dtype=None, argmax=False, even=False)" in code
     assert "= torch.ops.sparse_inductor" not in code
     for seed in range(3):
         hidden = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed))

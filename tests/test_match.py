@@ -734,7 +734,7 @@ def test_what_a_rewritten_graph_looks_like():
 unsqueeze = unsqueeze(mask, -1)  [2, 6, 1]
 squeeze = squeeze(unsqueeze, -1)  [2, 6]
 splade_head_default = sparse_inductor.splade_head.default(
-    hidden, weight, bias, [squeeze], 'relu | log1p | row_mul(0)', None, False)
+    hidden, weight, bias, [squeeze], 'relu | log1p | row_mul(0)', None, False, True)
 getitem = getitem(splade_head_default, 0)  [2, 10]
 return [getitem]""",
     )
@@ -758,7 +758,7 @@ permute_3 = permute(logical_not_1, [0, 2, 1])  [2, 1, 6]
 permute_4 = permute(permute_3, [0, 2, 1])  [2, 6, 1]
 squeeze = squeeze(permute_4, -1)  [2, 6]
 splade_head_default = sparse_inductor.splade_head.default(
-    permute_2, weight, bias, [squeeze], 'row_where(0, -10000.0) | relu | log1p', None, True)
+    permute_2, weight, bias, [squeeze], 'row_where(0, -10000.0) | relu | log1p', None, True, False)
 getitem_3 = getitem(splade_head_default, 0)  [2, 10]
 getitem_4 = getitem(splade_head_default, 1)  [2, 10]
 return [getitem_3, getitem_4]""",
