@@ -6,7 +6,12 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import pathlib
 import pickle
+import subprocess
+import sys
+import tempfile
+import textwrap
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -337,15 +342,16 @@ def fsdp2(model):
         yield compile_without_codegen(model)
 
 
-def trained(model, program=None, scaler=None):
+def trained(model, program=None, update=lambda f: f, scaler=None):
     """Two steps of Adam, of a model compiled or not."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3))
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    stepping = update(lambda: scaler.step(optimizer))
     for seed in range(2):
         optimizer.zero_grad()
         x = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(seed))
         scaler.scale((program or model)(x).square().mean()).backward()
-        scaler.step(optimizer)
+        stepping()
         scaler.update()
     return model
 
@@ -358,6 +364,59 @@ def a_grad_scaler(model):
 
 
 # With Inductor's code generation
+
+
+@way()
+def a_compiled_optimizer(model):
+    compiled = torch.compile(model)
+    trained(model, compiled, update=torch.compile)
+    yield Ran(compiled, model, trained(Model()))
+
+
+@way(rewrites={"relu_ffn", "splade_head", "sparse_scores", "entmax"})
+def cpp_wrapper_in_training(model):
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        yield torch.compile(model)
+
+
+@way()
+def an_aot_package(model):
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        exported = torch.export.export(model, (torch.randn(2, 5, D),))
+        path = torch._inductor.aoti_compile_and_package(
+            exported, package_path=f"{folder}/model.pt2"
+        )
+        yield torch._inductor.aoti_load_package(path)
+
+
+class Loss(nn.Module):
+    """What Transformers' Trainer takes."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        y = self.model(x)
+        return {"loss": y.square().mean(), "y": y}
+
+
+@way()
+def a_trainer(model):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    data = [{"x": x} for x in torch.randn(4, 5, D, generator=torch.Generator().manual_seed(2))]
+
+    def fitted(model, compiles):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = transformers.TrainingArguments(
+                folder, max_steps=2, per_device_train_batch_size=2, torch_compile=compiles, use_cpu=True,
+                report_to=[], save_strategy="no", disable_tqdm=True, remove_unused_columns=False,
+            )  # fmt: skip
+            transformers.Trainer(Loss(model), arguments, train_dataset=data).train()
+        return model.eval()
+
+    yield Ran(fitted(model, True), model, fitted(Model(), False))
 
 
 @way()
@@ -416,3 +475,28 @@ def test_way(program_of, rewritten):
     assert_steps_alike(got, wanted[: len(got)])
     report = sparse_inductor.report()
     assert {r.pattern for r in report.rewrites} == rewritten, report
+
+
+@pytest.mark.heavy
+def test_nothing_of_ours_warns():
+    """Where a warning is an error: importing, enabling, compiling a program of each family, disabling."""
+    program = """
+        import warnings
+        for module in ("__main__", "programs", "sparse_inductor"):
+            warnings.filterwarnings("error", module=module)
+        import torch
+        import sparse_inductor
+        from programs import LAYERS, D
+        sparse_inductor.enable(policy="always")
+        for name, layer in LAYERS.items():
+            x = torch.randn(2, 5, D, requires_grad=True)
+            torch.compile(layer())(x).sum().backward()
+            found = {rewrite.pattern for rewrite in sparse_inductor.report().rewrites}
+            assert name in found, (name, found)
+        print(sparse_inductor.report())
+        sparse_inductor.disable()
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=True, cwd=pathlib.Path(__file__).parent,
+    )  # fmt: skip

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -109,7 +110,8 @@ class Attention:
             lambda: fake(q).new_empty(shape),
             torch.ops.sparse_inductor.entmax_attention.default,
             q, k, v, bias, mask, alpha, None, None,
-            number, self.scores.scale, self.fill, self.causal, self.added, self.undefined,
+            number, self.scores.scale, None if self.fill == -math.inf else self.fill,
+            self.causal, self.added, self.undefined,
         )  # fmt: skip
         out = e.cast(self._changed(e, out), fake(self.node).dtype)
         return self._as_user_has_it(e, out)

@@ -39,7 +39,8 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? mask, Tensor? alpha, Tensor? query_lengths,"
     " Tensor? key_lengths"
 )
-_NUMBERS = "float alpha_value, float scale, float fill, bool causal, bool added"
+# No fill is -inf, a number that an AOTInductor package cannot hold.
+_NUMBERS = "float alpha_value, float scale, float? fill, bool causal, bool added"
 _lib = define(
     f"entmax_attention({_INPUTS}, {_NUMBERS}, {UNDEFINED}) -> Tensor",
     f"entmax_attention_train({_INPUTS}, {_NUMBERS}, {UNDEFINED}) -> (Tensor, Tensor[])",
@@ -115,7 +116,7 @@ def entmax_attention(
         key_lengths,
         number,
         q.shape[-1] ** -0.5 if scale is None else scale,
-        fill,
+        None if fill == -math.inf else fill,
         causal,
         added,
     )
@@ -184,7 +185,7 @@ def _check(
         if t is not None and (t.dtype.is_floating_point or t.dtype == torch.bool or t.is_complex()):
             raise TypeError(f"{name} must be integers, got {t.dtype}")
     check_alpha(alpha, alpha_value, q)
-    if math.isnan(fill) or fill == math.inf:
+    if fill is not None and (math.isnan(fill) or fill == math.inf):
         raise ValueError(f"fill must be finite or -inf, got {fill}")
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
@@ -199,6 +200,8 @@ _KEYWORDS = (
 def _kernels(q, k, v, terms):
     """The kernels' module and the terms by name where they apply, else None; and what chunked ATen takes."""
     named = dict(zip(_KEYWORDS, terms))
+    if named["fill"] is None:
+        named["fill"] = -math.inf
     kernels = None
     if has_kernels(q):
         try:

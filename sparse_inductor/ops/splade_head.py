@@ -223,6 +223,7 @@ def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
 
 
 def _infer(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
+    rows = rows or []  # an AOTInductor package hands over None for no tensors
     dtype = torch.int64 if argmax else None
     values, winner, _, _ = _run(hidden, weight, bias, rows, steps, out_dtype, argmax, dtype)
     return values, _positions(winner, values, argmax)
@@ -309,6 +310,7 @@ class _SpladeHead(torch.autograd.Function):
 
 
 def _autograd(hidden, weight, bias, rows, steps, out_dtype=None, argmax=False, even=False):
+    rows = rows or []  # as in `_infer`
     outside_transforms("splade_head", hidden, weight, bias, *rows)
     tensors = (hidden, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
