@@ -34,9 +34,9 @@ versions: $(VERSIONS:%=.venvs/torch-%/.ready)
 	  .venvs/torch-$$version/bin/python -m pytest -n $(JOBS) --dist worksteal -m "$(MARKED)" $(ARGS) || status=1; \
 	done; exit $$status
 
-# Recognition, gradients at bounds and the compilation of every Gluon kernel on the newest torch: what CI has time for.
+# Recognition, gradients at bounds and the compilation of Gluon and other kernels on the newest torch: what CI has time for.
 newest:
-	$(MAKE) versions VERSIONS=$(lastword $(VERSIONS)) MARKED="$(QUICK) or newest" ARGS="tests/test_match.py tests/test_ties.py tests/test_versions.py tests/test_programs.py tests/kernels/test_gluon_compile.py tests/kernels/test_sparse_scores_compile.py"
+	$(MAKE) versions VERSIONS=$(lastword $(VERSIONS)) MARKED="$(QUICK) or newest" ARGS="tests/test_match.py tests/test_ties.py tests/test_versions.py tests/test_programs.py tests/kernels/test_gluon_compile.py tests/kernels/test_sparse_scores_compile.py tests/kernels/test_entmax_compile.py"
 
 newest-version:
 	@echo $(lastword $(VERSIONS))
