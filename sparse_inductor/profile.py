@@ -117,14 +117,15 @@ class Profile:
                 self._look()
             elif self._recount == "due":
                 self._recount = "running"
-            elif self.calls in LOOKS or self.calls % RECHECK == 0:
-                if not compat.may_recompile(self._code):
-                    pass
-                elif any(self.version):
+            elif self._due() and compat.may_recompile(self._code):
+                if any(self.version):
                     self._recount, self.version = "due", self._written
                 else:
                     self._look()
             return version == self.version
+
+    def _due(self) -> bool:
+        return self.calls in LOOKS or self.calls % RECHECK == 0
 
     def _look(self) -> None:
         """Read the counters, which waits for the device, and decide."""

@@ -26,9 +26,7 @@ class Reduction:
     values: int | None = None
     positions: int | None = None
     minimum: bool = False
-    even: bool = (
-        False  # the gradient is divided among those that share the maximum, not the first's alone
-    )
+    even: bool = False  # those that share the maximum share its gradient; else it is the first's
     span: int = 1  # neighbouring axes reduced together, `dim` being the first
     within: tuple[fx.Node, ...] = ()  # what else it is made of
 
