@@ -2,8 +2,10 @@
 
 A layer fails where one of its kernels does not compile, load or launch. The next layer then computes the whole operator
 again, from the same inputs, and from then on computes it at once: on this device, for this dtype, until the process
-ends. One warning a process names the kernel. A failure counts only if a lower layer succeeds: what every layer raises
-(bad arguments, a GPU that is lost) is the program's own error, and running out of memory is not a kernel's.
+ends. One warning a process names the first kernel that fails; `report()` and `doctor` name all of them.
+
+A failure counts only if a lower layer succeeds: what every layer raises (bad arguments, a GPU that is lost) is the
+program's own error, and running out of memory is not a kernel's.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ __all__ = [
     "fallbacks",
     "forget",
     "has_kernels",
+    "is_lowered",
     "launches",
 ]
 
@@ -53,6 +56,9 @@ _INSTEAD = {
     Layer.ATEN: "ATen instead, usually as slow as the unrewritten program or slower",
 }
 
+_MORE = (
+    "There is one such warning a process: sparse_inductor.report() lists every kernel that fails"
+)
 
 # Where kernels run.
 DEVICES = {"cuda"}
@@ -104,7 +110,7 @@ _Key = tuple[int, torch.dtype]
 # By operator, then by device and dtype.
 _lowered: dict[str, dict[_Key, Layer]] = {}
 _fallbacks: dict[Fallback, None] = {}
-_warned: set[str] = set()
+_warned = False
 
 
 def current() -> Layer:
@@ -140,11 +146,17 @@ def fallbacks() -> list[Fallback]:
 
 def forget() -> None:
     """Try every layer again, and warn again."""
+    global _warned
     with _lock:
         for lowered in _lowered.values():
             lowered.clear()
         _fallbacks.clear()
-        _warned.clear()
+        _warned = False
+
+
+def is_lowered(operator: str, t: torch.Tensor) -> bool:
+    """Whether a kernel of the operator is known to fail on the device and for the dtype of `t`."""
+    return (t.get_device(), t.dtype) in _lowered.get(operator, ())
 
 
 class Operator:
@@ -197,6 +209,7 @@ class Operator:
         raise failures[0]
 
     def _lower(self, t: torch.Tensor, layer: Layer, failures: Sequence[Exception]) -> None:
+        global _warned
         device = torch.cuda.get_device_name(t.device) if t.is_cuda else str(t.device)
         found = [
             Fallback(self.name, device, t.dtype, _kernel_of(e), _first_line(e), layer)
@@ -205,11 +218,11 @@ class Operator:
         with _lock:
             self._lowered[t.get_device(), t.dtype] = layer
             _fallbacks.update(dict.fromkeys(found))
-            news = [f for f in found if f.kernel not in _warned]
-            news = list({f.kernel: f for f in reversed(news)}.values())
-            _warned.update(f.kernel for f in news)
-        for fallback in news:
-            warn(str(fallback), KernelWarning, stacklevel=2)
+            first, _warned = not _warned, True
+        for fallback in found:
+            log.info("%s", fallback)
+        if first:
+            warn(f"{found[0]}. {_MORE}", KernelWarning, stacklevel=2)
 
 
 def _noted(error: Exception) -> Exception:

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_inductor.accuracy import TOLERANCE, compare, tensors_in, to_double
 from sparse_inductor.testing import Compiled, compile_without_codegen
@@ -177,3 +179,29 @@ def assert_recognised(
                 assert not left, f"logits are still computed: {left}"
     elif case.expect in ("no_rewrite", "out_of_graph"):
         assert not found, f"rewritten although: {case.why}"
+
+
+class Promises(TorchDispatchMode):
+    """Compares every call of an operator of ours with what its fake says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func.namespace == "sparse_inductor":
+            mode = FakeTensorMode()
+            like = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs or {}))
+            with mode:
+                promised = func(*like[0], **like[1])
+            real, fakes = (pytree.tree_leaves(t) for t in (results, promised))
+            assert [described(t) for t in real] == [described(t) for t in fakes], func
+            self.seen.add(func._schema.name.removeprefix("sparse_inductor::"))
+        return results
+
+
+def described(t: torch.Tensor) -> tuple[Any, ...]:
+    """Shape, dtype, and the strides of the dimensions that have one."""
+    strides = [s for n, s in zip(t.shape, t.stride()) if n > 1 and t.numel()]
+    return tuple(t.shape), t.dtype, strides

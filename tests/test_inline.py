@@ -11,6 +11,7 @@ from functorch.compile import aot_function
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sparse_inductor import layers
 from sparse_inductor.ops._dispatch import inline
 
 
@@ -69,6 +70,21 @@ def test_what_the_body_cannot_launch_stays_the_operator(graphs):
     finally:
         lib._destroy()
     assert "inline_test.thrice" in code and "aten.neg" not in code
+
+
+def test_an_operator_whose_kernel_has_failed_stays_one(graphs):
+    x = torch.randn(4, 3)
+
+    def fails(x: Tensor, factor: float) -> Tensor:
+        raise RuntimeError("Triton Error [CUDA]: invalid device function")
+
+    try:
+        with pytest.warns(layers.KernelWarning):
+            layers.Operator("twice", lambda x, factor: x * factor).run(fails, (x, 2.0))
+        code = traced(graphs, lambda x: torch.ops.inline_test.twice(x, 2.0), x)
+        assert "inline_test.twice" in code
+    finally:
+        layers.forget()
 
 
 def test_symbolic_sizes_keep_the_operator(graphs):

@@ -2,43 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_inductor import ops
-
-
-class Promises(TorchDispatchMode):
-    """Compares every call of an operator of ours with what its fake says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if func.namespace == "sparse_inductor":
-            mode = FakeTensorMode()
-            like = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs or {}))
-            with mode:
-                promised = func(*like[0], **like[1])
-            real, fakes = (pytree.tree_leaves(t) for t in (results, promised))
-            assert [described(t) for t in real] == [described(t) for t in fakes], func
-            self.seen.add(func._schema.name.removeprefix("sparse_inductor::"))
-        return results
-
-
-def described(t: Tensor) -> tuple[Any, ...]:
-    """Shape, dtype, and the strides of the dimensions that have one."""
-    strides = [s for n, s in zip(t.shape, t.stride()) if n > 1 and t.numel()]
-    return tuple(t.shape), t.dtype, strides
-
+from support import Promises
 
 LAYOUTS = {
     "contiguous": lambda t: t,

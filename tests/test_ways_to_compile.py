@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import copy
 import dataclasses
+import os
 import pathlib
 import pickle
 import subprocess
@@ -499,4 +500,37 @@ def test_nothing_of_ours_warns():
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         check=True, cwd=pathlib.Path(__file__).parent,
+    )  # fmt: skip
+
+
+@pytest.mark.heavy
+def test_a_process_forked_after_a_step():
+    """The child takes steps and compiles anew. It has one thread: OpenMP's do not survive a fork, so that with more
+    PyTorch's own linear hangs in the child, compiled or not."""
+    program = """
+        import os, signal, traceback
+        import torch
+        import sparse_inductor
+        from test_ways_to_compile import Model, assert_steps_alike, step
+        sparse_inductor.enable(policy="always")
+        model = Model()
+        wanted = step(torch.compile(model), model)
+        found = {rewrite.pattern for rewrite in sparse_inductor.report().rewrites}
+        assert found == {*Model.PATTERNS}, found
+        child = os.fork()
+        if child == 0:
+            signal.alarm(120)
+            try:
+                assert_steps_alike(step(torch.compile(model), model), wanted)
+                torch._dynamo.reset()
+                assert_steps_alike(step(torch.compile(model), model), wanted)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        check=True, cwd=pathlib.Path(__file__).parent, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip

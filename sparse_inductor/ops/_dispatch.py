@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..layers import Operator, has_kernels, launches
+from ..layers import Operator, has_kernels, is_lowered, launches
 from ._sharding import Rule, share
 
 __all__ = [
@@ -165,13 +165,19 @@ def inline(
     with ATen operators and `kernels.launch.captured`.
 
     Only if sizes, strides and numbers are all known and `applies` says so of the arguments: a launch is planned from
-    them, and must not become a guard. An exported program keeps the operator.
+    them, and must not become a guard. An exported program keeps the operator, and so does one whose kernel has failed
+    in this process: the operator has other layers.
     """
 
     def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not all(map(compat.plain_when_traced, types)):
             return NotImplemented
-        if compat.keeps_operators() or not _settled(args) or not applies(*args):
+        if (
+            compat.keeps_operators()
+            or is_lowered(op, args[0])
+            or not _settled(args)
+            or not applies(*args)
+        ):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         try:
             with mode:
