@@ -14,7 +14,7 @@ from .findings import Pending
 from .match.fakes import fake, static_size, tensors_in
 from .pattern import Match, Pattern, Sparse
 from .policy import Worth
-from .profile import Kept, Profile, Site, profile_of, watch
+from .profile import Kept, Profile, Site, counters_for, profile_of, watch
 from .snapshot import Snapshot
 from .source import Source, source_of
 
@@ -139,5 +139,5 @@ def _site(candidate: _Candidate, worth: Worth, sparse: Sparse, source: Source) -
     value = value if sparse.result is None else value[sparse.result]
     return Site(
         candidate.pattern.name, source.location, source.text, sparse.what,
-        static_size(value.shape[sparse.dim]), worth.below,
+        static_size(value.shape[sparse.dim]), worth.below, counters_for(sparse),
     )  # fmt: skip

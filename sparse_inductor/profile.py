@@ -1,7 +1,8 @@
 """Profiles: what the blocks of one compiled graph were seen to compute, and which of them are rewritten for it.
 
-A watched block runs as written. Beside it the graph counts the active elements of a sample of rows into a tensor of
-`Profile.counters`, in operations that Inductor fuses and launches as its own. A guard of the compiled code asks the
+A watched block runs as written. Beside it the graph counts the active elements of a sample of rows, which takes one
+kernel of Inductor's a block, and adds the counts of all blocks to `Profile.counters` at its end, in one more: a single
+sum would take two kernels, and a third to write it into its place. A guard of the compiled code asks the
 profile at each call whether the code is still the one to run (`Profile.accepts`), which is where the counters are read,
 at the calls in `LOOKS` and at every `RECHECK`-th. Where that changes what is rewritten, the guard fails, Dynamo
 compiles the frame anew, and the pass finds the profile again. Code compiled before is kept by Dynamo and used again
@@ -30,10 +31,10 @@ from torch import fx
 from . import compat
 from .findings import Pending
 from .match.emit import Emitter
-from .match.fakes import expected, fake, tensors_in
+from .match.fakes import expected, fake, static_size, tensors_in
 from .pattern import Sparse
 
-__all__ = ["Kept", "Profile", "Site", "profile_of", "watch"]
+__all__ = ["Kept", "Profile", "Site", "counters_for", "profile_of", "watch"]
 
 ROWS = 16
 """Rows of a call that are counted, at least: enough to tell 0.5 % of thousands of neurons from 1 %."""
@@ -43,11 +44,17 @@ MARGIN = 1.25
 """A rewritten block goes back where this many times the break-even share is active."""
 MOST_CHANGES = 4
 """A block that has changed its mind this often stays as written."""
+ELEMENT = 1 << 32
+"""A counter is the number of active elements, and this many times the number of all: two sums that one kernel writes.
+A row of 10,000 neurons can be counted 400,000 times between two looks."""
 
 
 @dataclasses.dataclass(eq=False)
 class Site:
-    """One watched block: where it is, when its operator is faster, what was counted last."""
+    """One watched block: where it is, when its operator is faster, what was counted last.
+
+    counters: how many numbers are counted in, one for each row of the sample.
+    """
 
     pattern: str
     location: str
@@ -55,13 +62,14 @@ class Site:
     what: str
     row: int | None
     below: float
+    counters: int = 1
     share: float | None = None
     rewritten: bool = False
     changes: int = 0
 
     def decide(self, active: int, total: int) -> None:
         """Take note of a count; `rewritten` is what follows from it."""
-        if not total:
+        if not total or active > total:  # nothing ran, or more than the counters hold
             return
         self.share = active / total
         limit = self.below * (MARGIN if self.rewritten else 1.0)
@@ -93,13 +101,14 @@ class Profile:
     ) -> None:
         self.sites = tuple(sites)
         with torch.inference_mode(False):
-            self.counters = torch.zeros(len(self.sites), 2, dtype=torch.int64, device=device)
+            counters = sum(site.counters for site in self.sites)
+            self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self._code = code
         self.version = self._written = (False,) * len(self.sites)
         self.calls = 0
         self.looked_at = 0
         self._recount: str | None = None
-        self._before = [[0, 0] for _ in self.sites]
+        self._before = [0] * counters
         self._lock = threading.Lock()
 
     def accepts(self, version: tuple[bool, ...]) -> bool:
@@ -132,8 +141,10 @@ class Profile:
         now = compat.read_outside_modes(self.counters)
         if now is None:
             return
-        for site, old, new in zip(self.sites, self._before, now):
-            site.decide(new[0] - old[0], new[1] - old[1])
+        added = (divmod((new - old) % 2**64, ELEMENT) for old, new in zip(self._before, now))
+        for site in self.sites:
+            totals, actives = zip(*itertools.islice(added, site.counters))
+            site.decide(sum(actives), sum(totals))
         self._before, self.looked_at = now, self.calls
         self.version = tuple(site.rewritten for site in self.sites)
 
@@ -170,7 +181,8 @@ def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) ->
     inputs: what tells this version of the code from others that are kept for other arguments.
     """
     code, frame = compat.current_code(), compat.current_frame()
-    key = (code, frame, inputs, device, tuple((s.pattern, s.location, s.row) for s in sites))
+    blocks = tuple((s.pattern, s.location, s.row, s.counters) for s in sites)
+    key = (code, frame, inputs, device, blocks)
     found = _kept.get(key)
     if found is None or code is None or not compat.versions_held(code):
         found = _kept[key] = Kept(Profile(sites, device, code))
@@ -199,25 +211,59 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
     compat.add_buffer(
         graph.owning_module, BUFFER, profile.counters, (__name__, "counters", kept.name)
     )
-    for site, sparse in watched:
-        e = Emitter(sparse.node.next)
-        mode = next(tensors_in(fake(sparse.node))).fake_mode
-        buffer = e.attribute(BUFFER, mode.from_tensor(profile.counters))
-        _count(e, sparse, e.method("select", buffer, 0, profile.sites.index(site)))
+    counts = {site: _count(sparse) for site, sparse in watched}
+    e = Emitter(next(iter(graph.find_nodes(op="output"))))
+    mode = next(tensors_in(fake(watched[0][1].node))).fake_mode
+    buffer = e.attribute(BUFFER, mode.from_tensor(profile.counters))
+    nothing = {"dtype": torch.int64, "device": profile.counters.device}
+    for site in profile.sites:
+        if site not in counts:  # it is rewritten
+            counts[site] = e.call(torch.zeros, site.counters, **nothing)
+    e.method("add_", buffer, e.call(torch.cat, [counts[site] for site in profile.sites]))
 
 
-def _count(e: Emitter, sparse: Sparse, row: fx.Node) -> None:
-    """Add the active elements of a sample of rows, and all elements of it, to a tensor of two numbers."""
-    t = sparse.node
-    if sparse.result is not None:
-        t = e.call(operator.getitem, t, sparse.result)
-    sizes = [expected(size) for size in fake(t).shape]
+def counters_for(sparse: Sparse) -> int:
+    """How many counters `_count` needs: one a row, or one for all where the number of rows is symbolic."""
+    value = _value(sparse)
+    sizes = [size for size in map(static_size, value.shape) if size is not None]
+    if len(sizes) < value.dim():
+        return 1
+    axis, every = _sample(sparse)
+    sizes[sparse.dim] = 1
+    if axis is not None:
+        sizes[axis] = -(-sizes[axis] // every)
+    return math.prod(sizes)
+
+
+def _value(sparse: Sparse) -> torch.Tensor:
+    value = fake(sparse.node)
+    return value if sparse.result is None else value[sparse.result]
+
+
+def _sample(sparse: Sparse) -> tuple[int | None, int]:
+    """(axis, n): every n-th row along the axis is counted; all rows where the axis is None."""
+    sizes = [expected(size) for size in _value(sparse).shape]
     rows = math.prod(sizes) // max(1, sizes[sparse.dim])
     others = [d for d in range(len(sizes)) if d != sparse.dim % len(sizes)]
-    if others and rows > ROWS:
-        axis = max(others, key=sizes.__getitem__)
-        every = slice(None, None, min(rows // ROWS, sizes[axis]))
-        t = e.call(operator.getitem, t, (slice(None),) * axis + (every,))
+    if not others or rows <= ROWS:
+        return None, 1
+    axis = max(others, key=sizes.__getitem__)
+    return axis, min(rows // ROWS, sizes[axis])
+
+
+def _count(sparse: Sparse) -> fx.Node:
+    """Count the active elements of a sample of rows, and all elements of it; the result is added to the counters."""
+    e, t = Emitter(sparse.node.next), sparse.node
+    if sparse.result is not None:
+        t = e.call(operator.getitem, t, sparse.result)
+    axis, every = _sample(sparse)
+    if axis is not None:
+        t = e.call(operator.getitem, t, (slice(None),) * axis + (slice(None, None, every),))
     active = e.call(torch.gt if sparse.positive else torch.ne, t, 0)
-    for at, number in enumerate((e.method("sum", active), e.method("numel", t))):
-        e.method("add_", e.method("select", row, 0, at), number)
+    if all(static_size(size) is not None for size in fake(t).shape):
+        active = e.method("flatten", e.method("sum", active, sparse.dim))
+        elements = fake(t).shape[sparse.dim] * ELEMENT
+    else:
+        active = e.method("reshape", e.method("sum", active), 1)
+        elements = e.call(operator.mul, e.method("numel", t), ELEMENT)
+    return e.call(operator.add, active, elements)

@@ -188,6 +188,17 @@ def test_sizes_that_change(dynamic):
 
 
 @pytest.mark.usefixtures("looks_often")
+@pytest.mark.parametrize(("shape", "dynamic"), [((3, 50, 8), None), ((8,), None), ((50, 8), True)])
+def test_the_share_is_that_of_every_row(shape, dynamic):
+    model = Blocks()
+    with torch.no_grad():
+        for up in model.ups:
+            up.bias.copy_(torch.tensor([-50.0, 50.0, 50.0, 50.0]).repeat(10))
+    assert changes(model, [torch.ones(shape)] * 7, dynamic=dynamic) == (0, 1)
+    assert [p.measured for p in sparse_inductor.report().pending] == [0.75, 0.75]
+
+
+@pytest.mark.usefixtures("looks_often")
 def test_blocks_at_one_line_are_told_apart():
     assert changes(inactive(Blocks(), 1), [torch.ones(3, 8)] * 7) == (1, 2)
     (written,) = sparse_inductor.report().pending
