@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -67,7 +68,7 @@ _EXPERTS = "every expert (or head) has weights of its own, and the operator take
 @dataclasses.dataclass
 class BlockMatch:
     """A recognised block, ready to be replaced. `at` is where the operator goes in; residual: what is added to the
-    block, where the anchor is that sum."""
+    block, where the anchor is that sum. saves: gives `bytes_saved`, which imports kernels on a GPU."""
 
     anchor: fx.Node
     reading: Reading
@@ -75,10 +76,14 @@ class BlockMatch:
     others: Others
     at: fx.Node
     swallowed: tuple[fx.Node, ...]
-    bytes_saved: int | None
+    saves: Callable[[], int | None]
     residual: fx.Node | None = None
     pattern: str = NAME
     op: str = OP
+
+    @property
+    def bytes_saved(self) -> int | None:
+        return self.saves()
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -304,7 +309,7 @@ class ReluFfn:
         if not {down.weight_source, *(d.weight_source for d in others.downs)}.isdisjoint(nodes):
             raise Decline("the down weight comes out of the block itself", node)
         check_joined(view, [one.parts, [down, *others.downs]], down, node)
-        saved = _bytes_saved(view, reading)
+        saved = functools.partial(_bytes_saved, view, reading)
         if (total := _residual_sum(view, reading, node)) is not None and not others.ends:
             end, residual = total
             with contextlib.suppress(Decline):

@@ -9,12 +9,11 @@ import functools
 import importlib
 import os
 import shutil
-from collections.abc import Iterable
 from importlib import metadata
 
 import torch
 
-__all__ = ["LEAST_CAPABILITY", "LEAST_TRITON", "missing"]
+__all__ = ["LEAST_CAPABILITY", "LEAST_TRITON", "missing", "unimportable"]
 
 LEAST_TRITON = (3, 4)  # device-side tensor descriptors
 LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
@@ -22,7 +21,7 @@ LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
 
 @functools.cache
 def missing(device: torch.device) -> str:
-    """What the kernels lack on this device, "" where they lack nothing."""
+    """What the kernels lack on this device, "" where they lack nothing that can be told without importing them."""
     if device.type != "cuda":
         return ""
     if torch.version.hip is not None:
@@ -40,17 +39,32 @@ def missing(device: torch.device) -> str:
     if capability < LEAST_CAPABILITY:
         have, least = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
         return f"this GPU has compute capability {have}, its kernels need {least}"
-    return _import_problem(_KERNELS)
+    return ""
 
 
 # The modules that operators import their kernels from.
-_KERNELS = (
-    "entmax", "entmax_attention", "relu_ffn", "relu_ffn_backward", "relu_ffn_kept", "replay",
-    "sparse_scores_best", "sparse_scores_documents", "splade_head_backward", "splade_head_forward",
-)  # fmt: skip
+_KERNELS = {
+    "entmax": ("entmax",),
+    "entmax_attention": ("entmax_attention",),
+    "relu_ffn": ("relu_ffn", "relu_ffn_backward", "relu_ffn_kept"),
+    "sparse_scores": ("sparse_scores_best", "sparse_scores_documents"),
+    "splade_head": ("splade_head_forward", "splade_head_backward"),
+}
 
 
-def _import_problem(modules: Iterable[str]) -> str:
+def unimportable(op: str, device: torch.device) -> str:
+    """Why an operator's kernels cannot be imported, "" where they can be, or where none are needed.
+
+    It takes up to 0.3 s: only what is put into a graph is asked about.
+    """
+    namespace, _, name = op.partition("::")
+    if device.type != "cuda" or namespace != __package__:
+        return ""
+    return _import_problem(("replay", *_KERNELS.get(name, ())))
+
+
+@functools.cache
+def _import_problem(modules: tuple[str, ...]) -> str:
     for name in modules:
         try:
             importlib.import_module(f"{__package__}.kernels.{name}")

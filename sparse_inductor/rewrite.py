@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from . import compat, records
-from .ability import missing
+from .ability import missing, unimportable
 from .decisions import Decisions
 from .findings import Check, NearMiss, Rewrite, Shape
 from .layouts import keep_layouts, layouts
@@ -44,7 +44,7 @@ log = logging.getLogger("sparse_inductor")
 
 STAGE = "pre_grad"
 
-_told: set[torch.device] = set()  # devices that a warning has been logged for
+_told: set[str] = set()  # warnings that have been logged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +190,7 @@ class _Run:
             order = {node: at for at, node in enumerate(self.graph.nodes)}
             found = _disjoint(self._resolve(matches, misses, view))
             now = self.decisions.take(found, view)
-            accepted = [c for c, yes in zip(found, now) if yes]
+            accepted = [c for c, yes in zip(found, now) if yes and self._importable(c)]
             # From the end of the graph to its start: a match whose input is another's anchor must
             # have been put in before that anchor's readers are redirected, else it would go on
             # reading the old one.
@@ -292,6 +292,17 @@ class _Run:
                     misses += [(pattern.name, miss, None) for miss in missed]
             accepted += mine
         return accepted
+
+    def _importable(self, candidate: _Candidate) -> bool:
+        """Whether the kernels of a match's operator can be imported; one whose cannot is nearly a match."""
+        match = candidate.match
+        device = next((t.device for t in tensors_in(fake(match.anchor))), torch.device("cpu"))
+        lacking = unimportable(match.op, device)
+        if lacking:
+            miss = Miss(f"there is no operator here: {lacking}", match.anchor)
+            self.near_misses.append(_near_miss(candidate.pattern.name, miss, None))
+            _warn_once(f"{candidate.pattern.name}: nothing is rewritten on {device}: {lacking}")
+        return not lacking
 
     def _replace(
         self, candidates: list[_Candidate], records_of: dict[int, Rewrite]
@@ -455,10 +466,15 @@ def _lacking(match: Match) -> str:
         return "the tensors are nested"
     device = values[0].device if values else None
     lacking = "" if device is None else missing(device)
-    if lacking and device not in _told:
-        _told.add(device)
-        log.warning("nothing is rewritten on %s: %s", device, lacking)
+    if lacking:
+        _warn_once(f"nothing is rewritten on {device}: {lacking}")
     return lacking
+
+
+def _warn_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        log.warning("%s", text)
 
 
 def _unrewritable(match: Match, view: Any) -> Miss | None:

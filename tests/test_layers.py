@@ -23,6 +23,7 @@ from sparse_inductor import ability, doctor, layers
 from sparse_inductor.layers import KernelWarning, Layer, Operator
 from sparse_inductor.ops import _dispatch, _merge
 from sparse_inductor.ops import _sparse_scores_aten as scoring
+from sparse_inductor.pattern import registered
 from sparse_inductor.testing import compile_without_codegen
 from support import Promises, one_in
 
@@ -615,10 +616,15 @@ def test_compiled_programs_whose_kernels_fail(name, training):
         close(a, b, 3e-2, name)
 
 
-def test_kernels_that_cannot_be_imported_leave_programs_as_they_are():
-    """The matcher asks before it puts an operator in."""
-    assert not ability._import_problem(ability._KERNELS)
-    found = ability._import_problem(["no_such_kernel"])
+def test_kernels_that_cannot_be_imported_are_named(monkeypatch):
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    operators = {pattern.op for pattern in registered().values()}
+    assert {op.partition("::")[2] for op in operators} == {*ability._KERNELS}
+    assert not any(ability.unimportable(op, cuda) for op in operators)
+    monkeypatch.setitem(ability._KERNELS, "entmax", ("no_such_kernel",))
+    assert ability.unimportable("sparse_inductor::entmax", cpu) == ""
+    assert ability.unimportable("other::entmax", cuda) == ""
+    found = ability.unimportable("sparse_inductor::entmax", cuda)
     assert found.startswith("its kernels cannot be imported (no_such_kernel: ModuleNotFoundError")
 
 

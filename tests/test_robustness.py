@@ -57,6 +57,23 @@ def test_what_the_kernels_lack(monkeypatch, where, name, instead, says):
         ability.missing.cache_clear()
 
 
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_kernels_are_imported_for_what_is_rewritten(policy, monkeypatch):
+    asked = []
+    monkeypatch.setattr(rewrite, "unimportable", lambda op, _: asked.append(op) or "no such file")
+    sparse_inductor.enable(only="splade_head", policy=policy)
+    model = encoder()
+    torch.testing.assert_close(compile_without_codegen(model)(*batch()), model(*batch()))
+    report = sparse_inductor.report()
+    assert not report.rewrites
+    if policy == "never":
+        assert not asked and not report.near_misses and len(report.pending) == 1
+    else:
+        assert asked == ["sparse_inductor::splade_head"]
+        (miss,) = report.near_misses
+        assert miss.reason == "there is no operator here: no such file" and miss.location != "?"
+
+
 def test_a_device_without_kernels_leaves_the_program_as_it_is(monkeypatch, caplog):
     monkeypatch.setattr(rewrite, "missing", lambda device: "triton is not installed")
     monkeypatch.setattr(rewrite, "_told", set())
