@@ -246,14 +246,31 @@ def test_a_plain_table_is_aligned():
     )
 
 
-# Import
+# What is imported
 
 
-def test_importing_the_package_imports_nothing_large():
-    """Beyond torch; what it costs in milliseconds is measured by `python -m benchmarks tools`."""
-    code = (
-        "import sys, torch\nbefore = {*sys.modules}\nimport sparse_inductor\nsparse_inductor.__version__\n"
-        "print(*sorted({*sys.modules} - before))"
-    )
-    added = subprocess.check_output([sys.executable, "-c", code], env=environment(), text=True)
-    assert {name.partition(".")[0] for name in added.split()} <= {"sparse_inductor"}, added
+IMPORTS = """
+import sys, torch
+seen = {*sys.modules}
+def added():
+    new = {*sys.modules} - seen
+    seen.update(new)
+    return new
+import sparse_inductor
+sparse_inductor.__version__
+print(*added())
+torch.compile(lambda x: x)
+added()
+sparse_inductor.enable()
+print(*added())
+"""
+
+
+def test_what_is_imported():
+    """Importing the package imports nothing else; `enable()` what `torch.compile` does, and no kernels."""
+    said = subprocess.check_output([sys.executable, "-c", IMPORTS], env=environment(), text=True)
+    imported, enabled = (line.split() for line in said.splitlines())
+    assert imported == ["sparse_inductor"]
+    assert {name.partition(".")[0] for name in enabled} <= {"sparse_inductor", "entmax"}, enabled
+    kernels = {name for name in enabled if name.startswith("sparse_inductor.kernels.")}
+    assert kernels == {"sparse_inductor.kernels.arch"}
