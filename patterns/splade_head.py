@@ -22,7 +22,7 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
-from sparse_inductor.epilogue.ranges import Interval, prove, undefined
+from sparse_inductor.epilogue.ranges import Interval, prove, shared_bounds, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.checks import (
@@ -244,6 +244,11 @@ class SpladeHead:
             pool = "minimum" if red.minimum else "maximum"
             raise Decline(f"the {pool} cannot move past the activation: {proof.why()}", node)
         _check_finite(program, node)
+        if view.learns(red.source) and (upper := shared_bounds(program)[1]):
+            raise Decline(
+                f"positions above the bound of {upper[0]} share the gradient of one that is just there",
+                node,
+            )
         if chain.tail:
             self._check_tail(chain, red, proof.range, node)
         if not (is_parameter(view, linear.weight_source) or _resembles(view, node, red)):

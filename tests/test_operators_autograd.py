@@ -247,3 +247,26 @@ def test_what_is_saved_may_be_written_to(pattern, writes, learns):
     strict = pattern != "entmax" or writes in (add_to_result, scale_part_of_result)
     with sparse_inductor.enabled(only=pattern, strict=strict):
         torch.testing.assert_close(step(compile_without_codegen(program)), wanted)
+
+
+def test_a_bias_may_be_written_to_when_it_was_added():
+    """The operator saves the bias, which a linear map does not."""
+    decoder = layer("splade_head")
+    (bias,) = (p for name, p in decoder.named_parameters() if name.endswith("bias"))
+
+    def program(x):
+        y = decoder(x)
+        with torch.no_grad():
+            bias.clamp_(-0.1, 0.1)
+        return y
+
+    def step(program):
+        decoder.zero_grad()
+        with torch.no_grad():
+            bias.fill_(0.3)
+        program(tokens()).sum().backward()
+        return [p.grad for p in decoder.parameters()]
+
+    wanted = step(program)
+    with sparse_inductor.enabled(only="splade_head", strict=True):
+        torch.testing.assert_close(step(compile_without_codegen(program)), wanted)

@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from fuzz.compare import COMPILING
+from sparse_inductor import compat
 from sparse_inductor.testing import compile_without_codegen
 from support import only
 
@@ -346,6 +347,31 @@ def test_a_mask_of_zeros_does_not_hide_an_infinite_weight():
     assert not _assert_as_eager(head, torch.randn(2, 5, 6), mask)
 
 
+_SHARED = {
+    "clamp": (lambda z: z.clamp(min=0), True),
+    "clamp above 1": (lambda z: z.clamp(min=1.0).log(), True),
+    "maximum": (lambda z: torch.maximum(z, torch.zeros(())), True),
+    "leaky": (F.leaky_relu, True),
+    "relu6": (F.relu6, True),
+    "clamp on both sides": (lambda z: z.clamp(0, 2), not compat.clamp_has_a_slope_at_its_bounds()),
+    "minimum": (lambda z: torch.minimum(z, torch.ones(())), False),
+}
+
+
+@pytest.mark.parametrize("name", _SHARED)
+@pytest.mark.parametrize("pool", [lambda a: a.amax(1), lambda a: a.max(1)[0]], ids=["amax", "max"])
+def test_a_maximum_that_is_a_bound_has_the_gradient_of_eager(name, pool):
+    """Positions below the bound, and those that are masked to it, share the maximum with one that is just there."""
+    function, rewritten = _SHARED[name]
+    x = torch.randint(-2, 3, (3, 5, 6)).float().requires_grad_()
+    weight = torch.randint(-1, 2, (8, 6)).float().requires_grad_()
+    mask = torch.tensor([[1.0, 1, 0, 1, 1], [0, 1, 1, 1, 1], [1, 0.5, 2, 0, 1]])
+    for rows in (torch.ones(3, 5), (mask == 1).float(), mask):
+        head = lambda m, x, w, rows: pool(function(F.linear(x, w)) * rows[..., None])
+        found = _assert_as_eager(head, x, weight, rows, training=True)
+        assert found == ["splade_head"] * rewritten
+
+
 _TIED = {
     "maximum": lambda z: torch.maximum(z, torch.zeros_like(z)),
     "maximum with a number": lambda z: torch.maximum(torch.tensor(1.0), z) - 1,
@@ -535,8 +561,40 @@ def test_a_row_without_a_largest_score_is_what_it_is_in_eager(name, value):
         assert check(program, torch.randn(2, 5, 6), bias) == [pattern]
 
 
-def test_a_row_without_scores_is_refused():
+@pytest.mark.parametrize("name", ["entmax15", "entmax_bisect"])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_row_without_scores_is_refused(name, known):
+    rows = _ROWS[name]
     x, none = torch.randn(2, 5, 6), torch.randn(2, 0, 6)
-    assert not _assert_refused(lambda m, z: entmax.sparsemax(z, dim=-1), none.mT)
-    attention = lambda m, x, y: entmax.entmax15(m.q(x) @ m.k(y).mT, dim=-1) @ y
-    assert not _assert_refused(attention, x, none)
+
+    def attention(m, x, y):
+        return rows(m.q(x) @ m.k(y).mT) @ y
+
+    def refused(program, *inputs):
+        with pytest.raises(IndexError):
+            _run(program, inputs, False, compiled=False)
+        with only(*ALL) as report, pytest.raises(IndexError):
+            compiled, layers = COMPILING["graph"](program), _Layers(program)
+            if not known:
+                torch._dynamo.decorators.mark_unbacked(inputs[-1], 1)
+            compiled(layers, *inputs)
+        return [r.pattern for r in report.rewrites]
+
+    assert refused(lambda m, z: rows(z * 2), torch.randn(2, 0)) == ([] if known else ["entmax"])
+    assert refused(attention, x, none) == ([] if known else ["entmax_attention"])
+
+
+@pytest.mark.parametrize("name", _ROWS)
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min])
+def test_a_row_of_scores_that_are_all_masked_is_what_it_is_in_eager(name, fill):
+    """A bisection, and a search by sorting, of scores of which one less is the same find no threshold."""
+
+    def program(m, x, keep):
+        return _ROWS[name]((m.q(x) @ m.k(x).mT).masked_fill(~keep, fill)) @ x
+
+    inputs = torch.randn(2, 5, 6), torch.ones(5, 5, dtype=torch.bool).tril(-1)
+    if name == "sorted":
+        assert _assert_refused(program, *inputs) == ["entmax_attention"]
+    else:
+        training = name != "bisected"
+        assert _assert_as_eager(program, *inputs, training=training) == ["entmax_attention"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .ranges import BOUNDED_BELOW
 from .steps import ROW, Step, run
 
 __all__ = ["cut"]
@@ -44,7 +45,7 @@ def cut(program: Sequence[Step]) -> float | None:
                     t = None if t is None else undo(t)
                 if t is None:
                     break
-                if step.fn in _SLOPED or not exact:
+                if step.fn in BOUNDED_BELOW or not exact:
                     t -= max(abs(t) * 2.0**-20, _TINY)
                 found = t if found is None else max(found, t)
             elif found is None:
@@ -60,9 +61,6 @@ _RECTIFIERS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
     **dict.fromkeys("threshold above fill_below at_least".split(), lambda c: c),
     **dict.fromkeys("clamp_min maximum".split(), lambda c: (c[0], c[0])),
 }
-_SLOPED = frozenset(
-    "clamp_min maximum fill_below at_least".split()
-)  # at that number there is a slope
 
 
 def _sign(t: float) -> float | None:

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .ranges import hoistable_suffix, prove
-from .steps import ROW, Program, apply, parse, scalar_steps
+from .ranges import hoistable_suffix, prove, shared_bounds
+from .steps import ROW, Program, Step, apply, parse, scalar_steps
 
 __all__ = ["Lowered", "Plan", "lower", "plan"]
 
@@ -34,6 +34,8 @@ class Plan:
     inner, outer: the general path's split; inner runs per element before the maximum, outer after it.
     hoists: whether the fast path is sound (the scalar steps are non-decreasing).
     exhaustive: whether the fast path covers every value of the row operands.
+    bounds: its lower ones that several positions may share (`shared_bounds`); nothing is run after the maximum then,
+        but on the fast path.
     """
 
     program: Program
@@ -42,6 +44,7 @@ class Plan:
     outer: Program
     hoists: bool
     exhaustive: bool
+    bounds: tuple[Step, ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -59,8 +62,10 @@ def plan(steps: str, every_position: bool = False) -> Plan:
         if step.fn == "row_mul" or (step.fn == "row_add" and seen_scalar):
             exhaustive = False
         seen_scalar |= step.fn not in ROW
-    split = len(program) if every_position else hoistable_suffix(program)
-    return Plan(program, scalar, program[:split], program[split:], hoists, hoists and exhaustive)
+    bounds = tuple(shared_bounds(program)[0])
+    split = len(program) if every_position or bounds else hoistable_suffix(program)
+    inner, outer = program[:split], program[split:]
+    return Plan(program, scalar, inner, outer, hoists, hoists and exhaustive, bounds)
 
 
 @dataclasses.dataclass(frozen=True)

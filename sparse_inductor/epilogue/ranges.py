@@ -12,9 +12,12 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 
-from .steps import ROW, Program, Step
+from .. import compat
+from .steps import ROW, Program, Step, scalar_steps
 
-__all__ = ["REALS", "Interval", "Proof", "hoistable_suffix", "prove", "undefined"]
+__all__ = [
+    "BOUNDED_BELOW", "REALS", "Interval", "Proof", "hoistable_suffix", "prove", "shared_bounds", "undefined",
+]  # fmt: skip
 
 _INF = math.inf
 _TINY = 2.0**-24  # what is undefined at 0 is taken to be so up to here
@@ -181,6 +184,25 @@ def prove(program: Sequence[Step], x: Interval = REALS) -> Proof:
         x = Interval(min(ends), max(ends))
         direction *= sign
     return Proof(direction, x)
+
+
+# Steps that are constant up to, or from, their first constant.
+BOUNDED_BELOW = frozenset("clamp_min maximum fill_below at_least".split())
+_BOUNDED_ABOVE = frozenset("clamp_max minimum fill_above".split())
+
+
+def shared_bounds(program: Sequence[Step]) -> tuple[list[Step], list[Step]]:
+    """The steps with a bound, a lower and an upper one, at which they have both the value that they have beyond it and
+    a slope: where it is a maximum, a position that is there shares it with those that are beyond and have none."""
+    lower, upper = [], []
+    for at, step in enumerate(program):
+        if step.fn in BOUNDED_BELOW | _BOUNDED_ABOVE:
+            clamps = step.fn.startswith("clamp")
+            sloped = not clamps or compat.clamp_has_a_slope_at_its_bounds()
+            if sloped and step.consts[0] == step.consts[-1]:
+                rises = prove(scalar_steps(program[:at])).direction == 1
+                (lower if (step.fn in BOUNDED_BELOW) == rises else upper).append(step)
+    return lower, upper
 
 
 def undefined(program: Sequence[Step]) -> Step | None:

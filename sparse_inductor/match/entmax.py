@@ -133,7 +133,8 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     if not isinstance(dim, int):
         raise Decline("the dimension is known only at run time", node)
     dim %= max(1, len(view.shape(x)))
-    undefined = "nan" if call.name.endswith("_bisect") else "refused"
+    bisects = call.name.endswith("_bisect")
+    undefined = "nan absorbed" if bisects else "refused"
     alpha: Any = {"entmax15": 1.5, "entmax_bisect": call.get("alpha", 1.5)}.get(call.name, 2.0)
     if call.name == "entmax_bisect":
         if call.get("ensure_sum_one", True) is not True:
@@ -168,6 +169,7 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         )
         if piece is not None:
             nodes = _replaced(piece)
+            undefined = "nan" if bisects else undefined
             return Transform(
                 node, chosen.source, chosen.reader, dim, alpha, nodes, settled=nodes, undefined=undefined
             )  # fmt: skip

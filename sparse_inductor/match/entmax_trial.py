@@ -76,9 +76,15 @@ class Trial:
 
     def undefined(self, piece: Region) -> str:
         """What becomes of a row of -inf (`ops.entmax`), once the others are known to be right."""
+        found = self._outcome_of(piece, -torch.inf)
+        same = found and self._outcome_of(piece, torch.finfo(torch.float32).min) == found
+        return f"{found} absorbed" if same else found
+
+    def _outcome_of(self, piece: Region, score: float) -> str:
+        """What becomes of a row whose scores are all the same low one."""
         generator = torch.Generator().manual_seed(6)
         rows = torch.randn(2, self._widths()[0], generator=generator, dtype=torch.float64)
-        rows[1] = -torch.inf
+        rows[1] = score
         try:
             with torch.device("cpu"), torch.no_grad():
                 p = self._run(piece, rows)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import compat
+from .fakes import same_size
 
 __all__ = ["show_entmax"]
 
@@ -22,6 +23,16 @@ __all__ = ["show_entmax"]
 def _steps(input, n_iter):
     """Steps of a bisection; one of them tells the result's shape and dtype, and takes a compile less time than all."""
     return min(n_iter, 1) if compat.asked_for_shapes(input) else n_iter
+
+
+def _empty(input, dim):
+    """Whether rows are empty: PyTorch refuses to look for their maximum when it runs, the package divides by their size
+    when it is traced."""
+    return same_size(input.shape[dim], 0)
+
+
+def _of_no_scores(input, dim):
+    return input * input.max(dim, keepdim=True).values
 
 
 def entmax15(input, dim):
@@ -39,18 +50,24 @@ def sparsemax(input, dim):
 def entmax_bisect(input, alpha, dim, n_iter, ensure_sum_one):
     import entmax
 
+    if _empty(input, dim):
+        return _of_no_scores(input, dim) * alpha
     return entmax.entmax_bisect(input, alpha, dim, _steps(input, n_iter), ensure_sum_one)
 
 
 def sparsemax_bisect(input, dim):
     import entmax
 
+    if _empty(input, dim):
+        return _of_no_scores(input, dim)
     return entmax.sparsemax_bisect(input, dim)
 
 
 def normmax_bisect(input, alpha, dim, n_iter):
     import entmax
 
+    if _empty(input, dim):
+        return _of_no_scores(input, dim) * alpha
     return entmax.normmax_bisect(input, alpha, dim, _steps(input, n_iter))
 
 

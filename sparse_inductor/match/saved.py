@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from .fakes import fake, require_grad, tensors_in
 from .graph import GraphView
@@ -59,9 +59,7 @@ class _Written:
         self.by_anybody = any(view.order[w] > self._first for w in view.effects.writers)
 
     def later(self, node: fx.Node) -> bool:
-        """Whether somebody else writes to its memory; parameters are written to when the backward is over."""
-        if isinstance(fake(self._view.effects.creator(node)), nn.Parameter):
-            return False
+        """Whether somebody else writes to its memory."""
         return any(
             w not in self._nodes and self._view.order[w] > self._first
             for w in self._view.effects.writers_to(node)

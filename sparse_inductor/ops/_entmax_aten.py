@@ -96,7 +96,7 @@ def slopes(p: Tensor, alpha: Alpha) -> Tensor:
     if isinstance(alpha, float) and alpha == 1.5:
         return p.sqrt()
     if isinstance(alpha, float) and alpha == 2.0:
-        return p.sign()  # and NaN for NaN
+        return p.sign().add_(p, alpha=0.0)  # NaN for NaN, whose sign is 0
     return torch.where(p == 0, 0.0, p.pow(2 - alpha))
 
 
@@ -123,6 +123,20 @@ def refuse(what: str) -> None:
     raise RuntimeError(f"index -1 is out of bounds: {what}")
 
 
+def check_not_empty(size: int, undefined: str) -> None:
+    """Raises what PyTorch does for a row without scores, where the operator stands for a program."""
+    if undefined and size == 0:
+        raise IndexError("max(): Expected reduction dim to have non-zero size: a row has no scores")
+
+
+def _has_no_threshold(peak: Tensor, alpha: Alpha, undefined: str) -> Tensor:
+    """Which rows, by their largest scores [..., 1], the program that the operator stands for finds no threshold of."""
+    if not undefined.endswith("absorbed"):
+        return ~peak.isfinite()
+    top = peak * (alpha - 1)
+    return (top - 1 == top) | ~top.isfinite()
+
+
 def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
     """Turns scores z [..., n] into probabilities, in place; returns y [..., 1], the largest of each row.
 
@@ -131,13 +145,22 @@ def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
     """
     classes = _class_maxima(z)
     peak = z.amax(-1, keepdim=True) if classes is None else classes.amax(-1, keepdim=True)
-    if undefined == "refused" and z.is_cpu and not bool(peak.isfinite().all()):
-        refuse("the largest score of a row is no number")
-    if undefined != "nan":
-        peak.masked_fill_(peak == -torch.inf, 0)
+    none = None
+    if undefined.startswith("nan"):
+        none = _has_no_threshold(peak, alpha, undefined)
+        peak.masked_fill_(none, torch.nan)
+    elif undefined and z.is_cpu and bool(_has_no_threshold(peak, alpha, undefined).any()):
+        refuse("no score of a row exceeds its threshold")
+    peak.masked_fill_(peak == -torch.inf, 0)
     z.sub_(peak)
     if classes is not None:
         classes.sub_(peak)
+    y = _solved_(z, alpha, classes)
+    return y if none is None else y.masked_fill_(none, torch.nan)
+
+
+def _solved_(z: Tensor, alpha: Alpha, classes: Tensor | None) -> Tensor:
+    """`solve_` of scores less their maximum, whose class maxima are `classes`."""
     shared = _shared(alpha)
     if shared is not None:
         alpha = shared
@@ -145,7 +168,7 @@ def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
     if power is None or _capturing(z):
         return _general_(z, alpha, classes)
     c = 1 / power
-    t = torch.ones_like(peak)
+    t = torch.ones_like(z[..., :1])
     if classes is not None:
         t, _ = _newton(classes.mul_(c), power, t)
     t, done = _newton(z.mul_(c), power, t)
@@ -158,8 +181,8 @@ def solve_(z: Tensor, alpha: Alpha, undefined: str = "") -> Tensor:
 def recall_(z: Tensor, y: Tensor, alpha: Alpha) -> None:
     """What `solve_` made of these scores, from the y that it returned (unrounded where `y_dtype` says fp64)."""
     peak = z.amax(-1, keepdim=True)
-    peak.masked_fill_((peak == -torch.inf) & ~y.isnan(), 0)
-    z.sub_(peak)
+    peak.masked_fill_(peak == -torch.inf, 0)
+    z.sub_(peak.masked_fill_(y.isnan(), torch.nan))
     shared = _shared(alpha)
     a = alpha if shared is None else shared
     power = _power(a)

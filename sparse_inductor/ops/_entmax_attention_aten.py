@@ -71,7 +71,7 @@ def forward(
         c.take(out_).copy_(_product(z, vf))
     alone = q.shape[2] - k.shape[2]  # queries that end before the first key
     if undefined and alone > 0 and t.causal and t.fill == -torch.inf:
-        if undefined == "refused" and q.is_cpu and q.numel():
+        if undefined.startswith("refused") and q.is_cpu and q.numel():
             rows.refuse("a query has no keys")
         out[:, :, :alone], y[:, :, :alone] = torch.nan, torch.nan
     return out, y

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..epilogue.plan import Lowered
-from ..epilogue.steps import dual, run
+from ..epilogue.plan import Lowered, Plan
+from ..epilogue.steps import Program, apply, dual, run
 from ._arguments import looks_at
 from ._csr import csr
 
@@ -102,17 +102,24 @@ def _reduce(logits, bias, rows, part, low, general, want_winner, even):
         # The bias is the same for every position, so it is added after the maximum.
         top, winner = _max(z, want_winner)
         peak = top if bias is None else top + bias
-        winner = _marked(winner, z, top) if even and looks else winner
-        fast = _finish(run(p.scalar, peak), peak, winner, top, fill)
+        values = run(p.scalar, peak)
+        if even and looks:
+            winner = _marked(winner, z, top)
+        if winner is not None and p.bounds:
+            winner = _at_bound(winner, at_bound(p, p.scalar, peak), z, top, even, dropped)
+        fast = _finish(values, peak, winner, top, fill, even, dropped)
     if general is not None:
         z = logits if bias is None else logits + bias
         y = run(p.inner, z, [r[part] for r in rows])
         if dropped is not None:
             y = y.masked_fill(dropped, float("-inf"))
         top, winner = _max(y, want_winner)
+        if winner is not None and even and p.bounds:
+            sloped = at_bound(p, p.inner, z, [r[part] for r in rows]) & (y == top[:, None])
+            winner = torch.where(sloped.any(1), sloped.byte().argmax(1), winner)
         peak = top if winner is None else z.gather(1, winner[:, None]).squeeze(1)
         winner = _marked(winner, y, top) if even and looks else winner
-        slow = _finish(run(p.outer, top), peak, winner, top, fill)
+        slow = _finish(run(p.outer, top), peak, winner, top, fill, even, dropped)
     if fast is None or slow is None:
         return fast or slow
     pick = general[:, None]
@@ -131,12 +138,40 @@ def _marked(winner, y, top):
     return torch.where(equal.sum(1) > 1, -2 - winner, winner)
 
 
-def _finish(values, peak, winner, top, fill):
-    """Let dropped positions have their say: they win where their value is larger or nothing else is there."""
+def at_bound(
+    p: Plan, program: Program, y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """Where one of the plan's shared bounds is just reached."""
+    found = torch.zeros_like(y, dtype=torch.bool)
+    for step in program:
+        if step in p.bounds:
+            found |= y == step.consts[0]
+        y = apply(step, y, rows)
+    return found
+
+
+def _at_bound(winner, bound, z, top, even, dropped):
+    """Positions [b, v] of maxima: where a maximum is just a bound, all of a sequence's positions share it, and the
+    first of them may have no slope."""
+    if even:
+        return torch.where(bound & (winner >= 0), -2 - winner, winner)
+    first = torch.zeros_like(winner[:, :1]) if dropped is None else (~dropped).byte().argmax(1)
+    sloped = z.gather(1, first[:, None].expand(-1, -1, z.shape[2])).squeeze(1) == top
+    return torch.where(bound, torch.where(sloped, first, -1), winner)
+
+
+def _finish(values, peak, winner, top, fill, even, dropped):
+    """Let dropped positions have their say: they win where their value is larger or nothing else is there, and share
+    the maximum, or have it where they come first, where it is the same."""
     if fill is None:
         return values, winner, peak
     empty = top == float("-inf")
     if winner is not None:
+        shared = (fill == values) & (winner >= 0)
+        if even:
+            winner = torch.where(shared, -2 - winner, winner)
+        elif dropped is not None:
+            winner = torch.where(shared & (dropped.byte().argmax(1) < winner), -1, winner)
         winner = torch.where(empty | (fill > values), -1, winner)
     return torch.where(empty, fill, torch.maximum(values, fill)), winner, peak
 

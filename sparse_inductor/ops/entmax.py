@@ -29,7 +29,8 @@ from ._sharding import Rule, dims
 __all__ = ["entmax"]
 
 # What becomes of a row whose maximum is no number, on a CPU: '' has zeros for one of -inf, and NaN for others; 'nan'
-# NaN for all of them; 'refused' raises, as indexing with what a sort of such a row gives does.
+# NaN for all of them; 'refused' raises, as indexing with what a sort of such a row gives does. 'nan absorbed' and
+# 'refused absorbed' do so, too, with a maximum so large that 1 less is the same. With any but '' no row is empty.
 UNDEFINED = "str undefined=''"
 _lib = define(
     f"entmax(Tensor x, Tensor? alpha, float alpha_value, int dim, {UNDEFINED}) -> Tensor",
@@ -110,6 +111,7 @@ def _rows(x: Tensor):
 
 def _forward(x, alpha, alpha_value, dim, undefined=""):
     _check(x, alpha, alpha_value, dim)
+    aten.check_not_empty(x.shape[dim], undefined)
     with autocast_off(x.device.type):
         rows, full = _rows(x), _full(alpha, alpha_value, x)
         return aten.forward(x, full, dim, undefined) if rows is aten else rows.forward(x, full, dim)

@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from . import _entmax_aten as rows
 from . import _entmax_attention_aten as aten
 from ._arguments import FLOATS, fits, known, same
 from ._dispatch import (
@@ -219,6 +220,7 @@ def _kernels(q, k, v, terms):
 def _forward(q, k, v, terms, training):
     _check(q, k, v, *terms)
     undefined = terms[len(_KEYWORDS)] if len(terms) > len(_KEYWORDS) else ""
+    rows.check_not_empty(k.shape[2], undefined)
     kernels, named, terms = _kernels(q, k, v, terms)
     with autocast_off(q.device.type):
         if kernels is None:
