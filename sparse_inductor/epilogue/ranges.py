@@ -194,7 +194,8 @@ _BOUNDED_ABOVE = frozenset("clamp_max minimum fill_above".split())
 def shared_bounds(program: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     """The steps with a bound, a lower and an upper one, at which they have both the value that they have beyond it and
     a slope: where it is a maximum, a position that is there shares it with those that are beyond and have none."""
-    lower, upper = [], []
+    lower: list[Step] = []
+    upper: list[Step] = []
     for at, step in enumerate(program):
         if step.fn in BOUNDED_BELOW | _BOUNDED_ABOVE:
             clamps = step.fn.startswith("clamp")
