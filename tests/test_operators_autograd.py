@@ -163,6 +163,8 @@ class Rounded(torch.Tensor):
 
 @pytest.mark.parametrize("pattern", ["relu_ffn", "splade_head"])
 def test_weights_of_a_subclass_are_left_to_it(pattern):
+    if torch.__version__ < (2, 13):
+        pytest.skip("this torch does not trace the subclass")
     module, x = layer(pattern).requires_grad_(False), tokens()
     for linear in (m for m in module.modules() if isinstance(m, nn.Linear)):
         linear.weight = nn.Parameter(Rounded(linear.weight.detach() * 3), requires_grad=False)

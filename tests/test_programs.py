@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 
 import pytest
+import torch
 
 import sparse_inductor
 from corpus.cases import CASES
@@ -43,6 +44,8 @@ def test_program(name):
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", BY_ID)
 def test_program_through_autograd(name):
+    if name.endswith("half_values") and torch.__version__ < (2, 13):
+        pytest.skip("this torch drops casts that narrow itself")
     with sparse_inductor.enabled():
         check(BY_ID[name], how="aten")
 

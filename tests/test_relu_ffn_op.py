@@ -136,7 +136,7 @@ def test_what_is_saved_for_the_backward():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize("bias", [-1.8, -100.0])
+@pytest.mark.parametrize("bias", [-2.2, -100.0])
 @pytest.mark.parametrize("M", [1, 3])
 def test_decoding_reads_few_neurons(M, bias, by_columns, dtype, monkeypatch):
     """Sparse rows, and rows with none active, take the path that gathers weights: same values as the dense one."""

@@ -425,6 +425,33 @@ def test_what_eager_refuses_to_multiply_is_refused(name):
     assert {*_assert_refused(program, torch.randn(2, 5, 6))} <= {"entmax"}
 
 
+_ADDED_UP = {
+    "index_add": lambda q, d, w: torch.zeros(2, 30).index_add(1, d, q[:, w[0].long()] * w[1]),
+    "index_add_ in place": lambda q, d, w: torch.zeros(2, 30, dtype=torch.double).index_add_(
+        1, d, q[:, w[0].long()] * w[1].float()
+    ),
+    "scatter_add": lambda q, d, w: torch.zeros(2, 30).scatter_add(
+        1, d.expand(2, -1), q[:, w[0].long()] * w[1]
+    ),
+    "index_put": lambda q, d, w: torch.zeros(30).index_put(
+        (d,), q[0][w[0].long()] * w[1], accumulate=True
+    ),
+    "embedding_bag": lambda q, d, w: F.embedding_bag(
+        w[0].long().view(30, 2), q[0][:, None], per_sample_weights=w[1].view(30, 2), mode="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _ADDED_UP)
+def test_what_eager_refuses_to_add_up_is_refused(name):
+    entries = torch.stack([torch.arange(60) % 30, torch.rand(60)]).double()
+
+    def program(m, q, entries):
+        return _ADDED_UP[name](q, torch.arange(60) % 30, entries)
+
+    assert _assert_refused(program, torch.rand(2, 30), entries) == []
+
+
 def test_autocast_multiplies_what_eager_would_refuse():
     def head(m, x):
         with torch.autocast("cpu", torch.bfloat16):

@@ -98,6 +98,8 @@ def test_positions_that_share_a_maximum_have_the_gradient_of_eager(pool, same):
     def head(hidden):
         return POOLED[pool](decoder(hidden), mask)
 
+    if pool == "aminmax" and torch.__version__ < (2, 13):
+        pytest.skip("this torch has no derivative of aminmax")
     compiled = compile_without_codegen(head)
     torch.testing.assert_close(gradients(compiled), gradients(head))
     assert compiled.calls("splade_head_train") == 1

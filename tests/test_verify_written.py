@@ -205,6 +205,8 @@ def arguments(training: bool) -> tuple[Tensor, Tensor, Tensor]:
 def ran(fn, training: bool):
     """The one check, and how far the compiled program is from the eager one: result, gradients."""
     results = []
+    if fn is in_a_branch and torch.__version__ < (2, 13):
+        pytest.skip("this torch lets no branch write")
     with torch.set_grad_enabled(training):
         for program in (fn, compile_without_codegen(fn)):
             args = arguments(training)

@@ -23,6 +23,9 @@ __all__ = [
 
 _DEVICES = ("cpu", "cuda")
 _PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d".split())
+_ACCUMULATIONS = frozenset(
+    "index_add scatter scatter_add scatter_reduce index_put embedding_bag".split()
+)
 
 # Functions that autograd keeps the result of: their gradient reads what is written to it through `detach()` or `.data`.
 _SAVE_THEIR_RESULT = frozenset(
@@ -84,13 +87,16 @@ def check_match(view: GraphView, match: _Swallows) -> None:
 
 
 def _check_dtypes(view: GraphView, node: fx.Node) -> None:
-    """Raises Decline for a product of different dtypes: Dynamo traces it, and PyTorch refuses it when it runs."""
-    if view.name_of(node) not in _PRODUCTS or not view.is_tensor(node) or view.autocasts(node):
+    """Raises Decline for operands of different dtypes: Dynamo traces them, and PyTorch refuses them when it runs."""
+    name = view.name_of(node)
+    if name not in _PRODUCTS | _ACCUMULATIONS or not view.is_tensor(node) or view.autocasts(node):
         return
     dtypes = {view.dtype(n) for n in node.all_input_nodes if view.is_tensor(n)}
+    if name in _ACCUMULATIONS:  # beside their ids
+        dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}
     if len(dtypes) > 1:
         named = " and ".join(sorted(map(str, dtypes)))
-        raise Decline(f"PyTorch refuses a product of {named}", node)
+        raise Decline(f"PyTorch refuses {name} of {named}", node)
 
 
 def _check_memory(

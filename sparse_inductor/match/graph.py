@@ -296,9 +296,8 @@ class GraphView:
 
 
 def rounded(c: float, dtype: torch.dtype) -> float:
-    """A number as a tensor of that precision has it; what fp32 has it is, to the precision of what is computed."""
-    kept = torch.tensor(c, dtype=torch.float64).to(dtype).item()
-    return c if dtype.itemsize >= 4 and (kept != 0 or c == 0) and math.isfinite(kept) else kept
+    """A number as a tensor of that dtype holds it."""
+    return torch.tensor(c, dtype=torch.float64).to(dtype).item()
 
 
 def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:

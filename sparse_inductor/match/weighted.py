@@ -341,7 +341,9 @@ def _product(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int)
         if const is None:
             raise Decline("the products are scaled by a number that is not known", node)
         return w.times(view, node, Factor(how, const, w.shape, w.batch), node)
-    other = view.value(other, node) or other
+    written = view.value(other, node)
+    if written is not None and view.is_tensor(written):  # an assignment has no value of its own
+        other = written
     return w.times(view, node, Factor(how, other, w.shape, w.batch), node)
 
 
