@@ -82,6 +82,15 @@ def _sorted(args: tuple[Any, ...]) -> _Sorts:
     return tensors, others, operator.itemgetter(*plain) if plain else lambda args: None
 
 
+def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    """Makes the GPU that holds `args` the current one; Triton compiles for that, and launches on its stream."""
+    for a in args:
+        t = a if isinstance(a, Tensor) else getattr(a, "base", None)
+        if t is not None and t.is_cuda:
+            return torch.cuda.device(t.device)
+    return contextlib.nullcontext()
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -98,7 +107,8 @@ def launch(
     watch = _watched
     if watch is not None and watch.thread == threading.get_ident():
         before = watch.told()
-        compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
+        with _on_device_of(args):
+            compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
         if compiled is not None and watch.told() == before:
             watch.lost("this Triton launches without CompiledKernel.run")
         return
