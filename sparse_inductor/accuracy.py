@@ -14,6 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import compat
+
 __all__ = [
     "TOLERANCE",
     "Comparison",
@@ -203,7 +205,7 @@ class InDouble(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if compat.schema(func).is_mutable:
             return func(*args, **kwargs)
         # zeros(n) of the default dtype is an accumulator, perhaps, and so is a product of integers and 0.5
         made = not any(t.is_floating_point() for t in tensors_in((args, kwargs)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import compat
 from .findings import tensor_text
 from .match.fakes import fake
 from .match.graph import label
@@ -79,8 +80,8 @@ def _describe(node: fx.Node, names: dict[fx.Node, str]) -> GraphNode:
 def _title(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name
+    if compat.is_overload(node.target):
+        return str(compat.schema(node.target).name)
     return getattr(node.target, "__name__", str(node.target))
 
 
@@ -101,8 +102,8 @@ def _call(node: fx.Node, names: dict[fx.Node, str]) -> str:
 def _target(target: Any) -> str:
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
+    if compat.is_overload(target):
+        return str(compat.schema(target).name)
     module = (getattr(target, "__module__", None) or "").replace("_operator", "operator")
     name = getattr(target, "__name__", str(target))
     # Builtin functions of torch do not say where they are public.

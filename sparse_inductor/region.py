@@ -22,6 +22,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from . import compat
 from .match.fakes import fake
 from .match.names import canonical, trailing_inplace
 
@@ -327,8 +328,8 @@ def may_write(node: fx.Node) -> bool:
     target, kwargs = node.target, node.kwargs
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable
+    if compat.is_overload(target):
+        return bool(compat.schema(target).is_mutable)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if kwargs.get("out") is not None or kwargs.get("inplace") not in (None, False):
         return True
@@ -340,9 +341,9 @@ def may_write(node: fx.Node) -> bool:
     if module == "_operator":
         return name in ("setitem", "delitem") or (name[:1] == "i" and name[1:] in _IN_PLACE)
     foreign = module.split(".")[0] not in ("torch", "math", "builtins", "entmax")
-    if foreign or module.startswith(("torch._dynamo", "torch.ops", "torch.utils", "torch._ops")):
+    if foreign or module.startswith(("torch.ops", "torch.utils", *compat.INTERNAL_MODULES)):
         return True
-    if isinstance(target, (torch._ops.HigherOrderOperator, torch._ops.OpOverloadPacket)):
+    if compat.is_higher_order(target) or compat.is_packet(target):
         return True
     if name in ("batch_norm", "instance_norm"):
         return True

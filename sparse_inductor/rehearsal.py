@@ -58,10 +58,7 @@ def _forward_and_backward(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def _is_ours(node: fx.Node) -> bool:
-    return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace == "sparse_inductor"
-    )
+    return compat.is_overload(node.target) and node.target.namespace == "sparse_inductor"
 
 
 def _describe(value: Any, learns: bool) -> str:

@@ -6,16 +6,12 @@ From 2.13 on a slot holds a list of passes, in 2.11 one callable; `Chain` makes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from . import compat
-
-if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-else:
-    CustomGraphPass = compat.custom_graph_pass_class()
+from .compat.graph_pass import CustomGraphPass
 
 __all__ = ["Chain", "CustomGraphPass", "Slot", "passes_of", "slot_value"]
 

@@ -281,12 +281,12 @@ def _verified_backward(grads, tensors, sizes, key, needs):
 
 def _owned(outputs, inputs):
     """The outputs contiguous and each in memory of its own, as the operator promises."""
-    taken = {t.untyped_storage()._cdata for t in inputs}
+    taken = {compat.storage_key(t) for t in inputs}
     owned = []
     for t in outputs:
         t = t.detach().contiguous()
-        t = t.clone() if t.untyped_storage()._cdata in taken else t
-        taken.add(t.untyped_storage()._cdata)
+        t = t.clone() if compat.storage_key(t) in taken else t
+        taken.add(compat.storage_key(t))
         owned.append(t)
     return owned
 

@@ -1,6 +1,7 @@
 """The only folder that touches torch's private API or asks for its version.
 
-What has no public name but stays where it is (pytree, OpOverload, TorchDispatchMode) is used anywhere.
+What has no public name but is documented for use outside of torch (`torch.utils._pytree`,
+`torch.utils._python_dispatch`) is used anywhere; `tests/test_private_parts.py` looks for everything else.
 
 Each function hides one thing that torch may move or that differs between 2.11 and 2.13. torch's
 private modules are imported inside the functions: `TORCH_LOGS=+sparse_inductor` imports this
@@ -33,13 +34,23 @@ from .inductor import (
     call_extern_kernels,
     compile_graph,
     compiling_ahead,
-    custom_graph_pass_class,
     pre_grad_passes,
     runs_pre_grad_passes,
     settled_inputs,
     slots_take_lists,
 )
 from .logs import count, sparse_graph_breaks, trace_artifact
+from .operators import (
+    INTERNAL_MODULES,
+    NUMPY_WRAPPERS,
+    fused_attention,
+    is_higher_order,
+    is_overload,
+    is_packet,
+    schema,
+    schemas,
+    sets_grad_mode,
+)
 from .runtime import (
     after_autograd,
     allocator,
@@ -48,6 +59,7 @@ from .runtime import (
     below_autograd,
     clamp_has_a_slope_at_its_bounds,
     computes_as_tensors_do,
+    coo_entries,
     current_device,
     exporting,
     first_derivative_only,
@@ -56,12 +68,14 @@ from .runtime import (
     keeps_operators,
     launch_settings,
     lazy_clone,
+    marked_as_parameter,
     modes_active,
     observed,
     plain_when_traced,
     raw_stream,
     read_outside_modes,
     saving_unobserved,
+    storage_key,
     stream_getter,
     transforms_active,
 )

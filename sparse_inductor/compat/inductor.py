@@ -10,13 +10,6 @@ from torch import fx
 from .settings import patched_settings, setting
 
 
-def custom_graph_pass_class() -> Any:
-    """The base class that a pass needs for Inductor's caches to accept it."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    return CustomGraphPass
-
-
 def slots_take_lists() -> bool:
     """Whether a pass slot holds several passes (2.13) or one callable (2.11)."""
     from torch._inductor import custom_graph_pass

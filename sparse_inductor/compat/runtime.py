@@ -183,3 +183,18 @@ def read_outside_modes(tensor: torch.Tensor) -> list[Any] | None:
         return None
     with _disable_current_modes():
         return tensor.tolist()
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """What tensors in the same memory have in common."""
+    return int(t.untyped_storage()._cdata)
+
+
+def coo_entries(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(indices, values) of a sparse COO tensor as they are: not sorted, perhaps, and an entry in parts."""
+    return t._indices(), t._values()
+
+
+def marked_as_parameter(t: Any) -> bool:
+    """Whether a fake tensor stands for a module's parameter."""
+    return bool(getattr(t, "_is_param", False))

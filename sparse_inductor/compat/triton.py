@@ -23,6 +23,7 @@ __all__ = [
     "interprets",
     "launch_hooks_set",
     "launches_seen",
+    "load",
 ]
 
 LaunchSeen = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
@@ -45,6 +46,14 @@ def launch_hooks_set() -> bool:
 
     hooks = (getattr(triton.knobs.runtime, f"launch_{at}_hook", None) for at in ("enter", "exit"))
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+
+
+def load(compiled: Any) -> None:
+    """Loads a compiled kernel onto the current GPU, which its first launch would do, and raises what that would raise;
+    where Triton has no such function, nothing is loaded."""
+    function = getattr(compiled, "_init_handles", None)
+    if function is not None:
+        function()
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import compat
+
 __all__ = [
     "Entries",
     "Rows",
@@ -188,7 +190,7 @@ def _entries_of_tensor(t: Tensor) -> Entries:
             raise ValueError(f"a matrix must be [N, V], got values of {tuple(t.values().shape)}")
         return Entries(t.crow_indices(), t.col_indices(), t.values(), width)
     if t.layout == torch.sparse_coo:
-        index, weights = t._indices(), t._values()  # sorted and added up later, as all entries are
+        index, weights = compat.coo_entries(t)  # sorted and added up later, as all entries are
         row, terms = (None, index[0]) if t.dim() == 1 else index
     elif t.layout == torch.sparse_csc:
         row, weights = t.row_indices(), t.values()

@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..compat.triton import LaunchSeen, direct_launch, launch_hooks_set, launches_seen
+from ..compat.triton import LaunchSeen, direct_launch, launch_hooks_set, launches_seen, load
 
 __all__ = [
     "Bound",
@@ -226,10 +226,7 @@ def captured(
     """
     like = [a.dtype if isinstance(a, Tensor) else a for a in args]
     with torch.cuda.device(next(a.device for a in args if isinstance(a, Tensor))):
-        compiled = kernel.warmup(*like, grid=grid, **constants, num_warps=num_warps)
-        load = getattr(compiled, "_init_handles", None)
-        if load is not None:
-            load()
+        load(kernel.warmup(*like, grid=grid, **constants, num_warps=num_warps))
     torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
 
 

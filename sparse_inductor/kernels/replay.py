@@ -687,7 +687,7 @@ class _Call:
         lines = [f"out = {writer.named(self._func)}({', '.join(given)})"]
         if self._line:
             return [f"with on(line{self._line}): {lines[0]}"]
-        several = len(self._func._schema.returns) > 1
+        several = len(compat.schema(self._func).returns) > 1
         for i in self.new:
             n = writer.result()
             lines += [f"t{n} = out[{i}]" if several else f"t{n} = out", f"b{n} = t{n}.data_ptr()"]

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .. import compat
 from .fakes import attribute, fake, same_size, tensors_in
 from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
 
@@ -36,7 +37,7 @@ def _storages(value: Any) -> frozenset[int]:
             found |= _storages([getattr(t, name) for name in names])
             continue
         try:
-            found.add(t.untyped_storage()._cdata if t.layout == torch.strided else _UNKNOWN)
+            found.add(compat.storage_key(t) if t.layout == torch.strided else _UNKNOWN)
         except (NotImplementedError, RuntimeError):
             found.add(_UNKNOWN)
     return frozenset(found)
@@ -78,9 +79,9 @@ _UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
 def _schemas(name: str) -> tuple[Any, ...]:
     """The schemas of ATen's operators of that name."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):  # "__eq__" is what every object has
+    if not compat.is_packet(packet):  # "__eq__" is what every object has
         return ()
-    return tuple(getattr(packet, o)._schema for o in packet.overloads())
+    return compat.schemas(packet)
 
 
 def written(node: fx.Node) -> list[fx.Node]:
@@ -91,11 +92,11 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     target, args, kwargs = node.target, node.args, node.kwargs
     out: list[Any] = []
-    if isinstance(target, torch._ops.OpOverload):
-        out += _by_schema((target._schema,), args, kwargs)
-    elif isinstance(target, torch._ops.OpOverloadPacket):
-        out += _by_schema([getattr(target, o)._schema for o in target.overloads()], args, kwargs)
-    elif isinstance(target, torch._ops.HigherOrderOperator):
+    if compat.is_overload(target):
+        out += _by_schema((compat.schema(target),), args, kwargs)
+    elif compat.is_packet(target):
+        out += _by_schema(compat.schemas(target), args, kwargs)
+    elif compat.is_higher_order(target):
         return _by_bodies(node)
     elif node.op == "call_function" and not is_plain(target):
         return _tensors(node)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import compat
 from .fakes import fake, require_grad, same_size, static_size, tensors_in
 
 __all__ = ["Emitter"]
@@ -99,7 +100,7 @@ class Emitter:
         """Whether autograd records what runs at the anchor."""
         node = self._anchor.prev
         while node.op != "root":
-            if node.target is torch._C._set_grad_enabled:
+            if compat.sets_grad_mode(node.target):
                 return bool(node.args[0])
             node = node.prev
         return torch.is_grad_enabled()

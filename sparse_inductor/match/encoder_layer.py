@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from .. import compat
 from ..epilogue.steps import Step, render
 from ..pattern import Sparse
 from .checks import check_device
@@ -59,7 +60,7 @@ class LayerMatch:
 
         x = norm(src, 1) if first else src
         attention = e.call(
-            torch._native_multi_head_attention, x, x, x, call["embed_dim"], call["num_heads"],
+            compat.fused_attention(), x, x, x, call["embed_dim"], call["num_heads"],
             call["qkv_weight"], call["qkv_bias"], call["proj_weight"], call["proj_bias"],
             call.get("mask"), False, True, call.get("mask_type"),
         )  # fmt: skip

@@ -378,8 +378,8 @@ def _impure(node: fx.Node) -> bool:
         return False
     if node.op != "call_function" or node.users:
         return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
+    if compat.is_overload(node.target):
+        return bool(compat.schema(node.target).is_mutable)
     module = getattr(node.target, "__module__", "") or ""
     return (
         module.split(".")[0] not in _PURE_MODULES

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import compat
 from .fakes import fake
 
 __all__ = ["INPLACE_OPERATORS", "Call", "canonical", "is_plain", "name_of", "trailing_inplace"]
@@ -305,20 +306,20 @@ def is_plain(target: Any) -> bool:
     module = getattr(target, "__module__", "") or ""
     if module in _ENTMAX:
         return True
-    return module.split(".")[0] in _MODULES and module != "torch._dynamo.utils"
+    return module.split(".")[0] in _MODULES and module != compat.NUMPY_WRAPPERS
 
 
 def _function_name(target: Any) -> str | None:
-    if isinstance(target, torch._ops.OpOverload):
-        namespace, name = target._schema.name.split("::")
+    if compat.is_overload(target):
+        namespace, name = compat.schema(target).name.split("::")
         if namespace == "sparse_inductor" and name == "entmax":
             return "entmax_op"
         return name if namespace in ("aten", "prims") else None
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if compat.is_packet(target):
         if str(target) == "sparse_inductor.entmax":
             return "entmax_op"
         return target.__name__ if str(target).startswith("aten.") else None
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if compat.is_higher_order(target):
         name = str(target)
         return name if name == "autograd_function_apply" else None
     module = getattr(target, "__module__", "") or ""

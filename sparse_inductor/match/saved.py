@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from .. import compat
 from .fakes import fake, require_grad, tensors_in
 from .graph import GraphView
 
@@ -40,7 +41,7 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
                 with view.graph.inserting_before(op):
                     copy = _copy(node)
                 op.replace_input_with(node, copy)
-    if any(op.target._schema.name in SAVE_THEIR_RESULT for op in ops) and written.result:
+    if any(compat.schema(op.target).name in SAVE_THEIR_RESULT for op in ops) and written.result:
         for node in new:
             readers = [u for u in node.users if u not in new]
             if readers and isinstance(fake(node), torch.Tensor):
@@ -73,9 +74,7 @@ class _Written:
 
 def _saves(node: fx.Node) -> bool:
     """Whether a node is an operator of ours that autograd records."""
-    ours = isinstance(node.target, torch._ops.OpOverload) and (
-        node.target.namespace == "sparse_inductor"
-    )
+    ours = compat.is_overload(node.target) and (node.target.namespace == "sparse_inductor")
     return ours and any(t.requires_grad for t in tensors_in(fake(node)))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import compat
 from .graph import CONSTANT_LIKE, GraphView, fake, same_size
 
 __all__ = [
@@ -32,8 +33,7 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
         if call is None or call.name not in _VIEWS or not view.is_tensor(call.get("input")):
             return node.op == "get_attr"
         node = call["input"]
-    value = fake(node)
-    return getattr(value, "_is_param", False) or "parameters" in node.name
+    return compat.marked_as_parameter(fake(node)) or "parameters" in node.name
 
 
 def not_negative(view: GraphView, x: fx.Node) -> bool:

@@ -37,7 +37,7 @@ def _made(node: Any) -> tuple[str, str, str] | None:
     device = node.get_device()
     if device is None or device.type not in ("cpu", "cuda"):
         return None
-    schema = node.op_overload._schema
+    schema = compat.schema(node.op_overload)
     # What a call leaves to the schema's defaults is passed by name.
     passed, named = compat.arguments_of_node(node)
     if [*named] != [a.name for a in schema.arguments[passed : passed + len(named)]]:

@@ -37,7 +37,7 @@ class Compiled:
 
     def calls(self, op: str) -> int:
         """How many nodes call an operator such as "splade_head", or one of its parts ("splade_head_forward")."""
-        names = [n.target._schema.name for n in self._nodes()]
+        names = [compat.schema(n.target).name for n in self._nodes()]
         other = f"sparse_inductor::{op}_attention"  # no part of entmax
         return sum(
             name.startswith(f"sparse_inductor::{op}") and not name.startswith(other)
@@ -49,7 +49,7 @@ class Compiled:
         return [
             n
             for n in self._nodes()
-            if n.target._schema.name.removeprefix("aten::") in _PRODUCTS
+            if compat.schema(n.target).name.removeprefix("aten::") in _PRODUCTS
             and isinstance(n.meta.get("val"), torch.Tensor)
             and _hint(n.meta["val"].numel()) >= numel
         ]
@@ -59,7 +59,7 @@ class Compiled:
             n
             for g in self.graphs
             for n in g.nodes
-            if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)
+            if n.op == "call_function" and compat.is_overload(n.target)
         ]
 
 

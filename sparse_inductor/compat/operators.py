@@ -1,0 +1,51 @@
+"""What kind of thing a node of a graph calls, and what an operator's schema says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+    from typing_extensions import TypeIs
+
+# Where Dynamo keeps the functions that it wraps around NumPy's, and where what it adds to a graph comes from.
+NUMPY_WRAPPERS = "torch._dynamo.utils"
+INTERNAL_MODULES = ("torch._dynamo", "torch._ops")
+
+
+def is_overload(target: Any) -> TypeIs[OpOverload]:
+    """Whether it is an operator with one schema, as `torch.ops.aten.add.Tensor`."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_packet(target: Any) -> TypeIs[OpOverloadPacket]:
+    """Whether it is an operator with all its schemas, as `torch.ops.aten.add`."""
+    return isinstance(target, torch._ops.OpOverloadPacket)
+
+
+def is_higher_order(target: Any) -> TypeIs[HigherOrderOperator]:
+    """Whether it is an operator that takes functions, as `torch.cond`."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def schema(overload: Any) -> Any:
+    """The operator's schema: its name, as `aten::add`, arguments and what it writes to."""
+    return overload._schema
+
+
+def schemas(packet: Any) -> tuple[Any, ...]:
+    """The schema of every overload."""
+    return tuple(schema(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def sets_grad_mode(target: Any) -> bool:
+    """Whether it is what Dynamo calls where a program enters or leaves `no_grad`."""
+    return target is torch._C._set_grad_enabled
+
+
+def fused_attention() -> Callable[..., Any]:
+    """What `nn.MultiheadAttention` calls in inference."""
+    return torch._native_multi_head_attention
