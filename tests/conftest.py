@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -47,7 +48,17 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # or what goes at exit is taken for leaked
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        if any(item.iter_markers("heavy")) or any(item.iter_markers("gpu")):
+            continue
+        if sample := item.get_closest_marker("sample"):
+            name = item.nodeid.partition("[")[0]
+            cases[name] += 1
+            if cases[name] > sample.args[0]:
+                item.add_marker("heavy")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for marker, needed in (("gpu", 1), ("multigpu", 2)):
         too_few = pytest.mark.skip(reason=f"needs CUDA GPUs: {needed}, there are {gpus}")

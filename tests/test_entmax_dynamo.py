@@ -29,6 +29,7 @@ ROWS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("rows", ["sparsemax", "entmax15", heavy("entmax_bisect")])
 def test_inside_a_transform_the_packages_own_function_is_traced(transform, rows):

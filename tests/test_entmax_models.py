@@ -33,6 +33,7 @@ def _case(build, training: bool, **fields) -> Case:
     return Case("", "", build, training=training, pattern=ATTENTION, **fields)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
 @pytest.mark.parametrize("kind", ["entmax15", heavy("sparsemax"), heavy("entmax_bisect")])
 @pytest.mark.parametrize("which", ["bert", "llama"])
@@ -54,6 +55,7 @@ def test_a_decoder_is_seen_to_be_causal_and_to_share_key_heads():
         assert "causal" in found.note and "grouped queries" in found.note
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("side", ["left", heavy("right")])
 @pytest.mark.parametrize("which, said", [("llama", {"causal", "mask"}), ("bert", {"mask"})])
 def test_padding_is_a_mask_in_training(which, said, side):

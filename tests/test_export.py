@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import sparse_inductor
@@ -61,6 +62,7 @@ def test_an_exported_program_holds_operators_that_are_called_directly(tmp_path):
     torch.testing.assert_close(again.module()(*args), Head()(*args))
 
 
+@pytest.mark.heavy
 def test_an_aotinductor_package_runs_in_a_fresh_process(tmp_path):
     model = encoder().eval()
     program = exported(model)

@@ -52,6 +52,7 @@ def test_a_campaign_counts_and_logs():
     assert tally.rewritten and sum(tally.by_family.values()) >= tally.rewritten
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seeds", [range(at, 24, 8) for at in range(8)], ids=lambda s: f"{s[0]}")
 def test_random_programs(seeds):
     for seed in seeds:

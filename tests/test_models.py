@@ -130,6 +130,7 @@ def assert_one_head(case: Case, report) -> None:
     assert outcome.eager.outputs[0].count_nonzero() > B * V / 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("training", [heavy(False), True], ids=["infer", "train"])
 @pytest.mark.parametrize("build", MODELS)
 def test_head_is_rewritten(build, training):
@@ -158,6 +159,7 @@ def test_autocast():
         assert_one_head(case, report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [bert, heavy(roberta), qwen2])
 def test_a_tied_decoder_gets_the_gradients_of_both_uses(build):
     """The embedding matrix is the decoder's weight: one parameter, read by a gather and by the operator."""
@@ -174,6 +176,7 @@ def test_a_tied_decoder_gets_the_gradients_of_both_uses(build):
     assert table.grad[ids[0, 0]].any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [bert, heavy(distilbert), heavy(modernbert), llama])
 def test_gradient_checkpointing(build):
     def checkpointed():
@@ -247,6 +250,7 @@ class Embed(nn.Module):
         return self.encoder({"input_ids": ids, "attention_mask": mask})["sentence_embedding"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
 def test_sparse_encoder(checkpoint, training, activation):
@@ -256,6 +260,7 @@ def test_sparse_encoder(checkpoint, training, activation):
         assert_one_head(case, report)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
 def test_chunked_pooling_of_a_sparse_encoder(checkpoint, training):
     encoder = sparse_encoder(checkpoint, chunk_size=4)

@@ -288,6 +288,7 @@ def test_gradients_that_the_program_turns_on_itself(report, forward):
     assert_gradients(layers, twin)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "how",
     [

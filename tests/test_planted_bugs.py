@@ -57,6 +57,7 @@ IN_EACH_FAMILY = {m.family: m for m in OVERLOOKED}.values()
 HERE = [m for m in OVERLOOKED if not m.by_verify or m in IN_EACH_FAMILY]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mistake", HERE, ids=lambda m: m.name)
 def test_the_fuzzer_catches_what_is_overlooked(mistake: Overlooked):
     assert by_fuzz(mistake) is not None

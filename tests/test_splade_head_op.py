@@ -645,6 +645,7 @@ def sample_inputs():
 SAMPLES = dict(sample_inputs())
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("argmax", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
@@ -657,6 +658,7 @@ def test_opcheck(sample, argmax, grad):
     torch.library.opcheck(ops.splade_head.default, (*tensors, rows, steps, dtype, argmax))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sample", SAMPLES)
 @pytest.mark.parametrize("winner_dtype", [torch.int8, heavy(torch.int32)])
 def test_opcheck_of_the_parts(sample, winner_dtype):

@@ -90,6 +90,7 @@ REGIONS = (
 )
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("pattern", LAYERS)
 @pytest.mark.parametrize("within", REGIONS, ids=lambda f: f.__name__)
 def test_regions_compiled_once_have_gradients(pattern, within):

@@ -42,6 +42,7 @@ def check(x, alpha, dim=-1, resident=kernels._RESIDENT):
     return y
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "alpha, scale",
     [(alpha, 1.0) for alpha in (1.001, 1.25, 1.3, 1.5, 1.9, 2.0, 2.5)]
@@ -59,6 +60,7 @@ def test_odd_lengths(device, n):
     check(scores(5, n, device=device), 1.5)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("resident", [kernels._RESIDENT, STREAMED])
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_any_dimension_of_any_layout(device, dim, resident):

@@ -153,6 +153,7 @@ def test_search_starts_from_a_sample_of_the_keys(alpha, device):
     check(q, k, v, grad, alpha_value=alpha, tolerance=1e-5)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, heavy(torch.float32)])
 def test_search_for_general_powers_starts_with_cubics(dtype, device):
     """The thresholds are as exact; of 16 bits the last step is taken by the pass that makes the output."""
@@ -168,6 +169,7 @@ def test_search_for_general_powers_starts_with_cubics(dtype, device):
     assert ((u ** (1 / (alpha.double() - 1))).sum(-1) - 1).abs().max() <= 1e-5
 
 
+@pytest.mark.heavy
 def test_alpha_above_two(device):
     """u^(beta - 1) has a pole at the threshold: the rounding of tau shows in the gradients."""
     check(*operands(device), alpha_value=3.0, tolerance=5e-3)
@@ -208,6 +210,7 @@ def test_variable_lengths(device):
     assert not out[0].any() and not out[1].any() and not out[2, :, 20:].eq(0).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fill, added", [heavy(-math.inf, False), (-1e4, False), heavy(0.25, False), (0.25, True)]
 )
@@ -220,6 +223,7 @@ def test_masked_keys_take_the_fill(fill, added, causal, device):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "dtype, causal",
     [(torch.float32, True), (torch.bfloat16, True)]
@@ -251,6 +255,7 @@ def test_masks_and_biases_however_they_lie(layout, kind, width, dtype):
     check(*operands("cuda", Lk=Lk, D=width, dtype=dtype), **{kind: side})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "lengths, added",
     [((45, 45), False), heavy((45, 45), True), heavy((60, 40), False), ((60, 40), True)],
@@ -260,6 +265,7 @@ def test_a_causal_fill_that_competes_reaches_later_keys(lengths, added, device):
     check(q, k, v, grad, causal=True, fill=0.0, added=added)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "shape, added",
     [((1, 2, 37, 45), True), ((2, 1, 1, 45), False), heavy((1, 1, 37, 1), True)]

@@ -64,6 +64,7 @@ def test_flat_rows_go_to_the_block_passes(device):
     assert left(q, k, v).all()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("causal", [heavy(False), True])
 def test_flat_and_peaked_rows_in_one_head(causal, device):
     rows = entmax_attention_lists.block_rows(torch.empty(0, device=device))
@@ -87,6 +88,7 @@ def test_broad_rows_need_no_block_pass(alpha, causal, device):
     assert left(q, k, v, alpha_value=alpha, causal=causal).float().mean() < 0.3
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("causal", [heavy(False), True])
 def test_each_row_goes_its_own_way(causal, device):
     """Peaked, broad and flat rows beside each other."""
@@ -108,6 +110,7 @@ def test_variable_lengths(device):
     check(*operands(device, **sizes(device, B=3, **heads)), **lengths)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "fill, added", [heavy(-1e4, False), heavy(-1e4, True), heavy(0.0, False), (0.0, True)]
 )

@@ -89,6 +89,7 @@ def test_every_density_is_exact(share):
     check_forward(*make(16, share=min(max(share, 1e-6), 1 - 1e-6)))
 
 
+@pytest.mark.heavy
 def test_a_few_heavy_rows_among_sparse_ones():
     x, b = make(50, share=0.05)
     x[::9] *= 8.0
@@ -97,6 +98,7 @@ def test_a_few_heavy_rows_among_sparse_ones():
     check_forward(x, b)
 
 
+@pytest.mark.heavy
 def test_where_packed_rows_do_not_pay_all_are_dense(monkeypatch):
     x, b = make(20, share=0.1)
     packed = empty_packed(x, b)
@@ -139,6 +141,7 @@ def test_a_residual(M, stats):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("share", "train", "pay"),
     [
@@ -210,6 +213,7 @@ def check_backward(x, b, stats=True, needs=(True,) * 7):
         assert all(g is None or torch.equal(g, a) for g, a in zip(got, again)), "not the same bits"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("gated", [True, False])
 def test_backward_agrees_with_aten(shape, gated):
@@ -217,6 +221,7 @@ def test_backward_agrees_with_aten(shape, gated):
     check_backward(*make(M, K, N, D, gated=gated))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [0.0001, 0.2, 0.5, 0.9999])
 def test_backward_at_every_density(share):
     check_backward(*make(16, share=share))
@@ -227,6 +232,7 @@ def test_backward_of_programs():
     check_backward(*make(8, steps="threshold(0.1, 0.0) | mul(2.0)", bias=False))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("few", "most"), [("FEW", 50), ("FEW_GATES", 50 * 72)])
 @pytest.mark.parametrize("gated", [True, False])
 def test_backward_of_rows_too_few_to_pack(monkeypatch, gated, few, most):
@@ -250,6 +256,7 @@ def test_backward_in_pieces(monkeypatch):
     check_backward(*make(140, share=0.05))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("M", "dense"),
     [heavy(40, slice(0)), (40, slice(0, None, 2)), heavy(40, slice(None)), (140, slice(None))],
@@ -281,6 +288,7 @@ def alike(M, **kwargs):
     return x[:1] + 0.3 * x, b
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("room", [1 << 20, 1200])
 def test_tables_that_do_not_stay_in_the_cache(monkeypatch, train, room):
@@ -306,6 +314,7 @@ def test_tables_of_many_slices(monkeypatch, long):
     check_forward(x, b, stats=False, train=False)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("gated", "M"), [(True, 200), heavy(False, 128)])
 def test_rows_that_share_neurons(monkeypatch, gated, M):
     """Every block has a pool; some neurons are strays, some rows are heavy, the last block is not full."""

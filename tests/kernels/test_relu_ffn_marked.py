@@ -87,6 +87,7 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
     assert sorted(np.concatenate(found)) == np.flatnonzero(count > cap).tolist()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("by_quad", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "cap", "piece", "share", "wide", "warps", "size", "entries", "parts"),

@@ -76,6 +76,7 @@ class Arranged:
         return n, of
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("M", "most", "apart", "pools"), [heavy(600, 45, 1, 16), (200, 40, 8, 0), heavy(100, CAP, 1, 0)]
 )
@@ -117,6 +118,7 @@ def test_entries_have_places(M, most, apart, pools):
     assert lines <= (1.3 if apart == 1 else 8) * reads
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("M", "least", "most", "wanted"),
     [(100, 0, LEAST, 1), (100, 0, CAP, 0), heavy(512, 100, CAP, 1)],

@@ -224,6 +224,7 @@ def test_search_is_exact(precision, negative, device):
     assert torch.equal(scores, best)
 
 
+@pytest.mark.heavy
 def test_a_query_whose_threshold_is_wrong_is_answered_by_scoring_everything(
     device, monkeypatch, sorting
 ):
@@ -270,6 +271,7 @@ def test_a_collection_ordered_by_topic_is_sampled_fairly(device):
     assert torch.equal(ids, right) and torch.equal(scores, best)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("k", [1, 300])
 def test_any_number_of_results(k, device):
     parts = segments(collection(20000, share=0.3), device=device, size=20000)

@@ -97,6 +97,7 @@ def test_several_tiles_of_the_vocabulary(device, monkeypatch, active):
     run_and_check(problem(device, 2, 10, 6, 300, active=active))
 
 
+@pytest.mark.heavy
 def test_tiles_of_few_and_of_many_entries(device):
     """Tiles of at most 256 active entries are packed before they are sorted."""
     p = problem(device, 2, 9, 4, 512, active=1.0)
@@ -104,6 +105,7 @@ def test_tiles_of_few_and_of_many_entries(device):
     run_and_check(p)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("dtype", [torch.bfloat16, heavy(torch.float16)], ids=str)
 def test_low_precision_inputs_accumulate_in_fp32(device, dtype):
     run_and_check(problem(device, 4, 9, 16, 300, dtype=dtype, active=1.0))
@@ -114,6 +116,7 @@ def test_a_bias_wider_than_the_states_has_a_gradient_as_wide(device):
     run_and_check({**p, "bias": p["bias"].float()})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("active", [0.0, 0.02, heavy(1.0)])
 def test_any_share_of_active_entries(device, active, monkeypatch):
     monkeypatch.setattr(splade_head_backward, "_TILE", 128)
@@ -125,6 +128,7 @@ def test_no_active_entry_gives_zeros(device):
         assert (g == 0).all()
 
 
+@pytest.mark.heavy
 def test_one_position_may_win_everything(device, monkeypatch):
     """Positions that win much are summed by another kernel."""
     run_and_check(problem(device, 2, 3, 4, 130, active=1.0, hot=1.0))  # one tile: not there
@@ -221,6 +225,7 @@ GENERAL = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "general, B, V",
     [(name, 4, 150) for name in GENERAL] + [heavy(name, 35, 20) for name in GENERAL],

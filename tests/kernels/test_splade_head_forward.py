@@ -97,6 +97,7 @@ def check(
     return winner
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("S, D, V", [(1, 1, 1), (33, 17, 31), (70, 40, 65), (256, 64, 130)])
 def test_values_winner_and_peak(device, dtype, S, D, V):
@@ -260,6 +261,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "flags, B",
     [(name, B) for name in FLAGS for B in (1, 4)]
@@ -319,6 +321,7 @@ def test_runs_in_a_cuda_graph():
     assert torch.equal(values, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "text",
     [
