@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from . import compat
+from .joined import overwrites_what_is_saved
 from .notices import warn
 from .pattern import Pattern
 from .policy import Policy
@@ -209,8 +210,13 @@ class _RewriteSlot(_OurPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         session = self._session or _state.session
-        if session is not None:
-            session.run(graph, fail_at_end_of_graph=session is self._session)
+        if session is None:
+            return
+        if compat.current_frame() is not None and overwrites_what_is_saved(graph):
+            compat.end_graph_earlier(
+                "an entmax call stands in a graph that writes to what autograd saved"
+            )
+        session.run(graph, fail_at_end_of_graph=session is self._session)
 
 
 class _CacheKey(_OurPass):

@@ -91,6 +91,42 @@ def test_what_a_backend_cannot_compile_is_a_graph_break(program):
     torch.testing.assert_close(torch.autograd.grad((got * WEIGHTS).sum(), z), wanted)
 
 
+def written_behind(linear, x):
+    h = torch.relu(x)
+    p = entmax.entmax15(linear(h), -1)
+    return p, h.add_(1)
+
+
+def residual(linear, x):
+    h = x * 2
+    h += entmax.sparsemax(linear(h), -1)
+    return h, x
+
+
+@pytest.mark.parametrize("program", [written_behind, residual])
+def test_what_autograd_saved_is_written_behind_a_call(program):
+    """Dynamo alone ends the graph at the call, and what is computed without a backward runs."""
+    linear, x = torch.nn.Linear(7, 7), torch.randn(4, 7)
+    with only("entmax"):
+        got = compile_without_codegen(program)(linear, x)
+    torch.testing.assert_close(got, program(linear, x))
+
+
+def test_what_is_written_before_a_call_stays_in_one_graph():
+    linear, x = torch.nn.Linear(7, 7), torch.randn(4, 7)
+
+    def program(x):
+        h = torch.zeros_like(x)
+        h += linear(x)
+        return entmax.entmax15(h, -1)
+
+    with only("entmax"):
+        compiled = compile_without_codegen(program)
+        got = compiled(x)
+    assert compiled.dynamo_graphs == 1
+    torch.testing.assert_close(got, program(x))
+
+
 def test_a_backend_that_gives_up_gets_the_rest():
     """Dynamo falls back to a graph break for some exceptions of a backend; a function that a user allows in a graph
     takes that away."""

@@ -16,6 +16,7 @@ from .dynamo import (
     current_code,
     current_compile,
     current_frame,
+    end_graph_earlier,
     fresh_capture,
     graph_end,
     hidden_arguments,

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -198,6 +198,13 @@ def substitute_in_graph(fn: Any, traced: Any) -> Any:
             PolyfilledFunctionVariable._get_polyfill_handlers().pop(function, None)
 
     return undo
+
+
+def end_graph_earlier(reason: str) -> NoReturn:
+    """Have Dynamo, which asks for a graph's code, compile the frame in smaller parts."""
+    from torch._subclasses.fake_tensor import UnsupportedMutationAliasingException
+
+    raise UnsupportedMutationAliasingException(reason)
 
 
 def trace_class_methods() -> Any:
