@@ -372,6 +372,29 @@ def test_a_maximum_that_is_a_bound_has_the_gradient_of_eager(name, pool):
         assert found == ["splade_head"] * rewritten
 
 
+def _gated(m, x):
+    return m.b(torch.relu(m.a(x)) * (x @ m.b.weight))
+
+
+_WITH_GRADIENTS = {
+    "relu, amax": lambda m, x: torch.relu(m.a(x)).amax(1),
+    "clamp, amax": lambda m, x: m.a(x).clamp(min=0).amax(1),
+    "where, amax": lambda m, x: (lambda z: torch.where(z > 0, z, 0.0))(m.a(x)).amax(1),
+    "relu6, max": lambda m, x: F.relu6(m.a(x)).max(1)[0],
+    "masked, max": lambda m, x: (torch.relu(m.a(x)) * x.new_tensor([1, 0, 1, 1, 1])[:, None]).max(1)[0],
+    "block": lambda m, x: m.b(torch.relu(m.a(x))),
+    "gated block": _gated,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", _WITH_GRADIENTS)
+def test_zero_times_what_is_not_finite_is_nan_in_gradients(name, value):
+    x = torch.randn(2, 5, 6)
+    x[0, 1, 2], x[1, 3, 4], x[0, 4] = value, -value, value
+    assert _assert_as_eager(_WITH_GRADIENTS[name], x.requires_grad_(), training=True)
+
+
 _TIED = {
     "maximum": lambda z: torch.maximum(z, torch.zeros_like(z)),
     "maximum with a number": lambda z: torch.maximum(torch.tensor(1.0), z) - 1,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from .ranges import hoistable_suffix, prove, shared_bounds
-from .steps import ROW, Program, Step, apply, parse, scalar_steps
+from .steps import DROPS_NAN, ROW, Program, Step, apply, parse, scalar_steps
 
 __all__ = ["Lowered", "Plan", "lower", "plan"]
 
@@ -34,6 +34,7 @@ class Plan:
     inner, outer: the general path's split; inner runs per element before the maximum, outer after it.
     hoists: whether the fast path is sound (the scalar steps are non-decreasing).
     exhaustive: whether the fast path covers every value of the row operands.
+    drops_nan: whether a number comes of a NaN, which is that of the least logits.
     bounds: its lower ones that several positions may share (`shared_bounds`); nothing is run after the maximum then,
         but on the fast path.
     """
@@ -44,6 +45,7 @@ class Plan:
     outer: Program
     hoists: bool
     exhaustive: bool
+    drops_nan: bool = False
     bounds: tuple[Step, ...] = ()
 
 
@@ -65,7 +67,8 @@ def plan(steps: str, every_position: bool = False) -> Plan:
     bounds = tuple(shared_bounds(program)[0])
     split = len(program) if every_position or bounds else hoistable_suffix(program)
     inner, outer = program[:split], program[split:]
-    return Plan(program, scalar, inner, outer, hoists, hoists and exhaustive, bounds)
+    drops_nan = any(step.fn in DROPS_NAN for step in program)
+    return Plan(program, scalar, inner, outer, hoists, hoists and exhaustive, drops_nan, bounds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from .. import compat
 
 __all__ = [
-    "ROW", "SCALAR", "Program", "Step", "apply", "dual", "parse", "render", "run", "scalar_steps",
+    "DROPS_NAN", "ROW", "SCALAR", "Program", "Step", "apply", "dual", "parse", "render", "run", "scalar_steps",
 ]  # fmt: skip
 
 # name -> (number of constants, value, derivative). `x` is the step's input, `y` its output. A derivative of
@@ -69,8 +69,8 @@ SCALAR: dict[str, Scalar] = {
     # torch.maximum and torch.minimum: at a tie each operand has half of the gradient.
     "maximum": Scalar(1, lambda x, c: x.clamp_min(c), _halved, lambda x, c: x < c),
     "minimum": Scalar(1, lambda x, c: x.clamp_max(c), _halved, lambda x, c: x > c),
-    # relu6, hardtanh: no slope at c
-    "cap": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: x >= c),
+    # relu6, hardtanh: no slope at c, nor at a NaN
+    "cap": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: ~(x < c)),
     "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0),
     # v where x <= t (x < t, x > t), else x: a NaN stays
     "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t),
@@ -113,6 +113,9 @@ SCALAR: dict[str, Scalar] = {
     "asinh": Scalar(0, torch.asinh, lambda x, y: torch.rsqrt(1 + x * x)),
     "erf": Scalar(0, torch.erf, lambda x, y: 2 / _SQRT_PI * torch.exp(-x * x)),
 }
+
+# Steps that replace a NaN by their constant.
+DROPS_NAN = frozenset(("above", "at_least"))
 
 ROW: dict[str, int] = {"row_add": 0, "row_mul": 0, "row_where": 1}
 

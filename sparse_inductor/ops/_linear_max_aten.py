@@ -92,6 +92,8 @@ def _reduce(logits, bias, rows, part, low, general, want_winner, even):
         dropped = add == float("-inf")
         shift = add.masked_fill(dropped, 0)
     fill = None if low.fill is None else low.fill[part, None].to(logits.dtype)
+    if p.drops_nan:  # a maximum of NaN is one
+        logits = logits.masked_fill(logits.isnan(), float("-inf"))
     fast = slow = None
     looks = looks_at(logits)
     if general is None or (p.hoists and not (looks and general.all())):
@@ -131,11 +133,11 @@ def _max(y, want_winner):
 
 
 def _marked(winner, y, top):
-    """Positions [b, v] of maxima [b, v] over y [b, s, v]: -2 - s for the first, s, of several."""
+    """Positions [b, v] of maxima [b, v] over y [b, s, v]: -2 - s for the first, s, of several, and of a NaN."""
     equal = y == top[:, None]
-    if winner is None or equal.count_nonzero() <= winner.numel():
+    if winner is None or (equal.count_nonzero() == winner.numel() and not top.isnan().any()):
         return winner
-    return torch.where(equal.sum(1) > 1, -2 - winner, winner)
+    return torch.where(equal.sum(1) != 1, -2 - winner, winner)
 
 
 def at_bound(
@@ -163,14 +165,14 @@ def _at_bound(winner, bound, z, top, even, dropped):
 def _finish(values, peak, winner, top, fill, even, dropped):
     """Let dropped positions have their say: they win where their value is larger or nothing else is there, and share
     the maximum, or have it where they come first, where it is the same."""
-    if fill is None:
+    if fill is None or dropped is None:
         return values, winner, peak
-    empty = top == float("-inf")
+    empty = dropped.all(1)
     if winner is not None:
         shared = (fill == values) & (winner >= 0)
         if even:
             winner = torch.where(shared, -2 - winner, winner)
-        elif dropped is not None:
+        else:
             winner = torch.where(shared & (dropped.byte().argmax(1) < winner), -1, winner)
         winner = torch.where(empty | (fill > values), -1, winner)
     return torch.where(empty, fill, torch.maximum(values, fill)), winner, peak
@@ -198,10 +200,12 @@ def backward(
     slope = _slopes(grad, rows, low, winner, peak)
     shares = None
     if some:
-        tied &= slope != 0
+        tied &= (slope != 0) | peak.isnan()
         shares = _shares(tied, grad, hidden, weight, bias, rows, low, winner)
         slope = slope.masked_fill(tied, 0.0)
-    return _from_entries(slope, winner, hidden, weight, bias, needs, shares)
+    if hidden.sum().isfinite() and weight.sum().isfinite():
+        return _from_entries(slope, winner, hidden, weight, bias, needs, shares)
+    return _from_columns(slope, winner, hidden, weight, bias, needs, shares)
 
 
 # How far from the maximum a position may be that shares it, relative to both: what fp64 makes of equal products.
@@ -234,8 +238,10 @@ def _shares(
             top = y.amax(0)
             equal = top - y <= _SHARES_IT * top.abs()
             equal[winner[i, v].long(), torch.arange(len(v))] = True
+            equal |= top.isnan()
             s, column = equal.nonzero(as_tuple=True)
-            g = (grad[i, v].double() / equal.sum(0))[column] * slope[s, column]
+            share = (grad[i, v].double() / equal.sum(0)).masked_fill(top.isnan(), torch.nan)
+            g = torch.where(slope[s, column] == 0, 0.0, share[column] * slope[s, column])
             found.append((torch.full_like(s, i), v[column], s, g))
     if not found:
         return None
@@ -277,20 +283,29 @@ def _from_columns(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     needs: Sequence[bool],
+    shares: Shares | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Two products with the gradient of all logits, some columns of the vocabulary at a time."""
+    """Two products with the gradient of all logits, some columns of the vocabulary at a time: 0 times what is not
+    finite is NaN."""
     B, S, D = hidden.shape
     V = weight.shape[0]
     dt = slope.dtype
     x = hidden.reshape(B * S, D).to(dt)
     d_hidden = x.new_zeros(x.shape) if needs[0] else None
     d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format) if needs[1] else None
+    d_bias = torch.empty_like(bias) if needs[2] and bias is not None else None
     step = max(1, _DENSE // (B * S))
     for v in range(0, V, step):
         cols = slice(v, min(v + step, V))
         g = slope[:, cols]
         logits = g.new_zeros(B, S, g.shape[1])
         logits.scatter_(1, winner[:, None, cols].clamp(min=0).long(), g[:, None])
+        if shares is not None:
+            b, column, s, share = shares
+            here = (column >= v) & (column < v + step)
+            logits.index_put_((b[here], s[here], column[here] - v), share[here], accumulate=True)
+        if d_bias is not None:
+            d_bias[cols] = logits.sum((0, 1)).to(d_bias.dtype)
         logits = logits.view(B * S, -1)
         if d_hidden is not None:
             d_hidden += logits @ weight[cols].to(dt)
@@ -299,7 +314,7 @@ def _from_columns(
     return (
         None if d_hidden is None else d_hidden.view(B, S, D).to(hidden.dtype),
         d_weight,
-        slope.sum(0).to(bias.dtype) if needs[2] and bias is not None else None,
+        d_bias,
     )
 
 

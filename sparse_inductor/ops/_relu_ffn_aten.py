@@ -49,7 +49,7 @@ class Block:
 class Packed:
     """The active neurons of every row. count: [M] int32; index, gate, up: [M, cap]; up is empty without a gate.
 
-    A row with count > cap has nothing stored.
+    A row with count > cap has nothing stored, nor has one that is not finite.
     """
 
     count: Tensor
@@ -85,6 +85,7 @@ def _rows(x: Tensor, b: Block, part: slice, stats: Tensor | None, packed: Packed
         packed.count[part] = packed.cap + 1
     elif packed is not None:
         _pack(~(gate <= b.cut), gate, up, packed, part)
+        packed.count[part].masked_fill_(_not_finite(x), packed.cap + 1)
     a = _inplace(b.f, b.wide(gate))
     h = a
     if up is not None:
@@ -122,6 +123,12 @@ def _columns(weight: Tensor, columns: Tensor) -> Tensor:
     found = weight.t().index_select(0, columns).t()
     # Products of 16-bit matrices that lie so take up to ten times as long.
     return found if found.element_size() > 2 else found.contiguous()
+
+
+def _not_finite(x: Tensor) -> Tensor:
+    """Rows with an element that is not finite, or whose sum is not: 0 times what they hold is NaN, so no neuron of
+    theirs is left out."""
+    return ~x.sum(1).isfinite()
 
 
 def _pack(active: Tensor, gate: Tensor, up: Tensor | None, packed: Packed, part: slice) -> None:
@@ -162,7 +169,7 @@ def _unpack(
     again = (~stored).nonzero().squeeze(1)
     if len(again):
         gate[again] = F.linear(x[again], b.gate, b.gate_bias)
-        active[again] = ~(gate[again] <= b.cut)
+        active[again] = ~(gate[again] <= b.cut) | _not_finite(x[again]).unsqueeze(1)
         if up is not None:
             up[again] = F.linear(x[again], b.up, b.up_bias)
     return active, gate, up

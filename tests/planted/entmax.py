@@ -10,6 +10,7 @@ from typing import Any
 
 import entmax as package
 import torch
+from torch import fx
 
 from planted.bug import Bug, Plant, Program, instead, result
 from sparse_inductor.match.emit import Emitter
@@ -70,6 +71,10 @@ def _not_centred(_: Any, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return g.mul_(u)
 
 
+def _next_alpha(e: Any, f: Any) -> dict[str, Any]:
+    return {"alpha": e.method("roll", f.alpha, 1, 2)} if isinstance(f.alpha, fx.Node) else {}
+
+
 BUGS = (
     # What the pattern puts in
     Bug("alpha of sparsemax", _found(lambda e, f: {"alpha": 2.0}), "router"),
@@ -78,7 +83,7 @@ BUGS = (
     Bug("scores of the next row", _found(lambda e, f: {"source": e.method("roll", f.source, 1, 0)}), "router"),
     Bug("mask of the scores dropped", _found(_unmasked), "router"),
     Bug("learned alpha ignored", _found(lambda e, f: {"alpha": 1.5}), "learned_alpha"),
-    Bug("alpha of the next column", _found(lambda e, f: {"alpha": e.method("roll", f.alpha, 1, 2)}), "learned_alpha"),
+    Bug("alpha of the next column", _found(_next_alpha), "learned_alpha"),
     # What the operator computes
     Bug("rows that sum to more than one", instead(aten, "solve_", _no_threshold), "router"),
     Bug("last column not written", result(aten, "forward", _last_is_first), "router"),
