@@ -46,7 +46,7 @@ def missing(device: torch.device) -> str:
 _KERNELS = {
     "entmax": ("entmax",),
     "entmax_attention": ("entmax_attention",),
-    "relu_ffn": ("relu_ffn", "relu_ffn_backward", "relu_ffn_kept"),
+    "relu_ffn": ("relu_ffn", "relu_ffn_backward"),
     "sparse_scores": ("sparse_scores_best", "sparse_scores_documents"),
     "splade_head": ("splade_head_forward", "splade_head_backward"),
 }

@@ -34,7 +34,6 @@ __all__ = [
     "layout",
     "make_ring",
     "multiply_steps",
-    "multiply_tile",
     "stages_of",
 ]
 
@@ -177,19 +176,6 @@ def multiply_steps(
             accs = end_step(accs, ring, n - 1, 1, STAGES)
         n += 1
     accs = end_step(accs, ring, n - 1, 0, STAGES)
-    return accs, n
-
-
-@gluon.jit
-def multiply_tile(
-    accs, ring, n, steps, ME: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    A_BY_DEPTH: gl.constexpr, B_BY_DEPTH: gl.constexpr,
-):  # fmt: skip
-    """Warpgroup ME: accs + the product of so many stages from the n-th filling on; how many there were then."""
-    for _ in range(steps):
-        accs = begin_step(accs, ring, n, True, ME, COLUMNS, STAGES, A_BY_DEPTH, B_BY_DEPTH)
-        accs = end_step(accs, ring, n, 0, STAGES)  # the other one multiplies
-        n += 1
     return accs, n
 
 

@@ -19,9 +19,7 @@ from sparse_inductor.epilogue.steps import Program
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
 from . import relu_ffn_dots as dot_rows
-from . import relu_ffn_hidden_hopper as hidden_hopper
 from . import relu_ffn_hopper as hopper
-from . import relu_ffn_kept as kept
 from . import relu_ffn_marked as marked
 from . import relu_ffn_packing as packer
 from . import relu_ffn_pool as rows_pool
@@ -35,8 +33,6 @@ __all__ = [
     "chunks",
     "forward",
     "is_few",
-    "is_few_to_keep",
-    "may_keep",
     "resides",
     "rows_of_table",
 ]
@@ -49,8 +45,6 @@ CHUNK = 1 << 30
 # 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). Where they are, up to 1.3x is lost, 1.4x in training.
 FEW = 1664
 FEW_GATES = 9 << 20
-# Rows up to which a step with statistics keeps no projections: the host's look at its counts takes as long.
-FEW_KEPT = 1024
 # Rows from which on a table's slices may stay in shared memory, in inference and where a backward follows: with fewer,
 # to arrange the entries and to add up takes as long as is gained.
 RESIDENT = 16384
@@ -103,11 +97,6 @@ def is_few(M: int, N: int) -> bool:
     return M <= FEW or M * N <= FEW_GATES
 
 
-def is_few_to_keep(M: int, N: int, stats: bool) -> bool:
-    """Whether a training step of M rows of N gates, with statistics or without, is none for `relu_ffn_kept`."""
-    return M <= FEW_KEPT if stats else is_few(M, N)
-
-
 def chunks(M: int, N: int, elements: int) -> list[slice]:
     """Even pieces of M rows of about so many elements of [M, N]."""
     pieces = max(1, -(-M * N // elements), -(-M // packer.ROWS_MOST))
@@ -133,14 +122,6 @@ def _may_share(M: int, N: int, cut: float) -> bool:
     where the cut is not below 0; their slots are 16-bit.
     """
     return M >= SHARING and N <= 32768 and cut >= 0
-
-
-def may_keep(x: torch.Tensor, b: Block, stats: bool) -> bool:
-    """Whether `forward` can keep both projections of a training step for its backward (`relu_ffn_kept`)."""
-    M, N = len(x), len(b.gate)
-    if is_few_to_keep(M, N, stats) or M * N > CHUNK or not hopper.may_mark(x, b.gate, b.cut):
-        return False
-    return b.up is None or (hopper.applies(x, b.up) and hidden_hopper.may_activate(b.f, b.g))
 
 
 def forward(
@@ -173,10 +154,7 @@ def forward(
         # Among so many, one or two with more active neurons than usual are expected, and a tile of the dense path just
         # for them would take longer than to gather for them.
         cap *= 2
-    # The same product with statistics, so that what is kept is what a backward would make again.
-    marked_product = hopper.may_mark(x, b.gate, b.cut)
-    marking = stats is None and marked_product
-    room = None if packed is None else kept.of(packed.count, x.dtype, N, up is not None)
+    marking = stats is None and hopper.may_mark(x, b.gate, b.cut)
     table = None
     parts = chunks(M, N, CHUNK)
     for part in parts:
@@ -204,12 +182,10 @@ def forward(
         roomy = asked and marking
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
-        if marked_product:
+        if marking:
             gate, marks = hopper.marked_product(
-                x[part], b.gate, b.gate_bias, b.cut, state,
-                None if room is None else room.gate[:m], room=roomy,
-            )  # fmt: skip
-            marks = marks if marking else None
+                x[part], b.gate, b.gate_bias, b.cut, state, room=roomy
+            )
         else:
             state.zero_()
             gate = F.linear(x[part], b.gate, b.gate_bias)
@@ -301,26 +277,10 @@ def forward(
                     )
                     beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
                     pooled = branch.mark()
-                # All rows, then a list of them: one of the two finds nothing to do.
-                whole = (
-                    up is not None
-                    and hopper.applies(x, up)
-                    and hidden_hopper.may_activate(b.f, b.g)
-                )
-                to, keeps = (gate, None) if room is None else (torch.empty_like(gate), room.whole)
-                if whole:
-                    hidden_hopper.hidden(
-                        x[part], up, b.up_bias, gate, state, b.f, b.g, b.cut, to,
-                        None if room is None or room.up is None else (room.up[:m], room.whole),
-                    )  # fmt: skip
-                    keeps = None
-                dense.hidden(
-                    x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut,
-                    some=whole, out=to, whole=keeps,
-                )  # fmt: skip
-                dense.product(gate, b.down, y[part], listed, b.down_bias, to)
+                dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut)
+                dense.product(gate, b.down, y[part], listed, b.down_bias)
                 if numbers is not None and up is not None:
-                    dense.row_stats(gate, numbers, listed, to)
+                    dense.row_stats(gate, numbers, listed)
             if summed is not None and ahead is not None:
                 ahead.follow()
                 with ahead.beside():

@@ -17,12 +17,9 @@ import triton.language as tl
 from . import relu_ffn as forward
 from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_gather as gather
-from . import relu_ffn_gradients_hopper as gradients_hopper
 from . import relu_ffn_heavy as heavy
-from . import relu_ffn_kept as kept
 from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
-from . import relu_ffn_slopes_hopper as slopes_hopper
 from .branch import Branch
 from .launch import relaunched
 from .relu_ffn import Block, Packed, chunks, rows_of_table
@@ -137,15 +134,12 @@ class TokenLists:
 @relaunched
 @triton.jit
 def _by_neuron_kernel(
-    entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b, heavy, M,
+    entry, start, total, x, value_a, value_b, out_a, out_b, bias_a, bias_b,
     K, stride_x, stride_a, stride_b,
-    AT: tl.constexpr, TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
+    TWO: tl.constexpr, BIAS_A: tl.constexpr, BIAS_B: tl.constexpr, CAP: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and out_b; unless
-    `heavy` is None, nothing where heavy[AT] says that all M rows are."""
-    if heavy is not None and tl.load(heavy + AT) == M:
-        return
+    """A program writes out_a[n, k0:k0 + WIDTH] = sum over the neuron's tokens of value_a * x[token], and out_b."""
     n = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     first = tl.load(start + n)
@@ -180,17 +174,15 @@ def _by_neuron_kernel(
 
 
 def _by_neuron(
-    lists: TokenLists, x, a, out_a, bias_a, cap, unless: rows.Unless | None, b=None, out_b=None, bias_b=None
+    lists: TokenLists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None
 ) -> None:  # fmt: skip
-    """out[n] = sum over the tokens of neuron n of value * x[token]; nothing where `unless` says that all rows are
-    dense."""
-    M, K = x.shape
-    heavy, _, _, at = unless or (None, M, None, 0)
+    """out[n] = sum over the tokens of neuron n of value * x[token]."""
+    K = x.shape[1]
     width = gather.width(K, WIDTH, not x.is_cuda)
     _by_neuron_kernel[(len(lists.total), triton.cdiv(K, width))](
-        lists.entry, lists.start, lists.total, x, a, b, out_a, out_b, bias_a, bias_b, heavy, M,
+        lists.entry, lists.start, lists.total, x, a, b, out_a, out_b, bias_a, bias_b,
         K, x.stride(0), out_a.stride(0), 0 if out_b is None else out_b.stride(0),
-        AT=at, TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
+        TWO=b is not None, BIAS_A=bias_a is not None, BIAS_B=bias_b is not None, CAP=cap,
         FLIGHT=gather.FLIGHT, WIDTH=width, EVEN=K % width == 0, STAGES=1, num_warps=2,
     )  # fmt: skip
 
@@ -228,17 +220,10 @@ def backward(
     by_up = d_wu is not None or d_bu is not None
     by_down = needs[5]
 
-    room = kept.of(packed.count, x.dtype, N, gated)
-
     def heavy_of(part: slice) -> _Heavy:
         numbers = None if d_stats is None else d_stats[:, part]
         to = None if dx is None else dx[part]
-        made = None if room is None else room.rows(part)
-        ends = part.stop == len(x)
-        alone = ends and part.start == 0
-        return _Heavy(
-            dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted, made, alone, ends
-        )  # fmt: skip
+        return _Heavy(dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted)
 
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
@@ -261,15 +246,8 @@ def backward(
                 lists.fill()
             filled = ahead.mark()
         with branch.beside():
-            first.list()
-            listed = branch.mark()
             first.make()
-        # Not made where nobody reads it: the dense line is in a hurry there.
-        unless = None
-        if not other_parts:
-            branch.wait(listed)
-            unless = rows.Unless(first.length, len(x), at=0)
-        table, _ = rows.by_neuron(b.down, unless=unless)
+        table, _ = rows.by_neuron(b.down)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
         entries = packed.count, packed.index, packed.gate
         d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
@@ -291,18 +269,16 @@ def backward(
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
         ahead.wait(filled)
-        elsewhere = unless if first.sums_all else None
         if by_gate or by_up:
-            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, elsewhere, d_up, into_up, d_bu)
+            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
         if d_table is not None:
-            _by_neuron(lists, dy, h, d_table, None, cap, elsewhere)
-            rows.by_neuron(d_table, unless=elsewhere, out=d_wd)
+            _by_neuron(lists, dy, h, d_table, None, cap)
+            rows.by_neuron(d_table, out=d_wd)
     first.add()
     del first  # one at a time: they are large
     for part in other_parts:
         more = heavy_of(part)
-        more.list()
         more.make()
         more.add()
         del more
@@ -347,8 +323,6 @@ class _Heavy:
     """Rows of `count` that are not packed: what they contribute, by tensor cores.
 
     wanted: for each sum over tokens (gradient of a weight, of its bias), to which they add their share, either None.
-    room: where their projections are, or have room. alone: there are no other rows; ends: nobody reads that room after
-    these.
     """
 
     def __init__(
@@ -362,9 +336,6 @@ class _Heavy:
         cap: int,
         dx,
         wanted,
-        room: kept.Kept | None,
-        alone: bool,
-        ends: bool,
     ) -> None:
         N = b.gate.shape[0]
         self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
@@ -372,13 +343,8 @@ class _Heavy:
         self.length, self._listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(x))
         self._xs, self._dys = map(heavy.room_for_copies, (x, dy))
         self._dh = x.new_empty(len(self._xs), N)
-        self._whole = None if room is None else room.whole
-        self._alone, self._ends = alone, ends
-        if room is None:
-            self._g = torch.empty_like(self._dh)
-            self._u = None if b.up is None else torch.empty_like(self._dh)
-        else:
-            self._g, self._u = room.gate, room.up
+        self._g = torch.empty_like(self._dh)
+        self._u = None if b.up is None else torch.empty_like(self._dh)
         of_x, of_dy = (self._xs, x), (self._dys, dy)
         self._sums = [
             heavy.Sum(values, *rows_of, weight, bias)
@@ -387,54 +353,27 @@ class _Heavy:
             )
             if values is not None and weight is not None
         ]
-        self._at_once = gradients_hopper.of_dense_rows(self._sums)
-
-    @property
-    def sums_all(self) -> bool:
-        """Whether, where they are all rows that there are, `make` makes all sums; nobody else may write these there."""
-        return self._alone and bool(self._at_once)
-
-    def list(self) -> None:
-        """Find them: `length` says how many they are."""
-        heavy_rows(self._count, self._cap, self.length, self._listed)
 
     def make(self) -> None:
-        """Their gradients before the sums over tokens, their rows of dx, and maybe (`sums_all`) the sums."""
+        """Find them, and make their gradients before the sums over tokens and their rows of dx."""
+        heavy_rows(self._count, self._cap, self.length, self._listed)
         gate, up, down = self._tables
         g, u, dh, b = self._g, self._u, self._dh, self._b
         listed = self._listed, self.length
         heavy.gather(self._x, self._dy, self._xs, self._dys, *listed)
-        projected = {"source": self._x, "made": self._whole}
-        heavy.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, **projected)
+        heavy.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, source=self._x)
         if u is not None:
-            heavy.copied_product(self._xs, up, u, *listed, bias=b.up_bias, **projected)
-        # All rows at once, by one kernel, or a list of them, by two: one of the ways finds nothing to do.
-        at_once = slopes_hopper.applies(self._dy, down, g, b.f, b.g)
-        if at_once:
-            length = self.length
-            slopes_hopper.slopes(self._dy, down, g, u, dh, self._d_stats, length, b.f, b.g, b.cut)
-        of_dy = {"by_row": True, "source": self._dy, "some": at_once}
-        heavy.copied_product(self._dys, down, dh, *listed, **of_dy)
-        # Gradients are now where the projections were, which another backward has to make again.
-        used = self._whole if self._ends else None
-        heavy.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut, used, some=at_once)
+            heavy.copied_product(self._xs, up, u, *listed, bias=b.up_bias, source=self._x)
+        heavy.copied_product(self._dys, down, dh, *listed, by_row=True, source=self._dy)
+        heavy.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut)
         if self._dx is not None:
             second = None if u is None else (u, up)
             heavy.copied_product(
                 g, gate, self._dx, *listed, by_row=True, scatter=True, second=second,
                 arrived=self.length[1:],
             )  # fmt: skip
-        if self.sums_all:
-            self._add_at_once()
-
-    def _add_at_once(self) -> None:
-        if self._at_once:
-            gradients_hopper.add_sums(self._at_once, self.length, len(self._x), not self._alone)
 
     def add(self) -> None:
-        """Add their share of the sums that `make` has not made."""
-        if not self._sums:
-            return
-        if not self.sums_all:
-            self._add_at_once()
-        heavy.add_products(self._sums, self.length, some=bool(self._at_once))
+        """Add their share of the sums over tokens."""
+        if self._sums:
+            heavy.add_products(self._sums, self.length)

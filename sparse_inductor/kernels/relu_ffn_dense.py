@@ -58,36 +58,31 @@ def _dot_listed(
 
 @triton.jit
 def _hidden_box(
-    u, gates, out, m, n, cut, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
+    u, gates, m, n, cut, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
 ):
-    """out = f(gate) * g(u) of a box of gates at (m, n)."""
+    """gate = f(gate) * g(u) of a box of gates at (m, n)."""
     g = gates.load([m, n]).to(tl.float32)
     h = evaluate(g, F_STEPS)
     if GATED:
         h = h * evaluate(u, G_STEPS)
-    out.store([m, n], tl.where(g <= cut, 0.0, h).to(out.dtype))
+    gates.store([m, n], tl.where(g <= cut, 0.0, h).to(gates.dtype))
 
 
 @relaunched
 @triton.jit
 def _hidden_kernel(
-    x, up, gate, x_box, up_box, gate_box, out_box, bias, state, rows, whole,
+    x, up, gate, x_box, up_box, gate_box, bias, state, rows,
     M, N, stride_xm, stride_xk, stride_un, stride_uk, CUT, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BOXES: tl.constexpr, SOME: tl.constexpr, EARLY: tl.constexpr,
+    BOXES: tl.constexpr, EARLY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, into out_box, else PART columns.
-    SOME: nothing where every row is listed. whole, unless that is None: 1 where every row is listed, else 0.
+    BOXES: where every row is listed, by TMA, BN columns a tile, else PART columns.
     """
     wait_for_previous(EARLY)
     n_rows = n_listed(state)
-    if SOME and n_rows == M:
-        return
-    if whole is not None and tl.program_id(0) == 0:
-        tl.store(whole, (n_rows == M).to(tl.int32))
     cut = tl.full([], CUT, tl.float32)
     if BOXES and n_rows == M:
         tiles_m = tl.cdiv(M, BM)
@@ -105,9 +100,9 @@ def _hidden_kernel(
             # By halves: what is read and written passes through shared memory, beside the operands' stages.
             left, right = tl.split(tl.permute(tl.reshape(u, (BM, 2, BN // 2)), (0, 2, 1)))
             n = pn * BN
-            _hidden_box(left, gate_box, out_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
+            _hidden_box(left, gate_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
             n += BN // 2
-            _hidden_box(right, gate_box, out_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
+            _hidden_box(right, gate_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
     else:
         tiles_m = tl.cdiv(n_rows, BM)
         tiles_n = tl.cdiv(N, PART)
@@ -159,28 +154,18 @@ def hidden(
     f: Program,
     g: Program,
     cut: float,
-    some: bool = False,
-    out: torch.Tensor | None = None,
-    whole: torch.Tensor | None = None,
 ) -> None:
-    """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N].
-
-    some: nothing where every row is listed. Else h is in `out` there, if that is given, which takes the copy engine,
-    and `whole`, one int32, says 1; it says 0 where not every row is listed.
-    """
+    """Make h of the listed rows in the place of their gate projection, a row of `gate` [M, N]."""
     table = x if up is None else up
     tile = tile_of(x)
-    to = gate if out is None else out
-    shapes = (
-        (x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2), (to, "BM", "BN", 2),
-    )  # fmt: skip
-    made = [None if some else boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
+    shapes = (x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2)
+    made = [boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
     made, able, tile = _listed_tile(x, made)
     _hidden_kernel[(programs_of(x),)](
-        x, table, gate, *made, bias, *listed, whole,
+        x, table, gate, *made, bias, *listed,
         *gate.shape, *x.stride(), *table.stride(), cut, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-        BOXES=able, SOME=some, PRECISION=precision(x), **early(x), **tile,
+        BOXES=able, PRECISION=precision(x), **early(x), **tile,
     )  # fmt: skip
 
 
@@ -214,11 +199,9 @@ def activate(
 
 @relaunched
 @triton.jit
-def _row_stats_kernel(hidden, all_hidden, stats, state, rows, M, N, stride_s, BLOCK: tl.constexpr):
-    """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]; from all_hidden where all are."""
+def _row_stats_kernel(hidden, stats, state, rows, M, N, stride_s, BLOCK: tl.constexpr):
+    """The sum of |h| and the number of non-zeros of listed rows, from h [M, N]."""
     n_rows = n_listed(state)
-    if n_rows == M:
-        hidden = all_hidden
     for i in range(tl.program_id(0), n_rows, tl.num_programs(0)):
         row = tl.max(listed_rows(state, rows, tl.full([1], i, tl.int32), M), 0).to(tl.int64)
         size = tl.zeros([BLOCK], tl.float32)
@@ -233,14 +216,11 @@ def _row_stats_kernel(hidden, all_hidden, stats, state, rows, M, N, stride_s, BL
 
 
 def row_stats(
-    hidden: torch.Tensor,
-    stats: torch.Tensor,
-    listed: tuple[torch.Tensor, torch.Tensor],
-    all_hidden: torch.Tensor,
+    hidden: torch.Tensor, stats: torch.Tensor, listed: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Fill stats[2:] [4, M] of listed rows from `hidden` [M, N], contiguous, or from all_hidden where all are."""
+    """Fill stats[2:] [4, M] of listed rows from `hidden` [M, N], contiguous."""
     _row_stats_kernel[(8 * programs_of(hidden),)](
-        hidden, all_hidden, stats, *listed, *hidden.shape, stats.stride(0),
+        hidden, stats, *listed, *hidden.shape, stats.stride(0),
         BLOCK=1024 if hidden.is_cuda else 32,
     )  # fmt: skip
 
@@ -253,12 +233,12 @@ SPLITS = tl.constexpr(16)
 @relaunched
 @triton.jit
 def _product_kernel(
-    a, all_a, b, out, a_box, b_box, half_box, out_box, bias, state, rows, parts,
+    a, b, out, a_box, b_box, half_box, out_box, bias, state, rows, parts,
     M, N, stride_am, stride_ak, stride_bn, stride_bk, stride_om, K: tl.constexpr,
     HAS_BIAS: tl.constexpr, BOXES: tl.constexpr, EARLY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = a[row] b^T + bias for the listed rows; of all_a, which is a_box, where all are.
+    """out[row] = a[row] b^T + bias for the listed rows.
 
     BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, and half a tile's rows past the
     last round of all programs, where several make parts [half, split, half a tile's size] of a sum and add them, in
@@ -307,8 +287,6 @@ def _product_kernel(
                 False, HAS_BIAS, HALF, BN,
             )  # fmt: skip
     else:
-        if n_rows == M:
-            a = all_a
         tiles_n = tl.cdiv(N, PART)
         tiles = tiles_m * tiles_n
         splits = tl.minimum(SPLITS, tl.maximum(1, tl.num_programs(0) // tl.maximum(tiles, 1)))
@@ -345,23 +323,16 @@ def product(
     out: torch.Tensor,
     listed: tuple[torch.Tensor, torch.Tensor],
     bias: torch.Tensor | None = None,
-    all_a: torch.Tensor | None = None,
 ) -> None:
-    """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides.
-
-    all_a: what `a` is where every row is listed, of the same layout.
-    """
+    """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides."""
     tile = tile_of(a)
-    all_a = a if all_a is None else all_a
-    shapes = (
-        (all_a, "BM", "BK", 1), (b, "BN", "BK", 1), (all_a, "BM", "BK", 2), (out, "BM", "BN", 1),
-    )  # fmt: skip
+    shapes = (a, "BM", "BK", 1), (b, "BN", "BK", 1), (a, "BM", "BK", 2), (out, "BM", "BN", 1)
     found = [boxes(t, tile[i] // part, tile[j]) for t, i, j, part in shapes]
     made, able, tile = _listed_tile(a, found)
     programs = programs_of(a)
     parts = torch.empty(programs * tile["BM"] * tile["BN"], dtype=torch.float32, device=a.device)
     _product_kernel[(programs,)](
-        a, all_a, b, out, *made, bias, *listed, parts,
+        a, b, out, *made, bias, *listed, parts,
         a.shape[0], b.shape[0], *a.stride(), *b.stride(), out.stride(0), b.shape[1],
         HAS_BIAS=bias is not None, BOXES=able, PRECISION=precision(a), **early(a), **tile,
     )  # fmt: skip

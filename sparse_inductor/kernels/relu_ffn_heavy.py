@@ -16,7 +16,6 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
-from . import relu_ffn_product_hopper as product_hopper
 from .boxes import boxes
 from .early import early, wait_for_previous
 from .epilogue import encode
@@ -138,9 +137,9 @@ def _copied_tile(
 @triton.jit
 def _copied_tiles(
     a, b, c, d, a_half, c_half, bias, out, rows, parts, arrived,
-    n_rows, M, N, K, stride_a, stride_b, stride_d, stride_o,
+    n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SPLIT: tl.constexpr, REST: tl.constexpr,
+    SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of a program of `_copied_product_kernel`."""
@@ -181,10 +180,7 @@ def _copied_tiles(
                 leave_part(acc, parts, arrived, unit, splits, n_rows - m0, HALF, BN)
             else:
                 put(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
-    whole = tiles - rest
-    if REST:
-        whole = tl.where(n_rows == M, 0, whole)
-    for t in range(tl.program_id(0), whole, tl.num_programs(0)):
+    for t in range(tl.program_id(0), tiles - rest, tl.num_programs(0)):
         pm, pn = tile_last(t, full, tiles_n)
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros([BM, BN], tl.float32)
@@ -209,44 +205,32 @@ def _copied_tiles(
 @relaunched
 @triton.jit
 def _copied_product_kernel(
-    a, all_a, b, c, d, a_half, all_half, c_half, bias, out, rows, length, made, parts, arrived,
+    a, all_a, b, c, d, a_half, all_half, c_half, bias, out, rows, length, parts, arrived,
     M, N, K, stride_a, stride_all, stride_b, stride_d, stride_o,
-    SOME: tl.constexpr, REST: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
     BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b.
 
-    Where all M rows are listed, of all_a instead of a, unless that is None, and nothing if `made`, unless that is None,
-    says that it is done, or with SOME. parts, arrived: unless they are None, tiles past the last round of all
-    programs are made by halves, as in `relu_ffn_dense`. REST: where all rows are listed, whole tiles are there
-    already.
+    Where all M rows are listed, of all_a instead of a, unless that is None. parts, arrived: unless they are None, tiles
+    past the last round of all programs are made by halves, as in `relu_ffn_dense`.
     """
     wait_for_previous(EARLY)
     n_rows = tl.load(length)
-    if SOME and n_rows == M:
-        return
-    if made is not None and n_rows == M and tl.load(made) != 0:
-        return
     SPLIT: tl.constexpr = parts is not None
     if all_a is not None and n_rows == M:
         _copied_tiles(
             all_a, b, c, d, all_half, c_half, bias, out, rows, parts, arrived,
-            n_rows, M, N, K, stride_all, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, REST, BM, BN, BK, PRECISION
+            n_rows, N, K, stride_all, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
         )  # fmt: skip
     else:
         _copied_tiles(
             a, b, c, d, a_half, c_half, bias, out, rows, parts, arrived,
-            n_rows, M, N, K, stride_a, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, REST, BM, BN, BK, PRECISION
+            n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
+            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
         )  # fmt: skip
-
-
-def _start(t: torch.Tensor, some: bool) -> dict[str, bool]:
-    """Early, unless what is in front of it does the work where all rows are listed: so that the last multiprocessors
-    of that have room for the kernels beside it that find nothing to do."""
-    return {"EARLY": False} if some else early(t)
 
 
 def copied_product(
@@ -261,15 +245,12 @@ def copied_product(
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
-    made: torch.Tensor | None = None,
-    some: bool = False,
     arrived: torch.Tensor | None = None,
 ) -> None:
     """out[i] (with `scatter` out[rows[i]]) = a[i] @ b^T (+ second[0][i] @ second[1]^T) + bias, i < length.
 
     a: as `gather` gives it, from rows of `source`. b: [N, K], or with `by_row` [K, N] and not transposed; unit stride
-    along rows, as a. made, one int32: where all rows are listed and it is not 0, `out` is there already. some: nothing
-    where all rows are listed. arrived: zeros, one for a program, that are counted in.
+    along rows, as a. arrived: zeros, one for a program, that are counted in.
     """
     tile = tile_of(a)
     M = len(out) if source is None else len(source)
@@ -293,38 +274,25 @@ def copied_product(
             halves = [None if t is None else boxes(t, *half_box) for t in (a, source, c)]
             size = tile["BM"] * tile["BN"] // 2
             parts = a.new_empty(programs * size, dtype=torch.float32)
-    at_once = (
-        by_row and bias is None and source is None and parts is not None
-        and product_hopper.applies(a, b, c, d, out)
-    )  # fmt: skip
-    if at_once:
-        product_hopper.product(a, b, out, length, second)
     _copied_product_kernel[(programs,)](
-        *given, *halves, bias, out, rows, length, made, parts, None if parts is None else arrived,
+        *given, *halves, bias, out, rows, length, parts, None if parts is None else arrived,
         M, N, K, a.stride(0), 0 if source is None else source.stride(0), b.stride(0), d.stride(0), out.stride(0),
-        SOME=some, REST=at_once, BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter,
-        HAS_BIAS=bias is not None, PRECISION=precision(a), **_start(a, some), **tile,
+        BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter,
+        HAS_BIAS=bias is not None, PRECISION=precision(a), **early(a), **tile,
     )  # fmt: skip
 
 
 @relaunched
 @triton.jit
 def _slopes_kernel(
-    gate, up, dh, d_stats, rows, length, made,
-    M, N, stride_s, CUT, SOME: tl.constexpr, EARLY: tl.constexpr,
+    gate, up, dh, d_stats, rows, length,
+    N, stride_s, CUT, EARLY: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in PAD rows more.
-
-    made, unless that is None, becomes 0. SOME: nothing else where all M rows are listed.
-    """
+    """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in PAD rows more."""
     wait_for_previous(EARLY)
     n_rows = tl.load(length)
-    if made is not None and tl.program_id(0) == 0:
-        tl.store(made, tl.zeros([], tl.int32))
-    if SOME and n_rows == M:
-        return
     blocks = tl.cdiv(N, BLOCK)
     for t in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD * blocks, tl.num_programs(0)):
         i = (t // blocks).to(tl.int64)
@@ -358,18 +326,13 @@ def slopes_in_place(
     f: Program,
     g: Program,
     cut: float,
-    made: torch.Tensor | None = None,
-    some: bool = False,
 ) -> None:
-    """(gate, up, dh) [M, N] of listed rows to (d gate, d up, h), in place. made: one int32 that becomes 0.
-
-    some: nothing else where all of `rows` are listed.
-    """
+    """(gate, up, dh) [M, N] of listed rows to (d gate, d up, h), in place."""
     _slopes_kernel[(8 * programs_of(gate),)](
-        gate, up, dh, d_stats, rows, length, made,
-        len(rows), gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut, SOME=some,
+        gate, up, dh, d_stats, rows, length,
+        gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut,
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, STATS=d_stats is not None,
-        PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32, **_start(gate, some),
+        PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32, **early(gate),
     )  # fmt: skip
 
 
@@ -442,17 +405,14 @@ def _add_products_kernel(
     M, N, K0, K1, K2, stride_a0, stride_x0, stride_all0, stride_on0, stride_ok0,
     stride_a1, stride_x1, stride_all1, stride_on1, stride_ok1,
     stride_a2, stride_x2, stride_all2, stride_on2, stride_ok2,
-    SOME: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
     BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each of up to three sums, out[n, k] += sum over i < length of a[i, n] * x[i, k], or where all M rows are listed
-    of all_x, unless that is None; bias_out[n] += sum of a[i, n]. Programs go on from one sum's tiles to the next's.
-    SOME: nothing where all rows are listed."""
+    of all_x, unless that is None; bias_out[n] += sum of a[i, n]. Programs go on from one sum's tiles to the next's."""
     wait_for_previous(EARLY)
     n_rows = tl.load(length)
     if n_rows == 0:
-        return
-    if SOME and n_rows == M:
         return
     tiles = tl.full([], 0, tl.int32)
     tiles = _summed(
@@ -484,8 +444,8 @@ class Sum(NamedTuple):
     bias: torch.Tensor | None
 
 
-def add_products(sums: Sequence[Sum], length: torch.Tensor, some: bool = False) -> None:
-    """One to three sums over the same rows, `length` [1] of them. some: nothing where all are listed."""
+def add_products(sums: Sequence[Sum], length: torch.Tensor) -> None:
+    """One to three sums over the same rows, `length` [1] of them."""
     tile = tile_of(sums[0].a)
     boxed = [[boxes(s.a, tile["BK"], tile["BM"]), boxes(s.x, tile["BK"], tile["BN"])] for s in sums]
     able = all(None not in pair for pair in boxed)
@@ -505,5 +465,5 @@ def add_products(sums: Sequence[Sum], length: torch.Tensor, some: bool = False) 
     _add_products_kernel[(programs_of(length),)](
         *operands, *[None] * (5 * missing), length, len(sums[0].source), sums[0].a.shape[1],
         *widths, *[1] * missing, *strides, *[1] * (5 * missing),
-        SOME=some, BOXES=able, PRECISION=precision(sums[0].a), **early(length), **tile,
+        BOXES=able, PRECISION=precision(sums[0].a), **early(length), **tile,
     )  # fmt: skip

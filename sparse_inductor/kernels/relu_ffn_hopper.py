@@ -344,16 +344,14 @@ def marked_product(
     bias: torch.Tensor | None,
     cut: float,
     state: torch.Tensor,
-    out: torch.Tensor | None = None,
     room: bool = False,
 ) -> tuple[torch.Tensor, Marks]:
     """(x weight^T + bias [M, N], marks of what of it is not <= cut). `state`, int64, becomes zeros.
 
-    out: where the product goes, unless to new memory. room: something else is to be made beside the last tiles.
+    room: something else is to be made beside the last tiles.
     """
     M, N = len(x), len(weight)
-    if out is None:
-        out = x.new_empty(M, N)
+    out = x.new_empty(M, N)
     marks = torch.empty(M, 8 * -(-N // MARKED.value), dtype=torch.int32, device=x.device)
     of = projection(x, weight, TILES, ROOM if room else 0)
     args = (

@@ -86,7 +86,7 @@ def _transpose_kernel(
 
 
 class Unless(NamedTuple):
-    """A table is not made where state[at] says that all so many rows are dense; `pack` has it at DENSE.
+    """A table is not made where state[DENSE] says that all so many rows are dense.
 
     done: unless that is None, a zero, which becomes the number of programs that have made their part. So `dots` may be
     launched next and not wait for them (after), and `weighted_rows` waits instead (made).
@@ -95,7 +95,6 @@ class Unless(NamedTuple):
     state: torch.Tensor
     rows: int
     done: torch.Tensor | None = None
-    at: int = DENSE.value
 
 
 def by_neuron(
@@ -118,7 +117,7 @@ def by_neuron(
     programs = triton.cdiv(D, tile) * triton.cdiv(N, tile)
     beside = beside and EARLY_STARTS
     options = {"EARLY": False, "launch_pdl": True} if beside else {"EARLY": False}
-    state, M, done, at = unless or (None, 0, None, 0)
+    state, M, done = unless or (None, 0, None)
     if unless is not None:
         options = early(weight)
         if weight.is_cuda:
@@ -126,7 +125,7 @@ def by_neuron(
             programs = min(programs, ASKING * multiprocessors(weight.device))
     _transpose_kernel[(programs,)](
         weight, out, state, done, M, D, N, *weight.stride(), out.stride(0),
-        AT=at, BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,
+        AT=DENSE.value, BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,
     )  # fmt: skip
     return out, programs
 

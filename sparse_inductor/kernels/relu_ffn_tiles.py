@@ -23,7 +23,6 @@ __all__ = [
     "rest_of",
     "sum_of_rows",
     "tile_of",
-    "tiles_in_rounds",
 ]
 
 # Programs that share the sum of half a tile, of which a part is 64 KB, and steps of a sum that are worth a part.
@@ -89,20 +88,6 @@ def half_at(half, tiles, rest, halves, full, tiles_n, BM: tl.constexpr):
     t = tiles - rest + tl.where(half < two, half // 2, half - two // 2)
     pm, pn = tile_last(t, full, tiles_n)
     return pm * BM + tl.where(half < two, half % 2 * (BM // 2), 0), pn
-
-
-def tiles_in_rounds(M: int, tiles_n: int, steps: int, programs: int, BM: int) -> int:
-    """How many of the tiles of M rows `rest_of` leaves whole."""
-    tiles, full = -(-M // BM) * tiles_n, (M + BM // 2 - 1) // BM * tiles_n
-    rest = tiles % programs
-    halves = 2 * rest - min(rest, tiles - full)
-    if halves > programs:
-        splits = min(
-            programs // (halves - programs), SPLITS_BOXES.value, steps // STEPS_BOXES.value
-        )
-        if splits < LEAST_SPLITS.value:
-            return tiles
-    return tiles - rest
 
 
 @triton.jit

@@ -70,25 +70,16 @@ def forget() -> None:
     _plans.clear()
 
 
-Finds = Callable[[Sequence[Any]], Hashable]
-"""Called with the arguments in front of each call, replayed or not: what the function takes as its last argument."""
-
-
-def replayed(
-    fn: Callable[..., Any], lines: bool = False, finds: Finds | None = None
-) -> Callable[..., Any]:
+def replayed(fn: Callable[..., Any], lines: bool = False) -> Callable[..., Any]:
     """Decorates the device function of an operator: arguments are tensors, None, numbers, strings, dtypes and lists
     of these; it returns new tensors, None, or tuples and lists of them, and decides by nothing but the arguments'
-    layouts and `compat.launch_settings`. lines: it has several lines of kernels. finds: something else that it decides
-    by."""
+    layouts and `compat.launch_settings`. lines: it has several lines of kernels."""
 
     last: tuple[list[Hashable], Any] = [], None
 
     @functools.wraps(fn)
     def call(*args: Any) -> Any:
         nonlocal last
-        if finds is not None:
-            args = (*args, finds(args))
         key, inputs, addresses = _described(args)
         if not inputs:
             return fn(*args)
@@ -154,23 +145,16 @@ class Site:
     and what else a plan depends on.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], lines: bool = False, finds: Finds | None = None
-    ) -> None:
-        self._fn, self._usual, self._finds = fn, replayed(fn, lines), finds
+    def __init__(self, fn: Callable[..., Any], lines: bool = False) -> None:
+        self._fn, self._usual = fn, replayed(fn, lines)
         self._plan: _Plan | None = None
-        self._found: Hashable = None  # what the plan is for
         self._hopeful = True  # until there turns out to be no plan
         self._tensors: Callable[[Any], Sequence[Tensor]] = tuple
         self._settings: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        plan, found = self._plan, None
-        if self._finds is not None:
-            found = self._finds(args)
-            args = (*args, found)
-        usable = plan is not None and plan.current and found == self._found
-        if plan is not None and usable and compat.launch_settings() == self._settings:
+        plan = self._plan
+        if plan is not None and plan.current and compat.launch_settings() == self._settings:
             inputs = self._tensors(args)
             addresses = [t.data_ptr() for t in inputs]
             together = 0
@@ -188,13 +172,12 @@ class Site:
         if not inputs or any(address & 15 for address in addresses):
             return
         plan = _plans.get((self._fn, *key), _ONCE)
-        self._hopeful = plan is not None or self._finds is not None
+        self._hopeful = plan is not None
         if type(plan) is _Plan:
             # Lists in the arguments are not longer in the next call either.
             places = ", ".join(_places(args, "args"))
             self._tensors = eval(f"lambda args: ({places},)")
             self._plan, self._settings = plan, key[0]
-            self._found = None if self._finds is None else args[-1]
 
 
 def _places(args: Sequence[Any], name: str) -> list[str]:

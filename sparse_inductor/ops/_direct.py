@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ._dispatch import finds, functions, layered, on_gpu, on_lines, replays
+from ._dispatch import functions, layered, on_gpu, on_lines, replays
 
 __all__ = ["install", "site"]
 
@@ -60,7 +60,7 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     elif settled and replays():
         from ..kernels.replay import Site
 
-        run = layered(fn, Site(fn, fn in on_lines, finds.get(fn)))
+        run = layered(fn, Site(fn, fn in on_lines))
     else:
         run = on_gpu(fn)
 

@@ -21,7 +21,6 @@ __all__ = [
     "autocast_on",
     "call_below_autograd",
     "define",
-    "finds",
     "functions",
     "has_kernels",
     "inline",
@@ -60,9 +59,6 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
 
 # Functions whose kernels run on several streams.
 on_lines: set[Callable[..., Any]] = set()
-# What functions decide by beside their arguments' layouts: each takes it as its last argument, on a GPU.
-finds: dict[Callable[..., Any], Callable[[Sequence[Any]], Any]] = {}
-
 
 # By what computes them on a GPU.
 _operators: dict[Callable[..., Any], Operator] = {}
@@ -88,7 +84,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn
         from ..kernels.replay import replayed
 
-        return replayed(fn, fn in on_lines, finds.get(fn))
+        return replayed(fn, fn in on_lines)
 
     return layered(fn, lambda *args: replaying()(*args))
 

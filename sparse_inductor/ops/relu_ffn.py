@@ -29,7 +29,6 @@ from torch import Tensor
 from .. import compat
 from ..epilogue.cut import cut
 from ..epilogue.steps import ROW, Program, parse, run
-from ..layers import Layer, current
 from . import _relu_ffn_aten as aten
 from ._arguments import FLOATS, differ
 from ._dispatch import (
@@ -37,7 +36,6 @@ from ._dispatch import (
     autocast_on,
     call_below_autograd,
     define,
-    finds,
     first_order,
     launches,
     on_lines,
@@ -182,29 +180,26 @@ def _block(weights: Sequence[Any], gate_steps: str, up_steps: str) -> aten.Block
     return aten.Block(gate, gate_bias, up, up_bias, down, down_bias, f, g, at)
 
 
-def _empty_packed(x: Tensor, N, gated: bool, count: Tensor | None = None) -> aten.Packed:
+def _empty_packed(x: Tensor, N, gated: bool) -> aten.Packed:
     M = math.prod(x.shape[:-1])
     index = torch.int16 if isinstance(N, int) and N <= 32768 else torch.int32
     cap = capacity(N)
     return aten.Packed(
-        x.new_empty(M, dtype=torch.int32) if count is None else count,
+        x.new_empty(M, dtype=torch.int32),
         x.new_empty(M, cap, dtype=index),
         x.new_empty(M, cap),
         x.new_empty(M if gated else 0, cap),
     )
 
 
-def _run(x, weights, gate_steps, up_steps, stats, train, residual=None, keeps=False):
+def _run(x, weights, gate_steps, up_steps, stats, train, residual=None):
     _check(x, *weights, residual=residual)
     block = _block(weights, gate_steps, up_steps)
     lead = x.shape[:-1]
     flat = x.reshape(-1, x.shape[-1])
     numbers = flat.new_empty(4 if stats else 0, len(flat), dtype=_wide(x))
     N, gated = block.gate.shape[0], block.up is not None
-    packed = None
-    if train:
-        room = _with_room(flat, block, stats) if keeps and _has_kernels(flat, block) else None
-        packed = _empty_packed(flat, N, gated, room)
+    packed = _empty_packed(flat, N, gated) if train else None
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
             from ..kernels import relu_ffn as kernel
@@ -226,55 +221,21 @@ def _infer(
     return _run(x, weights, gate_steps, up_steps, stats, False, residual)[:2]
 
 
-def _with_room(x: Tensor, block: aten.Block, stats: bool) -> Tensor | None:
-    """The counts of a step whose rows are expected to be dense (`kernels.relu_ffn_kept`), where they can be kept."""
-    from ..kernels import relu_ffn as kernel
-    from ..kernels import relu_ffn_kept as kept
-
-    if not kernel.may_keep(x, block, stats):
-        return None
-    return kept.counts(x, block.gate.shape[0], block.up is not None)
-
-
-def _expects_dense_rows(args: Sequence[Any]) -> bool:
-    """Whether the last steps of this layer that the host has seen had dense rows only."""
-    from ..kernels import relu_ffn_kept as kept
-
-    gate = args[1]
-    return kept.expected(gate, capacity(gate.shape[0]))
-
-
-def _has_room(args: Sequence[Any]) -> bool:
-    """Whether a backward's counts have room behind them; and have the host look at them now and then."""
-    from ..kernels import relu_ffn as kernel
-    from ..kernels import relu_ffn_kept as kept
-
-    x, gate, up, stats, count = args[2], args[3], args[5], args[11], args[12]
-    few = kernel.is_few_to_keep(len(count), gate.shape[0], stats)
-    if x.element_size() == 2 and not few:
-        kept.look(gate, count)
-    return kept.of(count, x.dtype, gate.shape[0], up is not None) is not None
-
-
-def _train(
-    x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats, keeps=False
-):
+def _train(x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats):
     weights = (gate, gate_bias, up, up_bias, down, down_bias)
-    y, numbers, p = _run(x, weights, gate_steps, up_steps, stats, True, keeps=keeps)
+    y, numbers, p = _run(x, weights, gate_steps, up_steps, stats, True)
     return y, numbers, p.count, p.index, p.gate, p.up
 
 
 def _backward(
     grad, d_stats, x, gate, gate_bias, up, up_bias, down, down_bias, gate_steps, up_steps, stats,
-    count, index, gates, ups, needs, has_room=False,
+    count, index, gates, ups, needs,
 ):  # fmt: skip
     weights = (gate, gate_bias, up, up_bias, down, down_bias)
     block = _block(weights, gate_steps, up_steps)
     flat = x.reshape(-1, x.shape[-1])
     dy = grad.reshape(-1, grad.shape[-1])
     d_numbers = d_stats.reshape(4, -1) if stats else None
-    if current() > Layer.NATIVE:
-        count = count.clone()  # without the room behind it, which is for the first layer's kernels
     packed = aten.Packed(count, index, gates, ups)
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
@@ -446,7 +407,6 @@ def _shared_backward(grad, d_stats, *args) -> Rule:
 
 
 on_lines.update((_infer, _train, _backward))
-finds[_train], finds[_backward] = _expects_dense_rows, _has_room
 register(_lib, "relu_ffn", _infer, _fake, _shared_with_residual, _autograd)
 register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
 register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)

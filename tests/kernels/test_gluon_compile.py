@@ -27,16 +27,12 @@ def compile_all(every: bool) -> None:
     from sparse_inductor.kernels import hopper_ring as ring
     from sparse_inductor.kernels import hopper_tiles as tiles
     from sparse_inductor.kernels import hopper_wide as wide
-    from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients
-    from sparse_inductor.kernels import relu_ffn_hidden_hopper as hidden
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_marked as marked
     from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
     from sparse_inductor.kernels import relu_ffn_pool_hopper as pool_hopper
-    from sparse_inductor.kernels import relu_ffn_product_hopper as product
     from sparse_inductor.kernels import relu_ffn_ptx as ptx
     from sparse_inductor.kernels import relu_ffn_resident as resident
-    from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes
     from sparse_inductor.kernels import relu_ffn_sums as sums
     from sparse_inductor.kernels import relu_ffn_sums_ptx as sums_ptx
     from sparse_inductor.kernels import splade_head_hopper as splade
@@ -62,7 +58,6 @@ def compile_all(every: bool) -> None:
         assert "wgmma" in code and copies in code and ".local" not in code
         assert compiled.metadata.shared <= 227 * 1024
 
-    nothing = {"F": encode(()), "G": encode(())}
     token, bulk = box(64, 64), "cp.async.bulk.tensor"
 
     def widened(kernel, types, constants):
@@ -73,7 +68,7 @@ def compile_all(every: bool) -> None:
         widths = re.findall(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16", compiled.asm["ptx"])
         assert {*map(int, widths)} == {constants["COLUMNS"]}, "parts are left"
 
-    def products(of, keeps=False):
+    def products(of):
         """(types of operands, of what is written, constants) of all tiles."""
         for turned, costs in ((False, of.upright), (True, of.turned)):
             for columns, _ in costs:
@@ -90,23 +85,8 @@ def compile_all(every: bool) -> None:
     for operands, written, constants in products(hopper.TILES):
         types = [*operands, *written, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
         widened(hopper._product_kernel, types, constants)
-    for keep in (False, True):
-        for operands, written, constants in products(hidden.TILES[keep]):
-            types = [*operands, *written * 3, *"*bf16 *i64 *i32 i32 i32 fp32".split()]
-            widened(hidden._hidden_kernel, types, {**constants, **nothing, "KEEP": keep})
     types = [token, "*bf16", token, *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
     multiplies(made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4), "cp.async.cg")
-    types = [token, box(64, slopes.COLUMNS.value), *[box(64, slopes.PART.value)] * 3]
-    types += "*fp32 *i32 i32 i32 i32 i32 fp32".split()
-    constants = {"GATED": True, "STATS": True, "F": encode(parse("relu")), "G": encode(())}
-    multiplies(made(slopes._slopes_kernel, types, constants, num_warps=4), bulk)
-    for add, late in ((False, True), (False, False), (True, False))[: 3 if every else 1]:
-        types = [*[token, box(64, 256), token] * 3, "*i32", *["i32"] * 8]
-        constants = {"STAGES": 3 if add else 4, "ADD": add, "LATE": late}
-        multiplies(made(gradients._sums_kernel, types, constants, num_warps=4), bulk)
-    for two in (False, True) if every else (True,):
-        types = [*[token, box(64, 256)] * 2, token, "*i32", *["i32"] * 4]
-        multiplies(made(product._product_kernel, types, {"TWO": two}, num_warps=4), bulk)
     granule, types = box(32, 64), "*bf16 *fp32 *fp32 *i32 *i64 *i32 *i32 *bf16 *i16 *fp32".split()
     for training in (False, True) if every else (True,):
         constants = {

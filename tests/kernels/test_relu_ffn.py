@@ -12,7 +12,6 @@ from sparse_inductor.kernels import relu_ffn as kernel
 from sparse_inductor.kernels import relu_ffn_backward as backward_kernel
 from sparse_inductor.kernels import relu_ffn_dots as dots
 from sparse_inductor.kernels import relu_ffn_gather as gather
-from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients
 from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_pool as pool
 from sparse_inductor.kernels import relu_ffn_rows as rows
@@ -254,32 +253,6 @@ def test_only_what_is_needed():
 def test_backward_in_pieces(monkeypatch):
     monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
     check_backward(*make(140, share=0.05))
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    ("M", "dense"),
-    [heavy(40, slice(0)), (40, slice(0, None, 2)), heavy(40, slice(None)), (140, slice(None))],
-)
-def test_sums_at_once_where_all_rows_are_dense(monkeypatch, M, dense):
-    """The kernel that makes them is a Hopper GPU's: here stands what it does. Others write there then nothing, or are
-    added to, where rows are in pieces."""
-    made = []
-
-    def add_sums(sums, length, rows_of, add):
-        made.append((length[0].item() == rows_of, add))
-        for s in sums if made[-1][0] else ():
-            total = s.a[:rows_of].t() @ s.x[:rows_of]
-            s.out.copy_(total + s.out if add else total)
-
-    monkeypatch.setattr(gradients, "add_sums", add_sums)
-    monkeypatch.setattr(gradients, "of_dense_rows", lambda sums: [*map(gradients.in_rows, sums)])
-    monkeypatch.setattr(backward_kernel, "CHUNK", 128 * 72)
-    x, b = make(M, bias=False)
-    b.gate[:, -1], x[:, -1] = -3.0, 1.0
-    x[dense, -1] = -1.0
-    check_backward(x, b)
-    assert set(made) == {(dense == slice(None), M > 128)}
 
 
 def alike(M, **kwargs):

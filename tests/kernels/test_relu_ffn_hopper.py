@@ -13,17 +13,13 @@ import triton.language as tl
 
 import sparse_inductor
 import support
-from sparse_inductor.epilogue.steps import parse
 from sparse_inductor.kernels import hopper_projection as projections
 from sparse_inductor.kernels import hopper_ring as ring
 from sparse_inductor.kernels import hopper_tiles, tile_order
 from sparse_inductor.kernels import relu_ffn_dense as dense
-from sparse_inductor.kernels import relu_ffn_gradients_hopper as gradients_hopper
 from sparse_inductor.kernels import relu_ffn_heavy as heavy
-from sparse_inductor.kernels import relu_ffn_hidden_hopper as hidden_hopper
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
 from sparse_inductor.kernels import relu_ffn_packing as packer
-from sparse_inductor.kernels import relu_ffn_slopes_hopper as slopes_hopper
 from sparse_inductor.kernels import relu_ffn_tiles as tile_rounds
 from sparse_inductor.kernels.unroll import unrolled
 
@@ -45,16 +41,12 @@ def test_steps_are_unrolled_within_what_a_compiler_takes():
         assert each <= 16 and (each == total or each >= 5)
 
 
-GATES, HIDDEN = hopper.TILES, hidden_hopper.TILES
+GATES = hopper.TILES
 # On a GPU of 132 multiprocessors.
 tile_for = functools.partial(hopper_tiles.tile_for, programs=132)
 
 
-def widths_of(*kinds):
-    return {columns for t in kinds for columns, _ in (*t.upright, *t.turned)}
-
-
-WIDTHS = sorted(widths_of(GATES, *HIDDEN.values()))
+WIDTHS = sorted({columns for columns, _ in (*GATES.upright, *GATES.turned)})
 
 
 def test_tiles_are_as_wide_as_fits_the_last_round():
@@ -67,7 +59,6 @@ def test_tiles_are_as_wide_as_fits_the_last_round():
     roomy = tile_for(2048, 5632, tiles=GATES, room=hopper.ROOM)
     assert roomy.columns == 256 and hopper_tiles.leaves_room(roomy)
     assert tile_for(2305, 5632, tiles=GATES, room=hopper.ROOM) == found[3], "no third waits"
-    assert tile_for(2433, 5632, tiles=HIDDEN[True]).columns == 144
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
@@ -92,18 +83,14 @@ def test_a_tile_has_powers_of_two_as_parts_and_pieces_within_them(columns):
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_stages_fit_beside_what_is_read_and_written(columns):
-    """Bytes beside the ring: boxes that are written, one of each size, and with what is kept another."""
-    one = 2 * 128 * (64 + (columns % 64 and hopper_tiles.small_of(columns)))
-    held = 2 * 128 * columns
-    for tiles, beside in ((GATES, one), (HIDDEN[False], held), (HIDDEN[True], held + one)):
-        stages = tiles.stages(columns)
-        # Rows of 128 bytes: a power of two, or the first operand's last 64 rows are in what is left of it.
-        rows = columns + 128 if columns % 128 == 0 else 320 if columns <= 192 else 384
-        assert stages >= 3 and stages * rows * 128 + beside <= ring.SHARED
-        assert (stages + 1) * rows * 128 + beside > ring.SHARED, "as many as fit"
-    assert GATES.stages(columns) >= hopper_tiles.LEAST_STAGES
-    if columns in widths_of(HIDDEN[False]):
-        assert HIDDEN[False].stages(columns) >= hopper_tiles.LEAST_STAGES
+    """Bytes beside the ring: boxes that are written, one of each size."""
+    beside = 2 * 128 * (64 + (columns % 64 and hopper_tiles.small_of(columns)))
+    stages = GATES.stages(columns)
+    # Rows of 128 bytes: a power of two, or the first operand's last 64 rows are in what is left of it.
+    rows = columns + 128 if columns % 128 == 0 else 320 if columns <= 192 else 384
+    assert stages * rows * 128 + beside <= ring.SHARED
+    assert (stages + 1) * rows * 128 + beside > ring.SHARED, "as many as fit"
+    assert stages >= hopper_tiles.LEAST_STAGES
 
 
 @pytest.mark.parametrize("most", [1, 2, 6])
@@ -138,12 +125,11 @@ def test_what_is_left_past_the_last_round_is_shared_out(steps, tiles_n, rows, de
     """The last row tile has so many rows of 128."""
     programs = 24
     for tiles_m in range(1, 3 * programs // tiles_n):
-        tiles, M = tiles_m * tiles_n, 128 * (tiles_m - 1) + rows
+        tiles = tiles_m * tiles_n
         short = tiles_n if rows <= 64 else 0
         out = torch.empty(4, dtype=torch.int32, device=device)
         _rest_kernel[(programs,)](out, tiles, short, steps)
         rest, halves, alone, splits = out.tolist()
-        assert tiles - rest == tile_rounds.tiles_in_rounds(M, tiles_n, steps, programs, 128)
         assert rest in (0, tiles % programs) and alone <= min(halves, programs)
         assert halves == 2 * rest - min(rest, short)
         assert (halves - alone) * splits <= programs, "a program for each part"
@@ -216,18 +202,6 @@ PRODUCTS = [
     ((3553, 512, 5632), 240),
     ((5625, 1088, 1400), 240),
 ]
-# The same, and columns where the up projection is kept, which leaves less for stages.
-HIDDENS = [
-    ((1001, 200, 1000), 128, 128),  # a tile a program
-    ((4100, 328, 2040), 128, 128),
-    ((5000, 328, 1400), 144, 144),
-    ((2561, 576, 5632), 144, 144),  # six
-    ((2305, 328, 5632), 160, 160),
-    ((2048, 1096, 5632), 176, 176),
-    ((1665, 576, 5512), 192, 192),
-    ((2433, 1096, 5512), 144, 144),
-    ((3073, 200, 5632), 176, 176),
-]
 
 
 def test_products_below_have_tiles_of_every_width():
@@ -236,10 +210,7 @@ def test_products_below_have_tiles_of_every_width():
 
     for (M, _, N), of in PRODUCTS:
         assert columns(M, N, GATES) == of
-    for (M, _, N), *of in HIDDENS:
-        assert [columns(M, N, HIDDEN[keeps]) for keeps in (False, True)] == of
-    assert {of for _, of in PRODUCTS} == widths_of(GATES)
-    assert {of for _, of, _ in HIDDENS} == widths_of(HIDDEN[False])
+    assert {of for _, of in PRODUCTS} == {*WIDTHS}
 
 
 @pytest.mark.gpu
@@ -263,41 +234,6 @@ def test_marked_product(dtype, M, K, N, bias):
         assert torch.equal(marks.words, marks_of(out.float(), 0.3, marks.by_quad).words)
         if not room:
             state.fill_(-1)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper_gpu")
-@pytest.mark.parametrize(("steps", "up_steps"), [("relu", ""), ("relu | square", "sigmoid")])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("M", "K", "N"), [sizes for sizes, _, _ in HIDDENS])
-def test_hidden_only_where_all_rows_are_dense(steps, up_steps, bias, M, K, N):
-    torch.manual_seed(0)
-    draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
-    x, up, gate = draw(M, K), draw(N, K) / K**0.5, draw(M, N)
-    b = draw(N) if bias else None
-    assert hopper.applies(x, up)
-    f, g = parse(steps), parse(up_steps)
-    state = torch.zeros(packer.DENSE.value + 1, dtype=torch.int64, device="cuda")
-    state[packer.DENSE.value] = M - 1
-    h = gate.clone()
-    hidden_hopper.hidden(x, up, b, h, state, f, g, 0.0, h)
-    assert torch.equal(h, gate)
-    state[packer.DENSE.value] = M
-    hidden_hopper.hidden(x, up, b, h, state, f, g, 0.0, h)
-    u = F.linear(x.float(), up.float(), None if b is None else b.float())
-    a = F.relu(gate.float()) if steps == "relu" else F.relu(gate.float()).square()
-    want = a * (u if not up_steps else u.sigmoid())
-    torch.testing.assert_close(h.float(), want, rtol=2e-2, atol=2e-2)
-    # Elsewhere, and the projection beside it.
-    out, ups = torch.full_like(gate, torch.nan), torch.full_like(gate, torch.nan)
-    whole = torch.full((1,), 7, dtype=torch.int32, device="cuda")
-    before = gate.clone()
-    hidden_hopper.hidden(x, up, b, gate, state, f, g, 0.0, out, (ups, whole))
-    assert whole.item() == 1 and torch.equal(out, h) and torch.equal(gate, before)
-    torch.testing.assert_close(ups.float(), u, rtol=2e-2, atol=2e-2)
-    state[packer.DENSE.value] = M - 1
-    hidden_hopper.hidden(x, up, b, gate, state, f, g, 0.0, out, (ups, whole))
-    assert whole.item() == 0
 
 
 @pytest.mark.gpu
@@ -431,74 +367,3 @@ def test_sums_over_rows_one_behind_the_other(sums, n):
     got = [t for s in given for t in (s.out, s.bias) if t is not None]
     for t, want in zip(got, wants, strict=True):
         torch.testing.assert_close(t.float(), want, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper_gpu")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("add", [True, False])
-@pytest.mark.parametrize("sums", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("M", "N", "K"), [(2049, 1408, 640), (321, 5640, 2056), (129, 5640, 2056), (64, 40, 24)]
-)
-def test_sums_at_once(M, N, K, sums, add, dtype):
-    """The last one's result is the transpose of what rows of a neuron would be."""
-    torch.manual_seed(0)
-    draw = lambda *s: torch.randn(*s, device="cuda").to(dtype)
-    room = M + heavy.PAD.value
-    given, wants = [], []
-    for i in range(sums):
-        a, source = draw(room, N) / M**0.5, draw(M, K)
-        a[M:] = 0
-        given.append(heavy.Sum(a, a, source, draw(N, K) if i < 2 else draw(K, N).t(), None))
-        want = a[:M].float().t() @ source.float()
-        wants.append(want + given[-1].out.float() if add else want)
-    assert hopper.applies(given[0].source)
-    made = gradients_hopper.of_dense_rows(given)
-    before = [s.out.clone() for s in given]
-    length = torch.tensor([M - 1], dtype=torch.int32, device="cuda")
-    gradients_hopper.add_sums(made, length, M, add)
-    assert all(torch.equal(s.out, b) for s, b in zip(given, before)), "not all rows are listed"
-    gradients_hopper.add_sums(made, length + 1, M, add)
-    for s, want in zip(given, wants, strict=True):
-        torch.testing.assert_close(s.out.float(), want, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper_gpu")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("steps", "up_steps"), [("relu", None), ("relu", ""), ("relu | square", "sigmoid")]
-)
-@pytest.mark.parametrize("stats", [True, False])
-@pytest.mark.parametrize(
-    ("M", "N", "D"), [(1001, 1000, 328), (129, 264, 64), (1665, 5632, 64), (4096, 1408, 840)]
-)
-def test_slopes_at_once_are_those_of_two_kernels(dtype, steps, up_steps, stats, M, N, D):
-    torch.manual_seed(0)
-    draw = lambda *s: torch.randn(*s, device="cuda").to(dtype)
-    dy, down = draw(M, D), draw(D, N) / D**0.5
-    made = [draw(M + heavy.PAD.value, N) for _ in range(1 if up_steps is None else 2)]
-    d_stats = torch.randn(4, M, device="cuda") if stats else None
-    f, g = parse(steps), parse(up_steps or "")
-    assert hopper.applies(dy)
-    assert slopes_hopper.applies(dy, down, made[0], f, g)
-    rows = torch.arange(M, dtype=torch.int32, device="cuda")
-    length = torch.full((1,), M, dtype=torch.int32, device="cuda")
-
-    want = [t.clone() for t in made]
-    dh = torch.empty_like(made[0])
-    heavy.copied_product(dy, down, dh, rows, length, by_row=True, source=dy)
-    up = want[1] if len(want) > 1 else None
-    heavy.slopes_in_place(want[0], up, dh, d_stats, rows, length, f, g, 0.0)
-
-    got, h = [t.clone() for t in made], torch.full_like(made[0], torch.nan)
-    up = got[1] if len(got) > 1 else None
-    fewer = length - 1
-    slopes_hopper.slopes(dy, down, got[0], up, h, d_stats, fewer, f, g, 0.0)
-    assert h.isnan().all() and all(map(torch.equal, got, made)), "not all rows are listed"
-    slopes_hopper.slopes(dy, down, got[0], up, h, d_stats, length, f, g, 0.0)
-    tile = -(-M // 64) * 64  # zeros up to here
-    for a, b in zip((*got, h), (*want, dh), strict=True):
-        torch.testing.assert_close(a[:tile].float(), b[:tile].float(), rtol=2e-2, atol=5e-2)
-        assert not a[M:tile].any()

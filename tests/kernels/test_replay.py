@@ -128,26 +128,6 @@ def test_another_layout_is_planned_anew(args):
     assert call.planned == 3
 
 
-@pytest.mark.parametrize("how", [replay.replayed, replay.Site])
-def test_what_a_call_finds_out_beforehand_has_a_plan_of_its_own(how):
-    kernel, found, planned = Kernel(double), [2], []
-
-    def fn(x: Tensor, factor: int):
-        planned.append(factor)
-        out = x.new_empty(x.shape)
-        launch(kernel, (1,), (x, out, x.numel()), {"F": factor}, 4)
-        return out
-
-    asked = []
-    call = how(fn, False, lambda args: asked.append(len(args)) or found[0])
-    for factor in (2, 2, 2, 2, 3, 3, 3, 2, 3, 2):
-        found[0] = factor
-        x = torch.randn(4, 5)
-        torch.testing.assert_close(call(x), factor * x)
-    assert planned == [2, 2, 3, 3], "one call that is made and one that is recorded, for each"
-    assert asked == [1] * 10
-
-
 def test_another_setting_is_planned_anew(monkeypatch):
     call = operator(Kernel(double))
     for x in draws(3):
