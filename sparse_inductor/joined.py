@@ -1,8 +1,8 @@
 """Graphs that hold together what Dynamo would compile apart.
 
-Dynamo ends the graph at a call of the entmax package in training; with `match.leaves` it goes on. AOTAutograd
-differentiates the whole graph while it compiles, and refuses one that writes to what autograd has saved, even if the
-program never asks for a gradient. In parts, such a program runs.
+Dynamo ends the graph at a call of the entmax package in training, or of a copy of its autograd Functions; with
+`match.leaves` it goes on. AOTAutograd differentiates the whole graph while it compiles, and refuses one that writes to
+what autograd has saved, even if the program never asks for a gradient. In parts, such a program runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("sparse_inductor")
 
 
 def overwrites_what_is_saved(graph: fx.Graph) -> bool:
-    """Whether a graph with the package's functions in it writes to what its backward needs: it is run on fakes, forward
+    """Whether a graph with such functions in it writes to what its backward needs: it is run on fakes, forward
     and backward, if it writes to anything."""
     if not torch.is_grad_enabled() or not any(map(_joins, graph.nodes)):
         return False
@@ -51,6 +51,8 @@ def _refused(graph: fx.Graph) -> bool:
 
 
 def _joins(node: fx.Node) -> bool:
+    if compat.is_higher_order(node.target):
+        return str(node.target) == "autograd_function_apply"
     return getattr(node.target, "__module__", None) == leaves.__name__
 
 

@@ -103,7 +103,26 @@ def residual(linear, x):
     return h, x
 
 
-@pytest.mark.parametrize("program", [written_behind, residual])
+class CopiedSquare(torch.autograd.Function):
+    """Class methods, as the package's Functions have them."""
+
+    @classmethod
+    def forward(cls, ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @classmethod
+    def backward(cls, ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def written_behind_a_copy(linear, x):
+    h = torch.relu(x)
+    return CopiedSquare.apply(linear(h)), h.add_(1)
+
+
+@pytest.mark.parametrize("program", [written_behind, residual, written_behind_a_copy])
 def test_what_autograd_saved_is_written_behind_a_call(program):
     """Dynamo alone ends the graph at the call, and what is computed without a backward runs."""
     linear, x = torch.nn.Linear(7, 7), torch.randn(4, 7)
