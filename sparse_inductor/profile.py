@@ -196,14 +196,13 @@ def watch(graph: fx.Graph, kept: Kept, watched: Sequence[tuple[Site, Sparse]]) -
     """
     profile = kept.profile
     version = profile.version
-    asked = False
+    compiled = False
 
     def holds() -> bool:
-        nonlocal asked
-        if asked:
-            return kept.profile.accepts(version)
-        asked = True  # by Dynamo, about the call that it has compiled the code for
-        return True
+        nonlocal compiled
+        # Dynamo asks several times about the call that it compiles the code for, to see how long that takes.
+        compiled = compiled or compat.current_compile() is None
+        return kept.profile.accepts(version) if compiled else True
 
     compat.add_guard(holds, f"sparse_inductor: version {version}")
     if not watched:
