@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from sparse_inductor.match.gemm import linears
 from sparse_inductor.match.graph import GraphView, fake
 from sparse_inductor.match.names import canonical
 from sparse_inductor.match.shapes import Decline, move
+from sparse_inductor.pattern import registered
 from sparse_inductor.records import Report
 from sparse_inductor.rewrite import RewritePass
 
@@ -763,3 +766,29 @@ getitem_3 = getitem(splade_head_default, 0)  [2, 10]
 getitem_4 = getitem(splade_head_default, 1)  [2, 10]
 return [getitem_3, getitem_4]""",
     )
+
+
+def test_a_residual_stream_is_walked_once(monkeypatch):
+    """Every linear on it asks for the value before it, and every sum for both of its operands."""
+    walked: Counter[fx.Node] = Counter()
+    module = importlib.import_module("sparse_inductor.match.climb")
+    walk = module._climb
+
+    def counting(view: GraphView, node: fx.Node, depth: int) -> Any:
+        walked[node] += 1
+        return walk(view, node, depth)
+
+    monkeypatch.setattr(module, "_climb", counting)
+    up, down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def stack(x):
+        for _ in range(5):
+            x = x + down(torch.relu(up(x)))
+        return x
+
+    report = Report()
+    with torch.no_grad():
+        gm = capture(stack, torch.randn(2, 3, 4))
+        RewritePass(registered().values(), report).run(gm.graph)
+    assert len(report.rewrites) == 5
+    assert len(walked) > 5 and max(walked.values()) == 1

@@ -41,14 +41,30 @@ _NOT_MONOTONE = {
 
 def climb(view: GraphView, node: Any, reader: fx.Node, depth: int = 0) -> Spine:
     """The spine that ends in the value `reader` sees of `node`. Raises Decline with the first thing in the way."""
-    if depth > _MAX_DEPTH:
-        raise Decline("the chain of operations is too long", node)
     if not isinstance(node, fx.Node):
         raise Decline(f"{label(reader)} makes its values of the number {node}", reader)
     seen = view.value(node, reader)
     if seen is None:
         raise Decline("it is changed in place through a view of it", node)
-    node = seen
+    # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
+    found = view.climbed.get(seen)
+    if found is None:
+        cut = view.climbs_cut
+        if depth > _MAX_DEPTH:
+            view.climbs_cut += 1
+            raise Decline("the chain of operations is too long", seen)
+        try:
+            found = _climb(view, seen, depth)
+        except Decline as reason:
+            found = reason
+        if view.climbs_cut == cut:  # else one from a nearer reader may come further
+            view.climbed[seen] = found
+    if isinstance(found, Decline):
+        raise found.with_traceback(None)
+    return found
+
+
+def _climb(view: GraphView, node: fx.Node, depth: int) -> Spine:
     found = linears(view, node)
     if found is not None:
         if not found:

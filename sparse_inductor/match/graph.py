@@ -59,6 +59,8 @@ class GraphView:
         self._calls: dict[fx.Node, Call | None] = {}
         self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
         self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
+        self.climbed: dict[fx.Node, Any] = {}  # of `climb`, as the next one
+        self.climbs_cut = 0
         self.transforms = _transforms(graph)
 
     @functools.cached_property
