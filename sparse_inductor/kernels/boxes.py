@@ -7,7 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arch import capability
 
-__all__ = ["addressable", "boxes", "sliceable"]
+__all__ = ["addressable", "boxes"]
 
 
 def boxes(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
@@ -27,17 +27,4 @@ def addressable(rows: torch.Tensor) -> bool:
         and stride % 8 == 0  # 16 bytes
         and stride >= rows.shape[1]
         and rows.data_ptr() % 16 == 0
-    )
-
-
-def sliceable(x: torch.Tensor, table: torch.Tensor) -> bool:
-    """Whether slices of a table's rows [N, D], of x's type, can be held in shared memory: 16 bits, a Hopper GPU, and 16
-    bytes to copy at a time, which Triton sees in a stride of 16 elements."""
-    return (
-        x.is_cuda
-        and x.element_size() == 2
-        and x.dtype.is_floating_point
-        and capability(x.device) == (9, 0)
-        and addressable(table)
-        and table.stride(0) % 16 == 0
     )

@@ -9,13 +9,11 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 __all__ = [
     "let_next_start",
     "load_box",
-    "load_rows",
     "say",
     "store_box",
     "wait_for_previous",
@@ -27,7 +25,6 @@ def _named(module: Any, now: str, before: str) -> Any:
 
 
 # Global to shared memory, by addresses: (shared, addresses).
-load_rows = _named(async_copy, "async_load", "async_copy_global_to_shared")
 # The bulk copy engine's: (descriptor, place, barrier, shared) and (descriptor, place, shared).
 load_box = _named(tma, "async_load", "async_copy_global_to_shared")
 store_box = _named(tma, "async_store", "async_copy_shared_to_global")

@@ -8,8 +8,7 @@ so a call has one sequence of launches for every input.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +21,13 @@ from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_hopper as hopper
 from . import relu_ffn_marked as marked
 from . import relu_ffn_packing as packer
-from . import relu_ffn_pool as rows_pool
-from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
-from . import relu_ffn_sums as sums
 from .branch import Branch
-from .relu_ffn_tiles import precision
 
 __all__ = [
     "chunks",
     "forward",
     "is_few",
-    "resides",
     "rows_of_table",
 ]
 
@@ -45,15 +39,6 @@ CHUNK = 1 << 30
 # 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). Where they are, up to 1.3x is lost, 1.4x in training.
 FEW = 1664
 FEW_GATES = 9 << 20
-# Rows from which on a table's slices may stay in shared memory, in inference and where a backward follows: with fewer,
-# to arrange the entries and to add up takes as long as is gained.
-RESIDENT = 16384
-RESIDENT_TRAINING = 8192
-# Rows from which on the down projection's slices do: 6 % are gained at 6 144 rows and 5 % at 8 192 where they have no
-# pools. Where they have, or few entries, there is nothing to sum so, and what is launched for nothing takes 1 %.
-SUMMED = 6144
-# Rows from which on pools of neurons are looked for.
-SHARING = 4096
 
 
 class Block(Protocol):
@@ -110,20 +95,6 @@ def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.stride(1) == 1 else weight.contiguous()
 
 
-def resides(M: int, training: bool) -> bool:
-    """Whether `relu_ffn_resident` is for so many rows."""
-    return (RESIDENT_TRAINING if training else RESIDENT) <= M
-
-
-def _may_share(M: int, N: int, cut: float) -> bool:
-    """Whether to look for neurons that many rows of a block have in common.
-
-    Looking takes about 10 us, which 4 096 rows are worth. Pools mark what is not active by 0, which is inactive only
-    where the cut is not below 0; their slots are 16-bit.
-    """
-    return M >= SHARING and N <= 32768 and cut >= 0
-
-
 def forward(
     x: torch.Tensor,
     b: Block,
@@ -160,25 +131,17 @@ def forward(
     for part in parts:
         m = part.stop - part.start
         numbers = None if stats is None else stats[:, part]
-        # Looked for where it may pay; a training step needs its packed rows whole.
-        shares = packed is None and numbers is None and _may_share(m, N, b.cut)
-        pool = rows_pool.Pool(x[part]) if shares else None
-        words = rows_pool.words(m, N) if shares and not marking else 0
-        residing = resides(m, packed is not None)
-        # All sparse rows are gathered for one by one.
-        gathered = not (shares or m >= SUMMED or residing)
         # Nothing lies between the dot products and the weighted rows, which take rows as they come.
-        alone = gathered and numbers is None
+        alone = numbers is None
         follows = up is not None and alone and dot_rows.follows(x, up)
-        if follows:
-            words = 2 + -(-m // 2)
+        words = 2 + -(-m // 2) if follows else 0
         state = packer.new_state(x.device, words)
         # What counts the programs that make the table, then a row's entries that are done.
         done = state[len(state) - words :].view(torch.int32) if follows else None
         ready = None if done is None else done[4:]
         # Where nothing waits for the table but what rows are gathered with, it is made only where they are; unless the
         # product of marks, which statistics have none of, has room for it beside its end.
-        asked = gathered and len(parts) == 1
+        asked = len(parts) == 1
         roomy = asked and marking
         marks = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
@@ -199,7 +162,7 @@ def forward(
                 m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
             )
             # Gates are read where the product left them, by all but what goes through entries neuron by neuron.
-            picks = marks is None or up is None or residing
+            picks = marks is None or up is None
             value, ups = x.new_empty(m, cap) if picks else None, None
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
@@ -207,53 +170,15 @@ def forward(
         heavy = count.new_empty(packer.room_for_rows(m))
         entries = (count, index, value)
         if marks is not None:
-            packing = marked.pack(gate, marks, entries, heavy, state, pool)
+            packing = marked.pack(gate, marks, entries, heavy, state)
         else:
-            shared = None if pool is None else rows_pool.counts(state[len(state) - words :], N)
-            packing = packer.pack(
-                gate,
-                entries,
-                heavy,
-                state,
-                numbers,
-                b.f,
-                b.cut,
-                up is not None,
-                shared,
-                rows_pool.ROWS,
-            )
-            if pool is not None and shared is not None:
-                rows_pool.split(pool, shared, state, *entries)
+            packing = packer.pack(gate, entries, heavy, state, numbers, b.f, b.cut, up is not None)
         listed = state, heavy
-        summed = None
-        if m >= SUMMED and sums.applies(y, table):
-            blocks = state[packer.SUMMED.value : packer.ARRIVED.value].view(torch.int32)
-            summed = sums.Lists(count, index, blocks)
-        pools: tuple[torch.Tensor | None, int] = (None, 0)
-        if pool is not None:
-            pools = pool.size, rows_pool.ROWS
-        with contextlib.ExitStack() as lines:
-            ahead = arranged = None
-            if summed is not None:
-                # A few large blocks, for which there is no room once there are those that gather.
-                ahead = lines.enter_context(Branch(x.device, urgent=True))
-                with ahead.beside():
-                    summed.fill(state, *pools)
-                    arranged = ahead.mark()
-            h, steps, rest = value, b.f, None
-            if up is not None:
-                h, steps = x.new_empty(m, cap), ()
-                slices = resident.plan(x[part], up) if residing else None
-                if slices is not None:
-                    octets = state[packer.OCTETS.value : packer.SUMMED.value].view(torch.int32)
-                    lists = resident.Lists(count, index, slices, packer.most_entries(m, N), octets)
-                    lists.fill(state)
-                    # In front of what else there is to do: it needs whole multiprocessors.
-                    resident.dots(x[part], up, b.up_bias, entries, ups, lists, h, b.f, b.g)
-                    rest = lists.rest
-                    del lists  # its sums are large
-            # Tensor cores have pools and dense rows to do, or nothing, while rows are gathered.
-            branch = lines.enter_context(Branch(x.device, urgent=alone))
+        h, steps = value, b.f
+        if up is not None:
+            h, steps = x.new_empty(m, cap), ()
+        # Tensor cores have dense rows to do, or nothing, while rows are gathered.
+        with Branch(x.device, urgent=alone) as branch:
             made: torch.Tensor | None = None
             makers = 0
             if table is None:
@@ -262,34 +187,18 @@ def forward(
             if up is not None:
                 gates = gate if value is None else value
                 dot_rows.dots(
-                    x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g, rest,
+                    x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g,
                     whole=value is None, ready=ready, after=made is not None,
                 )  # fmt: skip
                 if numbers is not None:
                     dot_rows.hidden_stats(count, h, numbers)
-            beside: dict[str, Any] = {"bias": b.down_bias, "packing": packing, "steps": steps}
-            beside["made"] = made, makers
-            pooled = None
             with branch.beside():
-                if pool is not None:
-                    rows_pool.products(
-                        x[part], up, b.up_bias, table, pool, state, y[part], b.f, b.g, precision(x)
-                    )
-                    beside.update(pool_size=pool.size, pool_rows=rows_pool.ROWS)
-                    pooled = branch.mark()
                 dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut)
                 dense.product(gate, b.down, y[part], listed, b.down_bias)
                 if numbers is not None and up is not None:
                     dense.row_stats(gate, numbers, listed)
-            if summed is not None and ahead is not None:
-                ahead.follow()
-                with ahead.beside():
-                    # The sums follow the values without an event between: they load their slices meanwhile.
-                    ahead.wait(pooled)
-                    summed.put(h, steps)
-                    summed.sums(table, b.down_bias, y[part])
-                ahead.wait(arranged)
-                beside.update(summed=summed.done, summed_rows=sums.BLOCK)
-            branch.wait(pooled)
-            rows.weighted_rows(count, index, h, table, y[part], ready=ready, **beside)
+            rows.weighted_rows(
+                count, index, h, table, y[part],
+                steps=steps, bias=b.down_bias, packing=packing, ready=ready, made=(made, makers),
+            )  # fmt: skip
     return y

@@ -18,12 +18,11 @@ from . import relu_ffn as forward
 from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_gather as gather
 from . import relu_ffn_heavy as heavy
-from . import relu_ffn_resident as resident
 from . import relu_ffn_rows as rows
 from .branch import Branch
 from .launch import relaunched
 from .relu_ffn import Block, Packed, chunks, rows_of_table
-from .relu_ffn_packing import ARRIVALS, heavy_rows, most_entries, popcount
+from .relu_ffn_packing import ARRIVALS, heavy_rows, popcount
 
 __all__ = ["backward"]
 
@@ -253,18 +252,7 @@ def backward(
         d_gate, h = torch.empty_like(packed.gate), torch.empty_like(packed.gate)
         d_up = torch.empty_like(packed.up) if gated else None
         work = (entries, packed.up if gated else None, d_stats)
-        rest = None
-        made = resident.plan(dy, table) if forward.resides(len(x), True) else None
-        if made is not None:
-            octets = torch.zeros(2, dtype=torch.int32, device=x.device)
-            pieces = chunks(len(x), N, forward.CHUNK)
-            most = sum(most_entries(part.stop - part.start, N) for part in pieces)
-            arranged = resident.Lists(packed.count, packed.index, made, most, octets)
-            arranged.fill()
-            resident.gradients(dy, table, *work, arranged, (d_gate, d_up, h), b.f, b.g)
-            rest = arranged.rest
-            del arranged  # its sums are large
-        dot_rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g, rest)
+        dot_rows.gradients(dy, table, *work, (d_gate, d_up, h), b.f, b.g)
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)

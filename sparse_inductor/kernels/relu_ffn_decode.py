@@ -20,7 +20,6 @@ from .boxes import addressable
 from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
-from .relu_ffn_ptx import element
 
 __all__ = ["applies", "by_words", "down_projection", "forward"]
 
@@ -260,9 +259,10 @@ def down_projection(
         warps = ONE_DOWN_WORDS
         groups = N // ptx.GROUP
         word = min(32, triton.cdiv(groups, 2 * warps))
+        body = ptx.down("bf16" if h.dtype == torch.bfloat16 else "f16", warps)
         _down_words_kernel[(triton.cdiv(D, ptx.OUTPUTS),)](
             h, down, bias, residual, y, groups, word, D, down.stride(0), stride_r,
-            **extras, OUTPUTS=ptx.OUTPUTS, BODY=ptx.down(element(h), warps), TOTAL=ptx.total(warps),
+            **extras, OUTPUTS=ptx.OUTPUTS, BODY=body, TOTAL=ptx.total(warps),
             **early(h), num_warps=warps,
         )  # fmt: skip
         return

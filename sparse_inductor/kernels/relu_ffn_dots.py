@@ -12,14 +12,13 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_gather as gather
-from . import relu_ffn_ptx as ptx
 from .early import early, let_next_start, wait_for_previous
 from .epilogue import dual, encode, evaluate
 from .launch import relaunched
 from .relu_ffn_gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
 from .relu_ffn_packing import n_listed, pieces_of
 
-__all__ = ["dots", "follows", "gradients", "hidden_of", "hidden_stats", "put_slopes", "slopes"]
+__all__ = ["dots", "follows", "gradients", "hidden_stats", "slopes"]
 
 # Columns of a row that a warp holds.
 DOT_COLUMNS = 1024
@@ -28,9 +27,6 @@ SLICE_SUMS = 256 << 20
 # Pieces of the longest row to a program that takes listed pieces of slices: those of one slice are many more than run
 # at once, so that few run with the next one's.
 PIECES_SLICED = 8
-# Programs of a kernel that may have nothing to do: 10 us where it has not, and enough to share the rows out evenly.
-IDLE = 8192
-GROUP = tl.constexpr(ptx.GROUP)
 # `gradients` stripes a row's entries over programs, so many at a time.
 STRIPE = 32
 PROGRAMS = 4
@@ -99,14 +95,7 @@ def _own_entries(c, p, programs, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _row_of_rest(alone, i, M):
-    """Row i of those in groups left alone; in the last group, the last of M rows again."""
-    m = tl.load(alone + i // GROUP) * GROUP + i % GROUP
-    return tl.minimum(m, M - 1).to(tl.int64)
-
-
-@triton.jit
-def hidden_of(
+def _hidden_of(
     g, u, valid, id, at, bias, ups,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -121,11 +110,11 @@ def hidden_of(
 @relaunched
 @triton.jit(do_not_specialize=["listers", "slice"])
 def _dots_kernel(
-    x, table, bias, count, index, gates, ups, out, state, pieces, octets, alone, ready,
+    x, table, bias, count, index, gates, ups, out, state, pieces, ready,
     M, K, stride_x, stride_t, stride_g, listers, slice,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, REST: tl.constexpr, AFTER: tl.constexpr,
+    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, AFTER: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -135,9 +124,8 @@ def _dots_kernel(
     SLICED: it makes x . up of a slice of WIDTH columns alone, `slice` or one after it, into `out` [slices, M, CAP];
     AGAIN: adds them to what is there.
     WHOLE: `gates` is the projection [M, N], not the entries'. ready: where a row's entries are told to be done.
-    REST: the rows of the groups that `relu_ffn_resident` has left alone, each in one piece. AFTER: the kernel in front
-    of this one makes nothing that this one needs, and started it when all in front of that had ended; one program
-    waits for it in the end.
+    AFTER: the kernel in front of this one makes nothing that this one needs, and started it when all in front of that
+    had ended; one program waits for it in the end.
     """
     if AFTER:
         let_next_start(EARLY)
@@ -151,13 +139,9 @@ def _dots_kernel(
         out += tl.program_id(1).to(tl.int64) * M * CAP
     some = n_listed(state) != M
     first, end, step = own_pieces(state, listers, M, LISTS)
-    if REST:
-        end = tl.load(octets + 1) * GROUP
     r = tl.arange(0, FLIGHT)
     for i in range(first, end, step):
         m, piece = piece_at(pieces, i, listers, PIECES, LISTS)
-        if REST:
-            m = _row_of_rest(alone, i, M)
         start = piece * PIECE
         # What is asked of L2 is asked at once: neurons that are not there are looked at, not used.
         c = tl.load(count + m)
@@ -187,7 +171,7 @@ def _dots_kernel(
                 else:
                     gates_at = m * stride_g + id if WHOLE else at
                     g = tl.load(gates + gates_at, mask=valid, other=0.0).to(tl.float32)
-                    h = hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+                    h = _hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
                     h = tl.where(valid, h, 0.0)
                     tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
         if ready is not None:
@@ -224,7 +208,7 @@ def _add_slices_kernel(
         )
         some = (s < SLICES) & valid[None, :]
         u = tl.sum(tl.load(parts + s.to(tl.int64) * M * CAP + at[None, :], mask=some, other=0.0), 0)
-        h = hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+        h = _hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
         h = tl.where(valid, h, 0.0)
         tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
 
@@ -253,28 +237,24 @@ def dots(
     out: torch.Tensor,
     f: Program,
     g: Program,
-    rest: tuple[torch.Tensor, torch.Tensor] | None = None,
     whole: bool = False,
     ready: torch.Tensor | None = None,
     after: bool = False,
 ) -> None:
     """h of the packed rows into `out` [M, CAP]; fills `ups`, the up projection itself, where given. packing: of `pack`.
 
-    rest: of `relu_ffn_resident.Lists`, where it has done the others. whole: `packed` has the projection [M, N] in place
-    of the entries' gates. ready: [M] zeros, for `weighted_rows`, which is to be the next kernel (`follows`). after: the
-    kernel in front of these has made a table, `unless` and with `done`.
+    whole: `packed` has the projection [M, N] in place of the entries' gates. ready: [M] zeros, for `weighted_rows`,
+    which is to be the next kernel (`follows`). after: the kernel in front of these has made a table, `unless` and with
+    `done`.
     """
     count, index, gates = packed
     M, K = x.shape
     cap = index.shape[1]
     piece, most = pieces_of(M, cap, not x.is_cuda)
-    listers, programs = gather.listers_of(M, most), M
-    octets, alone = (None, None) if rest is None else rest
-    slices, wide, warps = _slices(table) if rest is None else _one_slice(table)
+    listers = gather.listers_of(M, most)
+    slices, wide, warps = _slices(table)
     sums, at_once = out, 1
-    if rest is not None:
-        piece, most, listers, programs = triton.next_power_of_2(cap), 1, 0, min(M, IDLE)
-    elif slices > 1:
+    if slices > 1:
         listers = M * triton.cdiv(most, PIECES_SLICED) if most > 1 else 0
         at_once = max(1, min(slices, SLICE_SUMS // (4 * M * cap)))
         sums = x.new_empty(at_once, M, cap, dtype=torch.float32)
@@ -283,11 +263,11 @@ def dots(
         "WHOLE": whole, "CAP": cap,
     }  # fmt: skip
     for first in range(0, slices, at_once):
-        _dots_kernel[(listers + programs, min(at_once, slices - first))](
-            x, table, bias, count, index, gates, ups, sums, *packing, octets, alone, ready,
+        _dots_kernel[(listers + M, min(at_once, slices - first))](
+            x, table, bias, count, index, gates, ups, sums, *packing, ready,
             M, K, x.stride(0), table.stride(0), gates.stride(0), listers, first,
             **block, PIECE=piece, PIECES=most, LISTS=listers > 0, SLICED=slices > 1, AGAIN=first > 0,
-            REST=rest is not None, AFTER=after, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
+            AFTER=after, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
             STAGES=STAGES, PAIRS=in_pairs(table), **early(x), **gather.limited(x), num_warps=warps,
         )  # fmt: skip
     if slices > 1:
@@ -327,7 +307,7 @@ def slopes(
 
 
 @triton.jit
-def put_slopes(
+def _put_slopes(
     g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -342,26 +322,18 @@ def put_slopes(
 @relaunched
 @triton.jit
 def _gradients_kernel(
-    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats, octets, alone,
+    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
     M, D, stride_y, stride_t, stride_s,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
-    REST: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A program computes the gradients of both projections, and h, of some pieces of its rows.
-
-    REST: as in `_dots_kernel`.
-    """
-    rows = M
-    if REST:
-        rows = tl.load(octets + 1) * GROUP
+    """A program computes the gradients of both projections, and h, of some pieces of a row."""
     p = tl.num_programs(1) - 1 - tl.program_id(1)  # what only long rows have begins first
     start = p * PIECE
     r = tl.arange(0, FLIGHT)
-    for i in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for i in range(tl.program_id(0), M, tl.num_programs(0)):
         m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
-        if REST:
-            m = _row_of_rest(alone, i, M)
         c = tl.load(count + m)
         if (c <= CAP) & (start < c):
             token = _token(dy + m * stride_y, tl.arange(0, WIDTH), D, EVEN)
@@ -385,7 +357,7 @@ def _gradients_kernel(
                 dh = _dot_block(
                     dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE, PAIRS
                 )
-                put_slopes(
+                _put_slopes(
                     g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid, F_STEPS, G_STEPS, GATED
                 )  # fmt: skip
 
@@ -399,26 +371,18 @@ def gradients(
     out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     f: Program,
     g: Program,
-    rest: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """(d gate, d up, h) of the packed rows into `out`, each [M, CAP]; `table` is the down projection as [N, D].
-
-    rest: as in `dots`.
-    """
+    """(d gate, d up, h) of the packed rows into `out`, each [M, CAP]; `table` is the down projection as [N, D]."""
     count, index, gates = packed
     M, D = dy.shape
     cap = index.shape[1]
     _, wide, warps = _one_slice(table)
     piece = 8 if not dy.is_cuda else STRIPE
     programs = min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
-    octets, alone = (None, None) if rest is None else rest
-    row_programs = M
-    if rest is not None:
-        row_programs = min(M, IDLE // programs)
-    _gradients_kernel[(row_programs, programs)](
-        dy, table, count, index, gates, ups, *out, d_stats, octets, alone,
+    _gradients_kernel[(M, programs)](
+        dy, table, count, index, gates, ups, *out, d_stats,
         M, D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
-        REST=rest is not None, CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
+        CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
         ONE=wide >= D, STAGES=STAGES, PAIRS=in_pairs(table), **gather.limited(dy), num_warps=warps,
     )  # fmt: skip

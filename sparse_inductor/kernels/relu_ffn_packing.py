@@ -25,14 +25,10 @@ __all__ = [
     "DENSE",
     "LISTED",
     "MANY",
-    "OCTETS",
     "ROWS_MOST",
-    "SUMMED",
-    "decide_after_pools",
     "dense_row",
     "heavy_rows",
     "listed_rows",
-    "most_entries",
     "n_listed",
     "new_state",
     "pack",
@@ -52,15 +48,13 @@ LINE = tl.constexpr(4)  # int64 words a sector
 FULL = tl.constexpr(128)
 DENSE = tl.constexpr(129)
 LISTED = tl.constexpr(130)  # entries of the list of pieces
-POOLED = tl.constexpr(131)  # blocks whose pools are chosen, and what their rows cost then
-OCTETS = tl.constexpr(132)  # two counters of `relu_ffn_resident`
-SUMMED = tl.constexpr(133)  # blocks that `relu_ffn_sums` sums
-ARRIVED = tl.constexpr(134)  # from here on, a counter for each tile that several programs make
+BLOCKS = tl.constexpr(131)  # blocks that `relu_ffn_marked` has packed, and what their rows cost
+ARRIVED = tl.constexpr(132)  # from here on, a counter for each tile that several programs make
 ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
 # A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
 ONE_ROW = tl.constexpr(1 << 46)
 ONE_HEAVY = tl.constexpr(1 << 29)
-# The fields of POOLED.
+# The fields of BLOCKS.
 ONE_BLOCK = tl.constexpr(1 << 40)
 ROWS_MOST = 1 << 21
 # Rows from which on the longest of them do not count any more.
@@ -76,11 +70,6 @@ PIECE = 64
 PIECE_FEW = 32
 # Up to so many rows a piece is a short one.
 FEW_ROWS = 4096
-
-
-def most_entries(M: int, N: int) -> int:
-    """Entries of M rows that are packed, at most: where there are more, all rows take the dense path."""
-    return int(0.9 * dense_row(M, N) * M) + 1
 
 
 def dense_row(M: int, N: int) -> float:
@@ -167,29 +156,14 @@ def does_not_pay(entries, n_heavy, ROW, M):
 
 
 @triton.jit
-def decide_after_pools(state, entries, ROW, M):
-    """The last of the programs that call this, one a block of rows, decides whether all rows take the dense path.
-
-    entries: what the block's rows cost, its pool included.
-    """
-    add = ONE_BLOCK + entries.to(tl.int64)
-    total = tl.atomic_add(state + POOLED, add) + add
-    if total // ONE_BLOCK == tl.num_programs(0):
-        n_heavy = n_listed(state)
-        if does_not_pay((total % ONE_BLOCK).to(tl.float32), n_heavy, ROW, M):
-            tl.store(state + DENSE, tl.zeros([], tl.int64) + M)
-
-
-@triton.jit
 def _settle_row(
     count, state, rows_heavy, listed, m, c, M, ROW,
-    CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, POOLS: tl.constexpr,
+    CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Write row m's count. If it has several pieces, list them in `listed`, PIECES m + piece each, one after the other;
     the rows are in no certain order.
 
-    The program that notes the last row decides: where packed rows do not pay, all take the dense path. POOLS: what
-    they cost is known when blocks have their pools (`decide_after_pools`); here, only whether there are enough of them.
+    The program that notes the last row decides: where packed rows do not pay, all take the dense path.
     """
     old, place = _note_row(state, m, c, CAP, PIECE)
     tl.store(count + m, c)
@@ -212,18 +186,16 @@ def _settle_row(
         tallies = tl.atomic_add(state + LINE * lines, tl.zeros([TALLIES], tl.int64))
         n_heavy = tl.sum(((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32), 0)
         entries = tl.sum((tallies % ONE_HEAVY).to(tl.float32), 0)
-        all_of_them = n_heavy * 2 > M
-        if not POOLS:
-            all_of_them |= does_not_pay(entries, n_heavy, ROW, M)
+        all_of_them = (n_heavy * 2 > M) | does_not_pay(entries, n_heavy, ROW, M)
         tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
 
 
 @relaunched
 @triton.jit
 def _pack_kernel(
-    gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
+    gate, count, index, value, groups, stats, state, rows_heavy, pieces,
     M, N, stride_s, CUT, cut_pair, ROW, PAIRS: tl.constexpr,
-    STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr,
     CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     BLOCK: tl.constexpr, HEAD: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -233,8 +205,6 @@ def _pack_kernel(
     are looked at again. A row is heavy that has more than CAP such groups or entries, or an active neuron in three of
     four groups of the first HEAD columns: nothing of it is packed, and its count may just say so.
     rows_heavy [TALLIES, M / TALLIES]: the heavy rows of each tally.
-    shared [blocks of BLOCK_ROWS rows, N], unless that is 0: how many packed rows of a block have a neuron active. They
-    are sums of integers: the order of the adds does not matter.
     """
     m = tl.program_id(0)
     row = m.to(tl.int64)
@@ -287,14 +257,7 @@ def _pack_kernel(
             tl.store(index + row * CAP + at, n.to(index.dtype.element_ty), mask=mask)
             tl.store(value + row * CAP + at, raw, mask=mask)
             c += tl.sum(sums, 0)
-        if BLOCK_ROWS > 0 and c <= CAP:
-            tl.debug_barrier()
-            for i0 in range(0, c, CHUNK):
-                n = tl.load(index + row * CAP + i0 + i, mask=i0 + i < c, other=0).to(tl.int32)
-                tl.atomic_add(
-                    shared + (row // BLOCK_ROWS) * N + n, 1, mask=i0 + i < c, sem="relaxed"
-                )
-    _settle_row(count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES, BLOCK_ROWS > 0)
+    _settle_row(count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES)
 
 
 @triton.jit
@@ -330,13 +293,10 @@ def pack(
     f: Program,
     cut: float,
     gated: bool,
-    shared: torch.Tensor | None = None,
-    block_rows: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous: (state, pieces), for `listed_rows` and the row kernels.
 
-    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. shared: zeros, for pools of blocks of `block_rows`
-    rows to be chosen by. M is at most ROWS_MOST.
+    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. M is at most ROWS_MOST.
     """
     M, N = gate.shape
     count, index, value = packed
@@ -356,11 +316,10 @@ def pack(
     # Groups that a vote is over; without votes it does not matter.
     warps, columns = (1, 32) if pairs else (PACK_WARPS, 1)
     _pack_kernel[(M,)](
-        gate, count, index, value, groups, stats, state, rows_heavy, pieces, shared,
+        gate, count, index, value, groups, stats, state, rows_heavy, pieces,
         M, N, 0 if stats is None else stats.stride(0), cut, twice(cut, gate.dtype) if pairs else 0,
         dense_row(M, N),
         PAIRS=pairs, STEPS=encode(f), STATS=stats is not None, GATED=gated,
-        BLOCK_ROWS=0 if shared is None else block_rows,
         CAP=cap, PIECE=piece, PIECES=most, BLOCK=block, HEAD=head, CHUNK=32 if gate.is_cuda else 4,
         C=columns, num_warps=warps,
     )  # fmt: skip

@@ -36,9 +36,6 @@ __all__ = ["Unless", "by_neuron", "weighted_rows"]
 MANY_SLICES = 4
 # A weighted sum of more entries is made in halves.
 LONG = 48
-# Programs where there may be nothing to do, on the few multiprocessors that another kernel leaves; and rows a program.
-IDLE_SUMS = 4096
-ROWS_IDLE = 8
 # Programs a multiprocessor that copy a table where it may not be asked for.
 ASKING = 8
 
@@ -154,17 +151,10 @@ def _wait_for_table(made, programs):
 
 
 @triton.jit
-def _row_head(
-    m, count, index, pool_size, CAP: tl.constexpr, POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr
-):
-    """(count, first places of the index, neurons of the block's pool) of row m: what is asked of L2 is asked at once,
-    places that the row does not have, too."""
-    c = tl.load(count + m)
-    ahead = tl.load(index + m * CAP + tl.arange(0, FLIGHT))
-    n_pool = c * 0
-    if POOL_ROWS > 0:
-        n_pool = tl.load(pool_size + m // POOL_ROWS)
-    return c, ahead, n_pool
+def _row_head(m, count, index, CAP: tl.constexpr, FLIGHT: tl.constexpr):
+    """(count, first places of the index) of row m: what is asked of L2 is asked at once, places that the row does not
+    have, too."""
+    return tl.load(count + m), tl.load(index + m * CAP + tl.arange(0, FLIGHT))
 
 
 @triton.jit
@@ -177,19 +167,15 @@ def _sum_block(table, id, stride, d, in_d, v, EVEN: tl.constexpr, PAIRS: tl.cons
 
 @triton.jit
 def _weighted_row(
-    m, c, d, ahead, n_pool, index, value_a, table_a, value_b, table_b, bias, out,
+    m, c, d, ahead, index, value_a, table_a, value_b, table_b, bias, out,
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
-    POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    PAIRS: tl.constexpr,
+    FLIGHT: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Columns d of row m, which has c entries; ahead: what the first FLIGHT places of its index hold."""
     in_d = d < D
     r = tl.arange(0, FLIGHT)
     total = tl.zeros([d.shape[0]], tl.float32)
-    if POOL_ROWS > 0:
-        pooled = tl.where(n_pool > 0, in_d, False)
-        total += tl.load(out + m * stride_o + d, mask=pooled, other=0.0).to(tl.float32)
     # Past the end, some row again: a mask costs more.
     after = tl.where(r < c, ahead, 0).to(tl.int32)
     for e in tl.range(0, c, FLIGHT, num_stages=STAGES):
@@ -209,10 +195,10 @@ def _weighted_row(
 
 @triton.jit
 def _one_row(
-    i, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
+    i, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
     D, stride_a, stride_b, stride_o,
     STEPS: tl.constexpr, TWO: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr, LONG: tl.constexpr,
-    LISTS: tl.constexpr, POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    LISTS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Columns d to d + WIDTH of row i with this head, unless it is heavy, or becomes so, or is listed."""
@@ -222,42 +208,29 @@ def _one_row(
             tl.store(count + m, CAP + 1)
         elif not LISTS or c <= LONG:
             _weighted_row(
-                m, c, d + tl.arange(0, WIDTH), ahead, n_pool,
+                m, c, d + tl.arange(0, WIDTH), ahead,
                 index, value_a, table_a, value_b, table_b, bias, out,
                 D, stride_a, stride_b, stride_o,
-                STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, FLIGHT, EVEN, STAGES, PAIRS,
+                STEPS, TWO, HAS_BIAS, CAP, FLIGHT, EVEN, STAGES, PAIRS,
             )  # fmt: skip
 
 
-@triton.jit
-def _unsummed(
-    i, end, count, index, pool_size, summed,
-    CAP: tl.constexpr, SUMMED: tl.constexpr, POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr,
-):  # fmt: skip
-    """The head of row i, or of the last where there is none; a row that is summed already has too many entries."""
-    m = tl.minimum(tl.full([], 0, tl.int32) + i, end - 1).to(tl.int64)
-    c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, FLIGHT)
-    if SUMMED > 0:
-        c = tl.where(tl.load(summed + m // SUMMED) == 0, c, CAP + 1)
-    return c, ahead, n_pool
-
-
 @relaunched
-@triton.jit(do_not_specialize=["listers", "programs", "makers"])
+@triton.jit(do_not_specialize=["listers", "makers"])
 def _weighted_rows_kernel(
-    count, index, value_a, table_a, value_b, table_b, bias, out, pool_size, state, pieces, summed, all_summed, ready,
-    made, M, D, stride_a, stride_b, stride_o, listers, programs, makers,
+    count, index, value_a, table_a, value_b, table_b, bias, out, state, pieces, ready,
+    made, M, D, stride_a, stride_b, stride_o, listers, makers,
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
-    SUMMED: tl.constexpr, LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
-    POOL_ROWS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     PAIRS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
 
-    POOL_ROWS: where the row's block has a pool, its part is in `out` already. ASK: where the state says that all rows
+    ASK: where the state says that all rows
     are dense, the row becomes heavy. LISTS: a row of more than LONG entries is done where its first two pieces are
     listed, half of the columns each, and twice as many table rows in flight: else it would be waited for.
-    summed: of each SUMMED rows, unless that is 0, whether it is done already. ready: a row is waited for, not all of
+    ready: a row is waited for, not all of
     them, whose dot products the kernel in front of this one makes. made: what counts the programs that have made their
     part of the table, of so many `makers`; the kernel in front of this one does not wait for them.
     """
@@ -275,62 +248,32 @@ def _weighted_rows_kernel(
         none = n_listed(state) == M
     if made is not None and not none:
         _wait_for_table(made, makers)
-    nothing = False
-    if SUMMED > 0:
-        nothing = tl.load(all_summed) == tl.cdiv(M, SUMMED)
     if LISTS and tl.program_id(0) < listers:
-        for i in range(first, tl.where(none or nothing, first, end), step):
+        for i in range(first, tl.where(none, first, end), step):
             m, part = piece_at(pieces, i, listers, PIECES, LISTS)
-            c, ahead, n_pool = _row_head(m, count, index, pool_size, CAP, POOL_ROWS, 2 * FLIGHT)
+            c, ahead = _row_head(m, count, index, CAP, 2 * FLIGHT)
             here = (c <= CAP) & (c > LONG) & (part < 2)
-            if SUMMED > 0:
-                here &= tl.load(summed + m // SUMMED) == 0
             if here:
                 if ready is not None:
                     _wait_for_entries(ready, m, c, 0 * seen)
                 _weighted_row(
-                    m, c, d + part * HALF + tl.arange(0, HALF), ahead, n_pool,
+                    m, c, d + part * HALF + tl.arange(0, HALF), ahead,
                     index, value_a, table_a, value_b, table_b, bias, out,
                     D, stride_a, stride_b, stride_o,
-                    STEPS, TWO, HAS_BIAS, CAP, POOL_ROWS, 2 * FLIGHT, EVEN, STAGES, PAIRS,
+                    STEPS, TWO, HAS_BIAS, CAP, 2 * FLIGHT, EVEN, STAGES, PAIRS,
                 )  # fmt: skip
     else:
-        c, ahead, n_pool = _unsummed(
-            first, end, count, index, pool_size, summed, CAP, SUMMED, POOL_ROWS, FLIGHT
-        )
+        m = (tl.full([], 0, tl.int32) + first).to(tl.int64)
+        c, ahead = _row_head(m, count, index, CAP, FLIGHT)
         if ready is not None:  # noqa: SIM102
             if (c <= CAP) & ((not LISTS) | (c <= LONG)):
                 # Where all rows are dense, none of their entries is ever done.
                 _wait_for_entries(ready, first, tl.where(none, 0, c), seen)
-        if nothing:
-            return
-        if SUMMED > 0:
-            # Few programs, as there may be nothing to do. The next head is here before the weights of a row are.
-            for i in range(first, end, programs):
-                c_next, ahead_next, n_next = _unsummed(
-                    i + programs,
-                    end,
-                    count,
-                    index,
-                    pool_size,
-                    summed,
-                    CAP,
-                    SUMMED,
-                    POOL_ROWS,
-                    FLIGHT,
-                )
-                _one_row(
-                    i, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
-                    D, stride_a, stride_b, stride_o,
-                    STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
-                )  # fmt: skip
-                c, ahead, n_pool = c_next, ahead_next, n_next
-        else:
-            _one_row(
-                first, c, ahead, n_pool, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
-                D, stride_a, stride_b, stride_o,
-                STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, POOL_ROWS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
-            )  # fmt: skip
+        _one_row(
+            first, c, ahead, none, d, count, index, value_a, table_a, value_b, table_b, bias, out,
+            D, stride_a, stride_b, stride_o,
+            STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
+        )  # fmt: skip
     if EARLY and ready is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()  # what waits for this kernel waits for the one in front of it
@@ -346,20 +289,14 @@ def weighted_rows(
     steps: Program = (),
     second: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
-    pool_size: torch.Tensor | None = None,
-    pool_rows: int = 0,
     packing: tuple[torch.Tensor, torch.Tensor] | None = None,
-    summed: tuple[torch.Tensor, torch.Tensor] | None = None,
-    summed_rows: int = 0,
     ready: torch.Tensor | None = None,
     made: tuple[torch.Tensor | None, int] = (None, 0),
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
-    Rows that are heavy are left as they are, and become so where `packing`, of `pack`, says it of all. pool_size: of
-    each block of `pool_rows` rows; where it is not 0, `out` is added to. summed: of each `summed_rows` rows; where it
-    is not 0, there is nothing to do; and how many are not. ready: of `dots`, which was launched just before. made: of
-    the table, `Unless.done` and its programs.
+    Rows that are heavy are left as they are, and become so where `packing`, of `pack`, says it of all. ready: of
+    `dots`, which was launched just before. made: of the table, `Unless.done` and its programs.
     """
     M, D = out.shape
     value_b, table_b = second if second is not None else (value, table)
@@ -373,16 +310,11 @@ def weighted_rows(
     piece, most = pieces_of(M, index.shape[1], not out.is_cuda)
     state, pieces = (None, None) if packing is None else packing
     listers = 0 if packing is None or many else listers_of(M, most)
-    flags, all_flags = (None, None) if summed is None else summed
-    programs = M
-    if summed is not None:
-        programs = min(M, max(IDLE_SUMS, M // ROWS_IDLE))
-        listers = min(listers, programs // 2)
-    _weighted_rows_kernel[(listers + programs, triton.cdiv(D, wide))](
-        count, index, value, table, value_b, table_b, bias, out, pool_size, state, pieces, flags, all_flags, ready,
-        made[0], M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, programs, made[1],
+    _weighted_rows_kernel[(listers + M, triton.cdiv(D, wide))](
+        count, index, value, table, value_b, table_b, bias, out, state, pieces, ready,
+        made[0], M, D, table.stride(0), table_b.stride(0), out.stride(0), listers, made[1],
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
-        CAP=index.shape[1], SUMMED=summed_rows, LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
-        LISTS=listers > 0, POOL_ROWS=pool_rows, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,
+        CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
+        LISTS=listers > 0, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,
         STAGES=STAGES, PAIRS=in_pairs(table), **early(out), **limited(out), num_warps=warps,
     )  # fmt: skip

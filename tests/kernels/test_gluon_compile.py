@@ -30,11 +30,6 @@ def compile_all(every: bool) -> None:
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_marked as marked
     from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
-    from sparse_inductor.kernels import relu_ffn_pool_hopper as pool_hopper
-    from sparse_inductor.kernels import relu_ffn_ptx as ptx
-    from sparse_inductor.kernels import relu_ffn_resident as resident
-    from sparse_inductor.kernels import relu_ffn_sums as sums
-    from sparse_inductor.kernels import relu_ffn_sums_ptx as sums_ptx
     from sparse_inductor.kernels import splade_head_hopper as splade
     from sparse_inductor.kernels.epilogue import encode
 
@@ -85,8 +80,6 @@ def compile_all(every: bool) -> None:
     for operands, written, constants in products(hopper.TILES):
         types = [*operands, *written, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
         widened(hopper._product_kernel, types, constants)
-    types = [token, "*bf16", token, *"*i32 *i32 *i64 i32 i32 i32 i32".split()]
-    multiplies(made(pool_hopper._down_kernel, types, {"SIZE": 512}, num_warps=4), "cp.async.cg")
     granule, types = box(32, 64), "*bf16 *fp32 *fp32 *i32 *i64 *i32 *i32 *bf16 *i16 *fp32".split()
     for training in (False, True) if every else (True,):
         constants = {
@@ -95,33 +88,13 @@ def compile_all(every: bool) -> None:
         }  # fmt: skip
         given = [granule, token, *types, *["i32"] * 5]
         multiplies(made(splade._peak_kernel, given, constants, num_warps=4), bulk)
-    body = ptx.dots("bf16", 16, 1)
-    constants = {"SLICES": 16, "PARTS": 8, "TILES": 11, "BODY": body, "FIRST": True}
-    types = "*bf16 *bf16 *i32 *i32 *i16 *fp32 i32 i32 i32 i32 i32 i32".split()
-    options = {"num_warps": resident.WARPS, "maxnreg": 64}
-    compiled = made(resident._dots_kernel, types, constants, **options)
-    code = compiled.asm["ptx"]
-    assert "mma.sync" in code and "cp.async" in code and ".local" not in code
-    assert compiled.metadata.shared == 11 * 64 * 256, (
-        "the table is all that is allocated, from the beginning on"
-    )
-    for biased in (False, True):
-        constants = {"SLICES": 128, "TILES": 11, "BODY": sums_ptx.sums("bf16", 1, biased)}
-        types = "*bf16 *bf16 *i32 *i32 *i32 *i16 *bf16 i32 i32 i32 i32".split()
-        compiled = made(sums._sums_kernel, types, constants, **options)
-        code = compiled.asm["ptx"]
-        assert "ldmatrix" in code and "cp.async" in code and ".local" not in code
-        assert compiled.metadata.shared == 11 * 512 * 32
-    types = "*i32 *bf16 *i32 *i16 *bf16 *i64 *i32 *i32 *i32 *i32 *bf16 i32 fp32".split()
-    for words, by_quad, N, rows, warps, pool in (
-        (176, True, 5632, 1, 1, ()),
-        (176, True, 5632, 32, 8, ()),
-        (176, True, 5632, 128, 32, (512, 1280, 2)),
-        (176, False, 5632, 128, 32, (512, 1280, 2)),
-        (1024, True, 32768, 128, 32, (512, 1280)),
-        (512, False, 16384, 128, 16, (512, 1280)),
+    types = "*i32 *bf16 *i32 *i16 *bf16 *i64 *i32 *i32 i32 fp32".split()
+    for words, by_quad, N, rows, warps in (
+        (176, True, 5632, 1, 1),
+        (176, True, 5632, 32, 8),
+        (512, False, 16384, 32, 8),
     ):
-        body = marked_ptx.pack(words, by_quad, N, N // 15, 64, 40, False, rows, warps, *pool)
+        body = marked_ptx.pack(words, by_quad, N, N // 15, 64, 40, False, rows, warps)
         constants = {"BODY": body, "EARLY": True}
         compiled = made(marked._pack_kernel.kernel, types, constants, ASTSource, num_warps=warps)
         code = compiled.asm["ptx"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse
@@ -13,7 +12,6 @@ from sparse_inductor.kernels import relu_ffn_backward as backward_kernel
 from sparse_inductor.kernels import relu_ffn_dots as dots
 from sparse_inductor.kernels import relu_ffn_gather as gather
 from sparse_inductor.kernels import relu_ffn_packing as packer
-from sparse_inductor.kernels import relu_ffn_pool as pool
 from sparse_inductor.kernels import relu_ffn_rows as rows
 from sparse_inductor.ops import _relu_ffn_aten as aten
 from support import heavy
@@ -255,12 +253,6 @@ def test_backward_in_pieces(monkeypatch):
     check_backward(*make(140, share=0.05))
 
 
-def alike(M, **kwargs):
-    """Rows that resemble one another, so that they have active neurons in common."""
-    x, b = make(M, **kwargs)
-    return x[:1] + 0.3 * x, b
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("room", [1 << 20, 1200])
@@ -285,51 +277,3 @@ def test_tables_of_many_slices(monkeypatch, long):
     x, b = make(9, D=40, N=600, share=0.02)
     x[5] *= long
     check_forward(x, b, stats=False, train=False)
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(("gated", "M"), [(True, 200), heavy(False, 128)])
-def test_rows_that_share_neurons(monkeypatch, gated, M):
-    """Every block has a pool; some neurons are strays, some rows are heavy, the last block is not full."""
-    monkeypatch.setattr(kernel, "SHARING", 1)
-    monkeypatch.setattr(pool, "SIZE", 32)
-    monkeypatch.setattr(pool, "ENTRIES", 40)
-    x, b = alike(M, gated=gated, share=0.1)
-    x[3::50] *= 9.0
-    pools = []
-    plain = pool.split
-    monkeypatch.setattr(pool, "split", lambda p, *a: pools.append(p) or plain(p, *a))
-    check_forward(x, b, stats=False, train=False)
-    assert (pools[0].size[: M // 128] > 0).all()
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("entries", [40, 4000])
-def test_what_pools_leave_decides_whether_packed_rows_pay(monkeypatch, entries):
-    """A dense row costs fewer entries than a packed one has; with pools that cost little the packed ones still pay."""
-    monkeypatch.setattr(kernel, "SHARING", 1)
-    monkeypatch.setattr(pool, "SIZE", 64)
-    monkeypatch.setattr(pool, "ENTRIES", entries)
-    x, b = alike(200, share=0.1)
-    active = (F.linear(x, b.gate, b.gate_bias) > 0).sum(1).clamp(max=CAP).float().mean().item()
-    monkeypatch.setattr(packer, "DENSE_ROW", 0.5 * active / len(b.gate))
-    states = []
-    plain = pool.split
-    monkeypatch.setattr(
-        pool, "split", lambda p, c, state, *a: states.append((p, state)) or plain(p, c, state, *a)
-    )
-    check_forward(x, b, stats=False, train=False)
-    chosen, state = states[0]
-    all_dense = state[packer.DENSE.value].item() == len(x)
-    assert all_dense == (entries == 4000)
-    assert all_dense or (chosen.size > 0).all()
-
-
-@pytest.mark.heavy
-def test_rows_that_share_too_little(monkeypatch):
-    monkeypatch.setattr(kernel, "SHARING", 1)
-    pools = []
-    plain = pool.split
-    monkeypatch.setattr(pool, "split", lambda p, *a: pools.append(p) or plain(p, *a))
-    check_forward(*make(140, share=0.1), stats=False, train=False)
-    assert (pools[0].size == 0).all()

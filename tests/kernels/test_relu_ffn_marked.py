@@ -8,28 +8,21 @@ import torch
 from ptx_machine import Memory, block
 from test_relu_ffn_hopper import marks_of
 
-import support
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
 from sparse_inductor.kernels import relu_ffn_marked as marked
 from sparse_inductor.kernels import relu_ffn_marked_ptx as ptx
 from sparse_inductor.kernels import relu_ffn_packing as packer
-from sparse_inductor.kernels import relu_ffn_pool as rows_pool
 
 GARBAGE = 0x7777
 
 
 class Rows:
-    """A random gate projection, 16-bit: some rows have too many active neurons, one none, and where `alike`, neurons
-    are active in many rows or in few."""
+    """A random gate projection, 16-bit: some rows have too many active neurons, one none."""
 
-    def __init__(
-        self, M: int, N: int, share: float, alike: bool, by_quad: bool, device: str = "cpu"
-    ) -> None:
+    def __init__(self, M: int, N: int, share: float, by_quad: bool, device: str = "cpu") -> None:
         torch.manual_seed(0)
         gate = torch.randn(M, N, device=device)
         gate -= torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
-        if alike:
-            gate += torch.randn(N, device=device)
         gate[3::40] += 3.0
         gate[5] = -1.0
         gate[6, 7] = torch.nan
@@ -38,8 +31,8 @@ class Rows:
         self.marks = marks_of(self.gate.float(), 0.0, by_quad)
 
 
-def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None, entries=0):
-    """All that is packed; pool: (size [blocks], neuron, value) of 128 rows each."""
+def check(rows, cap, piece, count, index, value, state, heavy, pieces):
+    """All that is packed."""
     M, N = rows.gate.shape
     bits, active = rows.gate.cpu().view(torch.int16).numpy(), rows.active.cpu().numpy()
     n_heavy, cost = 0, 0
@@ -49,28 +42,11 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
             n_heavy += 1
             assert c == cap + 1
             continue
-        if pool is not None:
-            size = pool[0][m // 128]
-            names = pool[1][m // 128, :size]
-            here = np.zeros(-(-size // 64) * 64, np.int16)
-            here[:size] = np.where(active[m, names], bits[m, names], 0)
-            assert (pool[2][m, : len(here)] == here).all()
-            assert (pool[2][m, len(here) :] == GARBAGE).all()
-            want = want[~np.isin(want, names)]
         order = np.argsort(index[m, :c])
         assert (index[m, :c][order] == want).all()
         assert (value[m, :c][order] == bits[m, want]).all()
         cost += c
     assert n_heavy and (count == 0).any()
-    for b in range(len(pool[0]) if pool is not None else 0):
-        mine = [m for m in range(b * 128, min(M, b * 128 + 128)) if count[m] <= cap]
-        of, least = active[mine].sum(0), 3
-        while (of >= least).sum() > pool[1].shape[1]:
-            least += 1
-        wanted = np.flatnonzero(of >= least)
-        wanted = wanted if of[wanted].sum() >= entries else wanted[:0]
-        assert sorted(pool[1][b, : pool[0][b]]) == wanted.tolist()
-        cost += entries * (len(wanted) > 0)
     most = -(-cap // piece)
     long = [m for m in range(M) if piece < count[m] <= cap]
     listed = [m * most + j for m in long for j in range(-(-count[m] // piece))]
@@ -87,25 +63,19 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces, pool=None
     assert sorted(np.concatenate(found)) == np.flatnonzero(count > cap).tolist()
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("by_quad", [True, False])
 @pytest.mark.parametrize(
-    ("M", "N", "cap", "piece", "share", "wide", "warps", "size", "entries", "parts"),
+    ("M", "N", "cap", "piece", "share", "wide", "warps"),
     [
-        (20, 600, 16, 8, 0.015, False, 8, 0, 0, 1),
-        (9, 600, 32, 8, 0.03, False, 1, 0, 0, 1),
-        (9, 8900, 3000, 32, 0.2, True, 8, 0, 0, 1),  # more than a list has room for
-        support.heavy(
-            150, 600, 100, 16, 0.05, False, 32, 256, 300, 2
-        ),  # as many as there is room for
-        (60, 5632, 30, 8, 0.003, False, 32, 256, 100, 1),  # packed rows pay
-        (70, 9000, 400, 64, 0.01, False, 32, 256, 4000, 2),  # too little in common
-        (140, 2500, 100, 64, 0.01, False, 16, 512, 100, 1),
+        (20, 600, 16, 8, 0.015, False, 8),
+        (9, 600, 32, 8, 0.03, False, 1),
+        (9, 8900, 3000, 32, 0.2, True, 8),  # more than a list has room for
+        (60, 5632, 30, 8, 0.003, False, 8),  # packed rows pay
     ],
 )
-def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, parts, by_quad):
-    rows = Rows(M, N, share, size > 0, by_quad)
-    each = 128 if size else 2 * warps if warps > 1 else 1
+def test_rows_are_packed(M, N, cap, piece, share, wide, warps, by_quad):
+    rows = Rows(M, N, share, by_quad)
+    each = 2 * warps if warps > 1 else 1
     blocks = -(-M // each)
     most = -(-cap // piece)
     made = {
@@ -117,9 +87,6 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, pa
         "state": np.zeros(packer.ARRIVED.value, np.int64),
         "heavy": np.full(packer.room_for_rows(M), -9, np.int32),
         "pieces": np.full(M * most, -9, np.int32),
-        "size": np.full(blocks, -9, np.int32),
-        "neuron": np.full((blocks, max(size, 1)), -9, np.int32),
-        "pool_value": np.full((M, max(size, 1)), GARBAGE, np.int16),
     }
     memory = Memory()
     at = [memory.add((i + 1) << 40, a) for i, a in enumerate(made.values())]
@@ -133,69 +100,42 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, size, entries, pa
         wide,
         each,
         warps,
-        size,
-        entries,
-        parts,
     )
     row = int(np.float32(packer.dense_row(M, N)).view(np.uint32))
-    for b in range(blocks * parts):
-        inputs = [b, M, *at[:8], blocks * parts, row, *at[8:]]
+    for b in range(blocks):
+        inputs = [b, M, *at, blocks, row]
         block(code, inputs, Memory(), memory, warps=warps)
-    pool = (made["size"], made["neuron"], made["pool_value"]) if size else None
     packed = [made[n] for n in "count index value state heavy pieces".split()]
-    check(rows, cap, piece, *packed, pool, entries)
-
-
-@pytest.mark.parametrize("N", [256, 5632, 16384, 16640, 32768])
-@pytest.mark.parametrize("blocks", [1, 66, 67, 132, 133, 4000])
-def test_every_word_has_a_thread(N, blocks):
-    words = 8 * -(-N // 256)
-    warps, parts = marked._blocks(words, blocks, 132)
-    assert words <= 32 * warps and 128 % (warps * parts) == 0
-    assert parts * blocks <= 132 or parts == 1
-    assert ptx.pack(words, True, N, N // 15, 64, 35, False, 128, warps, 512, 1280, parts)
-
-
-def test_words_without_a_thread_are_refused():
-    with pytest.raises(ValueError, match="1024 words, 16 warps"):
-        ptx.pack(1024, True, 32768, 2000, 64, 32, False, 128, 16, 512, 1280)
+    check(rows, cap, piece, *packed)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_quad", [True, False])
 @pytest.mark.parametrize(
-    ("M", "N", "cap", "share", "pools"),
+    ("M", "N", "cap", "share"),
     [
-        (2000, 5632, 187, 0.01, False),
-        (10001, 1408, 64, 0.02, False),
-        (777, 40000, 600, 0.005, False),
-        (5001, 5632, 187, 0.01, True),
-        (300, 32768, 900, 0.003, True),
-        (17001, 20000, 900, 0.003, True),
-        (4096, 1000, 100, 0.05, True),
+        (2000, 5632, 187, 0.01),
+        (10001, 1408, 64, 0.02),
+        (777, 40000, 600, 0.005),
+        (5001, 5632, 187, 0.01),
+        (300, 32768, 900, 0.003),
+        (17001, 20000, 900, 0.003),
     ],
 )
-def test_rows_are_packed_on_a_gpu(M, N, cap, share, pools, by_quad):
+def test_rows_are_packed_on_a_gpu(M, N, cap, share, by_quad):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    rows = Rows(M, N, share, pools, by_quad, "cuda")
+    rows = Rows(M, N, share, by_quad, "cuda")
     index = torch.int16 if N <= 32768 else torch.int32
     draw = lambda *s, dtype: torch.full(s, GARBAGE, dtype=dtype, device="cuda")
     count, index = draw(M, dtype=torch.int32), draw(M, cap, dtype=index)
     value = draw(M, cap, dtype=torch.int16).view(torch.float16)
     heavy = draw(packer.room_for_rows(M), dtype=torch.int32)
-    pool = None
-    if pools:
-        pool = rows_pool.Pool(rows.gate)
-        pool.value.view(torch.int16).fill_(GARBAGE)
     state = packer.new_state(rows.gate.device).zero_()
-    _, pieces = marked.pack(rows.gate, rows.marks, (count, index, value), heavy, state, pool)
+    _, pieces = marked.pack(rows.gate, rows.marks, (count, index, value), heavy, state)
     found = [t.cpu() for t in (count, index, value.view(torch.int16), state, heavy, pieces)]
-    if pool is not None:
-        pool = [t.cpu() for t in (pool.size, pool.neuron, pool.value.view(torch.int16))]
-        pool = [t.numpy() for t in pool]
     piece, _ = packer.pieces_of(M, cap, False)
-    check(rows, cap, piece, *(t.numpy() for t in found), pool, rows_pool.ENTRIES)
+    check(rows, cap, piece, *(t.numpy() for t in found))
 
 
 @pytest.mark.gpu
