@@ -347,6 +347,79 @@ def test_a_mask_of_zeros_does_not_hide_an_infinite_weight():
     assert not _assert_as_eager(head, torch.randn(2, 5, 6), mask)
 
 
+def test_a_gradient_reads_alpha_as_it_is_by_then():
+    """The package's bisections keep alpha without autograd's knowledge."""
+
+    def program(m, x, alpha):
+        y = entmax.entmax_bisect(m.q(x), alpha, dim=-1)
+        alpha.data.mul_(1.2)
+        return y
+
+    inputs = torch.randn(2, 5, 6), torch.full((2, 1, 1), 1.4)
+    assert not _assert_as_eager(program, *inputs, training=True)
+    assert _assert_as_eager(program, *inputs) == ["entmax"]
+
+
+def test_what_is_given_other_memory_is_left_alone():
+    def program(m, x, weight):
+        y = m.b(torch.relu(F.linear(x, weight)))
+        weight.data = weight.data * 2.0
+        return y
+
+    inputs = torch.randn(2, 5, 6, requires_grad=True), torch.randn(8, 6)
+    assert not _assert_as_eager(program, *inputs, training=True)
+
+
+def _turned_scores(m, q, weights):
+    return (F.embedding(m.ids, q.t()) * weights.unsqueeze(-1)).sum(1).t()
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda y: y.t().view(-1),
+        lambda y: torch.as_strided(y, (3, 2), (1, 3)),
+        lambda y: y.detach().reshape(-1)[:2].fill_(2.0),
+    ],
+    ids=["view", "as_strided", "a write to a copy"],
+)
+def test_who_reads_strides_sees_those_of_eager(reads):
+    def program(m, q, weights):
+        y = _turned_scores(m, q, weights)
+        return reads(y), y
+
+    found = _assert_as_eager(program, torch.rand(3, 30), torch.rand(12, 5))
+    assert found == ["sparse_scores"]
+
+
+def _halved_by_hand(z):
+    """entmax-1.5 whose gradient is NaN where a score is -inf: variances of infinities."""
+    z = z / 2 - z.amax(-1, keepdim=True) / 2
+    s, _ = z.sort(-1, descending=True)
+    n = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype)
+    mean = s.cumsum(-1) / n
+    spread = n * ((s**2).cumsum(-1) / n - mean**2)
+    tau = mean - torch.clamp((1 - spread) / n, min=0).sqrt()
+    size = (tau <= s).sum(-1, keepdim=True)
+    return torch.clamp(z - tau.gather(-1, size - 1), min=0) ** 2
+
+
+_LOWERED = {
+    "filled": lambda z, bias: z.masked_fill(bias < 0, -torch.inf),
+    "added": lambda z, bias: z + bias,
+}
+
+
+@pytest.mark.parametrize("name", _LOWERED)
+def test_scores_of_minus_infinity_have_the_gradient_of_eager(name):
+    def program(m, x, bias):
+        return _halved_by_hand(_LOWERED[name](m.q(x) @ m.k(x).mT, bias)) @ x
+
+    bias = torch.zeros(5, 5).masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), -torch.inf)
+    assert not _assert_as_eager(program, torch.randn(2, 5, 6), bias, training=True)
+    assert _assert_as_eager(program, torch.randn(2, 5, 6), bias) == ["entmax_attention"]
+
+
 _SHARED = {
     "clamp": (lambda z: z.clamp(min=0), True),
     "clamp above 1": (lambda z: z.clamp(min=1.0).log(), True),

@@ -131,11 +131,16 @@ def _check_gradient(
             raise Decline(f"{label(n)} requires a gradient, and the operator runs under no_grad", n)
         return
     for n in inside:
-        if view.name_of(n) in _SAVE_THEIR_RESULT:
-            for by in view.effects.writers_to(n):
+        for read, what in _unsaved(view, n):
+            for by in view.effects.writers_to(read):
                 if by not in inside and view.order[by] > view.order[n]:
-                    reason = f"{label(by)} writes to what {label(n)} made, which its gradient reads"
+                    reason = f"{label(by)} writes to {what}, which the gradient of {label(n)} reads"
                     raise Decline(reason, by)
+    for by, targets in view.effects.writers.items():
+        if getattr(by.target, "__name__", by.target) == "set_":
+            for source, _ in reads:
+                if source in targets:
+                    raise Decline(f"{label(source)} is given other memory", by)
     for source, reader in reads:
         if view.in_inference_mode(source):
             why = "was made under inference_mode: PyTorch saves it for no backward"
@@ -152,6 +157,18 @@ def _check_gradient(
         written = n in view.effects.writers
         if (n in on_the_way or written) and n not in settled and _cuts(view, n):
             raise _cut(view, n)
+
+
+def _unsaved(view: GraphView, node: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    """What the gradient of a function reads as it is by then, and what to call that: its result, and what the
+    bisections keep of alpha without autograd's knowledge."""
+    call = view.call(node)
+    if call is None or call.name not in _SAVE_THEIR_RESULT:
+        return
+    yield node, "its result"
+    alpha = call.get("alpha") if call.name == "entmax_bisect" else None
+    if view.is_tensor(alpha):
+        yield alpha, "alpha"
 
 
 def _differentiable(view: GraphView, node: fx.Node) -> bool:

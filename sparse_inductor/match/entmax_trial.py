@@ -100,7 +100,7 @@ class Trial:
                 with torch.no_grad():
                     wrong = self._forward(piece, fills)
                 if wrong is None and learns:
-                    wrong = self._backward(piece)
+                    wrong = self._backward(piece, -torch.inf in fills)
                 if wrong is not None:
                     return wrong
         except Untestable as error:
@@ -136,9 +136,11 @@ class Trial:
         where = "" if fill is None else f" where scores are masked with {fill:g}"
         return f"this looks like entmax with alpha {self.alpha:g} but {what}{where}"
 
-    def _backward(self, piece: Region) -> str | None:
+    def _backward(self, piece: Region, masked: bool) -> str | None:
         generator = torch.Generator().manual_seed(5)
         rows = torch.randn(4, self._widths()[0], generator=generator, dtype=torch.float64) * 1.5
+        if masked:
+            rows[:2, 1:] = -torch.inf
         rows = rows.requires_grad_()
         self.leaf_alpha = None
         with torch.enable_grad():
@@ -152,6 +154,8 @@ class Trial:
         with torch.no_grad():
             want, want_alpha = _gradients(p, g, self.alpha)
             if not _close(got[0], want):
+                if masked and got[0] is not None and got[0].isnan().any():
+                    return "its gradient is NaN where scores are masked with -inf"
                 return (
                     "its gradient is not entmax's: what finds the threshold is not differentiated "
                     "through, or it has a backward of another kind"
@@ -324,7 +328,7 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
         if call.name == "add" and view.is_tensor(call["other"]) and not found:
             mask = call["other"]
             if not view.requires_grad(mask) and mask.op == "placeholder":
-                found.add(-1e9)
+                found |= {-1e9, -torch.inf}
         queue += node.all_input_nodes
     return found
 

@@ -127,12 +127,25 @@ class Scores:
             return reshaped(e, scores, want)
         docs = [s for a, s in enumerate(want) if a != self.batch]
         scores = reshaped(e, scores, (want[self.batch], *docs))
-        if self.batch == 0:
-            return scores
-        order = [*range(1, self.batch + 1), 0, *range(self.batch + 1, len(want))]
-        turned = e.method("permute", scores, tuple(order))
-        back = all(name_of(user) in TURNS for user in self.node.users)
-        return turned if back else e.laid_out(turned, fake(self.node))
+        if self.batch != 0:
+            order = [*range(1, self.batch + 1), 0, *range(self.batch + 1, len(want))]
+            scores = e.method("permute", scores, tuple(order))
+        return e.laid_out(scores, fake(self.node)) if _strides_matter(self.node) else scores
+
+
+# What lays out its result without regard to its input.
+_OF_THEIR_OWN_LAYOUT = frozenset("topk argmax matmul mm".split())
+
+
+def _strides_matter(node: fx.Node) -> bool:
+    """Whether somebody asks for a result's strides or has his own from them; what the graph returns is seen to in
+    `layouts`."""
+    return any(
+        _strides_matter(user)
+        if name_of(user) in TURNS
+        else user.op != "output" and name_of(user) not in _OF_THEIR_OWN_LAYOUT
+        for user in node.users
+    )
 
 
 _REFUSALS = {
