@@ -200,7 +200,10 @@ def backward(
     slope = _slopes(grad, rows, low, winner, peak)
     shares = None
     if some:
-        tied &= (slope != 0) | peak.isnan()
+        # One that is as low as can be is shared by many, none of which has a slope (but see `_at_bound`).
+        p = low.plan
+        lowest = run(p.scalar, peak.new_full((), float("-inf")))
+        tied &= (slope != 0) | peak.isnan() | (run(p.scalar, peak) != lowest)
         shares = _shares(tied, grad, hidden, weight, bias, rows, low, winner)
         slope = slope.masked_fill(tied, 0.0)
     if hidden.sum().isfinite() and weight.sum().isfinite():
