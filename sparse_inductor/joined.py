@@ -18,6 +18,7 @@ from . import compat
 from .match import leaves
 from .match.effects import written
 from .match.fakes import fake, tensors_in
+from .rehearsal import differentiating_fakes
 
 __all__ = ["overwrites_what_is_saved"]
 
@@ -61,9 +62,8 @@ def _forward_and_backward(graph: fx.Graph, inputs: list[Any]) -> None:
     assert module is not None
     mode = next((t.fake_mode for t in inputs if hasattr(t, "fake_mode")), None)
     leaf = [t.detach().requires_grad_(t.requires_grad) if _is_tensor(t) else t for t in inputs]
-    # Autograd's own threads do not know the mode. What is written to may be an input.
-    threads = torch.autograd.set_multithreading_enabled(False)
-    with threads, mode or contextlib.nullcontext():
+    with differentiating_fakes(), mode or contextlib.nullcontext():
+        # What is written to may be an input.
         given = [t.clone() if _is_tensor(t) else t for t in leaf]
         results = [t for t in tensors_in(fx.Interpreter(module).run(*given)) if t.requires_grad]
         wanted = [t for t in leaf if _is_tensor(t) and t.requires_grad]

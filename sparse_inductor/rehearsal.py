@@ -6,7 +6,7 @@ What an operator's shape function or its backward raises would otherwise end the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 from . import compat
 from .match.fakes import fake, tensors_in
 
-__all__ = ["rehearse"]
+__all__ = ["differentiating_fakes", "rehearse"]
 
 
 def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
@@ -49,12 +49,22 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
 def _forward_and_backward(op: Any, args: Any, kwargs: Any) -> None:
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if getattr(t, "requires_grad", False)]
     mode = next((t.fake_mode for t in leaves if hasattr(t, "fake_mode")), contextlib.nullcontext())
-    # Autograd's own threads do not know the mode.
-    with torch.autograd.set_multithreading_enabled(False), mode:
+    with differentiating_fakes(), mode:
         results = [t for t in tensors_in(op(*args, **kwargs)) if t.requires_grad]
         if results:
             given = [torch.empty_like(t) for t in results]
             torch.autograd.grad(results, leaves, given, allow_unused=True)
+
+
+@contextlib.contextmanager
+def differentiating_fakes() -> Iterator[None]:
+    """Gradients are of fake tensors: in this thread, since autograd's own do not know the mode, and nobody looks for
+    NaN, which they cannot tell."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        if torch.is_anomaly_enabled():
+            stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        yield
 
 
 def _is_ours(node: fx.Node) -> bool:
