@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 __all__ = [
     "DirectLaunch",
     "LaunchSeen",
-    "compiled_text_edited",
     "direct_launch",
     "interprets",
     "launch_hooks_set",
@@ -153,38 +152,3 @@ def _encoders(
     if encode is None:
         return launcher, {}
     return direct, {i: functools.partial(encode, metadata=m) for i, m in zip(sorted(places), kinds)}
-
-
-_one_hook_at_a_time = threading.RLock()
-
-
-@contextlib.contextmanager
-def compiled_text_edited(stage: str, key: str, edit: Callable[[str], str]) -> Iterator[bool]:
-    """Have `edit` applied to what a stage of compilation ("ptx") makes of the kernels that are compiled in the block;
-    gives whether this Triton can be asked to. key: what compiled kernels are kept by, beside their source."""
-    import triton
-
-    knobs = triton.knobs.runtime
-    if not hasattr(knobs, "add_stages_inspection_hook"):
-        yield False
-        return
-    with _one_hook_at_a_time:
-        before = knobs.add_stages_inspection_hook
-
-        def add_stages(*given: Any, **named: Any) -> Any:
-            if not given and not named:  # what compiled kernels are kept by
-                theirs, digest = before() if before is not None else ("", "")
-                return f"{theirs}-{key}", f"{digest}-{key}"
-            if before is not None:
-                before(*given, **named)
-            stages = named["stages"] if "stages" in named else given[1]
-            make = stages.get(stage)
-            if make is not None:
-                stages[stage] = lambda source, metadata: edit(make(source, metadata))
-            return None
-
-        knobs.add_stages_inspection_hook = add_stages
-        try:
-            yield True
-        finally:
-            knobs.add_stages_inspection_hook = before

@@ -24,7 +24,6 @@ def _named(module: Any, now: str, before: str) -> Any:
     return getattr(module, now, None) or getattr(module, before)
 
 
-# Global to shared memory, by addresses: (shared, addresses).
 # The bulk copy engine's: (descriptor, place, barrier, shared) and (descriptor, place, shared).
 load_box = _named(tma, "async_load", "async_copy_global_to_shared")
 store_box = _named(tma, "async_store", "async_copy_shared_to_global")

@@ -3,59 +3,149 @@
 It is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for each, all that
 `relu_ffn_marked` reads of rows that are.
 
-One warp copies operand tiles into a ring of shared-memory stages with the bulk copy engine; two warpgroups each
-multiply 64 rows of a tile (`hopper_projection`). A tile's sums are rounded and held, half the registers, and go to
-memory by pieces while the tensor cores are busy with the first steps of the next tile. Marks are made then, too: of the
-sums, where threads hold a token's neurons; of a TURNED tile, whose threads hold a neuron's tokens, of what pieces leave
-in shared memory.
+One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each multiply 64 rows of a tile
+of 128 tokens by 256 or 128 neurons. A tile's sums are rounded and held, half the registers, and go to memory by pieces
+of 64 columns while the tensor cores are busy with the first steps of the next tile. Marks are made then, too.
 
-Marks, [M, tiles of 256 neurons, 8] int32: bit b of word (tile, w) is neuron 256 tile + 32 w + b. BY_QUAD, as the four
-threads that share a token hold its sums, so that marking moves no data, it is neuron
-256 tile + 128 (w % 2) + 8 (b // 2) + 2 (w // 2) + b % 2.
+Marks, [M, tiles of 256 neurons, 8] int32, are ordered as the four threads that share a token hold its sums, so that
+marking moves no data: bit b of word (tile, w) is neuron 256 tile + 128 (w % 2) + 8 (b // 2) + 2 (w // 2) + b % 2.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .arch import capability
 from .boxes import addressable
-from .gluon_names import let_next_start
-from .hopper_projection import (
-    behind,
-    biased,
-    box_at,
-    box_of,
-    copy_tiles,
-    make_boxes,
-    nothing,
-    pieces_of,
-    place_of,
-    projection,
-    put,
-    rounded,
-    stages_beside,
-    tiles_of,
-)
-from .hopper_ring import begin_step, end_step, make_ring, multiply_steps
-from .hopper_tiles import ROWS, Tiles, as_boxed, leaves_room, pieces, pieces_in, tile_for
-from .hopper_wide import Widened
+from .gluon_names import let_next_start, load_box, store_box
 from .launch import launch as launch_kernel
 from .launch import multiprocessors
 from .relu_ffn_packing import twice
+from .tile_order import tile_at
+from .unroll import unrolled
 
-__all__ = ["Marks", "applies", "has_room", "marked_product", "may_mark"]
+__all__ = ["applies", "has_room", "layout", "marked_product", "may_mark", "stages"]
 
+# Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
+ROWS = gl.constexpr(64)
+CONSUMERS = gl.constexpr(2)
+# Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
+DEPTH = gl.constexpr(64)
+# A tile is written by pieces of 64 columns, 8 KiB a warpgroup, one at a time: two would cost a stage of the ring.
+PIECE = gl.constexpr(64)
 # Neurons of a tile of marks, and of two of its words.
 MARKED, WORDS = gl.constexpr(256), gl.constexpr(128)
-# Pieces of a tile, of either size, that a warpgroup has boxes for. A second one was a stage of the ring less.
-BOXED = gl.constexpr(1)
+# Shared memory of an SM that operands and what is written may take, in bytes.
+SHARED = 225 << 10
+# Columns of a tile, and what one takes for one of 256 (H200, K = 2 048).
+COSTS = ((256, 1.0), (128, 0.535))
+# What room in the last wave is worth, in waves.
+ROOM = 0.25
+
+
+@gluon.constexpr_function
+def _accumulator(columns):
+    """How a warpgroup's threads hold sums [64, columns]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def _pieces(v, COUNT: gl.constexpr):
+    """A tile's so many pieces, from left to right. No data moves."""
+    if COUNT == 1:
+        return (v,)
+    else:
+        n: gl.constexpr = v.shape[1] // 2
+        left, right = v.reshape([v.shape[0], 2, n]).permute((0, 2, 1)).split()
+        return _pieces(left, COUNT // 2) + _pieces(right, COUNT // 2)
+
+
+@gluon.jit
+def _make_ring(a, b, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """Stages of boxes of the matrices a and b, and what says which of them are full and which empty."""
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, COLUMNS, DEPTH], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return a_ring, b_ring, full, empty
+
+
+@gluon.jit
+def _place_of(t, tiles_m, tiles_n, ME: gl.constexpr, COLUMNS: gl.constexpr):
+    """Where consumer ME's part of a tile begins: (token, neuron)."""
+    pm, pn = tile_at(t, tiles_m, tiles_n)
+    return (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
+
+
+@gluon.jit
+def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """The producer warp: the operands of every tile of this program, in order, into the ring."""
+    a, b, ring, tiles_m, tiles_n = source
+    a_ring, b_ring, full, empty = ring
+    BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
+    n = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m0, n0 = _place_of(t, tiles_m, tiles_n, 0, COLUMNS)
+        for step in range(KBLOCKS):
+            stage = n % STAGES
+            filled = full.index(stage)
+            k = step * DEPTH
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(filled, BYTES)
+            for c in gl.static_range(CONSUMERS):
+                load_box(a, [m0 + c * ROWS, k], filled, a_ring.index(stage * CONSUMERS + c))
+            load_box(b, [n0, k], filled, b_ring.index(stage))
+            n += 1
+
+
+@gluon.jit
+def _begin_step(acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr):
+    """Warpgroup ME: (acc, if MORE) + the product of the n-th filling's stage, which is under way then."""
+    a_ring, b_ring, full, _empty = ring
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    a = a_ring.index(stage * CONSUMERS + ME)
+    b = b_ring.index(stage).permute((1, 0))
+    return warpgroup_mma(a, b, acc, use_acc=MORE, is_async=True)
+
+
+@gluon.jit
+def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
+    """All products but of so many steps are made, and the n-th filling's stage is empty."""
+    acc = warpgroup_mma_wait(LEFT, deps=(acc,))
+    mbarrier.arrive(ring[3].index(n % STAGES))
+    return acc
+
+
+@gluon.jit
+def _multiply_steps(acc, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
+    """Warpgroup ME: acc + the product of so many stages from the n-th filling on, each under way before the one in
+    front is waited for; how many there were then."""
+    for i in gl.static_range(STEPS):
+        acc = _begin_step(acc, ring, n, True, ME, STAGES)
+        if i > 0:
+            acc = _end_step(acc, ring, n - 1, 1, STAGES)
+        n += 1
+    acc = _end_step(acc, ring, n - 1, 0, STAGES)
+    return acc, n
 
 
 @gluon.jit
@@ -141,7 +231,7 @@ def _quads(words):
 
 @gluon.jit
 def _mark_sums(sums, marks, m, n0, M, N, least):
-    """Write the marks, BY_QUAD, of a tile's rounded sums, of tokens from m and neurons from n0 on."""
+    """Write the marks of a tile's rounded sums, of tokens from m and neurons from n0 on."""
     COUNT: gl.constexpr = sums.shape[1] // WORDS
     HELD: gl.constexpr = _quads(COUNT)
     OF_WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
@@ -162,132 +252,94 @@ def _mark_sums(sums, marks, m, n0, M, N, least):
 
 
 @gluon.jit
-def _mark_box(box, marks, m, n, M, N, least):
-    """Write the marks of what is in a box, of tokens from m and neurons from n on."""
-    TOKENS: gl.constexpr = box.shape[0]
-    NEURONS: gl.constexpr = box.shape[1]
-    EACH: gl.constexpr = TOKENS * NEURONS // 128  # neurons of a thread, of one word
-    HELD: gl.constexpr = gl.BlockedLayout(
-        [1, EACH], [32 * EACH // NEURONS, NEURONS // EACH], [4, 1], [1, 0]
-    )
-    COUNT: gl.constexpr = NEURONS // 32
-    found = _marks_of(box.load(HELD).reshape([TOKENS, COUNT, 32]), least)
-    OF_WORDS: gl.constexpr = found.type.layout
-    # Neurons past the last: zeros of the weight, but NaN where a token is not finite.
-    first = n + 32 * gl.arange(0, COUNT, gl.SliceLayout(0, OF_WORDS))
-    left = gl.minimum(gl.maximum(N - first, 0), 32)
-    there = gl.where(left == 32, -1, (gl.full([COUNT], 1, gl.int32, left.type.layout) << left) - 1)
-    row = (m + gl.arange(0, TOKENS, gl.SliceLayout(1, OF_WORDS))).to(gl.int64)
-    at = (row * (gl.cdiv(N, MARKED) * 8))[:, None] + (first // 32)[None, :]
-    gl.store(marks + at, found & there[None, :], mask=(row < M)[:, None])
+def _end_piece(piece, ends, m0, n0, PLACE: gl.constexpr, ME: gl.constexpr):
+    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place there, through the warpgroup's box."""
+    boxes, out, _marks, _M, _N, _least = ends
+    tma.store_wait(0)
+    box = boxes.index(ME)
+    box.store(gl.convert_layout(piece, _accumulator(PIECE)))
+    fence_async_shared()
+    store_box(out, [m0, n0 + PLACE * PIECE], box)
 
 
 @gluon.jit
-def _end_piece(
-    piece,
-    ends,
-    m0,
-    n0,
-    PLACE: gl.constexpr,
-    ME: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    TURNED: gl.constexpr,
-):
-    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place there."""
-    boxes, outs, _marks, _M, _N, _least = ends
-    tma.store_wait(behind(COLUMNS, PLACE, BOXED.value))
-    box = box_of(boxes, PLACE, ME, COLUMNS, BOXED)
-    put(as_boxed(piece), box, outs, box_at(m0, n0, PLACE, COLUMNS, TURNED), TURNED)
-
-
-@gluon.jit
-def _mark_piece(
-    held, ends, m0, n0, PLACE: gl.constexpr, ME: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr
-):  # fmt: skip
-    """The marks of a piece that has gone to memory, whose box has not been written to again; with every second one that
-    is not TURNED, those of both."""
-    boxes, _outs, marks, M, N, least = ends
-    if TURNED:
-        m, n = box_at(m0, n0, PLACE, COLUMNS, TURNED)
-        _mark_box(box_of(boxes, PLACE, ME, COLUMNS, BOXED), marks, m, n, M, N, least)
-    elif PLACE % 2 == 1:
-        both = pieces(held[0], COLUMNS // WORDS)[PLACE // 2]
+def _mark_pieces(held, ends, m0, n0, PLACE: gl.constexpr, COLUMNS: gl.constexpr):
+    """With every second piece that has gone to memory, the marks of both."""
+    _boxes, _out, marks, M, N, least = ends
+    if PLACE % 2 == 1:
+        both = _pieces(held, COLUMNS // WORDS)[PLACE // 2]
         _mark_sums(both, marks, m0, n0 + PLACE // 2 * WORDS, M, N, least)
 
 
 @gluon.jit
 def _multiply_tiles(
-    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, TURNED: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
+    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
     STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Consumer ME: 64 rows of every tile of this program. A tile's pieces go to memory while the tensor cores are busy
     with the first steps of the next one."""
     ends, ring, bias, tiles_m, tiles_n = operands
-    _boxes, outs, _marks, _M, N, _least = ends
-    dtype: gl.constexpr = outs[0].dtype
-    COUNT: gl.constexpr = pieces_in(COLUMNS)
+    _boxes, out, _marks, _M, N, _least = ends
+    dtype: gl.constexpr = out.dtype
+    SUMS: gl.constexpr = _accumulator(COLUMNS)
+    COUNT: gl.constexpr = COLUMNS // PIECE
     # A piece every second step, if there are as many: its marks follow within the other one.
     APART: gl.constexpr = 2 if EACH >= 2 * COUNT else 1
     n = 0  # stages consumed
-    held = nothing(dtype, COLUMNS)
+    held = gl.zeros([ROWS, COLUMNS], dtype, SUMS)
     m_held, n_held = 0, 0
     for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m0, n0 = place_of(t, tiles_m, tiles_n, ME, COLUMNS, TURNED)
-        accs = nothing(gl.float32, COLUMNS)
-        found = pieces_of(held, COLUMNS)
+        m0, n0 = _place_of(t, tiles_m, tiles_n, ME, COLUMNS)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
+        found = _pieces(held, COUNT)
         for i in gl.static_range(EACH):
-            accs = begin_step(accs, ring, n, i > 0, ME, COLUMNS, STAGES, False, False)
+            acc = _begin_step(acc, ring, n, i > 0, ME, STAGES)
             if i < APART * COUNT and t > gl.program_id(0):
                 if i % APART == 0:
-                    _end_piece(
-                        found[i // APART], ends, m_held, n_held, i // APART, ME, COLUMNS, TURNED
-                    )
+                    _end_piece(found[i // APART], ends, m_held, n_held, i // APART, ME)
                 if i % APART == APART - 1:
-                    _mark_piece(held, ends, m_held, n_held, i // APART, ME, COLUMNS, TURNED)
+                    _mark_pieces(held, ends, m_held, n_held, i // APART, COLUMNS)
             if i > 0:
-                accs = end_step(accs, ring, n - 1, 1, STAGES)
+                acc = _end_step(acc, ring, n - 1, 1, STAGES)
             n += 1
-        accs = end_step(accs, ring, n - 1, 0, STAGES)
+        acc = _end_step(acc, ring, n - 1, 0, STAGES)
         for _k in range(EACH, KBLOCKS, EACH):
-            accs, n = multiply_steps(accs, ring, n, ME, EACH, COLUMNS, STAGES)
-        accs = biased(accs, bias, n0, N, TURNED, HAS_BIAS)
-        held, m_held, n_held = rounded(accs, dtype), m0, n0
+            acc, n = _multiply_steps(acc, ring, n, ME, EACH, STAGES)
+        if HAS_BIAS:
+            at = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
+            acc += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+        held, m_held, n_held = acc.to(dtype), m0, n0
     if gl.program_id(0) < tiles_m * tiles_n:
-        found = pieces_of(held, COLUMNS)
+        found = _pieces(held, COUNT)
         for i in gl.static_range(COUNT):
-            _end_piece(found[i], ends, m_held, n_held, i, ME, COLUMNS, TURNED)
-            _mark_piece(held, ends, m_held, n_held, i, ME, COLUMNS, TURNED)
+            _end_piece(found[i], ends, m_held, n_held, i, ME)
+            _mark_pieces(held, ends, m_held, n_held, i, COLUMNS)
     tma.store_wait(0)
 
 
-@Widened
 @gluon.jit(do_not_specialize=["M", "N", "least", "words"])
 def _product_kernel(
-    a, b0, b1, b2, b3, out, out_small, bias, marks, state, M, N, least, words,
-    COLUMNS: gl.constexpr, TURNED: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    a, b, out, bias, marks, state, M, N, least, words,
+    COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x weight^T + bias, and its marks; a program owns every so manieth tile. Zeros of the state, of so
-    many int64 words.
+    """out [M, N] = x weight^T + bias, and its marks, by persistent programs. Zeros of the state, `words` of int64.
 
-    a, b: x and the weight, in boxes of each part of a tile's columns; or the weight and x, if TURNED.
+    a, b: x and the weight, in boxes of ROWS and of COLUMNS rows. out: in boxes of PIECE x PIECE.
     """
-    b = (b0, b1, b2, b3)
-    ring = make_ring(a, b, COLUMNS, STAGES, False, False)
-    outs = (out, out_small)
-    boxes = make_boxes(outs, COLUMNS, BOXED)
+    ring = _make_ring(a, b, COLUMNS, STAGES)
+    boxes = gl.allocate_shared_memory(out.dtype, [CONSUMERS, PIECE, PIECE], out.layout)
     marked = gl.cdiv(N, MARKED) * MARKED  # neurons past the last have marks
-    tiles_m, tiles_n = tiles_of(M, marked, COLUMNS, TURNED)
-    # A multiprocessor has no room for anything beside this: the next kernel starts where tiles have run out.
+    tiles_m, tiles_n = gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(marked, COLUMNS)
+    # An SM has no room for anything beside this: the next kernel starts where tiles have run out.
     let_next_start()
     _clear(state, words)
     source = (a, b, ring, tiles_m, tiles_n)
-    operands = ((boxes, outs, marks, M, N, least), ring, bias, tiles_m, tiles_n)
+    operands = ((boxes, out, marks, M, N, least), ring, bias, tiles_m, tiles_n)
     gl.warp_specialize(
         [
-            (_multiply_tiles, (operands, 0, COLUMNS, TURNED, KBLOCKS, EACH, STAGES, HAS_BIAS)),
-            (_multiply_tiles, (operands, 1, COLUMNS, TURNED, KBLOCKS, EACH, STAGES, HAS_BIAS)),
-            (copy_tiles, (source, COLUMNS, TURNED, KBLOCKS, STAGES)),
+            (_multiply_tiles, (operands, 0, COLUMNS, KBLOCKS, EACH, STAGES, HAS_BIAS)),
+            (_multiply_tiles, (operands, 1, COLUMNS, KBLOCKS, EACH, STAGES, HAS_BIAS)),
+            (_copy_tiles, (source, COLUMNS, KBLOCKS, STAGES)),
         ],
         [4, 1],
         [240, 24],
@@ -295,28 +347,60 @@ def _product_kernel(
 
 
 def stages(columns: int) -> int:
-    """Stages of the ring, beside what is written."""
-    return stages_beside(columns, BOXED.value)
+    """Stages of the ring: as many as fit an SM beside the boxes that are written."""
+    rows = ROWS.value * CONSUMERS.value
+    beside = rows * PIECE.value * 2
+    return (SHARED - beside) // ((rows + columns) * DEPTH.value * 2)
 
 
-TILES = Tiles(
-    stages,
-    upright=((256, 1.0), (128, 0.535)),
-    turned=(
-        (240, 0.985), (224, 0.905), (208, 0.84), (192, 0.775), (176, 0.73), (160, 0.66), (144, 0.6),
-    ),
-)  # fmt: skip
-# What room in the last round is worth, in rounds.
-ROOM = 0.25
+def _leaves_room(columns: int, waiting: float) -> bool:
+    """Whether tiles have 256 columns, and a third of the SMs nothing to do in their last wave."""
+    return columns == 256 and waiting >= 1 / 3
+
+
+@functools.lru_cache(maxsize=256)
+def tile_for(M: int, N: int, programs: int, room: float = 0) -> tuple[int, bool]:
+    """(columns, whether they leave room) of the tile of so many programs' product [M, N] that takes the least time.
+
+    room: what it is worth, in waves of tiles of 256 columns, if those leave room for something beside their last one.
+    """
+    found = []
+    for columns, cost in COSTS:
+        share = -(-M // (ROWS.value * CONSUMERS.value)) * -(-N // columns) / programs
+        waves = math.ceil(share)
+        leaves = _leaves_room(columns, (waves - share) * cost)
+        found.append((waves * cost - room * leaves, columns, leaves))
+    _, columns, leaves = min(found)
+    return columns, leaves
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(M: int, K: int, N: int, programs: int, room: float) -> dict[str, int]:
+    columns, _ = tile_for(M, N, programs, room)
+    # As many steps as a tile has pieces: past the last feature are zeros.
+    steps, each = unrolled(max(-(-K // DEPTH.value), columns // PIECE.value))
+    return {"COLUMNS": columns, "KBLOCKS": steps, "EACH": each, "STAGES": stages(columns)}
+
+
+@functools.cache
+def layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
+    """Of a box in shared memory."""
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+
+
+def _boxed(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """`t` in boxes of rows x columns."""
+    return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
 
 
 def has_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `marked_product`, asked for room, has some beside its last round."""
-    return leaves_room(tile_for(len(x), len(weight), multiprocessors(x.device), TILES, ROOM))
+    """Whether `marked_product`, asked for room, has some beside its last wave."""
+    return tile_for(len(x), len(weight), multiprocessors(x.device), ROOM)[1]
 
 
 def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
-    """Whether this kernel can run: Hopper, 16-bit operands, sizes the copy engine can address."""
+    """Whether this kernel can run: Hopper, 16-bit operands, sizes TMA can address."""
     return (
         x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16)
@@ -331,13 +415,6 @@ def may_mark(x: torch.Tensor, gate: torch.Tensor, cut: float) -> bool:
     return applies(x, gate) and math.isfinite(cut)
 
 
-class Marks(NamedTuple):
-    """words [M, a whole number of tiles of 8], and in which order they are."""
-
-    words: torch.Tensor
-    by_quad: bool
-
-
 def marked_product(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -345,7 +422,7 @@ def marked_product(
     cut: float,
     state: torch.Tensor,
     room: bool = False,
-) -> tuple[torch.Tensor, Marks]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(x weight^T + bias [M, N], marks of what of it is not <= cut). `state`, int64, becomes zeros.
 
     room: something else is to be made beside the last tiles.
@@ -353,11 +430,13 @@ def marked_product(
     M, N = len(x), len(weight)
     out = x.new_empty(M, N)
     marks = torch.empty(M, 8 * -(-N // MARKED.value), dtype=torch.int32, device=x.device)
-    of = projection(x, weight, TILES, ROOM if room else 0)
+    programs = multiprocessors(x.device)
+    constants = _constants(*x.shape, N, programs, ROOM if room else 0)
     args = (
-        *of.operands, *of.boxes(out), out if bias is None else bias, marks, state,
+        _boxed(x, ROWS.value, DEPTH.value), _boxed(weight, constants["COLUMNS"], DEPTH.value),
+        _boxed(out, PIECE.value, PIECE.value), out if bias is None else bias, marks, state,
         M, N, twice(cut, x.dtype), len(state),
     )  # fmt: skip
-    constants = {**of.constants, "HAS_BIAS": bias is not None}
-    launch_kernel(_product_kernel, (of.programs,), args, constants, num_warps=4)
-    return out, Marks(marks, not of.constants["TURNED"])
+    constants = {**constants, "HAS_BIAS": bias is not None}
+    launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4)
+    return out, marks

@@ -9,7 +9,6 @@ import triton.language as tl
 from . import relu_ffn_marked_ptx as ptx
 from .early import early, wait_for_previous
 from .launch import relaunched
-from .relu_ffn_hopper import Marks
 from .relu_ffn_packing import dense_row, pieces_of
 
 __all__ = ["pack"]
@@ -42,7 +41,7 @@ def _pack_kernel(
 
 def pack(
     gate: torch.Tensor,
-    marks: Marks,
+    marks: torch.Tensor,
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     rows_heavy: torch.Tensor,
     state: torch.Tensor,
@@ -57,13 +56,12 @@ def pack(
     cap = index.shape[1]
     piece, most = pieces_of(M, cap, False)
     pieces = torch.empty(M * most, dtype=torch.int32, device=gate.device)
-    words, by_quad = marks
     warps, each = (1, 1) if M <= FEW else BLOCK
     rows = warps * each
     wide, values = index.dtype == torch.int32, value is not None
-    body = ptx.pack(words.shape[1], by_quad, N, cap, piece, most, wide, rows, warps, values)
+    body = ptx.pack(marks.shape[1], N, cap, piece, most, wide, rows, warps, values)
     _pack_kernel[(triton.cdiv(M, rows),)](
-        words, gate, count, index, value, state, rows_heavy, pieces, M, dense_row(M, N),
+        marks, gate, count, index, value, state, rows_heavy, pieces, M, dense_row(M, N),
         BODY=body, **early(gate), num_warps=warps,
     )  # fmt: skip
     return state, pieces

@@ -17,21 +17,20 @@ TILE = 8
 MOST_SHARED = 47 << 10
 
 
-def _take_lowest(word: str, base: str, by_quad: bool) -> str:
+def _take_lowest(word: str, base: str) -> str:
     """n: the neuron of the lowest mark, `low`, of a word whose first is `base`; the word without it."""
-    spread = "shr.u32 t, n, 1; and.b32 n, n, 1; mad.lo.u32 n, t, 8, n;" if by_quad else ""
     return f"""neg.s32 low, {word};
     and.b32 low, low, {word};
     xor.b32 {word}, {word}, low;
     bfind.u32 n, low;
-    {spread}
+    shr.u32 t, n, 1;
+    and.b32 n, n, 1;
+    mad.lo.u32 n, t, 8, n;
     add.u32 n, n, {base};"""
 
 
-def _first_of(word: str, tile: str, to: str, by_quad: bool) -> str:
+def _first_of(word: str, tile: str, to: str) -> str:
     """The first neuron of a word, counted from the first tile or from its own, whose first is `tile`."""
-    if not by_quad:
-        return f"and.b32 t, {word}, {TILE - 1}; mad.lo.u32 {to}, t, 32, {tile};"
     return f"""and.b32 t, {word}, 1;
     mad.lo.u32 {to}, t, 128, {tile};
     and.b32 t, {word}, 6;
@@ -77,7 +76,7 @@ def _scan(x: str, own: str) -> str:
     )
 
 
-def _list(room: int, by_quad: bool) -> str:
+def _list(room: int) -> str:
     """List the entries of a lane's words, w0 to w7 at `words`, places `window` to `window` + room of the warp's."""
     left = "mov.b32 left, 0;" + "".join(
         f"setp.ne.b32 p, w{t}, 0; selp.b32 t, {1 << t}, 0, p; or.b32 left, left, t;"
@@ -97,12 +96,12 @@ LIST:
     and.b32 word, word, {TILE - 1};
     mad.wide.u32 at, word, 4, words;
     @p ld.global.b32 v, [at];
-    {_first_of("word", "base", "n", by_quad)}
+    {_first_of("word", "base", "n")}
     selp.u32 first, n, first, p;
     setp.ne.b32 p, v, 0;
     vote.sync.any.pred q, p, -1;
     @!q bra LISTED;
-    {_take_lowest("v", "first", by_quad)}
+    {_take_lowest("v", "first")}
     sub.u32 t, place, window;
     setp.lt.and.u32 q, t, {room}, p;
     mad.lo.u32 t, t, 4, list;
@@ -153,7 +152,6 @@ PUT:
 @functools.cache
 def pack(
     words: int,
-    by_quad: bool,
     N: int,
     cap: int,
     piece: int,
@@ -164,7 +162,7 @@ def pack(
     values: bool = True,
 ) -> str:
     """A block of `warps` packs `rows` rows from their marks, $3, `words` words each, and the gates of 16 bits, $4, N
-    each. by_quad: which order marks are in.
+    each.
 
     $1 the block, of $11; $2 rows there are; $5 the counts; $6 the indices, int32 if `wide` else int16, and $7, if
     `values`, the values, `cap` a row; $8 the state and $9 the heavy rows, of `relu_ffn_packing`; $10 the pieces,
@@ -272,7 +270,7 @@ CHUNK:
     mov.u32 window, 0;
 WINDOW:
     mov.u32 place, place_first;
-    {_list(room, by_quad)}
+    {_list(room)}
     bar.warp.sync -1;
     {_put(wide, room, values)}
     bar.warp.sync -1;

@@ -14,9 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compile_all(every: bool) -> None:
-    """In a process of its own, where the interpreter is off. every: kernels of all tile widths; else of a few, one of
-    each way that a tile lies in shared memory."""
+def compile_all() -> None:
+    """In a process of its own, where the interpreter is off."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -24,9 +23,6 @@ def compile_all(every: bool) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sparse_inductor.epilogue.steps import parse
-    from sparse_inductor.kernels import hopper_ring as ring
-    from sparse_inductor.kernels import hopper_tiles as tiles
-    from sparse_inductor.kernels import hopper_wide as wide
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
     from sparse_inductor.kernels import relu_ffn_marked as marked
     from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
@@ -46,7 +42,9 @@ def compile_all(every: bool) -> None:
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
     def box(rows, columns):
-        return f"tensordesc<bf16[{rows}, {columns}],{ring.layout(torch.bfloat16, rows, columns)!r}>"
+        return (
+            f"tensordesc<bf16[{rows}, {columns}],{hopper.layout(torch.bfloat16, rows, columns)!r}>"
+        )
 
     def multiplies(compiled, copies):
         code = compiled.asm["ptx"]
@@ -55,33 +53,14 @@ def compile_all(every: bool) -> None:
 
     token, bulk = box(64, 64), "cp.async.bulk.tensor"
 
-    def widened(kernel, types, constants):
-        """Its products are as wide as a tile, each of them."""
-        with wide.completing():
-            compiled = made(kernel.kernel, types, constants, num_warps=4)
-        multiplies(compiled, bulk)
-        widths = re.findall(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16", compiled.asm["ptx"])
-        assert {*map(int, widths)} == {constants["COLUMNS"]}, "parts are left"
-
-    def products(of):
-        """(types of operands, of what is written, constants) of all tiles."""
-        for turned, costs in ((False, of.upright), (True, of.turned)):
-            for columns, _ in costs:
-                if not every and columns not in (128, 176, 240):
-                    continue
-                parts = [box(tiles.part_of(columns, i), 64) for i in range(tiles.parts_in(columns))]
-                constants = {
-                    "COLUMNS": columns, "TURNED": turned, "KBLOCKS": 16, "EACH": 8,
-                    "STAGES": of.stages(columns), "HAS_BIAS": False,
-                }  # fmt: skip
-                operands = [token, *parts, *[parts[-1]] * (4 - len(parts))]
-                yield operands, [token, box(tiles.small_of(columns), 64)], constants
-
-    for operands, written, constants in products(hopper.TILES):
-        types = [*operands, *written, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
-        widened(hopper._product_kernel, types, constants)
+    for columns, _ in hopper.COSTS:
+        constants = {
+            "COLUMNS": columns, "KBLOCKS": 16, "EACH": 8, "STAGES": hopper.stages(columns), "HAS_BIAS": False,
+        }  # fmt: skip
+        types = [token, box(columns, 64), token, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
+        multiplies(made(hopper._product_kernel, types, constants, num_warps=4), bulk)
     granule, types = box(32, 64), "*bf16 *fp32 *fp32 *i32 *i64 *i32 *i32 *bf16 *i16 *fp32".split()
-    for training in (False, True) if every else (True,):
+    for training in (False, True):
         constants = {
             "KBLOCKS": 12, "EACH": 12, "OUTER": encode(parse("relu | log1p")), "HAS_BIAS": True,
             "HAS_ADD": True, "HAS_FILL": training, "WANT_WINNER": training,
@@ -89,12 +68,8 @@ def compile_all(every: bool) -> None:
         given = [granule, token, *types, *["i32"] * 5]
         multiplies(made(splade._peak_kernel, given, constants, num_warps=4), bulk)
     types = "*i32 *bf16 *i32 *i16 *bf16 *i64 *i32 *i32 i32 fp32".split()
-    for words, by_quad, N, rows, warps in (
-        (176, True, 5632, 1, 1),
-        (176, True, 5632, 32, 8),
-        (512, False, 16384, 32, 8),
-    ):
-        body = marked_ptx.pack(words, by_quad, N, N // 15, 64, 40, False, rows, warps)
+    for words, N, rows, warps in ((176, 5632, 1, 1), (176, 5632, 32, 8), (512, 16384, 32, 8)):
+        body = marked_ptx.pack(words, N, N // 15, 64, 40, False, rows, warps)
         constants = {"BODY": body, "EARLY": True}
         compiled = made(marked._pack_kernel.kernel, types, constants, ASTSource, num_warps=warps)
         code = compiled.asm["ptx"]
@@ -107,15 +82,15 @@ def compile_all(every: bool) -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("every", [pytest.param(False, marks=pytest.mark.newest), True])
-def test_kernels_compile_for_hopper(every, tmp_path):
+@pytest.mark.newest
+def test_kernels_compile_for_hopper(tmp_path):
     pytest.importorskip("triton.backends.nvidia")
     env = {
         **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, Path(__file__).parent))),
         "TRITON_CACHE_DIR": str(tmp_path),
     }
-    command = f"from test_gluon_compile import compile_all; compile_all({every})"
+    command = "from test_gluon_compile import compile_all; compile_all()"
     done = subprocess.run(
         [sys.executable, "-c", command], env=env, capture_output=True, text=True, check=False
     )

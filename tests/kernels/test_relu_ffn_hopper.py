@@ -13,14 +13,12 @@ import triton.language as tl
 
 import sparse_inductor
 import support
-from sparse_inductor.kernels import hopper_projection as projections
-from sparse_inductor.kernels import hopper_ring as ring
-from sparse_inductor.kernels import hopper_tiles, tile_order
 from sparse_inductor.kernels import relu_ffn_dense as dense
 from sparse_inductor.kernels import relu_ffn_heavy as heavy
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
 from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_tiles as tile_rounds
+from sparse_inductor.kernels import tile_order
 from sparse_inductor.kernels.unroll import unrolled
 
 
@@ -41,71 +39,21 @@ def test_steps_are_unrolled_within_what_a_compiler_takes():
         assert each <= 16 and (each == total or each >= 5)
 
 
-GATES = hopper.TILES
-# On a GPU of 132 multiprocessors.
-tile_for = functools.partial(hopper_tiles.tile_for, programs=132)
+# On a GPU of 132 SMs.
+tile_for = functools.partial(hopper.tile_for, programs=132)
 
 
-WIDTHS = sorted({columns for columns, _ in (*GATES.upright, *GATES.turned)})
+def test_tiles_are_as_wide_as_fits_the_last_wave():
+    assert [tile_for(M, 5632)[0] for M in (128, 1001, 2048, 8192)] == [128, 128, 256, 256]
+    assert tile_for(2048, 5632, room=hopper.ROOM) == (256, True)
+    assert tile_for(2305, 5632, room=hopper.ROOM)[0] == 128
 
 
-def test_tiles_are_as_wide_as_fits_the_last_round():
-    tokens = 1536, 1665, 2048, 2305, 2433, 2560
-    found = [tile_for(M, 5632, tiles=GATES) for M in tokens]
-    widths = [(of.columns, of.turned) for of in found]
-    turned = [(192, True), (176, True), (160, True), (208, True), (144, True)]
-    assert widths == [(256, False), *turned]
-    assert [round(of.waiting, 2) for of in found] == [0.0] * 6
-    roomy = tile_for(2048, 5632, tiles=GATES, room=hopper.ROOM)
-    assert roomy.columns == 256 and hopper_tiles.leaves_room(roomy)
-    assert tile_for(2305, 5632, tiles=GATES, room=hopper.ROOM) == found[3], "no third waits"
-
-
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_a_tile_has_powers_of_two_as_parts_and_pieces_within_them(columns):
-    parts = [hopper_tiles.part_of(columns, i) for i in range(hopper_tiles.parts_in(columns))]
-    starts = [hopper_tiles.offset_of(columns, i) for i in range(len(parts))]
-    assert sum(parts) == columns and all(p & (p - 1) == 0 for p in parts)
-    assert all(p % (columns & -columns) == 0 for p in parts)
-    small, pieces = hopper_tiles.small_of(columns), hopper_tiles.pieces_in(columns)
-    assert small & (small - 1) == 0 and (small < 64) == (columns % 64 > 0)
-    end = 0
-    for i in range(pieces):
-        assert hopper_tiles.start_of(columns, i) == end
-        wide = hopper_tiles.is_wide(columns, i)
-        part = max(j for j, start in enumerate(starts) if start <= end)
-        end += 64 if wide else small
-        assert end <= starts[part] + parts[part]
-    assert end == columns
-    within = [projections.pieces_within(columns, i) for i in range(len(parts))]
-    assert sum(within) == pieces <= 6, "no more than there are steps in front of a loop"
-
-
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_stages_fit_beside_what_is_read_and_written(columns):
-    """Bytes beside the ring: boxes that are written, one of each size."""
-    beside = 2 * 128 * (64 + (columns % 64 and hopper_tiles.small_of(columns)))
-    stages = GATES.stages(columns)
-    # Rows of 128 bytes: a power of two, or the first operand's last 64 rows are in what is left of it.
-    rows = columns + 128 if columns % 128 == 0 else 320 if columns <= 192 else 384
-    assert stages * rows * 128 + beside <= ring.SHARED
-    assert (stages + 1) * rows * 128 + beside > ring.SHARED, "as many as fit"
-    assert stages >= hopper_tiles.LEAST_STAGES
-
-
-@pytest.mark.parametrize("most", [1, 2, 6])
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_a_piece_waits_for_what_was_in_its_box_and_no_more(columns, most):
-    places, written = range(hopper_tiles.pieces_in(columns)), []
-    wide = hopper_tiles.wide_in(columns)
-    for tile in range(3):
-        for place in places:
-            is_wide = hopper_tiles.is_wide(columns, place)
-            box = is_wide, (place if is_wide else place - wide) % most
-            if tile:
-                since = len(written) - 1 - max(i for i, b in enumerate(written) if b == box)
-                assert projections.behind(columns, place, most) == since
-            written.append(box)
+@pytest.mark.parametrize("columns", [columns for columns, _ in hopper.COSTS])
+def test_stages_fit_beside_what_is_written(columns):
+    beside, stage = 2 * 128 * 64, 2 * 64 * (128 + columns)
+    assert hopper.stages(columns) * stage + beside <= hopper.SHARED
+    assert (hopper.stages(columns) + 1) * stage + beside > hopper.SHARED, "as many as fit"
 
 
 @triton.jit
@@ -168,55 +116,34 @@ def test_halves_and_whole_tiles_are_all_there_is(tiles_m, tiles_n, rows, device)
         assert (made[: -(-M // 64)] == 1).all()
 
 
-def marks_of(gate, cut, by_quad):
+def marks_of(gate, cut):
     """The bits that `relu_ffn_hopper` writes beside the gate projection."""
     M, N = gate.shape
     tiles = -(-N // 256)
     active = torch.zeros(M, 256 * tiles, dtype=torch.bool, device=gate.device)
     active[:, :N] = ~(gate <= cut)
-    if by_quad:
-        active = active.view(M, tiles, 2, 16, 4, 2).permute(0, 1, 4, 2, 3, 5)
+    active = active.view(M, tiles, 2, 16, 4, 2).permute(0, 1, 4, 2, 3, 5)
     bits = torch.arange(32, device=gate.device)
-    words = (active.reshape(M, 8 * tiles, 32).long() << bits).sum(2).to(torch.int32)
-    return hopper.Marks(words, by_quad)
+    return (active.reshape(M, 8 * tiles, 32).long() << bits).sum(2).to(torch.int32)
 
 
-# (M, K, N) and a tile's columns there, on a GPU of 132 multiprocessors.
 PRODUCTS = [
-    ((128, 64, 256), 128),
-    ((1001, 200, 1000), 128),
-    ((300, 4616, 512), 128),
-    ((1481, 128, 5512), 256),  # two tiles a program
-    ((4100, 1096, 2040), 256),
-    ((4224, 200, 1024), 256),
-    ((5000, 512, 1408), 144),
-    ((2560, 128, 5512), 144),  # six
-    ((2305, 200, 5512), 160),
-    ((2048, 512, 5632), 176),
-    ((1037, 1096, 5512), 176),
-    ((1665, 512, 5632), 192),
-    ((2700, 128, 5512), 192),
-    ((5700, 200, 1032), 208),
-    ((2433, 2048, 5632), 208),
-    ((2628, 200, 1400), 224),
-    ((3553, 512, 5632), 240),
-    ((5625, 1088, 1400), 240),
+    (128, 64, 256),
+    (1001, 200, 1000),
+    (300, 4616, 512),
+    (1481, 128, 5512),  # two tiles a program
+    (4100, 1096, 2040),
+    (5000, 512, 1408),
+    (2048, 512, 5632),
+    (2433, 2048, 5632),
+    (5625, 1088, 1400),
 ]
-
-
-def test_products_below_have_tiles_of_every_width():
-    def columns(M, N, tiles):
-        return tile_for(M, N, tiles=tiles).columns
-
-    for (M, _, N), of in PRODUCTS:
-        assert columns(M, N, GATES) == of
-    assert {of for _, of in PRODUCTS} == {*WIDTHS}
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("M", "K", "N"), [sizes for sizes, _ in PRODUCTS])
+@pytest.mark.parametrize(("M", "K", "N"), PRODUCTS)
 @pytest.mark.parametrize("bias", [True, False])
 def test_marked_product(dtype, M, K, N, bias):
     torch.manual_seed(0)
@@ -231,7 +158,7 @@ def test_marked_product(dtype, M, K, N, bias):
         out, marks = hopper.marked_product(x, w, b, 0.3, state, room=room)
         assert not state.any()
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2, equal_nan=True)
-        assert torch.equal(marks.words, marks_of(out.float(), 0.3, marks.by_quad).words)
+        assert torch.equal(marks, marks_of(out.float(), 0.3))
         if not room:
             state.fill_(-1)
 

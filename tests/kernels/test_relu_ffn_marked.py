@@ -19,7 +19,7 @@ GARBAGE = 0x7777
 class Rows:
     """A random gate projection, 16-bit: some rows have too many active neurons, one none."""
 
-    def __init__(self, M: int, N: int, share: float, by_quad: bool, device: str = "cpu") -> None:
+    def __init__(self, M: int, N: int, share: float, device: str = "cpu") -> None:
         torch.manual_seed(0)
         gate = torch.randn(M, N, device=device)
         gate -= torch.distributions.Normal(0, 1).icdf(torch.tensor(1 - share)).item()
@@ -28,7 +28,7 @@ class Rows:
         gate[6, 7] = torch.nan
         self.gate = gate.half()
         self.active = ~(self.gate <= 0)
-        self.marks = marks_of(self.gate.float(), 0.0, by_quad)
+        self.marks = marks_of(self.gate.float(), 0.0)
 
 
 def check(rows, cap, piece, count, index, value, state, heavy, pieces):
@@ -63,7 +63,6 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces):
     assert sorted(np.concatenate(found)) == np.flatnonzero(count > cap).tolist()
 
 
-@pytest.mark.parametrize("by_quad", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "cap", "piece", "share", "wide", "warps"),
     [
@@ -73,13 +72,13 @@ def check(rows, cap, piece, count, index, value, state, heavy, pieces):
         (60, 5632, 30, 8, 0.003, False, 8),  # packed rows pay
     ],
 )
-def test_rows_are_packed(M, N, cap, piece, share, wide, warps, by_quad):
-    rows = Rows(M, N, share, by_quad)
+def test_rows_are_packed(M, N, cap, piece, share, wide, warps):
+    rows = Rows(M, N, share)
     each = 2 * warps if warps > 1 else 1
     blocks = -(-M // each)
     most = -(-cap // piece)
     made = {
-        "marks": rows.marks.words.numpy(),
+        "marks": rows.marks.numpy(),
         "gate": rows.gate.view(torch.int16).numpy(),
         "count": np.full(M, -9, np.int32),
         "index": np.full((M, cap), -9, np.int32 if wide else np.int16),
@@ -92,7 +91,6 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, by_quad):
     at = [memory.add((i + 1) << 40, a) for i, a in enumerate(made.values())]
     code = ptx.pack(
         made["marks"].shape[1],
-        by_quad,
         N,
         cap,
         piece,
@@ -110,7 +108,6 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, by_quad):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("by_quad", [True, False])
 @pytest.mark.parametrize(
     ("M", "N", "cap", "share"),
     [
@@ -122,10 +119,10 @@ def test_rows_are_packed(M, N, cap, piece, share, wide, warps, by_quad):
         (17001, 20000, 900, 0.003),
     ],
 )
-def test_rows_are_packed_on_a_gpu(M, N, cap, share, by_quad):
+def test_rows_are_packed_on_a_gpu(M, N, cap, share):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    rows = Rows(M, N, share, by_quad, "cuda")
+    rows = Rows(M, N, share, "cuda")
     index = torch.int16 if N <= 32768 else torch.int32
     draw = lambda *s, dtype: torch.full(s, GARBAGE, dtype=dtype, device="cuda")
     count, index = draw(M, dtype=torch.int32), draw(M, cap, dtype=index)
@@ -142,15 +139,13 @@ def test_rows_are_packed_on_a_gpu(M, N, cap, share, by_quad):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("M", [1000, 5000])
 def test_marks_of_a_product(dtype, M):
-    """What the gate projection's kernel marks is what is packed, in either order."""
+    """What the gate projection's kernel marks is what is packed."""
     torch.manual_seed(0)
     x, w = (torch.randn(n, 512, device="cuda").to(dtype) for n in (M, 1408))
     if not hopper.applies(x, w):
         pytest.skip("needs a Hopper GPU")
     state = packer.new_state(x.device)
     gate, marks = hopper.marked_product(x, w, None, 50.0, state)
-    if torch.cuda.get_device_properties("cuda").multi_processor_count == 132:
-        assert marks.by_quad == (M == 1000)
     count = torch.empty(M, dtype=torch.int32, device="cuda")
     index = torch.empty(M, 128, dtype=torch.int16, device="cuda")
     value = gate.new_empty(M, 128)
