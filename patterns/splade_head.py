@@ -23,7 +23,7 @@ from torch import fx, nn
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.ranges import Interval, prove, shared_bounds, undefined
-from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
+from sparse_inductor.epilogue.steps import SCALAR, Program, Step, render, run, scalar_steps
 from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.checks import (
     check_device,
@@ -244,11 +244,8 @@ class SpladeHead:
             pool = "minimum" if red.minimum else "maximum"
             raise Decline(f"the {pool} cannot move past the activation: {proof.why()}", node)
         _check_finite(program, node)
-        if view.learns(red.source) and (upper := shared_bounds(program)[1]):
-            raise Decline(
-                f"positions above the bound of {upper[0]} share the gradient of one that is just there",
-                node,
-            )
+        if view.learns(red.source):
+            _check_slopes(program)
         if chain.tail:
             self._check_tail(chain, red, proof.range, node)
         if not (is_parameter(view, linear.weight_source) or _resembles(view, node, red)):
@@ -292,6 +289,22 @@ def _check_finite(program: Program, node: fx.Node) -> None:
         nan, least = (_at(program, x) for x in (math.nan, -math.inf))
         if nan != least:
             raise Decline(f"makes NaN {nan:g}, and small logits {least:g}", node)
+
+
+def _check_slopes(program: Program) -> None:
+    """Raises Decline where positions that are not the largest, or not alone so, have a part in the gradient."""
+    if upper := shared_bounds(program)[1]:
+        raise Decline(
+            f"positions above the bound of {upper[0]} share the gradient of one that is just there"
+        )
+    step, x = undefined(program), torch.tensor(-1e30, dtype=torch.float64)
+    for before in scalar_steps(program):
+        function = SCALAR[before.fn]
+        if before is step:
+            raise Decline(f"0 times the slope of {step}, which may be infinite, is NaN")
+        if function.flat is not None and function.flat(x, *before.consts):
+            return  # what follows has no part in it
+        x = function.value(x, *before.consts)
 
 
 def _makes_nan_a_number(program: Program) -> bool:

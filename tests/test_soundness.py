@@ -490,6 +490,15 @@ def test_a_tie_with_a_number_has_the_gradient_of_eager(name):
     _assert_as_eager(block, x, weight, training=True)
 
 
+def test_an_infinite_slope_that_is_not_the_maximum_s_is_nan_times_zero():
+    x = torch.randn(2, 5, 6) * 1000
+    head = lambda m, x: torch.log1p(F.elu(m.a(x))).amax(1)
+    assert not _assert_as_eager(head, x, training=True)
+    assert _assert_as_eager(head, x) == ["splade_head"]
+    rectified = lambda m, x: torch.log(torch.relu(m.a(x))).amax(1)
+    assert _assert_as_eager(rectified, x.abs(), training=True) == ["splade_head"]
+
+
 def test_a_root_of_what_is_thrown_away_has_no_gradient():
     head = lambda m, x: (lambda z: torch.where(z > 0, z.sqrt(), 0.0))(m.a(x)).amax(1)
     assert not _assert_as_eager(head, torch.randn(2, 5, 6), training=True)

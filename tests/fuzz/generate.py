@@ -596,8 +596,7 @@ def generate(
         disturb(m, kind)
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
     used = {n for s in m.steps for n in s.loads}
-    # Among equal maxima `amax` divides the gradient, which is not promised.
-    exact = m.values == m.weights == "integers" and not any("amax(" in s.text for s in m.steps)
+    exact = m.values == m.weights == "integers" and m.floats.itemsize >= 4
     return Program(
         seed=seed,
         inputs=tuple(i for i in m.inputs.values() if i.name in used),
