@@ -328,7 +328,7 @@ def dual_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
             elif STEPS[i] == "at_least":
                 flat = flat | ~(x >= STEPS[i + 2])
             elif STEPS[i] == "cap":
-                flat = flat | (x >= STEPS[i + 2])
+                flat = flat | ~(x < STEPS[i + 2])
             elif STEPS[i] == "relu":
                 flat = flat | (x <= 0.0)
             elif STEPS[i] == "threshold":
