@@ -127,11 +127,11 @@ TABLE: Sequence[Row] = (
         "2026-11-26", most={"tokens": 16, "training": 0},
     ),
     Row(
-        "relu_ffn", "sm90", 0.008, "gated: 1.1x to 1.3x at 0.8 % active, 0.95x to 0.98x at 1 % on an H200",
+        "relu_ffn", "sm90", 0.008, "gated: 1.02x to 1.25x at 0.8 % active on an H100, less from 1 % on",
         "2026-11-26", least={"tokens": 2048, "branches": 2}, most={"training": 0},
     ),
     Row(
-        "relu_ffn", "sm90", 0.005, "1.1x to 1.4x at 0.4 % active, 0.96x to 1.2x at 0.6 % on an H200",
+        "relu_ffn", "sm90", 0.005, "plain: 1.08x to 1.49x at 0.4 % active, 0.97x to 1.32x at 0.6 % on an H100",
         "2026-11-26", least={"tokens": 2048}, most={"training": 0},
     ),
     Row(
@@ -139,12 +139,20 @@ TABLE: Sequence[Row] = (
         "2026-11-26", most={"training": 0},
     ),
     Row(
-        "relu_ffn", "sm90", 0.006, "1.4x to 1.8x up to 0.8 % active, 0.67x at 1 % on an H200",
+        "relu_ffn", "sm90", 0.006, "training, gated: 1.31x to 1.50x at 0.6 % active, 0.69x at 50 % on an H100",
+        "2026-11-26", least={"tokens": 8192, "branches": 2},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.006, "training, large weights: 1.09x to 1.50x at 0.6 % active on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.005, "training, plain: 1.19x to 1.67x at 0.4 % active, 0.94x at 0.6 % on an H100",
         "2026-11-26", least={"tokens": 8192},
     ),
     Row(
-        "relu_ffn", "sm90", 0, "training on few tokens: 0.97x with none active on an H100",
-        "2026-11-25",
+        "relu_ffn", "sm90", 0, "training on few tokens: 0.79x to 1.06x at every density on an H100",
+        "2026-11-26",
     ),
     Row(
         "relu_ffn", "cpu", 0.01, "decoding one row in fp32: 1.1x to 1.8x up to 1 % active on an AMD EPYC",

@@ -370,6 +370,17 @@ def test_what_is_given_other_memory_is_left_alone():
     assert not _assert_as_eager(program, *inputs, training=True)
 
 
+def test_weights_that_are_written_past_autograd_are_read_as_they_are_by_then():
+    def program(m, x, weight):
+        y = m.b(torch.relu(F.linear(x, weight)))
+        weight.data.mul_(2.0)
+        return y
+
+    inputs = torch.randn(2, 5, 6, requires_grad=True), torch.randn(8, 6, requires_grad=True)
+    assert not _assert_as_eager(program, *inputs, training=True)
+    assert _assert_as_eager(program, *inputs) == ["relu_ffn"]
+
+
 def _turned_scores(m, q, weights):
     return (F.embedding(m.ids, q.t()) * weights.unsqueeze(-1)).sum(1).t()
 

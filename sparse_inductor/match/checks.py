@@ -142,6 +142,10 @@ def _check_gradient(
                 if source in targets:
                     raise Decline(f"{label(source)} is given other memory", by)
     for source, reader in reads:
+        if (by := view.effects.past_autograd(source, at)) is not None:
+            raise Decline(
+                f"{label(by)} writes to {label(source)} past autograd, which reads it", by
+            )
         if view.in_inference_mode(source):
             why = "was made under inference_mode: PyTorch saves it for no backward"
             raise Decline(f"{label(source)} {why}", reader)

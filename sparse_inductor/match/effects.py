@@ -240,6 +240,13 @@ class Effects:
         """Whether nothing writes the memory of `node` between two points of the graph."""
         return not self._between(node, self._order[since], self._order[until])
 
+    def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
+        """Who writes to the memory of `node` after `since` through another node that autograd does not follow."""
+        for writer, target in self._between(node, self._order[since], len(self._order)):
+            if not _follows(target, node):
+                return writer
+        return None
+
     def creators(self, node: fx.Node) -> set[fx.Node | None]:
         """The nodes that first held the memory of `node`; None stands for one that is not known."""
         return {self._creator.get(key) for key in self._of(node)} or {None}
