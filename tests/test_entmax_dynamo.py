@@ -166,6 +166,26 @@ def test_a_backend_that_gives_up_gets_the_rest():
     assert any("sparsemax" in name for name in calls[0])
 
 
+class Doubling(torch.Tensor):
+    """Multiplies what a product makes of it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        return out * 2 if func is torch.matmul else out
+
+
+def test_a_tensor_with_functions_of_its_own_keeps_them():
+    def program(s, v):
+        return torch.matmul(entmax.entmax15(s.as_subclass(Doubling), dim=-1), v)
+
+    s, v = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
+    wanted = program(s, v).as_subclass(torch.Tensor)
+    with only("entmax", "entmax_attention"):
+        got = torch.compile(program, backend="eager")(s, v).as_subclass(torch.Tensor)
+    torch.testing.assert_close(got, wanted)
+
+
 def test_nothing_is_left_behind():
     from torch._dynamo import trace_rules
 

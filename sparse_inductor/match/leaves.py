@@ -110,6 +110,15 @@ def _transformed():
     return compat.transforms_active()
 
 
+def _as_without_us(X):
+    """Whether Dynamo traces the package's own function: inside of a transform, which a leaf could not go through, and
+    of a tensor that may have functions of its own."""
+    kind = type(X)
+    return _transformed() or (
+        kind is not torch.Tensor and kind is not torch.nn.Parameter and kind.__name__ != "DTensor"
+    )
+
+
 # What Dynamo traces: the package's signatures. `k` is a hint about speed, and the package's
 # sparsemax_bisect ignores both of its last arguments. `own` is the package's function, for inside
 # of torch.func's transforms, through which a leaf could not go.
@@ -117,21 +126,21 @@ def _transformed():
 
 def _entmax15(own):
     def traced(X, dim=-1, k=None):
-        return own(X, dim, k) if _transformed() else entmax15(X, dim)
+        return own(X, dim, k) if _as_without_us(X) else entmax15(X, dim)
 
     return traced
 
 
 def _sparsemax(own):
     def traced(X, dim=-1, k=None):
-        return own(X, dim, k) if _transformed() else sparsemax(X, dim)
+        return own(X, dim, k) if _as_without_us(X) else sparsemax(X, dim)
 
     return traced
 
 
 def _entmax_bisect(own):
     def traced(X, alpha=1.5, dim=-1, n_iter=50, ensure_sum_one=True):
-        call = own if _transformed() else entmax_bisect
+        call = own if _as_without_us(X) else entmax_bisect
         return call(X, alpha, dim, n_iter, ensure_sum_one)
 
     return traced
@@ -139,7 +148,7 @@ def _entmax_bisect(own):
 
 def _sparsemax_bisect(own):
     def traced(X, dim=-1, n_iter=50, ensure_sum_one=True):
-        if _transformed():
+        if _as_without_us(X):
             return own(X, dim, n_iter, ensure_sum_one)
         return sparsemax_bisect(X, dim)
 
@@ -148,42 +157,42 @@ def _sparsemax_bisect(own):
 
 def _normmax_bisect(own):
     def traced(X, alpha=2, dim=-1, n_iter=50):
-        return (own if _transformed() else normmax_bisect)(X, alpha, dim, n_iter)
+        return (own if _as_without_us(X) else normmax_bisect)(X, alpha, dim, n_iter)
 
     return traced
 
 
 def _budget_bisect(own):
     def traced(X, budget=2, dim=-1, n_iter=50):
-        return (own if _transformed() else budget_bisect)(X, budget, dim, n_iter)
+        return (own if _as_without_us(X) else budget_bisect)(X, budget, dim, n_iter)
 
     return traced
 
 
 def _sparsemax_loss(own):
     def traced(X, target, k=None):
-        return own(X, target, k) if _transformed() else sparsemax_loss(X, target)
+        return own(X, target, k) if _as_without_us(X) else sparsemax_loss(X, target)
 
     return traced
 
 
 def _entmax15_loss(own):
     def traced(X, target, k=None):
-        return own(X, target, k) if _transformed() else entmax15_loss(X, target)
+        return own(X, target, k) if _as_without_us(X) else entmax15_loss(X, target)
 
     return traced
 
 
 def _sparsemax_bisect_loss(own):
     def traced(X, target, n_iter=50):
-        return (own if _transformed() else sparsemax_bisect_loss)(X, target, n_iter)
+        return (own if _as_without_us(X) else sparsemax_bisect_loss)(X, target, n_iter)
 
     return traced
 
 
 def _entmax_bisect_loss(own):
     def traced(X, target, alpha=1.5, n_iter=50):
-        return (own if _transformed() else entmax_bisect_loss)(X, target, alpha, n_iter)
+        return (own if _as_without_us(X) else entmax_bisect_loss)(X, target, alpha, n_iter)
 
     return traced
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ DOCUMENTED = "index -1 is out of bounds"
 # Autograd's refusal of a tensor that was written to after it was saved. An operator may have saved something else: then
 # the gradient is that of the values before the writing.
 WRITTEN = "modified by an inplace operation"
+POLICY: Any = os.environ.get("SPARSE_INDUCTOR_POLICY", "always")
 SPREAD = 4  # how much further off than any of them a right result may be
 
 
@@ -118,7 +120,7 @@ def compiled(
     torch._dynamo.reset()
     on: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if enabled:
-        on = sparse_inductor.enabled(verify=verify, policy="always")
+        on = sparse_inductor.enabled(verify=verify, policy=POLICY)
     with on:
         model = _Model(program, fn) if program.weights else None
         whole = fn if model is None else model.forward
