@@ -179,6 +179,8 @@ def test_a_tensor_with_functions_of_its_own_keeps_them():
     def program(s, v):
         return torch.matmul(entmax.entmax15(s.as_subclass(Doubling), dim=-1), v)
 
+    if torch.__version__ < (2, 13):
+        pytest.skip("this torch calls the functions of such a tensor twice, as it does without us")
     s, v = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
     wanted = program(s, v).as_subclass(torch.Tensor)
     with only("entmax", "entmax_attention"):

@@ -723,8 +723,10 @@ def test_a_row_without_scores_is_refused(name, known):
             compiled(layers, *inputs)
         return [r.pattern for r in report.rewrites]
 
-    assert refused(lambda m, z: rows(z * 2), torch.randn(2, 0)) == ([] if known else ["entmax"])
-    assert refused(attention, x, none) == ([] if known else ["entmax_attention"])
+    # Torch 2.11 traces no bisection of a size that is not known.
+    left = known or (name == "entmax_bisect" and torch.__version__ < (2, 13))
+    assert refused(lambda m, z: rows(z * 2), torch.randn(2, 0)) == ([] if left else ["entmax"])
+    assert refused(attention, x, none) == ([] if left else ["entmax_attention"])
 
 
 @pytest.mark.parametrize("name", _ROWS)

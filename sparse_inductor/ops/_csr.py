@@ -13,13 +13,15 @@ __all__ = ["csr"]
 
 def csr(offsets: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
     """A sparse matrix [rows, columns]; nothing about its parts is checked."""
-    _say_beta_once()
+    _warn_once()
     return torch.sparse_csr_tensor(offsets, columns, values, size, check_invariants=False)
 
 
 @functools.cache
-def _say_beta_once() -> None:
-    """PyTorch warns once a process that sparse CSR is beta: that is no news for the user of an operator."""
+def _warn_once() -> None:
+    """PyTorch warns once a process that sparse CSR is beta, and 2.11 that nothing is checked, as it is told: that is no
+    news for the user of an operator."""
+    none = torch.zeros(2, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.zeros(1, 1).to_sparse_csr()
+        torch.sparse_csr_tensor(none, none[:0], none[:0], (1, 1), check_invariants=False)
