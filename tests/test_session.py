@@ -381,7 +381,8 @@ def test_class_methods_are_traced_while_entmax_is_enabled():
     before = graphs_of(x)
     with sparse_inductor.enabled("entmax"):
         assert graphs_of(x) == 1
-    assert graphs_of(x) == before > 1
+    assert graphs_of(x) == before
+    assert before > 1 or torch.__version__ >= (2, 14), "it is traced without us"
 
 
 def test_setup_is_called_by_enable_and_undone_by_disable():

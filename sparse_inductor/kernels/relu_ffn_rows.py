@@ -133,7 +133,7 @@ def _wait_for_entries(ready, m, n, seen):
 
     Nobody waits for ever: all programs that have entries to do were running when the first that waits began.
     """
-    while seen < ROW_SEEN + n:
+    while seen < n + ROW_SEEN:
         seen = tl.atomic_add(ready + m, 0, sem="acquire")
     return seen
 
