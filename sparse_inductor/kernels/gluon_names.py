@@ -16,7 +16,6 @@ __all__ = [
     "load_box",
     "say",
     "store_box",
-    "wait_for_previous",
 ]
 
 
@@ -40,9 +39,3 @@ def say(TEXT: gl.constexpr):
 def let_next_start():
     """`gdc_launch_dependents`, which Gluon has not."""
     say("griddepcontrol.launch_dependents;")
-
-
-@gluon.jit
-def wait_for_previous():
-    """`gdc_wait`, the same."""
-    say("griddepcontrol.wait;")

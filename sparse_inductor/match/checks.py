@@ -89,10 +89,11 @@ def check_match(view: GraphView, match: _Swallows) -> None:
 def _check_dtypes(view: GraphView, node: fx.Node) -> None:
     """Raises Decline for operands of different dtypes: Dynamo traces them, and PyTorch refuses them when it runs."""
     name = view.name_of(node)
-    if name not in _PRODUCTS | _ACCUMULATIONS or not view.is_tensor(node) or view.autocasts(node):
+    accumulates = name in _ACCUMULATIONS
+    if not (accumulates or name in _PRODUCTS) or not view.is_tensor(node) or view.autocasts(node):
         return
     dtypes = {view.dtype(n) for n in node.all_input_nodes if view.is_tensor(n)}
-    if name in _ACCUMULATIONS:  # beside their ids
+    if accumulates:  # beside their ids
         dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}
     if len(dtypes) > 1:
         named = " and ".join(sorted(map(str, dtypes)))
