@@ -59,7 +59,8 @@ def _actual(node: fx.Node) -> Any:
     moves = name in _MOVES and node.op in ("call_method", "call_function")
     if not moves or not node.args or node.all_input_nodes != [node.args[0]] or node.kwargs:
         return fake(node)
-    return getattr(_actual(node.args[0]), name)(*node.args[1:])
+    moved = getattr(_actual(node.args[0]), name)
+    return moved if isinstance(moved, torch.Tensor) else moved(*node.args[1:])
 
 
 def _order(value: Any) -> list[int] | None:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -328,8 +328,8 @@ def may_write(node: fx.Node) -> bool:
     target, kwargs = node.target, node.kwargs
     if node.op not in ("call_function", "call_method"):
         return node.op == "call_module"
-    if compat.is_overload(target):
-        return bool(compat.schema(target).is_mutable)
+    if known := compat.schemas(target):
+        return any(_writes(argument, kwargs) for schema in known for argument in schema.arguments)
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     if kwargs.get("out") is not None or kwargs.get("inplace") not in (None, False):
         return True
@@ -343,7 +343,7 @@ def may_write(node: fx.Node) -> bool:
     foreign = module.split(".")[0] not in ("torch", "math", "builtins", "entmax")
     if foreign or module.startswith(("torch.ops", "torch.utils", *compat.INTERNAL_MODULES)):
         return True
-    if compat.is_higher_order(target) or compat.is_packet(target):
+    if compat.is_higher_order(target):
         return True
     if name in ("batch_norm", "instance_norm"):
         return True
@@ -351,6 +351,12 @@ def may_write(node: fx.Node) -> bool:
         return kwargs.get("max_norm") is not None or any(a is not None for a in node.args[3:4])
     at = trailing_inplace(name, node.args)
     return at is not None and node.args[at] is True
+
+
+def _writes(argument: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator writes to what is given for an argument; `out` of an overload that is not called is not."""
+    written = argument.alias_info is not None and argument.alias_info.is_write
+    return written and (not argument.kwarg_only or kwargs.get(argument.name) is not None)
 
 
 _IN_PLACE = frozenset(

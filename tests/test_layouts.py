@@ -23,6 +23,10 @@ def both_ways(q, ids, w):
     return y, y.topk(2)[0], y
 
 
+def scores_by_embedding_mT(q, ids, w):
+    return (F.embedding(ids, q.mT) * w.unsqueeze(-1)).sum(1).mT
+
+
 def block_over_channels(q, ids, w):
     return F.linear(F.relu(F.linear(w, torch.ones(7, 5))), torch.ones(4, 7)).t()
 
@@ -30,7 +34,7 @@ def block_over_channels(q, ids, w):
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize(
     "fn",
-    [scores_by_embedding, scores_by_einsum, both_ways, block_over_channels],
+    [scores_by_embedding, scores_by_embedding_mT, scores_by_einsum, both_ways, block_over_channels],
     ids=lambda fn: fn.__name__,
 )
 def test_results_have_the_strides_of_the_program(fn, dynamic):

@@ -276,6 +276,14 @@ def test_the_last_argument_may_say_that_it_is_in_place(name):
     assert GraphView(gm.graph).value(last(gm, "add"), last(gm, "amax")) is call
 
 
+def test_a_dimension_that_the_graph_computes_is_not_known():
+    graph = fx.Graph()
+    x, index, dim = (graph.placeholder(name) for name in ("x", "index", "dim"))
+    assert canonical(graph.call_function(torch.gather, (x, 1, index)))["dim"] == 1
+    assert canonical(graph.call_function(torch.gather, (x, dim, index))) is None
+    assert canonical(graph.call_method("transpose", (x, 0, dim))) is None
+
+
 def test_training_is_no_word_of_being_in_place():
     gm = capture(lambda x: F.dropout(x, 0.5, True) + F.dropout(x, 0.5, False), ONE)
     view = GraphView(gm.graph)

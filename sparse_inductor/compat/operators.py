@@ -36,9 +36,11 @@ def schema(overload: Any) -> Any:
     return overload._schema
 
 
-def schemas(packet: Any) -> tuple[Any, ...]:
-    """The schema of every overload."""
-    return tuple(schema(getattr(packet, overload)) for overload in packet.overloads())
+def schemas(target: Any) -> tuple[Any, ...]:
+    """The schema of an operator, or those of all its overloads; empty for anything else."""
+    if is_packet(target):
+        return tuple(schema(getattr(target, overload)) for overload in target.overloads())
+    return (schema(target),) if is_overload(target) else ()
 
 
 def sets_grad_mode(target: Any) -> bool:

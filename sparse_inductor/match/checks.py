@@ -27,6 +27,8 @@ _ACCUMULATIONS = frozenset(
     "index_add scatter scatter_add scatter_reduce index_put embedding_bag".split()
 )
 
+# What `tensor.data = other` is in a graph.
+_GIVEN_MEMORY = frozenset(("set_", "shallow_copy_data_"))
 # Functions that autograd keeps the result of: their gradient reads what is written to it through `detach()` or `.data`.
 _SAVE_THEIR_RESULT = frozenset(
     "amax amin relu sigmoid tanh exp expm1 sqrt rsqrt reciprocal softmax "
@@ -138,7 +140,7 @@ def _check_gradient(
                     reason = f"{label(by)} writes to {what}, which the gradient of {label(n)} reads"
                     raise Decline(reason, by)
     for by, targets in view.effects.writers.items():
-        if getattr(by.target, "__name__", by.target) == "set_":
+        if getattr(by.target, "__name__", by.target) in _GIVEN_MEMORY:
             for source, _ in reads:
                 if source in targets:
                     raise Decline(f"{label(source)} is given other memory", by)

@@ -79,9 +79,7 @@ _UNSAID: dict[str, tuple[str, tuple[str, ...]]] = {
 def _schemas(name: str) -> tuple[Any, ...]:
     """The schemas of ATen's operators of that name."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not compat.is_packet(packet):  # "__eq__" is what every object has
-        return ()
-    return compat.schemas(packet)
+    return compat.schemas(packet)  # "__eq__" is what every object has, and no operator
 
 
 def written(node: fx.Node) -> list[fx.Node]:
@@ -92,10 +90,8 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     target, args, kwargs = node.target, node.args, node.kwargs
     out: list[Any] = []
-    if compat.is_overload(target):
-        out += _by_schema((compat.schema(target),), args, kwargs)
-    elif compat.is_packet(target):
-        out += _by_schema(compat.schemas(target), args, kwargs)
+    if known := compat.schemas(target):
+        out += _by_schema(known, args, kwargs)
     elif compat.is_higher_order(target):
         return _by_bodies(node)
     elif node.op == "call_function" and not is_plain(target):

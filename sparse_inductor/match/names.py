@@ -272,6 +272,7 @@ _METADATA_CALLS = frozenset(
 _SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # along which axis of a tensor that has it
 # names that depend on the arguments
 _BY_ARGUMENT = frozenset({"max", "min", "getattr", "einsum", *_SPLITS}) | _METADATA_CALLS
+_DIMS = ("dim", "dim0", "dim1", "start_dim", "end_dim")
 _METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
 
 
@@ -395,6 +396,8 @@ def canonical(node: fx.Node) -> Call | None:
     if (at := trailing_inplace(name, args)) is not None:  # F.relu(x, True)
         inplace, args = inplace or bool(args[at]), args[:at]
     bound = _bind(name, args, kwargs)
+    if bound is not None and any(isinstance(bound.get(d), fx.Node) for d in _DIMS):
+        return None  # a dimension that the graph computes: which one is not known here
     if bound is not None and name == "einsum" and _only_multiplies(**bound):
         name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))
     return None if bound is None else Call(name, bound, inplace)
