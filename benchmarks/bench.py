@@ -20,7 +20,7 @@ import sparse_inductor
 
 from . import measure
 from .measure import MIB, Ceilings, Memory, Timing, Work, ceilings, peak_memory, race
-from .publish import Point, Results, Row, Sample, write
+from .publish import Cell, Point, Results, Row, Sample, write
 
 Label = tuple[str, str]
 """(case, contender): "B8 S256, forward", "ours"."""
@@ -186,6 +186,15 @@ class Bench:
         """Write down one place of a curve."""
         self.results.points.append(dataclasses.replace(point, section=self.part))
 
+    def cell(self, cell: Cell) -> None:
+        """Write down one place of a map."""
+        self.results.cells.append(dataclasses.replace(cell, section=self.part))
+        more = "" if cell.gpu is None else f", GPU {cell.gpu:.3f}, host {cell.host:.2f}"
+        self.say(
+            f"{cell.map}, {cell.row}, {cell.column}: {cell.wall:.3f}{more} ({cell.note})"
+            + ", rewritten" * cell.rewritten
+        )
+
 
 def both(a: Timing | None, b: Timing | None) -> str:
     """Two times as a remark on their ratio."""
@@ -218,7 +227,7 @@ def rewritten(module: nn.Module, pattern: str, **how: Any) -> Callable[..., Any]
         if mode in seen:
             return program(*args)
         before = len(sparse_inductor.report().rewrites)
-        with _without_advice(), sparse_inductor.enabled(only=pattern, policy="always"):
+        with without_advice(), sparse_inductor.enabled(only=pattern, policy="always"):
             out = program(*args)
         if len(sparse_inductor.report().rewrites) == before:
             raise NotRewritten(f"{pattern} was not rewritten:\n{sparse_inductor.report()}")
@@ -271,7 +280,7 @@ def graphed(work: Work) -> Work:
 
 
 @contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """Without the warning that something was compiled before: here that is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="sparse_inductor was enabled after")

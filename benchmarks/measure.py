@@ -97,6 +97,54 @@ def race(
     return {name: each.timing() for name, each in watches.items()}
 
 
+@dataclasses.dataclass(frozen=True)
+class Steady:
+    """Medians over some rounds of one call among many that follow each other; milliseconds.
+
+    host_ms: until the host was done with it, on a GPU that is less than `wall_ms` where the GPU is what is waited for.
+    """
+
+    wall_ms: float
+    host_ms: float
+
+
+def steady(
+    contenders: Mapping[str, Work],
+    device: torch.device,
+    seconds: float = 1.0,
+    least: int = 5,
+) -> dict[str, Steady]:
+    """Wall clock and host time of calls that follow each other, batches of each contender in turn, for about `seconds`
+    and at least `least` rounds; after two warm-up calls."""
+
+    def batch(work: Work, calls: int) -> tuple[float, float]:
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        queued = time.perf_counter()
+        _synchronize(device)
+        return (time.perf_counter() - start) * 1e3 / calls, (queued - start) * 1e3 / calls
+
+    for work in contenders.values():
+        batch(work, 2)
+    most = seconds * 1e3 / (least * len(contenders))
+    calls = {name: max(1, int(most / batch(work, 3)[0])) for name, work in contenders.items()}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for _ in range(least):
+        for name, work in contenders.items():
+            taken[name].append(batch(work, calls[name]))
+    return {
+        name: Steady(*(statistics.median(column) for column in zip(*found)))
+        for name, found in taken.items()
+    }
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _cache_sweeper(device: torch.device) -> Work:
     """Overwrites more than any last-level cache holds (H200: 50 MiB of L2)."""
     size = 256 * MIB if device.type == "cuda" else 64 * MIB

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -66,6 +67,24 @@ class Point:
     section: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One place of a map: a program under torch.compile, over the same with the plugin on.
+
+    wall, gpu: ratios of wall clock and GPU time; more than 1 is a gain. host: the plugin's host time over that without.
+    """
+
+    map: str
+    row: str
+    column: str
+    wall: float
+    gpu: float | None
+    host: float | None
+    rewritten: bool
+    note: str = ""
+    section: str = ""
+
+
 @dataclasses.dataclass
 class Results:
     """Everything one run of a family found out."""
@@ -77,6 +96,7 @@ class Results:
     rows: list[Row] = dataclasses.field(default_factory=list)
     samples: list[Sample] = dataclasses.field(default_factory=list)
     points: list[Point] = dataclasses.field(default_factory=list)
+    cells: list[Cell] = dataclasses.field(default_factory=list)
     fixed: dict[str, int] = dataclasses.field(default_factory=dict)
     """The sizes that a sweep holds while it moves another."""
     swept: str = "Forward and backward"
@@ -94,6 +114,7 @@ class Results:
         self.rows += [row for row in earlier.rows if kept(row.section)]
         self.samples += [sample for sample in earlier.samples if kept(sample.section)]
         self.points += [point for point in earlier.points if kept(point.section)]
+        self.cells += [cell for cell in earlier.cells if kept(cell.section)]
         self.fixed = earlier.fixed | self.fixed
         if any(kept(point.section) for point in earlier.points):
             self.swept = earlier.swept
@@ -117,8 +138,9 @@ class Results:
     def read(cls, path: Path) -> Results:
         """What `write` wrote as JSON."""
         found = json.loads(path.read_text())
-        for name, kind in (("rows", Row), ("samples", Sample), ("points", Point)):
-            found[name] = [kind(**one) for one in found[name]]
+        kinds = {"rows": Row, "samples": Sample, "points": Point, "cells": Cell}
+        for name, kind in kinds.items():
+            found[name] = [kind(**one) for one in found.get(name, ())]
         return cls(**found)
 
 
@@ -126,7 +148,8 @@ def write(results: Results, folder: Path) -> list[Path]:
     """Write all files; returns their paths. The plot is left out, with a word about it, without matplotlib."""
     folder.mkdir(parents=True, exist_ok=True)
     plot = folder / f"{results.slug}.png"
-    plotted = bool(results.points) and draw(results, plot)
+    picture = draw_maps if results.cells else draw
+    plotted = bool(results.cells or results.points) and picture(results, plot)
     texts = {
         "md": markdown(results, plot.name if plotted else None),
         "csv": as_csv(results),
@@ -186,6 +209,24 @@ def points_table(points: Sequence[Point]) -> list[list[str]]:
     return lines
 
 
+def by_map(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """The cells of each map, in order."""
+    found: dict[str, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault(cell.map, []).append(cell)
+    return found
+
+
+def cells_table(cells: Sequence[Cell]) -> list[list[str]]:
+    """Heading and lines of one map."""
+    lines = [["", "", "wall clock", "GPU time", "host time", "", "compile / enabled"]]
+    for c in cells:
+        gpu, host = ("" if r is None else f"{r:.2f}" for r in (c.gpu, c.host))
+        done = "rewritten" if c.rewritten else "as written"
+        lines.append([c.row, c.column, f"{c.wall:.3f}", gpu, host, done, c.note])
+    return lines
+
+
 def aligned(lines: Sequence[Sequence[str]]) -> str:
     """A table for a terminal."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -216,6 +257,10 @@ def markdown(results: Results, plot: str | None) -> str:
         ]
     if results.samples:
         parts += ["## Side by side", markdown_table(samples_table(results.samples))]
+    for name, cells in by_map(results.cells).items():
+        parts += [f"## {name[0].upper()}{name[1:]}", markdown_table(cells_table(cells))]
+    if results.cells and plot:
+        parts += [f"![wall clock, compile over enabled]({plot})"]
     if results.points:
         fixed = ", ".join(f"{name} {size}" for name, size in results.fixed.items())
         axes = _listed(list(dict.fromkeys(p.axis for p in results.points)))
@@ -305,6 +350,12 @@ def as_csv(results: Results) -> str:
             writer.writerow(
                 ["sweep", "", p.contender, p.axis, p.at, quantity, _plain(value), unit, p.note]
             )
+    for c in results.cells:
+        for quantity, value in (("wall", c.wall), ("gpu", c.gpu), ("host", c.host)):
+            if value is not None:
+                writer.writerow(
+                    ["cell", c.map, c.column, c.row, "", quantity, _plain(value), "x", c.note]
+                )
     return out.getvalue()
 
 
@@ -329,19 +380,60 @@ _COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7"]  # told apart by colour-
 _MARKS = ["o", "s", "^", "D"]
 
 
-def draw(results: Results, path: Path) -> bool:
-    """Time above, memory (where it was measured) below, one column an axis; False, with a word about it, without
-    matplotlib."""
+def _pyplot() -> Any:
+    """matplotlib's, or None, with a word about it."""
     try:
         import matplotlib
     except ImportError:
         print(
             "no plot: matplotlib is not installed (pip install matplotlib); the CSV file holds its numbers"
         )
-        return False
+        return None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw_maps(results: Results, path: Path) -> bool:
+    """One picture a map, a colour and a figure a cell: wall clock, compile over enabled; what is rewritten is bold."""
+    if (pyplot := _pyplot()) is None:
+        return False
+    maps = by_map(results.cells)
+    heights = [0.8 + 0.24 * len({c.row for c in cells}) for cells in maps.values()]
+    figure, grid = pyplot.subplots(
+        len(maps),
+        1,
+        figsize=(8.0, sum(heights)),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for (plot,), (name, cells) in zip(grid, maps.items()):
+        rows, columns = (
+            list(dict.fromkeys(getattr(c, at) for c in cells)) for at in ("row", "column")
+        )
+        ratios = [[math.nan] * len(columns) for _ in rows]
+        for c in cells:
+            y, x = rows.index(c.row), columns.index(c.column)
+            ratios[y][x] = math.log2(c.wall)
+            weight = "bold" if c.rewritten else "normal"
+            plot.text(x, y, f"{c.wall:.2f}", ha="center", va="center", fontsize=7, weight=weight)
+        plot.imshow(ratios, cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
+        plot.set_xticks(range(len(columns)), columns, fontsize=7)
+        plot.set_yticks(range(len(rows)), rows, fontsize=7)
+        plot.set_title(name, fontsize=9)
+    figure.suptitle(f"compile over enabled, wall clock, {results.machine['device']}", fontsize=10)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
+def draw(results: Results, path: Path) -> bool:
+    """Time above, memory (where it was measured) below, one column an axis; False, with a word about it, without
+    matplotlib."""
+    if (pyplot := _pyplot()) is None:
+        return False
     axes = list(dict.fromkeys(p.axis for p in results.points))
     names = list(dict.fromkeys(p.contender for p in results.points))
     weighed = any(p.peak_bytes for p in results.points)

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from benchmarks.__main__ import families, main, parse
 from benchmarks.bench import Bench
 from benchmarks.clients import encoder, fit, llama, splade
 from benchmarks.families import splade_head
-from benchmarks.publish import Point, Results, Row, Sample, aligned, rows_table, write
+from benchmarks.publish import Cell, Point, Results, Row, Sample, aligned, rows_table, write
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -87,6 +88,25 @@ def test_all_files_are_written_and_hold_the_figures(tmp_path):
     assert sum(line["kind"] == "sweep" for line in lines) == 8  # time and peak of four points
 
 
+def test_maps_are_written_and_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    cells = [
+        Cell("block", "1 row", "1 %", 0.5, 0.8, 1.5, True, section="blocks"),
+        Cell("block", "2 rows", "1 %", 2.0, None, None, False, section="blocks"),
+        Cell("head", "2 texts", "training", 1.0, 1.0, 1.0, False, section="heads"),
+    ]
+    found = dataclasses.replace(results(), points=[], cells=cells)
+    paths = {p.suffix: p for p in write(found, tmp_path)}
+    assert set(paths) == {".md", ".csv", ".json", ".png"}
+    assert Results.read(paths[".json"]) == found
+    assert "| 1 row | 1 % | 0.500 | 0.80 | 1.50 | rewritten |" in paths[".md"].read_text()
+    lines = [line for line in csv.DictReader(paths[".csv"].open()) if line["kind"] == "cell"]
+    assert [float(line["value"]) for line in lines] == [0.5, 0.8, 1.5, 2.0, 1.0, 1.0, 1.0]
+    now = results()
+    now.keep(found, {"blocks"})
+    assert now.cells == cells[2:]
+
+
 def test_without_matplotlib_the_plot_is_left_out_and_that_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert {p.suffix for p in write(results(), tmp_path)} == {".md", ".csv", ".json"}
@@ -106,6 +126,15 @@ def test_contenders_take_turns():
     order = []
     measure.race({n: lambda n=n: order.append(n) for n in "ab"}, CPU, seconds=0.0, rounds=(3, 3))
     assert "".join(order) == "aabb" + "ababab"  # two warm-up calls each, then turns
+
+
+def test_steady_calls_are_timed_in_batches_that_take_turns():
+    order: list[str] = []
+    found = measure.steady(
+        {n: lambda n=n: (order.append(n), time.sleep(2e-3)) for n in "ab"}, CPU, 0.0, least=3
+    )
+    assert "".join(order[-6:]) == "ababab"
+    assert all(0 < each.host_ms <= each.wall_ms for each in found.values())
 
 
 def test_timings_are_medians_within_their_quartiles():

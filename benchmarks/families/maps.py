@@ -1,0 +1,327 @@
+"""torch.compile beside torch.compile with the plugin on, under the default policy, over sizes and densities.
+
+A cell is one program of a family as users write it: "compile" and "enabled", in one process and in turn. The policy
+has had the calls that it looks at before anything is timed, so a cell shows what it decided, and what it costs where it
+decided against a rewrite. Wall clock and host time are those of one call among many that follow each other; GPU time is
+that of a call that finds the caches cold. A ratio is compile over enabled: below 1 is a loss.
+
+Data: neurons are unequally popular (the threshold of a neuron is normal with a spread of 0.5 of a gate's), logits and
+scores are about N(0, 1), documents read terms with a heavy-tailed law. Masks are tensors, as a tokenizer hands them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+import sparse_inductor
+from benchmarks import measure
+from benchmarks.bench import Bench, compiled, without_advice
+from benchmarks.measure import Work
+from benchmarks.publish import Cell
+
+from . import relu_ffn, splade_head
+
+DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
+SPREAD = 0.5  # of a neuron's threshold, over the deviation of a gate
+
+Program = tuple[str, str, nn.Module, Callable[[Callable[..., object]], Work]]
+"""Row and column of the map, the program, and how one call of it, compiled, is made."""
+
+
+def run(bench: Bench) -> None:
+    """Draw the map of every family."""
+    bench.sections(SECTIONS)
+
+
+def _map(bench: Bench, name: str, programs: Iterator[Program]) -> None:
+    """Measure every program, and judge the map by its least cell."""
+    cells = []
+    for row, column, module, work in programs:
+        if bench.late():
+            bench.note(f"Not measured for want of time: {name}, {row}, {column}.")
+            continue
+        cells.append(_cell(bench, (name, row, column), module, work))
+        bench.cell(cells[-1])
+        gc.collect()
+    walls = [c.wall for c in cells]
+    if not walls:
+        return
+    least = cells[walls.index(min(walls))]
+    note = (
+        f"{least.row}, {least.column}; {sum(w < 0.97 for w in walls)} of {len(walls)} below 0.97, "
+        f"{sum(c.rewritten for c in cells)} rewritten"
+    )
+    bench.row(f"{name}: least, wall clock", min(walls), "x", 0.97, 0.99, True, note)
+    if gained := [c.wall for c in cells if c.rewritten]:
+        bench.row(
+            f"{name}: median of what is rewritten, wall clock", statistics.median(gained), "x"
+        )
+
+
+def _cell(
+    bench: Bench,
+    place: tuple[str, str, str],
+    module: nn.Module,
+    work: Callable[[Callable[..., object]], Work],
+) -> Cell:
+    torch._dynamo.reset()
+    sparse_inductor.report().clear()
+    works = {"compile": work(compiled(module))}
+    for _ in range(3):
+        works["compile"]()
+    with without_advice(), sparse_inductor.enabled(policy="auto"):
+        works["enabled"] = work(compiled(module))
+        for _ in range(DECIDED):
+            works["enabled"]()
+        seconds = 0.05 if bench.quick else 0.6
+        steady = measure.steady(works, bench.device, seconds)
+        alone = measure.race(works, bench.device, seconds, (2, 12)) if bench.cuda else None
+    theirs, ours = (steady[name] for name in ("compile", "enabled"))
+    return Cell(
+        *place,
+        theirs.wall_ms / ours.wall_ms,
+        alone["compile"].ms / alone["enabled"].ms if alone else None,
+        ours.host_ms / theirs.host_ms if bench.cuda else None,
+        bool(sparse_inductor.report().rewrites) and not sparse_inductor.report().pending,
+        f"{theirs.wall_ms:.4g} ms / {ours.wall_ms:.4g} ms",
+    )
+
+
+def _inference(*args: Tensor) -> Callable[[Callable[..., object]], Work]:
+    def make(program: Callable[..., object]) -> Work:
+        def call() -> object:
+            with torch.no_grad():
+                return program(*args)
+
+        return call
+
+    return make
+
+
+def _training(module: nn.Module, *args: Tensor) -> Callable[[Callable[..., object]], Work]:
+    """Forward and backward, gradients of the parameters and of the floating-point arguments."""
+    leaves = [a.detach().requires_grad_() if a.is_floating_point() else a for a in args]
+    wanted = [*(a for a in leaves if a.requires_grad), *module.parameters()]
+
+    def make(program: Callable[..., object]) -> Work:
+        cotangent: list[Tensor] = []
+
+        def call() -> object:
+            y = program(*leaves)
+            assert isinstance(y, Tensor)
+            if not cotangent:
+                cotangent.append(torch.randn_like(y))
+            return torch.autograd.grad(y, wanted, cotangent)
+
+        return call
+
+    return make
+
+
+# --- Feed-forward blocks ----------------------------------------------------------------------------------------------
+
+
+def _neurons(bench: Bench, K: int, N: int, gated: bool, share: float) -> nn.Module:
+    """A block of which `share` of the neurons is active where the first feature of the input is 1."""
+    like = {"device": bench.device, "dtype": torch.bfloat16 if bench.cuda else torch.float32}
+    torch.manual_seed(0)
+    gate, up = (torch.randn(N, K, **like) * K**-0.5 for _ in range(2))
+    middle = math.sqrt(2 * (1 + SPREAD**2)) * torch.erfinv(torch.tensor(2 * share - 1.0)).item()
+    gate[:, 0] = (middle + SPREAD * torch.randn(N, device=bench.device)).to(gate.dtype)
+    down = torch.randn(K, N, **like) * N**-0.5
+    return relu_ffn.Gated(gate, up, down) if gated else relu_ffn.Plain(gate, down)
+
+
+def _rows(bench: Bench, rows: int, K: int) -> Tensor:
+    x = torch.randn(rows, K, device=bench.device)
+    x[:, 0] = 1.0
+    return x.bfloat16() if bench.cuda else x
+
+
+def _blocks(bench: Bench, training: bool) -> Iterator[Program]:
+    shapes = [("gated", 2048, 5632, True), ("plain", 2048, 8192, False)]
+    rows = [2048, 8192] if training else [1, 16, 2048, 8192]
+    shares = [0.003, 0.01, 0.5] if training else [0.003, 0.01, 0.3]
+    if bench.quick:
+        shapes, rows, shares = [("gated", 32, 64, True)], [16], [0.01]
+    elif not bench.cuda:
+        shapes, rows = [("gated", 1024, 2816, True), ("plain", 1024, 4096, False)], rows[-2:]
+    for name, K, N, gated in shapes:
+        for M in rows:
+            x = _rows(bench, M, K)
+            for share in shares:
+                block = _neurons(bench, K, N, gated, share)
+                work = _training(block, x) if training else _inference(x)
+                yield f"{name} {K} x {N}, {M} rows", f"{share:.1%} active", block, work
+
+
+def _feed_forward(bench: Bench) -> None:
+    """Inference."""
+    _map(bench, "feed-forward block, inference", _blocks(bench, training=False))
+
+
+def _feed_forward_training(bench: Bench) -> None:
+    """A training step of one block."""
+    _map(bench, "feed-forward block, training", _blocks(bench, training=True))
+
+
+class _Residual(nn.Module):
+    """Llama's block without attention; the first feature of the stream is written by nobody."""
+
+    def __init__(self, bench: Bench, K: int, N: int, share: float) -> None:
+        super().__init__()
+        block = _neurons(bench, K, N, True, share)
+        self.norm = nn.RMSNorm(K, device=bench.device, dtype=next(block.parameters()).dtype)
+        self.block = block
+        with torch.no_grad():
+            block.down[0] = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.block(self.norm(x))
+
+
+def _stacks(bench: Bench) -> Iterator[Program]:
+    K, N, layers = (32, 64, 2) if bench.quick else (2048, 5632, 8)
+    for rows in [16] if bench.quick else [2048, 8192]:
+        x = _rows(bench, rows, K)
+        for share in (0.5, 0.003):
+            stack = nn.Sequential(*(_Residual(bench, K, N, share) for _ in range(layers)))
+            yield f"{rows} rows", f"{share:.1%} active at first", stack, _training(stack, x)
+
+
+def _stack(bench: Bench) -> None:
+    """A training step of eight blocks with norms and residuals."""
+    _map(bench, "stack of feed-forward blocks, training", _stacks(bench))
+
+
+# --- SPLADE -----------------------------------------------------------------------------------------------------------
+
+
+def _heads(bench: Bench) -> Iterator[Program]:
+    vocabularies = [(16, 100)] if bench.quick else [(768, 30522), (2048, 151936)]
+    sizes = [(2, 8)] if bench.quick else [(1, 32), (8, 128), (32, 256)]
+    if not bench.cuda and not bench.quick:
+        vocabularies, sizes = vocabularies[:1], sizes[:2]
+    for D, V in vocabularies:
+        for B, S in sizes:
+            case = splade_head.Case(splade_head.Shape(B, S, D, V), bench.device, padding="random")
+            args = case.hidden.detach(), case.mask
+            row = f"{B} x {S} tokens, D {D}, V {V}"
+            yield row, "inference", case.head, _inference(*args)
+            yield row, "training", case.head, _training(case.head, *args)
+
+
+def _splade(bench: Bench) -> None:
+    """The head of naver/splade, padded texts."""
+    _map(bench, "SPLADE head", _heads(bench))
+
+
+# --- Entmax -----------------------------------------------------------------------------------------------------------
+
+
+class _Masked(nn.Module):
+    """Attention with entmax-1.5 and a mask that is an argument: boolean, of any shape that broadcasts, or None."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
+        import entmax
+
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        if keep is not None:
+            scores = scores.masked_fill(~keep, -math.inf)
+        return entmax.entmax15(scores, dim=-1).to(v.dtype) @ v
+
+
+class _Routed(nn.Module):
+    """Entmax-1.5 of rows."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        import entmax
+
+        return entmax.entmax15(scores, dim=-1)
+
+
+def _attentions(bench: Bench) -> Iterator[Program]:
+    sizes = [(32, 12, 128, 64), (32, 12, 512, 64), (8, 16, 2048, 128)]
+    if bench.quick or not bench.cuda:
+        sizes = [(1, 2, 16, 8)] if bench.quick else [(4, 4, 64, 64), (4, 8, 256, 64)]
+    for B, H, L, D in sizes:
+        q, k, v = torch.randn(3, B, H, L, D, device=bench.device)
+        if bench.cuda:
+            q, k, v = (t.bfloat16() for t in (q, k, v))
+        lengths = torch.randint(L // 2, L + 1, (B, 1, 1, 1), device=bench.device)
+        place = torch.arange(L, device=bench.device)
+        masks = {
+            "no mask": (),
+            "padding": (place < lengths,),
+            "causal": ((place[:, None] >= place).expand(B, 1, L, L).contiguous(),),
+        }
+        for name, mask in masks.items():
+            row, module = f"{B} x {H} x {L}, D {D}, {name}", _Masked()
+            yield row, "inference", module, _inference(q, k, v, *mask)
+            yield row, "training", module, _training(module, q, k, v, *mask)
+
+
+def _routers(bench: Bench) -> Iterator[Program]:
+    for rows, width in [(8, 4)] if bench.quick else [(4096, 4), (4096, 64), (8192, 2048)]:
+        scores = torch.randn(rows, width, device=bench.device)
+        module = _Routed()
+        yield f"{rows} rows of {width}", "inference", module, _inference(scores)
+        yield f"{rows} rows of {width}", "training", module, _training(module, scores)
+
+
+def _entmax(bench: Bench) -> None:
+    """Attention and rows, by the entmax package's own functions."""
+    if importlib.util.find_spec("entmax") is None:
+        bench.note("Not measured: entmax, whose package is not installed here.")
+        return
+    _map(bench, "entmax attention", _attentions(bench))
+    _map(bench, "entmax of rows", _routers(bench))
+
+
+# --- Scores -----------------------------------------------------------------------------------------------------------
+
+
+class _Documents(nn.Module):
+    """Padded rows of terms and weights that are arguments, the best `k` for each query."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, query: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return (query[:, ids] * weights).sum(-1).topk(self.k)
+
+
+def _collections(bench: Bench) -> Iterator[Program]:
+    terms, length = (50, 8) if bench.quick else (30522, 128)
+    sizes = [
+        (1000, 1, 10),
+        (10_000, 1, 10),
+        (10_000, 32, 100),
+        (100_000, 1, 10),
+        (100_000, 32, 100),
+    ]
+    if bench.quick or not bench.cuda:
+        sizes = [(20, 2, 3)] if bench.quick else sizes[:3]
+    for documents, queries, k in sizes:
+        ids = (terms * torch.rand(documents, length, device=bench.device) ** 3).long()
+        weights = torch.rand(documents, length, device=bench.device)
+        query = torch.rand(queries, terms, device=bench.device)
+        query *= torch.rand_like(query) < 45 / terms
+        row = f"{documents:,} documents, {queries} queries, k {k}"
+        yield row, "inference", _Documents(k), _inference(query, ids, weights)
+
+
+def _scoring(bench: Bench) -> None:
+    """Documents that the program hands over at each call."""
+    _map(bench, "sparse scores", _collections(bench))
+
+
+SECTIONS = (_feed_forward, _feed_forward_training, _stack, _splade, _entmax, _scoring)
