@@ -100,6 +100,8 @@ OURS_AND_TORCHS = {
     "threshold": ((0.5, 0.1), lambda x: F.threshold(x, 0.5, 0.1), REALS),
     "fill_below": ((0.5, 0.1), lambda x: x.masked_fill(x < 0.5, 0.1), REALS),
     "fill_above": ((0.5, 0.7), lambda x: x.masked_fill(x > 0.5, 0.7), REALS),
+    "gate_above": ((0.5, 0.0), lambda x: x * (x > 0.5), REALS),
+    "gate_at_least": ((0.5, 0.0), lambda x: x * (x >= 0.5), REALS),
     "above": ((0.5, 0.1), lambda x: torch.where(x > 0.5, x, 0.1), REALS),
     "at_least": ((0.5, 0.1), lambda x: torch.where(x >= 0.5, x, 0.1), REALS),
     "maximum": ((0.5,), lambda x: torch.maximum(x, torch.full_like(x, 0.5)), REALS),
@@ -139,13 +141,15 @@ def test_every_scalar_step_is_tested():
 @pytest.mark.parametrize("name", SCALAR)
 def test_a_step_and_its_derivative_are_torchs(name):
     consts, function, domain = OURS_AND_TORCHS[name]
-    x = points(domain)
+    x = torch.cat([torch.tensor([math.nan]), points(domain).detach()]).requires_grad_()
     y = function(x)
     (slope,) = torch.autograd.grad(y.sum(), x)
     ours, our_slope = dual((Step(name, consts),), x.detach())
-    torch.testing.assert_close(ours, y.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(our_slope, slope, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(run((Step(name, consts),), x.detach()), ours, rtol=0, atol=0)
+    torch.testing.assert_close(ours, y.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(our_slope, slope, rtol=1e-10, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(
+        run((Step(name, consts),), x.detach()), ours, rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("power", [-1.0, -0.5, 0.5, 1.0, 2.0, 2.5, 0.0])

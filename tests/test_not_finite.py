@@ -1,9 +1,12 @@
-"""Where NaN and infinity differ from the unrewritten program, on purpose: documented, and never silently wrong."""
+"""What becomes of NaN and infinity; where that differs from the unrewritten program, it is documented."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.nn.functional as F
 
+import sparse_inductor
 from corpus.splade_head.registry import Vocabulary, hidden, tokens
 from support import compile_without_codegen, only_splade_head, rewrites
 
@@ -59,3 +62,22 @@ def test_a_poisoned_token_poisons_banned_terms_too():
     result = _compiled(Model(), states)
     assert result[0].isnan().all()
     assert (result[1:, [0, 3]] == 0).all() and result[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("kept", [lambda z: z * (z > 0.3), lambda z: F.threshold(z, 0.3, 0.0)])
+def test_a_product_with_a_comparison_has_no_slope_at_a_nan(kept):
+    """F.threshold has one, so that the weights' gradients differ in the places where a state of NaN is finite."""
+
+    def block(h, up, down):
+        return F.linear(kept(F.linear(h, up)), down)
+
+    states = torch.randn(2, 5, 8)
+    states[0, 2, 3] = float("nan")
+    up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    expected = torch.autograd.grad(block(states, up, down).sum(), (up, down))
+    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
+        got = torch.autograd.grad(
+            compile_without_codegen(block)(states, up, down).sum(), (up, down)
+        )
+    assert expected[0][:, :3].isfinite().all() and expected[1].isnan().any()
+    torch.testing.assert_close(got, expected, equal_nan=True)

@@ -58,7 +58,9 @@ def cut(program: Sequence[Step]) -> float | None:
 # step -> of its constants: the number up to which it is constant, and what it is there
 _RECTIFIERS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
     "relu": lambda c: (0.0, 0.0),
-    **dict.fromkeys("threshold above fill_below at_least".split(), lambda c: c),
+    **dict.fromkeys(
+        "threshold above gate_above fill_below at_least gate_at_least".split(), lambda c: c
+    ),
     **dict.fromkeys("clamp_min maximum".split(), lambda c: (c[0], c[0])),
 }
 

@@ -97,8 +97,8 @@ _RISING: dict[str, tuple[Interval, Callable[..., float]]] = {
 
 # where a step keeps x, and does not fill in its second constant
 _JUMPS: dict[str, Callable[[float, float], bool]] = {
-    **dict.fromkeys(("threshold", "above"), operator.gt),
-    **dict.fromkeys(("fill_below", "at_least"), operator.ge),
+    **dict.fromkeys(("threshold", "above", "gate_above"), operator.gt),
+    **dict.fromkeys(("fill_below", "at_least", "gate_at_least"), operator.ge),
 }
 
 
@@ -187,7 +187,7 @@ def prove(program: Sequence[Step], x: Interval = REALS) -> Proof:
 
 
 # Steps that are constant up to, or from, their first constant.
-BOUNDED_BELOW = frozenset("clamp_min maximum fill_below at_least".split())
+BOUNDED_BELOW = frozenset("clamp_min maximum fill_below at_least gate_at_least".split())
 _BOUNDED_ABOVE = frozenset("clamp_max minimum fill_above".split())
 
 

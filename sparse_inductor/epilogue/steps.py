@@ -76,6 +76,13 @@ SCALAR: dict[str, Scalar] = {
     "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t),
     "fill_below": Scalar(2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: x < t),
     "fill_above": Scalar(2, lambda x, t, v: torch.where(x > t, v, x), _one, lambda x, t, v: x > t),
+    # x times [x > t] ([x >= t]): as threshold and fill_below, but a NaN has no slope
+    "gate_above": Scalar(
+        2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: ~(x > t)
+    ),
+    "gate_at_least": Scalar(
+        2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: ~(x >= t)
+    ),
     # x where x > t (x >= t), else v: a NaN is replaced
     "above": Scalar(2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: ~(x > t)),
     "at_least": Scalar(

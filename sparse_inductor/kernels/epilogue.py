@@ -165,9 +165,9 @@ def _value(x, STEPS: tl.constexpr, AT: tl.constexpr):
         return tl.where(x > C0, C0, x)
     elif FN == "relu":
         return tl.where(x <= 0.0, 0.0, x)
-    elif FN == "threshold":
+    elif FN == "threshold" or FN == "gate_above":
         return tl.where(x <= C0, C1, x)
-    elif FN == "fill_below":
+    elif FN == "fill_below" or FN == "gate_at_least":
         return tl.where(x < C0, C1, x)
     elif FN == "fill_above":
         return tl.where(x > C0, C1, x)
@@ -323,9 +323,9 @@ def dual_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
             elif STEPS[i] == "minimum":
                 flat = flat | (x > STEPS[i + 2])
                 slope = tl.where(x == STEPS[i + 2], 0.5 * slope, slope)
-            elif STEPS[i] == "above":
+            elif STEPS[i] == "above" or STEPS[i] == "gate_above":
                 flat = flat | ~(x > STEPS[i + 2])
-            elif STEPS[i] == "at_least":
+            elif STEPS[i] == "at_least" or STEPS[i] == "gate_at_least":
                 flat = flat | ~(x >= STEPS[i + 2])
             elif STEPS[i] == "cap":
                 flat = flat | ~(x < STEPS[i + 2])

@@ -287,8 +287,7 @@ class _Climber:
         """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
         found = edge(self.view, self.node, gate, x)
         if found is not None and found.above:
-            # a NaN times 0 or 1 is one, whatever the comparison says of it
-            step = dataclasses.replace(found, nan=True).step(0.0)
+            step = dataclasses.replace(found, factor=True).step(0.0)
             assert step is not None
             return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
         return self._kept(x, gate, False, 0.0, factor=True)

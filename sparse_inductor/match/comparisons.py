@@ -21,7 +21,7 @@ _COPIES = frozenset({"detach", "contiguous", "clone", "alias"})
 @dataclasses.dataclass(frozen=True)
 class Edge:
     """A condition that holds on one side of the number `at`, above it or below, and there too where `ties`; for a NaN
-    where `nan`.
+    where `nan`. factor: its values, 0 and 1, are multiplied by.
 
     nodes: what makes the condition.
     """
@@ -31,12 +31,16 @@ class Edge:
     ties: bool
     nan: bool
     nodes: tuple[fx.Node, ...]
+    factor: bool = False
 
     def step(self, other: float) -> Step | None:
         """x where the condition holds, else a number; None where that is no step."""
         if self.above:
-            steps = ("above", "at_least"), ("threshold", "fill_below")
-            return Step(steps[self.nan][self.ties], (self.at, other))
+            if self.factor:  # a NaN times 0 or 1 is one, whatever the comparison says of it
+                steps = "gate_above", "gate_at_least"
+            else:
+                steps = ("threshold", "fill_below") if self.nan else ("above", "at_least")
+            return Step(steps[self.ties], (self.at, other))
         if not self.nan or self.at != other:
             return None
         return Step("fill_above", (other, other)) if self.ties else Step("cap", (other,))

@@ -84,8 +84,7 @@ def gated(
                 raise Decline("multiplies by 0 what may be no number", node)
             if view.learns(below) and (step := _without_slope(after)) is not None:
                 raise Decline(f"{step} has no gradient where its result is not kept", node)
-            found = dataclasses.replace(found, nan=found.nan or total)  # NaN times 0 is NaN
-            step = found.step(k)
+            step = dataclasses.replace(found, factor=total).step(k)
             assert step is not None
             nodes = (*(n for e in elements[i:] for n in (*e.extra, e.node)), *found.nodes)
             # One element: what is compared later is compared with values before this threshold.

@@ -114,14 +114,19 @@ def compared_dtype(view: GraphView, node: fx.Node) -> torch.dtype:
 
 
 def said(program: Program) -> str:
-    """A program as a reader is told of it; a bound is one, whatever gradient it has at a tie in the torch in use."""
+    """A program as a reader is told of it; a bound is one, whatever gradient it has at a tie in the torch in use, or
+    at a NaN."""
     text = render(tuple(map(_bound, program)))
     for at, what in ((0.0, "is above 0"), (-_LEAST, "is at least 0")):
         text = text.replace(render((Step("threshold", (at, _NOTHING)), *_ONE)), what)
     return text
 
 
+_GATES = {"gate_above": "threshold", "gate_at_least": "fill_below"}
+
+
 def _bound(step: Step) -> Step:
+    step = Step(_GATES.get(step.fn, step.fn), step.consts, step.row)
     if step.fn == "threshold" and step.consts[0] == step.consts[1]:
         return Step("clamp_min", step.consts[:1])
     return Step("clamp_max", step.consts) if step.fn == "cap" else step

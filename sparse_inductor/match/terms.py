@@ -66,7 +66,9 @@ _TORCH_CALLS: dict[str, Callable[..., Any]] = {
 # step -> its comparison with the first constant, and whether that says where to fill the last one in, or what to keep
 _CHOICES: dict[str, tuple[Callable[..., Any], bool]] = {
     "cap": (operator.ge, True),
+    "gate_above": (operator.le, True),
     "fill_below": (operator.lt, True),
+    "gate_at_least": (operator.lt, True),
     "fill_above": (operator.gt, True),
     "above": (operator.gt, False),
     "at_least": (operator.ge, False),

@@ -39,11 +39,12 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     from .campaign import Drawing, campaign, examine
-    from .generate import FAMILIES, generate
+    from .generate import FAMILIES
 
     families = tuple(options.families.split(",")) if options.families else tuple(FAMILIES)
+    drawing = Drawing(families, {"aot": options.aot, "codegen": options.codegen})
     if options.show:
-        program = generate(options.seed, families)
+        program = drawing.program(options.seed)
         print(program.text())
         outcome, failure = examine(program, options.shrink)
         print("rewritten:", ", ".join(sorted(outcome.rewritten)) or "nothing")
@@ -55,7 +56,7 @@ def main() -> int:
             options.seed,
             options.processes,
             _Both(file),
-            Drawing(families, {"aot": options.aot, "codegen": options.codegen}),
+            drawing,
             options.shrink,
             options.seconds,
         )

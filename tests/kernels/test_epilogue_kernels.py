@@ -47,6 +47,8 @@ CASES = [
     (Step("threshold", (0.5, -3.0)), -2, 2),
     (Step("fill_below", (0.5, -3.0)), -2, 2),
     (Step("fill_above", (0.5, 3.0)), -2, 2),
+    (Step("gate_above", (0.5, -3.0)), -2, 2),
+    (Step("gate_at_least", (0.5, -3.0)), -2, 2),
     (Step("above", (0.5, -3.0)), -2, 2),
     (Step("at_least", (0.5, -3.0)), -2, 2),
     (Step("maximum", (0.25,)), -2, 2),

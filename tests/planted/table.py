@@ -54,7 +54,7 @@ def by_verify(mistake: Bug | Overlooked) -> bool:
     torch._dynamo.reset()
     sparse_inductor.report().clear()
     only = PROGRAMS[mistake.program].pattern
-    with mistake.plant(), sparse_inductor.enabled(only=only, verify=True):
+    with mistake.plant(), sparse_inductor.enabled(only=only, verify=True, policy="always"):
         compile_without_codegen(fn)(*args)
     return any(c.verdict == "differs" for c in sparse_inductor.report().checks)
 
