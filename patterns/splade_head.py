@@ -31,7 +31,7 @@ from sparse_inductor.match.checks import (
 )
 from sparse_inductor.match.climb import climb
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.fakes import expected_elements
+from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
@@ -198,6 +198,8 @@ class SpladeHead:
             NAME,
             logits.device,
             logits=expected_elements(logits.shape),
+            tokens=expected_elements(logits.shape)
+            // max(1, expected(logits.shape[match.chain.v_dim])),
             training=int(view.learns(match.reduction.source)),
             bits=8 * logits.dtype.itemsize,
         )

@@ -46,12 +46,12 @@ _MILLION = 1_000_000
 TABLE: Sequence[Row] = (
     # SPLADE head. logits: tokens x vocabulary.
     Row(
-        "splade_head", "sm90", 1, "2.2x to 4.2x in inference and more in training on an H100",
-        "2026-11-25", least={"logits": _MILLION},
+        "splade_head", "sm90", 1, "1.6x to 2.1x in inference and 0.98x to 4.9x in training on an H100",
+        "2026-11-26", least={"logits": _MILLION, "tokens": 1024},
     ),
     Row(
-        "splade_head", "sm90", 0, "one query of 32 tokens was 0.83x to 0.90x on an H100",
-        "2026-11-25",
+        "splade_head", "sm90", 0, "one query of 32 tokens: 0.64x to 0.90x on an H100",
+        "2026-11-26",
     ),
     Row(
         "splade_head", "cuda", 1, "portable kernels: 1.2x in inference, 2.6x in training on an H100",
@@ -128,14 +128,24 @@ TABLE: Sequence[Row] = (
     ),
     Row(
         "relu_ffn", "sm90", 0.008, "gated: 1.02x to 1.25x at 0.8 % active on an H100, less from 1 % on",
-        "2026-11-26", least={"tokens": 2048, "branches": 2}, most={"training": 0},
+        "2026-11-26", least={"tokens": 4096, "branches": 2}, most={"training": 0},
     ),
     Row(
-        "relu_ffn", "sm90", 0.005, "plain: 1.08x to 1.49x at 0.4 % active, 0.97x to 1.32x at 0.6 % on an H100",
-        "2026-11-26", least={"tokens": 2048}, most={"training": 0},
+        "relu_ffn", "sm90", 0.008, "gated, large weights: 1.02x at 0.8 % active on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION, "branches": 2}, most={"training": 0},
     ),
     Row(
-        "relu_ffn", "sm90", 0, "17 to 2,047 rows: no gain at any density on an H200",
+        "relu_ffn", "sm90", 0.005, "plain: 1.28x to 1.49x at 0.4 % active, 1.15x to 1.32x at 0.6 % on an H100",
+        "2026-11-26", least={"tokens": 4096}, most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.005, "plain, large weights: 1.11x at 0.4 % active on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION}, most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0,
+        "17 to 2,047 rows: no gain at any density on an H200; up to 4,095 of small weights the host is "
+        "waited for, 0.86x to 1.10x on an H100",
         "2026-11-26", most={"training": 0},
     ),
     Row(
