@@ -417,9 +417,12 @@ def draw_maps(results: Results, path: Path) -> bool:
         for c in cells:
             y, x = rows.index(c.row), columns.index(c.column)
             ratios[y][x] = math.log2(c.wall)
-            weight = "bold" if c.rewritten else "normal"
-            plot.text(x, y, f"{c.wall:.2f}", ha="center", va="center", fontsize=7, weight=weight)
-        plot.imshow(ratios, cmap="RdBu", vmin=-1.5, vmax=1.5, aspect="auto")
+            style = {
+                "weight": "bold" if c.rewritten else "normal",
+                "color": "white" if abs(ratios[y][x]) > 2 else "black",
+            }
+            plot.text(x, y, f"{c.wall:.2f}", ha="center", va="center", fontsize=7, **style)
+        plot.imshow(ratios, cmap="RdBu", vmin=-3, vmax=3, aspect="auto")
         plot.set_xticks(range(len(columns)), columns, fontsize=7)
         plot.set_yticks(range(len(rows)), rows, fontsize=7)
         plot.set_title(name, fontsize=9)

@@ -138,7 +138,8 @@ def _neurons(bench: Bench, K: int, N: int, gated: bool, share: float) -> nn.Modu
     like = {"device": bench.device, "dtype": torch.bfloat16 if bench.cuda else torch.float32}
     torch.manual_seed(0)
     gate, up = (torch.randn(N, K, **like) * K**-0.5 for _ in range(2))
-    middle = math.sqrt(2 * (1 + SPREAD**2)) * torch.erfinv(torch.tensor(2 * share - 1.0)).item()
+    side = torch.erfinv(torch.tensor(2 * share - 1, dtype=torch.float64)).item()
+    middle = math.sqrt(2 * (1 + SPREAD**2)) * side
     gate[:, 0] = (middle + SPREAD * torch.randn(N, device=bench.device)).to(gate.dtype)
     down = torch.randn(K, N, **like) * N**-0.5
     return relu_ffn.Gated(gate, up, down) if gated else relu_ffn.Plain(gate, down)
@@ -196,9 +197,9 @@ def _stacks(bench: Bench) -> Iterator[Program]:
     K, N, layers = (32, 64, 2) if bench.quick else (2048, 5632, 8)
     for rows in [16] if bench.quick else [2048, 8192]:
         x = _rows(bench, rows, K)
-        for share in (0.5, 0.003):
+        for share, column in ((0.5, "untrained"), (1e-15, "no neuron active")):
             stack = nn.Sequential(*(_Residual(bench, K, N, share) for _ in range(layers)))
-            yield f"{rows} rows", f"{share:.1%} active at first", stack, _training(stack, x)
+            yield f"{rows} rows", column, stack, _training(stack, x)
 
 
 def _stack(bench: Bench) -> None:
