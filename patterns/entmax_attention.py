@@ -26,6 +26,7 @@ from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
 )
+from sparse_inductor.match.contraction import PRODUCTS
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.fakes import expected_elements
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
@@ -38,7 +39,6 @@ from sparse_inductor.policy import Worth
 
 NAME = "entmax_attention"
 OP = "sparse_inductor::entmax_attention"
-_PRODUCTS = frozenset("matmul mm bmm einsum sum".split())
 
 
 @dataclasses.dataclass
@@ -92,7 +92,7 @@ class EntmaxAttention:
     name = NAME
     op = OP
     summary = "entmax(q @ k^T + bias) @ v -> entmax_attention(q, k, v, alpha, mask, bias)"
-    anchors = _PRODUCTS | {"output"}
+    anchors = PRODUCTS | {"sum", "output"}
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()

@@ -33,7 +33,7 @@ from sparse_inductor.match.checks import (
     check_match,
     outside_no_grad,
 )
-from sparse_inductor.match.comparisons import COMPARISONS
+from sparse_inductor.match.contraction import PRODUCTS
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.encoder_layer import LayerMatch, encoder_layer
@@ -55,6 +55,7 @@ from sparse_inductor.match.readers import Others, other_readers
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.terms import widened
 from sparse_inductor.match.values import swallowed
+from sparse_inductor.match.vocabulary import COMPARISONS
 from sparse_inductor.ops.relu_ffn import saves_nothing
 from sparse_inductor.pattern import Example, Miss, Sparse
 from sparse_inductor.policy import Worth
@@ -224,9 +225,7 @@ class ReluFfn:
     name = NAME
     op = OP
     summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
-    anchors = frozenset(
-        "linear matmul mm addmm baddbmm einsum tensordot inner conv1d conv2d conv3d bmm".split()
-    ) | {FUSED_LAYER, "output"}
+    anchors = PRODUCTS | {FUSED_LAYER, "output"}
 
     def match(self, node: fx.Node, view: GraphView) -> BlockMatch | LayerMatch | Miss | None:
         try:

@@ -28,7 +28,7 @@ from .decisions import Decisions
 from .findings import Check, NearMiss, Rewrite, Shape
 from .layouts import keep_layouts, layouts
 from .match.checks import unsound
-from .match.fakes import fake, tensors_in
+from .match.fakes import complete, fake, tensors_in
 from .match.graph import label
 from .match.saved import copying_what_is_written
 from .pattern import Match, Miss, Pattern, Sparse
@@ -185,6 +185,7 @@ class _Run:
                 by_anchor[name].append(pattern)
         # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
         with compat.discarding_unbacked(self._env):
+            complete(self.graph)
             view = self._view = make_view(self.graph)
             matches, misses = self._match(by_anchor, view)
             order = {node: at for at, node in enumerate(self.graph.nodes)}

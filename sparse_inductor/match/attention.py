@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
+from .axes import Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
 from .entmax import transform
 from .family import above as producers
@@ -26,15 +26,16 @@ from .family import rectified_product
 from .graph import GraphView, same_size
 from .layout import WIDTH, Attention, Tensor
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
-from .probabilities import IDENTITY, Probabilities, check_again, read_probabilities
+from .probabilities import Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores, scaled
 from .shapes import Decline
 from .values import rounds
+from .vocabulary import COPIES, SPREADS, VIEWS
 
 __all__ = ["are_probabilities", "read_attention", "relu_attention"]
 
 _NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
-_SPREADS = frozenset("expand expand_as repeat_interleave repeat".split())
+_SPREADS = SPREADS | {"repeat", "repeat_interleave"}
 
 
 def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
@@ -43,7 +44,7 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
     if product is None:
         _check_operands(view, node)
         return None
-    if product.bias is not None or product.scale != 1:
+    if not product.of_matrices or product.bias_dim != -1:
         return None
     if (product.a.node, product.a.axes) == (product.b.node, product.b.axes):
         return None  # a sum of squares
@@ -191,7 +192,7 @@ class _Reader:
                 return False
             if call.name in _SPREADS:
                 return True
-            if call.name not in VIEWS and call.name not in IDENTITY:
+            if call.name not in VIEWS | COPIES | {"cast"}:
                 return False
             node = call["input"]
         return False
@@ -200,13 +201,13 @@ class _Reader:
         """Axes above a view or an op that repeats along axes of one element, or along a whole axis."""
         view = self.view
         before, after = view.shape(call["input"]), view.shape(node)
-        if call.name in ("contiguous", "clone"):
+        if call.name in COPIES:
             return axes
         if call.name == "cast" and view.dtype(node).is_floating_point:
             wider = torch.promote_types(view.dtype(node), view.dtype(call["input"]))
             if wider == view.dtype(node):
                 return axes
-        elif call.name in ("expand", "expand_as"):
+        elif call.name in SPREADS:
             new = len(after) - len(before)
             return [() if same_size(b, 1) else axis for b, axis in zip(before, axes[new:])]
         elif call.name == "repeat_interleave":
@@ -292,6 +293,8 @@ class _Reader:
             out_axes=[
                 () if letter is None else (self.atoms[letter],) for letter in self.product.axes
             ],
+            out_scale=self.product.scale,
+            out_bias=self.product.bias,
             batch=batch,
             shared=shared,
             group=group,
@@ -422,7 +425,7 @@ def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
                 axes = above(view, node, call, axes)
             except Decline:
                 return None
-        elif call.name not in ("cast", "contiguous", "clone"):
+        elif call.name not in COPIES | {"cast"}:
             return None
         seen = view.value(call["input"], node)
         if not view.is_tensor(seen) or not view.dtype(seen).is_floating_point:

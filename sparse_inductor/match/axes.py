@@ -18,11 +18,7 @@ from .graph import GraphView
 from .names import Call
 from .shapes import Decline, order_of
 
-__all__ = ["VIEWS", "Atom", "Axis", "Placed", "above", "flat", "fresh", "placed"]
-
-VIEWS = frozenset(
-    "permute transpose movedim T mT t view view_as flatten unflatten unsqueeze squeeze getitem expand expand_as".split()
-)
+__all__ = ["Atom", "Axis", "Placed", "above", "flat", "fresh", "placed"]
 
 
 class Atom:

@@ -11,27 +11,34 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..epilogue.cut import cut
 from ..epilogue.steps import Program, Step
 from .chain import Chain
 from .climb import climb
-from .comparisons import COMPARISONS, NEGATIONS, is_comparison
+from .comparisons import is_comparison
 from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, same_size
 from .indicators import indicator, lone
 from .names import Call
-from .shapes import SHAPE_OPS, Combined, Decline
+from .selection import Assigned, selections
+from .shapes import Combined, Decline
 from .spine import Element, Spine, Term
 from .values import rounds
+from .vocabulary import COMPARISONS, NEGATIONS, SHAPE_OPS
 
 __all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
 
+# A power above 1 of any of them has the gradient 0 at 0.
+_RECTIFIERS = (
+    Step("relu"),
+    Step("threshold", (0.0, 0.0)),
+    Step("clamp_min", (0.0,)),
+    Step("maximum", (0.0,)),
+)
 _DEPTH = 8  # products and their wrappings on one path
-_PASSED = {"contiguous", "clone", "alias", "lift_fresh", "positive"}
 
 
 @dataclasses.dataclass
@@ -119,7 +126,7 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
         if c is not None and c == int(c) and c > 0:
             steps = (Step("square") if c == 2 else Step("pow", (c,)),)
             return [s.then(Element(seen, steps)) for s in up(x)]
-    elif name in _PASSED:
+    elif view.kept(call) is not None:
         return [s.then(Element(seen)) for s in up(x)]
     elif name == "cast":
         if (
@@ -132,12 +139,7 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
                 raise Decline(f"the values are rounded to {view.dtype(seen)}", seen)
             return [s.then(Element(seen)) for s in found]
     elif name == "dropout":
-        if not call.drops:
-            return [s.then(Element(seen)) for s in up(x)]
         raise Decline("dropout is active here", seen)
-    elif name == "detach":
-        if not view.learns(x):
-            return [s.then(Element(seen)) for s in up(x)]
     elif name in SHAPE_OPS and view.is_tensor(x):
         return [s.then(Element(seen, shape_op=call)) for s in up(x)]
     elif name in COMPARISONS | NEGATIONS:
@@ -164,23 +166,11 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
 
 def _kept(view: GraphView, call: Call, node: fx.Node) -> tuple[fx.Node, Term] | None:
     """(x, mask) where a call is x where a mask says so and 0 elsewhere, or where it does not; None for others."""
-    sides: tuple[tuple[Any, Any, bool], ...] = ()
-    if call.name == "masked_fill":
-        sides = ((call["input"], call["value"], True),)
-    elif call.name == "setitem" and _is_mask(view, call["index"]):
-        sides = ((call["input"], call["value"], True),)
-    elif call.name == "where" and call.get("other") is not None:
-        a, b = call["input"], call["other"]
-        sides = (a, b, False), (b, a, True)
-    condition = call.get("mask", call.get("condition", call.get("index")))
-    for x, other, negate in sides:
-        if view.is_tensor(x) and view.const(other, node) == 0:
-            return x, Term("where", condition, (0.0,), "not" if negate else None)
+    for found in selections(view, call):
+        if view.is_tensor(found.x) and view.const(found.other, node) == 0:
+            negate = found.negate and not isinstance(found.keep, Assigned)
+            return found.x, Term("where", found.keep, (0.0,), "not" if negate else None)
     return None
-
-
-def _is_mask(view: GraphView, index: Any) -> bool:
-    return view.is_tensor(index) and view.dtype(index) == torch.bool
 
 
 def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
@@ -246,7 +236,7 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
         if above is not None and cut((rectified := Step("threshold", (above, 0.0)), *b)) == above:
             return (rectified, *b)
         for at, step in enumerate(a):
-            if step.fn != "relu":
+            if step not in _RECTIFIERS:
                 continue
             mine = _power(a[at + 1 :])
             # Where the rectifier gives 0 the other factor does not matter, so it may lack it.
@@ -255,7 +245,7 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
                 exponent, factor = mine[0] + theirs[0], mine[1] * theirs[1]
                 power = Step("square") if exponent == 2 else Step("pow", (float(exponent),))
                 scale = () if factor == 1 else (Step("mul", (factor,)),)
-                return (*a[: at + 1], power, *scale)
+                return (*a[:at], Step("relu"), power, *scale)
     raise Decline("multiplies two functions of one projection", node)
 
 
@@ -269,7 +259,7 @@ def _power(program: Program) -> tuple[float, float] | None:
             p, c = step.consts[0] * p, c ** step.consts[0]
         elif step.fn == "mul":
             c *= step.consts[0]
-        elif step.fn != "relu":
+        elif step not in _RECTIFIERS:
             return None
     return p, c
 

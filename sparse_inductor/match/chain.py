@@ -25,8 +25,9 @@ from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, label, same_size, static_size
 from .kinds import Frame, Kind, is_full, kind_of
+from .selection import Assigned
 from .shapes import Decline, Move, move
-from .spine import Assigned, Element, Fill, Spine, Term
+from .spine import Element, Fill, Spine, Term
 from .terms import Pair, applied, prepared, raised, scaled, selected, widened
 from .values import not_negative
 
@@ -121,7 +122,7 @@ class Chain:
         learned = [n for n in nodes if self.view.learns(n)]
         if kind != "row":
             self._column(term, node, kind)
-        elif self.linear_after and _scales_whole(term):
+        elif self.linear_after and _is_factor(term):
             self.tail.append(term)
         elif learned and not self.linear_after:
             what = "a number for all tokens" if self._is_scalar(term) else "a per-token operand"
@@ -249,7 +250,7 @@ class Chain:
             kind = self._kind(item, node) if isinstance(item, Term) else None
             if kind == "entry":
                 raise Decline("an operand differs by sequence and by output", node)
-            if not (isinstance(item, Term) and _scales_whole(item)):
+            if not (isinstance(item, Term) and _is_factor(item)):
                 raise Decline(_MORE, node)
             (rows if kind == "row" else columns).append(item)
         return columns, rows
@@ -314,8 +315,11 @@ class Chain:
 
     def token_operand(self, e: Emitter, term: Term) -> fx.Node:
         """A token's factor or mask from the tail, in the shape of the frame, 1 in the place of V."""
-        assert isinstance(term.operand, fx.Node)
-        return prepared(e, self._aligned(e, term.operand, len(self.moves)), term.prepare)
+        at = len(self.moves)
+        assert isinstance(term.operand, (fx.Node, Assigned))
+        if isinstance(term.operand, Assigned):
+            return self._assigned(e, term.operand, at)
+        return prepared(e, self._aligned(e, term.operand, at), term.prepare)
 
     def row_operands(self, e: Emitter) -> list[fx.Node]:
         """Every row operand in the shape of the frame, 1 in the place of V."""
@@ -337,10 +341,7 @@ class Chain:
 
     def _row_operand(self, e: Emitter, row: _Row) -> fx.Node:
         if isinstance(row.term.operand, Assigned):
-            v_dim = self._frame(row.at).v_dim
-            one = e.call(torch.narrow, self.stand_in(e, row.at), v_dim, 0, 1)
-            t = e.call(torch.ones_like, one, dtype=torch.bool)
-            e.call(operator.setitem, t, row.term.operand.index, False)
+            t = self._assigned(e, row.term.operand, row.at)
         elif isinstance(row.term.operand, Fill):
             mask, value = (self._aligned(e, n, row.at) for n in row.term.operand.nodes())
             t = e.call(torch.where, mask, *((value, 0) if row.term.operand.negate else (0, value)))
@@ -349,6 +350,13 @@ class Chain:
         t = prepared(e, t, row.term.prepare)
         for m in self.moves[row.at :]:
             t = m.apply(e, t, True)
+        return t
+
+    def _assigned(self, e: Emitter, operand: Assigned, at: int) -> fx.Node:
+        """Which tokens an assignment leaves as they are."""
+        one = e.call(torch.narrow, self.stand_in(e, at), self._frame(at).v_dim, 0, 1)
+        t = e.call(torch.ones_like, one, dtype=torch.bool)
+        e.call(operator.setitem, t, operand.index, False)
         return t
 
     def _frame(self, at: int) -> Frame:
@@ -392,6 +400,6 @@ def _scales(term: Term) -> bool:
     return term.fn == "mul" or (term.fn == "where" and term.const == (0.0,))
 
 
-def _scales_whole(term: Term) -> bool:
-    """The same, of an operand for all of the value rather than for what is assigned to a part of it."""
-    return isinstance(term.operand, fx.Node) and _scales(term)
+def _is_factor(term: Term) -> bool:
+    """The same, of an operand that may wait until after a further linear map."""
+    return isinstance(term.operand, (fx.Node, Assigned)) and _scales(term)

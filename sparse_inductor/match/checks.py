@@ -8,9 +8,11 @@ from typing import Protocol, TypeVar
 from torch import fx
 
 from ..pattern import Miss
+from .contraction import PRODUCTS
 from .fakes import tensors_in
 from .graph import CONSTANT_LIKE, GraphView, fake, label
-from .shapes import SHAPE_OPS, Decline
+from .shapes import Decline
+from .vocabulary import SHAPE_OPS
 
 __all__ = [
     "check_device",
@@ -22,7 +24,6 @@ __all__ = [
 ]
 
 _DEVICES = ("cpu", "cuda")
-_PRODUCTS = frozenset("linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d".split())
 _ACCUMULATIONS = frozenset(
     "index_add scatter scatter_add scatter_reduce index_put embedding_bag".split()
 )
@@ -78,7 +79,8 @@ def check_match(view: GraphView, match: _Swallows) -> None:
         if source not in inside and view.is_tensor(source)
     ]
     reads += [r for r in getattr(match, "reads", ()) if view.is_tensor(r[0])]
-    _check_memory(view, reads, inside - {*getattr(match, "kept", ())}, at)
+    ends = {match.anchor, *getattr(match, "ends", ())}
+    _check_memory(view, reads, inside - {*getattr(match, "kept", ())}, at, ends)
     for node in (*inside, *(source for source, _ in reads)):
         if (by := view.effects.regraded(node)) is not None:
             raise Decline(f"{label(by)} changes whether {label(node)} follows gradients", by)
@@ -92,7 +94,7 @@ def _check_dtypes(view: GraphView, node: fx.Node) -> None:
     """Raises Decline for operands of different dtypes: Dynamo traces them, and PyTorch refuses them when it runs."""
     name = view.name_of(node)
     accumulates = name in _ACCUMULATIONS
-    if not (accumulates or name in _PRODUCTS) or not view.is_tensor(node) or view.autocasts(node):
+    if not (accumulates or name in PRODUCTS) or not view.is_tensor(node) or view.autocasts(node):
         return
     dtypes = {view.dtype(n) for n in node.all_input_nodes if view.is_tensor(n)}
     if accumulates:  # beside their ids
@@ -107,15 +109,32 @@ def _check_memory(
     reads: Iterable[tuple[fx.Node, fx.Node]],
     nodes: Collection[fx.Node],
     at: fx.Node,
+    ends: Collection[fx.Node],
 ) -> None:
+    # Their own writes are gone with them, where nothing keeps one of them in the graph.
+    gone = nodes if all({*n.users} <= {*nodes} for n in nodes if n not in ends) else ()
     for source, reader in reads:
         first, last = sorted((reader, at), key=view.order.__getitem__)
-        if not view.effects.unchanged(source, first, last):
+        if not view.effects.unchanged(source, first, last, but=gone):
             raise Decline(f"{label(source)} is changed in place before {label(at)}", reader)
     for n in nodes:
         for target in view.effects.writers.get(n, ()):
-            if not view.effects.creators(target) <= set(nodes):
+            dies = view.effects.creators(target) <= {*nodes}
+            if not dies and (n not in gone or _seen_later(view, target, n, nodes)):
                 raise Decline(f"{label(target)} is written in place and lives on", n)
+
+
+def _seen_later(
+    view: GraphView, target: fx.Node, writer: fx.Node, nodes: Collection[fx.Node]
+) -> bool:
+    """Whether somebody else may see what a writer wrote to a tensor that was made before."""
+    sharing = view.effects.sharing(target)
+    return sharing is None or any(
+        view.order[reader] > view.order[writer] and reader not in nodes
+        for n in sharing
+        if n not in nodes
+        for reader in view.readers(n)
+    )
 
 
 def _check_gradient(

@@ -11,29 +11,29 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..epilogue.steps import Step
 from .batch_norm import normalised
-from .comparisons import COMPARISONS, edge, is_comparison
+from .comparisons import edge, is_comparison
 from .gates import conditions, gated
 from .gemm import linears
 from .graph import GraphView, fake, label, same_size
 from .mesh import redistributed
 from .names import Call
 from .scalars import number, scalar_steps
-from .shapes import SHAPE_OPS, Combined, Decline, part_of_axis
-from .spine import Assigned, Element, Fill, Spine, Term
+from .selection import SELECTIONS, Assigned, Selection, selections
+from .shapes import Combined, Decline, part_of_axis
+from .spine import Element, Fill, Spine, Term
 from .stacked import entry_of_stack
 from .summed import summed
 from .values import rounds
+from .vocabulary import COMPARISONS, PARTS, SHAPE_OPS
 
 __all__ = ["climb"]
 
 _MAX_DEPTH = 64
 
-_IDENTITY = {"contiguous", "clone", "alias", "lift_fresh", "positive"}
 _NOT_MONOTONE = {
     "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "tan", "erfc",
 }  # fmt: skip
@@ -45,7 +45,7 @@ def climb(view: GraphView, node: Any, reader: fx.Node, depth: int = 0) -> Spine:
         raise Decline(f"{label(reader)} makes its values of the number {node}", reader)
     seen = view.value(node, reader)
     if seen is None:
-        raise Decline("it is changed in place through a view of it", node)
+        raise Decline(f"{label(node)} is changed in place through a view of it", node)
     # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
     found = view.climbed.get(seen)
     if found is None:
@@ -107,20 +107,16 @@ class _Climber:
     def spine(self) -> Spine:
         call, node, view = self.call, self.node, self.view
         name = call.name
-        if name in _IDENTITY:
-            return self.up(call["input"]).then(Element(node))
+        if (kept := view.kept(call)) is not None:
+            return self.up(kept).then(Element(node))
         if (steps := scalar_steps(view, node, call)) is not None:
             return self.up(call["input"]).then(Element(node, steps))
         if name == "cast":
             return self._cast()
         if name == "detach":
-            if view.learns(call["input"]):
-                raise self.decline("detach() cuts the gradient here")
-            return self.up(call["input"]).then(Element(node))
+            raise self.decline("detach() cuts the gradient here")
         if name == "dropout":
-            if call.drops:
-                raise self.decline("dropout is active here")
-            return self.up(call["input"]).then(Element(node))
+            raise self.decline("dropout is active here")
         if name == "redistribute":
             if redistributed(node, call["input"]):
                 raise self.decline("the values move over the device mesh here")
@@ -177,7 +173,7 @@ class _Climber:
             raise self.decline(
                 "an autograd Function with a gradient of its own cannot be seen through"
             )
-        if parent is None or parent.name not in ("split", "chunk", "tensor_split", "unbind"):
+        if parent is None or parent.name not in PARTS:
             raise self.decline(
                 f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}"
             )
@@ -357,16 +353,20 @@ class _Climber:
 
     # Selection
 
-    def _select(self, x: Any, keep: Any, other: Any, negate: bool) -> Spine:
-        """x where `keep` (or where not, if `negate`), else `other`: a constant, or one number a token."""
-        c = self.const(other)
+    def _selected(self) -> Spine:
+        """x where a mask says so, or where nothing is assigned, and elsewhere a constant, or one number a token."""
+        one = self._selection()
+        x, keep, c = one.x, one.keep, self.const(one.other)
+        if isinstance(keep, Assigned):
+            if c is None:
+                raise self.decline("assigns a tensor into the linear's result")
+            return self.up(x).then(Element(self.node, (Term("where", keep, (c,)),)))
+        way = "not" if one.negate else None
         if c is None:
             # x where kept, else 0; then the other value on top of that 0.
-            kept = Term("where", keep, (0.0,), "not" if negate else None)
-            return self.up(x).then(
-                Element(self.node, (kept, Term("add", Fill(keep, other, negate))))
-            )
-        found = edge(self.view, self.node, keep, x, negate)
+            fill = Term("add", Fill(keep, one.other, one.negate))
+            return self.up(x).then(Element(self.node, (Term("where", keep, (0.0,), way), fill)))
+        found = edge(self.view, self.node, keep, x, one.negate)
         if found is not None:
             step = found.step(c)
             if step is None:
@@ -376,57 +376,31 @@ class _Climber:
                     else f"makes NaN {c:g}"
                 )
             return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
-        term = Term("where", keep, (c,), "not" if negate else None)
-        gate = self._kept(x, keep, negate, c)
-        return gate or self.up(x).then(Element(self.node, (term,)))
+        gate = self._kept(x, keep, one.negate, c)
+        return gate or self.up(x).then(Element(self.node, (Term("where", keep, (c,), way),)))
 
-    def _where(self) -> Spine:
-        condition, a, b = self.call["condition"], self.call["input"], self.call["other"]
-        if self.const(b) is not None:
-            return self._select(a, condition, b, negate=False)
-        if self.const(a) is not None:
-            return self._select(b, condition, a, negate=True)
-        if not (self.view.is_tensor(a) and self.view.is_tensor(b)):
+    def _selection(self) -> Selection:
+        """Which way a selection is one of the logits."""
+        found = selections(self.view, self.call)
+        if not found:
+            raise self.decline("accumulates into the linear's result")
+        if len(found) == 1:
+            return found[0]
+        constant = next((one for one in found if self.const(one.other) is not None), None)
+        if constant is not None:
+            return constant
+        if not all(self.view.is_tensor(one.x) for one in found):
             raise self.decline(
                 "where() chooses between a tensor and a number known only at run time"
             )
-        _, at = self._pick(a, b)
-        return self._select((a, b)[at], condition, (b, a)[at], negate=at == 1)
-
-    def _masked_fill(self) -> Spine:
-        return self._select(self.call["input"], self.call["mask"], self.call["value"], negate=True)
-
-    def _setitem(self) -> Spine:
-        """x[index] = constant."""
-        return self._assign(self.call["index"], self.call["value"])
-
-    def _index_put(self) -> Spine:
-        if self.call.get("accumulate", False):
-            raise self.decline("accumulates into the linear's result")
-        return self._assign(tuple(self.call["indices"]), self.call["values"])
-
-    def _index_fill(self) -> Spine:
-        dim = self.call["dim"] % len(self.view.shape(self.node))
-        return self._assign((slice(None),) * dim + (self.call["index"],), self.call["value"])
-
-    def _assign(self, index: Any, value: Any) -> Spine:
-        x = self.call["input"]
-        c = self.const(value)
-        if c is None:
-            raise self.decline("assigns a tensor into the linear's result")
-        index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        boolean = self.view.is_tensor(index) and self.view.dtype(index) == torch.bool
-        if boolean and self.view.same_shape(index, x):
-            return self._select(x, index, value, negate=True)
-        return self.up(x).then(Element(self.node, (Term("where", Assigned(index), (c,)),)))
+        return found[self._pick(found[0].x, found[1].x)[1]]
 
 
 _HANDLERS: dict[str, Callable[[_Climber], Spine]] = {
     **dict.fromkeys(("maximum", "minimum"), _Climber._bound),
+    **dict.fromkeys(SELECTIONS, _Climber._selected),
     **{
         name: getattr(_Climber, "_" + name)
-        for name in (
-            "batch_norm add sub rsub mul div pow where masked_fill setitem index_put index_fill"
-        ).split()
+        for name in "batch_norm add sub rsub mul div pow".split()
     },
 }

@@ -10,12 +10,11 @@ from torch import fx
 from ..epilogue.steps import Step
 from .graph import GraphView, label
 from .shapes import Decline
+from .vocabulary import COMPARISONS, COPIES, NEGATIONS
 
 __all__ = ["COMPARISONS", "NEGATIONS", "Edge", "compared", "edge", "is_comparison"]
 
-COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
-NEGATIONS = frozenset({"invert", "logical_not"})
-_COPIES = frozenset({"detach", "contiguous", "clone", "alias"})
+_COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
 @dataclasses.dataclass(frozen=True)

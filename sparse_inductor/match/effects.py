@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ __all__ = ["Effects", "same_geometry"]
 
 _UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_GIVEN = ("placeholder", "get_attr")
 _REGRADES = frozenset(("detach_", "requires_grad_"))
 
 
@@ -52,6 +53,45 @@ def same_geometry(a: fx.Node, b: fx.Node) -> bool:
     ):
         return False
     return all(map(same_size, x.shape, y.shape)) and all(map(same_size, x.stride(), y.stride()))
+
+
+def _apart(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two tensors of one memory have no element in common, as the halves that chunk() gives of the last axis:
+    each period of some stride holds both, one behind the other."""
+    x, y = fake(a), fake(b)
+    if not all(isinstance(t, torch.Tensor) and t.layout == torch.strided for t in (x, y)):
+        return False
+    if x.dtype != y.dtype or any(map(is_traceable_wrapper_subclass, (x, y))):
+        return False
+    first, second = x.storage_offset(), y.storage_offset()
+    if not (isinstance(first, int) and isinstance(second, int)) or first == second:
+        return False
+    strides = {s for t in (x, y) for s in t.stride() if isinstance(s, int) and s > 0}
+    return any(
+        (one := _span(x, period)) is not None
+        and (two := _span(y, period)) is not None
+        and (one[1] <= two[0] or two[1] <= one[0])
+        for period in (*strides, None)
+    )
+
+
+def _span(t: torch.Tensor, period: int | None) -> tuple[int, int] | None:
+    """From where to where in every period a tensor has its elements; None where that is not known."""
+    extent = 1
+    for size, stride in zip(t.shape, t.stride()):
+        if period is not None and _is_multiple(stride, period):
+            continue
+        if not (isinstance(size, int) and isinstance(stride, int)):
+            return None
+        extent += max(0, size - 1) * stride
+    start = int(t.storage_offset()) % period if period else int(t.storage_offset())
+    return (start, start + extent) if period is None or start + extent <= period else None
+
+
+def _is_multiple(stride: Any, period: int) -> bool:
+    if isinstance(stride, int):
+        return stride % period == 0
+    return bool((stride.node.expr / period).is_integer)
 
 
 def _in_place(op: str, target: Any) -> bool:
@@ -215,16 +255,22 @@ class Effects:
         elif keys:
             keys |= {_UNKNOWN}
         events = {e: None for key in keys for e in self._writes.get(key, ())}
-        found = [e for e in events if after < self._order[e[0]] < before]
+        found = [
+            (writer, target)
+            for writer, target in events
+            if after < self._order[writer] < before and not _apart(target, node)
+        ]
         return sorted(found, key=lambda e: self._order[e[0]])
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
         """The node whose result `reader` sees when it reads `node`: the last whole write, or the node itself.
 
         None where the last write went through a view of other shape, or past autograd, so that no single node is the
-        value.
+        value. A reader that is a view reads what it shows alone.
         """
         events = self._between(node, self._order[node], self._order[reader])
+        if events and isinstance(fake(reader), torch.Tensor) and self._of(reader) == self._of(node):
+            events = [(writer, target) for writer, target in events if not _apart(target, reader)]
         if not events:
             return node
         if not all(_follows(target, node) for _, target in events):
@@ -232,9 +278,20 @@ class Effects:
         writer, target = events[-1]
         return writer if _is_result(writer, target) and same_geometry(target, node) else None
 
-    def unchanged(self, node: fx.Node, since: fx.Node, until: fx.Node) -> bool:
-        """Whether nothing writes the memory of `node` between two points of the graph."""
-        return not self._between(node, self._order[since], self._order[until])
+    def unchanged(
+        self, node: fx.Node, since: fx.Node, until: fx.Node, but: Collection[fx.Node] = ()
+    ) -> bool:
+        """Whether nothing writes the memory of `node` between two points of the graph, but for the writers `but`."""
+        events = self._between(node, self._order[since], self._order[until])
+        return all(writer in but for writer, _ in events)
+
+    def sharing(self, node: fx.Node) -> list[fx.Node] | None:
+        """The nodes of the memory of `node`; None where it is an input's, or may be anybody's."""
+        keys = self._of(node)
+        creators = self.creators(node)
+        if _UNKNOWN in keys or any(c is None or c.op in _GIVEN for c in creators):
+            return None
+        return [n for n in self._graph.nodes if not keys.isdisjoint(self._of(n))]
 
     def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
         """Who writes to the memory of `node` after `since` through another node that autograd does not follow."""

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .. import compat
-from .fakes import fake, require_grad, same_size, static_size, tensors_in
+from .fakes import evaluated, fake, require_grad, same_size, static_size, tensors_in
 
 __all__ = ["Emitter"]
 
@@ -79,16 +79,13 @@ class Emitter:
         for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
             if key in self._anchor.meta:
                 node.meta[key] = self._anchor.meta[key]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
-        inputs = list(tensors_in((args, kwargs)))
-        mode = next((t.fake_mode for t in inputs if hasattr(t, "fake_mode")), None)
-        with mode or contextlib.nullcontext(), torch.no_grad():
-            if make is not None:
+        inputs = [t for n in node.all_input_nodes for t in tensors_in(fake(n))]
+        if make is None:
+            value = evaluated(node)
+        else:
+            mode = next((t.fake_mode for t in inputs if hasattr(t, "fake_mode")), None)
+            with mode or contextlib.nullcontext(), torch.no_grad():
                 value = make()
-            elif node.op == "call_method":
-                value = getattr(args[0], node.target)(*args[1:], **kwargs)
-            else:
-                value = node.target(*args, **kwargs)
         learns = node.target != "detach" and any(t.requires_grad for t in inputs)
         if learns and self._recorded:
             require_grad(value)

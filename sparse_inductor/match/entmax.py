@@ -10,14 +10,17 @@ the gradient in training, are tried on concrete rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
+from .axes import Axis, above, flat, fresh
 from .emit import Emitter
 from .entmax_form import ENDS, Candidate, Form, form, unshifted
 from .entmax_trial import Trial
@@ -26,6 +29,7 @@ from .graph import GraphView, fake, same_size
 from .shapes import Decline
 from .trial import Region, region
 from .values import rounds
+from .vocabulary import COPIES, SPREADS, VIEWS
 
 __all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "above_one", "transform"]
 
@@ -313,19 +317,25 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     result = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(result, fx.Node) or not inner.is_tensor(result):
         return None
+    axes = fresh(inner.shape(result))
     with torch.no_grad():  # the body's own mode: what it does not record needs no check
-        found = transform(inner, result)
+        rows = list(_through(inner, result, axes))
+        found, at = next(((f, at) for n, at in rows if (f := transform(inner, n))), (None, axes))
     if found is None:
         return None
+    given, given_axes = list(_through(inner, found.source, at))[-1]
+    dim = next((d for d, axis in enumerate(axes) if axis and axis == at[found.dim]), None)
     operands = list(call.get("operands", ()))
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
     inputs = inputs[len(inputs) - len(operands) :]
     alpha: Any = found.alpha
     if isinstance(alpha, fx.Node):
         alpha = _argument(inner, alpha)
-    if found.source not in inputs or (isinstance(alpha, fx.Node) and alpha not in inputs):
+    moved = dim is None or list(map(flat, given_axes)) != list(map(flat, axes))
+    if given not in inputs or moved or (isinstance(alpha, fx.Node) and alpha not in inputs):
         raise Decline("the Function does more than an entmax of its argument", hop)
-    source = operands[inputs.index(found.source)]
+    assert dim is not None
+    source = operands[inputs.index(given)]
     if isinstance(alpha, fx.Node):
         alpha = operands[inputs.index(alpha)]
     if not view.is_tensor(source):
@@ -333,7 +343,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     nodes = tuple(dict.fromkeys((hop, node)))
     nodes += tuple(a for a in hop.args if isinstance(a, fx.Node) and a.op == "get_attr")
     nodes += tuple(u for u in hop.users if u is not node and not u.users)
-    trial = Trial(view, source, found.dim, alpha, node, found.scale)
+    trial = Trial(view, source, dim, alpha, node, found.scale)
     piece = region(view, node, (source, *([alpha] if isinstance(alpha, fx.Node) else [])))
     if piece is None:
         raise Decline("the Function reads more than its scores", hop)
@@ -342,14 +352,37 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     if trial.learned:
         note += ", its backward was tried"
     return Transform(
-        node, source, hop, found.dim, alpha, nodes, note, found.scale, undefined=found.undefined
+        node, source, hop, dim, alpha, nodes, note, found.scale, undefined=found.undefined
     )
+
+
+def _through(
+    view: GraphView, node: fx.Node, axes: list[Axis]
+) -> Iterator[tuple[fx.Node, list[Axis]]]:
+    """A tensor and what it is a view, a copy or a cast of that rounds nothing, each with its axes."""
+    while True:
+        yield node, axes
+        call = view.call(node)
+        x = None if call is None else call.get("input")
+        if call is None or call.inplace or not view.is_tensor(x) or view.value(x, node) is not x:
+            return
+        if call.name in VIEWS:
+            with contextlib.suppress(Decline):
+                axes, node = above(view, node, call, axes), x
+                continue
+            return
+        dtype = view.dtype(x)
+        widens = (
+            call.name == "cast" and dtype.is_floating_point and not rounds(view.dtype(node), dtype)
+        )
+        if call.name not in COPIES and not widens:
+            return
+        node = x
 
 
 def _argument(view: GraphView, alpha: fx.Node) -> fx.Node:
     """alpha before it was expanded to the shape of the scores."""
-    while (call := view.call(alpha)) is not None and call.name in (
-        "expand", "expand_as", "cast", "contiguous", "clone",
-    ):  # fmt: skip
+    same = SPREADS | COPIES | {"cast"}
+    while (call := view.call(alpha)) is not None and call.name in same:
         alpha = call["input"]
     return alpha

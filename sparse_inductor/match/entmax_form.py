@@ -14,13 +14,13 @@ from typing import Any
 from torch import fx
 
 from .graph import GraphView, same_size
+from .vocabulary import COPIES
 
 __all__ = ["ENDS", "Candidate", "Form", "ends_here", "form", "row_axis", "unshifted"]
 
 ENDS = frozenset(
     "clamp clamp_min relu threshold maximum where pow square mul div normalize".split()
 )
-_COPIES = frozenset("contiguous clone alias".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +293,7 @@ def _scores(
             reader, seen, gaps = a, view.value(x, a), gaps + 1
         elif (shifted := _shift(view, a, dim)) is not None:
             reader, seen = a, view.value(shifted, a)
-        elif call.name in _COPIES:
+        elif call.name in COPIES:
             reader, seen = a, view.value(call["input"], a)
         else:
             return

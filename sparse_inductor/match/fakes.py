@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,6 +14,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 __all__ = [
     "attribute",
     "bounds",
+    "complete",
+    "evaluated",
     "expected",
     "expected_elements",
     "fake",
@@ -39,6 +42,33 @@ def attribute(node: Any) -> Any:
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
     return value
+
+
+def evaluated(node: fx.Node) -> Any:
+    """What a call gives on the fake values of its arguments; autograd records nothing of it."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
+    mode = next((t.fake_mode for t in tensors_in((args, kwargs)) if hasattr(t, "fake_mode")), None)
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
+
+
+def complete(graph: fx.Graph) -> None:
+    """Give calls without a fake value the one that they have: a pass of Inductor's that ran before, as the one that
+    moves functions in front of a concatenation, leaves them without."""
+    for node in graph.nodes:
+        if node.op not in ("call_function", "call_method") or fake(node) is not None:
+            continue
+        inputs = [fake(n) for n in node.all_input_nodes]
+        if not inputs or not all(isinstance(t, torch.Tensor) for t in inputs):
+            continue
+        with contextlib.suppress(Exception):  # it stays unknown, which does no harm
+            value = evaluated(node)
+            if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+                require_grad(value)
+            node.meta["example_value"] = value
 
 
 def same_size(a: Any, b: Any) -> bool:

@@ -56,8 +56,7 @@ def _named(view: GraphView, node: fx.Node) -> tuple[str | None, Sequence[fx.Node
         elif entry_of_stack(view, node) is not None:
             name = "linear"
         else:
-            call = view.call(node)
-            name = None if call is None else call.name
+            name = view.name_of(node)
             producers = node.all_input_nodes  # a function of somebody else's may well be in the way
         view.named[node] = name, producers
     return view.named[node]

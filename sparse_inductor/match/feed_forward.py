@@ -12,8 +12,9 @@ from ..epilogue.cut import cut
 from ..epilogue.ranges import undefined
 from .branches import Branch, branches, merged, same_map
 from .chain import Chain
+from .contraction import all_lettered
 from .family import above
-from .gemm import Linear, all_lettered
+from .gemm import Linear
 from .graph import GraphView, fake
 from .indicators import is_flat, said
 from .mesh import is_distributed
@@ -41,9 +42,9 @@ class Factor(NamedTuple):
     term: Term
 
     @property
-    def source(self) -> fx.Node:
-        assert isinstance(self.term.operand, fx.Node)  # `Chain.factors` gives no other
-        return self.term.operand
+    def sources(self) -> list[fx.Node]:
+        operand = self.term.operand
+        return [operand] if isinstance(operand, fx.Node) else operand.nodes()
 
 
 @dataclasses.dataclass
@@ -70,11 +71,9 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
     for branch in found if len(found) > 1 else ():
         _check_defined(branch, value)
     if all(c is None for c in cuts):
-        for token in tokens:
-            if above(view, token.source) & _RECTIFIERS:
-                raise Decline(
-                    "rectifies a factor of every token, none of every neuron", token.source
-                )
+        for source in (s for token in tokens for s in token.sources):
+            if above(view, source) & _RECTIFIERS:
+                raise Decline("rectifies a factor of every token, none of every neuron", source)
         raise Decline("no factor is zero below some number: " + _programs(found), value)
     if len(found) > 2:
         raise Decline(f"a product of {len(found)} projections", value)
@@ -88,14 +87,12 @@ def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Fac
     """Raises Decline where a token's factor is made of the activations that it scales."""
     own = {b.linear.node for b in found}
     first = min(view.order[n] for n in own)
-    for token in tokens:
-        queue, seen = [token.source], set(own)
+    for source in (s for token in tokens for s in token.sources):
+        queue, seen = [source], set(own)
         while queue:
             node = queue.pop()
             if node in own:
-                raise Decline(
-                    "a factor of every token made of the activations: a norm", token.source
-                )
+                raise Decline("a factor of every token made of the activations: a norm", source)
             if node not in seen and view.order[node] > first:
                 seen.add(node)
                 queue += node.all_input_nodes
@@ -123,7 +120,7 @@ def _branches(
     found = merged(view, chains, reader)
     parts = [(c, c.factors(value)) for c in chains]
     factors, tokens = ([Factor(c, t) for c, part in parts for t in part[i]] for i in (0, 1))
-    if any(is_distributed(fake(token.source)) for token in tokens):
+    if any(is_distributed(fake(s)) for token in tokens for s in token.sources):
         raise Decline("a factor of every token that is a DTensor", value)
     return found, factors, tokens
 

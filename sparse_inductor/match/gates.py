@@ -18,12 +18,13 @@ from .comparisons import compared
 from .graph import GraphView
 from .shapes import Decline
 from .spine import Element, Spine
+from .vocabulary import COPIES
 
 __all__ = ["conditions", "gated"]
 
 # What is kept where both hold, and (with `negate`) what is replaced where one does.
 _BOTH = {False: "and_", True: "or_"}
-_COPIES = frozenset("cast contiguous clone detach".split())
+_COPIES = COPIES | {"cast", "detach"}
 
 
 def conditions(

@@ -17,6 +17,7 @@ from .emit import Emitter
 from .graph import GraphView, same_size
 from .names import Call
 from .values import counting, uniform
+from .vocabulary import COPIES, REORDERS
 
 __all__ = ["Gather", "expanded_index", "gather_of", "is_transposed", "rows_of", "table_gradient"]
 
@@ -112,11 +113,9 @@ def is_transposed(view: GraphView, node: fx.Node) -> bool:
     call = view.call(node)
     if call is None or not view.is_tensor(call.get("input")):
         return False
-    if call.name in ("t", "T", "mT", "transpose", "permute", "movedim"):
+    if call.name in REORDERS:
         return True
-    return call.name in ("contiguous", "clone", "cast", "detach") and is_transposed(
-        view, call["input"]
-    )
+    return call.name in COPIES | {"cast", "detach"} and is_transposed(view, call["input"])
 
 
 def expanded_index(index: Any, ndim: int) -> list[Any] | None:

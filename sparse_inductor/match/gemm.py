@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from .contraction import PRODUCTS, Contraction, Operand, contraction
 from .emit import Emitter
 from .graph import GraphView, fake, same_size
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
-from .names import Call
+from .shapes import order_of
+from .vocabulary import COPIES, SPREADS
 
-__all__ = ["Linear", "added", "all_lettered", "lettered", "linears", "summed_over_processes"]
+__all__ = ["Linear", "added", "linears", "summed_over_processes"]
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -67,33 +69,24 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     """The readings of `node` as a linear map: several where either operand may be the weight, none where both are
     batched; None if it is no matmul at all."""
     call = view.call(node)
-    read = None if call is None else _READERS.get(call.name)
-    if call is None or read is None or not view.is_tensor(node):
+    if call is None or not view.is_tensor(node):
         return None
-    return read(view, node, call)
-
-
-def _linear(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    x, w, b = call["input"], call["weight"], call.get("bias")
-    if len(view.shape(w)) != 2 or len(view.shape(x)) < 1:
+    if call.name == "to_local":
+        return _local(view, node)
+    if call.name not in PRODUCTS:
+        return None
+    product = contraction(view, node)
+    if product is None:
         return []
-    return [Linear(node, x, w, len(view.shape(node)) - 1, lambda e: x, lambda e: w, b)]
-
-
-def _matmul(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    a, b = call["input"], call["other"]
-    return _product(view, node, a, b)
-
-
-def _addmm(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    """beta * bias + alpha * (input @ weight): the numbers go into the bias and the weight."""
-    found = _scaled(view, node, call)
-    beta = _exact(view.const(call.get("beta", 1)), node)
-    if beta is None:
-        return []
-    if beta == 0:
+    found = _scaled(view, product)
+    if product.bias is None:
         return found
-    bias = _spread(view, call["bias"])
+    bias, beta = product.bias
+    if product.weight:
+        return [dataclasses.replace(f, bias=bias) for f in found]
+    if _exact(beta, node) is None:
+        return []
+    bias = _spread(view, bias)
     return [
         dataclasses.replace(f, bias=bias, make_bias=_vector(view, bias, beta))
         for f in found
@@ -103,34 +96,33 @@ def _addmm(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
 
 def added(view: GraphView, node: fx.Node) -> list[Linear]:
     """The readings of an addmm or baddbmm that adds more than a bias: a residual, say."""
-    call = view.call(node)
-    if call is None or call.name not in ("addmm", "baddbmm") or not view.is_tensor(node):
+    product = contraction(view, node)
+    if product is None or product.weight or product.bias is None:
         return []
-    beta, summand = view.const(call.get("beta", 1)), call["bias"]
-    if not beta or not view.is_tensor(summand):
+    summand, beta = product.bias
+    if not view.is_tensor(summand):
         return []
 
     def finish(e: Emitter, y: fx.Node) -> fx.Node:
         t = e.cast(summand, fake(node).dtype)
         return e.call(operator.add, y, t if beta == 1 else e.call(operator.mul, t, beta))
 
-    return [
-        dataclasses.replace(f, finish=finish, also=(summand,)) for f in _scaled(view, node, call)
-    ]
+    return [dataclasses.replace(f, finish=finish, also=(summand,)) for f in _scaled(view, product)]
 
 
-def _exact(number: float | None, node: fx.Node) -> float | None:
+def _exact(number: float, node: fx.Node) -> float | None:
     """A number that changes no mantissa of what it multiplies, else None; in fp16, what is small would underflow."""
-    if number is None or number in (0, 1):
+    if number in (0, 1):
         return number
     exact = abs(math.frexp(number)[0]) == 0.5 and fake(node).dtype != torch.float16
     return number if exact else None
 
 
-def _scaled(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    """alpha * (input @ weight), the number in the weight."""
-    found = _product(view, node, call["input"], call["weight"])
-    alpha = _exact(view.const(call.get("alpha", 1)), node)
+def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
+    """The readings without the bias, a number that scales them in the weight."""
+    sides = [(product.a, product.b), (product.b, product.a)][: 1 if product.weight else 2]
+    found = [f for x, w in sides if (f := _reading(view, product, x, w)) is not None]
+    alpha = _exact(product.scale, product.node)
     if not alpha:
         return []
     if alpha == 1:
@@ -142,9 +134,41 @@ def _scaled(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
     return [dataclasses.replace(f, weight=times(f.weight)) for f in found]
 
 
+def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> Linear | None:
+    """A product of x with a matrix as a linear map: D is summed over, V is what the matrix alone has."""
+    base, axes = _matrix(view, w)
+    single = [at for at, letter in enumerate(axes) if letter is None]
+    kept = [letter for letter in axes if letter is not None]
+    reduced = [c for c in kept if c in x.axes and c not in product.axes]
+    own = [c for c in kept if c not in x.axes and c in product.axes]
+    if len(kept) != 2 or len(reduced) != 1 or len(own) != 1:
+        return None
+    (d,), (v,) = reduced, own
+    wanted = [d if c == v else c for c in product.axes]
+    if None in wanted or len(wanted) != len(x.axes) or set(wanted) != {*x.axes}:
+        return None
+    order = [x.axes.index(c) for c in wanted]
+
+    def weight(e: Emitter) -> fx.Node:
+        t = base
+        for at in reversed(single):
+            t = e.method("squeeze", t, at)
+        return t if kept == [v, d] else e.method("t", t)
+
+    return Linear(
+        product.node,
+        x.node,
+        base,
+        product.axes.index(v),
+        lambda e: e.permuted(x.node, order),
+        weight,
+        order=None if order == sorted(order) else tuple(order),
+    )
+
+
 def _spread(view: GraphView, bias: fx.Node) -> fx.Node:
     """What was expanded, which broadcasts to the same."""
-    while (call := view.call(bias)) is not None and call.name in ("expand", "expand_as"):
+    while (call := view.call(bias)) is not None and call.name in SPREADS:
         if not view.is_tensor(call["input"]):
             break
         bias = call["input"]
@@ -172,193 +196,44 @@ def _vector(view: GraphView, bias: fx.Node, beta: float) -> Make | None:
     return make
 
 
-def _product(view: GraphView, node: fx.Node, a: Any, b: Any) -> list[Linear]:
-    if not (view.is_tensor(a) and view.is_tensor(b)):
-        return []
-    n = len(view.shape(node))
-    if len(view.shape(b)) == 1 and (left := _matrix(view, a)) is not None and n == 1:
-        base, flipped = left  # a is [V, D], and there is one token
-        return [Linear(node, b, base, 0, lambda e: b, _oriented(base, flipped))]
-    if len(view.shape(a)) < 1 or len(view.shape(b)) < 2:
-        return []
-    found = []
-    if (right := _matrix(view, b)) is not None and len(view.shape(a)) == n:
-        base, flipped = right  # b is [D, V]: the weight is its transpose
-        found.append(Linear(node, a, base, n - 1, lambda e: a, _oriented(base, not flipped)))
-    left = _matrix(view, a) if len(view.shape(a)) > 1 else None
-    if left is not None and len(view.shape(b)) == n:
-        base, flipped = left  # a is [V, D]
-        found.append(Linear(node, b, base, n - 2, lambda e: b, _oriented(base, flipped)))
-    return found
+def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
+    """An operand as it was before it was given broadcast batch axes, and its axes there."""
+    node, axes = w.node, list(w.axes)
+    while len(axes) > 2 and not w.written:
+        call = view.call(node)
+        x = None if call is None else call.get("input")
+        if call is None or call.inplace or not view.is_tensor(x) or len(view.shape(x)) < 2:
+            break
+        inner = view.shape(x)
+        order = order_of(call, len(axes))
+        if order is not None:
+            if order[:-2] != [*range(len(axes) - 2)]:
+                break
+            axes = [axes[order.index(d)] for d in range(len(axes))]
+        elif not all(map(same_size, inner[-2:], view.shape(node)[-2:])):
+            break
+        elif call.name in COPIES | SPREADS | {"repeat", "tile"}:
+            axes = axes[len(axes) - len(inner) :]
+        elif call.name == "unsqueeze" and call["dim"] % len(axes) < len(axes) - 2:
+            del axes[call["dim"] % len(axes)]
+        elif call.name == "getitem" and _adds_an_axis(call["index"]):
+            axes = axes[len(axes) - len(inner) :]
+        else:
+            break
+        node = x
+    return node, axes
 
 
-def _oriented(base: fx.Node, transpose: bool) -> Make:
-    return (lambda e: e.method("t", base)) if transpose else (lambda e: base)
-
-
-def _matrix(view: GraphView, node: fx.Node, flipped: bool = False) -> tuple[fx.Node, bool] | None:
-    """(2-D base, whether transposed) of a matrix that was only given broadcast batch axes."""
-    shape = view.shape(node)
-    if len(shape) == 2:
-        return node, flipped
-    call = view.call(node)
-    if call is None or call.inplace:
-        return None
-    x = call.get("input")
-    if not view.is_tensor(x):
-        return None
-    inner = view.shape(x)
-    same_matrix = len(inner) >= 2 and all(map(same_size, inner[-2:], shape[-2:]))
-    n = len(shape)
-    match call.name:
-        case "expand" | "expand_as" | "contiguous" | "clone" | "repeat" | "tile":
-            return _matrix(view, x, flipped) if same_matrix else None
-        case "unsqueeze":
-            ok = same_matrix and call["dim"] % n < n - 2
-            return _matrix(view, x, flipped) if ok else None
-        case "getitem":
-            index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-            ok = same_matrix and index and index[0] is None and all(_is_full(i) for i in index[1:])
-            return _matrix(view, x, flipped) if ok else None
-        case "mT":
-            return _matrix(view, x, not flipped)
-        case "transpose":
-            dims = {call["dim0"] % n, call["dim1"] % n}
-            return _matrix(view, x, not flipped) if dims == {n - 1, n - 2} else None
-        case "permute":
-            order = [d % n for d in call["dims"]]
-            return _matrix(view, x, not flipped) if order == [*range(n - 2), n - 1, n - 2] else None
-    return None
+def _adds_an_axis(index: Any) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return bool(items) and items[0] is None and all(map(_is_full, items[1:]))
 
 
 def _is_full(index: Any) -> bool:
     return index is Ellipsis or index == slice(None)
 
 
-def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, str], str] | None:
-    """An einsum of two operands: these, their letters and those of the result, each axis of an ellipsis a capital."""
-    found = all_lettered(view, call)
-    if found is None or len(found[0]) != 2:
-        return None
-    operands, terms, out = found
-    return operands, (terms[0], terms[1]), out
-
-
-def all_lettered(
-    view: GraphView, call: Call
-) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
-    """The same of any number of operands."""
-    operands, equation = call.get("operands", ()), call["equation"]
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = tuple(operands[0])
-    if not isinstance(equation, str):
-        return None
-    equation = equation.replace(" ", "")
-    inputs, arrow, out = equation.partition("->")
-    terms = inputs.split(",")
-    if len(terms) != len(operands):
-        return None
-    if not arrow:
-        letters = "".join(terms).replace(".", "")
-        out = ("..." if "..." in inputs else "") + "".join(
-            sorted(c for c in set(letters) if letters.count(c) == 1)
-        )
-    if "..." in equation:
-        spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
-        extra = [len(view.shape(o)) - len(t.replace("...", "")) for o, t in zip(operands, terms)]
-        if min(extra) < 0:
-            return None
-        fill = ["".join(spare[max(extra) - k : max(extra)]) for k in extra]
-        terms = [t.replace("...", f) for t, f in zip(terms, fill)]
-        out = out.replace("...", "".join(spare[: max(extra)]))
-    return operands, tuple(terms), out
-
-
-def _einsum(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    found = lettered(view, call)
-    if found is None:
-        return []
-    operands, terms, out = found
-    return [
-        f
-        for i in (1, 0)
-        if (f := _contract(view, node, operands[1 - i], terms[1 - i], operands[i], terms[i], out))
-    ]
-
-
-def _contract(view: GraphView, node, x, xs: str, w, ws: str, out: str) -> Linear | None:
-    """x with letters `xs` times a two-letter weight."""
-    if len(set(xs)) != len(xs) or len(set(ws)) != 2 or len(ws) != 2 or len(set(out)) != len(out):
-        return None
-    reduced = [c for c in ws if c in xs and c not in out]
-    kept = [c for c in ws if c not in xs and c in out]
-    if len(reduced) != 1 or len(kept) != 1 or set(xs) - {reduced[0]} | {kept[0]} != set(out):
-        return None
-    d, v = reduced[0], kept[0]
-    if len(view.shape(x)) != len(xs) or len(view.shape(w)) != 2:
-        return None
-    order = [xs.index(d if c == v else c) for c in out]
-    stand_in = (
-        (lambda e: x)
-        if order == sorted(order)
-        else (lambda e: e.method("permute", x, tuple(order)))
-    )
-    weight = _oriented(w, ws == d + v)
-    return Linear(node, x, w, out.index(v), stand_in, weight, order=tuple(order))
-
-
-def _tensordot(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    a, b, dims = call["input"], call["other"], call.get("dims", 2)
-    n, m = len(view.shape(a)), len(view.shape(b))
-    if dims == 1:
-        dims = ([n - 1], [0])
-    if not isinstance(dims, (tuple, list)) or len(dims) != 2:
-        return []
-    one = [d[0] if isinstance(d, (tuple, list)) and len(d) == 1 else d for d in dims]
-    if not all(isinstance(d, int) for d in one):
-        return []
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    xs = list(letters[:n])
-    ws = list(letters[n : n + m])
-    xs[one[0] % n] = ws[one[1] % m] = "Z"
-    out = "".join(c for c in xs + ws if c != "Z")
-    found = [_contract(view, node, a, "".join(xs), b, "".join(ws), out)]
-    found.append(_contract(view, node, b, "".join(ws), a, "".join(xs), out))
-    return [f for f in found if f is not None]
-
-
-def _inner(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    a, b = call["input"], call["other"]
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    n, m = len(view.shape(a)), len(view.shape(b))
-    xs, ws = letters[: n - 1] + "Z", letters[n : n + m - 1] + "Z"
-    found = [
-        _contract(view, node, a, xs, b, ws, xs[:-1] + ws[:-1]),
-        _contract(view, node, b, ws, a, xs, xs[:-1] + ws[:-1]),
-    ]
-    return [f for f in found if f is not None]
-
-
-def _conv(view: GraphView, node: fx.Node, call: Call) -> list[Linear]:
-    """A convolution of width 1 is a linear over the channel axis: [B, D, S, ...] -> [B, V, S, ...]."""
-    x, w = call["input"], call["weight"]
-    sizes = view.shape(w)[2:]
-
-    def every(value: Any, *accepted: Any) -> bool:
-        return all(v in accepted for v in (value if isinstance(value, (tuple, list)) else [value]))
-
-    plain = every(call.get("stride", 1), 1) and every(call.get("padding", 0), 0, "valid", "same")
-    if not plain or call.get("groups", 1) != 1 or not all(same_size(s, 1) for s in sizes):
-        return []
-    v_dim = len(view.shape(node)) - len(sizes) - 1
-    return [
-        Linear(
-            node, x, w, v_dim, lambda e: x, lambda e: e.method("flatten", w, 1), call.get("bias")
-        )
-    ]
-
-
-def _local(view: GraphView, node: fx.Node, call: Call) -> list[Linear] | None:
+def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:
     """A process's part of a linear on DTensors is the linear of the parts where nothing is sent for it."""
     found = settled(view, node)
     if found is None or view.name_of(found[0]) != "linear":
@@ -405,20 +280,3 @@ def summed_over_processes(view: GraphView, node: fx.Node) -> Linear | None:
         within=(x,),
         finish=lambda e, y: e.call(summand, y, w),
     )
-
-
-_READERS: dict[str, Callable[[GraphView, fx.Node, Call], list[Linear] | None]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    "mm": _matmul,
-    "bmm": _matmul,
-    "addmm": _addmm,
-    "baddbmm": _addmm,
-    "einsum": _einsum,
-    "tensordot": _tensordot,
-    "inner": _inner,
-    "conv1d": _conv,
-    "conv2d": _conv,
-    "conv3d": _conv,
-    "to_local": _local,
-}

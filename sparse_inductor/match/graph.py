@@ -15,6 +15,7 @@ from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, static_size
 from .names import Call, canonical, name_of
+from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
     "CONSTANT_LIKE", "GraphView", "Unknown", "changes_grad_mode", "fake", "label", "rounded", "same_size",
@@ -26,7 +27,7 @@ CONSTANT_LIKE = frozenset(
 )
 _METADATA_READERS = CONSTANT_LIKE | {"metadata"}
 _LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
-_VIEWS = frozenset("getitem select narrow slice view transpose permute unsqueeze squeeze".split())
+_SAME_NUMBER = SHAPE_OPS | COPIES | {"cast", "detach", "repeat"}
 _FORWARD_AD = "forward-mode differentiation (torch.autograd.forward_ad)"
 _LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")
 _PURE_MODULES = ("torch", "_operator", "math", "builtins")
@@ -58,6 +59,7 @@ class GraphView:
         self.effects = Effects(graph, self.order)
         self._calls: dict[fx.Node, Call | None] = {}
         self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
+        self.products: dict[fx.Node, Any] = {}  # of `contraction`
         self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
         self.climbed: dict[fx.Node, Any] = {}  # of `climb`, as the next one
         self.climbs_cut = 0
@@ -160,6 +162,16 @@ class GraphView:
         """Whether a gradient may be asked for of a tensor."""
         return self.grad_enabled and self.requires_grad(node)
 
+    def kept(self, call: Call) -> fx.Node | None:
+        """The input of a call that keeps every value of it in its dtype, and its gradient where one may be asked for;
+        None for other calls."""
+        quiet = (
+            call.name in COPIES
+            or (call.name == "dropout" and not call.drops)
+            or (call.name == "detach" and not self.learns(call["input"]))
+        )
+        return call["input"] if quiet else None
+
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
         """The node whose result `reader` sees when it reads `node` (see `Effects.value`)."""
         return self.effects.value(node, reader)
@@ -195,18 +207,7 @@ class GraphView:
             case "tensor" | "scalar_tensor" | "new_tensor":
                 data = call["data"]
                 return self.const(data) if isinstance(data, (int, float, fx.Node)) else None
-            case (
-                "cast"
-                | "detach"
-                | "clone"
-                | "contiguous"
-                | "expand"
-                | "expand_as"
-                | "repeat"
-                | "view"
-                | "unsqueeze"
-                | "alias"
-            ):
+            case name if name in _SAME_NUMBER:
                 return self.const(call["input"], x)
             case "neg":
                 c = self.const(call["input"], x)
@@ -289,7 +290,7 @@ class GraphView:
                 continue
             if (
                 call is not None
-                and call.name in _VIEWS
+                and call.name in SHAPE_OPS
                 and not call.inplace
                 and not any(self.readers(user))
             ):
@@ -385,6 +386,7 @@ def _impure(node: fx.Node) -> bool:
     module = getattr(node.target, "__module__", "") or ""
     return (
         module.split(".")[0] not in _PURE_MODULES
+        or node.is_impure()  # an assertion
         or changes_grad_mode(node)
         or "autocast" in node.name
     )

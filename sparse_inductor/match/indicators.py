@@ -13,10 +13,10 @@ from torch import fx
 
 from ..epilogue.steps import Program, Step, render
 from .climb import climb
-from .comparisons import COMPARISONS, NEGATIONS
 from .graph import GraphView
 from .shapes import Decline
 from .spine import Element, Spine, Term
+from .vocabulary import COMPARISONS, COPIES, NEGATIONS
 
 __all__ = ["compared_dtype", "indicator", "is_flat", "lone", "said"]
 
@@ -25,7 +25,7 @@ _LEAST = 2.0**-126
 # Its exponential is 0 in every precision.
 _NOTHING = -1000.0
 _ONE = (Step("clamp_max", (0.0,)), Step("exp"))
-_COPIES = frozenset({"detach", "clone", "contiguous"})
+_COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
 
 def indicator(

@@ -11,8 +11,9 @@ from .batch_norm import Normalised
 from .climb import climb
 from .family import above
 from .graph import GraphView, label, same_size
+from .selection import Assigned
 from .shapes import Decline
-from .spine import Assigned, Fill
+from .spine import Fill
 from .values import uniform
 
 __all__ = ["Frame", "Kind", "is_full", "kind_of"]

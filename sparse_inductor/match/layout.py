@@ -49,6 +49,10 @@ class Attention:
     k: Tensor
     v: Tensor
     out_axes: list[Axis]
+    out_scale: float
+    out_bias: (
+        tuple[fx.Node, float] | None
+    )  # what is added to the result, and what that is multiplied by
     batch: list[Atom]
     shared: list[Atom]  # key heads
     group: list[Atom]  # query heads of one key head
@@ -294,4 +298,12 @@ class Attention:
                 out = e.method("unsqueeze", out, i)
             elif count > 1:
                 out = e.method("flatten", out, i, i + count - 1)
+        if self.out_scale != 1:
+            out = e.call(operator.mul, out, self.out_scale)
+        if self.out_bias is not None:
+            bias, factor = self.out_bias
+            bias = e.cast(bias, fake(self.node).dtype)
+            out = e.call(
+                operator.add, out, bias if factor == 1 else e.call(operator.mul, bias, factor)
+            )
         return e.laid_out(out, fake(self.node))

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import VIEWS, Placed, above, flat
+from .axes import Placed, above, flat
 from .fakes import fake, same_size, static_size
 from .graph import GraphView, rounded
 from .shapes import Decline
 from .trial import Untestable, region, run
 from .values import rounds
+from .vocabulary import COPIES, VIEWS
 
 __all__ = [
     "as_mask",
@@ -98,7 +99,7 @@ def keeps_all(view: GraphView, mask: Placed) -> bool:
 
 def _bare(view: GraphView, node: fx.Node) -> fx.Node:
     """What a boolean was before it was copied."""
-    while (call := view.call(node)) is not None and call.name in ("cast", "contiguous", "clone"):
+    while (call := view.call(node)) is not None and call.name in COPIES | {"cast"}:
         x = view.value(call["input"], node) if view.is_tensor(call["input"]) else None
         if call.inplace or x is None or view.dtype(x) != torch.bool:
             break
@@ -134,7 +135,7 @@ def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
             return _triangle(view, x, not negate)
         case "eq" | "ne" | "gt" if view.const(call["other"], node) == 0 and view.is_tensor(x):
             return _triangle(view, x, negate ^ (call.name == "eq"))
-        case "cast" | "contiguous" | "clone":
+        case name if name == "cast" or name in COPIES:
             return view.is_tensor(x) and _triangle(view, x, negate)
         case "unsqueeze" | "view" | "getitem" | "expand" | "expand_as":
             if not view.is_tensor(x):
@@ -303,7 +304,7 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
             )
             return Placed(keep, node, own, negate=negate, fill=fill)
         x = call.get("input")
-        if call.name in ("contiguous", "clone", "alias") or (
+        if call.name in COPIES or (
             call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
         ):
             if rounds(view.dtype(node), view.dtype(x)):

@@ -11,8 +11,9 @@ from torch import fx
 
 from .chain import Chain
 from .climb import climb
+from .contraction import lettered
 from .family import above, below
-from .gemm import lettered, linears
+from .gemm import linears
 from .graph import GraphView
 from .names import Call
 from .shapes import Decline

@@ -22,12 +22,13 @@ from .names import Call
 from .scored import accumulator_of, check_rows, check_zero, part_of, total
 from .shapes import Decline
 from .values import counting
+from .vocabulary import COPIES, REGROUPS
 from .weighted import Weighted, kept_axis, only_new_axes, reshaped, weighted
 
 __all__ = ["Postings", "postings_of"]
 
 _OF_DOCS = frozenset("where masked_fill clamp clamp_min clamp_max minimum maximum cast".split())
-_VIEWS = frozenset("view flatten unflatten squeeze unsqueeze contiguous cast clone getitem".split())
+_VIEWS = REGROUPS | COPIES | {"cast", "getitem"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import VIEWS, Atom, Axis, Placed, above, flat, placed
-from .contraction import Operand
+from .axes import Atom, Axis, Placed, above, flat, placed
+from .contraction import Contraction, Operand, contraction
 from .entmax import Transform, transform
 from .graph import GraphView
 from .masks import conjuncts, moderate, zero_or_one
 from .names import Call
+from .selection import Assigned, selections, trailing_mask
 from .shapes import Decline
+from .vocabulary import VIEWS
 
-__all__ = ["IDENTITY", "Probabilities", "check_again", "read_probabilities"]
+__all__ = ["Probabilities", "check_again", "read_probabilities"]
 
-IDENTITY = frozenset("contiguous clone alias lift_fresh positive cast".split())
 _REACH = 12
 _FLOOR = 0.5  # a sum of one is above it whatever its rounding
 _NEVER = -1e9  # no score is as low: a key that got this has no probability beside any that did not
@@ -164,10 +165,9 @@ def _same(view: GraphView, a: Placed, b: Placed) -> bool:
 def _identity_input(view: GraphView, call: Call) -> Any:
     """The input of an operation that keeps every value; None where it is none."""
     quiet = (
-        call.name in IDENTITY
+        call.name == "cast"
         or call.name in VIEWS
-        or (call.name == "dropout" and not call.drops)
-        or (call.name == "detach" and not view.grad_enabled)
+        or view.kept(call) is not None
         or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
     )
     return call.get("input") if quiet else None
@@ -241,13 +241,13 @@ def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:
 def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, bool] | None:
     """(probabilities, mask, whether it says what to drop) where an operation puts 0 in the place of some."""
     x, mask, negate = None, None, False
-    if call.name == "masked_fill" and view.const(call["value"], node) == 0:
-        x, mask, negate = call["input"], call["mask"], True
-    elif call.name == "where" and view.const(call["other"], node) == 0:
-        x, mask = call["input"], call["condition"]
-    elif call.name == "where" and view.const(call["input"], node) == 0:
-        x, mask, negate = call["other"], call["condition"], True
-    elif call.name == "mul":
+    for found in selections(view, call):
+        if view.const(found.other, node) == 0:
+            x, mask, negate = found.x, found.keep, found.negate
+            break
+    if isinstance(mask, Assigned):
+        mask = trailing_mask(view, x, mask)
+    if call.name == "mul":
         for a, b in ((call["input"], call["other"]), (call["other"], call["input"])):
             if not (view.is_tensor(a) and isinstance(b, fx.Node) and view.is_tensor(b)):
                 continue
@@ -298,7 +298,7 @@ def _why_changed(name: str) -> str:
 
 
 def _entmax_above(view: GraphView, node: fx.Node, reach: int = 6) -> fx.Node | None:
-    """An entmax that a few operations turn into `node`; no product is crossed, but for one with heads."""
+    """An entmax that a few operations turn into `node`; no product is crossed, but for one of heads."""
     queue = [node]
     seen: set[fx.Node] = set()
     while queue and len(seen) < reach:
@@ -311,7 +311,14 @@ def _entmax_above(view: GraphView, node: fx.Node, reach: int = 6) -> fx.Node | N
                 return node
         except Decline:
             return None
-        call = view.call(node)
-        if call is not None and call.name not in ("linear", "matmul", "bmm", "addmm", "baddbmm"):
-            queue += node.all_input_nodes
+        if view.call(node) is not None:
+            product = contraction(view, node)
+            queue += node.all_input_nodes if product is None else _mixed(view, product)
     return None
+
+
+def _mixed(view: GraphView, product: Contraction) -> list[fx.Node]:
+    """The operands of a product that are probabilities and still are of the same keys after it, as where heads are
+    mixed: those that weigh values are gone."""
+    found = ((o, transform(view, o.node)) for o in product.operands)
+    return [o.node for o, t in found if t is not None and o.axes[t.dim] in product.axes]

@@ -16,16 +16,16 @@ from .checks import outside_readers
 from .feed_forward import Reading, activation
 from .gemm import Linear, linears
 from .graph import GraphView, fake, label
-from .shapes import SHAPE_OPS, Decline
+from .shapes import Decline
 from .statistics import Statistic, statistics
 from .values import swallowed
+from .vocabulary import COPIES, PARTS, SHAPE_OPS
 
 __all__ = ["Others", "other_readers"]
 
-_PARTS = frozenset("split chunk tensor_split unbind".split())
-_ADAPTERS = frozenset("mul div cast contiguous".split())
+_ADAPTERS = COPIES | {"mul", "div", "cast"}
 _LENGTH = 8  # steps of an adapter
-_PASSED = SHAPE_OPS | _PARTS | {"detach", "clone", "contiguous", "cast"}
+_PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +85,7 @@ def _further_down(
 
 def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
     call = view.call(node)
-    if call is None or call.inplace or call.drops:
-        return False
-    return call.name in ("contiguous", "clone", "dropout")
+    return call is not None and not call.inplace and view.kept(call) is not None
 
 
 def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
@@ -133,7 +131,7 @@ def _not_negative(program: Program) -> bool:
 def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> Decline:
     """Why a block is none whose tensors somebody else reads: whoever makes something of them, not who takes a part."""
     split = view.call(source)
-    of = source if split is None or split.name not in _PARTS else split["input"]
+    of = source if split is None or split.name not in PARTS else split["input"]
     what = f"the result of {label(of)} is"
     while view.name_of(reader) in _PASSED and reader.users:
         reader = next(iter(reader.users))

@@ -14,6 +14,7 @@ from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call, canonical, name_of
 from .shapes import Decline
+from .vocabulary import COPIES, REGROUPS
 from .weighted import Weighted, reshaped
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
 
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
-_ALIASES = frozenset("cast contiguous detach alias view view_as unflatten".split())
+_ALIASES = COPIES | REGROUPS | {"cast", "detach"}
 TURNS = frozenset("t T mT transpose permute".split())
 _SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
 

@@ -16,24 +16,24 @@ import torch
 from torch import fx
 
 from .. import compat
-from .axes import VIEWS, Axis, Placed, above, placed
-from .contraction import Contraction, contraction
+from .axes import Axis, Placed, above, placed
+from .contraction import PRODUCTS, Contraction, contraction
 from .graph import GraphView, fake, label, same_size
 from .masks import as_mask, keeps_a_key, mixed
 from .names import Call
+from .selection import SELECTIONS, Assigned, selections, trailing_mask
 from .shapes import Decline
 from .values import rounds
+from .vocabulary import VIEWS
 
 __all__ = ["ABSORBS", "Scores", "read_scores", "scaled"]
 
 _MAX_DEPTH = 48
-_IDENTITY = frozenset("contiguous clone alias lift_fresh positive".split())
 # Adding a score to a number this large gives the number back in any precision that has it.
 ABSORBS = 1e30
 _NOT_LINEAR = frozenset(
     "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
 )
-_PRODUCTS = frozenset("matmul linear addmm mv inner einsum".split())
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ def read_scores(
     if node is None:
         raise Decline("the scores are changed in place through a view of them", source)
     product = contraction(view, node)
-    if product is not None:
+    if product is not None and product.of_matrices and product.bias_dim == -1:
         return _start(view, product, list(axes))
     call = view.call(node)
     if call is None:
@@ -134,8 +134,8 @@ class _Step:
     def read(self) -> Scores:
         call, name = self.call, self.call.name
         x = call.get("input")
-        if name in _IDENTITY:
-            return self.up(x)
+        if (kept := self.view.kept(call)) is not None:
+            return self.up(kept)
         if name == "cast":
             if not self.view.is_tensor(x) or not self.view.dtype(self.node).is_floating_point:
                 raise self.decline(f"the scores become {self.view.dtype(self.node)}")
@@ -144,22 +144,20 @@ class _Step:
                 raise self.decline(f"the scores are rounded to {self.view.dtype(self.node)}")
             return found
         if name == "detach":
-            if self.view.learns(x):
-                raise self.decline("detach() cuts the gradient here")
-            return self.up(x)
+            raise self.decline("detach() cuts the gradient here")
         if name == "dropout":
-            if call.drops:
-                raise self.decline("dropout on the scores")
-            return self.up(x)
+            raise self.decline("dropout on the scores")
         if name in VIEWS and self.view.is_tensor(x):
             return self.up(x, above(self.view, self.node, call, self.axes))
+        if name in SELECTIONS:
+            return self._selected()
         handler = getattr(self, f"_{name}", None) if name in _HANDLED else None
         if handler is not None:
             return handler()
         if name == "einsum" and len(call.get("operands", ())) > 2:
             raise self.decline(f"an einsum of {len(call['operands'])} tensors makes the scores")
-        if name in _PRODUCTS:
-            raise self.decline("the scores are a product with a single vector, or a linear map")
+        if name in PRODUCTS:
+            raise self.decline("the scores are a product with a single vector")
         if name in _NOT_LINEAR:
             raise self.decline(f"{name} between the product and the normalisation is not linear")
         raise self.decline(
@@ -372,38 +370,19 @@ class _Step:
 
     # Masks
 
-    def _masked_fill(self) -> Scores:
-        return self._masked(self.call["input"], self.call["mask"], self.call["value"], True)
-
-    def _where(self) -> Scores:
-        keep, a, b = self.call["condition"], self.call["input"], self.call["other"]
-        if self.const(b) is not None:
-            return self._masked(a, keep, b, False)
-        if self.const(a) is not None:
-            return self._masked(b, keep, a, True)
-        raise self.decline("where() puts numbers known only at run time into the scores")
-
-    def _setitem(self) -> Scores:
-        return self._assigned(self.call["index"], self.call["value"])
-
-    def _index_put(self) -> Scores:
-        indices = self.call["indices"]
-        if self.call.get("accumulate", False) or len(indices) != 1:
-            raise self.decline("assigns into the scores in a way that is not followed")
-        return self._assigned(indices[0], self.call["values"])
-
-    def _assigned(self, index: Any, value: Any) -> Scores:
-        """scores[dropped] = number"""
-        *before, mask = index if isinstance(index, tuple) and index else (index,)
-        known = self.view.is_tensor(mask) and self.view.dtype(mask) == torch.bool
-        left = len(self.axes) - len(self.view.shape(mask)) if known else -1
-        # All of the first axes, which the mask lacks.
-        every = before == [Ellipsis] or (
-            len(before) == left and all(i == slice(None) for i in before)
-        )
-        if left < 0 or not every:
+    def _selected(self) -> Scores:
+        """The scores where a mask keeps them, else a number."""
+        ways = selections(self.view, self.call)
+        found = next((one for one in ways if self.const(one.other) is not None), None)
+        if found is None:
+            what = "where() puts" if self.call.name == "where" else f"{self.call.name} puts"
+            raise self.decline(f"{what} numbers known only at run time into the scores")
+        mask = found.keep
+        if isinstance(mask, Assigned):
+            mask = trailing_mask(self.view, found.x, mask)
+        if mask is None:
             raise self.decline("assigns into a part of the scores")
-        return self._masked(self.call["input"], mask, value, True)
+        return self._masked(found.x, mask, found.other, found.negate)
 
     def _masked(self, x: Any, mask: Any, value: Any, negate: bool, binary: bool = False) -> Scores:
         """binary: the mask is not boolean, but holds 0 and 1."""
@@ -438,6 +417,4 @@ class _Step:
         return found
 
 
-_HANDLED = frozenset(
-    "neg mul div add sub rsub masked_fill where setitem index_put maximum clamp_min clamp".split()
-)
+_HANDLED = frozenset("neg mul div add sub rsub maximum clamp_min clamp".split())

@@ -18,9 +18,9 @@ from torch import fx
 from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call
+from .vocabulary import COPIES, PARTS
 
 __all__ = [
-    "SHAPE_OPS",
     "Combined",
     "Decline",
     "Move",
@@ -213,12 +213,6 @@ def _pieces(call: Call, which: int, node: fx.Node, ndim: int) -> list[Any]:
     return items
 
 
-SHAPE_OPS = frozenset(
-    "permute transpose movedim T t mT view view_as flatten unflatten expand expand_as unsqueeze squeeze narrow select "
-    "slice index_select getitem".split()
-)
-
-
 def order_of(call: Call, n: int) -> list[int] | None:
     """Of n axes, which one each axis of the result is, where the op only puts them in another order; else None."""
     order = list(range(n))
@@ -290,7 +284,7 @@ def part_of_axis(
     split = view.call(x)
     while split is not None and view.value(x, extra[-1] if extra else node) is x:
         order = order_of(split, len(view.shape(x)))
-        if split.name != "contiguous" and order is None:
+        if split.name not in COPIES and order is None:
             break
         if order is not None:
             left = [d for after, d in enumerate(order) if after != dim]
@@ -384,12 +378,7 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         case "getitem":
             producer = view.call(call["input"])
             if not view.is_tensor(call["input"]):
-                if producer is None or producer.name not in (
-                    "split",
-                    "chunk",
-                    "tensor_split",
-                    "unbind",
-                ):
+                if producer is None or producer.name not in PARTS:
                     raise Decline("takes one of several results", node)
                 before = view.shape(producer["input"])
                 items = _pieces(producer, call["index"], node, len(before))

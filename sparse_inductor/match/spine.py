@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import fx
 
@@ -11,24 +10,9 @@ from ..epilogue.steps import Step
 from .batch_norm import Normalised
 from .gemm import Linear
 from .names import Call
+from .selection import Assigned
 
-__all__ = ["Assigned", "Element", "Fill", "Spine", "Term"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Assigned:
-    """The operand of `x[index] = constant`: a mask that keeps every element but the indexed ones."""
-
-    index: Any
-
-    def nodes(self) -> list[fx.Node]:
-        """The nodes the index is made of."""
-        found: list[fx.Node] = []
-        fx.map_arg(self.items(), found.append)
-        return found
-
-    def items(self) -> list[Any]:
-        return list(self.index) if isinstance(self.index, tuple) else [self.index]
+__all__ = ["Element", "Fill", "Spine", "Term"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,9 @@ from .emit import Emitter
 from .graph import GraphView, fake, label, same_size
 from .names import Call
 from .shapes import Decline
+from .vocabulary import COPIES
 
 __all__ = ["Statistic", "statistics"]
-
-_IDENTITY = {"contiguous", "clone", "alias"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +105,7 @@ class _Reader:
                 norm, detached = 0, True
             elif norm in (None, 1) and not dtype.is_floating_point:
                 raise self._decline(node)
-        elif name not in _IDENTITY:
+        elif name not in COPIES:
             raise self._decline(node)
         found: list[Statistic] = []
         for reader in self.view.readers(node):

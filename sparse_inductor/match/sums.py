@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from .contraction import all_lettered
 from .emit import Emitter
-from .gemm import all_lettered
 from .graph import GraphView, same_size
 from .names import Call
 from .scored import Scores, total

@@ -13,11 +13,11 @@ from .graph import GraphView, fake, same_size
 from .postings import Postings
 from .scored import TURNS, Scores, names_of
 from .values import only_slices
+from .vocabulary import COPIES, REGROUPS
 
 __all__ = ["Top", "top_of"]
 
-_SAME = frozenset(("contiguous", "clone"))
-_VIEWS = frozenset("squeeze unsqueeze view flatten unflatten getitem select".split())
+_VIEWS = REGROUPS | {"getitem", "select"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
         call = view.call(reader)
         if call is None or call.inplace or call.args.get("input") not in (node, *written):
             return None
-        if call.name in _SAME | TURNS | _VIEWS:
+        if call.name in COPIES | TURNS | _VIEWS:
             moved = _moved(view, axes, call, reader)
             if moved is None:
                 return None
@@ -108,7 +108,7 @@ def _moved(view: GraphView, axes: list[str], call: Any, node: fx.Node) -> list[s
     """The axes after a view. A view of all elements keeps them in their order, and may drop or add axes of size 1,
     the batch axis of a single query among them."""
     n = len(axes)
-    if call.name in _SAME:
+    if call.name in COPIES:
         return axes
     if call.name in TURNS:
         if call.name == "permute":

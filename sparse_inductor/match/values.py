@@ -10,6 +10,7 @@ from torch import fx
 
 from .. import compat
 from .graph import CONSTANT_LIKE, GraphView, fake, same_size
+from .vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
 __all__ = [
     "counting",
@@ -21,16 +22,18 @@ __all__ = [
     "uniform",
 ]
 
-_VIEWS = frozenset(
-    "t T mT transpose permute cast detach contiguous unsqueeze expand getitem mul".split()
-)
+_OF_A_PARAMETER = VIEWS | COPIES | {"cast", "detach", "mul"}
 
 
 def is_parameter(view: GraphView, node: fx.Node) -> bool:
     """Whether a tensor is a module's parameter (or a view or cast of one) rather than an activation."""
     while node.op != "placeholder":
         call = view.call(node)
-        if call is None or call.name not in _VIEWS or not view.is_tensor(call.get("input")):
+        if (
+            call is None
+            or call.name not in _OF_A_PARAMETER
+            or not view.is_tensor(call.get("input"))
+        ):
             return node.op == "get_attr"
         node = call["input"]
     return compat.marked_as_parameter(fake(node)) or "parameters" in node.name
@@ -47,7 +50,7 @@ def not_negative(view: GraphView, x: fx.Node) -> bool:
         return True
     inner = call.get("input")
     return (
-        call.name in ("cast", "unsqueeze", "view", "expand", "contiguous")
+        call.name in VIEWS | COPIES | {"cast"}
         and view.is_tensor(inner)
         and not_negative(view, inner)
     )
@@ -59,9 +62,14 @@ def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
     return to.eps > of.eps or to.max < of.max
 
 
-_ELEMENTWISE = frozenset(
-    "cast add sub rsub mul div neg eq ne gt ge lt le and_ or_ xor invert logical_not where clone contiguous detach "
-    "relu clamp maximum minimum log exp abs sigmoid masked_fill".split()
+_ELEMENTWISE = (
+    COMPARISONS
+    | NEGATIONS
+    | COPIES
+    | frozenset(
+        "cast add sub rsub mul div neg eq ne and_ or_ xor where detach relu clamp maximum minimum log exp abs sigmoid "
+        "masked_fill".split()
+    )
 )
 
 
@@ -98,7 +106,7 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
     return False
 
 
-_PUTS_ONES = frozenset("view unsqueeze getitem select squeeze cast contiguous clone".split())
+_PUTS_ONES = COPIES | {"view", "unsqueeze", "getitem", "select", "squeeze", "cast"}
 
 
 def only_slices(index: Any) -> bool:

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from .contraction import lettered
 from .emit import Emitter
 from .gathers import Gather, gather_of
-from .gemm import lettered
 from .graph import GraphView, fake, same_size
 from .names import Call
+from .selection import SELECTIONS, Assigned, selections, trailing_mask
 from .shapes import Decline, order_of
 from .values import is_parameter, rounds, uniform
+from .vocabulary import COPIES, VIEWS
 
 __all__ = ["Factor", "Weighted", "kept_axis", "only_new_axes", "preference", "reshaped", "weighted"]
 
@@ -29,11 +31,6 @@ Read = Callable[[GraphView, Any], Gather | None]
 
 _REACH = 24  # nodes between a reduction and its gather; nobody writes more than ten
 
-_IDENTITY = frozenset("contiguous clone alias cast detach lift_fresh".split())
-_VIEWS = frozenset(
-    "view view_as flatten unflatten unsqueeze squeeze permute transpose t T mT movedim expand "
-    "expand_as getitem".split()
-)
 # Those of them whose backward makes 0 of 0 whatever the weight: the operator's gradient of one that no document has.
 _KEEPS_ZERO = frozenset("relu clamp clamp_min clamp_max add sub rsub mul div".split())
 _OF_ONE_WEIGHT = frozenset(
@@ -251,16 +248,14 @@ def weighted(
         return None
     if call.name in ("mul", "div", "true_divide"):
         return _product(view, node, call, read, reach - 1)
-    if call.name in ("where", "masked_fill"):
+    if call.name in SELECTIONS:
         return _masked(view, node, call, read, reach - 1)
-    if call.name == "setitem":
-        return _assigned(view, node, call, read, reach - 1)
     if call.name == "einsum":
         return _lettered(view, node, call, read, reach - 1)
     inner = call.get("input")
-    if call.name in _IDENTITY:
+    if call.name in COPIES | {"cast", "detach"}:
         return _through(view, node, call, read, reach - 1)
-    if call.name in _VIEWS:
+    if call.name in VIEWS:
         below = weighted(view, inner, node, read, reach - 1)
         return None if below is None else _viewed(view, below, node, call)
     if call.name in _OF_ONE_WEIGHT:
@@ -329,7 +324,7 @@ def _product(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int)
             raise declined
         return None
     shape = view.shape(node)
-    full = lambda w: len(shape) == len(w.shape) and all(map(same_size, shape, w.shape))
+    full = lambda w: _same_axes(shape, w.shape)
     w, other = min(found, key=lambda f: (not full(f[0]), *preference(view, f[0])))
     if not full(w):
         raise Decline("the document weights have more axes than the gathered query weights", node)
@@ -355,43 +350,30 @@ def preference(view: GraphView, w: Weighted) -> tuple[bool, ...]:
 
 
 def _masked(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int) -> Weighted | None:
-    if call.name == "masked_fill":
-        x, condition, filler, how = call["input"], call["mask"], call["value"], "drop"
-    else:
-        condition, x, filler, how = call["condition"], call.get("input"), call.get("other"), "keep"
-        if view.const(x, node) == 0:
-            x, filler, how = filler, x, "drop"
-    w = weighted(view, x, node, read, reach)
-    if w is None:
+    """The contributions where a mask says so, else 0."""
+    ways = selections(view, call)
+    found = next((one for one in ways if view.const(one.other, node) == 0), next(iter(ways), None))
+    w = None if found is None else weighted(view, found.x, node, read, reach)
+    if found is None or w is None:
         return None
-    if view.const(filler, node) != 0:
-        raise Decline("masked contributions are not 0", node)
-    shape = view.shape(node)
-    if len(shape) != len(w.shape) or not all(map(same_size, shape, w.shape)):
-        raise Decline("the mask has more axes than the contributions", node)
-    return w.times(view, node, Factor(how, condition, w.shape, w.batch), node)
-
-
-def _assigned(
-    view: GraphView, node: fx.Node, call: Call, read: Read, reach: int
-) -> Weighted | None:
-    """contributions[..., mask] = 0"""
-    w = weighted(view, call["input"], node, read, reach)
-    if w is None:
-        return None
-    index = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-    *before, mask = index
-    if (
-        not view.is_tensor(mask)
-        or view.dtype(mask) != torch.bool
-        or not only_new_axes(tuple(before))
-        or None in before
-        or (Ellipsis not in before and len(before) + len(view.shape(mask)) != len(w.shape))
-    ):
+    mask = found.keep
+    if isinstance(mask, Assigned):
+        mask = trailing_mask(view, found.x, mask)
+    if mask is None:
         raise Decline("a part of the contributions is assigned to", node)
-    if view.const(call["value"], node) != 0 or not view.dtype(w.gather.node).is_floating_point:
+    assigns = call.name not in ("where", "masked_fill")
+    if view.const(found.other, node) != 0 or (
+        assigns and not view.dtype(w.gather.node).is_floating_point
+    ):
         raise Decline("masked contributions are not 0", node)
-    return w.times(view, node, Factor("drop", mask, w.shape, w.batch), node)
+    if not (assigns or _same_axes(view.shape(node), w.shape)):
+        raise Decline("the mask has more axes than the contributions", node)
+    how = "drop" if found.negate else "keep"
+    return w.times(view, node, Factor(how, mask, w.shape, w.batch), node)
+
+
+def _same_axes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def _lettered(

@@ -37,6 +37,7 @@ TRUE["splade_head"] = {
     "logit_penalty": ("also read by mean", "logits.mean("),
     "token_saliency_too": ("over the vocabulary", "weights.amax(dim=2)"),
     "mlm_loss_on_the_same_logits": ("also read by cross_entropy", "F.cross_entropy("),
+    "assertion_about_the_logits": ("also read by isfinite", "assert torch.isfinite("),
     "hook_keeps_logits": ("also read by sum", "self.decoder.last.sum()"),
     "hook_replaces_logits": ("softmax", "register_forward_hook"),
     "logits_kept_in_an_attribute": ("logits are also returned", "self.last_logits ="),
@@ -107,6 +108,8 @@ NOTHING_OF_IT["published.relu_ffn"] = {
 }
 
 TRUE["relu_ffn"] = {
+    "one_neuron_of_one_sequence_ablated": ("single elements", "h[0, :, 3] = 0.0"),
+    "overlapping_parts_in_place": ("getitem is changed in place", "gate, up = h["),
     "lora_of_dropped_activations": ("also read by dropout", "self.drop(x)"),
     "adapter_with_an_activation": ("add combines two tensors", "torch.tanh("),
     "sums_of_different_inputs": ("read different inputs", "m.c(x.flip(1))"),
@@ -254,6 +257,7 @@ NOTHING_OF_IT["published.entmax"] = {
 }
 
 TRUE["entmax"] = {
+    "scores_read_through_a_view_afterwards": ("mul is written in place and lives on", "z -="),
     "another_mask_afterwards": ("where changes the probabilities", "torch.where(dropped.mT"),
     "a_weak_mask_and_the_same_afterwards": (
         "masked_fill changes the prob",

@@ -321,3 +321,47 @@ def attention_by_bisection(q, k, v, mask):
 def attention_by_function_dynamic():
     """with symbolic sizes"""
     return lambda q, k, v: Sparsemax.apply(q @ k.mT * SCALE) @ v, qkv()
+
+
+class RoundedAtTheEnd(Function):
+    """A vendored sparsemax that computes rows of a matrix in fp32, and gives back what it was given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        p = sort_sparsemax(x.float().reshape(-1, x.size(-1)))
+        ctx.save_for_backward(p)
+        return p.view_as(x).to(x.dtype).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (p,) = ctx.saved_tensors
+        on = p.view_as(grad) > 0
+        return torch.where(
+            on, grad - (grad * on).sum(-1, keepdim=True) / on.sum(-1, keepdim=True), 0
+        )
+
+
+@attention()
+def function_that_ends_in_a_cast(q, k, v, mask):
+    """a view, a cast and a copy at its end"""
+    return RoundedAtTheEnd.apply(q @ k.mT * SCALE) @ v
+
+
+@rows()
+def maximum_taken_off_in_place(x):
+    """TabNet: the scores are an intermediate result that nobody reads afterwards"""
+    z = x * 1.5
+    z -= z.max(-1, keepdim=True).values
+    return sort_sparsemax(z)
+
+
+@rows(modes=INFER)
+def threshold_taken_off_in_place(x):
+    """everything in the memory of the scores"""
+    z = x * 1.5
+    z.sub_(z.amax(-1, keepdim=True))
+    s = z.sort(-1, descending=True).values
+    k = torch.arange(1, z.size(-1) + 1)
+    size = (1 + k * s > s.cumsum(-1)).sum(-1, keepdim=True)
+    z -= (s.cumsum(-1).gather(-1, size - 1) - 1) / size
+    return z.clamp_(min=0)

@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from corpus.entmax.registry import B, D, E, H, L, attention, hidden, keep, normal, program, qkv
+from corpus.entmax.registry import (
+    INFER,
+    B,
+    D,
+    E,
+    H,
+    L,
+    attention,
+    hidden,
+    keep,
+    normal,
+    program,
+    qkv,
+)
 
 entmax = pytest.importorskip("entmax")
 SCALE = 1 / math.sqrt(D)
@@ -105,3 +118,38 @@ def bert_self_attention():
     """BERT"""
     mask = (1.0 - keep()[:, None, None, :].float()) * -10000.0
     return SelfAttention(), (hidden(), mask)
+
+
+@program()
+def memories_in_linears():
+    """external attention: keys and values are the weights of two linears"""
+    keys, values = nn.Linear(E, 16), nn.Linear(16, E)
+    return lambda x: values(entmax.sparsemax(keys(x), -1)), (hidden(),)
+
+
+@program(modes=INFER)
+def memories_in_convolutions():
+    """the same over channels"""
+    keys, values = nn.Conv1d(E, 16, 1, bias=False), nn.Conv1d(16, E, 1, bias=False)
+    return lambda x: values(entmax.sparsemax(keys(x), 1)), (hidden().mT,)
+
+
+@attention(inputs=lambda: (*qkv(), normal((H, D, 6), 9)), modes=INFER)
+def projected_by_an_einsum(q, k, v, w):
+    """heads and their width are summed up in the projection"""
+    attn = entmax.entmax15(torch.einsum("bhid,bhjd->bhij", q, k), -1)
+    out = torch.einsum("bhij,bhjd->bihd", attn, v)
+    return torch.einsum("bihd,hde->bie", out, w)
+
+
+@attention(inputs=lambda: tuple(normal((2, L, D), seed) for seed in range(4)))
+def values_by_baddbmm(q, k, v, residual):
+    """the residual is added by the product with the values"""
+    attn = entmax.entmax15(torch.baddbmm(q.new_zeros(1), q, k.mT, alpha=0.3), -1)
+    return torch.baddbmm(residual, attn, v, beta=0.5, alpha=2.0)
+
+
+@attention(inputs=lambda: tuple(normal((L, D), seed) for seed in range(3)), modes=INFER)
+def products_without_operators(q, k, v):
+    """inner for the scores, tensordot for the values"""
+    return torch.tensordot(entmax.entmax15(torch.inner(q, k), -1), v, dims=1)

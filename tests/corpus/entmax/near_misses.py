@@ -14,6 +14,7 @@ from corpus.entmax.hand_written import (
     Unhalved,
     halving,
     sort_entmax15,
+    sort_sparsemax,
     unhalved_halving,
 )
 from corpus.entmax.masks import some_rows_without_keys
@@ -461,3 +462,12 @@ def weighted_and_normalised_again(q, k, v, mask):
     """p * head_mask / sum"""
     p = entmax.entmax15(q @ k.mT * SCALE, dim=-1) * torch.linspace(0.5, 1.0, H).view(1, H, 1, 1)
     return (p / p.sum(-1, keepdim=True)) @ v
+
+
+@rows("somebody else sees the maximum taken off", modes=INFER)
+def scores_read_through_a_view_afterwards(x):
+    """in place on what is returned, too"""
+    z = x * 1.5
+    flat = z.view(-1)
+    z -= z.max(-1, keepdim=True).values
+    return sort_sparsemax(z), flat * 2

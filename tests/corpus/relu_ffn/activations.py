@@ -481,3 +481,62 @@ def product_by_einsum(x, m):
     """einsum as a product of numbers, with a vector too"""
     h = torch.einsum("...n,...n->...n", F.relu(m.gate(x)), m.up(x))
     return m.down(torch.einsum("bsn,n->bsn", h, torch.linspace(0.5, 1.5, N, device=x.device)))
+
+
+@block(bias=True)
+def clamped_and_multiplied_by_itself(x, m):
+    """relu(x)^2 as a product of a clamp with itself"""
+    h = m.up(x).clamp(min=0)
+    return m.down(h * h)
+
+
+@program(modes=INFER)
+def half_of_a_projection_in_place():
+    """nn.ReLU(inplace=True) on one of the halves of a fused projection"""
+    wide, down = nn.Linear(8, 2 * N), nn.Linear(N, 8)
+    act = nn.ReLU(inplace=True)
+
+    def f(x):
+        gate, up = wide(x).chunk(2, -1)
+        return down(act(gate) * up)
+
+    return f, (tokens(),)
+
+
+@program()
+def every_other_neuron_in_place():
+    """the same of interleaved halves, the other one cut out afterwards"""
+    wide, down = nn.Linear(8, 2 * N), nn.Linear(N, 8)
+
+    def f(x):
+        h = wide(x)
+        gate = h[..., ::2]
+        gate.relu_()
+        return down(gate * h[..., 1::2])
+
+    return f, (tokens(),)
+
+
+@block(bias=True)
+def a_neuron_ablated(x, m):
+    """what an interpreter of models does to see what a feature is good for"""
+    h = m.act(m.up(x)).clone()
+    h[..., 5] = 0.0
+    return m.down(h)
+
+
+@block(modes=INFER)
+def neurons_and_a_token_ablated(x, m):
+    """a list of neurons, and the first token's"""
+    h = F.relu(m.gate(x)) * m.up(x)
+    h[..., [3, 7]] = 0
+    h[:, 0] = 0
+    return m.down(h)
+
+
+@block(modes=INFER, bias=True)
+def neurons_ablated_by_a_mask(x, m):
+    """a boolean mask of the neurons, and index_fill"""
+    h = m.act(m.up(x))
+    h[:, :, torch.arange(N) % 4 == 0] = 0.0
+    return m.down(h.index_fill(-1, torch.tensor([1, 2]), 0.0))

@@ -259,3 +259,25 @@ def product_read_before_it_is_assigned(x, m):
     before = h.sum()
     h[g < 0] = 0.0
     return m.down(h), before
+
+
+@miss("one neuron of one sequence has to be found again", modes=(False,))
+def one_neuron_of_one_sequence_ablated(x, m):
+    """activation patching"""
+    h = F.relu(m.up(x))
+    h[0, :, 3] = 0.0
+    return m.down(h)
+
+
+@program("no_rewrite", "what is read overlaps what is written", modes=(False,))
+def overlapping_parts_in_place():
+    """the other factor shares a neuron with what was scaled in place"""
+    wide, down = weight(2 * N, K), weight(K, N, seed=34)
+
+    def f(x):
+        h = F.linear(x, wide)
+        gate, up = h[..., :N], h[..., N - 1 : -1]
+        gate.mul_(2)
+        return F.linear(F.relu(gate) * up, down)
+
+    return f, (tokens(),)

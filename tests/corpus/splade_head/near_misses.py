@@ -684,3 +684,10 @@ def norms_of_the_vectors(logits, mask):
     """an L1 and a FLOPS term beside the head: sums over terms and over texts are no poolings"""
     pooled = (tokens(logits) * mask.unsqueeze(-1)).amax(1)
     return pooled, pooled.abs().sum(-1).mean(), pooled.abs().mean(0).square().sum()
+
+
+@seen("the assertion reads the logits", modes=INFER)
+def assertion_about_the_logits(logits, mask):
+    """a check that training did not overflow"""
+    assert torch.isfinite(logits).all(), "overflow"
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
