@@ -1,14 +1,21 @@
-"""The command line: `python -m sparse_inductor demo | doctor | patterns | explain`."""
+"""The command line: `sparse-inductor COMMAND`, or `python -m sparse_inductor COMMAND`.
+
+The exit status is 0 where all is well, 1 where a check failed (doctor, verify), 2 where the arguments make no sense.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from . import __version__
 
 # torch is imported by the commands: --help and a mistyped command answer at once.
 
@@ -25,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sparse_inductor", description="What sparse_inductor knows and does."
+        prog="sparse-inductor", description="What sparse_inductor knows and does."
     )
+    parser.add_argument("--version", action="version", version=f"sparse_inductor {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(
@@ -36,6 +44,17 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
+    def as_json(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--json", action="store_true", help="print JSON instead")
+
+    def on_target(added: argparse.ArgumentParser) -> None:
+        added.add_argument(
+            "target",
+            metavar="package.module:name",
+            help="a function without arguments, or a factory of a function or (function, arguments)",
+        )
+        as_json(added)
+
     about = "train and encode with a SPLADE model, unrewritten and rewritten"
     command("demo", _demo, about, add_help=False)  # its options are its own
 
@@ -44,21 +63,24 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="leave out the run of every operator (a second each)"
     )
 
-    command("patterns", _patterns, "list the patterns")
+    as_json(doctor)
+
+    as_json(command("patterns", _patterns, "list the patterns"))
 
     explained = command(
         "explain", _explain, "show what would be rewritten in a function, and why not more"
     )
-    explained.add_argument(
-        "target",
-        metavar="package.module:name",
-        help="a function without arguments, or a factory of a function or (function, arguments)",
-    )
+    on_target(explained)
     explained.add_argument("--html", metavar="FILE", type=Path, help="also write a page to FILE")
-    explained.add_argument("--json", action="store_true", help="print the report as JSON instead")
     explained.add_argument(
         "--verify", action="store_true", help="run every rewrite beside the operations it replaces"
     )
+    about = "run every rewrite beside what it replaces; the exit status is 1 if one differs"
+    on_target(command("verify", _verify, about))
+
+    index = command("index", _index, "say what a saved SparseIndex holds")
+    index.add_argument("file", metavar="FILE", type=Path)
+    as_json(index)
     return parser
 
 
@@ -78,31 +100,90 @@ def _demo(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from . import doctor
 
-    return doctor.show(doctor.diagnose(operators=not options.quick))
+    findings = doctor.diagnose(operators=not options.quick)
+    if not options.json:
+        return doctor.show(findings)
+    print(json.dumps([dataclasses.asdict(f) for f in findings], indent=2))
+    return doctor.status(findings)
 
 
 def _patterns(options: argparse.Namespace) -> int:
     from .console import print_table
     from .pattern import registered
 
+    heads = ("pattern", "operator", "rewrites")
     rows = [(p.name, p.op, p.summary) for p in registered().values()]
-    print_table(("pattern", "operator", "rewrites"), rows)
+    if options.json:
+        print(json.dumps([dict(zip(heads, row)) for row in rows], indent=2))
+    else:
+        print_table(heads, rows)
     return 0
 
 
-def _explain(options: argparse.Namespace) -> int:
+def _explained(options: argparse.Namespace, verify: bool) -> Any:
+    """What `explain` says of the target, printed; None, and a line of why, where it cannot be loaded or run."""
+    doing = "load"
     try:
         fn, args = load(options.target)
-    except (ImportError, AttributeError, ValueError) as error:
-        print(f"cannot load {options.target}: {error}", file=sys.stderr)
-        return 2
-    from .explanation import explain
+        doing = "run"
+        from .explanation import explain
 
-    explanation = explain(fn, *args, verify=options.verify)
+        explanation = explain(fn, *args, verify=verify)
+    except Exception as error:  # of the target: whatever its author's program raises
+        said = str(error).strip().partition("\n")[0]
+        print(f"cannot {doing} {options.target}: {type(error).__name__}: {said}", file=sys.stderr)
+        return None
     if options.json:
         print(explanation.report.to_json())
     else:
         explanation.show()
+    return explanation
+
+
+def _verify(options: argparse.Namespace) -> int:
+    explanation = _explained(options, verify=True)
+    if explanation is None:
+        return 2
+    return int(any(check.verdict != "agrees" for check in explanation.report.checks))
+
+
+def _index(options: argparse.Namespace) -> int:
+    from .console import print_table
+    from .index import SparseIndex
+
+    try:
+        index = SparseIndex.load(options.file)
+    except (OSError, ValueError) as error:
+        print(f"cannot load {options.file}: {error}", file=sys.stderr)
+        return 2
+    facts: dict[str, Any] = {
+        "documents": len(index),
+        "not deleted": index.num_live,
+        "terms": index.num_terms,
+        "postings": index.num_postings,
+        "weights": index.weights,
+        "bytes": sum(index.nbytes.values()),
+    }
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print_table(
+            ("", ""),
+            [
+                (name, f"{value:,}" if isinstance(value, int) else value)
+                for name, value in facts.items()
+            ],
+        )
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    if options.html is not None and not options.html.parent.is_dir():
+        print(f"--html: there is no folder {options.html.parent}", file=sys.stderr)
+        return 2
+    explanation = _explained(options, options.verify)
+    if explanation is None:
+        return 2
     if options.html is not None:
         options.html.write_text(explanation.to_html(options.target), encoding="utf-8")
         print(f"written: {options.html}", file=sys.stderr)
@@ -119,6 +200,9 @@ def load(target: str) -> tuple[Any, tuple[Any, ...]]:
     module_name, separator, name = target.partition(":")
     if not separator or not name:
         raise ValueError("write it as package.module:name")
+    if module_name.endswith(".py"):
+        meant = module_name.removesuffix(".py").replace("/", ".")
+        raise ValueError(f"did you mean {meant}:{name}?")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     named: Any = importlib.import_module(module_name)

@@ -25,7 +25,7 @@ from .explanation import explained
 from .pattern import Pattern, registered
 from .selection import SKIP_VARIABLE
 
-__all__ = ["Finding", "diagnose", "show"]
+__all__ = ["Finding", "diagnose", "show", "status"]
 
 # The oldest and the newest version that the tests are run with; test_versions.py compares what else names them.
 TESTED_TORCH = ((2, 11), (2, 14))
@@ -56,7 +56,7 @@ def diagnose(operators: bool = True) -> list[Finding]:
 
 
 def show(findings: Sequence[Finding]) -> int:
-    """Print them, what to do last; the exit status: 1 if anything fails."""
+    """Print them, what to do last; returns the exit status."""
     marks = {"ok": "ok", "note": "ok", "warn": "!", "fail": "FAIL"}
     for group in dict.fromkeys(f.group for f in findings):
         mine = [f for f in findings if f.group == group]
@@ -74,6 +74,11 @@ def show(findings: Sequence[Finding]) -> int:
         )
     else:
         print_text("nothing to do", "ok")
+    return status(findings)
+
+
+def status(findings: Sequence[Finding]) -> int:
+    """The exit status: 1 if anything fails."""
     return int(any(f.status == "fail" for f in findings))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import sparse_inductor
 from planted import bug_named
 from sparse_inductor import compat, console, doctor
 from sparse_inductor.__main__ import main
@@ -93,7 +95,7 @@ def test_help_names_the_commands_and_does_not_load_torch():
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    for name in ("demo", "doctor", "patterns", "explain"):
+    for name in ("demo", "doctor", "patterns", "explain", "verify", "index"):
         assert re.search(rf"^    {name} ", done.stdout, re.M)
 
 
@@ -139,6 +141,78 @@ def test_patterns_are_listed(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["pattern", "operator", "rewrites"]
     assert any(line.startswith("splade_head ") for line in lines)
+
+
+def test_patterns_as_json(capsys):
+    assert main(["patterns", "--json"]) == 0
+    found = {p["pattern"]: p["operator"] for p in json.loads(capsys.readouterr().out)}
+    assert found["splade_head"] == "sparse_inductor::splade_head"
+
+
+def test_the_version_is_said(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"sparse_inductor {sparse_inductor.__version__}\n"
+
+
+# verify and index
+
+
+@pytest.mark.parametrize(("wrong", "status"), [(False, 0), (True, 1)])
+def test_the_exit_status_says_whether_a_rewrite_is_right(
+    tmp_path, monkeypatch, capsys, wrong, status
+):
+    (tmp_path / "verified.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    with bug_named("bias dropped").plant() if wrong else contextlib.nullcontext():
+        assert main(["verify", "verified:head", "--json"]) == status
+    (check,) = json.loads(capsys.readouterr().out)["checks"]
+    assert check["verdict"] == ("differs" if wrong else "agrees")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("no_such_module:f", "load no_such_module:f: ModuleNotFoundError: No module named"),
+        ("odd.py:f", "load odd.py:f: ValueError: did you mean odd:f?"),
+        ("odd:takes", "load odd:takes: TypeError: takes() missing 1 required"),
+        ("odd:raises", "load odd:raises: RuntimeError: no weights"),
+        ("odd:fails", "run odd:fails: TorchRuntimeError: "),
+    ],
+)
+def test_what_cannot_be_explained_is_said_in_one_line(tmp_path, monkeypatch, capsys, target, said):
+    (tmp_path / "odd.py").write_text(
+        "import torch\n"
+        "def takes(x): return x\n"
+        "def raises(): raise RuntimeError('no weights')\n"
+        "def fails(): return torch.nn.Linear(2, 3), (torch.ones(1, 5),)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["explain", target]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"cannot {said}")
+
+
+def test_a_page_in_no_folder_is_refused_before_anything_runs(tmp_path, capsys):
+    assert main(["explain", "odd:f", "--html", str(tmp_path / "none" / "page.html")]) == 2
+    assert capsys.readouterr().err == f"--html: there is no folder {tmp_path / 'none'}\n"
+
+
+def test_what_a_saved_index_holds(tmp_path, capsys):
+    rows = torch.eye(3, 5).to_sparse_csr()
+    index = sparse_inductor.SparseIndex.build(rows)
+    index.delete([1])
+    index.save(tmp_path / "three.index")
+    assert main(["index", str(tmp_path / "three.index"), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    counted = [facts[name] for name in ("documents", "not deleted", "terms", "postings")]
+    assert counted == [3, 2, 5, 3] and facts["weights"] == "float32"
+    assert main(["index", str(tmp_path / "three.index")]) == 0
+    assert re.search(r"^ *documents +3$", capsys.readouterr().out, re.M)
+    (tmp_path / "text").write_text("no index")
+    assert main(["index", str(tmp_path / "text")]) == 2
+    assert capsys.readouterr().err.startswith(f"cannot load {tmp_path / 'text'}: ")
 
 
 def test_demo_hands_its_arguments_on():
