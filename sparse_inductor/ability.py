@@ -47,8 +47,10 @@ _KERNELS = {
     "entmax": ("entmax",),
     "entmax_attention": ("entmax_attention",),
     "relu_ffn": ("relu_ffn", "relu_ffn_backward"),
+    "sparse_decode": ("topk_sums",),
     "sparse_scores": ("sparse_scores_best", "sparse_scores_documents"),
     "splade_head": ("splade_head_forward", "splade_head_backward"),
+    "topk_encode": ("topk_rows", "topk_sums"),
 }
 
 

@@ -4,7 +4,16 @@ from . import index_search, sparse_scores_postings  # noqa: F401
 from .entmax import entmax
 from .entmax_attention import entmax_attention
 from .relu_ffn import relu_ffn
+from .sparse_rows import sparse_decode, topk_encode
 from .sparse_scores import sparse_scores
 from .splade_head import splade_head
 
-__all__ = ["entmax", "entmax_attention", "relu_ffn", "sparse_scores", "splade_head"]
+__all__ = [
+    "entmax",
+    "entmax_attention",
+    "relu_ffn",
+    "sparse_decode",
+    "sparse_scores",
+    "splade_head",
+    "topk_encode",
+]

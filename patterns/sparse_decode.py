@@ -1,0 +1,265 @@
+"""The decoder of a TopK autoencoder: a product of which one operand holds k entries a row -> `sparse_decode`.
+
+    f = zeros; f[row, indices] = values              [..., N], k of them a row
+    f W + b                                          [..., D]
+        ->  sparse_decode(values, indices, W, b)
+
+The indices are those of a top-k, so that a row's are all different. f may be read elsewhere, as by what is returned of
+it or counted in it: it is then written for that alone, and its gradient from there joins that of the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
+from sparse_inductor.match.checks import check_device
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.entries import Entries, entries
+from sparse_inductor.match.fakes import expected, expected_elements
+from sparse_inductor.match.gemm import Linear, linears
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.mesh import is_distributed
+from sparse_inductor.match.shapes import Decline
+from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.policy import Worth
+
+NAME = "sparse_decode"
+OP = "sparse_inductor::sparse_decode"
+
+
+@dataclasses.dataclass
+class DecoderMatch:
+    """A recognised decoder, ready to be replaced."""
+
+    down: Linear
+    found: Entries
+    swallowed: tuple[fx.Node, ...]
+    bytes_saved: int | None
+    pattern: str = NAME
+    op: str = OP
+
+    @property
+    def anchor(self) -> fx.Node:
+        return self.down.node
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return (self.found.values, self.found.indices, self.down.weight_source)
+
+    @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        found, down = self.found, self.down
+        more = [t for t in (down.weight_source, down.bias, *down.also) if t is not None]
+        return (
+            (found.values, found.scatter),
+            (found.indices, found.scatter),
+            *((t, down.node) for t in more),
+        )
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        return (Sparse("activations", self.down.source),)
+
+    @property
+    def note(self) -> str:
+        k = fake(self.found.indices).shape[-1]
+        kept = "" if self.found.scatter in self.swallowed else ", the activations are kept"
+        return f"{k} entries a row{kept}"
+
+    def replace(self) -> None:
+        e, down = Emitter(self.anchor), self.down
+        dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
+        values = self.found.values
+        for node in self.found.after:
+            values = _again(e, node, values)
+        bias = down.bias if down.make_bias is None else down.make_bias(e)
+        y = e.call(
+            torch.ops.sparse_inductor.sparse_decode.default,
+            e.cast(values, dtype), self.found.indices,
+            e.method("t", e.cast(down.weight(e), dtype)), None if bias is None else e.cast(bias, dtype),
+        )  # fmt: skip
+        y = e.laid_out(down.finish(e, y), fake(self.anchor))
+        self.anchor.replace_all_uses_with(y)
+
+
+def _again(e: Emitter, node: fx.Node, values: fx.Node) -> fx.Node:
+    """What a node makes of a whole tensor, of its entries."""
+    args = (values, *node.args[1:])
+    if node.op == "call_method":
+        return e.method(str(node.target), *args, **node.kwargs)
+    assert callable(node.target)
+    return e.call(node.target, *args, **node.kwargs)
+
+
+class SparseDecode:
+    """The pattern; see the module docstring."""
+
+    name = NAME
+    op = OP
+    summary = "zeros.scatter(-1, indices, values) @ W + b -> sparse_decode(values, indices, W, b)"
+    anchors = frozenset("linear matmul mm addmm einsum tensordot inner".split())
+
+    def match(self, node: fx.Node, view: GraphView) -> DecoderMatch | Miss | None:
+        try:
+            for down in linears(view, node) or ():
+                found = None if down.within else entries(view, down.source, node)
+                if found is not None:
+                    return self._checked(view, down, found)
+        except Unknown:
+            return None
+        except Decline as d:
+            return Miss(d.reason, d.node or node)
+        return None
+
+    def _checked(self, view: GraphView, down: Linear, found: Entries) -> DecoderMatch:
+        node = down.node
+        check_device(node)
+        if any(is_distributed(fake(t)) for t in (node, found.values)):
+            raise Decline("the operator takes whole tensors, not DTensors", node)
+        last = len(view.shape(node)) - 1
+        plain = down.order is None or list(down.order) == sorted(down.order)
+        if not plain or down.v_dim != last or last != len(view.shape(down.source)) - 1:
+            raise Decline("the decoder does not sum over the last axis of the activations", node)
+        if not fake(node).dtype.is_floating_point:
+            raise Decline(f"the decoder computes in {fake(node).dtype}", node)
+        if any(n.args[:1] != (n.all_input_nodes[0],) for n in found.after):
+            raise Decline("the activations are made in a way that is not followed", node)
+        learnt = view.learns(found.values)
+        for n in (*found.after, found.scatter):
+            whole = n if view.is_tensor(n) else found.base  # an assignment is no tensor
+            if view.records(n) != view.records(node) or (learnt and not view.requires_grad(whole)):
+                raise Decline(f"no gradient goes through {label(n)}", n)
+        nodes = _only_here(view, found, node)
+        saved = 0
+        sizes = view.shape(down.source)
+        if found.scatter in nodes and view.learns(down.weight_source):
+            known = all(isinstance(s, int) for s in sizes)
+            saved = math.prod(sizes) * fake(node).dtype.itemsize if known else None
+        return DecoderMatch(down, found, nodes, saved)
+
+    def worth(self, match: DecoderMatch, view: GraphView) -> Worth:
+        down, values = match.down, fake(match.found.values)
+        entries_of_row = max(1, expected(values.shape[-1]))
+        neurons = expected(fake(down.source).shape[-1])
+        return look_up(
+            NAME,
+            fake(down.node).device,
+            tokens=expected_elements(values.shape) // entries_of_row,
+            neurons=neurons,
+            width=expected(fake(down.node).shape[-1]),
+            ratio=neurons // entries_of_row,
+            bits=8 * fake(down.node).dtype.itemsize,
+            training=int(view.learns(match.found.values) or view.learns(down.weight_source)),
+        )
+
+    examples: Sequence[Example] = ()
+    near_misses: Sequence[Example] = ()
+
+
+def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:
+    """The anchor and, from the end, what is read for it alone."""
+    nodes = {anchor}
+    for n in found.nodes:
+        if n is found.base and (n is found.scatter or n.op in ("placeholder", "get_attr")):
+            break
+        if not {*view.readers(n)} <= nodes:
+            if n is found.base:  # it is written, and lives on
+                nodes.discard(found.scatter)
+            break
+        nodes.add(n)
+    return tuple(sorted(nodes, key=view.order.__getitem__))
+
+
+# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
+
+
+class _Decoder(nn.Module):
+    def __init__(self, forward: Callable[..., Any]):
+        super().__init__()
+        self.decoder = nn.Linear(24, 8)
+        self._forward = forward
+
+    def forward(self, pre: torch.Tensor) -> Any:
+        return self._forward(pre, self.decoder)
+
+
+def _example(
+    name: str, forward: Callable[..., Any], training: bool = False, reason: str = ""
+) -> Example:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.manual_seed(0)
+        return _Decoder(forward), (torch.randn(2, 6, 24, requires_grad=training),)
+
+    return Example(name, build, training, reason)
+
+
+def _scatter(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return decoder(torch.zeros_like(pre).scatter(-1, indices, values.relu()))
+
+
+def _in_place(pre, decoder):
+    values, indices = pre.relu().topk(4, dim=-1, sorted=False)
+    f = torch.zeros_like(pre)
+    f.scatter_(-1, indices, values)
+    return f @ decoder.weight.T + decoder.bias
+
+
+def _assigned_by_row(pre, decoder):
+    pre = pre.flatten(0, 1)
+    values, indices = pre.topk(4)
+    f = torch.zeros_like(pre)
+    f[torch.arange(12).unsqueeze(1), indices] = values
+    return torch.einsum("bn,dn->bd", f.relu(), decoder.weight)
+
+
+def _counted(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    f = torch.zeros_like(pre).scatter_(-1, indices, values.relu())
+    return decoder(f), (f > 0).sum((0, 1)), f.abs().sum(-1)
+
+
+def _sorted(pre, decoder):
+    indices = pre.argsort(-1)[..., :4]
+    return decoder(torch.zeros_like(pre).scatter(-1, indices, pre.gather(-1, indices)))
+
+
+def _into_ones(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return decoder(torch.ones_like(pre).scatter(-1, indices, values))
+
+
+def _without_gradient(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    with torch.no_grad():
+        f = torch.zeros_like(pre).scatter(-1, indices, values)
+    return decoder(f)
+
+
+def _more_rows(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return decoder(pre.new_zeros(3, 6, 24).scatter(-1, indices, values))
+
+
+SparseDecode.examples = (
+    _example("scatter", _scatter),
+    _example("in_place", _in_place, True),
+    _example("assigned_by_row", _assigned_by_row, True),
+    _example("counted", _counted, True),
+)
+SparseDecode.near_misses = (
+    _example("sorted", _sorted, reason="not those of a topk"),
+    _example("into_ones", _into_ones, reason="is not zero"),
+    _example("without_gradient", _without_gradient, True, reason="no gradient goes through"),
+    _example("more_rows", _more_rows, reason="only some rows have entries"),
+)
+
+PATTERN = SparseDecode()

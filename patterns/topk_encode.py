@@ -1,0 +1,314 @@
+"""The encoder of a TopK autoencoder: the k largest of each row of a linear -> `topk_encode`.
+
+    values, indices = topk(x We^T + be)              [..., k] of [..., N]
+        ->  topk_encode(x, We, be, k)
+
+A ReLU in front of the topk goes behind it, where it has k entries a row: the same k are the largest, but that of a row
+with fewer positive ones others of the zeros are taken. What is read of the product elsewhere is given: it stays as it
+is written, and its own gradient goes its own way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
+from sparse_inductor.match.checks import check_device
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.entries import is_last
+from sparse_inductor.match.fakes import expected, expected_elements
+from sparse_inductor.match.gemm import Linear, linears
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
+from sparse_inductor.match.mesh import is_distributed
+from sparse_inductor.match.shapes import Decline
+from sparse_inductor.pattern import Example, Miss
+from sparse_inductor.policy import Worth
+
+NAME = "topk_encode"
+OP = "sparse_inductor::topk_encode"
+
+_BETWEEN = frozenset("contiguous clone".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """A linear and what follows it up to the topk: the sum with a bias, a ReLU. nodes: all of it, from its end; scores:
+    what the topk would choose from without the ReLU."""
+
+    linear: Linear
+    bias: fx.Node | None
+    bias_reader: fx.Node
+    rectified: bool
+    scores: fx.Node
+    nodes: tuple[fx.Node, ...]
+
+
+@dataclasses.dataclass
+class EncoderMatch:
+    """A recognised encoder, ready to be replaced. given: the product is read elsewhere, and so is there already."""
+
+    anchor: fx.Node
+    product: _Product
+    k: int | fx.Node
+    ordered: bool
+    given: bool
+    swallowed: tuple[fx.Node, ...]
+    bytes_saved: int | None = 0
+    pattern: str = NAME
+    op: str = OP
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return (self.product.linear.source, self.product.linear.weight_source)
+
+    @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        p = self.product
+        found = [(t, p.linear.node) for t in self.inputs]
+        if p.bias is not None:
+            found.append((p.bias, p.bias_reader))
+        if self.given:
+            found.append((p.scores, self.anchor))
+        return tuple(found)
+
+    @property
+    def note(self) -> str:
+        k = self.k if isinstance(self.k, int) else fake(self.k)
+        text = f"k {k}" + (", relu" if self.product.rectified else "")
+        return text + (", the product is kept" if self.given else "")
+
+    def replace(self) -> None:
+        e, p = Emitter(self.anchor), self.product
+        dtype = fake(p.scores).dtype  # under autocast not that of the inputs
+        linear = p.linear
+        bias = p.bias
+        if bias is not None and bias is linear.bias and linear.make_bias is not None:
+            bias = linear.make_bias(e)
+        if bias is not None and fake(bias).dim() != 1:
+            bias = e.method("flatten", bias)
+        found = e.call(
+            torch.ops.sparse_inductor.topk_encode.default,
+            e.cast(linear.stand_in(e), dtype), e.cast(linear.weight(e), dtype),
+            None if bias is None else e.cast(bias, dtype),
+            e.method("detach", p.scores) if self.given else None, self.k, self.ordered,
+        )  # fmt: skip
+        values, indices = (e.call(operator.getitem, found, i) for i in (0, 1))
+        if p.rectified:
+            values = e.method("relu", values)
+        for user in list(self.anchor.users):
+            user.replace_all_uses_with(values if user.args[1] == 0 else indices)
+
+
+class TopkEncode:
+    """The pattern; see the module docstring."""
+
+    name = NAME
+    op = OP
+    summary = "topk(x @ We.t() + be) -> topk_encode(x, We, be, k)"
+    anchors = frozenset({"topk"})
+
+    def match(self, node: fx.Node, view: GraphView) -> EncoderMatch | Miss | None:
+        try:
+            return self._match(node, view)
+        except Unknown:
+            return None
+        except Decline as d:
+            return Miss(d.reason, d.node or node)
+
+    def _match(self, node: fx.Node, view: GraphView) -> EncoderMatch | None:
+        call = view.call(node)
+        if call is None or not view.is_tensor(call["input"]):
+            return None
+        product = _product(view, call["input"], node)
+        if product is None:
+            return None
+        scores, linear = product.scores, product.linear
+        check_device(scores)
+        if any(is_distributed(fake(t)) for t in (scores, linear.source)):
+            raise Decline("the operator takes whole tensors, not DTensors", node)
+        if call.get("largest", True) is not True:
+            raise Decline("topk takes the smallest", node)
+        last = len(view.shape(scores)) - 1
+        plain = linear.order is None or list(linear.order) == sorted(linear.order)
+        if not plain or linear.v_dim != last or not is_last(view, scores, call.get("dim", -1)):
+            raise Decline("topk is not along the outputs of the linear", node)
+        k = call["k"]
+        if not isinstance(k, int) and not isinstance(fake(k), (int, torch.SymInt)):
+            raise Decline("k is no number", node)
+        if call.get("out") is not None:
+            raise Decline("topk writes to tensors that are there already", node)
+        for user in node.users:
+            taken = user.target is operator.getitem and user.args[1] in (0, 1)
+            if not taken and user.users:
+                raise Decline(f"the pair that topk returns is also read by {label(user)}", user)
+        learnt = any(map(view.learns, _inputs(product)))
+        for n in product.nodes:
+            if view.records(n) != view.records(node) or (learnt and not view.requires_grad(n)):
+                raise Decline(f"no gradient goes through {label(n)}", n)
+        nodes, left = {node}, False
+        for n in product.nodes:
+            left = left or not {*view.readers(n)} <= nodes
+            if not left:
+                nodes.add(n)
+        return EncoderMatch(
+            node, product, k, call.get("sorted", True) is not False, left,
+            tuple(sorted(nodes, key=view.order.__getitem__)),
+        )  # fmt: skip
+
+    def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
+        product = match.product
+        k = max(1, expected(match.k if isinstance(match.k, int) else fake(match.k)))
+        neurons = expected(fake(product.scores).shape[-1])
+        return look_up(
+            NAME,
+            fake(product.scores).device,
+            tokens=expected_elements(fake(product.scores).shape) // max(1, neurons),
+            neurons=neurons,
+            width=expected(fake(product.linear.source).shape[-1]),
+            ratio=neurons // k,
+            bits=8 * fake(product.scores).dtype.itemsize,
+            training=int(any(map(view.learns, _inputs(product)))),
+        )
+
+    examples: Sequence[Example] = ()
+    near_misses: Sequence[Example] = ()
+
+
+def _inputs(product: _Product) -> list[fx.Node]:
+    linear = product.linear
+    found = (linear.source, linear.weight_source, product.bias)
+    return [t for t in found if t is not None]
+
+
+def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | None:
+    """The linear that `reader` sees of a tensor; None for anything else."""
+    nodes: list[fx.Node] = []
+    rectified = False
+    bias: fx.Node | None = None
+    bias_reader = reader
+    scores: fx.Node | None = None
+    node = view.value(source, reader)
+    while node is not None:
+        call = view.call(node)
+        if call is None or call.inplace:
+            return None
+        if call.name == "relu" and scores is None and not rectified:
+            rectified = True
+        elif call.name in _BETWEEN:
+            pass
+        elif call.name == "add" and bias is None:
+            found = _sum(view, node)
+            if found is None:
+                return None
+            scores = scores or node
+            product, bias = found
+            bias_reader = node
+            nodes.append(node)
+            node = view.value(product, node)
+            continue
+        else:
+            break
+        nodes.append(node)
+        node = view.value(call["input"], node)
+    if node is None or not fake(node).dtype.is_floating_point:
+        return None
+    for linear in linears(view, node) or ():
+        if linear.within or linear.also or (bias is not None and linear.bias is not None):
+            continue
+        if bias is None and linear.bias is not None:
+            bias, bias_reader = linear.bias, node
+        scores = scores or node
+        same = all(fake(n).dtype == fake(scores).dtype for n in (*nodes, node))
+        return (
+            _Product(linear, bias, bias_reader, rectified, scores, (*nodes, node)) if same else None
+        )
+    return None
+
+
+def _sum(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(product, bias) of a sum with a number for each column."""
+    call = view.call(node)
+    assert call is not None
+    if view.const(call.get("alpha", 1)) != 1:
+        return None
+    columns = view.shape(node)[-1:]
+    for product, bias in ((call["input"], call["other"]), (call["other"], call["input"])):
+        if not (view.is_tensor(product) and view.is_tensor(bias)):
+            return None
+        sizes = view.shape(bias)
+        vector = sizes[-1:] and same_size(sizes[-1], columns[0])
+        vector = vector and all(same_size(s, 1) for s in sizes[:-1])
+        if vector and view.same_shape(product, node) and not linears(view, bias):
+            return product, bias
+    return None
+
+
+# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
+
+
+class _Encoder(nn.Module):
+    def __init__(self, forward: Callable[..., Any]):
+        super().__init__()
+        self.encoder = nn.Linear(8, 24)
+        self._forward = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._forward(x, self.encoder)
+
+
+def _example(
+    name: str, forward: Callable[..., Any], training: bool = False, reason: str = ""
+) -> Example:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.manual_seed(0)
+        return _Encoder(forward), (torch.randn(2, 6, 8, requires_grad=training),)
+
+    return Example(name, build, training, reason)
+
+
+def _written_out(x, encoder):
+    pre = x @ encoder.weight.T + encoder.bias
+    values, _ = pre.topk(4, sorted=False)
+    return values.relu().square().sum(-1)
+
+
+def _kept(x, encoder):
+    pre = encoder(x)
+    return pre.topk(4).values, pre.logsumexp(-1)
+
+
+def _without_gradient(x, encoder):
+    with torch.no_grad():
+        pre = encoder(x)
+    return pre.topk(4).values * x.sum()
+
+
+TopkEncode.examples = (
+    _example("topk", lambda x, encoder: encoder(x).topk(4, dim=-1)),
+    _example("rectified", lambda x, encoder: F.relu(encoder(x)).topk(2)[0], True),
+    _example("written_out", _written_out, True),
+    _example("kept", _kept, True),
+)
+TopkEncode.near_misses = (
+    _example(
+        "smallest",
+        lambda x, encoder: encoder(x).topk(4, largest=False),
+        reason="takes the smallest",
+    ),
+    _example(
+        "along_tokens",
+        lambda x, encoder: encoder(x).topk(4, dim=1),
+        reason="not along the outputs",
+    ),
+    _example("without_gradient", _without_gradient, True, reason="no gradient goes through"),
+)
+
+PATTERN = TopkEncode()

@@ -1,0 +1,133 @@
+"""Tensors of which a row holds the k entries of a top-k and zeros: what is scattered, and where to.
+
+People write `zeros_like(x).scatter_(-1, indices, values)`, `scatter`, `scatter_add`, or `f[rows, indices] = values`,
+and behind it what leaves zeros: a rectifier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from .graph import GraphView, fake, label, same_size
+from .names import Call
+from .shapes import Decline
+from .values import counting
+
+__all__ = ["Entries", "entries", "is_last", "topk_of"]
+
+# What maps zeros to zeros, and every other entry by itself, and takes one argument.
+KEEPS_ZEROS = frozenset("relu abs square tanh contiguous clone".split())
+_SCATTERS = frozenset("scatter scatter_add setitem index_put".split())
+_LONGEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """values, indices [..., k] of each row of a tensor, as `scatter` reads them. after: what is applied to the tensor
+    then, in order. base: the zeros."""
+
+    values: fx.Node
+    indices: fx.Node
+    scatter: fx.Node
+    base: fx.Node
+    after: tuple[fx.Node, ...]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What makes the tensor of its entries, from its end."""
+        return (*reversed(self.after), self.scatter, self.base)
+
+
+def is_last(view: GraphView, node: fx.Node, dim: object) -> bool:
+    """Whether a dimension of a tensor is its last one."""
+    n = len(view.shape(node))
+    return isinstance(dim, int) and n > 0 and dim % n == n - 1
+
+
+def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None:
+    """The entries of what `reader` sees of a tensor; None where nothing is scattered. Raises Decline where the rest may
+    not be zero, or a row's columns not differ."""
+    after: list[fx.Node] = []
+    node: fx.Node | None = view.value(source, reader)
+    while node is not None and len(after) < _LONGEST:
+        call = view.call(node)
+        if call is None:
+            return None
+        if call.name in _SCATTERS:
+            return _scattered(view, node, call, tuple(reversed(after)))
+        if call.name not in KEEPS_ZEROS or call.inplace or not view.is_tensor(call["input"]):
+            return None
+        after.append(node)
+        node = view.value(call["input"], node)
+    return None
+
+
+def _scattered(
+    view: GraphView, node: fx.Node, call: Call, after: tuple[fx.Node, ...]
+) -> Entries | None:
+    base = call["input"]
+    if call.name in ("scatter", "scatter_add"):
+        values, indices = call["src"], call["index"]
+        along = is_last(view, base, call["dim"])
+    else:
+        found = _assigned(view, node, call)
+        if found is None:
+            return None
+        values, indices = found
+        along = True
+    zero = view.const(base, node) == 0
+    if not isinstance(indices, fx.Node) or topk_of(view, indices, node) is None:
+        if not (zero and along):
+            return None
+        raise Decline(
+            "the indices are not those of a topk along the last axis: they may repeat", node
+        )
+    if not along:
+        raise Decline("is scattered along another axis than the decoder sums over", node)
+    if call.get("reduce") is not None or call.get("accumulate"):
+        raise Decline(f"{label(node)} combines what it scatters with what is there", node)
+    if not view.is_tensor(values):
+        raise Decline("a number is scattered, no values", node)
+    if not view.same_shape(values, indices):
+        raise Decline("the values that are scattered are not one for each index", node)
+    if not zero:
+        raise Decline("what the entries are scattered into is not zero", node)
+    rows, given = view.shape(base)[:-1], view.shape(indices)[:-1]
+    if len(rows) != len(given) or not all(map(same_size, rows, given)):
+        raise Decline("only some rows have entries", node)
+    return Entries(values, indices, node, base, after)
+
+
+def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.Node] | None:
+    """(values, indices) of `f[rows, indices] = values` where rows are 0, 1, 2, ..., of two dimensions."""
+    index = call["index"] if call.name == "setitem" else call["indices"]
+    values = call["value"] if call.name == "setitem" else call["values"]
+    if not isinstance(index, (tuple, list)) or len(index) != 2:
+        return None
+    rows, indices = index
+    if not (
+        view.is_tensor(rows) and view.is_tensor(indices) and len(view.shape(call["input"])) == 2
+    ):
+        return None
+    if counting(view, rows, node) != 2 or len(view.shape(rows)) != 2:
+        return None
+    return values, indices
+
+
+def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
+    node = view.value(indices, reader)
+    call = view.call(node)
+    while call is not None and call.name in ("cast", "contiguous", "clone", "detach"):
+        if call.inplace or fake(node).is_floating_point():
+            return None
+        node = view.value(call["input"], node)
+        call = view.call(node)
+    if call is None or call.name != "getitem" or call["index"] != 1:
+        return None
+    top = view.call(call["input"])
+    if top is None or top.name != "topk" or not is_last(view, top["input"], top.get("dim", -1)):
+        return None
+    return call["input"]

@@ -1,0 +1,111 @@
+"""ATen implementation of rows with few entries: the CPU path, fp64, and the reference of the kernels.
+
+A row is `k` values and their columns. Sums over rows and over columns are bags of an embedding: each is taken in one
+order, in fp32 for 16 bits, and no [M, N] tensor exists but a chunk of the encoder's product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._arguments import looks_at
+
+__all__ = ["Columns", "columns", "decode", "dots", "encode", "outer", "top"]
+
+# Elements of a chunk: 16 MiB of fp32, so that it stays in a last-level cache.
+_CHUNK = 1 << 22
+
+
+class Columns(NamedTuple):
+    """The entries of each column n, in the order of their rows: entry[start[n] + j] is the place (row * k + i) of the
+    j-th, j < total[n]. All int32."""
+
+    entry: Tensor
+    start: Tensor
+    total: Tensor
+
+
+def top(scores: Tensor, k: int, ordered: bool) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, NaN as the largest, of equal ones those of the smallest columns; by size if `ordered`,
+    else by column."""
+    N = scores.shape[1]
+    found, indices = scores.topk(min(k + 1, N), dim=1)
+    if k < N:
+        last, after = found[:, k - 1 : k + 1].unbind(1) if k else (found[:, 0], found[:, 0])
+        tied = (last == after) | (last.isnan() & after.isnan())
+        indices = indices[:, :k]
+        # Which of the equal ones topk takes is not said; a stable sort takes the first.
+        if not looks_at(scores):
+            indices = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        elif len(again := tied.nonzero().squeeze(1)):
+            order = scores[again].sort(dim=1, descending=True, stable=True).indices
+            indices = indices.index_copy(0, again, order[:, :k])
+    indices = indices.sort(dim=1).values
+    values = scores.gather(1, indices)
+    if ordered:
+        values, order = values.sort(dim=1, descending=True, stable=True)
+        indices = indices.gather(1, order)
+    return values, indices
+
+
+def encode(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor | None, k: int, ordered: bool
+) -> tuple[Tensor, Tensor]:
+    """`top` of x @ weight.t() + bias, or of `scores`, which is that."""
+    M, N = len(x), len(weight)
+    values, indices = x.new_empty(M, k), torch.empty(M, k, dtype=torch.int64, device=x.device)
+    step = max(1, _CHUNK // max(N, 1))
+    for i in range(0, M, step):
+        part = slice(i, min(i + step, M))
+        product = F.linear(x[part], weight, bias) if scores is None else scores[part]
+        values[part], indices[part] = top(product, k, ordered)
+    return values, indices
+
+
+def decode(values: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y[m] = bias + the sum of values[m, i] * weight[indices[m, i]]."""
+    if not values.numel():
+        y = values.new_zeros(len(values), weight.shape[1])
+    else:
+        table = weight.contiguous()
+        y = F.embedding_bag(indices, table, mode="sum", per_sample_weights=values)
+    return y if bias is None else y + bias
+
+
+def dots(x: Tensor, weight: Tensor, indices: Tensor) -> Tensor:
+    """values[m, i] = x[m] . weight[indices[m, i]]."""
+    (M, k), D = indices.shape, weight.shape[1]
+    values = x.new_empty(M, k)
+    step = max(1, _CHUNK // max(k * D, 1))
+    for i in range(0, M, step):
+        part = slice(i, min(i + step, M))
+        at = indices[part]
+        rows = weight.index_select(0, at.reshape(-1)).view(len(at), k, D)
+        values[part] = torch.bmm(rows, x[part].unsqueeze(2)).squeeze(2)
+    return values
+
+
+def columns(indices: Tensor, N: int) -> Columns:
+    found, entry = indices.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(found, torch.arange(N + 1, device=found.device), out_int32=True)
+    return Columns(entry.int(), edges[:-1].clone(), edges.diff())
+
+
+def outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
+    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values)."""
+    N, entry = len(by.start), by.entry.long()
+    if not entry.numel():
+        return x.new_zeros(N, x.shape[1]), x.new_zeros(N)
+    start, flat = by.start.long(), values.reshape(-1, 1)
+    found = [
+        F.embedding_bag(at, t, start, mode="sum", per_sample_weights=scale)
+        for at, t, scale in (
+            (entry // values.shape[1], x.contiguous(), flat[entry].squeeze(1)),
+            (entry, flat.contiguous(), None),
+        )
+    ]
+    return found[0], found[1].squeeze(1)

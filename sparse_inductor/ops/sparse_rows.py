@@ -1,0 +1,342 @@
+"""Rows of which k entries are kept, as in a TopK autoencoder: the encoder that finds them, the decoder that sums over
+them, and every gradient over the same entries.
+
+    values, indices = the k largest of x We^T + be         [..., k], of N columns
+    y = the sum of values * Wd[indices] + bd               [..., D]
+
+Dispatcher operators:
+
+    topk_encode       the entries; the [..., N] product never exists as a whole
+    sparse_decode     the sums over a row's entries
+    sparse_dots       x . W[indices], the gradient of the decoder's values
+    sparse_columns    the entries of each column in the order of their rows
+    sparse_outer      the sums over a column's entries, the gradient of a weight and of a bias
+
+Exactly k entries a row, whatever it holds: NaN is the largest, as in torch.topk, and of equal ones those of the
+smallest columns are kept, where torch.topk does not say which. Of what is not an entry nothing is added, where a dense
+product has 0 * inf = NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _sparse_rows_aten as aten
+from ._arguments import FLOATS, INTEGERS, differ, known, same
+from ._dispatch import (
+    autocast_off,
+    autocast_on,
+    call_below_autograd,
+    define,
+    first_order,
+    launches,
+    outside_transforms,
+    register,
+)
+from ._sharding import Dims, Rule, dims
+
+__all__ = ["sparse_decode", "topk_encode"]
+
+_lib = define(
+    "topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered) -> (Tensor, Tensor)",
+    "sparse_decode(Tensor values, Tensor indices, Tensor weight, Tensor? bias) -> Tensor",
+    "sparse_dots(Tensor x, Tensor weight, Tensor indices) -> Tensor",
+    "sparse_columns(Tensor indices, SymInt columns) -> (Tensor, Tensor, Tensor)",
+    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total) -> (Tensor, Tensor)",
+)
+
+
+def topk_encode(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    k: int,
+    scores: Tensor | None = None,
+    ordered: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of x @ weight.t() + bias, whose gradients cost what k entries a row do.
+
+    Args:
+        x: [..., D]; fp32, fp16, bf16 or fp64; any strides.
+        weight: [N, D], any strides, the dtype of `x`. bias: [N] or None.
+        k: entries a row, at most N.
+        scores: [..., N] or None: the product where it is there already. No gradient goes through it: that of the
+            entries goes to `x`, `weight` and `bias`.
+        ordered: the largest first, equal ones by column; else by column.
+
+    Returns:
+        (values, int64 indices), both [..., k]. NaN counts as the largest; of equal ones the smallest columns are kept.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit, naming them.
+    """
+    if autocast_on(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        scores = None if scores is None else scores.to(dtype)
+    return torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered)
+
+
+def sparse_decode(
+    values: Tensor, indices: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """bias + the sum over i of values[..., i] * weight[indices[..., i]].
+
+    Args:
+        values: [..., k]; fp32, fp16, bf16 or fp64.
+        indices: [..., k], int64 or int32 in [0, N), those of a row all different.
+        weight: [N, D], any strides, the dtype of `values`. bias: [D] or None.
+
+    Returns:
+        y [..., D]. Sums are in fp32 (fp64 for fp64), gradients in the same order on every run.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes that do not fit, naming them.
+    """
+    if autocast_on(values.device.type) and values.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(values.device.type)
+        values, weight = values.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return torch.ops.sparse_inductor.sparse_decode(values, indices, weight, bias)
+
+
+def _check_floats(x: Tensor, name: str, **others: Tensor | None) -> None:
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} must be one of {FLOATS}, got {x.dtype}")
+    for other, t in others.items():
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{other} must have the dtype of {name}, {x.dtype}, got {t.dtype}")
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{other} is on {t.device}, {name} on {x.device}")
+
+
+def _check_encode(x, weight, bias, scores, k) -> None:
+    if x.dim() < 1 or weight.dim() != 2 or differ(weight.shape[1], x.shape[-1]):
+        raise ValueError(
+            f"x must be [..., D] and weight [N, D], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    N = weight.shape[0]
+    if bias is not None and not same(bias.shape, (N,)):
+        raise ValueError(f"bias must be [{N}], got shape {tuple(bias.shape)}")
+    if scores is not None and not same(scores.shape, (*x.shape[:-1], N)):
+        raise ValueError(f"scores must be [..., {N}], got shape {tuple(scores.shape)}")
+    if known(k, N) and not 0 <= k <= N:
+        raise ValueError(f"k must be between 0 and {N}, got {k}")
+    _check_floats(x, "x", weight=weight, bias=bias, scores=scores)
+
+
+def _check_decode(values, indices, weight, bias) -> None:
+    if values.dim() < 1 or not same(indices.shape, values.shape):
+        raise ValueError(
+            f"values and indices must be [..., k], got {tuple(values.shape)} and {tuple(indices.shape)}"
+        )
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [N, D], got shape {tuple(weight.shape)}")
+    if bias is not None and not same(bias.shape, weight.shape[1:]):
+        raise ValueError(f"bias must be [{weight.shape[1]}], got shape {tuple(bias.shape)}")
+    if indices.dtype not in INTEGERS:
+        raise TypeError(f"indices must be one of {INTEGERS}, got {indices.dtype}")
+    if indices.device != values.device:
+        raise ValueError(f"indices is on {indices.device}, values on {values.device}")
+    _check_floats(values, "values", weight=weight, bias=bias)
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
+
+
+def _has_kernels(x: Tensor, *others: Tensor) -> bool:
+    """Whether the Triton kernels take this: fp64 and what is empty goes the ATen way on any device."""
+    return launches(x) and x.dtype != torch.float64 and all(t.numel() for t in (x, *others))
+
+
+def _encode(x, weight, bias, scores, k, ordered):
+    _check_encode(x, weight, bias, scores, k)
+    flat, given = _flat(x), None if scores is None else _flat(scores)
+    with autocast_off(x.device.type):
+        if _has_kernels(flat, weight) and k:
+            from ..kernels import topk_rows as kernel
+
+            found = kernel.encode(flat, weight, bias, given, k, ordered)
+        else:
+            found = aten.encode(flat, weight, bias, given, k, ordered)
+    values, indices = (t.view(*x.shape[:-1], k) for t in found)
+    return values, indices
+
+
+def _decode(values, indices, weight, bias):
+    _check_decode(values, indices, weight, bias)
+    v, i = _flat(values), _flat(indices)
+    with autocast_off(values.device.type):
+        if _has_kernels(v, weight):
+            from ..kernels import topk_sums as kernel
+
+            y = kernel.decode(v, i, weight, bias)
+        else:
+            y = aten.decode(v, i, weight, bias)
+    return y.view(*values.shape[:-1], weight.shape[1])
+
+
+def _dots(x, weight, indices):
+    flat, i = _flat(x), _flat(indices)
+    with autocast_off(x.device.type):
+        if _has_kernels(flat, weight, i):
+            from ..kernels import topk_sums as kernel
+
+            values = kernel.dots(flat, weight, i)
+        else:
+            values = aten.dots(flat, weight, i)
+    return values.view(indices.shape)
+
+
+def _columns(indices, columns):
+    flat = _flat(indices)
+    if launches(indices) and flat.numel():
+        from ..kernels import topk_sums as kernel
+
+        return kernel.columns(flat, columns)
+    return tuple(aten.columns(flat, columns))
+
+
+def _outer(values, x, entry, start, total):
+    v, flat = _flat(values), _flat(x)
+    with autocast_off(x.device.type):
+        if _has_kernels(flat, v):
+            from ..kernels import topk_sums as kernel
+
+            return kernel.outer(v, flat, entry, start, total)
+        return aten.outer(v, flat, aten.Columns(entry, start, total))
+
+
+def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
+    """(of a weight [N, D], of a bias [N]), that of the weight with its strides where it is transposed."""
+    ops = torch.ops.sparse_inductor
+    lists = ops.sparse_columns(indices, weight.shape[0])
+    d_weight, d_bias = ops.sparse_outer(values, x, *lists)
+    if known(*weight.stride()) and weight.stride(0) == 1 != weight.stride(1):
+        d_weight = d_weight.t().contiguous().t()
+    return d_weight, d_bias
+
+
+class _Encode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, scores, k, ordered):
+        values, indices = torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered)
+        ctx.save_for_backward(x, weight, indices)
+        ctx.mark_non_differentiable(indices)
+        return values, indices
+
+    @staticmethod
+    @first_order("topk_encode")
+    def backward(ctx, grad, _):
+        x, weight, indices = ctx.saved_tensors
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        d_x = d_weight = d_bias = None
+        if for_x:
+            d_x = torch.ops.sparse_inductor.sparse_decode(grad, indices, weight, None)
+        if for_weight or for_bias:
+            d_weight, d_bias = _weight_gradients(grad, x, indices, weight)
+        return d_x, d_weight if for_weight else None, d_bias if for_bias else None, None, None, None
+
+
+class _Decode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, indices, weight, bias):
+        ctx.save_for_backward(values, indices, weight)
+        return torch.ops.sparse_inductor.sparse_decode(values, indices, weight, bias)
+
+    @staticmethod
+    @first_order("sparse_decode")
+    def backward(ctx, grad):
+        values, indices, weight = ctx.saved_tensors
+        for_values, _, for_weight, for_bias = ctx.needs_input_grad
+        d_values = d_weight = d_bias = None
+        if for_values:
+            d_values = torch.ops.sparse_inductor.sparse_dots(grad, weight, indices)
+        if for_weight:
+            d_weight, _ = _weight_gradients(values, grad, indices, weight)
+        if for_bias:
+            d_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return d_values, None, d_weight, d_bias
+
+
+def _autograd_encode(x, weight, bias, scores, k, ordered):
+    outside_transforms("topk_encode", x, weight, bias, scores)
+    wanted = any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if torch.is_grad_enabled() and wanted:
+        _check_encode(x, weight, bias, scores, k)
+        return _Encode.apply(x, weight, bias, scores, k, ordered)
+    args = (x, weight, bias, scores, k, ordered)
+    return call_below_autograd(torch.ops.sparse_inductor.topk_encode, _encode, args)
+
+
+def _autograd_decode(values, indices, weight, bias):
+    outside_transforms("sparse_decode", values, weight, bias)
+    wanted = any(t is not None and t.requires_grad for t in (values, weight, bias))
+    if torch.is_grad_enabled() and wanted:
+        _check_decode(values, indices, weight, bias)
+        return _Decode.apply(values, indices, weight, bias)
+    args = (values, indices, weight, bias)
+    return call_below_autograd(torch.ops.sparse_inductor.sparse_decode, _decode, args)
+
+
+def _fake_encode(x, weight, bias, scores, k, ordered):
+    _check_encode(x, weight, bias, scores, k)
+    values = x.new_empty(*x.shape[:-1], k)
+    return values, torch.empty_like(values, dtype=torch.int64)
+
+
+def _fake_decode(values, indices, weight, bias):
+    _check_decode(values, indices, weight, bias)
+    return values.new_empty(*values.shape[:-1], weight.shape[1])
+
+
+def _fake_dots(x, weight, indices):
+    return x.new_empty(indices.shape)
+
+
+def _fake_columns(indices, columns):
+    new = lambda n: indices.new_empty(n, dtype=torch.int32)
+    return new(indices.numel()), new(columns), new(columns)
+
+
+def _fake_outer(values, x, entry, start, total):
+    N = start.shape[0]
+    return x.new_empty(N, x.shape[-1]), x.new_empty(N)
+
+
+# Spread over the rows; what sums over them is made of all of them by every process.
+
+
+def _rows(t: Tensor) -> Dims:
+    return ("T",) + ("",) * (t.dim() - 1) if t.dim() > 1 else ("",)
+
+
+def _shared_encode(x, weight, bias, scores, *_) -> Rule:
+    given = None if scores is None else _rows(scores)
+    inputs = (_rows(x), dims(weight, ".."), dims(bias, "."), given)
+    return Rule(inputs, (_rows(x), _rows(x)), ("T",))
+
+
+def _shared_decode(values, indices, weight, bias) -> Rule:
+    inputs = (_rows(values), _rows(indices), dims(weight, ".."), dims(bias, "."))
+    return Rule(inputs, (_rows(values),), ("T",))
+
+
+def _shared_dots(x, weight, indices) -> Rule:
+    return Rule((_rows(x), dims(weight, ".."), _rows(indices)), (_rows(x),), ("T",))
+
+
+def _whole(*args) -> Rule:
+    inputs = tuple(dims(t, "." * t.dim()) for t in args if isinstance(t, Tensor))
+    return Rule(inputs, (("",),), ())
+
+
+register(_lib, "topk_encode", _encode, _fake_encode, _shared_encode, _autograd_encode)
+register(_lib, "sparse_decode", _decode, _fake_decode, _shared_decode, _autograd_decode)
+register(_lib, "sparse_dots", _dots, _fake_dots, _shared_dots)
+register(_lib, "sparse_columns", _columns, _fake_columns, _whole)
+register(_lib, "sparse_outer", _outer, _fake_outer, _whole)

@@ -1,0 +1,102 @@
+"""Autoencoders that keep the k largest activations, as people write them: what is rewritten, and their numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparse_inductor.testing import assert_matches_reference, assert_rewrites
+from support import heavy
+
+BOTH = {"topk_encode": 1, "sparse_decode": 1}
+
+
+class Autoencoder(nn.Module):
+    def __init__(self, forward, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.W_enc = nn.Parameter(torch.randn(8, 32))
+        self.W_dec = nn.Parameter(torch.randn(32, 8))
+        self.b_enc, self.b_dec = nn.Parameter(torch.randn(32)), nn.Parameter(torch.randn(8))
+        self.threshold = nn.Parameter(torch.tensor(0.5))
+        self._forward = forward
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+def plain(s, x):
+    pre = (x - s.b_dec) @ s.W_enc + s.b_enc
+    values, indices = pre.topk(4, dim=-1, sorted=False)
+    return torch.zeros_like(pre).scatter_(-1, indices, values.relu()) @ s.W_dec + s.b_dec
+
+
+def rectified_first(s, x):
+    f = F.relu(F.linear(x - s.b_dec, s.W_enc.T, s.b_enc))
+    top = f.topk(4, sorted=False, dim=-1)
+    buffer = torch.zeros_like(f)
+    encoded = buffer.scatter_(dim=-1, index=top.indices, src=top.values)
+    return F.linear(encoded, s.W_dec.T) + s.b_dec
+
+
+def tied(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_enc.T
+
+
+def unit_rows(s, x):
+    values, indices = (x @ s.W_enc + s.b_enc).topk(4)
+    f = x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values.relu())
+    return torch.einsum("bsn,nd->bsd", f, F.normalize(s.W_dec, dim=1)) + s.b_dec
+
+
+def with_everything_returned(s, x):
+    pre = (x - s.b_dec) @ s.W_enc + s.b_enc
+    values, indices = pre.topk(4)
+    f = torch.zeros_like(pre).scatter_(-1, indices, values.relu())
+    out = f @ s.W_dec + s.b_dec
+    return (out - x).square().sum(-1).mean() + 0.1 * f.sum(-1).mean(), f, pre, (f > 0).any(0)
+
+
+def to_something_else(s, x):
+    """A transcoder with a skip connection."""
+    values, indices = (x @ s.W_enc + s.b_enc).topk(4)
+    f = x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values.relu())
+    return f @ s.W_dec + x @ s.W_enc[:, :8]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        plain,
+        with_everything_returned,
+        *map(heavy, (rectified_first, tied, unit_rows, to_something_else)),
+    ],
+)
+def test_it_is_rewritten_and_keeps_its_numbers(program):
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
+    assert_rewrites(explanation, expected=BOTH)
+
+
+def test_what_is_returned_stays_as_it_is_written():
+    program = Autoencoder(with_everything_returned)
+    explanation = assert_rewrites(program, (torch.randn(2, 6, 8),), expected=BOTH)
+    notes = {r.pattern: r.note for r in explanation.report.rewrites}
+    assert notes["topk_encode"].endswith("the product is kept")
+    assert notes["sparse_decode"].endswith("the activations are kept")
+
+
+def test_two_decoders_of_the_same_activations():
+    def program(s, x):
+        values, indices = (x @ s.W_enc).topk(4)
+        f = x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values.relu())
+        return f @ s.W_dec, f @ (s.W_dec * 2)
+
+    assert_rewrites(
+        Autoencoder(program),
+        (torch.randn(2, 6, 8),),
+        expected={"topk_encode": 1, "sparse_decode": 2},
+    )
