@@ -96,7 +96,6 @@ TRUE["published.relu_ffn"] = {
     "activations_returned": ("activations are also returned", "h ="),
     "sub_norm": ("rms_norm", "F.rms_norm("),
     "leaky": ("leaky_relu", "F.leaky_relu("),
-    "top_k": ("scatter", ".scatter("),
     "residual_inside": ("add combines two tensors", "+ m.gate(x)"),
     "scalar_gate": ("of every token", "[..., :1]"),
     "fake_quantised": ("fake_quantize", "fake_quantize"),

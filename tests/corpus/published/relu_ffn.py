@@ -296,13 +296,6 @@ def leaky(m, x):
     return m.down(F.leaky_relu(m.up(x)))
 
 
-@miss("top-k autoencoders", "top-k between")
-def top_k(m, x):
-    h = F.relu(m.up(x))
-    top = h.topk(4)
-    return m.down(torch.zeros_like(h).scatter(-1, top.indices, top.values))
-
-
 @miss("a residual inside", "a sum, no product")
 def residual_inside(m, x):
     return m.down(F.relu(m.up(x)) + m.gate(x))
