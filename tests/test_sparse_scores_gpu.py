@@ -98,6 +98,16 @@ def test_the_index_gives_the_cpus_bits(weights, k):
     assert torch.equal(again[0], scores) and torch.equal(again[1], ids)
 
 
+def test_filters_give_the_cpus_bits():
+    dense, q = collection(), queries()
+    here, there = SparseIndex.build(dense), SparseIndex.build(dense, device="cuda")
+    masks = torch.rand(len(q), len(dense), generator=torch.Generator().manual_seed(2)) < 0.01
+    for allow in (masks[0], masks, masks[0].nonzero().squeeze(1)):
+        scores, ids = there.search(q.cuda(), 100, allow=allow.cuda())
+        right, places = here.search(q, 100, allow=allow)
+        assert torch.equal(scores.cpu(), right) and torch.equal(ids.cpu(), places)
+
+
 @pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
 def test_rows_of_all_lengths_by_both_kinds_of_kernels(weights):
     """One to 700 terms: a lane's, a warp's, several loops'. The portable kernels give the same bits as those in PTX."""

@@ -38,6 +38,14 @@ class Queries:
     weights: Tensor | None
     rows: Rows | None = None
 
+    @property
+    def count(self) -> int:
+        """B."""
+        if self.weights is not None:
+            return self.weights.shape[0]
+        assert self.rows is not None
+        return self.rows.count
+
     def dense(self, device: torch.device) -> Tensor:
         """All of them, fp32 [B, V]. Differentiable where a tensor was given."""
         if self.weights is not None:

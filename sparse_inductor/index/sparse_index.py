@@ -229,13 +229,22 @@ class SparseIndex(nn.Module):
         """
         return max((s.error for s in self._contents.segments), default=0.0)
 
-    def operands(self) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
+    def operands(
+        self, allow: Any = None, deny: Any = None
+    ) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
         """What the operator `index_search` takes of the index, of one moment."""
         contents = self._contents
-        return contents.postings, contents.counts, contents.deleted
+        barred = contents.deleted
+        if allow is not None:
+            barred = barred | ~_marks(allow, barred, "allow")
+        if deny is not None:
+            barred = barred | _marks(deny, barred, "deny")
+        return contents.postings, contents.counts, barred
 
-    def search(self, queries: Any, k: SupportsIndex) -> tuple[Tensor, Tensor]:
-        """The k best documents of every query.
+    def search(
+        self, queries: Any, k: SupportsIndex, *, allow: Any = None, deny: Any = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k best documents of every query, or of those that a filter leaves.
 
         Args:
             queries: a dense or sparse tensor, an array or a scipy matrix [B, V] or [V]; a pair (term ids, weights)
@@ -243,35 +252,47 @@ class SparseIndex(nn.Module):
                 named, ids outside [0, V) count nothing and terms named twice add up. Read as fp32. Memory grows with
                 the entries of sparse queries.
             k: how many; more than there are live documents is allowed.
+            allow, deny: the documents that alone may be found, and those that may not: ids, or a boolean mask, [N] for
+                all queries or [B, N] with a row for each. Documents that came after a mask was made, which is then
+                shorter, are not marked in it.
 
         Returns:
             scores fp32 and document ids int64, [B, k] or [k], in descending order, equal scores by lowest id. Where
-            there are fewer than k live documents the rest is -inf and -1. A query with a NaN or infinite weight has
+            there are fewer than k such documents the rest is -inf and -1. A query with a NaN or infinite weight has
             scores NaN and ids -1. No gradient.
 
         Raises:
-            ValueError, TypeError: k < 0, and queries of another shape or type.
+            ValueError, TypeError: k < 0, and queries, ids or masks of another shape or type.
+            IndexError: an id that was never given, a mask of more documents than there are or of other queries.
         """
         if not isinstance(k, int) or isinstance(k, bool):
             k = _as_int(k, "k")
         if k < 0:
             raise ValueError(f"k must be an int of at least 0, got {k!r}")
-        return self._search(queries, k)
+        return self._search(queries, k, allow, deny)
 
     @apart
-    def _search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
+    def _search(self, queries: Any, k: int, allow: Any, deny: Any) -> tuple[Tensor, Tensor]:
         ops = torch.ops.sparse_inductor
         given = queries_of(queries, self.num_terms, self.device)
         if compat.exporting():
             q = given.dense(self.device).detach()
-            postings, counts, deleted = self.operands()
-            scores, ids = ops.index_search(q, list(postings), counts, deleted, k)
+            postings, counts, barred = self.operands(allow, deny)
+            scores, ids = ops.index_search(q, list(postings), counts, barred, k)
         elif torch.compiler.is_compiling():
             q = given.dense(self.device).detach()
-            scores, ids = ops.index_search_live(q, self._handle, k)
+            scores, ids = ops.index_search_live(
+                q, self._handle, k, _as_tensor(allow), _as_tensor(deny)
+            )
         else:
-            operands = self.operands()
-            found = [ops.index_search(q.detach(), *operands, k) for q in given.blocks(self.device)]
+            postings, counts, barred = self.operands(allow, deny)
+            if barred.dim() == 2 and len(barred) != given.count:
+                raise IndexError(f"a mask has {len(barred)} rows for {given.count} queries")
+            found, first = [], 0
+            for q in given.blocks(self.device):
+                own = barred if barred.dim() == 1 else barred[first : first + len(q)]
+                first += len(q)
+                found.append(ops.index_search(q.detach(), postings, counts, own, k))
             scores, ids = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
         return (scores[0], ids[0]) if given.single else (scores, ids)
 
@@ -409,6 +430,29 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
     if bool(bad.any()):
         raise IndexError(_no_document(int(ids[bad][0]), count))
     return ids
+
+
+def _as_tensor(documents: Any) -> Tensor | None:
+    return None if documents is None else torch.as_tensor(documents)
+
+
+def _marks(documents: Any, like: Tensor, argument: str) -> Tensor:
+    """A mask of the documents that an argument of `search` names, [N] or [B, N]; like: [N], or [B, N] if another
+    argument had a row for each query."""
+    count = like.shape[-1]
+    if not isinstance(documents, (Tensor, np.ndarray)) or documents.dtype not in (
+        torch.bool,
+        np.bool_,
+    ):
+        marks = torch.zeros(count, dtype=torch.bool, device=like.device)
+        marks[document_ids(documents, count).to(like.device)] = True
+        return marks
+    mask = torch.as_tensor(documents).to(like.device)
+    if mask.dim() not in (1, 2) or mask.shape[-1] > count:
+        raise IndexError(
+            f"{argument}: a mask of documents has shape (N,) or (B, N), N at most {count}; got {tuple(mask.shape)}"
+        )
+    return torch.nn.functional.pad(mask, (0, count - mask.shape[-1]))
 
 
 def _no_document(number: int, count: int) -> str:

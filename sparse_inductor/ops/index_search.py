@@ -1,8 +1,9 @@
 """Search of a `SparseIndex` as one operator, so that it can stand in a compiled program.
 
-    index_search(query [B, V], postings, counts, deleted, k) -> (scores [B, k], ids [B, k])
-    index_search_live(query [B, V], index, k)
+    index_search(query [B, V], postings, counts, barred, k) -> (scores [B, k], ids [B, k])
+    index_search_live(query [B, V], index, k, allow, deny)
 
+`barred` [N], or [B, N] with a row for each query, marks the documents that are in no result.
 `postings` holds three tensors a segment on a CPU: offsets [V + 1], docs, weights. On a GPU see
 `sparse_inductor.kernels.sparse_scores_search`.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,12 +28,13 @@ from ._top import keys_of, keys_with_ids, scores_and_ids
 __all__ = ["Searched", "enrol"]
 
 _lib = define(
-    "index_search(Tensor query, Tensor[] postings, int[] counts, Tensor deleted, SymInt k) -> (Tensor, Tensor)",
+    "index_search(Tensor query, Tensor[] postings, int[] counts, Tensor barred, SymInt k) -> (Tensor, Tensor)",
 )
 # What an index holds is no operand: two calls may differ, none may become a constant, and a CUDA graph would keep
 # reading what the index held when it was captured.
 _lib.define(
-    "index_search_live(Tensor query, Tensor index, SymInt k) -> (Tensor, Tensor)",
+    "index_search_live(Tensor query, Tensor index, SymInt k, Tensor? allow=None, Tensor? deny=None) "
+    "-> (Tensor, Tensor)",
     tags=(
         torch.Tag.pt2_compliant_tag,
         torch.Tag.nondeterministic_seeded,
@@ -46,16 +48,39 @@ _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of 
 _APART = 1 << 14  # documents in a segment from which a thread's work outweighs handing it over
 
 
+_Search = Callable[[Tensor, Sequence[Tensor], Sequence[int], Tensor, int], tuple[Tensor, Tensor]]
+
+
+def _with_own_marks(search: _Search) -> _Search:
+    """Search one query after the other where each has marks of its own."""
+
+    def each(
+        query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
+    ) -> tuple[Tensor, Tensor]:
+        if barred.dim() == 1:
+            return search(query, postings, counts, barred, k)
+        if len(barred) != len(query):
+            raise IndexError(f"a mask has {len(barred)} rows for {len(query)} queries")
+        scores, ids = _fake(query, (), (), None, k)
+        for b in range(len(query)):
+            found = search(query[b : b + 1], postings, counts, barred[b], k)
+            scores[b], ids[b] = found[0][0], found[1][0]
+        return scores, ids
+
+    return each
+
+
 @apart
+@_with_own_marks
 def _search_cpu(
-    query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], deleted: Tensor, k: int
+    query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     """Scores are fp64 sums in the order of the term ids, rounded to fp32: the same bits whatever runs beside."""
     B = query.shape[0]
     scores = torch.full((B, k), float("-inf"), dtype=torch.float32, device="cpu")
     ids = torch.full((B, k), -1, dtype=torch.int64, device="cpu")
     first = [sum(counts[:s]) for s in range(len(counts))]
-    any_deleted = bool(deleted.any())
+    left = [_left(part) for part in barred.split(list(counts))]
 
     def search(b: int, segment: int) -> Tensor:
         offsets, docs, weights = postings[3 * segment : 3 * segment + 3]
@@ -66,10 +91,9 @@ def _search_cpu(
         for low, high, w in zip(*edges, query[b, terms].tolist()):
             if high > low:
                 sums.index_add_(0, docs[low:high], weights[low:high].double(), alpha=w)
-        found = sums.float()
-        if any_deleted:
-            found.masked_fill_(deleted[start : start + n], float("-inf"))
-        return _best_keys(found, start, k)
+        allowed = left[segment]
+        found = sums.float() if allowed is None else sums[allowed].float()
+        return _best_keys(found, start, k, allowed)
 
     sound = torch.isfinite(query).all(1).tolist()
     jobs = [(b, s) for b in range(B) for s in range(len(counts)) if sound[b] and counts[s] and k]
@@ -92,11 +116,23 @@ def _search_cpu(
     return scores, ids
 
 
-def _best_keys(scores: Tensor, first: int, k: int) -> Tensor:
-    """Keys of a set of documents that holds the k best, chosen by a guessed bound and, failing that, by the k-th."""
+def _left(barred: Tensor) -> Tensor | None:
+    """The documents of a segment that may be in a result; None: all."""
+    return (~barred).nonzero().squeeze(1) if bool(barred.any()) else None
+
+
+def _best_keys(scores: Tensor, first: int, k: int, places: Tensor | None = None) -> Tensor:
+    """Keys of a set of documents that holds the k best, chosen by a guessed bound and, failing that, by the k-th.
+
+    first: the id of the segment's first document. places: where in the segment the scored documents are; None: all.
+    """
     n = scores.numel()
     if n <= 2 * k:
-        return keys_of(scores[None], first)[0]
+        return (
+            keys_of(scores[None], first)[0]
+            if places is None
+            else keys_with_ids(scores, places + first)
+        )
     step = max(1, n // _SAMPLE)
     sample = scores[::step]
     # Twice as many as wanted are expected above the guess; a miss costs one full selection.
@@ -107,19 +143,20 @@ def _best_keys(scores: Tensor, first: int, k: int) -> Tensor:
         bound = torch.topk(scores, k).values[-1]
         above, equal = (scores > bound).nonzero().squeeze(1), (scores == bound).nonzero().squeeze(1)
         chosen = torch.cat((above, equal[: k - above.numel()]))  # of equal ones the lowest ids
-    return keys_with_ids(scores[chosen], chosen + first)
+    return keys_with_ids(scores[chosen], (chosen if places is None else places[chosen]) + first)
 
 
 def _largest(keys: Tensor, k: int) -> Tensor:
     return torch.topk(keys, min(k, keys.numel())).values
 
 
+@_with_own_marks
 def _search_cuda(
-    query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], deleted: Tensor, k: int
+    query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     from ..kernels import sparse_scores_search as kernel
 
-    return kernel.search(query, postings, counts, deleted, k)
+    return kernel.search(query, postings, counts, barred, k)
 
 
 # Indexes that compiled programs may name, by number.
@@ -130,8 +167,10 @@ _numbers = itertools.count()
 class Searched(Protocol):
     """Something that holds documents, at any time others."""
 
-    def operands(self) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
-        """postings, counts and deleted, which belong together."""
+    def operands(
+        self, allow: Tensor | None, deny: Tensor | None
+    ) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
+        """postings, counts and barred, which belong together."""
 
 
 def enrol(index: Searched) -> Tensor:
@@ -141,19 +180,25 @@ def enrol(index: Searched) -> Tensor:
     return torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
-def _search_live(query: Tensor, index: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _search_live(
+    query: Tensor,
+    index: Tensor,
+    k: int,
+    allow: Tensor | None = None,
+    deny: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     named = _enrolled.get(int(index))
     if named is None:
         raise RuntimeError("the index that this program searches no longer exists")
-    postings, counts, deleted = named.operands()
-    return torch.ops.sparse_inductor.index_search(query, postings, counts, deleted, k)
+    postings, counts, barred = named.operands(allow, deny)
+    return torch.ops.sparse_inductor.index_search(query, postings, counts, barred, k)
 
 
-def _fake_live(query, index, k):
+def _fake_live(query, index, k, allow=None, deny=None):
     return _fake(query, (), (), None, k)
 
 
-def _fake(query, postings, counts, deleted, k):
+def _fake(query, postings, counts, barred, k):
     scores = query.new_empty(query.shape[0], k)
     return scores, query.new_empty(query.shape[0], k, dtype=torch.int64)
 

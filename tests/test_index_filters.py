@@ -1,0 +1,139 @@
+"""A filtered search finds what a search of the documents that the filter leaves would find."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparse_inductor import SparseIndex
+from sparse_inductor.index import queries
+
+N, V, B = 40, 12, 3
+
+
+def collection(n: int = N) -> Tensor:
+    """Few different weights: equal scores are common."""
+    g = torch.Generator().manual_seed(0)
+    return torch.randint(3, (n, V), generator=g) * (torch.rand(n, V, generator=g) < 0.4).float()
+
+
+def queries_of(b: int = B) -> Tensor:
+    return torch.randint(3, (b, V), generator=torch.Generator().manual_seed(1)).float()
+
+
+def brute(dense: Tensor, q: Tensor, left: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """left: bool [N] or [B, N]."""
+    scores = (q.double() @ dense.double().t()).float().masked_fill(~left, float("-inf"))
+    best, ids = torch.sort(scores, dim=1, descending=True, stable=True)
+    best = torch.nn.functional.pad(best, (0, k), value=float("-inf"))[:, :k]
+    ids = torch.nn.functional.pad(ids, (0, k), value=-1)[:, :k]
+    return best, ids.masked_fill(best == float("-inf"), -1)
+
+
+def agrees(found: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(found[0], want[0])
+    assert torch.equal(found[1], want[1])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    allow=st.none() | st.sets(st.integers(0, N - 1)),
+    deny=st.none() | st.sets(st.integers(0, N - 1)),
+    gone=st.sets(st.integers(0, N - 1)),
+    k=st.integers(0, N + 2),
+)
+def test_a_filter_leaves_what_it_names(allow, deny, gone, k):
+    dense, q = collection(), queries_of()
+    index = SparseIndex.build(dense[:25])
+    index.append(dense[25:])
+    index.delete(sorted(gone))
+    left = torch.tensor(
+        [
+            i not in gone and (allow is None or i in allow) and (deny is None or i not in deny)
+            for i in range(N)
+        ]
+    )
+    agrees(index.search(q, k, allow=allow, deny=deny), brute(dense, q, left, k))
+
+
+FORMS = {
+    "ids": lambda mask: mask.nonzero().squeeze(1),
+    "int32": lambda mask: mask.nonzero().squeeze(1).int(),
+    "list": lambda mask: mask.nonzero().squeeze(1).tolist(),
+    "mask": lambda mask: mask,
+    "numpy": lambda mask: mask.numpy(),
+    "for each": lambda mask: mask.expand(B, N),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_filter(form):
+    mask = torch.rand(N, generator=torch.Generator().manual_seed(2)) < 0.3
+    index, q = SparseIndex.build(collection()), queries_of()
+    agrees(index.search(q, 7, allow=FORMS[form](mask)), brute(collection(), q, mask, 7))
+    agrees(index.search(q, 7, deny=FORMS[form](mask)), brute(collection(), q, ~mask, 7))
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_each_query_may_have_its_own_mask(monkeypatch, sparse):
+    monkeypatch.setattr(queries, "_CPU_BYTES", 4 * V * 2)  # two queries a block
+    masks = torch.rand(B, N, generator=torch.Generator().manual_seed(3)) < 0.2
+    masks[1] = False
+    index, q = SparseIndex.build(collection()), queries_of()
+    asked = q.to_sparse_csr() if sparse else q
+    agrees(index.search(asked, 5, allow=masks), brute(collection(), q, masks, 5))
+    scores, ids = index.search(q[0], 5, deny=~masks[0])
+    agrees((scores[None], ids[None]), brute(collection(), q[:1], masks[0], 5))
+
+
+def test_documents_that_came_after_a_mask_are_not_marked_in_it():
+    index, q = SparseIndex.build(collection()[:30]), queries_of()
+    mask = torch.ones(30, dtype=torch.bool)
+    index.append(collection()[30:])
+    first = torch.arange(N) < 30
+    agrees(index.search(q, 9, allow=mask), brute(collection(), q, first, 9))
+    agrees(index.search(q, 9, deny=mask), brute(collection(), q, ~first, 9))
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["for all", "for each"])
+def test_a_compiled_search_takes_filters(each):
+    index, q = SparseIndex.build(collection()[:30]), queries_of()
+    program = torch.compile(
+        lambda q, allow: index.search(q, 6, allow=allow), fullgraph=True, backend="aot_eager"
+    )
+    with torch.no_grad():
+        for n in (30, N):
+            masks = torch.rand(B, n, generator=torch.Generator().manual_seed(n)) < 0.3
+            mask = masks if each else masks[0]
+            agrees(program(q, mask), brute(collection()[:n], q, mask, 6))
+            index.append(collection()[n:])
+
+
+def test_the_operators_take_marks():
+    index, ops = SparseIndex.build(collection()), torch.ops.sparse_inductor
+    marks = torch.rand(B, N) < 0.5
+    postings, counts, barred = index.operands(deny=marks)
+    assert torch.equal(barred, marks)
+    torch.library.opcheck(ops.index_search, (queries_of(), list(postings), counts, barred, 4))
+    torch.library.opcheck(ops.index_search_live, (queries_of(), index._handle, 4, None, marks))
+
+
+@pytest.mark.parametrize(
+    ("filters", "error", "said"),
+    [
+        ({"allow": [N]}, IndexError, f"there is no document {N}"),
+        ({"deny": torch.tensor([-1])}, IndexError, "there is no document -1"),
+        ({"allow": torch.ones(N + 1, dtype=torch.bool)}, IndexError, "allow: a mask of documents"),
+        ({"deny": np.ones((1, 1, N), dtype=bool)}, IndexError, "deny: a mask of documents"),
+        ({"allow": torch.ones(B + 1, N, dtype=torch.bool)}, IndexError, "4 rows for 3 queries"),
+        ({"allow": torch.ones(N)}, TypeError, "must be integers"),
+        ({"deny": "all"}, TypeError, "ids must be document ids"),
+    ],
+)
+def test_what_is_no_filter(filters, error, said):
+    with pytest.raises(error, match=said):
+        SparseIndex.build(collection()).search(queries_of(), 3, **filters)
