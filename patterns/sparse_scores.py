@@ -31,8 +31,8 @@ from sparse_inductor.match.postings import Postings, postings_of
 from sparse_inductor.match.scored import TURNS, Scores, names_of
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.topk import Top, top_of
-from sparse_inductor.match.values import swallowed
-from sparse_inductor.match.weighted import weighted
+from sparse_inductor.match.values import is_parameter, swallowed
+from sparse_inductor.match.weighted import ROWS, OfRows, weighted
 from sparse_inductor.pattern import Example, Miss
 from sparse_inductor.policy import Worth
 from sparse_inductor.records import watch_sparse_breaks
@@ -139,10 +139,10 @@ class SparseScores:
                 return self._other_pool(node, view, why)
             found = postings_of(view, node) or scores_of(view, node)
             return None if found is None else self._checked(node, view, found)
+        except (OfRows, Unknown):
+            return None
         except Decline as d:
             return Miss(d.reason, d.node or node)
-        except Unknown:
-            return None
 
     def _other_pool(self, node: fx.Node, view: GraphView, why: str) -> Miss | None:
         call = view.call(node)
@@ -157,10 +157,9 @@ class SparseScores:
             raise Decline(f"the scores are {fake(node).dtype}", node)
         top = None if s.into is not None else top_of(view, s)
         if s.features and not _documents_first(view, s, top):
-            raise Decline(
-                "rows of features are gathered and added up; nothing says that they are weights of queries",
-                node,
-            )
+            embedded = view.name_of(s.w.gather.node) == "embedding"
+            plain = embedded and is_parameter(view, s.w.gather.source)  # every model has some
+            raise OfRows(ROWS, node) if plain else Decline(ROWS, node)
         anchor = s.node if top is None else top.node
         inner = [*s.swallowed] if top is None else [*s.swallowed, *top.path, top.node]
         names: list[fx.Node] = []

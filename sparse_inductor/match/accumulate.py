@@ -36,7 +36,7 @@ def scores_of(view: GraphView, node: fx.Node) -> Scores | None:
         return None
     if not found.w.has_weights:
         if found.features:
-            raise Decline("rows of features are gathered and added up", node)
+            return None  # embeddings, or messages along the edges of a graph
         raise Decline("there are no document weights: the gathered entries are only added up", node)
     return found
 

@@ -26,7 +26,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-_OTHERS = frozenset("amax max_dim amin min_dim aminmax scaled_dot_product_attention".split())
+# What makes one number of many, or of all tokens: what comes after it is no block of what came before.
+_OTHERS = frozenset(
+    "amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "scaled_dot_product_attention".split()
+)
 _RECTIFIERS = frozenset(
     (
         "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign heaviside gt ge lt le "

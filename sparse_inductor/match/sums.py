@@ -14,15 +14,22 @@ from .graph import GraphView, same_size
 from .names import Call
 from .scored import Scores, total
 from .shapes import Decline
-from .values import uniform
-from .weighted import Factor, Weighted, preference, weighted
+from .weighted import Factor, OfRows, Weighted, check_shared, preference, weighted
 
 __all__ = ["READERS"]
 
 
 def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    w = weighted(view, call["input"], node)
+    try:
+        w = weighted(view, call["input"], node)
+    except OfRows as rows:
+        raise _dense(rows) if call.get("dim") in (-1, [-1], (-1,)) else rows from None
     return None if w is None else _summed(node, w, call.get("dim"), call.get("keepdim", False))
+
+
+def _dense(rows: OfRows) -> Decline:
+    """Why a product of rows with vectors that is summed up is no scoring."""
+    return Decline(rows.reason, rows.node)
 
 
 def _summed(node: fx.Node, w: Weighted, dim: Any, keepdim: bool) -> Scores | None:
@@ -78,7 +85,10 @@ def _labelled(
     for i, other in enumerate(operands):
         if i == mine:
             continue
-        timed = _times(view, node, w, xs, other, letters[i])
+        try:
+            timed = _times(view, node, w, xs, other, letters[i])
+        except OfRows as rows:
+            raise rows if w.batch is None or xs[w.batch] in out else _dense(rows) from None
         if timed is None:
             return None
         w = timed
@@ -105,10 +115,8 @@ def _times(
         same_size(w.shape[xs.index(c)], 1) and not same_size(sizes[c], 1) for c in ys if c in xs
     ):
         return None  # the gathered weights are the ones that repeat themselves
-    if w.batch is not None and xs[w.batch] in ys:
-        from_end = len(ys) - ys.index(xs[w.batch])
-        if not uniform(view, other, from_end, node):
-            raise Decline("the document weights differ from query to query", node)
+    shared = None if w.batch is None or xs[w.batch] not in ys else xs[w.batch]
+    check_shared(view, w, other, node, None if shared is None else len(ys) - ys.index(shared))
 
     def aligned(e: Emitter) -> fx.Node:
         t, have = other, list(ys)
@@ -123,10 +131,6 @@ def _times(
                 t = e.method("unsqueeze", t, at)
         return t
 
-    if view.learns(other):
-        raise Decline(
-            "the document weights are learnt, and the operator has no gradient for them", node
-        )
     factor = Factor("mul", other, w.shape, w.batch, aligned)
     reads = (*w.reads, (other, node))
     return dataclasses.replace(w, factors=(*w.factors, factor), reads=reads)

@@ -25,7 +25,17 @@ from .shapes import Decline, order_of
 from .values import is_parameter, rounds, uniform
 from .vocabulary import COPIES, VIEWS
 
-__all__ = ["Factor", "Weighted", "kept_axis", "only_new_axes", "preference", "reshaped", "weighted"]
+__all__ = [
+    "Factor",
+    "OfRows",
+    "Weighted",
+    "check_shared",
+    "kept_axis",
+    "only_new_axes",
+    "preference",
+    "reshaped",
+    "weighted",
+]
 
 Read = Callable[[GraphView, Any], Gather | None]
 
@@ -150,7 +160,9 @@ class Weighted:
         """With one more factor, read by `reader`."""
         reads = self.reads
         if isinstance(factor.operand, fx.Node):
-            _check_shared(view, factor, reader)
+            moved = factor.batch is None or factor.make is not None
+            from_end = None if moved else len(factor.shape) - factor.batch
+            check_shared(view, self, factor.operand, reader, from_end)
             reads = (*reads, (factor.operand, reader))
         return self.then(node, factors=(*self.factors, factor), reads=reads)
 
@@ -209,19 +221,30 @@ def _applied(e: Emitter, apply: Callable[..., Any], a: Any, b: Any) -> Any:
     return e.call(apply, a, b) if isinstance(a, fx.Node) or isinstance(b, fx.Node) else apply(a, b)
 
 
-def _check_shared(view: GraphView, f: Factor, reader: fx.Node) -> None:
-    """A factor must be the same for every query."""
-    operand = f.operand
-    assert isinstance(operand, fx.Node)
+ROWS = "rows of features are gathered and added up; nothing says that they are weights of queries"
+
+
+class OfRows(Decline):
+    """Whole rows of a table were looked up, and each of their features has a factor of its own: an embedding."""
+
+
+def check_shared(
+    view: GraphView, w: Weighted, operand: fx.Node, reader: fx.Node, from_end: int | None
+) -> None:
+    """A factor must be the same for every query, whose axis is `from_end` from the end, and need no gradient."""
+    if from_end is not None and not uniform(view, operand, from_end, reader):
+        if w.gather.features:
+            raise OfRows(
+                "whole rows are looked up and multiplied by a vector each: a product of dense vectors, not of terms",
+                reader,
+            )
+        raise Decline("the document weights differ from query to query", reader)
     if view.learns(operand):
+        if w.gather.features:
+            raise Decline(ROWS, reader)
         raise Decline(
             "the document weights are learnt, and the operator has no gradient for them", reader
         )
-    if f.batch is None or f.make is not None:
-        return
-    from_end = len(f.shape) - f.batch
-    if not uniform(view, operand, from_end, reader):
-        raise Decline("the document weights differ from query to query", reader)
 
 
 def weighted(
@@ -292,6 +315,8 @@ def _function(
         return None
     if call.name == "neg":
         return w.times(view, node, Factor("mul", -1.0, w.shape, w.batch), node)
+    if w.gather.features and call.name not in _KEEPS_ZERO:
+        return None  # the square of an embedding, say
     if w.has_weights or any(f.how in ("keep", "drop") for f in w.factors):
         raise Decline(f"{call.name} of the products: they are no terms of an inner product", node)
     if call.name not in _KEEPS_ZERO and view.learns(tensors[0]):
@@ -322,6 +347,8 @@ def _product(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int)
     if not found:
         if declined is not None:
             raise declined
+        return None
+    if len(found) == 2 and all(w.gather.features for w, _ in found):
         return None
     shape = view.shape(node)
     full = lambda w: _same_axes(shape, w.shape)

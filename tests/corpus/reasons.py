@@ -201,6 +201,7 @@ NOTHING_OF_IT["published.sparse_scores"] = {
 }
 
 TRUE["sparse_scores"] = {
+    "candidates_ranked_again": ("dense vectors", "vectors[candidates]"),
     "gathered_weights_reused": ("also read by gt", "(picked > 0)"),
     "into_the_callers_buffer": ("does not start at zero", "(c.lengths * 0.1).index_add_("),
     "rows_of_each_query": ("differ from query to query", "scatter_add(1, rows"),
@@ -232,6 +233,8 @@ TRUE["sparse_scores"] = {
     "best_list_of_a_document": ("'amax': only sums", ".scatter_reduce(1, docs"),
 }
 NOTHING_OF_IT["sparse_scores"] = {
+    "norm_of_an_embedding": "an embedding",
+    "average_of_embeddings": "an embedding",
     "rows_reversed": "a lookup by two coordinates that are not followed",
     "rows_permuted": "a lookup by two coordinates that are not followed",
     "rows_listed": "a lookup by two coordinates that are not followed",

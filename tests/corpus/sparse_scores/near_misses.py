@@ -154,3 +154,40 @@ def query_by_query_through_vmap(c, q):
 def einsum_with_boosts_of_queries(c, q):
     """one of three operands has the batch axis, too"""
     return torch.einsum("bnl,nl,b->bn", q[:, c.ids], c.values, q[:, 0])
+
+
+@program("no_rewrite", "a product of dense vectors, whose other side needs a gradient", TRAIN)
+def candidates_ranked_again():
+    """constant document vectors, a query weighted by a constant"""
+    torch.manual_seed(4)
+    weights, vectors = torch.rand(V), torch.rand(N, V)
+
+    def rank(q, candidates):
+        return (vectors[candidates] * (q * weights)[:, None, :]).sum(-1)
+
+    return rank, (torch.rand(3, V, requires_grad=True), torch.randint(0, N, (3, 6)))
+
+
+@program("no_rewrite", "the norm of an embedding", INFER)
+def norm_of_an_embedding():
+    """Gemma's first norm"""
+    torch.manual_seed(5)
+    table = nn.Embedding(V, 8)
+
+    def normed(ids):
+        h = table(ids) * 4.0
+        return h * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6).type_as(h)
+
+    return normed, (torch.randint(0, V, (2, 5)),)
+
+
+@program("no_rewrite", "the average of some embeddings", INFER)
+def average_of_embeddings():
+    """a sentence encoder of words"""
+    torch.manual_seed(6)
+    table = nn.Embedding(V, 8)
+
+    def average(ids, mask):
+        return (table(ids) * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+
+    return average, (torch.randint(0, V, (2, 5)), torch.ones(2, 5))
