@@ -217,7 +217,7 @@ _ALIASES = {
     "clip": "clamp", "absolute": "abs", "arctan": "atan", "arcsinh": "asinh", "expit": "sigmoid",
     "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1", "special_erf": "erf",
     "special_exp2": "exp2", "log_sigmoid": "logsigmoid",
-    "numpy_T": "T", "matrix_H": "H",  # what x.T and x.H are since torch 2.14
+    "pos": "positive", "__pos__": "positive", "numpy_T": "T", "matrix_H": "H",  # what x.T and x.H are since torch 2.14
     "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "mT", "moveaxis": "movedim",
     "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view",
     "view_as": "view_as", "reshape_as": "view_as", "broadcast_to": "expand", "concat": "cat", "concatenate": "cat",

@@ -160,8 +160,9 @@ class Weighted:
         """With one more factor, read by `reader`."""
         reads = self.reads
         if isinstance(factor.operand, fx.Node):
-            moved = factor.batch is None or factor.make is not None
-            from_end = None if moved else len(factor.shape) - factor.batch
+            from_end = None
+            if factor.batch is not None and factor.make is None:
+                from_end = len(factor.shape) - factor.batch
             check_shared(view, self, factor.operand, reader, from_end)
             reads = (*reads, (factor.operand, reader))
         return self.then(node, factors=(*self.factors, factor), reads=reads)
