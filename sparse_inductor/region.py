@@ -53,13 +53,14 @@ class Modes:
 class Subgraph:
     """Part of a graph as a function of `inputs`, nodes around it; its nodes run under the modes they ran under.
 
-    writes: whether it may write to its inputs, so that it is run on copies of them.
+    writes: whether it may write to its inputs, so that it is run on copies of them. chooses: whether it takes some of
+    equal values in an order that nobody promises.
     """
 
     def __init__(self, root: nn.Module | None, modes: dict[fx.Node, Modes]) -> None:
         self.inputs: list[fx.Node] = []
         self.places: list[int] = []
-        self.writes = False
+        self.writes = self.chooses = False
         self._numbers = itertools.count()
         self._root: Any = {} if root is None else root
         self._graph = fx.Graph()
@@ -75,6 +76,7 @@ class Subgraph:
     ) -> None:
         """Copy these nodes, in graph order; `instead` has, by (node, what it reads), what its copy is to read."""
         self.writes = any(map(may_write, nodes))
+        self.chooses = any(map(_chooses, nodes))
         for node in nodes:
             self._copy(node, set(nodes), instead or {})
 
@@ -301,6 +303,11 @@ class Watch:
 def _may_run_twice(node: fx.Node) -> bool:
     call = canonical(node)
     return call is not None and not call.inplace and not call.name.startswith(("rand", "dropout"))
+
+
+def _chooses(node: fx.Node) -> bool:
+    call = canonical(node)
+    return call is not None and call.name in ("topk", "sort", "argsort")
 
 
 def _flat(node: fx.Node) -> tuple[list[Any], Any]:

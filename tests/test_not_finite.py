@@ -81,3 +81,29 @@ def test_a_product_with_a_comparison_has_no_slope_at_a_nan(kept):
         )
     assert expected[0][:, :3].isfinite().all() and expected[1].isnan().any()
     torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_masked_positions_and_the_gradient_of_a_maximum_that_is_nan(filled):
+    """amax gives every position a NaN then, and NaN times a mask's 0 is one; a mask that fills in passes none on."""
+
+    def head(h, weight, keep):
+        z = F.linear(h, weight)
+        keep = keep.unsqueeze(-1)
+        return (z.masked_fill(keep == 0, -1e4) if filled else z * keep).amax(1)
+
+    states = torch.randn(2, 4, 8)
+    states[0, 1] = float("nan")
+    keep = torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 0]])
+    weight = torch.randn(9, 8)
+
+    def gradient(f):
+        h = states.clone().requires_grad_()
+        return torch.autograd.grad(f(h, weight, keep).sum(), h)[0]
+
+    expected = gradient(head)
+    with only_splade_head() as report:
+        got = gradient(compile_without_codegen(head))
+        assert len(rewrites(report)) == 1
+    torch.testing.assert_close(got, expected, equal_nan=True)
+    assert expected[0, :2].isnan().all() and expected[0, 2].isnan().all() != filled

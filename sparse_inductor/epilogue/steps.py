@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from .. import compat
 
 __all__ = [
-    "DROPS_NAN", "ROW", "SCALAR", "Program", "Step", "apply", "dual", "parse", "render", "run", "scalar_steps",
+    "DROPS_NAN", "ROW", "SCALAR", "Program", "Step", "apply", "dual", "dual_parts", "parse", "render", "run",
+    "scalar_steps",
 ]  # fmt: skip
 
 # name -> (number of constants, value, derivative). `x` is the step's input, `y` its output. A derivative of
@@ -214,6 +215,14 @@ def dual(
     `rows` are already gathered to the shape of `y`. A step that is flat at its input makes the derivative
     exactly 0 whatever follows, infinite slopes included (sqrt(relu(x)) at x <= 0), as PyTorch's backward does.
     """
+    y, slope, flat = dual_parts(program, y, rows)
+    return y, torch.where(flat, 0.0, slope)
+
+
+def dual_parts(
+    program: Sequence[Step], y: torch.Tensor, rows: Sequence[torch.Tensor] = ()
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Value, product of the steps' derivatives, and where a step is flat: no gradient, not even NaN, passes there."""
     slope = torch.ones_like(y)
     flat = torch.zeros_like(y, dtype=torch.bool)
     for step in program:
@@ -233,4 +242,4 @@ def dual(
             flat = flat | f.flat(x, *step.consts)
         if f.slope is not None:
             slope = slope * f.slope(x, y, *step.consts)
-    return y, torch.where(flat, 0.0, slope)
+    return y, slope, flat

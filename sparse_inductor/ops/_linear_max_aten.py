@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..epilogue.plan import Lowered, Plan
-from ..epilogue.steps import Program, apply, dual, run
+from ..epilogue.steps import Program, apply, dual, dual_parts, run
 from ._arguments import looks_at
 from ._csr import csr
 
@@ -237,14 +237,14 @@ def _shares(
             z = x @ weight[v].double().t()
             if bias is not None:
                 z += bias[v]
-            y, slope = dual(low.plan.program, z, [r[i].unsqueeze(-1) for r in rows])
+            y, slope, flat = dual_parts(low.plan.program, z, [r[i].unsqueeze(-1) for r in rows])
             top = y.amax(0)
             equal = top - y <= _SHARES_IT * top.abs()
             equal[winner[i, v].long(), torch.arange(len(v))] = True
             equal |= top.isnan()
             s, column = equal.nonzero(as_tuple=True)
             share = (grad[i, v].double() / equal.sum(0)).masked_fill(top.isnan(), torch.nan)
-            g = torch.where(slope[s, column] == 0, 0.0, share[column] * slope[s, column])
+            g = (share[column] * slope[s, column]).masked_fill(flat[s, column], 0.0)
             found.append((torch.full_like(s, i), v[column], s, g))
     if not found:
         return None

@@ -48,7 +48,7 @@ class Overlooked:
     values: str | None = None
     drawn: Callable[[Program], bool] = lambda program: True
     by_verify: bool = True
-    """verify takes equal maxima for no mistake, and looks at the first call."""
+    """verify looks at the first call."""
 
 
 # --- Writers ------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ def hidden_states_overwritten(x, w, mask):
 @kept(**_HEAD)
 def weight_overwritten(x, w, mask):
     z = F.linear(x, w)
-    w.neg_()
+    w.mul_(-2.0)
     return ((torch.log1p(F.relu(z)) * mask.unsqueeze(-1)).amax(1),)
 
 
@@ -151,9 +151,9 @@ def out_argument(x, up, down):
 
 @kept(**_BLOCK)
 def inplace_argument(x, up, down):
-    h = F.relu(F.linear(x, up))
-    F.hardtanh(h, -0.1, 0.1, inplace=True)
-    return (F.linear(h, down),)
+    h = F.linear(x, up)
+    F.relu(h, inplace=True)
+    return (F.linear(F.relu(h + 0.5), down),)
 
 
 @kept(**_BLOCK, training=True)
@@ -206,17 +206,18 @@ def gathered_in_place(q, ids, w):
 
 
 _LATE = ("late write", "late write", "write")
+# The writer's name as patterns know it; in a program it is called so, or as the last column says.
 _WRITERS = (
-    ("wrapped", numpy_assignment, "splade_head"),
+    ("wrapped", numpy_assignment, "splade_head", ".numpy()"),
     ("negate_", own_operator, "splade_head"),
     ("cond", branch, "splade_head"),
-    ("setitem", assignment, "splade_head"),
+    ("setitem", assignment, "splade_head", "] = "),
     ("fill_", through_a_view, "splade_head"),
     ("copy_", hidden_states_overwritten, "splade_head"),
-    ("neg_", weight_overwritten, "splade_head"),
+    ("mul_", weight_overwritten, "splade_head"),
     ("_foreach", list_of_tensors, "relu_ffn"),
-    ("mul", out_argument, "relu_ffn"),
-    ("hardtanh", inplace_argument, "relu_ffn"),
+    ("mul", out_argument, "relu_ffn", "out="),
+    ("relu", inplace_argument, "relu_ffn", "inplace=True"),
     ("clamp_", clipped_through_detach, "relu_ffn"),
     ("mul_", scores_through_data, "entmax_attention"),
     ("clamp_", scores_through_detach, "entmax_attention"),
@@ -426,8 +427,15 @@ _LAST = instead(head, "_max", _last_winner)
 _SLOPE = instead(head, "dual", _slope_at_zero)
 
 
-def _writer(name: str, shown: Program, family: str) -> Overlooked:
-    return Overlooked(f"{name} overlooked: {shown.name}", _no_writer(name), shown, family, _LATE)
+def _writer(name: str, shown: Program, family: str, text: str = "") -> Overlooked:
+    return Overlooked(
+        f"{name} overlooked: {shown.name}",
+        _no_writer(name),
+        shown,
+        family,
+        _LATE,
+        drawn=lambda program: (text or name) in program.source(),
+    )
 
 
 def _island(shown: Program, family: str) -> Overlooked:
@@ -461,7 +469,6 @@ OVERLOOKED = (
         (),
         "integers",
         drawn=_learnt(".max(1)", "torch.max("),
-        by_verify=False,
     ),
     Overlooked(
         "slope of relu at zero",
@@ -471,7 +478,6 @@ OVERLOOKED = (
         (),
         "integers",
         drawn=_learnt("relu("),
-        by_verify=False,
     ),
     Overlooked("NaN cleaned in a head", _CLEAN_HEAD, head_of_a_nan, "splade_head", (), "nan"),
     Overlooked("infinity cleaned", _CLEAN_HEAD, head_of_an_infinity, "splade_head", (), "infinite"),
