@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..kernels import sparse_scores_cpu as native
 from ._dispatch import define, register_on_gpu
 from ._threads import apart, workers
 from ._top import keys_of, keys_with_ids, scores_and_ids
@@ -80,18 +81,23 @@ def _search_cpu(
     scores = torch.full((B, k), float("-inf"), dtype=torch.float32, device="cpu")
     ids = torch.full((B, k), -1, dtype=torch.int64, device="cpu")
     first = [sum(counts[:s]) for s in range(len(counts))]
-    left = [_left(part) for part in barred.split(list(counts))]
+    marks = [part if bool(part.any()) else None for part in barred.split(list(counts))]
+    compiled = max(counts, default=0) >= _APART and native.ready()
 
     def search(b: int, segment: int) -> Tensor:
         offsets, docs, weights = postings[3 * segment : 3 * segment + 3]
-        n, start = counts[segment], first[segment]
+        n, start, out = counts[segment], first[segment], marks[segment]
         terms = query[b].nonzero().squeeze(1)
+        if compiled:
+            values = query[b, terms].double()
+            lists = (offsets, docs, weights)
+            return native.best_keys(lists, terms, values, out, n, start, min(k, n))
         edges = torch.stack((offsets[terms], offsets[terms + 1])).tolist()
         sums = torch.zeros(n, dtype=torch.float64, device="cpu")
         for low, high, w in zip(*edges, query[b, terms].tolist()):
             if high > low:
                 sums.index_add_(0, docs[low:high], weights[low:high].double(), alpha=w)
-        allowed = left[segment]
+        allowed = None if out is None else (~out).nonzero().squeeze(1)
         found = sums.float() if allowed is None else sums[allowed].float()
         return _best_keys(found, start, k, allowed)
 
@@ -114,11 +120,6 @@ def _search_cpu(
         if not sound[b]:
             scores[b] = float("nan")
     return scores, ids
-
-
-def _left(barred: Tensor) -> Tensor | None:
-    """The documents of a segment that may be in a result; None: all."""
-    return (~barred).nonzero().squeeze(1) if bool(barred.any()) else None
 
 
 def _best_keys(scores: Tensor, first: int, k: int, places: Tensor | None = None) -> Tensor:

@@ -1,0 +1,107 @@
+"""The search of a `SparseIndex` on a CPU in C++: a quarter of the time of ATen's operations, with the same bits.
+
+The source is compiled once a machine, by the C++ compiler that torch.compile needs, in a thread of its own: whoever
+searches meanwhile, or where there is no compiler, is served by ATen (`sparse_inductor.ops.index_search`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["best_keys", "ready"]
+
+log = logging.getLogger("sparse_inductor")
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC")
+
+_Function = Callable[..., int]
+_function: _Function | None = None
+_begun = threading.Event()
+
+
+def ready(wait: bool = False) -> bool:
+    """Whether `best_keys` can be called; the first question has it compiled. wait: answer when that has ended."""
+    if not _begun.is_set():
+        _begun.set()
+        thread = threading.Thread(target=_load, name="sparse_index_compile", daemon=True)
+        thread.start()
+        if wait:
+            thread.join()
+    return _function is not None
+
+
+def best_keys(
+    postings: tuple[Tensor, Tensor, Tensor],
+    terms: Tensor,
+    values: Tensor,
+    barred: Tensor | None,
+    documents: int,
+    first: int,
+    k: int,
+) -> Tensor:
+    """int64 keys (`sparse_inductor.ops._top`) of the k best documents of a segment, in no order.
+
+    postings: offsets int64 [V + 1], docs int32, weights fp32. terms int64 and values fp64 [n]: the query. barred: bool
+    [documents], or None. first: the id of the segment's first document.
+    """
+    assert _function is not None
+    offsets, docs, weights = postings
+    keys = torch.empty(k, dtype=torch.int64, device="cpu")
+    pointers = [t.data_ptr() for t in (offsets, docs, weights, terms, values)]
+    marks = 0 if barred is None else barred.data_ptr()
+    count = _function(*pointers, terms.numel(), documents, marks, first, k, keys.data_ptr())
+    return keys[:count]
+
+
+def _load() -> None:
+    global _function
+    try:
+        function = ctypes.CDLL(str(_compiled())).sparse_index_search
+    except Exception as error:  # no compiler, no folder to write to: ATen serves
+        log.debug("the search of a SparseIndex is not compiled: %s", error, exc_info=True)
+        return
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [*[pointer] * 5, number, number, pointer, number, number, pointer]
+    function.restype = number
+    _function = function
+
+
+def _compiled() -> Path:
+    """The library, compiled if this machine has not done so before."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler: set CXX")
+    what = [compiler, *FLAGS, _processor(), SOURCE.read_text()]
+    name = hashlib.sha256("\0".join(what).encode()).hexdigest()[:32]
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    library = Path(base) / "sparse_inductor" / f"{name}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, check=True, capture_output=True, timeout=300)
+            made.replace(library)
+    return library
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a home folder may be that of many machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,98 @@
+"""The compiled search of a SparseIndex gives the bits of the one by ATen's operations, and is not needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sparse_inductor import SparseIndex
+from sparse_inductor.index import segment
+from sparse_inductor.kernels import sparse_scores_cpu as native
+from sparse_inductor.ops import index_search
+
+V = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    if not native.ready(wait=True):
+        pytest.skip("there is no C++ compiler")
+
+
+def search(
+    index: SparseIndex, q: Tensor, k: int, by_aten: bool, **filters
+) -> tuple[Tensor, Tensor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_search, "_APART", 1 << 40 if by_aten else 0)
+        used = []
+        patch.setattr(
+            native, "best_keys", lambda *a, f=native.best_keys: (used.append(1), f(*a))[1]
+        )
+        found = index.search(q, k, **filters)
+        assert bool(used) == (not by_aten and k > 0 and len(index) > 0 and len(q) > 0)
+        return found
+
+
+def alike(index: SparseIndex, q: Tensor, k: int, **filters) -> None:
+    mine, theirs = (search(index, q, k, by_aten, **filters) for by_aten in (False, True))
+    assert torch.equal(mine[1], theirs[1])
+    assert torch.equal(mine[0].nan_to_num(7.0), theirs[0].nan_to_num(7.0))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 99), n=st.integers(0, 300), k=st.integers(0, 40), b=st.integers(1, 3),
+    steps=st.sampled_from([1, 3, 10**6]), barred=st.sampled_from([0.0, 0.1, 0.99, 1.0]),
+)  # fmt: skip
+def test_the_bits_are_those_of_aten(seed, n, k, b, steps, barred):
+    """steps: how many different weights there are; of few, many scores are equal."""
+    g = torch.Generator().manual_seed(seed)
+    dense = (torch.rand(n, V, generator=g) * steps).round() / steps - 0.3
+    index = SparseIndex.build(dense * (torch.rand(n, V, generator=g) < 0.3), num_terms=V)
+    q = torch.randn(b, V, generator=g) * (torch.rand(b, V, generator=g) < 0.5)
+    alike(index, q, k, deny=torch.rand(n, generator=g) < barred)
+
+
+def test_segments_and_chunks(monkeypatch):
+    """Chunks of 16,384 documents, and two segments."""
+    monkeypatch.setattr(segment, "CAPACITY", 30_000)
+    g = torch.Generator().manual_seed(0)
+    dense = torch.rand(50_000, V, generator=g) * (torch.rand(50_000, V, generator=g) < 0.2)
+    index = SparseIndex.build(dense)
+    assert len(index.operands()[1]) == 2
+    for k in (1, 100, 5000):
+        alike(index, torch.rand(2, V, generator=g), k)
+
+
+def test_what_is_not_finite():
+    dense = torch.tensor([[3e38, 3e38], [-3e38, -3e38], [1.0, -1.0], [0.0, 0.0]])
+    index = SparseIndex.build(dense)
+    q = torch.tensor([[3e38, 3e38], [1.0, 1.0], [float("nan"), 1.0], [float("inf"), 0.0]])
+    alike(index, q, 4)
+
+
+def test_without_a_compiler_aten_serves(tmp_path):
+    code = (
+        "import torch\n"
+        "from sparse_inductor import SparseIndex\n"
+        "from sparse_inductor.kernels import sparse_scores_cpu as native\n"
+        "from sparse_inductor.ops import index_search\n"
+        "index_search._APART = 0\n"
+        "assert not native.ready(wait=True)\n"
+        "index = SparseIndex.build(torch.eye(4))\n"
+        "assert index.search(torch.eye(4), 1)[1].flatten().tolist() == [0, 1, 2, 3]\n"
+    )
+    variables = {"CXX": str(tmp_path / "no-compiler"), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | variables, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert not [*tmp_path.rglob("*.so")]
