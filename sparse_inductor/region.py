@@ -150,7 +150,13 @@ class Watch:
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         self._graph = graph
         swallowed = set(nodes)
-        swallowed |= {u for n in swallowed for u in n.users if u.target is operator.getitem}
+        swallowed |= {
+            user
+            for n in swallowed
+            if not isinstance(fake(n), Tensor)  # a pair's parts
+            for user in n.users
+            if user.target is operator.getitem
+        }
         self._present = set(graph.nodes)
         inside = [n for n in graph.nodes if n in swallowed]
         readers = dict.fromkeys(u for n in inside for u in n.users if u not in swallowed)
