@@ -132,6 +132,8 @@ class Session:
 def _names(value: Names, argument: str, known: dict[str, Pattern]) -> frozenset[str]:
     if value is None:
         return frozenset()
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{argument} takes pattern names, got {value!r}")
     listed = [n.strip() for n in value.split(",")] if isinstance(value, str) else list(value)
     for name in listed:
         if not isinstance(name, str):

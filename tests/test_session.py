@@ -98,9 +98,10 @@ def test_an_unknown_name_in_the_environment_raises(monkeypatch):
         sparse_inductor.enable()
 
 
-def test_something_that_is_no_name_raises():
+@pytest.mark.parametrize("only", [3, [3]])
+def test_something_that_is_no_name_raises(only):
     with pytest.raises(TypeError, match="only takes pattern names, got 3"):
-        sparse_inductor.enable(only=[3])
+        sparse_inductor.enable(only=only)
 
 
 # On and off

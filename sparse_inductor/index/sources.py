@@ -262,7 +262,8 @@ def as_weights(weights: Any, name: str) -> Tensor:
 
 def _as_array(values: Any, otherwise: str) -> np.ndarray:
     try:
-        if isinstance(values, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in values):
+        kinds = {*map(type, values)} if isinstance(values, (list, tuple)) else ()
+        if any(issubclass(kind, torch.Tensor) for kind in kinds):
             values = [v.tolist() if isinstance(v, torch.Tensor) else v for v in values]
         return np.asarray(values)
     except (TypeError, ValueError) as error:
