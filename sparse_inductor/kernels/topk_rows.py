@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import relaunched
+from .launch import Launcher, launch
 
 __all__ = ["encode", "top"]
 
@@ -147,7 +147,6 @@ def _order(row, values, indices, K: tl.constexpr, ROOM: tl.constexpr, BITS: tl.c
     tl.store(indices + i, at, mask=i < K)
 
 
-@relaunched
 @triton.jit
 def _maxima_kernel(
     scores, maxima, N, groups, stride, GROUP: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr
@@ -161,18 +160,17 @@ def _maxima_kernel(
     tl.store(to, tl.max(key, 1).to(maxima.dtype.element_ty), mask=g < groups)
 
 
-@relaunched
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _top_kernel(
-    scores, maxima, listed, values, indices, N, groups, stride,
+    scores, maxima, listed, values, indices, first, N, groups, stride,
     K: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, MAXIMA: tl.constexpr, LISTED: tl.constexpr,
     ROOM: tl.constexpr, BY_GROUPS: tl.constexpr, ORDERED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """A program writes the K largest entries of a row. listed [rows, LISTED]: scratch."""
+    """Program m writes the K largest entries of row m to row first + m. listed [rows, LISTED]: scratch."""
     m = tl.program_id(0).to(tl.int64)
     row = scores + m * stride
-    values += m * K
-    indices += m * K
+    values += (first + m) * K
+    indices += (first + m) * K
     many = tl.full([], LISTED + 1, tl.int32)
     if BY_GROUPS:
         listed += m * LISTED
@@ -193,8 +191,17 @@ def _top_kernel(
         _order(row, values, indices, K, ROOM, BITS)
 
 
-def top(scores: Tensor, k: int, ordered: bool, values: Tensor, indices: Tensor) -> None:
-    """The k largest entries of each row of scores [M, N] into values and int64 indices [M, k], which are contiguous."""
+def top(
+    scores: Tensor,
+    k: int,
+    ordered: bool,
+    values: Tensor,
+    indices: Tensor,
+    first: int = 0,
+    run: Launcher = launch,
+) -> None:
+    """The k largest entries of each row of scores [M, N] into rows `first` to first + M of values and int64 indices
+    [*, k], which are contiguous. run: what launches the kernels."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     M, N = scores.shape
     group, part, chunk = (GROUP, PART, CHUNK) if scores.is_cuda else (4, 8, 64)
@@ -202,38 +209,44 @@ def top(scores: Tensor, k: int, ordered: bool, values: Tensor, indices: Tensor) 
     listed = triton.next_power_of_2(k + max(8, k // 2))
     by_groups = listed <= groups // 2 and k <= MOST
     bits = 8 * scores.element_size()
-    maxima = kept = None
+    keys = torch.int16 if bits == 16 else torch.int32
+    maxima = scores.new_empty(M if by_groups else 1, groups, dtype=keys)
+    kept = scores.new_empty(M if by_groups else 1, listed, dtype=torch.int32)
+    stride = scores.stride(0)
     if by_groups:
-        keys = torch.int16 if bits == 16 else torch.int32
-        maxima = torch.empty(M, groups, dtype=keys, device=scores.device)
-        kept = torch.empty(M, listed, dtype=torch.int32, device=scores.device)
-        _maxima_kernel[(M, triton.cdiv(groups, part))](
-            scores, maxima, N, groups, scores.stride(0),
-            GROUP=group, PART=part, BITS=bits, num_warps=4,
-        )  # fmt: skip
+        constants = {"GROUP": group, "PART": part, "BITS": bits}
+        grid = M, triton.cdiv(groups, part)
+        run(_maxima_kernel, grid, (scores, maxima, N, groups, stride), constants, 4)
+    constants = {
+        "K": k, "GROUP": group, "CHUNK": chunk, "MAXIMA": triton.next_power_of_2(groups), "LISTED": listed,
+        "ROOM": triton.next_power_of_2(k), "BY_GROUPS": by_groups, "ORDERED": ordered, "BITS": bits,
+    }  # fmt: skip
     held = max(triton.next_power_of_2(groups), listed * group) if by_groups else chunk
-    _top_kernel[(M,)](
-        scores, maxima, kept, values, indices, N, groups, scores.stride(0),
-        K=k, GROUP=group, CHUNK=chunk, MAXIMA=triton.next_power_of_2(groups), LISTED=listed,
-        ROOM=triton.next_power_of_2(k), BY_GROUPS=by_groups, ORDERED=ordered, BITS=bits,
-        num_warps=4 if held <= 8192 else 16,
-    )  # fmt: skip
+    given = scores, maxima, kept, values, indices, first, N, groups, stride
+    run(_top_kernel, (M,), given, constants, 4 if held <= 8192 else 16)
 
 
 def encode(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scores: Tensor | None, k: int, ordered: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scores: Tensor | None,
+    k: int,
+    ordered: bool,
+    run: Launcher = launch,
 ) -> tuple[Tensor, Tensor]:
     """(values, int64 indices) [M, k] of the rows of x @ weight.t() + bias, or of `scores`, which is that."""
     M, N = len(x), len(weight)
     values = x.new_empty(M, k)
-    indices = torch.empty(M, k, dtype=torch.int64, device=x.device)
+    indices = x.new_empty(M, k, dtype=torch.int64)
     if scores is not None:
-        top(scores, k, ordered, values, indices)
+        top(scores, k, ordered, values, indices, run=run)
         return values, indices
-    most = max(PRODUCT, weight.nbytes // WEIGHT_SHARE) // (N * x.element_size())
+    most = max(PRODUCT, weight.numel() * weight.element_size() // WEIGHT_SHARE)
+    most //= N * x.element_size()
     step = triton.cdiv(M, max(1, triton.cdiv(M, max(1, most))))
     step = triton.cdiv(step, ROWS) * ROWS
     for i in range(0, M, step):
-        part = slice(i, min(i + step, M))
-        top(F.linear(x[part], weight, bias), k, ordered, values[part], indices[part])
+        product = F.linear(x[i : i + step], weight, bias)
+        top(product, k, ordered, values, indices, i, run)
     return values, indices

@@ -14,19 +14,23 @@ from torch import Tensor
 
 from ._arguments import looks_at
 
-__all__ = ["Columns", "columns", "decode", "dots", "encode", "outer", "top"]
+__all__ = ["PIECE", "Columns", "columns", "cut_up", "decode", "dots", "encode", "outer", "top"]
 
 # Elements of a chunk: 16 MiB of fp32, so that it stays in a last-level cache.
 _CHUNK = 1 << 22
+# Entries of a column that one program of a kernel sums; of more there are pieces of so many.
+PIECE = 256
 
 
 class Columns(NamedTuple):
     """The entries of each column n, in the order of their rows: entry[start[n] + j] is the place (row * k + i) of the
-    j-th, j < total[n]. All int32."""
+    j-th, j < total[n]. ends[n]: the pieces of PIECE entries of all columns up to n, of those that have several. All
+    int32."""
 
     entry: Tensor
     start: Tensor
     total: Tensor
+    ends: Tensor
 
 
 def top(scores: Tensor, k: int, ordered: bool) -> tuple[Tensor, Tensor]:
@@ -92,7 +96,12 @@ def dots(x: Tensor, weight: Tensor, indices: Tensor) -> Tensor:
 def columns(indices: Tensor, N: int) -> Columns:
     found, entry = indices.reshape(-1).sort(stable=True)
     edges = torch.searchsorted(found, torch.arange(N + 1, device=found.device), out_int32=True)
-    return Columns(entry.int(), edges[:-1].clone(), edges.diff())
+    return cut_up(entry.int(), edges[:-1].clone(), edges.diff())
+
+
+def cut_up(entry: Tensor, start: Tensor, total: Tensor) -> Columns:
+    several = torch.where(total > PIECE, (total + (PIECE - 1)) // PIECE, 0)
+    return Columns(entry, start, total, several.cumsum(0, dtype=torch.int32))
 
 
 def outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:

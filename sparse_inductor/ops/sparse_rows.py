@@ -30,6 +30,7 @@ from ._dispatch import (
     call_below_autograd,
     define,
     first_order,
+    inline,
     launches,
     outside_transforms,
     register,
@@ -42,8 +43,8 @@ _lib = define(
     "topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered) -> (Tensor, Tensor)",
     "sparse_decode(Tensor values, Tensor indices, Tensor weight, Tensor? bias) -> Tensor",
     "sparse_dots(Tensor x, Tensor weight, Tensor indices) -> Tensor",
-    "sparse_columns(Tensor indices, SymInt columns) -> (Tensor, Tensor, Tensor)",
-    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total) -> (Tensor, Tensor)",
+    "sparse_columns(Tensor indices, SymInt columns) -> (Tensor, Tensor, Tensor, Tensor)",
+    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends) -> (Tensor, Tensor)",
 )
 
 
@@ -153,62 +154,98 @@ def _has_kernels(x: Tensor, *others: Tensor) -> bool:
     return launches(x) and x.dtype != torch.float64 and all(t.numel() for t in (x, *others))
 
 
+def _kernels_encode(x, weight, bias, scores, k, ordered, run=None):
+    from ..kernels import topk_rows as kernel
+
+    given = None if scores is None else _flat(scores)
+    found = kernel.encode(_flat(x), weight, bias, given, k, ordered, *_by(run))
+    values, indices = (t.view(*x.shape[:-1], k) for t in found)
+    return values, indices
+
+
+def _kernels_decode(values, indices, weight, bias, run=None):
+    from ..kernels import topk_sums as kernel
+
+    y = kernel.decode(_flat(values), _flat(indices), weight, bias, *_by(run))
+    return y.view(*values.shape[:-1], weight.shape[1])
+
+
+def _kernels_dots(x, weight, indices, run=None):
+    from ..kernels import topk_sums as kernel
+
+    return kernel.dots(_flat(x), weight, _flat(indices), *_by(run)).view(indices.shape)
+
+
+def _kernels_outer(values, x, entry, start, total, ends, run=None):
+    from ..kernels import topk_sums as kernel
+
+    by = aten.Columns(entry, start, total, ends)
+    return kernel.outer(_flat(values), _flat(x), by, *_by(run))
+
+
+def _by(run) -> tuple:
+    return () if run is None else (run,)
+
+
+def _captured(kernels):
+    """What a traced graph gets of an operator: launches that Inductor makes as its own."""
+
+    def body(*args):
+        from ..kernels.launch import captured
+
+        return kernels(*args, captured)
+
+    return body
+
+
+def _capturable(*tensors: Tensor) -> bool:
+    if not (tensors[0].is_cuda and _has_kernels(*tensors)):
+        return False
+    from ..kernels import topk_sums
+
+    return topk_sums.captures()
+
+
 def _encode(x, weight, bias, scores, k, ordered):
     _check_encode(x, weight, bias, scores, k)
-    flat, given = _flat(x), None if scores is None else _flat(scores)
     with autocast_off(x.device.type):
-        if _has_kernels(flat, weight) and k:
-            from ..kernels import topk_rows as kernel
-
-            found = kernel.encode(flat, weight, bias, given, k, ordered)
-        else:
-            found = aten.encode(flat, weight, bias, given, k, ordered)
+        if _has_kernels(x, weight) and k:
+            return _kernels_encode(x, weight, bias, scores, k, ordered)
+        given = None if scores is None else _flat(scores)
+        found = aten.encode(_flat(x), weight, bias, given, k, ordered)
     values, indices = (t.view(*x.shape[:-1], k) for t in found)
     return values, indices
 
 
 def _decode(values, indices, weight, bias):
     _check_decode(values, indices, weight, bias)
-    v, i = _flat(values), _flat(indices)
     with autocast_off(values.device.type):
-        if _has_kernels(v, weight):
-            from ..kernels import topk_sums as kernel
-
-            y = kernel.decode(v, i, weight, bias)
-        else:
-            y = aten.decode(v, i, weight, bias)
+        if _has_kernels(values, weight):
+            return _kernels_decode(values, indices, weight, bias)
+        y = aten.decode(_flat(values), _flat(indices), weight, bias)
     return y.view(*values.shape[:-1], weight.shape[1])
 
 
 def _dots(x, weight, indices):
-    flat, i = _flat(x), _flat(indices)
     with autocast_off(x.device.type):
-        if _has_kernels(flat, weight, i):
-            from ..kernels import topk_sums as kernel
-
-            values = kernel.dots(flat, weight, i)
-        else:
-            values = aten.dots(flat, weight, i)
-    return values.view(indices.shape)
+        if _has_kernels(x, weight, indices):
+            return _kernels_dots(x, weight, indices)
+        return aten.dots(_flat(x), weight, _flat(indices)).view(indices.shape)
 
 
 def _columns(indices, columns):
-    flat = _flat(indices)
-    if launches(indices) and flat.numel():
+    if launches(indices) and indices.numel():
         from ..kernels import topk_sums as kernel
 
-        return kernel.columns(flat, columns)
-    return tuple(aten.columns(flat, columns))
+        return tuple(kernel.columns(_flat(indices), columns))
+    return tuple(aten.columns(_flat(indices), columns))
 
 
-def _outer(values, x, entry, start, total):
-    v, flat = _flat(values), _flat(x)
+def _outer(values, x, entry, start, total, ends):
     with autocast_off(x.device.type):
-        if _has_kernels(flat, v):
-            from ..kernels import topk_sums as kernel
-
-            return kernel.outer(v, flat, entry, start, total)
-        return aten.outer(v, flat, aten.Columns(entry, start, total))
+        if _has_kernels(x, values):
+            return _kernels_outer(values, x, entry, start, total, ends)
+        return aten.outer(_flat(values), _flat(x), aten.Columns(entry, start, total, ends))
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
@@ -300,10 +337,10 @@ def _fake_dots(x, weight, indices):
 
 def _fake_columns(indices, columns):
     new = lambda n: indices.new_empty(n, dtype=torch.int32)
-    return new(indices.numel()), new(columns), new(columns)
+    return new(indices.numel()), new(columns), new(columns), new(columns)
 
 
-def _fake_outer(values, x, entry, start, total):
+def _fake_outer(values, x, entry, start, total, ends):
     N = start.shape[0]
     return x.new_empty(N, x.shape[-1]), x.new_empty(N)
 
@@ -340,3 +377,19 @@ register(_lib, "sparse_decode", _decode, _fake_decode, _shared_decode, _autograd
 register(_lib, "sparse_dots", _dots, _fake_dots, _shared_dots)
 register(_lib, "sparse_columns", _columns, _fake_columns, _whole)
 register(_lib, "sparse_outer", _outer, _fake_outer, _whole)
+# Not the lists: both weights' gradients ask for the same, and in a graph the operator is called once.
+for _name, _kernels, _applies in (
+    (
+        "topk_encode",
+        _kernels_encode,
+        lambda x, weight, bias, scores, k, *_: k and _capturable(x, weight),
+    ),
+    (
+        "sparse_decode",
+        _kernels_decode,
+        lambda values, indices, weight, *_: _capturable(values, weight),
+    ),
+    ("sparse_dots", _kernels_dots, lambda x, weight, indices: _capturable(x, weight, indices)),
+    ("sparse_outer", _kernels_outer, lambda values, x, *_: _capturable(x, values)),
+):
+    inline(_lib, _name, _captured(_kernels), _applies)
