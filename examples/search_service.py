@@ -1,0 +1,246 @@
+"""A search service over HTTP: documents under ids of your own, added, replaced, deleted and searched at once.
+
+    python examples/search_service.py --port 8000 [--file collection]     serve (starlette, uvicorn)
+    python examples/search_service.py --load [--small]                    serve, and put load on it for a while
+
+    PUT    /documents    {"a": {"17": 0.5, "40": 1.25}, ...}    weights of terms under ids; what is there is replaced
+    DELETE /documents    ["a", ...]
+    POST   /search       {"queries": [{"17": 1.0}], "k": 10, "allow": ["a", ...] or null}
+    GET    /health, /metrics
+
+Searches run in threads and see the documents of one moment; writes wait for each other. A search between the two steps
+of a replacement, new in and old out, may find both. With --file the collection is
+read at the start, and saved, all or nothing, when the service ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import threading
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from sparse_inductor import SparseIndex
+
+TERMS = 30522
+
+
+class Collection:
+    """A `SparseIndex` whose documents have names."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file
+        self._writing = threading.Lock()
+        if file is not None and file.exists():
+            self.index = SparseIndex.load(file)
+            # The names are written first: of documents that are not in the index, none is needed.
+            names = json.loads(self._names_file(file).read_text())
+            self.names: list[str] = names[: len(self.index)]
+        else:
+            self.index, self.names = SparseIndex(TERMS), []
+        # Of documents that were replaced the last counts; deleted ones are in no result.
+        self.numbers = {name: at for at, name in enumerate(self.names)}
+
+    @staticmethod
+    def _names_file(file: Path) -> Path:
+        return file.with_suffix(".names.json")
+
+    def put(self, documents: Mapping[str, Mapping[str, float]]) -> int:
+        """Add or replace documents; returns how many were replaced."""
+        rows = [
+            ([int(t) for t in terms], [float(w) for w in terms.values()])
+            for terms in documents.values()
+        ]
+        with self._writing:
+            self.names.extend(documents)  # before a search can find them
+            try:
+                numbers = self.index.append(rows)
+            except Exception:
+                del self.names[len(self.names) - len(documents) :]
+                raise
+            old = [self.numbers[name] for name in documents if name in self.numbers]
+            self.numbers.update(zip(documents, numbers))
+            return self.index.delete(old)
+
+    def delete(self, names: Sequence[str]) -> int:
+        """Delete documents; returns how many were there."""
+        with self._writing:
+            return self.index.delete(
+                [self.numbers.pop(name) for name in names if name in self.numbers]
+            )
+
+    def search(
+        self, queries: Sequence[Mapping[str, float]], k: int, allow: Sequence[str] | None
+    ) -> list[list[dict[str, Any]]]:
+        """The k best of each query, as names and scores."""
+        rows = [{int(term): weight for term, weight in query.items()} for query in queries]
+        allowed = None
+        if allow is not None:
+            known = (self.numbers.get(name) for name in allow)
+            allowed = [number for number in known if number is not None]
+        scores, ids = self.index.search(rows, k, allow=allowed)
+        return [
+            [{"id": self.names[i], "score": s} for s, i in zip(line, found) if i >= 0]
+            for line, found in zip(scores.tolist(), ids.tolist())
+        ]
+
+    def save(self) -> None:
+        """Write the file, if there is to be one."""
+        if self._file is not None:
+            with self._writing:
+                self._names_file(self._file).write_text(json.dumps(self.names))
+                self.index.save(self._file)
+
+
+def service(collection: Collection) -> Starlette:
+    """The application."""
+    seconds: dict[str, list[float]] = {"put": [], "delete": [], "search": []}
+    refused = [0]
+
+    async def timed(name: str, request: Request, work: Any) -> Response:
+        start = time.perf_counter()
+        try:
+            found = await run_in_threadpool(work, await request.json())
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            refused[0] += 1
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)
+        seconds[name].append(time.perf_counter() - start)
+        del seconds[name][:-10_000]
+        return JSONResponse(found)
+
+    async def put(request: Request) -> Response:
+        return await timed("put", request, lambda body: {"replaced": collection.put(body)})
+
+    async def delete(request: Request) -> Response:
+        return await timed("delete", request, lambda body: {"deleted": collection.delete(body)})
+
+    async def search(request: Request) -> Response:
+        def work(body: Any) -> Any:
+            return {
+                "results": collection.search(body["queries"], body.get("k", 10), body.get("allow"))
+            }
+
+        return await timed("search", request, work)
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"documents": collection.index.num_live})
+
+    async def metrics(_: Request) -> Response:
+        lines = [f"documents {collection.index.num_live}", f"refused_total {refused[0]}"]
+        for name, taken in seconds.items():
+            lines.append(f'requests{{kind="{name}"}} {len(taken)}')
+            if taken:
+                lines.append(f'seconds{{kind="{name}",quantile="0.5"}} {statistics.median(taken)}')
+                lines.append(f'seconds{{kind="{name}",quantile="1"}} {max(taken)}')
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        collection.save()
+
+    routes = [
+        Route("/documents", put, methods=["PUT"]),
+        Route("/documents", delete, methods=["DELETE"]),
+        Route("/search", search, methods=["POST"]),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+@contextlib.contextmanager
+def running(collection: Collection) -> Any:
+    """The service in a thread, on a free port: its address."""
+    server = uvicorn.Server(uvicorn.Config(service(collection), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        _, port = server.servers[0].sockets[0].getsockname()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask(address: str, method: str, path: str, body: Any = None) -> Any:
+    """One request; the answer's JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address + path, data, method=method)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def load(small: bool) -> None:
+    """Eight clients search while one adds, replaces and deletes; prints what requests took."""
+    documents, seconds = (500, 2.0) if small else (50_000, 20.0)
+    draw = random.Random(0)
+
+    def text(length: int) -> dict[str, float]:
+        return {str(int(TERMS * draw.random() ** 3)): draw.random() for _ in range(length)}
+
+    with running(Collection()) as address:
+        for first in range(0, documents, 5000):
+            names = range(first, min(first + 5000, documents))
+            ask(address, "PUT", "/documents", {f"d{n}": text(128) for n in names})
+        end = time.monotonic() + seconds
+        taken: list[float] = []
+
+        def client() -> None:
+            while time.monotonic() < end:
+                start = time.perf_counter()
+                found = ask(address, "POST", "/search", {"queries": [text(32)], "k": 10})
+                taken.append(time.perf_counter() - start)
+                assert len(found["results"][0]) == 10
+
+        clients = [threading.Thread(target=client) for _ in range(8)]
+        for each in clients:
+            each.start()
+        written = 0
+        while time.monotonic() < end:
+            ask(address, "PUT", "/documents", {f"d{draw.randrange(2 * documents)}": text(128)})
+            ask(address, "DELETE", "/documents", [f"d{draw.randrange(2 * documents)}"])
+            written += 1
+        for each in clients:
+            each.join()
+        taken.sort()
+        print(
+            f"{documents:,} documents; {len(taken) / seconds:,.0f} searches a second by 8 clients,"
+        )
+        print(f"beside {written / seconds:,.0f} documents replaced and deleted a second;")
+        middle, late = taken[len(taken) // 2], taken[int(0.99 * len(taken))]
+        print(f"a search takes {middle * 1e3:.1f} ms (median), {late * 1e3:.1f} ms (99 %)")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="A search service over HTTP.")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--file", type=Path, help="where the collection is kept")
+    parser.add_argument("--load", action="store_true", help="put load on a service of its own")
+    parser.add_argument("--small", action="store_true", help="a little load")
+    options = parser.parse_args()
+    if options.load:
+        load(options.small)
+    else:
+        uvicorn.run(service(Collection(options.file)), port=options.port)
+
+
+if __name__ == "__main__":
+    main()
