@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparse_inductor.epilogue.plan import lower, plan
 from sparse_inductor.epilogue.ranges import REALS, Interval, hoistable_suffix, prove
-from sparse_inductor.epilogue.steps import ROW, SCALAR, Step, dual, parse, render, run
+from sparse_inductor.epilogue.steps import ROW, SCALAR, Step, dual, parse, render, run, simplified
 
 INF = math.inf
 QUICK = settings(
@@ -188,6 +188,19 @@ def test_dual_of_a_program_is_autograds(text):
     value, ours = dual(program, x.detach(), rows)
     torch.testing.assert_close(value, y.detach())
     torch.testing.assert_close(ours, slope)
+
+
+@pytest.mark.parametrize("bound", ["clamp_min", "clamp_max", "maximum", "minimum"])
+def test_signs_that_turn_back_are_left_out(bound):
+    """Values and slopes stay, ties and what is not finite included."""
+    x = torch.tensor([-math.inf, -2.0, -0.5, 0.0, 0.5, 2.0, math.inf, math.nan])
+    minus = Step("mul", (-1.0,))
+    for program in ((minus, Step(bound, (0.5,)), minus), (Step("relu"), minus, minus)):
+        short = simplified(program)
+        assert len(short) == 1
+        for ours, theirs in zip(dual(short, x), dual(program, x)):
+            torch.testing.assert_close(ours, theirs, equal_nan=True, rtol=0, atol=0)
+    assert simplified((minus, Step("relu"), minus)) == (minus, Step("relu"), minus)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.bfloat16])

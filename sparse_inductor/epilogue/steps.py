@@ -27,7 +27,7 @@ from .. import compat
 
 __all__ = [
     "DROPS_NAN", "ROW", "SCALAR", "Program", "Step", "apply", "dual", "dual_parts", "parse", "render", "run",
-    "scalar_steps",
+    "scalar_steps", "simplified",
 ]  # fmt: skip
 
 # name -> (number of constants, value, derivative). `x` is the step's input, `y` its output. A derivative of
@@ -165,6 +165,28 @@ def render(program: Sequence[Step]) -> str:
 def scalar_steps(program: Sequence[Step]) -> Program:
     """A program without its row steps."""
     return tuple(s for s in program if s.fn not in ROW)
+
+
+_MINUS = Step("mul", (-1.0,))
+_MIRRORED = {
+    "clamp_min": "clamp_max",
+    "clamp_max": "clamp_min",
+    "maximum": "minimum",
+    "minimum": "maximum",
+}
+
+
+def simplified(program: Sequence[Step]) -> Program:
+    """A program without the signs that turn back what they turned around: -min(-x, 0) is max(x, 0), tie or not."""
+    if program[-1:] != (_MINUS,):
+        return tuple(program)
+    *before, _ = program
+    if before[-1:] == [_MINUS]:
+        return tuple(before[:-1])
+    if len(before) > 1 and before[-2] == _MINUS and before[-1].fn in _MIRRORED:
+        *rest, _, bound = before
+        return (*rest, Step(_MIRRORED[bound.fn], (0.0 - bound.consts[0],)))
+    return tuple(program)
 
 
 def parse(text: str) -> Program:

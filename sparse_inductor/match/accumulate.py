@@ -122,6 +122,14 @@ def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     return _accumulated(view, node, call, values, rows, at[0], lambda e: rows)
 
 
+def _put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    """What is put into an accumulator of one axis, whose places are its documents."""
+    if len(view.shape(node)) != 1:
+        return None
+    named = {"indices": (call["index"],), "values": call["source"]}
+    return _index_put(view, node, dataclasses.replace(call, args={**call.args, **named}))
+
+
 def _scatter(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     how = call.get("reduce")
     if call.name != "scatter_add" and how not in ("sum", "add"):
@@ -369,6 +377,7 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     "diff": _diff,
     "index_add": _index_add,
     "index_put": _index_put,
+    "put": _put,
     "scatter": _scatter,
     "scatter_add": _scatter,
     "scatter_reduce": _scatter,
@@ -376,4 +385,4 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     "segment_reduce": _segment_reduce,
     "embedding_bag": _embedding_bag,
 }
-ANCHORS = frozenset(_READERS) | {"put"}  # the latter of posting lists alone
+ANCHORS = frozenset(_READERS)

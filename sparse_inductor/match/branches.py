@@ -24,7 +24,7 @@ from .graph import GraphView, fake, same_size
 from .indicators import indicator, lone
 from .names import Call
 from .selection import Assigned, selections
-from .shapes import Combined, Decline
+from .shapes import Combined, Decline, undone
 from .spine import Element, Spine, Term
 from .values import rounds
 from .vocabulary import COMPARISONS, NEGATIONS, SHAPE_OPS
@@ -140,6 +140,9 @@ def _parts(view: GraphView, seen: fx.Node, call: Call, depth: int, first: Declin
             return [s.then(Element(seen)) for s in found]
     elif name == "dropout":
         raise Decline("dropout is active here", seen)
+    elif (same := undone(view, seen, call)) is not None:
+        found = branches(view, same[0], [seen, *same[1]][-1], depth + 1)
+        return [s.then(Element(seen, extra=same[1])) for s in found]
     elif name in SHAPE_OPS and view.is_tensor(x):
         return [s.then(Element(seen, shape_op=call)) for s in up(x)]
     elif name in COMPARISONS | NEGATIONS:

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from ..epilogue.ranges import REALS, Interval, prove
-from ..epilogue.steps import Program, Step
+from ..epilogue.steps import Program, Step, simplified
 from .batch_norm import Normalised
 from .emit import Emitter
 from .gemm import Linear
@@ -100,6 +100,7 @@ class Chain:
                 self.tail.append(term)
             else:
                 self.steps.append(term)
+                self.steps = [*simplified(tuple(self.steps))]
 
     def _move(self, step: Move, node: fx.Node) -> None:
         if self.tail:

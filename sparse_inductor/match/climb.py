@@ -23,7 +23,7 @@ from .mesh import redistributed
 from .names import Call
 from .scalars import number, scalar_steps
 from .selection import SELECTIONS, Assigned, Selection, selections
-from .shapes import Combined, Decline, part_of_axis
+from .shapes import Combined, Decline, part_of_axis, undone
 from .spine import Element, Fill, Spine, Term
 from .stacked import entry_of_stack
 from .summed import summed
@@ -161,6 +161,9 @@ class _Climber:
 
     def _shape(self) -> Spine:
         x = self.call["input"]
+        if (same := undone(self.view, self.node, self.call)) is not None:
+            spine = climb(self.view, same[0], [self.node, *same[1]][-1], self.depth + 1)
+            return spine.then(Element(self.node, extra=same[1]))
         part = part_of_axis(self.view, self.node, self.call)
         if part is not None:
             part_call, extra = part
@@ -256,15 +259,16 @@ class _Climber:
             return Spine(tuple(found), ())
 
     def _twice_rectified(self, a: Any, b: Any) -> Spine | None:
-        """x + |x|, without a gradient: at 0 that is 1, and the rectifier's 0."""
+        """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
         for x, y in ((a, b), (b, a)):
             call = self.view.call(y)
             if call is None or call.name != "abs" or call.inplace or not self.view.is_tensor(x):
                 continue
             mine, theirs = self.view.value(x, self.node), self.view.value(call["input"], y)
             same = mine is not None and theirs is not None and self.view.same_value(mine, theirs)
-            if same and self.view.value(y, self.node) is y and not self.view.learns(x):
-                steps = (Step("relu"), Step("mul", (2.0,)))
+            if same and self.view.value(y, self.node) is y:
+                rectifier = Step("maximum", (0.0,)) if self.view.learns(x) else Step("relu")
+                steps = (rectifier, Step("mul", (2.0,)))
                 return self.up(x).then(Element(self.node, steps, extra=(y,)))
         return None
 

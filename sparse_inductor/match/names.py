@@ -224,6 +224,7 @@ _ALIASES = {
     "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast", "bfloat16": "cast",
     "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
     "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
+    "dropout1d": "dropout", "dropout2d": "dropout", "dropout3d": "dropout", "feature_dropout": "dropout",
     "split_with_sizes": "split", "mv": "matmul", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
     "prim_to_local": "to_local", "prim_redistribute": "redistribute", "prim from_local": "from_local",  # torch 2.11
     "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
@@ -263,7 +264,9 @@ _TRAILING_INPLACE = {
         "relu relu6 elu leaky_relu threshold hardtanh celu selu silu mish hardswish hardsigmoid".split(),
         1,
     ),
-    **dict.fromkeys("dropout alpha_dropout feature_alpha_dropout".split(), 3),
+    **dict.fromkeys(
+        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split(), 3
+    ),
     "rrelu": 4,
 }
 _METADATA_CALLS = frozenset(

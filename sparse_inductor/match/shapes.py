@@ -18,7 +18,7 @@ from torch import fx
 from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call
-from .vocabulary import COPIES, PARTS
+from .vocabulary import COPIES, PARTS, REGROUPS
 
 __all__ = [
     "Combined",
@@ -28,6 +28,7 @@ __all__ = [
     "move",
     "order_of",
     "part_of_axis",
+    "undone",
 ]
 
 
@@ -316,6 +317,26 @@ def part_of_axis(
         else:
             part = {"start": at, "end": before[axis], "step": halves[1]}
         return Call("slice", {"input": split["input"], "dim": axis, **part}), (*extra, x)
+    return None
+
+
+def undone(
+    view: GraphView, node: fx.Node, call: Call
+) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+    """A tensor that a reshape, together with those above it, gives its own shape again, and the nodes passed over, the
+    nearest first: `h.unflatten(-1, (4, -1)).flatten(-2)` is h. None for other views."""
+    extra: tuple[fx.Node, ...] = ()
+    reader = node
+    while call.name in REGROUPS | COPIES and not call.inplace:
+        x = call["input"]
+        if not view.is_tensor(x) or view.value(x, reader) is not x:
+            return None
+        if view.same_shape(x, node):
+            return x, extra
+        above = view.call(x)
+        if above is None:
+            return None
+        extra, reader, call = (*extra, x), x, above
     return None
 
 

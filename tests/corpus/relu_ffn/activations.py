@@ -540,3 +540,15 @@ def neurons_ablated_by_a_mask(x, m):
     h = m.act(m.up(x))
     h[:, :, torch.arange(N) % 4 == 0] = 0.0
     return m.down(h.index_fill(-1, torch.tensor([1, 2]), 0.0))
+
+
+@block(bias=True)
+def negated_minimum(x, m):
+    """-min(-x, 0)"""
+    return m.down(-torch.minimum(-m.up(x), torch.zeros(())))
+
+
+@block(modes=INFER, bias=True)
+def reshaped_there_and_back(x, m):
+    """groups of neurons, for what is no more done to them"""
+    return m.down(m.act(m.up(x)).unflatten(-1, (4, -1)).clone().flatten(-2))

@@ -32,6 +32,13 @@ def index_add_documents_first(c, q):
 
 
 @scoring(batch=False)
+def put_accumulate(c, q):
+    """put_ with accumulate"""
+    scores = q.new_zeros(N)
+    return scores.put_(c.rows, c.vals * q.index_select(0, c.cols), accumulate=True)
+
+
+@scoring(batch=False)
 def index_put_accumulate(c, q):
     """index_put_ with accumulate"""
     scores = torch.zeros(N)

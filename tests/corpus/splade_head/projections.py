@@ -14,6 +14,7 @@ from corpus.splade_head.registry import (
     V,
     Vocabulary,
     bias,
+    head,
     hidden,
     ids,
     mask,
@@ -542,3 +543,10 @@ def candidate_terms_gathered():
             return pool(self.decoder(h).index_select(-1, candidates), mask)
 
     return Model(), (hidden(), mask(), torch.tensor([3, 30, 7, 8]))
+
+
+@head(modes=INFER, dynamic=True)
+def flattened_axis_by_axis(logits, mask):
+    """rearrange leaves a flatten of one axis, and channels are dropped in training alone"""
+    logits = F.dropout1d(logits, 0.1, False).flatten(0, 0)
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
