@@ -56,7 +56,8 @@ class Transform:
     broadcasts to the scores with one element along `dim`. nodes: what the operator takes the place of.
     note: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
     settled: of the nodes, those whose gradient as a whole is known to be the operator's.
-    undefined: what becomes of a row without a largest score (`ops.entmax`).
+    undefined: what becomes of a row without a largest score (`ops.entmax`). written_out: it is made of operations,
+    which do not save its result, rather than a call of the package.
     """
 
     node: fx.Node
@@ -69,11 +70,7 @@ class Transform:
     scale: float = 1.0
     settled: tuple[fx.Node, ...] = ()
     undefined: str = ""
-
-    @property
-    def written_out(self) -> bool:
-        """Whether it is made of operations, which do not save its result, rather than a call of the package."""
-        return self.note.startswith("written out")
+    written_out: bool = False
 
     @property
     def alpha_text(self) -> str:
@@ -232,7 +229,7 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
     settled = nodes if trial.learned else ()
     return Transform(
         node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled,
-        trial.undefined(piece),
+        trial.undefined(piece), written_out=True,
     )  # fmt: skip
 
 

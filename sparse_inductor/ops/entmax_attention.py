@@ -219,7 +219,8 @@ def _kernels(q, k, v, terms):
 
 def _forward(q, k, v, terms, training):
     _check(q, k, v, *terms)
-    undefined = terms[len(_KEYWORDS)] if len(terms) > len(_KEYWORDS) else ""
+    # The dispatcher leaves out a last argument that has its default.
+    undefined = dict(zip((*_KEYWORDS, "undefined"), terms)).get("undefined", "")
     rows.check_not_empty(k.shape[2], undefined)
     kernels, named, terms = _kernels(q, k, v, terms)
     with autocast_off(q.device.type):

@@ -209,7 +209,7 @@ _LATE = ("late write", "late write", "write")
 # The writer's name as patterns know it; in a program it is called so, or as the last column says.
 _WRITERS = (
     ("wrapped", numpy_assignment, "splade_head", ".numpy()"),
-    ("negate_", own_operator, "splade_head"),
+    ("negate_", own_operator, "splade_head", "negate_("),
     ("cond", branch, "splade_head"),
     ("setitem", assignment, "splade_head", "] = "),
     ("fill_", through_a_view, "splade_head"),
@@ -428,13 +428,14 @@ _SLOPE = instead(head, "dual", _slope_at_zero)
 
 
 def _writer(name: str, shown: Program, family: str, text: str = "") -> Overlooked:
+    called = f".{name}(" if name.endswith("_") else name
     return Overlooked(
         f"{name} overlooked: {shown.name}",
         _no_writer(name),
         shown,
         family,
         _LATE,
-        drawn=lambda program: (text or name) in program.source(),
+        drawn=lambda program: (text or called) in program.source(),
     )
 
 
