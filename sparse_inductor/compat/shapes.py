@@ -48,6 +48,7 @@ class ShapeState:
             for name, value in vars(env or _Nothing()).items()
             if name not in _NO_STATE | _VERSIONS and isinstance(value, _STATE)
         }
+        self._counted = [n for n, value in self._held.items() if isinstance(value, _CONTAINERS)]
         self._mark = self._current_mark()
 
     def changed(self) -> bool:
@@ -78,11 +79,10 @@ class ShapeState:
 
     def _current_mark(self) -> tuple[Any, ...]:
         held = vars(self._env or _Nothing())
-        sizes = tuple(
-            len(v) for n, v in held.items() if n in self._held and isinstance(v, _CONTAINERS)
-        )
-        return sizes, *(
-            held.get(name) for name in ("unbacked_symint_counter", "num_deferred_runtime_asserts")
+        return (
+            [len(held[name]) for name in self._counted],
+            held.get("unbacked_symint_counter"),
+            held.get("num_deferred_runtime_asserts"),
         )
 
 

@@ -48,14 +48,15 @@ def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
         return None
     if (product.a.node, product.a.axes) == (product.b.node, product.b.axes):
         return None  # a sum of squares
-    for p, v in ((product.a, product.b), (product.b, product.a)):
+    sides = ((product.a, product.b), (product.b, product.a))
+    for p, v in sides[: 1 if product.weight else 2]:
         atoms = {
             letter: Atom(view.shape(o.node)[i])
             for o in (v, p)
             for i, letter in enumerate(o.axes)
             if letter is not None
         }
-        found = read_probabilities(view, p, _axes(p, atoms))
+        found = read_probabilities(view, p, _axes(p, atoms), told=not product.weight)
         if found is not None and p.written:
             raise Decline("the probabilities are changed in place through a view of them", p.node)
         if found is not None:
@@ -87,10 +88,11 @@ def are_probabilities(view: GraphView, node: fx.Node) -> bool:
 
 def relu_attention(view: GraphView, node: fx.Node) -> str | None:
     """Why a product whose weights are rectified scores is no entmax attention; None where they are something else."""
-    product = rectified_product(view, node)
-    if product is None:
+    product = contraction(view, node)
+    rectified = None if product is None or product.weight else rectified_product(view, node)
+    if rectified is None:
         return None
-    found, experts = product
+    found, experts = rectified
     if experts or found & _NORMALISED:
         return None
     if "sum" in found:

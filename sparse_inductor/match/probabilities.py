@@ -64,8 +64,14 @@ class Probabilities:
         return [*self.factors, *rows], [p for p in self.again if varies(p)]
 
 
-def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabilities | None:
-    """The entmax that an operand is, through what does not change its values; None if it is none. Raises Decline."""
+def read_probabilities(
+    view: GraphView, p: Operand, axes: list[Axis], told: bool = True
+) -> Probabilities | None:
+    """The entmax that an operand is, through what does not change its values; None if it is none.
+
+    Raises Decline. told: whether one that is changed on the way is worth a reason, as it is not of what a linear of
+    the model reads.
+    """
     node: fx.Node | None = p.node
     nodes: list[fx.Node] = []
     again: list[Placed] = []
@@ -106,14 +112,14 @@ def read_probabilities(view: GraphView, p: Operand, axes: list[Axis]) -> Probabi
         if call.name not in VIEWS and not view.same_shape(x, node):
             x = None
         if not view.is_tensor(x):
-            if _entmax_above(view, node) is not None:
+            if told and _entmax_above(view, node) is not None:
                 raise Decline(_why_changed(call.name), node)
             return None
         if call.name in VIEWS:
             try:
                 axes = above(view, node, call, axes)
             except Decline:
-                if _entmax_above(view, node) is None:
+                if not told or _entmax_above(view, node) is None:
                     return None
                 raise
         nodes.append(node)
