@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,6 +62,7 @@ class DecoderMatch:
         return (
             (found.values, found.scatter),
             (found.indices, found.scatter),
+            *((factor, node) for node, factor in found.scaled),
             *((t, down.node) for t in more),
         )
 
@@ -81,10 +83,13 @@ class DecoderMatch:
         for node in self.found.after:
             values = _again(e, node, values)
         bias = down.bias if down.make_bias is None else down.make_bias(e)
+        weight = e.method("t", e.cast(down.weight(e), dtype))
+        for _, factor in self.found.scaled:
+            factor = e.method("unsqueeze", e.method("flatten", factor), 1)
+            weight = e.cast(e.call(operator.mul, weight, factor), dtype)
         y = e.call(
             torch.ops.sparse_inductor.sparse_decode.default,
-            e.cast(values, dtype), self.found.indices,
-            e.method("t", e.cast(down.weight(e), dtype)), None if bias is None else e.cast(bias, dtype),
+            e.cast(values, dtype), self.found.indices, weight, None if bias is None else e.cast(bias, dtype),
         )  # fmt: skip
         y = e.laid_out(down.finish(e, y), fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
@@ -133,7 +138,7 @@ class SparseDecode:
         if any(n.args[:1] != (n.all_input_nodes[0],) for n in found.after):
             raise Decline("the activations are made in a way that is not followed", node)
         learnt = view.learns(found.values)
-        for n in (*found.after, found.scatter):
+        for n in (*found.after, found.scatter, *(n for n, _ in found.scaled)):
             whole = n if view.is_tensor(n) else found.base  # an assignment is no tensor
             if view.records(n) != view.records(node) or (learnt and not view.requires_grad(whole)):
                 raise Decline(f"no gradient goes through {label(n)}", n)
@@ -221,6 +226,12 @@ def _assigned_by_row(pre, decoder):
     return torch.einsum("bn,dn->bd", f.relu(), decoder.weight)
 
 
+def _unit_rows(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    f = torch.zeros_like(pre).scatter(-1, indices, values.relu())
+    return (f * (1 / decoder.weight.norm(dim=0))) @ decoder.weight.T
+
+
 def _counted(pre, decoder):
     values, indices = pre.topk(4, dim=-1)
     f = torch.zeros_like(pre).scatter_(-1, indices, values.relu())
@@ -254,6 +265,7 @@ SparseDecode.examples = (
     _example("in_place", _in_place, True),
     _example("assigned_by_row", _assigned_by_row, True),
     _example("counted", _counted, True),
+    _example("unit_rows", _unit_rows, True),
 )
 SparseDecode.near_misses = (
     _example("sorted", _sorted, reason="not those of a topk"),

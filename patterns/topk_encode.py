@@ -23,10 +23,10 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
 from sparse_inductor.match.checks import check_device
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entries import is_last
+from sparse_inductor.match.entries import by_column, is_last
 from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.gemm import Linear, linears
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
+from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.shapes import Decline
 from sparse_inductor.pattern import Example, Miss
@@ -40,12 +40,14 @@ _BETWEEN = frozenset("contiguous clone".split())
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """A linear and what follows it up to the topk: the sum with a bias, a ReLU. nodes: all of it, from its end; scores:
-    what the topk would choose from without the ReLU."""
+    """A linear and what follows it up to the topk: the sum with a bias, a product with a number for each column, a
+    ReLU. nodes: all of it, from its end; scores: what the topk would choose from without the ReLU."""
 
     linear: Linear
     bias: fx.Node | None
     bias_reader: fx.Node
+    factor: fx.Node | None
+    factor_reader: fx.Node
     rectified: bool
     scores: fx.Node
     nodes: tuple[fx.Node, ...]
@@ -75,6 +77,8 @@ class EncoderMatch:
         found = [(t, p.linear.node) for t in self.inputs]
         if p.bias is not None:
             found.append((p.bias, p.bias_reader))
+        if p.factor is not None:
+            found.append((p.factor, p.factor_reader))
         if self.given:
             found.append((p.scores, self.anchor))
         return tuple(found)
@@ -94,9 +98,14 @@ class EncoderMatch:
             bias = linear.make_bias(e)
         if bias is not None and fake(bias).dim() != 1:
             bias = e.method("flatten", bias)
+        weight = linear.weight(e)
+        if p.factor is not None:
+            factor = e.method("flatten", p.factor)
+            weight = e.call(operator.mul, weight, e.method("unsqueeze", factor, 1))
+            bias = None if bias is None else e.call(operator.mul, bias, factor)
         found = e.call(
             torch.ops.sparse_inductor.topk_encode.default,
-            e.cast(linear.stand_in(e), dtype), e.cast(linear.weight(e), dtype),
+            e.cast(linear.stand_in(e), dtype), e.cast(weight, dtype),
             None if bias is None else e.cast(bias, dtype),
             e.method("detach", p.scores) if self.given else None, self.k, self.ordered,
         )  # fmt: skip
@@ -184,7 +193,7 @@ class TopkEncode:
 
 def _inputs(product: _Product) -> list[fx.Node]:
     linear = product.linear
-    found = (linear.source, linear.weight_source, product.bias)
+    found = (linear.source, linear.weight_source, product.bias, product.factor)
     return [t for t in found if t is not None]
 
 
@@ -193,7 +202,8 @@ def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | No
     nodes: list[fx.Node] = []
     rectified = False
     bias: fx.Node | None = None
-    bias_reader = reader
+    factor: fx.Node | None = None
+    bias_reader = factor_reader = reader
     scores: fx.Node | None = None
     node = view.value(source, reader)
     while node is not None:
@@ -204,15 +214,17 @@ def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | No
             rectified = True
         elif call.name in _BETWEEN:
             pass
-        elif call.name == "add" and bias is None:
-            found = _sum(view, node)
-            if found is None:
+        elif call.name in ("add", "mul") and bias is None and (call.name == "add" or not factor):
+            found = by_column(view, node)
+            if found is None or linears(view, found[1]):
                 return None
             scores = scores or node
-            product, bias = found
-            bias_reader = node
+            if call.name == "add":
+                bias, bias_reader = found[1], node
+            else:
+                factor, factor_reader = found[1], node
             nodes.append(node)
-            node = view.value(product, node)
+            node = view.value(found[0], node)
             continue
         else:
             break
@@ -227,27 +239,11 @@ def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | No
             bias, bias_reader = linear.bias, node
         scores = scores or node
         same = all(fake(n).dtype == fake(scores).dtype for n in (*nodes, node))
-        return (
-            _Product(linear, bias, bias_reader, rectified, scores, (*nodes, node)) if same else None
-        )
-    return None
-
-
-def _sum(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """(product, bias) of a sum with a number for each column."""
-    call = view.call(node)
-    assert call is not None
-    if view.const(call.get("alpha", 1)) != 1:
-        return None
-    columns = view.shape(node)[-1:]
-    for product, bias in ((call["input"], call["other"]), (call["other"], call["input"])):
-        if not (view.is_tensor(product) and view.is_tensor(bias)):
+        if not same:
             return None
-        sizes = view.shape(bias)
-        vector = sizes[-1:] and same_size(sizes[-1], columns[0])
-        vector = vector and all(same_size(s, 1) for s in sizes[:-1])
-        if vector and view.same_shape(product, node) and not linears(view, bias):
-            return product, bias
+        return _Product(
+            linear, bias, bias_reader, factor, factor_reader, rectified, scores, (*nodes, node)
+        )
     return None
 
 
@@ -280,6 +276,11 @@ def _written_out(x, encoder):
     return values.relu().square().sum(-1)
 
 
+def _by_norms(x, encoder):
+    pre = F.linear(x, encoder.weight, encoder.bias) * encoder.weight.norm(dim=1)
+    return pre.topk(4).values.relu()
+
+
 def _kept(x, encoder):
     pre = encoder(x)
     return pre.topk(4).values, pre.logsumexp(-1)
@@ -296,6 +297,7 @@ TopkEncode.examples = (
     _example("rectified", lambda x, encoder: F.relu(encoder(x)).topk(2)[0], True),
     _example("written_out", _written_out, True),
     _example("kept", _kept, True),
+    _example("by_norms", _by_norms, True),
 )
 TopkEncode.near_misses = (
     _example(

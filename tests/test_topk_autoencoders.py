@@ -60,6 +60,15 @@ def with_everything_returned(s, x):
     return (out - x).square().sum(-1).mean() + 0.1 * f.sum(-1).mean(), f, pre, (f > 0).any(0)
 
 
+def by_decoder_norms(s, x):
+    """Chosen as if the decoder's rows had norm 1, and decoded so; everything returned."""
+    pre = ((x - s.b_dec) @ s.W_enc + s.b_enc) * s.W_dec.norm(dim=-1)
+    values, indices = torch.topk(pre, k=4, dim=-1, sorted=False)
+    f = torch.zeros_like(pre)
+    f.scatter_(-1, indices, values.relu())
+    return (f * (1 / s.W_dec.norm(dim=-1))) @ s.W_dec + s.b_dec, f, pre
+
+
 def to_something_else(s, x):
     """A transcoder with a skip connection."""
     values, indices = (x @ s.W_enc + s.b_enc).topk(4)
@@ -72,6 +81,7 @@ def to_something_else(s, x):
     [
         plain,
         with_everything_returned,
+        by_decoder_norms,
         *map(heavy, (rectified_first, tied, unit_rows, to_something_else)),
     ],
 )

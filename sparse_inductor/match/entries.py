@@ -15,7 +15,7 @@ from .names import Call
 from .shapes import Decline
 from .values import counting
 
-__all__ = ["Entries", "entries", "is_last", "topk_of"]
+__all__ = ["Entries", "by_column", "entries", "is_last", "topk_of"]
 
 # What maps zeros to zeros, and every other entry by itself, and takes one argument.
 KEEPS_ZEROS = frozenset("relu abs square tanh contiguous clone".split())
@@ -26,18 +26,20 @@ _LONGEST = 8
 @dataclasses.dataclass(frozen=True)
 class Entries:
     """values, indices [..., k] of each row of a tensor, as `scatter` reads them. after: what is applied to the tensor
-    then, in order. base: the zeros."""
+    then, in order, and behind that `scaled`, products with a number for each column. base: the zeros."""
 
     values: fx.Node
     indices: fx.Node
     scatter: fx.Node
     base: fx.Node
     after: tuple[fx.Node, ...]
+    scaled: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    """Each product with its factor, the last one first."""
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
         """What makes the tensor of its entries, from its end."""
-        return (*reversed(self.after), self.scatter, self.base)
+        return (*(n for n, _ in self.scaled), *reversed(self.after), self.scatter, self.base)
 
 
 def is_last(view: GraphView, node: fx.Node, dim: object) -> bool:
@@ -50,17 +52,42 @@ def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None
     """The entries of what `reader` sees of a tensor; None where nothing is scattered. Raises Decline where the rest may
     not be zero, or a row's columns not differ."""
     after: list[fx.Node] = []
+    scaled: list[tuple[fx.Node, fx.Node]] = []
     node: fx.Node | None = view.value(source, reader)
     while node is not None and len(after) < _LONGEST:
         call = view.call(node)
         if call is None:
             return None
         if call.name in _SCATTERS:
-            return _scattered(view, node, call, tuple(reversed(after)))
+            found = _scattered(view, node, call, tuple(reversed(after)))
+            return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
+        if call.name == "mul" and not after and not call.inplace:
+            product = by_column(view, node)
+            if product is None:
+                return None
+            scaled.append((node, product[1]))
+            node = view.value(product[0], node)
+            continue
         if call.name not in KEEPS_ZEROS or call.inplace or not view.is_tensor(call["input"]):
             return None
         after.append(node)
         node = view.value(call["input"], node)
+    return None
+
+
+def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(tensor, vector) of a sum or product of a tensor with a number for each of its last dimension."""
+    call = view.call(node)
+    if call is None or view.const(call.get("alpha", 1)) != 1:
+        return None
+    columns = view.shape(node)[-1:]
+    for tensor, vector in ((call["input"], call["other"]), (call["other"], call["input"])):
+        if not (view.is_tensor(tensor) and view.is_tensor(vector)):
+            return None
+        *ones, last = view.shape(vector) or (1,)
+        flat = same_size(last, columns[0]) and all(same_size(s, 1) for s in ones)
+        if flat and view.same_shape(tensor, node) and len(ones) < len(view.shape(node)):
+            return tensor, vector
     return None
 
 
