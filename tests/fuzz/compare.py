@@ -303,7 +303,9 @@ def differences(
     pairs += [("gradient", n, a, b) for n, a, b in zip(leaves, got.grads, other.grads)]
     pairs += [("input", i.name, a, b) for i, a, b in zip(program.inputs, got.inputs, other.inputs)]
     off = [at for at, (_, _, a, b) in enumerate(pairs) if not _close(a, b)]
-    if off and not program.exact and eager.error is None:
+    if program.exact:  # roundings break ties, whose gradients these programs are about
+        off = [at for at in off if not _within(*pairs[at][2:], pairs[at][3], [pairs[at][3]])]
+    elif off and eager.error is None:
         others = [_flat(r) for r in _others(program, fn, call)]
         centre = _flat(eager)
         others = [o for o in others if len(o) == len(centre)]

@@ -286,6 +286,9 @@ def sparse_scores(m: Maker, x: str) -> str:
                 f"({q}.index_select(1, {ids}.view(-1)).view(-1, *{ids}.shape) * {w}).sum(-1)"
             )
             texts.append(f"(F.embedding({ids}, {q}.t()) * {w}.unsqueeze(-1)).sum(1).t()")
+        if m.r.random() < 0.3:  # in two steps, between which others come
+            g = m.do("g", f"{q}[:, {ids}]{f}")
+            texts = [f"({g} * {w}).sum(-1)"]
         y = m.do("y", m.r.choice(texts))
     else:
         ids = m.given("ids", ("P",), "ids:4", dtype=torch.int64)
@@ -597,7 +600,7 @@ def generate(
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
     used = {n for s in m.steps for n in s.loads}
     exact = m.values == m.weights == "integers" and m.floats.itemsize >= 4
-    return Program(
+    program = Program(
         seed=seed,
         inputs=tuple(i for i in m.inputs.values() if i.name in used),
         steps=tuple(m.steps),
@@ -610,6 +613,7 @@ def generate(
         module=r.random() < 0.3,
         families=tuple(dict.fromkeys(chosen)),
     )
+    return dataclasses.replace(program, exact=program.exact and not program.autocast)
 
 
 SIZES = {
