@@ -351,15 +351,29 @@ def splade_loss(encoder):
     )
 
 
-def test_splade_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint):
-    """Unchanged training code; gradients are those of the encoder that was not compiled."""
+def cached_splade_loss(encoder):
+    from sentence_transformers.sparse_encoder.losses import (
+        CachedSpladeLoss,
+        SparseMultipleNegativesRankingLoss,
+    )
+
+    ranking = SparseMultipleNegativesRankingLoss(encoder)
+    return CachedSpladeLoss(
+        encoder, ranking, document_regularizer_weight=3e-2, query_regularizer_weight=5e-2
+    )
+
+
+@pytest.mark.parametrize("make_loss", [splade_loss, heavy(cached_splade_loss)])
+def test_a_loss_on_a_compiled_sparse_encoder_is_rewritten(checkpoint, make_loss):
+    """Unchanged training code; gradients are those of the encoder that was not compiled. The cached loss embeds without
+    gradients first, and once more with them where those of its embeddings are known."""
     plain = sparse_encoder(checkpoint).train()
     ours = copy.deepcopy(plain)
     texts = [["w1 w2 w3", "w4 w5"], ["w6 w7 w8 w9", "w1 w2"]]
 
     def gradients(model):
         batch = [model.preprocess(column) for column in texts]
-        losses = splade_loss(model)([dict(b) for b in batch], torch.arange(2))
+        losses = make_loss(model)([dict(b) for b in batch], torch.arange(2))
         sum(losses.values()).backward()
         return [p.grad for p in model.parameters() if p.grad is not None]
 
