@@ -143,7 +143,7 @@ class BlockMatch:
         y = e.laid_out(r.down.finish(e, y), fake(self.anchor))
         self.anchor.replace_all_uses_with(y)
         for down, t in zip(self.others.downs, more):
-            down.node.replace_all_uses_with(e.laid_out(t, fake(down.node)))
+            down.node.replace_all_uses_with(e.laid_out(down.finish(e, t), fake(down.node)))
         if self.others.statistics:
             self._emit_statistics(e, e.call(operator.getitem, op, 1), rest)
 
@@ -169,7 +169,7 @@ class BlockMatch:
         bias = down.bias if down.make_bias is None else down.make_bias(e)
         if bias is None:
             return None
-        more = [fake(d.node).shape[d.v_dim] for d in self.others.downs]
+        more = [d.outputs for d in self.others.downs]
         biases = [
             e.cast(bias, dtype),
             *(e.method("new_zeros", bias, (n,), dtype=dtype) for n in more),
@@ -182,9 +182,8 @@ class BlockMatch:
             return [y]
         axis, first, parts = self.reading.down.v_dim, 0, []
         for down in self._downs:
-            size = fake(down.node).shape[axis]
-            parts.append(e.method("narrow", y, axis, first, size))
-            first += size
+            parts.append(e.method("narrow", y, axis, first, down.outputs))
+            first += down.outputs
         return parts
 
     def _scaled(self, e: Emitter, y: fx.Node, order: list[int], bias: fx.Node | None) -> fx.Node:
@@ -354,7 +353,7 @@ def _reads(reading: Reading, others: Others, node: fx.Node) -> list[tuple[fx.Nod
     down = reading.down
     reads = [r for b in reading.branches for r in b.reads]
     reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
-    return reads + [(d.weight_source, d.node) for d in others.downs]
+    return reads + [(t, d.node) for d in others.downs for t in (d.weight_source, *d.also)]
 
 
 def _residual_sum(

@@ -12,8 +12,11 @@ from torch import fx
 
 from .. import compat
 from .fakes import evaluated, fake, require_grad, same_size, static_size, tensors_in
+from .graph import GraphView
 
-__all__ = ["Emitter"]
+__all__ = ["Emitter", "made_again"]
+
+_MADE_AGAIN = 8
 
 
 class Emitter:
@@ -101,6 +104,41 @@ class Emitter:
                 return bool(node.args[0])
             node = node.prev
         return torch.is_grad_enabled()
+
+
+def made_again(
+    view: GraphView, node: fx.Node, before: fx.Node
+) -> tuple[list[fx.Node], Callable[[Emitter], fx.Node]] | None:
+    """What a tensor is made of that is there before another node, and what makes it once more of that; None where it is
+    made of more than a few operations, or of others than plain ones."""
+    leaves: list[fx.Node] = []
+    made: list[fx.Node] = []
+    queue = [node]
+    while queue:
+        n = queue.pop()
+        if view.effects.writers_to(n):
+            return None
+        if view.order[n] < view.order[before]:
+            leaves.append(n)
+            continue
+        call = view.call(n)
+        same_modes = view.records(n) == view.records(before) and not view.autocasts(n)
+        if call is None or call.drops or not view.is_tensor(n) or not same_modes:
+            return None
+        made.append(n)
+        queue += n.all_input_nodes
+        if len(made) > _MADE_AGAIN:
+            return None
+    made.sort(key=view.order.__getitem__)
+
+    def make(e: Emitter) -> fx.Node:
+        new: dict[fx.Node, fx.Node] = {}
+        for n in dict.fromkeys(made):
+            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: new.get(a, a))
+            new[n] = (e.method if n.op == "call_method" else e.call)(n.target, *args, **kwargs)
+        return new.get(node, node)
+
+    return list(dict.fromkeys(leaves)), make
 
 
 def _memory_order(t: torch.Tensor) -> list[int] | None:

@@ -38,7 +38,8 @@ class Linear:
     bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
     make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
     stand-in, None where it is the source itself. finish: makes what `node` is of the map's result, where that is more.
-    also: what `finish` reads. parts: the maps whose sum it is, if it is one, in the order of their columns in D.
+    also: what `finish` reads, or the weight is made of. parts: the maps whose sum it is, if it is one, in the order of
+    their columns in D. width: of V, where `node` has no axis of it.
     """
 
     node: fx.Node
@@ -54,6 +55,12 @@ class Linear:
     finish: Callable[[Emitter, fx.Node], fx.Node] = lambda e, y: y
     also: tuple[fx.Node, ...] = ()
     parts: tuple[Linear, ...] = ()
+    width: int | None = None
+
+    @property
+    def outputs(self) -> Any:
+        """The size of V."""
+        return fake(self.node).shape[self.v_dim] if self.width is None else self.width
 
     @property
     def summands(self) -> tuple[Linear, ...]:

@@ -13,12 +13,13 @@ from torch import fx
 from ..epilogue.ranges import prove
 from ..epilogue.steps import Program
 from .checks import outside_readers
+from .emit import made_again
 from .feed_forward import Reading, activation
 from .gemm import Linear, linears
-from .graph import GraphView, fake, label
+from .graph import GraphView, fake, label, same_size
 from .shapes import Decline
 from .statistics import Statistic, statistics
-from .values import swallowed
+from .values import not_negative, swallowed
 from .vocabulary import COPIES, PARTS, SHAPE_OPS
 
 __all__ = ["Others", "other_readers"]
@@ -50,7 +51,9 @@ def other_readers(
     found: list[tuple[Statistic, str]] = []
     downs: list[Linear] = []
     for source, reader in outside_readers(view, nodes, set(nodes), {anchor}):
-        if (down := _further_down(view, reading, source, reader, anchor)) is not None:
+        down = _further_down(view, reading, source, reader, anchor)
+        down = down or _weighted_sum(view, reading, source, reader, anchor)
+        if down is not None:
             downs.append(down)
         else:
             found += _statistics(view, reading, source, reader)
@@ -62,13 +65,20 @@ def other_readers(
     return others, nodes
 
 
+def _is_theirs(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
+) -> bool:
+    """Whether a reader reads what the block's own down projection does."""
+    mine, theirs = view.value(reading.down.source, anchor), view.value(source, reader)
+    return mine is not None and theirs is not None and view.same_value(mine, theirs)
+
+
 def _further_down(
     view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
 ) -> Linear | None:
     """The first projection of an adapter, where a reader is one: of what the block's own reads, over the same axes."""
     down = reading.down
-    mine, theirs = view.value(down.source, anchor), view.value(source, reader)
-    if mine is None or theirs is None or not view.same_value(mine, theirs):
+    if not _is_theirs(view, reading, source, reader, anchor):
         return None
     passed: list[fx.Node] = []
     while _changes_nothing(view, reader) and len(readers := list(view.readers(reader))) == 1:
@@ -81,6 +91,63 @@ def _further_down(
         if same and plain and _adapts(view, reader, anchor):
             return dataclasses.replace(one, within=tuple(passed))
     return None
+
+
+def _weighted_sum(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
+) -> Linear | None:
+    """The activations, each times a number of its neuron, added up: one more row of the down weight. Sparse
+    autoencoders weigh their L1 term by the norms of the decoder's rows."""
+    down, call, shape = reading.down, view.call(reader), view.shape(source)
+    axis = down.d_dim
+    if call is None or call.name != "mul" or call.inplace or down.order is not None:
+        return None
+    w = call["other"] if call["input"] is source else call["input"]
+    if not view.is_tensor(w) or not _is_theirs(view, reading, source, reader, anchor):
+        return None
+    at = axis - (len(shape) - len(view.shape(w)))
+    sizes = [shape[axis] if d == at else 1 for d in range(len(view.shape(w)))]
+    if at < 0 or not all(map(same_size, view.shape(w), sizes)):
+        return None
+    plain = not (reading.factors or reading.tokens)
+    positive = plain and all(_not_negative(b.program) for b in reading.branches)
+    # |h| has no slope at 0, where a bound of h may have one.
+    tied = any(s.fn in ("clamp_min", "maximum") for b in reading.branches for s in b.program)
+    positive = positive and not tied and not_negative(view, w)
+    passed, node = [reader], reader
+    while len(readers := list(view.readers(node))) == 1 and len(passed) < _LENGTH:
+        node = readers[0]
+        call = view.call(node)
+        if call is None or call.inplace:
+            return None
+        norm = call.name in ("norm", "vector_norm") and call.get("p") in (1, 1.0)
+        if call.name == "sum" or (norm and positive):
+            break
+        if not ((call.name == "abs" and positive) or _changes_nothing(view, node)):
+            return None
+        passed.append(node)
+    else:
+        return None
+    dims = call.get("dim")
+    dims = list(range(len(shape))) if dims is None else dims
+    dims = [d % len(shape) for d in (dims if isinstance(dims, (tuple, list)) else [dims])]
+    made = made_again(view, w, min(anchor, node, key=view.order.__getitem__))
+    if axis not in dims or view.dtype(node) != fake(down.node).dtype or made is None:
+        return None
+    keeps = bool(call.get("keepdim"))
+    leaves, make = made
+    return Linear(
+        node,
+        source,
+        leaves[0],
+        down.v_dim,
+        lambda e: source,
+        lambda e: e.method("reshape", make(e), (1, -1)),
+        within=tuple(passed),
+        finish=lambda e, y: e.method("sum", y, tuple(dims), keeps),
+        also=tuple(leaves[1:]),
+        width=1,
+    )
 
 
 def _changes_nothing(view: GraphView, node: fx.Node) -> bool:

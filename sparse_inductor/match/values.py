@@ -39,6 +39,9 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
     return compat.marked_as_parameter(fake(node)) or "parameters" in node.name
 
 
+_NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vector_norm".split())
+
+
 def not_negative(view: GraphView, x: fx.Node) -> bool:
     """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
     if view.dtype(x) == torch.bool:
@@ -46,7 +49,7 @@ def not_negative(view: GraphView, x: fx.Node) -> bool:
     call = view.call(x)
     if call is None:
         return False
-    if call.name in ("relu", "sigmoid", "exp", "softplus", "softmax", "square", "abs"):
+    if call.name in _NOT_NEGATIVE:
         return True
     inner = call.get("input")
     return (

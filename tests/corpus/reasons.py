@@ -107,6 +107,7 @@ NOTHING_OF_IT["published.relu_ffn"] = {
 }
 
 TRUE["relu_ffn"] = {
+    "weighed_by_what_may_be_negative": ("also read by mul", "(h * m.up.bias).abs()"),
     "one_neuron_of_one_sequence_ablated": ("single elements", "h[0, :, 3] = 0.0"),
     "overlapping_parts_in_place": ("getitem is changed in place", "gate, up = h["),
     "lora_of_dropped_activations": ("also read by dropout", "self.drop(x)"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from corpus.relu_ffn.registry import TRAIN, block
+from corpus.relu_ffn.registry import INFER, TRAIN, block
 
 
 @block()
@@ -115,3 +115,26 @@ def loss_and_log(x, m):
     with torch.no_grad():
         norm, logged = x.norm(), h.abs().mean()
     return y, loss, logged, norm
+
+
+@block(bias=True)
+def weighed_by_the_norms_of_the_decoder(x, m):
+    """the L1 term of sparse autoencoders, after the reconstruction"""
+    h = F.relu(m.up(x))
+    y = m.down(h)
+    return y, (h * m.down.weight.norm(dim=0)).norm(p=1, dim=-1).mean()
+
+
+@block(modes=INFER, bias=True)
+def weighed_sum_before_the_projection(x, m):
+    """the score of a probe on the activations"""
+    h = F.relu(m.up(x)).square()
+    score = (m.up.bias * h).sum(dim=(1, 2))
+    return m.down(h), score
+
+
+@block("no_rewrite", "the absolute value of weights that may be negative", modes=INFER, bias=True)
+def weighed_by_what_may_be_negative(x, m):
+    """an L1 term of weighed activations"""
+    h = F.relu(m.up(x))
+    return m.down(h), (h * m.up.bias).abs().sum(-1)
