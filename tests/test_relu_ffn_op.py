@@ -297,3 +297,19 @@ def test_cut(steps, at):
         assert at - 1e-5 <= found <= at
         below = torch.cat([torch.linspace(-9, found, 999), torch.tensor([found])])
         assert not run(parse(steps), below).any()
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 3), (5, 0, 3), (5, 4, 0), (0, 0, 0)], ids=str)
+def test_nothing_to_read_to_activate_or_to_return(sizes):
+    """x [.., K], K or the number of neurons or of results being 0."""
+    features, neurons, results = sizes
+    inputs = [
+        torch.randn(shape, requires_grad=True)
+        for shape in ((2, 3, features), (neurons, features), (results, neurons))
+    ]
+    x, gate, down = inputs
+    y, expected = relu_ffn(x, gate, down), F.linear(F.relu(F.linear(x, gate)), down)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)
+    )

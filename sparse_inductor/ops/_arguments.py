@@ -5,11 +5,22 @@ Symbolic sizes are compared when the operator runs: a check must not become a gu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["FLOATS", "IMPACTS", "INTEGERS", "differ", "fits", "known", "looks_at", "same"]
+__all__ = [
+    "FLOATS",
+    "IMPACTS",
+    "INTEGERS",
+    "as_rows",
+    "differ",
+    "fits",
+    "known",
+    "looks_at",
+    "same",
+]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
@@ -20,6 +31,11 @@ def looks_at(t: torch.Tensor) -> bool:
     """Whether an ATen implementation may decide by what a tensor holds: for a GPU's the host would wait, and no CUDA
     graph could be captured."""
     return t.device.type == "cpu"
+
+
+def as_rows(t: torch.Tensor) -> torch.Tensor:
+    """[..., N] as [M, N], also where N is 0 and a size of -1 could be anything."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def known(*sizes: object) -> bool:

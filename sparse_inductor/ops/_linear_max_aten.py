@@ -50,7 +50,7 @@ def forward(
     even: the gradient of a maximum that several positions share is divided among them. Where winner is the first of
     several, s, it holds -2 - s.
     """
-    B, S, D = hidden.shape
+    B, S, _ = hidden.shape
     V = weight.shape[0]
     dt = compute_dtype(hidden, weight, bias)
     rows = [r.to(dt) for r in rows]
@@ -73,7 +73,7 @@ def forward(
             part = slice(i, min(i + step, B))
             x = hidden[part].to(dt)
             tile = buffer[: x.shape[0] * S * w.shape[1]].view(x.shape[0] * S, w.shape[1])
-            torch.mm(x.reshape(-1, D), w, out=tile)
+            torch.mm(x.flatten(0, 1), w, out=tile)
             general = None if per_element is None else per_element[part]
             logits = tile.view(-1, S, w.shape[1])
             got = _reduce(logits, b, rows, part, low, general, want_winner, even)

@@ -30,7 +30,7 @@ from .. import compat
 from ..epilogue.cut import cut
 from ..epilogue.steps import ROW, Program, parse, run
 from . import _relu_ffn_aten as aten
-from ._arguments import FLOATS, differ
+from ._arguments import FLOATS, as_rows, differ
 from ._dispatch import (
     autocast_off,
     autocast_on,
@@ -196,7 +196,7 @@ def _run(x, weights, gate_steps, up_steps, stats, train, residual=None):
     _check(x, *weights, residual=residual)
     block = _block(weights, gate_steps, up_steps)
     lead = x.shape[:-1]
-    flat = x.reshape(-1, x.shape[-1])
+    flat = as_rows(x)
     numbers = flat.new_empty(4 if stats else 0, len(flat), dtype=_wide(x))
     N, gated = block.gate.shape[0], block.up is not None
     packed = _empty_packed(flat, N, gated) if train else None
@@ -233,8 +233,8 @@ def _backward(
 ):  # fmt: skip
     weights = (gate, gate_bias, up, up_bias, down, down_bias)
     block = _block(weights, gate_steps, up_steps)
-    flat = x.reshape(-1, x.shape[-1])
-    dy = grad.reshape(-1, grad.shape[-1])
+    flat = as_rows(x)
+    dy = as_rows(grad)
     d_numbers = d_stats.reshape(4, -1) if stats else None
     packed = aten.Packed(count, index, gates, ups)
     with autocast_off(x.device.type):
@@ -314,7 +314,7 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps, stats) -> bool:
     from ..kernels import relu_ffn as kernel
 
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in present)
-    flat = x.reshape(-1, x.shape[-1])
+    flat = as_rows(x)
     few = kernel.is_few(len(flat), block.gate.shape[0])
     return few and (learns or stats or not kernel.decode.applies(flat, block))
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import _sparse_rows_aten as aten
-from ._arguments import FLOATS, INTEGERS, differ, known, same
+from ._arguments import FLOATS, INTEGERS, as_rows, differ, known, same
 from ._dispatch import (
     autocast_off,
     autocast_on,
@@ -145,10 +145,6 @@ def _check_decode(values, indices, weight, bias) -> None:
     _check_floats(values, "values", weight=weight, bias=bias)
 
 
-def _flat(t: Tensor) -> Tensor:
-    return t.reshape(-1, t.shape[-1]) if t.numel() else t.reshape(t.shape[:-1].numel(), t.shape[-1])
-
-
 def _has_kernels(x: Tensor, *others: Tensor) -> bool:
     """Whether the Triton kernels take this: fp64 and what is empty goes the ATen way on any device."""
     return launches(x) and x.dtype != torch.float64 and all(t.numel() for t in (x, *others))
@@ -157,8 +153,8 @@ def _has_kernels(x: Tensor, *others: Tensor) -> bool:
 def _kernels_encode(x, weight, bias, scores, k, ordered, run=None):
     from ..kernels import topk_rows as kernel
 
-    given = None if scores is None else _flat(scores)
-    found = kernel.encode(_flat(x), weight, bias, given, k, ordered, *_by(run))
+    given = None if scores is None else as_rows(scores)
+    found = kernel.encode(as_rows(x), weight, bias, given, k, ordered, *_by(run))
     values, indices = (t.view(*x.shape[:-1], k) for t in found)
     return values, indices
 
@@ -166,21 +162,21 @@ def _kernels_encode(x, weight, bias, scores, k, ordered, run=None):
 def _kernels_decode(values, indices, weight, bias, run=None):
     from ..kernels import topk_sums as kernel
 
-    y = kernel.decode(_flat(values), _flat(indices), weight, bias, *_by(run))
+    y = kernel.decode(as_rows(values), as_rows(indices), weight, bias, *_by(run))
     return y.view(*values.shape[:-1], weight.shape[1])
 
 
 def _kernels_dots(x, weight, indices, run=None):
     from ..kernels import topk_sums as kernel
 
-    return kernel.dots(_flat(x), weight, _flat(indices), *_by(run)).view(indices.shape)
+    return kernel.dots(as_rows(x), weight, as_rows(indices), *_by(run)).view(indices.shape)
 
 
 def _kernels_outer(values, x, entry, start, total, ends, run=None):
     from ..kernels import topk_sums as kernel
 
     by = aten.Columns(entry, start, total, ends)
-    return kernel.outer(_flat(values), _flat(x), by, *_by(run))
+    return kernel.outer(as_rows(values), as_rows(x), by, *_by(run))
 
 
 def _by(run) -> tuple:
@@ -211,8 +207,8 @@ def _encode(x, weight, bias, scores, k, ordered):
     with autocast_off(x.device.type):
         if _has_kernels(x, weight) and k:
             return _kernels_encode(x, weight, bias, scores, k, ordered)
-        given = None if scores is None else _flat(scores)
-        found = aten.encode(_flat(x), weight, bias, given, k, ordered)
+        given = None if scores is None else as_rows(scores)
+        found = aten.encode(as_rows(x), weight, bias, given, k, ordered)
     values, indices = (t.view(*x.shape[:-1], k) for t in found)
     return values, indices
 
@@ -222,7 +218,7 @@ def _decode(values, indices, weight, bias):
     with autocast_off(values.device.type):
         if _has_kernels(values, weight):
             return _kernels_decode(values, indices, weight, bias)
-        y = aten.decode(_flat(values), _flat(indices), weight, bias)
+        y = aten.decode(as_rows(values), as_rows(indices), weight, bias)
     return y.view(*values.shape[:-1], weight.shape[1])
 
 
@@ -230,22 +226,22 @@ def _dots(x, weight, indices):
     with autocast_off(x.device.type):
         if _has_kernels(x, weight, indices):
             return _kernels_dots(x, weight, indices)
-        return aten.dots(_flat(x), weight, _flat(indices)).view(indices.shape)
+        return aten.dots(as_rows(x), weight, as_rows(indices)).view(indices.shape)
 
 
 def _columns(indices, columns):
     if launches(indices) and indices.numel():
         from ..kernels import topk_sums as kernel
 
-        return tuple(kernel.columns(_flat(indices), columns))
-    return tuple(aten.columns(_flat(indices), columns))
+        return tuple(kernel.columns(as_rows(indices), columns))
+    return tuple(aten.columns(as_rows(indices), columns))
 
 
 def _outer(values, x, entry, start, total, ends):
     with autocast_off(x.device.type):
         if _has_kernels(x, values):
             return _kernels_outer(values, x, entry, start, total, ends)
-        return aten.outer(_flat(values), _flat(x), aten.Columns(entry, start, total, ends))
+        return aten.outer(as_rows(values), as_rows(x), aten.Columns(entry, start, total, ends))
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
@@ -296,7 +292,7 @@ class _Decode(torch.autograd.Function):
         if for_weight:
             d_weight, _ = _weight_gradients(values, grad, indices, weight)
         if for_bias:
-            d_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+            d_bias = as_rows(grad).sum(0)
         return d_values, None, d_weight, d_bias
 
 
