@@ -102,6 +102,25 @@ def test_regions_compiled_once_have_gradients(pattern, within):
     assert_steps_alike(got, wanted)
 
 
+@pytest.mark.parametrize("function", ["entmax15", "entmax_bisect"])
+def test_a_region_that_dynamo_gives_up_at_entmax(function):
+    """`.mT` of an argument that was computed: up to torch 2.13 Dynamo cannot close such a region."""
+    entmax = pytest.importorskip("entmax")
+    module = layer("entmax_attention")
+    region = torch.compiler.nested_compile_region(
+        lambda q, k, v: getattr(entmax, function)(q @ k.mT, dim=-1) @ v
+    )
+
+    def program(x):
+        y = module(x)
+        return region(y, y * 2, y + 1)
+
+    wanted = step(program, module)
+    with sparse_inductor.enabled():
+        got = step(compile_without_codegen(program), module)
+    assert_steps_alike(got, wanted)
+
+
 def test_attention_in_training_is_left_to_a_cpp_wrapper():
     module = layer("entmax_attention")
     wanted = step(module, module)

@@ -21,6 +21,7 @@ from .dynamo import (
     graph_end,
     hidden_arguments,
     in_ddp_bucket,
+    in_region_with_a_property,
     keep_in_graph,
     may_recompile,
     reset_dynamo,

@@ -54,6 +54,24 @@ def current_code() -> types.CodeType | None:
     return None if current_frame() is None else InstructionTranslator.current_tx().f_code
 
 
+def in_region_with_a_property() -> bool:
+    """Whether Dynamo traces the body of a `nested_compile_region` that reads a property of an argument, as `.mT`, where
+    the argument was computed: up to torch 2.13 it cannot close such a body, and a program is compiled only where
+    something else in the body makes Dynamo give the region up before."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    if current_frame() is None:
+        return False
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    while tracer.parent is not None:
+        taken = getattr(tracer, "lifted_freevars", ())
+        reads = any(getattr(outer.node, "target", None) is getattr for outer in taken)
+        if reads and tracer.source_target is torch.ops.higher_order.invoke_subgraph:
+            return True
+        tracer = tracer.parent
+    return False
+
+
 def versions_held(code: types.CodeType) -> int:
     """How many compiled versions of a frame's code Dynamo has; none after a reset."""
     from torch._dynamo import eval_frame
@@ -227,7 +245,8 @@ def trace_class_methods() -> Any:
 
     def prepare_fn_vt(self: Any, tx: Any, ctx: Any, method_name: str, args: Any) -> Any:
         fn = self.fwd_fn if method_name == "forward" else self.bwd_fn
-        if not (isinstance(fn, types.MethodType) and isinstance(fn.__self__, type)):
+        of_class = isinstance(fn, types.MethodType) and isinstance(fn.__self__, type)
+        if not of_class or in_region_with_a_property():
             return original(self, tx, ctx, method_name, args)
         source = AttrSource(self.parent_source, member=method_name) if self.parent_source else None
         cls = UserDefinedClassVariable(fn.__self__)

@@ -105,16 +105,17 @@ def entmax_bisect_loss(input, target, alpha, n_iter):
 
 
 @torch.compiler.assume_constant_result
-def _transformed():
-    """Whether a transform of torch.func goes through what Dynamo traces: its levels are entered while it does."""
-    return compat.transforms_active()
+def _leafless():
+    """Whether a leaf cannot stand where Dynamo traces: where a transform of torch.func goes through it, whose levels
+    are entered meanwhile, and in a region that Dynamo closes only if it meets no leaf."""
+    return compat.transforms_active() or compat.in_region_with_a_property()
 
 
 def _as_without_us(X):
-    """Whether Dynamo traces the package's own function: inside of a transform, which a leaf could not go through, and
-    of a tensor that may have functions of its own."""
+    """Whether Dynamo traces the package's own function: where no leaf can stand, and of a tensor that may have
+    functions of its own."""
     kind = type(X)
-    return _transformed() or (
+    return _leafless() or (
         kind is not torch.Tensor and kind is not torch.nn.Parameter and kind.__name__ != "DTensor"
     )
 
