@@ -341,7 +341,12 @@ class RoundedAtTheEnd(Function):
         )
 
 
-@attention()
+def loses_the_gradient() -> str:
+    """Why the next program cannot be compared: torch 2.11 compiles it without us to one without a gradient."""
+    return "" if torch.__version__ >= (2, 13) else "this torch loses the Function's gradient itself"
+
+
+@attention(unsupported=loses_the_gradient)
 def function_that_ends_in_a_cast(q, k, v, mask):
     """a view, a cast and a copy at its end"""
     return RoundedAtTheEnd.apply(q @ k.mT * SCALE) @ v
