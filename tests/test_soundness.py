@@ -743,3 +743,32 @@ def test_a_row_of_scores_that_are_all_masked_is_what_it_is_in_eager(name, fill):
     else:
         training = name != "bisected"
         assert _assert_as_eager(program, *inputs, training=training) == ["entmax_attention"]
+
+
+# A part of [2, 6, 6] numbers of which the first three rows are read, and whether it is known to be apart from these.
+_PARTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "behind": (lambda t: t[:, 3:], True),
+    "one row too many": (lambda t: t[:, 2:], False),
+    "transposed": (lambda t: t.mT[:, :, 3:], True),
+    "transposed, one too many": (lambda t: t.mT[:, :, 2:], False),
+    "every other row": (lambda t: t[:, 1::2], False),
+    "by addresses": (lambda t: t.as_strided((2, 3, 6), (36, 6, 1), 12), False),
+    "flat": (lambda t: t.view(-1)[48:], False),
+    "a diagonal": (lambda t: t.diagonal(0, 1, 2), False),
+    "a row": (lambda t: t.unbind(1)[2], False),
+    "a row behind": (lambda t: t.unbind(1)[4], True),
+}
+
+
+@pytest.mark.parametrize("name", _PARTS)
+def test_a_write_to_another_part_of_the_memory_is_told_from_one_that_reaches_what_is_read(name):
+    part, is_apart = _PARTS[name]
+
+    def program(m, x):
+        states = x * 1.0
+        logits = m.a(states[:, :3])
+        part(states).fill_(9.0)
+        return torch.relu(logits).amax(1)
+
+    found = _assert_as_eager(program, torch.randn(2, 6, 6))
+    assert found == (["splade_head"] if is_apart else [])

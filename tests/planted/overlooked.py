@@ -24,6 +24,7 @@ from fuzz.vocabulary import entmax15, negate_
 from planted.bug import Plant, instead, result
 from sparse_inductor.match import checks, effects
 from sparse_inductor.match.chain import Chain
+from sparse_inductor.match.comparisons import Edge
 from sparse_inductor.match.layout import Attention
 from sparse_inductor.match.scored import Scores
 from sparse_inductor.ops import _linear_max_aten as head
@@ -205,6 +206,16 @@ def gathered_in_place(q, ids, w):
     return ((parts * w).sum(-1),)
 
 
+@kept(**_HEAD)
+def states_overwritten_in_part(x, w, mask):
+    y = x * 2.0
+    z = F.linear(y[:, :3], w)
+    y[:, 2:].fill_(9.0)
+    return (torch.log1p(F.relu(z)).amax(1),)
+
+
+_ELSEWHERE = instead(effects, "_apart", lambda apart, written, read: written is not read)
+
 _LATE = ("late write", "late write", "write")
 # The writer's name as patterns know it; in a program it is called so, or as the last column says.
 _WRITERS = (
@@ -367,6 +378,23 @@ def scores_of_a_nan(q, ids, w):
     return ((q[:, ids] * w).sum(-1),)
 
 
+@kept(
+    seed=1,
+    training=True,
+    x=tensor((4, 8), "nan"),
+    up=tensor((16, 8), "weight", grad=True),
+    down=tensor((8, 16), "weight", grad=True),
+)
+def product_with_a_comparison(x, up, down):
+    z = F.linear(x, up)
+    return (F.linear(z * (z > 0.3), down),)
+
+
+def _chosen(step: Callable[..., Any], self: Edge, other: float) -> Any:
+    as_choice = dataclasses.replace(self, factor=False, nan=self.nan or self.factor)
+    return step(as_choice, other)
+
+
 def _cleaned(first: torch.Tensor, *rest: Any) -> Any:
     return (first.nan_to_num(), *rest) if rest else first.nan_to_num()
 
@@ -479,6 +507,23 @@ OVERLOOKED = (
         (),
         "integers",
         drawn=_learnt("relu("),
+    ),
+    Overlooked(
+        "a write taken for one elsewhere",
+        _ELSEWHERE,
+        states_overwritten_in_part,
+        "splade_head",
+        _LATE,
+        drawn=lambda program: "] = " in program.source() or "].fill_(" in program.source(),
+    ),
+    Overlooked(
+        "a product taken for a choice",
+        instead(Edge, "step", _chosen),
+        product_with_a_comparison,
+        "relu_ffn",
+        (),
+        "nan",
+        drawn=lambda program: program.training and "> 0" in program.source(),
     ),
     Overlooked("NaN cleaned in a head", _CLEAN_HEAD, head_of_a_nan, "splade_head", (), "nan"),
     Overlooked("infinity cleaned", _CLEAN_HEAD, head_of_an_infinity, "splade_head", (), "infinite"),
