@@ -60,12 +60,12 @@ class EncoderMatch:
     anchor: fx.Node
     product: _Product
     k: int | fx.Node
-    ordered: bool
     given: bool
     swallowed: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
     pattern: str = NAME
     op: str = OP
+    top: bool = True
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -107,7 +107,7 @@ class EncoderMatch:
             torch.ops.sparse_inductor.topk_encode.default,
             e.cast(linear.stand_in(e), dtype), e.cast(weight, dtype),
             None if bias is None else e.cast(bias, dtype),
-            e.method("detach", p.scores) if self.given else None, self.k, self.ordered,
+            e.method("detach", p.scores) if self.given else None, self.k, True,
         )  # fmt: skip
         values, indices = (e.call(operator.getitem, found, i) for i in (0, 1))
         if p.rectified:
@@ -167,10 +167,8 @@ class TopkEncode:
             left = left or not {*view.readers(n)} <= nodes
             if not left:
                 nodes.add(n)
-        return EncoderMatch(
-            node, product, k, call.get("sorted", True) is not False, left,
-            tuple(sorted(nodes, key=view.order.__getitem__)),
-        )  # fmt: skip
+        matched = tuple(sorted(nodes, key=view.order.__getitem__))
+        return EncoderMatch(node, product, k, left, matched)
 
     def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
         product = match.product

@@ -18,6 +18,7 @@ from . import compat
 
 __all__ = [
     "TOLERANCE",
+    "Chosen",
     "Comparison",
     "InDouble",
     "LowestPrecision",
@@ -228,6 +229,38 @@ class InDouble(TorchDispatchMode):
 _CASTS = frozenset({torch.ops.aten._to_copy, torch.ops.aten.to})
 _HALVES = frozenset({torch.float16, torch.bfloat16})
 _FLOATS = _HALVES | {torch.float32}
+
+
+class Chosen(TorchDispatchMode):
+    """Has a topk in the block take the entries that another program has chosen, at these indices.
+
+    right: whether all are as large as those that it would take, up to rounding: it does not say which of equal ones.
+    """
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        super().__init__()
+        self._indices, self.right = indices, True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is not torch.ops.aten.topk:
+            return result
+        best, indices = result
+        if indices.shape != self._indices.shape:
+            return result
+        x, _, dim, *_ = (*args, -1)
+        values = x.gather(dim, self._indices)
+        pair = (t.double().sort(dim=dim).values for t in (values, best))
+        tolerance = TOLERANCE.get(x.dtype, 0.0)
+        same = torch.isclose(*pair, rtol=tolerance, atol=tolerance, equal_nan=True)
+        self.right = self.right and bool(same.all())
+        return values, self._indices
 
 
 class LowestPrecision(TorchDispatchMode):

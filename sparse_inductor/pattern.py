@@ -57,7 +57,8 @@ class Sparse:
 class Match(Protocol):
     """A subgraph that was recognised and proved replaceable. Nothing has been changed yet.
 
-    A match may have `sparse`, a sequence of `Sparse`.
+    A match may have `sparse`, a sequence of `Sparse`; and `top`, true where its results are those of a topk, of
+    which `verify` accepts any choice among equal values.
     """
 
     pattern: str

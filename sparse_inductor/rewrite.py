@@ -383,7 +383,8 @@ class _Run:
                 watch.cancel()
                 self.checks.append(_unchecked(check, error))
             else:
-                verify.guard(watch, check, self.verify)
+                top = getattr(candidate.match, "top", False)
+                verify.guard(watch, check, self.verify, top)
 
     @contextlib.contextmanager
     def _guarded(self, pattern: Pattern, node: fx.Node, quiet: bool = False) -> Iterator[None]:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from . import compat
 from .accuracy import (
+    Chosen,
     Comparison,
     InDouble,
     LowestPrecision,
@@ -62,6 +63,8 @@ class Region:
     rewritten: Subgraph
     origins: Sequence[int]
     """By tensor: the one that its gradient belongs to, another one for a copy of what is written to later."""
+    top: bool = False
+    """Whether the results are the values and the indices of a topk, which does not say what it takes of equal ones."""
     chosen: Subgraph | None = None
     lock: Any = dataclasses.field(default_factory=threading.RLock)
 
@@ -148,18 +151,20 @@ class Region:
         plain: Sequence[Tensor]
         found = []
         if any(needs):
-            with LowestPrecision() as precision:
+            got, leaves = self._run_with_grad(self.rewritten, values, needs)
+            with self._choice(got) as choice, LowestPrecision() as precision:
                 plain, plain_leaves = self._run_with_grad(self.written, values, needs)
             drawn = cotangents(plain)
             plain_grads = self._gradients(plain, plain_leaves, needs, drawn)
-            got, leaves = self._run_with_grad(self.rewritten, values, needs)
             grads = self._gradients(got, leaves, needs, drawn)
             found += [_learns(i, *pair) for i, pair in enumerate(zip(got, plain, strict=True))]
         else:
-            with LowestPrecision() as precision:
-                plain = _run(self.written, values)
             got = _run(self.rewritten, values)
-        truth, truth_grads = self._reference(values, needs, drawn)
+            with self._choice(got) as choice, LowestPrecision() as precision:
+                plain = _run(self.written, values)
+        if choice is not None and not choice.right:
+            found.append(Comparison("the choice", "is not of the largest"))
+        truth, truth_grads = self._reference(values, needs, drawn, got)
         for i, three in enumerate(zip(got, plain, truth, strict=True)):
             ties = not three[0].is_floating_point()
             found.append(compare(f"result {i}", *three, ties=ties, precision=precision.dtype))
@@ -171,8 +176,17 @@ class Region:
             found,
         )
 
+    def _choice(self, got: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """Has the written subgraph choose what the rewritten one has chosen, if it is a topk."""
+        indices = next((t for t in got if not t.is_floating_point()), None) if self.top else None
+        return contextlib.nullcontext() if indices is None else Chosen(indices)
+
     def _reference(
-        self, values: Sequence[Any], needs: Sequence[bool], drawn: list[Tensor | None]
+        self,
+        values: Sequence[Any],
+        needs: Sequence[bool],
+        drawn: list[Tensor | None],
+        got: Sequence[Tensor],
     ) -> tuple[Sequence[Tensor], list[Tensor | None]]:
         """The written subgraph in fp64; in fp32 where that does not fit."""
         for wide in (True, False):
@@ -181,6 +195,7 @@ class Region:
                 # Autograd's own threads do not know the mode when an operator's kernel starts them.
                 with (
                     torch.autograd.set_multithreading_enabled(False),
+                    self._choice(got),
                     InDouble() if wide else contextlib.nullcontext(),
                 ):
                     if not any(needs):
@@ -260,10 +275,11 @@ _lib.define(
 _OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.verified_backward
 
 
-def guard(watch: Watch, check: Check, report: Report) -> None:
-    """Put the operator around a replacement that `watch` has seen; `report` is where it says what it found."""
+def guard(watch: Watch, check: Check, report: Report, top: bool = False) -> None:
+    """Put the operator around a replacement that `watch` has seen; `report` is where it says what it found. top: its
+    results are those of a topk (`Region.top`)."""
     key = f"{check.pattern} {next(_numbers)}"
-    _regions[key] = Region(check, report, watch.written, watch.rewritten, watch.origins)
+    _regions[key] = Region(check, report, watch.written, watch.rewritten, watch.origins, top)
     watch.enclose(_OP.default, key)
 
 

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sparse_inductor
+from sparse_inductor.ops import _sparse_rows_aten as aten
 from sparse_inductor.testing import assert_matches_reference, assert_rewrites
-from support import heavy
+from support import heavy, only
 
 BOTH = {"topk_encode": 1, "sparse_decode": 1}
 
@@ -110,3 +112,33 @@ def test_two_decoders_of_the_same_activations():
         (torch.randn(2, 6, 8),),
         expected={"topk_encode": 1, "sparse_decode": 2},
     )
+
+
+def checked(program, dtype):
+    """What verify says of the encoder of a program."""
+    with only("topk_encode") as report:
+        options = sparse_inductor.options(only="topk_encode", policy="always", verify=True)
+        compiled = torch.compile(
+            Autoencoder(program).to(dtype), options=options, backend="inductor"
+        )
+        compiled(torch.randn(200, 8, generator=torch.Generator().manual_seed(2)).to(dtype))
+        (check,) = report.checks
+    return check
+
+
+@pytest.mark.parametrize("program", [plain, heavy(rectified_first)])
+def test_verify_accepts_either_choice_among_equal_values(program):
+    check = checked(program, torch.bfloat16)
+    assert check.verdict == "agrees", check
+
+
+@pytest.mark.heavy
+def test_verify_catches_other_columns(monkeypatch):
+    top = aten.top
+
+    def shifted(scores, k, ordered):
+        values, indices = top(scores, k, ordered)
+        return values, (indices + 1) % scores.shape[1]
+
+    monkeypatch.setattr(aten, "top", shifted)
+    assert checked(plain, torch.float32).verdict == "differs"
