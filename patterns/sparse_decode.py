@@ -67,6 +67,12 @@ class DecoderMatch:
         )
 
     @property
+    def apart(self) -> str:
+        """With activations that are kept, the gradient of the values goes past them."""
+        kept = self.found.scatter not in self.swallowed
+        return "the gradient goes past the activations, which others read" if kept else ""
+
+    @property
     def sparse(self) -> tuple[Sparse, ...]:
         return (Sparse("activations", self.down.source),)
 
@@ -232,12 +238,6 @@ def _unit_rows(pre, decoder):
     return (f * (1 / decoder.weight.norm(dim=0))) @ decoder.weight.T
 
 
-def _counted(pre, decoder):
-    values, indices = pre.topk(4, dim=-1)
-    f = torch.zeros_like(pre).scatter_(-1, indices, values.relu())
-    return decoder(f), (f > 0).sum((0, 1)), f.abs().sum(-1)
-
-
 def _sorted(pre, decoder):
     indices = pre.argsort(-1)[..., :4]
     return decoder(torch.zeros_like(pre).scatter(-1, indices, pre.gather(-1, indices)))
@@ -264,7 +264,6 @@ SparseDecode.examples = (
     _example("scatter", _scatter),
     _example("in_place", _in_place, True),
     _example("assigned_by_row", _assigned_by_row, True),
-    _example("counted", _counted, True),
     _example("unit_rows", _unit_rows, True),
 )
 SparseDecode.near_misses = (

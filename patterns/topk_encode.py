@@ -84,6 +84,11 @@ class EncoderMatch:
         return tuple(found)
 
     @property
+    def apart(self) -> str:
+        """With a product that is kept, the gradient of the entries goes past it."""
+        return "the gradient goes past the product, which others read" if self.given else ""
+
+    @property
     def note(self) -> str:
         k = self.k if isinstance(self.k, int) else fake(self.k)
         text = f"k {k}" + (", relu" if self.product.rectified else "")
@@ -279,11 +284,6 @@ def _by_norms(x, encoder):
     return pre.topk(4).values.relu()
 
 
-def _kept(x, encoder):
-    pre = encoder(x)
-    return pre.topk(4).values, pre.logsumexp(-1)
-
-
 def _without_gradient(x, encoder):
     with torch.no_grad():
         pre = encoder(x)
@@ -294,7 +294,6 @@ TopkEncode.examples = (
     _example("topk", lambda x, encoder: encoder(x).topk(4, dim=-1)),
     _example("rectified", lambda x, encoder: F.relu(encoder(x)).topk(2)[0], True),
     _example("written_out", _written_out, True),
-    _example("kept", _kept, True),
     _example("by_norms", _by_norms, True),
 )
 TopkEncode.near_misses = (

@@ -232,12 +232,13 @@ _FLOATS = _HALVES | {torch.float32}
 
 
 class Chosen(TorchDispatchMode):
-    """Has a topk in the block take the entries that another program has chosen, at these indices.
+    """Has a topk in the block take the entries that another program has chosen, at these indices; without them it
+    sorts what it takes.
 
     right: whether all are as large as those that it would take, up to rounding: it does not say which of equal ones.
     """
 
-    def __init__(self, indices: torch.Tensor) -> None:
+    def __init__(self, indices: torch.Tensor | None) -> None:
         super().__init__()
         self._indices, self.right = indices, True
 
@@ -248,11 +249,12 @@ class Chosen(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         if func.overloadpacket is not torch.ops.aten.topk:
-            return result
-        best, indices = result
-        if indices.shape != self._indices.shape:
+            return func(*args, **kwargs)
+        args, kwargs = args[:4], {name: v for name, v in kwargs.items() if name != "sorted"}
+        best, indices = result = func(*args, **kwargs)
+        if self._indices is None or indices.shape != self._indices.shape:
             return result
         x, _, dim, *_ = (*args, -1)
         values = x.gather(dim, self._indices)

@@ -58,7 +58,8 @@ class Match(Protocol):
     """A subgraph that was recognised and proved replaceable. Nothing has been changed yet.
 
     A match may have `sparse`, a sequence of `Sparse`; and `top`, true where its results are those of a topk, of
-    which `verify` accepts any choice among equal values.
+    which `verify` accepts any choice among equal values; and `apart`, why `verify` cannot compare its nodes with the
+    operator: gradients that go to other tensors, say.
     """
 
     pattern: str

@@ -370,6 +370,10 @@ class _Run:
         from .region import CannotCut, Watch
 
         check = Check(record.pattern, record.location, source=record.source)
+        if apart := getattr(candidate.match, "apart", ""):
+            self.checks.append(dataclasses.replace(check, verdict="unchecked", detail=apart))
+            yield
+            return
         watch = None
         try:
             watch = Watch(self.graph, candidate.nodes)

@@ -178,8 +178,9 @@ class Region:
 
     def _choice(self, got: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Has the written subgraph choose what the rewritten one has chosen, if it is a topk."""
-        indices = next((t for t in got if not t.is_floating_point()), None) if self.top else None
-        return contextlib.nullcontext() if indices is None else Chosen(indices)
+        if not self.top:
+            return contextlib.nullcontext()
+        return Chosen(next((t for t in got if not t.is_floating_point()), None))
 
     def _reference(
         self,
