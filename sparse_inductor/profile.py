@@ -182,9 +182,9 @@ def profile_of(sites: Sequence[Site], inputs: Hashable, device: torch.device) ->
     """
     code, frame = compat.current_code(), compat.current_frame()
     blocks = tuple((s.pattern, s.location, s.row, s.counters) for s in sites)
-    key = (code, frame, inputs, device, blocks)
+    key = (compat.resets(), code, frame, inputs, device, blocks)
     found = _kept.get(key)
-    if found is None or code is None or not compat.versions_held(code):
+    if found is None or code is None:
         found = _kept[key] = Kept(Profile(sites, device, code))
     return found
 

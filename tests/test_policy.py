@@ -199,6 +199,17 @@ def test_the_share_is_that_of_every_row(shape, dynamic):
 
 
 @pytest.mark.usefixtures("looks_often")
+def test_what_was_counted_before_a_reset_does_not_count():
+    """Dynamo compiles one and the same frame around every nn.Sequential."""
+    inputs = [torch.ones(3, 8)] * 7
+    assert changes(nn.Sequential(Blocks()), inputs)[0] == 0
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(nn.Sequential(Blocks()), backend="eager")(inputs[0])
+    assert changes(nn.Sequential(inactive(Blocks())), inputs)[0] == 2
+
+
+@pytest.mark.usefixtures("looks_often")
 def test_blocks_at_one_line_are_told_apart():
     assert changes(inactive(Blocks(), 1), [torch.ones(3, 8)] * 7) == (1, 2)
     (written,) = sparse_inductor.report().pending

@@ -25,10 +25,10 @@ from .dynamo import (
     keep_in_graph,
     may_recompile,
     reset_dynamo,
+    resets,
     substitute_in_graph,
     trace_class_methods,
     uncompiled,
-    versions_held,
 )
 from .graphs import copy_graph, copy_graph_module, graph_text
 from .inductor import (

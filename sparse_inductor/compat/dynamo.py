@@ -72,11 +72,18 @@ def in_region_with_a_property() -> bool:
     return False
 
 
-def versions_held(code: types.CodeType) -> int:
-    """How many compiled versions of a frame's code Dynamo has; none after a reset."""
-    from torch._dynamo import eval_frame
+_resets = 0
 
-    return len(eval_frame._debug_get_cache_entry_list(code))
+
+def resets() -> int:
+    """A number that is another one after each `torch._dynamo.reset()`: seen by what that clears."""
+    global _resets
+    from torch._dynamo.utils import warn_once_cache
+
+    if __name__ not in warn_once_cache:
+        warn_once_cache.add(__name__)
+        _resets += 1
+    return _resets
 
 
 def may_recompile(code: types.CodeType | None) -> bool:
@@ -86,7 +93,9 @@ def may_recompile(code: types.CodeType | None) -> bool:
 
     if eval_frame._stance.stance != "default" or config.error_on_recompile:
         return False
-    return code is None or versions_held(code) < config.recompile_limit // 2
+    if code is None:
+        return True
+    return len(eval_frame._debug_get_cache_entry_list(code)) < config.recompile_limit // 2
 
 
 def add_guard(holds: Callable[[], bool], text: str) -> None:
