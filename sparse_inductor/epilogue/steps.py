@@ -77,12 +77,13 @@ SCALAR: dict[str, Scalar] = {
     "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t),
     "fill_below": Scalar(2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: x < t),
     "fill_above": Scalar(2, lambda x, t, v: torch.where(x > t, v, x), _one, lambda x, t, v: x > t),
-    # x times [x > t] ([x >= t]): as threshold and fill_below, but a NaN has no slope
+    # x times [x > t] ([x >= t]): as threshold and fill_below, but for the slope, which is multiplied by 0 there: none
+    # at a NaN, and NaN where what follows has one.
     "gate_above": Scalar(
-        2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: ~(x > t)
+        2, lambda x, t, v: torch.where(x <= t, v, x), lambda x, y, t, v: (x > t).to(x.dtype)
     ),
     "gate_at_least": Scalar(
-        2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: ~(x >= t)
+        2, lambda x, t, v: torch.where(x < t, v, x), lambda x, y, t, v: (x >= t).to(x.dtype)
     ),
     # x where x > t (x >= t), else v: a NaN is replaced
     "above": Scalar(2, lambda x, t, v: torch.where(x > t, x, v), _one, lambda x, t, v: ~(x > t)),

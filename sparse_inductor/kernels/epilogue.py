@@ -323,9 +323,13 @@ def dual_rows(y, rows, strides, b, s, mask, STEPS: tl.constexpr):
             elif STEPS[i] == "minimum":
                 flat = flat | (x > STEPS[i + 2])
                 slope = tl.where(x == STEPS[i + 2], 0.5 * slope, slope)
-            elif STEPS[i] == "above" or STEPS[i] == "gate_above":
+            elif STEPS[i] == "gate_above":
+                slope = slope * tl.where(x > STEPS[i + 2], 1.0, 0.0)
+            elif STEPS[i] == "gate_at_least":
+                slope = slope * tl.where(x >= STEPS[i + 2], 1.0, 0.0)
+            elif STEPS[i] == "above":
                 flat = flat | ~(x > STEPS[i + 2])
-            elif STEPS[i] == "at_least" or STEPS[i] == "gate_at_least":
+            elif STEPS[i] == "at_least":
                 flat = flat | ~(x >= STEPS[i + 2])
             elif STEPS[i] == "cap":
                 flat = flat | ~(x < STEPS[i + 2])

@@ -35,6 +35,7 @@ __all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
 _RECTIFIERS = (
     Step("relu"),
     Step("threshold", (0.0, 0.0)),
+    Step("gate_above", (0.0, 0.0)),
     Step("clamp_min", (0.0,)),
     Step("maximum", (0.0,)),
 )
@@ -243,12 +244,15 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
                 continue
             mine = _power(a[at + 1 :])
             # Where the rectifier gives 0 the other factor does not matter, so it may lack it.
-            rest = next((b[n:] for n in (at + 1, at) if b[:n] == a[:n]), None)
+            both = b[: at + 1] == a[: at + 1]
+            rest = b[at + both :] if b[:at] == a[:at] else None
             if rest is not None and mine is not None and (theirs := _power(rest)) is not None:
+                # A clamp alone passes no NaN on where it is given one; the other factor may.
+                rectifier = step if both and step.fn == "clamp_min" else Step("relu")
                 exponent, factor = mine[0] + theirs[0], mine[1] * theirs[1]
                 power = Step("square") if exponent == 2 else Step("pow", (float(exponent),))
                 scale = () if factor == 1 else (Step("mul", (factor,)),)
-                return (*a[:at], Step("relu"), power, *scale)
+                return (*a[:at], rectifier, power, *scale)
     raise Decline("multiplies two functions of one projection", node)
 
 
