@@ -21,7 +21,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import sparse_scores_cpu as native
 from ._dispatch import define, register_on_gpu
 from ._threads import apart, workers
 from ._top import keys_of, keys_with_ids, scores_and_ids
@@ -77,6 +76,8 @@ def _search_cpu(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     """Scores are fp64 sums in the order of the term ids, rounded to fp32: the same bits whatever runs beside."""
+    from ..kernels import sparse_scores_cpu as native
+
     B = query.shape[0]
     scores = torch.full((B, k), float("-inf"), dtype=torch.float32, device="cpu")
     ids = torch.full((B, k), -1, dtype=torch.int64, device="cpu")
