@@ -125,3 +125,19 @@ def test_a_pattern_that_asks_about_unknown_sizes_is_silent():
         agrees(Head(rows), torch.randn(7, 6), torch.tensor(4))
         assert not report.near_misses
     assert not sparse_inductor.report().near_misses
+
+
+def test_rows_of_no_scores_are_left_as_written():
+    """A trial has nothing to try; the package's function is traced, since the program writes to what is saved."""
+    entmax = pytest.importorskip("entmax")
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def program(x):
+        p = entmax.entmax15((x * 2) @ (x @ weight).mT, dim=-1)
+        x.clamp_(-0.5, 0.5)
+        return p
+
+    sparse_inductor.enable(only="entmax")
+    with pytest.raises(Exception, match="non-zero size"):
+        compile_without_codegen(program)(torch.randn(3, 0, 8))
+    assert not any("raised" in miss.reason for miss in sparse_inductor.report().near_misses)

@@ -59,6 +59,8 @@ class Trial:
     def check(self, piece: Region, learns: bool) -> None:
         """Raises Decline where the result or the gradient is not entmax's."""
         self.learned = learns
+        if static_size(self.view.shape(self.source)[self.dim]) == 0:
+            raise Decline("its rows have no scores to try it with", self.node)
         fills = tuple(self.scale * fill for fill in sorted(_fills(self.view, self.source)))
         how = self.dim, self.alphas, self.scale, learns, fills, self._learns_alpha()
         key = (_key(self.view, piece), *how)
