@@ -143,6 +143,16 @@ def autocast_on(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
+def as_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """An operator's operands in the dtype of the caller's autocast, if there is one; with a first one of fp64 as they
+    are."""
+    device = first.device.type
+    if not autocast_on(device) or first.dtype == torch.float64:
+        return (first, *others)
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(None if t is None else t.to(dtype) for t in (first, *others))
+
+
 def autocast_off(device_type: str) -> contextlib.AbstractContextManager[None]:
     """An operator's body computes in the dtypes it was given, whatever the caller's autocast says."""
     if not autocast_on(device_type):

@@ -21,8 +21,8 @@ from . import _entmax_aten as rows
 from . import _entmax_attention_aten as aten
 from ._arguments import FLOATS, fits, known, same
 from ._dispatch import (
+    as_autocast,
     autocast_off,
-    autocast_on,
     call_below_autograd,
     define,
     first_order,
@@ -94,10 +94,7 @@ def entmax_attention(
         ValueError: shapes or numbers that do not fit, naming the offending value.
         TypeError: a dtype that is not accepted.
     """
-    device = q.device.type
-    if autocast_on(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = as_autocast(q, k, v)
     flat = q.dim() == 3
     if flat:
         if k.dim() != 3 or v.dim() != 3:

@@ -32,8 +32,8 @@ from ..epilogue.steps import ROW, Program, parse, run
 from . import _relu_ffn_aten as aten
 from ._arguments import FLOATS, as_rows, differ
 from ._dispatch import (
+    as_autocast,
     autocast_off,
-    autocast_on,
     call_below_autograd,
     define,
     first_order,
@@ -96,11 +96,7 @@ def relu_ffn(
         ValueError: shapes or steps that do not fit, naming the offending value.
         TypeError: a dtype that is not accepted.
     """
-    device = x.device.type
-    weights = [gate, gate_bias, up, up_bias, down, down_bias]
-    if autocast_on(device) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x, weights = x.to(dtype), [None if w is None else w.to(dtype) for w in weights]
+    x, *weights = as_autocast(x, gate, gate_bias, up, up_bias, down, down_bias)
     y, stats = torch.ops.sparse_inductor.relu_ffn(
         x, *weights, gate_steps, up_steps, return_stats, residual
     )

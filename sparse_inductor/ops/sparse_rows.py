@@ -25,8 +25,8 @@ from torch import Tensor
 from . import _sparse_rows_aten as aten
 from ._arguments import FLOATS, INTEGERS, as_rows, differ, known, same
 from ._dispatch import (
+    as_autocast,
     autocast_off,
-    autocast_on,
     call_below_autograd,
     define,
     first_order,
@@ -73,11 +73,7 @@ def topk_encode(
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
     """
-    if autocast_on(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-        scores = None if scores is None else scores.to(dtype)
+    x, weight, bias, scores = as_autocast(x, weight, bias, scores)
     return torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered)
 
 
@@ -97,10 +93,7 @@ def sparse_decode(
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
     """
-    if autocast_on(values.device.type) and values.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(values.device.type)
-        values, weight = values.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    values, weight, bias = as_autocast(values, weight, bias)
     return torch.ops.sparse_inductor.sparse_decode(values, indices, weight, bias)
 
 

@@ -26,8 +26,8 @@ from ..epilogue.plan import Lowered, Plan, lower, plan
 from . import _linear_max_aten as aten
 from ._arguments import FLOATS, fits
 from ._dispatch import (
+    as_autocast,
     autocast_off,
-    autocast_on,
     call_below_autograd,
     define,
     first_order,
@@ -93,11 +93,7 @@ def splade_head(
         rows = (mask,)
     if steps is None:
         steps = DEFAULT_STEPS if mask is not None else "relu | log1p"
-    device = hidden.device.type
-    if autocast_on(device) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = as_autocast(hidden, weight, bias)
     values, argmax = torch.ops.sparse_inductor.splade_head(
         hidden, weight, bias, list(rows), steps, out_dtype, return_argmax
     )
