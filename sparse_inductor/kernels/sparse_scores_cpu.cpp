@@ -2,7 +2,6 @@
 // are rounded before they are added (-ffp-contract=off): the bits are those of ATen's index_add_.
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>

@@ -7,6 +7,7 @@ searches meanwhile, or where there is no compiler, is served by ATen (`sparse_in
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -29,18 +30,21 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "
 
 _Function = Callable[..., int]
 _function: _Function | None = None
-_begun = threading.Event()
 
 
 def ready(wait: bool = False) -> bool:
     """Whether `best_keys` can be called; the first question has it compiled. wait: answer when that has ended."""
-    if not _begun.is_set():
-        _begun.set()
-        thread = threading.Thread(target=_load, name="sparse_index_compile", daemon=True)
-        thread.start()
-        if wait:
-            thread.join()
+    compiling = _begin()
+    if wait:
+        compiling.join()
     return _function is not None
+
+
+@functools.cache
+def _begin() -> threading.Thread:
+    thread = threading.Thread(target=_load, name="sparse_index_compile", daemon=True)
+    thread.start()
+    return thread
 
 
 def best_keys(
