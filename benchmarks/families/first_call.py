@@ -1,0 +1,219 @@
+"""The first call of a compiled program: seconds to its result, with the plugin on and without, in new processes.
+
+A process imports torch, makes the model and its inputs, and only then looks at the clock: `enable()`, `torch.compile`
+and one call (a training step or inference) are what is measured, by default policy. Of each program the two processes
+run side by side, first with empty caches of Inductor and Triton, then with those that the first ones filled.
+A ratio is enabled over compile: above 1 is a loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.bench import Bench
+from benchmarks.measure import ROOT
+
+AGAIN = 3  # runs with filled caches, of which the median counts
+Made = tuple[nn.Module, tuple[Tensor, ...], bool]
+"""A module, what it is called with, and whether it is trained."""
+
+
+def run(bench: Bench) -> None:
+    """Time the first calls of all programs."""
+    bench.sections((_first_call,))
+
+
+def _first_call(bench: Bench) -> None:
+    """Two new processes a program and lap."""
+    for name in PROGRAMS:
+        if bench.late():
+            bench.note(f"Not measured for want of time: {name}.")
+            continue
+        if "entmax" in name and importlib.util.find_spec("entmax") is None:
+            bench.note("Not measured: entmax, whose package is not installed here.")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            cold = _pair(name, bench, Path(folder))
+            warm = [_pair(name, bench, Path(folder)) for _ in range(1 if bench.quick else AGAIN)]
+        warm.sort(key=lambda pair: pair[1]["seconds"] / pair[0]["seconds"])
+        rewritten = bool(cold[1]["rewrites"])
+        what = "rewritten at once" if rewritten else "as written"
+        laps = (("empty", cold, 1.5 if rewritten else 1.05), ("filled", warm[len(warm) // 2], 1.1))
+        for caches, (theirs, ours), floor in laps:
+            note = f"{what}: {ours['seconds']:.3g} s / {theirs['seconds']:.3g} s"
+            value = ours["seconds"] / theirs["seconds"]
+            bench.row(f"{name}, {caches} caches", value, "x", floor, note=note)
+            bench.say(f"{name}, {caches} caches: {value:.3f} ({note})")
+
+
+def _pair(name: str, bench: Bench, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What two processes tell that run side by side: without the plugin, and with it."""
+    processes = []
+    for how in ("compile", "enabled"):
+        environment = dict(
+            os.environ,
+            TORCHINDUCTOR_CACHE_DIR=str(folder / how / "inductor"),
+            TRITON_CACHE_DIR=str(folder / how / "triton"),
+        )
+        size = "quick" if bench.quick else "full"
+        command = [sys.executable, "-m", __name__, name, how, bench.device.type, size]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    told = []
+    for process in processes:
+        out, _ = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"{name}: a process ended with status {process.returncode}")
+        told.append(json.loads(out.splitlines()[-1]))
+    return told[0], told[1]
+
+
+# --- In a process of its own ------------------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    """A pre-norm layer of an encoder, by PyTorch's attention, with a ReLU feed-forward block."""
+
+    def __init__(self, width: int, neurons: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, neurons), nn.Linear(neurons, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = (*x.shape[:2], 3, x.shape[-1] // 64 or 1, -1)
+        q, k, v = self.qkv(self.norms[0](x)).view(size).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(self.norms[1](x))))
+
+
+class _Encoder(nn.Module):
+    """A SPLADE encoder without its embedding."""
+
+    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(_Block(width, 4 * width) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        logits = self.head(self.body(x))
+        return (torch.log1p(torch.relu(logits)) * mask.unsqueeze(-1)).amax(1)
+
+
+class _Attention(nn.Module):
+    """Self-attention with entmax-1.5."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import entmax
+
+        size = (*x.shape[:2], 3, x.shape[-1] // 64 or 1, -1)
+        q, k, v = self.qkv(x).view(size).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        return entmax.entmax15(scores, dim=-1).to(v.dtype) @ v
+
+
+class _Scores(nn.Module):
+    """The best of documents that are buffers."""
+
+    def __init__(self, documents: int, terms: int, length: int) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.randint(terms, (documents, length)))
+        self.register_buffer("weights", torch.rand(documents, length))
+
+    def forward(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        return (query[:, self.ids] * self.weights).sum(-1).topk(3)
+
+
+def _blocks(full: bool, train: bool) -> Made:
+    layers, width, tokens = (4, 2048, 2048) if full else (1, 32, 8)
+    body = nn.Sequential(*(_Block(width, 4 * width) for _ in range(layers)))
+    return body, (torch.randn(4, tokens, width),), train
+
+
+def _splade(full: bool, train: bool) -> Made:
+    layers, width, vocabulary, tokens = (12, 768, 30522, 128) if full else (1, 32, 50, 8)
+    x, lengths = torch.randn(16, tokens, width), torch.randint(tokens // 2, tokens + 1, (16, 1))
+    mask = (torch.arange(tokens) < lengths).long()
+    return _Encoder(layers, width, vocabulary), (x, mask), train
+
+
+def _entmax(full: bool, train: bool) -> Made:
+    width, tokens = (768, 2048) if full else (32, 8)
+    return _Attention(width), (torch.randn(4, tokens, width),), train
+
+
+def _scoring(full: bool, train: bool) -> Made:
+    documents, terms, length = (100_000, 30522, 128) if full else (20, 50, 4)
+    return _Scores(documents, terms, length), (torch.rand(8, terms),), train
+
+
+PROGRAMS: dict[str, tuple[Callable[[bool, bool], Made], bool]] = {
+    "4 blocks of 2,048 x 8,192, 8,192 tokens, inference": (_blocks, False),
+    "4 blocks of 2,048 x 8,192, 8,192 tokens, training": (_blocks, True),
+    "SPLADE encoder, 12 layers, 16 x 128 tokens, inference": (_splade, False),
+    "SPLADE encoder, 12 layers, 16 x 128 tokens, training": (_splade, True),
+    "entmax attention, 4 x 12 x 2,048, training": (_entmax, True),
+    "sparse scores of 100,000 documents": (_scoring, False),
+}
+
+
+def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
+    make, train = PROGRAMS[name]
+    torch.manual_seed(0)
+    module, given, train = make(size == "full", train)
+    cuda = device == "cuda"
+    half = torch.bfloat16 if cuda and "scores" not in name else None
+    module = module.to(device, half)
+    inputs = [x.to(device, half if x.is_floating_point() else None) for x in given]
+    synchronize = torch.cuda.synchronize if cuda else lambda: None
+
+    import sparse_inductor
+
+    def step(program: Callable[..., Any]) -> float:
+        synchronize()
+        start = time.perf_counter()
+        if train:
+            program(*inputs).float().square().mean().backward()
+        else:
+            with torch.no_grad():
+                program(*inputs)
+        synchronize()
+        return time.perf_counter() - start
+
+    start = time.perf_counter()
+    if how == "enabled":
+        sparse_inductor.enable()
+    program = torch.compile(module)
+    before = time.perf_counter() - start
+    first = before + step(program)
+    later = statistics.median(step(program) for _ in range(3))
+    report = sparse_inductor.report()
+    rewrites = 0 if report.pending else len(report.rewrites)
+    return {"seconds": first, "later": later, "before": before, "rewrites": rewrites}
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):
+        found = _child(*sys.argv[1:])
+    print(json.dumps(found))
