@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from sparse_inductor import SparseIndex, ops
-from sparse_inductor.kernels import replay
+from sparse_inductor.kernels import launch, replay
+from sparse_inductor.kernels.ahead import compile_ahead
 
 pytestmark = pytest.mark.gpu
 
@@ -215,6 +216,45 @@ def test_on_another_stream(name):
     torch.cuda.synchronize()
     for i, y in got:
         assert torch.equal(y, wanted[i])
+
+
+@pytest.mark.parametrize(
+    "name", ["block of 5000", "attention, long", "head", "rows", "best scores"]
+)
+def test_kernels_are_compiled_ahead_of_the_first_call(name, monkeypatch):
+    """All that the call launches, and nothing of it has run by then."""
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "_seen", {})
+    given = CASES[name][1]()
+    seen: list[set] = []
+
+    def ahead(fn: Callable[..., object], args: list) -> None:
+        compile_ahead(fn, args)
+        seen.append(set(launch._compiled))
+
+    monkeypatch.setattr(replay, "compile_ahead", ahead)
+    before = bits(given)
+    out = CASES[name][0](*given)
+    assert len(seen) == 1 and len(seen[0]) > 1
+    assert set(launch._compiled) == seen[0]
+    assert all(map(torch.equal, given, before))
+    monkeypatch.setattr(replay, "compile_ahead", lambda fn, args: None)
+    replay.forget()
+    assert torch.equal(CASES[name][0](*given), out)
+
+
+def test_a_call_that_asks_the_gpu_is_gone_through_up_to_there():
+    done = []
+
+    def asks(x: Tensor) -> Tensor:
+        y = x * 2
+        done.append(y.data_ptr() != x.data_ptr())
+        if y.sum() > 0:
+            done.append("asked")
+        return y
+
+    compile_ahead(asks, [torch.ones(3, device="cuda")])
+    assert done == [True]
 
 
 @pytest.mark.multigpu

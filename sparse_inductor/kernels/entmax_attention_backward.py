@@ -37,6 +37,7 @@ from .entmax_attention_problem import (
     tile_rows,
 )
 from .entmax_attention_tau import LN2, clip, log_entries, powers
+from .launch import relaunched
 
 __all__ = ["bias_gradient", "keys_blocks", "rows_blocks"]
 
@@ -94,6 +95,7 @@ def _rows_pass(
     return gdpk, gk, gdp, gs, pdp, sdp, s
 
 
+@relaunched
 @triton.jit
 def _rows_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,
@@ -256,6 +258,7 @@ def _head_pass(
     )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _keys_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,
@@ -360,6 +363,7 @@ def _keys_kernel(
     tl.store(dv + at * DV + c[None, :], acc_v.to(dv.dtype.element_ty), mask=inside)
 
 
+@relaunched
 @triton.jit
 def _bias_kernel(
     q, k, v, bias, mask, alpha, query_lengths, key_lengths,

@@ -25,6 +25,7 @@ from .entmax_attention_candidates import (
 )
 from .entmax_attention_problem import product
 from .entmax_attention_tau import powers, root, step
+from .launch import relaunched
 
 __all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left", "pack", "unpack"]
 
@@ -167,6 +168,7 @@ def _list_chunk(lists, size, r, m, factor, d):
     return tl.where(live, u, 0.0), tl.where(live, v, 0.0)
 
 
+@relaunched
 @triton.jit
 def broad_kernel(
     q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
@@ -348,6 +350,7 @@ def broad_kernel(
             tl.debug_barrier()
 
 
+@relaunched
 @triton.jit
 def gather_left(flags, counts, left, earlier, Lq, BM: tl.constexpr, CHUNK: tl.constexpr):
     """Program (head, block): the block's rows that are left, after those of the head's earlier blocks.

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .entmax_attention_problem import key_tiles, load_tile, product, row_constants
 from .entmax_attention_tau import bound_step
+from .launch import relaunched
 
 __all__ = [
     "ABSENT",
@@ -302,6 +303,7 @@ def open_block(
     return bh, block, i, last_row, last_key, diagonal, factor, beta, whole, tiles, keys, qt
 
 
+@relaunched
 @triton.jit
 def candidates_kernel(
     q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,

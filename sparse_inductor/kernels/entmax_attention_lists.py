@@ -17,7 +17,7 @@ from .entmax_attention_broad import LIST, broad_kernel, gather_left, pack, unpac
 from .entmax_attention_candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel
 from .entmax_attention_problem import Left, Problem, row_constants
 from .entmax_attention_tau import class_bound, log_power, powers, step
-from .launch import multiprocessors
+from .launch import multiprocessors, relaunched
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -167,6 +167,7 @@ def _own_rows(counts, Lq, BM: tl.constexpr, R: tl.constexpr):
     return bh, first // BM, i, row, tl.load(counts + row, mask=i < Lq, other=-1)
 
 
+@relaunched
 @triton.jit
 def _finalize_kernel(
     v, alpha, sab, sah, sal, svb, svh, svl, svd,
@@ -221,6 +222,7 @@ def _finalize_kernel(
     tl.store(out + row[:, None] * DV + dd[None, :], acc.to(out.dtype.element_ty), mask=some)
 
 
+@relaunched
 @triton.jit
 def _places_kernel(
     key_counts, earlier, cursors, partial, H, G, Lq, Lk, BM: tl.constexpr, CHUNK: tl.constexpr
@@ -241,6 +243,7 @@ def _places_kernel(
         before += tl.sum(n, 0)
 
 
+@relaunched
 @triton.jit
 def _rows_kernel(
     k, v, alpha, sab, sah, sal, skb, skh, skl, skd, svb, svh, svl, svd,
@@ -557,6 +560,7 @@ def _add_rows(
     _write_keys(dk, dv, acc_k, acc_v, key, want, partial, scale, D, BD, DV, BDV)
 
 
+@relaunched
 @triton.jit
 def _keys_kernel(
     q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
@@ -597,6 +601,7 @@ def _keys_kernel(
     )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _broad_keys_kernel(
     q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
@@ -648,6 +653,7 @@ def _broad_keys_kernel(
                 )  # fmt: skip
 
 
+@relaunched
 @triton.jit
 def _long_keys_kernel(
     q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,

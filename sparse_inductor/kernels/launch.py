@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ __all__ = [
     "Launcher",
     "bound",
     "captured",
+    "collected",
     "hooked",
     "launch",
     "multiprocessors",
@@ -56,6 +57,13 @@ class _Watch(NamedTuple):
     lost: Callable[[str], None]
 
 
+class _Here(threading.local):
+    """How each new kernel is compiled that this thread would launch, where its launches are only looked at."""
+
+    jobs: dict[Hashable, Callable[[], None]] | None = None
+
+
+_here = _Here()
 _watched: _Watch | None = None
 _noted: Noted | None = None
 
@@ -91,6 +99,19 @@ def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[An
     return contextlib.nullcontext()
 
 
+def _general(
+    kernel: Any,
+    args: tuple[Any, ...],
+    constants: Mapping[str, Hashable],
+    num_warps: int,
+    options: Mapping[str, Hashable],
+    device: int,
+) -> tuple[Hashable, ...]:
+    """All that the code of a launch depends on."""
+    settled = (device, *constants.values(), *options.items())
+    return (id(kernel), num_warps, tuple(map(type, args)), *map(_kind, args), settled)
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -111,6 +132,15 @@ def launch(
             compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
         if compiled is not None and watch.told() == before:
             watch.lost("this Triton launches without CompiledKernel.run")
+        return
+    jobs = _here.jobs
+    if jobs is not None:
+        with _on_device_of(args):
+            here = torch.cuda.current_device()
+        general = _general(kernel, args, constants, num_warps, options, here)
+        if general not in _compiled:
+            named = {**constants, "num_warps": num_warps, **options}
+            jobs[general] = functools.partial(_compile, general, kernel, grid, args, named)
         return
     types = tuple(map(type, args))
     sorts = _sorts.get(types)
@@ -136,11 +166,10 @@ def launch(
         return
     if pointers % 16:
         key.append(tuple(args[i].data_ptr() % 16 == 0 for i in tensors))
-    settled = (device, *constants.values(), *options.items())
-    exact = (*key, settled)
+    exact = (*key, device, *constants.values(), *options.items())
     compiled = _seen.get(exact)
     if compiled is None:
-        general = (id(kernel), num_warps, types, *map(_kind, args), settled)
+        general = _general(kernel, args, constants, num_warps, options, device)
         compiled = _compiled.get(general)
         if compiled is None:
             # The code depends on a constant's value, and of an argument only its kind is looked at.
@@ -157,6 +186,28 @@ def launch(
             _seen.clear()
         _seen[exact] = compiled
     compiled[(*grid, 1, 1)[:3]](*passed, *constants.values())
+
+
+def _compile(
+    key: Hashable, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Keep the compiled kernel of a launch, loaded."""
+    like = [a.dtype if isinstance(a, Tensor) and a.data_ptr() % 16 == 0 else a for a in args]
+    with _on_device_of(args):
+        compiled = kernel.warmup(*like, grid=grid, **named)
+        load(compiled)
+    _compiled[key] = compiled
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[Collection[Callable[[], None]]]:
+    """Launch nothing of what this thread does in the block; gives what compiles the kernels that are new, each once and
+    in any thread."""
+    before, _here.jobs = _here.jobs, {}
+    try:
+        yield _here.jobs.values()
+    finally:
+        _here.jobs = before
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import compat
 from . import launch as launches
+from .ahead import compile_ahead
 
 __all__ = ["Site", "forget", "replayed"]
 
@@ -107,6 +108,8 @@ def _first(
         if len(_plans) >= MOST_PLANS:
             forget()
         _plans[key] = _ONCE
+        if inputs[0].is_cuda:
+            compile_ahead(fn, args)
     return fn(*args)
 
 

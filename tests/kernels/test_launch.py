@@ -183,3 +183,13 @@ def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
             "constexpr" in p for p in re.sub(r"#.*", "", parameters).split(",") if p.strip()
         ]
         assert constant == sorted(constant), (file, name)
+
+
+def test_every_kernel_goes_through_launch():
+    """One that did not would run where launches are only looked at, to compile their kernels."""
+    sources = [p.read_text() for p in Path(module.__file__).parent.glob("*.py")]
+    everything = "\n".join(sources)
+    for text in sources:
+        plain = re.findall(r"(?<!@relaunched\n)@(?:triton|gluon)\.jit.*\ndef (\w+)\(", text)
+        for name in plain:
+            assert not re.search(rf"\b{name}\[", text if name.startswith("_") else everything), name
