@@ -29,13 +29,12 @@ from sparse_inductor.match.gemm import Linear, linears
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.vocabulary import COPIES
 from sparse_inductor.pattern import Example, Miss
 from sparse_inductor.policy import Worth
 
 NAME = "topk_encode"
 OP = "sparse_inductor::topk_encode"
-
-_BETWEEN = frozenset("contiguous clone".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +214,7 @@ def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | No
             return None
         if call.name == "relu" and scores is None and not rectified:
             rectified = True
-        elif call.name in _BETWEEN:
+        elif call.name in COPIES:
             pass
         elif call.name in ("add", "mul") and bias is None and (call.name == "add" or not factor):
             found = by_column(view, node)

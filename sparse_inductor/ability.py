@@ -48,6 +48,8 @@ _KERNELS = {
     "entmax_attention": ("entmax_attention",),
     "relu_ffn": ("relu_ffn", "relu_ffn_backward"),
     "sparse_decode": ("topk_sums",),
+    "sparse_gradient_linear": ("sparse_products",),
+    "sparse_product": ("sparse_products",),
     "sparse_scores": ("sparse_scores_best", "sparse_scores_documents"),
     "splade_head": ("splade_head_forward", "splade_head_backward"),
     "topk_encode": ("topk_rows", "topk_sums"),

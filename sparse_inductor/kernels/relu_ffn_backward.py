@@ -24,7 +24,7 @@ from .launch import relaunched
 from .relu_ffn import Block, Packed, chunks, rows_of_table
 from .relu_ffn_packing import ARRIVALS, heavy_rows, popcount
 
-__all__ = ["backward"]
+__all__ = ["TokenLists", "backward", "sums_by_neuron"]
 
 # Rows a word of the token masks.
 WORD = 32
@@ -172,7 +172,7 @@ def _by_neuron_kernel(
             tl.store(bias_b + n, side_b.to(bias_b.dtype.element_ty))
 
 
-def _by_neuron(
+def sums_by_neuron(
     lists: TokenLists, x, a, out_a, bias_a, cap, b=None, out_b=None, bias_b=None
 ) -> None:  # fmt: skip
     """out[n] = sum over the tokens of neuron n of value * x[token]."""
@@ -258,10 +258,10 @@ def backward(
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
         ahead.wait(filled)
         if by_gate or by_up:
-            _by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
+            sums_by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
         if d_table is not None:
-            _by_neuron(lists, dy, h, d_table, None, cap)
+            sums_by_neuron(lists, dy, h, d_table, None, cap)
             rows.by_neuron(d_table, out=d_wd)
     first.add()
     del first  # one at a time: they are large

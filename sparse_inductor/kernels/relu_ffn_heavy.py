@@ -86,15 +86,19 @@ def room_for_copies(x: torch.Tensor) -> torch.Tensor:
 
 def gather(
     x: torch.Tensor,
-    dy: torch.Tensor,
+    dy: torch.Tensor | None,
     x_out: torch.Tensor,
-    dy_out: torch.Tensor,
+    dy_out: torch.Tensor | None,
     rows: torch.Tensor,
     length: torch.Tensor,
+    *,
+    all_too: bool = False,
 ) -> None:
     """Copy the listed rows of x [M, K] and dy [M, D] to x_out and dy_out, of `room_for_copies`; nothing where all are
-    listed and both are `readable`."""
-    some = readable(x) and readable(dy)
+    listed and both are `readable`, unless `all_too`."""
+    if dy is None or dy_out is None:
+        dy, dy_out = x[:, :0], x_out
+    some = not all_too and readable(x) and readable(dy)
     _gather_kernel[(4 * programs_of(x),)](
         x, dy, x_out, dy_out, rows, length, *x.shape, dy.shape[1], x.stride(0), dy.stride(0),
         SOME=some, PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32, **early(x),

@@ -16,7 +16,7 @@ from ..ops import _sparse_rows_aten as aten
 from .launch import Launcher, launch
 from .relu_ffn_backward import TokenLists
 
-__all__ = ["captures", "columns", "decode", "dots", "outer"]
+__all__ = ["captures", "columns", "decode", "dots", "outer", "table_of"]
 
 # Columns of a weight that a program sums over, of which as many as stay in L2 (50 MB on an H100) are read for all rows
 # before the next; and bytes in flight a thread of one warp.
@@ -52,7 +52,7 @@ def _turn_kernel(weight, out, N, D, stride, TILE: tl.constexpr):
     tl.store(out + n[:, None] * D + d[None, :], tl.trans(w), mask=tl.trans(here))
 
 
-def _table(weight: Tensor, run: Launcher) -> Tensor:
+def table_of(weight: Tensor, run: Launcher) -> Tensor:
     """A weight [N, D] with unit stride along its rows."""
     if weight.stride(0) != 1 or weight.stride(1) == 1:
         return _rows(weight)
@@ -103,7 +103,7 @@ def decode(
     run: Launcher = launch,
 ) -> Tensor:
     """y[m] = bias + the sum of values[m, i] * weight[indices[m, i]]. run: what launches the kernel."""
-    table = _table(weight, run)
+    table = table_of(weight, run)
     y = values.new_empty(len(values), table.shape[1])
     width, D = _width(table), table.shape[1]
     constants = {
@@ -141,7 +141,7 @@ def _dots_kernel(
 
 def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
     """values[m, i] = x[m] . weight[indices[m, i]]. run: what launches the kernel."""
-    x, table = _rows(x), _table(weight, run)
+    x, table = _rows(x), table_of(weight, run)
     values = x.new_empty(indices.shape)
     (M, k), D = indices.shape, table.shape[1]
     width = WIDTHS[-1] if x.is_cuda else 32

@@ -14,11 +14,12 @@ from .graph import GraphView, fake, label, same_size
 from .names import Call
 from .shapes import Decline
 from .values import counting
+from .vocabulary import COPIES
 
 __all__ = ["Entries", "by_column", "entries", "is_last", "topk_of"]
 
 # What maps zeros to zeros, and every other entry by itself, and takes one argument.
-KEEPS_ZEROS = frozenset("relu abs square tanh contiguous clone".split())
+KEEPS_ZEROS = COPIES | frozenset("relu abs square tanh".split())
 _SCATTERS = frozenset("scatter scatter_add setitem index_put".split())
 _LONGEST = 8
 
@@ -147,7 +148,7 @@ def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | Non
     """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
     node = view.value(indices, reader)
     call = view.call(node)
-    while call is not None and call.name in ("cast", "contiguous", "clone", "detach"):
+    while call is not None and call.name in COPIES | {"cast", "detach"}:
         if call.inplace or fake(node).is_floating_point():
             return None
         node = view.value(call["input"], node)

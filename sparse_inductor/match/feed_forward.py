@@ -22,7 +22,7 @@ from .shapes import Decline
 from .spine import Spine, Term
 
 __all__ = [
-    "Factor", "Reading", "activation", "is_activation", "product_in_einsum", "read_block", "resembles",
+    "RECTIFIERS", "Factor", "Reading", "activation", "is_activation", "product_in_einsum", "read_block", "resembles",
 ]  # fmt: skip
 
 
@@ -31,7 +31,7 @@ _OTHERS = frozenset(
     "amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
     "scaled_dot_product_attention".split()
 )
-_RECTIFIERS = frozenset(
+RECTIFIERS = frozenset(
     (
         "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign heaviside gt ge lt le "
         "autograd_function_apply"
@@ -76,7 +76,7 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
         _check_defined(branch, value)
     if all(c is None for c in cuts):
         for source in (s for token in tokens for s in token.sources):
-            if above(view, source) & _RECTIFIERS:
+            if above(view, source) & RECTIFIERS:
                 raise Decline("rectifies a factor of every token, none of every neuron", source)
         raise Decline("no factor is zero below some number: " + _programs(found), value)
     if len(found) > 2:
@@ -182,7 +182,7 @@ def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
     # An assignment is no tensor: what it assigns to, and where.
     sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
     found = set[str]().union(*(above(view, s, _OTHERS) for s in sources))
-    return "linear" in found and bool(found & _RECTIFIERS)
+    return "linear" in found and bool(found & RECTIFIERS)
 
 
 def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:

@@ -4,6 +4,7 @@ from . import index_search, sparse_scores_postings  # noqa: F401
 from .entmax import entmax
 from .entmax_attention import entmax_attention
 from .relu_ffn import relu_ffn
+from .sparse_products import sparse_gradient_linear, sparse_product
 from .sparse_rows import sparse_decode, topk_encode
 from .sparse_scores import sparse_scores
 from .splade_head import splade_head
@@ -13,6 +14,8 @@ __all__ = [
     "entmax_attention",
     "relu_ffn",
     "sparse_decode",
+    "sparse_gradient_linear",
+    "sparse_product",
     "sparse_scores",
     "splade_head",
     "topk_encode",

@@ -1,0 +1,236 @@
+"""The two products of a sparse autoencoder that returns its activations -> products over their entries.
+
+    z = x We^T + be;  f = any program of z, mostly zeros;  y = f Wd + bd      f or z are returned, or in the loss
+        ->  sparse_gradient_linear(x, We, be)  and  sparse_product(f, Wd, bd)
+
+What lies between them stays as it is written, with its own gradient: thresholds that learn by a straight-through
+estimate, gates, the largest of a whole batch. Blocks whose activations nobody reads are `relu_ffn`, rows of k entries
+`sparse_decode`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.break_even import look_up
+from sparse_inductor.match.activated import activated, decoders_below
+from sparse_inductor.match.checks import check_device
+from sparse_inductor.match.emit import Emitter
+from sparse_inductor.match.entries import entries
+from sparse_inductor.match.fakes import expected, expected_elements
+from sparse_inductor.match.gemm import Linear, linears
+from sparse_inductor.match.graph import GraphView, Unknown, fake
+from sparse_inductor.match.mesh import is_distributed
+from sparse_inductor.match.shapes import Decline
+from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.policy import Worth
+
+NAME = "sparse_product"
+DECODER = "sparse_inductor::sparse_product"
+ENCODER = "sparse_inductor::sparse_gradient_linear"
+
+
+@dataclasses.dataclass
+class ProductMatch:
+    """A product of activations, or one that makes them, ready to be replaced. activations: what the decoder reads."""
+
+    linear: Linear
+    op: str
+    activations: fx.Node
+    bytes_saved: int | None = 0
+    pattern: str = NAME
+
+    @property
+    def anchor(self) -> fx.Node:
+        return self.linear.node
+
+    @property
+    def swallowed(self) -> tuple[fx.Node, ...]:
+        return (self.anchor,)
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return (self.linear.source, self.linear.weight_source)
+
+    @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        read = (self.linear.source, self.linear.weight_source, self.linear.bias, *self.linear.also)
+        return tuple((t, self.anchor) for t in read if t is not None)
+
+    @property
+    def sparse(self) -> tuple[Sparse, ...]:
+        return (Sparse("activations", self.activations),)
+
+    @property
+    def note(self) -> str:
+        return "the decoder" if self.op == DECODER else "the encoder"
+
+    def replace(self) -> None:
+        e, linear = Emitter(self.anchor), self.linear
+        dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
+        bias = linear.bias if linear.make_bias is None else linear.make_bias(e)
+        weight = e.cast(linear.weight(e), dtype)
+        name = self.op.rpartition(":")[2]
+        y = e.call(
+            getattr(torch.ops.sparse_inductor, name).default,
+            e.cast(linear.stand_in(e), dtype),
+            e.method("t", weight) if self.op == DECODER else weight,
+            None if bias is None else e.cast(bias, dtype),
+        )
+        self.anchor.replace_all_uses_with(e.laid_out(linear.finish(e, y), fake(self.anchor)))
+
+
+class SparseProduct:
+    """The pattern; see the module docstring."""
+
+    name = NAME
+    op = DECODER
+    summary = (
+        "act(x @ We.t()) that is kept, @ W + b -> sparse_product(f, W, b), and sparse gradients"
+    )
+    anchors = frozenset("linear matmul mm addmm einsum tensordot inner".split())
+
+    def match(self, node: fx.Node, view: GraphView) -> ProductMatch | Miss | None:
+        try:
+            found = _decoder(view, node)
+            if found is not None:
+                return _checked(ProductMatch(found, DECODER, found.source), view)
+            return self._encoder(view, node)
+        except Unknown:
+            return None
+        except Decline as d:
+            return Miss(d.reason, d.node or node)
+
+    def _encoder(self, view: GraphView, node: fx.Node) -> ProductMatch | None:
+        for linear in linears(view, node) or ():
+            if not (view.learns(linear.source) or view.learns(linear.weight_source)):
+                continue
+            for user in decoders_below(view, node):
+                down = _decoder(view, user)
+                between = None if down is None else activated(view, down)
+                if down is not None and between is not None and node in between.encoders:
+                    return _checked(ProductMatch(linear, ENCODER, down.source), view)
+        return None
+
+    def worth(self, match: ProductMatch, view: GraphView) -> Worth:
+        activations = fake(match.activations)
+        neurons = expected(activations.shape[-1])
+        other = match.anchor if match.op == DECODER else match.linear.source
+        return look_up(
+            NAME,
+            activations.device,
+            tokens=expected_elements(activations.shape) // max(1, neurons),
+            neurons=neurons,
+            width=expected(fake(other).shape[-1]),
+            bits=8 * fake(match.anchor).dtype.itemsize,
+            training=int(view.learns(match.anchor)),
+        )
+
+    examples: Sequence[Example] = ()
+    near_misses: Sequence[Example] = ()
+
+
+def _decoder(view: GraphView, node: fx.Node) -> Linear | None:
+    """The reading of a product that takes activations which are kept; not of k entries a row, which has an operator."""
+    for down in linears(view, node) or ():
+        if down.within or activated(view, down) is None:
+            continue
+        try:
+            if entries(view, down.source, node) is not None:
+                return None
+        except Decline:  # rows of other numbers of entries
+            pass
+        return down
+    return None
+
+
+def _checked(match: ProductMatch, view: GraphView) -> ProductMatch:
+    linear, node = match.linear, match.anchor
+    check_device(node)
+    if any(is_distributed(fake(t)) for t in (node, *match.inputs)):
+        raise Decline("the operator takes whole tensors, not DTensors", node)
+    last = len(view.shape(node)) - 1
+    plain = linear.order is None or list(linear.order) == sorted(linear.order)
+    if linear.d_dim != len(view.shape(linear.source)) - 1:
+        raise Decline("the product does not sum over the last axis of the activations", node)
+    if not plain or linear.v_dim != last:
+        raise Decline("the results of the product are not along the last axis", node)
+    return match
+
+
+# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
+
+
+class _Autoencoder(nn.Module):
+    """Of whose encoder only the bias learns, so that there is one rewrite."""
+
+    def __init__(self, forward: Callable[..., Any]):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 28), nn.Linear(28, 4)
+        self.encoder.weight.requires_grad_(False)
+        self._forward = forward
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._forward(x, self.encoder, self.decoder)
+
+
+def _example(name: str, forward: Callable[..., Any], reason: str = "") -> Example:
+    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        torch.manual_seed(0)
+        return _Autoencoder(forward), (torch.randn(2, 6, 4),)
+
+    return Example(name, build, True, reason)
+
+
+def _returned(x, encoder, decoder):
+    pre = encoder(x)
+    f = F.relu(pre)
+    return decoder(f), f, pre
+
+
+def _bounded_penalty(x, encoder, decoder):
+    f = F.relu(encoder(x))
+    return decoder(f), torch.tanh(4 * f * decoder.weight.norm(dim=0)).sum(-1).mean()
+
+
+def _largest_of_the_batch(x, encoder, decoder):
+    pre = encoder(x).relu()
+    values, indices = pre.flatten().topk(20)
+    f = torch.zeros_like(pre).flatten().scatter(0, indices, values)
+    return decoder(f.view_as(pre))
+
+
+def _over_the_tokens(x, encoder, decoder):
+    f = F.relu(encoder(x))
+    return torch.einsum("bsn,se->bne", f, decoder.weight[:, :4].repeat(2, 1)[:6]), f
+
+
+def _outputs_first(x, encoder, decoder):
+    f = F.relu(encoder(x))
+    return torch.einsum("bsn,en->ebs", f, decoder.weight), f
+
+
+def _turned(x, encoder, decoder):
+    f = F.relu(encoder(x))
+    return decoder.weight @ f.transpose(1, 2), f
+
+
+SparseProduct.examples = (
+    _example("returned", _returned),
+    _example("bounded_penalty", _bounded_penalty),
+    _example("largest_of_the_batch", _largest_of_the_batch),
+)
+SparseProduct.near_misses = (
+    _example("over_the_tokens", _over_the_tokens, reason="does not sum over the last axis"),
+    _example("outputs_first", _outputs_first, reason="not along the last axis"),
+    _example("turned", _turned, reason="not along the last axis"),
+)
+
+PATTERN = SparseProduct()

@@ -1,0 +1,48 @@
+"""The kernels of products with what is mostly zeros against dense products, in the interpreter (or on a GPU)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_inductor.kernels import sparse_products
+from support import heavy
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "D", "dtype", "fits"),
+    [
+        (3, 40, 8, torch.float32, 1),
+        heavy(140, 130, 40, torch.float32, 2),
+        heavy(12, 130, 40, torch.bfloat16, 0),
+        heavy(12, 130, 40, torch.float16, 12),
+    ],
+)
+def test_rows_that_fit_and_rows_that_do_not(M, N, D, dtype, fits, device, monkeypatch):
+    """Rows of 8 % and of half the entries; one is zero, one column is in every other row."""
+    monkeypatch.setattr(sparse_products, "CHUNK", 128 * N)
+    torch.manual_seed(0)
+    share = torch.where(torch.arange(M) % 12 < fits, 0.5, 0.08).unsqueeze(1)
+    h = torch.randn(M, N) * (torch.rand(M, N) < share)
+    h[1], h[:, 3] = 0, 1
+    monkeypatch.setattr(sparse_products, "capacity", lambda N: N // 4)
+    h, weight, x = (t.to(device, dtype) for t in (h, torch.randn(D, N), torch.randn(M, D)))
+    exact = [t.double() for t in (h, weight, x)]
+    close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
+    y = sparse_products.matmul(h, weight.t())
+    torch.testing.assert_close(y.double(), exact[0] @ exact[1].t(), **close)
+    out, total = sparse_products.outer(h, x)
+    torch.testing.assert_close(out.double(), exact[0].t() @ exact[2], **close)
+    torch.testing.assert_close(total.double(), exact[0].sum(0), **close)
+    if M > 3:
+        again = sparse_products.outer(h, x)
+        assert torch.equal(out, again[0])
+        assert torch.equal(total, again[1])
+
+
+def test_a_value_that_is_no_number_is_an_entry(device):
+    h = torch.zeros(3, 64, device=device)
+    h[1, 5] = float("nan")
+    y = sparse_products.matmul(h, torch.ones(64, 8, device=device))
+    assert y[1].isnan().all()
+    assert not y[[0, 2]].any()

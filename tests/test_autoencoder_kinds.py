@@ -1,0 +1,115 @@
+"""The kinds of sparse autoencoders that libraries train, compiled as they compile them: all are rewritten, and train as
+they do uncompiled."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+
+import autoencoders as kinds
+import sparse_inductor
+from sparse_inductor.testing import compile_without_codegen
+from support import heavy
+
+PRODUCTS = {"sparse_product": 2}
+TOPK = {"topk_encode": 1, "sparse_decode": 1}
+REWRITTEN = {
+    kinds.Standard: PRODUCTS,
+    kinds.JumpReLU: PRODUCTS,
+    # The products of the gate and of its size, and the gate's own decoder.
+    kinds.Gated: {"sparse_product": 3, "relu_ffn": 1},
+    kinds.TopK: TOPK,
+    kinds.BatchTopK: PRODUCTS,
+    kinds.Matryoshka: PRODUCTS,
+}
+QUICK = kinds.JumpReLU, kinds.BatchTopK
+
+
+def counted(report):
+    found = {}
+    for rewrite in report.rewrites:
+        found[rewrite.pattern] = found.get(rewrite.pattern, 0) + 1
+    return found
+
+
+def trained(model, x, dead, program, autocast):
+    """What a step gives, and the gradients."""
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    with context:
+        out = program(x, dead)
+    out.loss.backward()
+    given = [out.loss, out.reconstruction, out.activations, out.pre]
+    return [t.detach() for t in given], [p.grad for p in model.parameters()]
+
+
+def check(kind, expected, dtype=torch.float32, autocast=False, dead=None, **limits):
+    """A step of a kind against the same uncompiled."""
+    torch._dynamo.reset()
+    x = torch.randn(24, kinds.WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    eager = kind().to(dtype)
+    model = copy.deepcopy(eager)
+    with sparse_inductor.enabled(policy="always"):
+        sparse_inductor.report().clear()
+        got = trained(model, x, dead, compile_without_codegen(model.step), autocast)
+        assert counted(sparse_inductor.report()) == expected
+    want = trained(eager, x, dead, eager.step, autocast)
+    for a, b in zip(got[0] + got[1], want[0] + want[1], strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **limits)
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else heavy(k) for k in kinds.KINDS])
+def test_a_training_step(kind):
+    check(kind, REWRITTEN[kind], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_a_training_step_in_bf16(kind):
+    check(kind, REWRITTEN[kind], torch.bfloat16, atol=0.1, rtol=0.03)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_a_training_step_under_autocast(kind):
+    """The gate's decoder takes another dtype than its pre-activations have: its products go each by itself. The scaled
+    pre-activations of TopK are fp32, and their product bf16."""
+    expected = {kinds.Gated: {"sparse_product": 5}, kinds.TopK: {"sparse_decode": 1}}
+    check(kind, expected.get(kind, REWRITTEN[kind]), autocast=True, atol=0.1, rtol=0.03)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (kinds.TopK, {"topk_encode": 1, "sparse_decode": 2}),
+        (kinds.BatchTopK, {"sparse_product": 2, "sparse_decode": 1}),
+    ],
+)
+def test_dead_neurons_that_learn_what_is_left_over(kind, expected):
+    """How many there are ends the graph; the second choice is of the pre-activations, which are there."""
+    check(kind, expected, dead=torch.arange(kinds.NEURONS) % 3 == 0, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (kinds.Standard, {"relu_ffn": 1}),
+        (kinds.JumpReLUInference, {"relu_ffn": 1}),
+        (kinds.Gated, {"relu_ffn": 1}),
+        (kinds.TopK, TOPK),
+    ],
+)
+def test_inference(kind, expected):
+    torch._dynamo.reset()
+    model, x = kind(), torch.randn(24, kinds.WIDTH)
+    with sparse_inductor.enabled(policy="always"), torch.no_grad():
+        sparse_inductor.report().clear()
+        y = compile_without_codegen(model)(x)
+        assert counted(sparse_inductor.report()) == expected
+        torch.testing.assert_close(y, model(x))

@@ -1,0 +1,89 @@
+"""`sparse_product` and `sparse_gradient_linear` against the products that they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparse_inductor import ops
+from sparse_inductor.ops import _sparse_products_aten as aten
+
+
+def mostly_zeros(*shape, share, dtype=torch.float64):
+    torch.manual_seed(0)
+    return torch.randn(shape, dtype=dtype) * (torch.rand(shape) < share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+def test_a_decoder_and_its_gradients(share):
+    f = mostly_zeros(3, 5, 60, share=share).requires_grad_()
+    weight, bias = (torch.randn(s, dtype=f.dtype, requires_grad=True) for s in ((7, 60), (7,)))
+    got, want = ops.sparse_product(f, weight.t(), bias), F.linear(f, weight, bias)
+    torch.testing.assert_close(got, want)
+    given = (f, weight, bias)
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), given) for y in (got, want))):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
+def test_an_encoder_whose_gradient_is_mostly_zeros(share):
+    gradient = mostly_zeros(3, 5, 60, share=share)
+    given = [
+        torch.randn(s, dtype=gradient.dtype, requires_grad=True)
+        for s in ((3, 5, 7), (7, 60), (60,))
+    ]
+    x, weight, bias = given
+    got, want = ops.sparse_gradient_linear(x, weight.t(), bias), x @ weight + bias
+    torch.testing.assert_close(got, want)
+    for a, b in zip(*(torch.autograd.grad(y, given, gradient) for y in (got, want))):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+
+
+def test_gradients_come_where_they_are_asked_for_alone():
+    x, weight, bias = torch.randn(5, 7), torch.randn(60, 7), torch.randn(60, requires_grad=True)
+    (grad,) = torch.autograd.grad(ops.sparse_gradient_linear(x, weight, bias).sum(), bias)
+    torch.testing.assert_close(grad, torch.full_like(bias, 5.0))
+    (grad,) = torch.autograd.grad(ops.sparse_product(x, weight.t(), bias).sum(), bias)
+    torch.testing.assert_close(grad, torch.full_like(bias, 5.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_16_bits_are_as_good_as_a_dense_product(dtype):
+    h = mostly_zeros(40, 600, share=0.02, dtype=dtype)
+    weight, x = torch.randn(600, 8).to(dtype), torch.randn(40, 8).to(dtype)
+    for got, want in (
+        (aten.matmul(h, weight), h.double() @ weight.double()),
+        (aten.outer(h, x)[0], h.t().double() @ x.double()),
+        (aten.outer(h, x)[1], h.double().sum(0)),
+    ):
+        torch.testing.assert_close(got, want.to(dtype))
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_what_is_empty(rows):
+    f = torch.zeros(rows, 0 if rows else 5, requires_grad=True)
+    weight = torch.randn(f.shape[1], 6, requires_grad=True)
+    y = ops.sparse_product(f, weight)
+    assert y.shape == (rows, 6)
+    for a, b in zip(torch.autograd.grad(y.sum(), (f, weight)), (f, weight)):
+        assert a.shape == b.shape
+        assert not a.any()
+
+
+def test_what_does_not_fit_is_refused():
+    f, weight = torch.randn(3, 5), torch.randn(5, 6)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.sparse_product(f, weight.t())
+    with pytest.raises(ValueError, match="bias must be"):
+        ops.sparse_product(f, weight, torch.zeros(5))
+    with pytest.raises(TypeError, match="weight must have the dtype"):
+        ops.sparse_gradient_linear(f, weight.t().double())
+
+
+@pytest.mark.parametrize("name", ["sparse_matmul", "sparse_outer_sum"])
+def test_operators_are_described_as_they_are(name):
+    h = mostly_zeros(8, 60, share=0.02)
+    other = torch.randn(60 if name == "sparse_matmul" else 8, 4, dtype=h.dtype)
+    torch.library.opcheck(getattr(torch.ops.sparse_inductor, name), (h, other))
