@@ -217,9 +217,9 @@ def _outputs_first(x, encoder, decoder):
     return torch.einsum("bsn,en->ebs", f, decoder.weight), f
 
 
-def _turned(x, encoder, decoder):
+def _outputs_between(x, encoder, decoder):
     f = F.relu(encoder(x))
-    return decoder.weight @ f.transpose(1, 2), f
+    return torch.einsum("bsn,en->bes", f, decoder.weight), f
 
 
 SparseProduct.examples = (
@@ -230,7 +230,7 @@ SparseProduct.examples = (
 SparseProduct.near_misses = (
     _example("over_the_tokens", _over_the_tokens, reason="does not sum over the last axis"),
     _example("outputs_first", _outputs_first, reason="not along the last axis"),
-    _example("turned", _turned, reason="not along the last axis"),
+    _example("outputs_between", _outputs_between, reason="not along the last axis"),
 )
 
 PATTERN = SparseProduct()
