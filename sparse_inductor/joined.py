@@ -1,14 +1,15 @@
 """Graphs that hold together what Dynamo would compile apart.
 
 Dynamo ends the graph at a call of the entmax package in training, or of a copy of its autograd Functions; with
-`match.leaves` it goes on. AOTAutograd differentiates the whole graph while it compiles, and refuses one that writes to
-what autograd has saved, even if the program never asks for a gradient. In parts, such a program runs.
+`match.leaves` it goes on. The whole may be refused, or computed otherwise, by what stands behind Dynamo. In parts, such
+a program runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,27 +18,76 @@ from torch import fx
 from . import compat
 from .match import leaves
 from .match.effects import written
-from .match.fakes import fake, tensors_in
+from .match.fakes import attribute, fake, tensors_in
 from .rehearsal import differentiating_fakes
 
-__all__ = ["overwrites_what_is_saved"]
+__all__ = ["why_in_parts"]
+
+_OPERATORS = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 
 log = logging.getLogger("sparse_inductor")
 
 
-def overwrites_what_is_saved(graph: fx.Graph) -> bool:
-    """Whether a graph with such functions in it writes to what its backward needs: it is run on fakes, forward
-    and backward, if it writes to anything."""
-    if not torch.is_grad_enabled() or not any(map(_joins, graph.nodes)):
-        return False
+def why_in_parts(graph: fx.Graph) -> str | None:
+    """Why a graph that Dynamo would end at such a function has to be compiled in parts; None for any other graph, and
+    where it need not."""
+    if not torch.is_grad_enabled() or not _joins(graph):
+        return None
+    for node in graph.nodes:
+        if not compat.is_higher_order(node.target) or _is_function(node):
+            continue
+        if written(node):
+            # AOTAutograd's partitioner has a checkpoint's body run again in the backward, writes included.
+            return f"an entmax call stands in a graph in which the body of {node.target} writes"
+        if compat.marks_every_result(node.target) and _lets_one_go(node):
+            return "an entmax call stands in a region of which one result requires no gradient"
     try:
-        return any(map(written, graph.nodes)) and _refused(graph)
+        if any(map(written, graph.nodes)) and _refused(graph):
+            return "an entmax call stands in a graph that writes to what autograd saved"
     except Exception as error:
         log.debug("a graph could not be tried out: %s: %s", type(error).__name__, error)
-        return False
+    return None
+
+
+def _joins(graph: fx.Graph) -> bool:
+    """Whether Dynamo would end the graph, or a body in it, at one of such functions. Bodies are rewritten first: an
+    operator may stand there for one."""
+    return any(
+        _is_function(node)
+        or getattr(node.target, "__module__", None) == leaves.__name__
+        or (compat.is_overload(node.target) and node.target.name() in _OPERATORS)
+        or any(_joins(body.graph) for body in _bodies(node))
+        for node in graph.nodes
+    )
+
+
+def _is_function(node: fx.Node) -> bool:
+    return compat.is_higher_order(node.target) and str(node.target) == "autograd_function_apply"
+
+
+def _bodies(node: fx.Node) -> Iterator[fx.GraphModule]:
+    if compat.is_higher_order(node.target):
+        for given in node.all_input_nodes:
+            if isinstance(body := attribute(given), fx.GraphModule):
+                yield body
+
+
+def _lets_one_go(node: fx.Node) -> bool:
+    """Whether a body that joins, given something that requires a gradient, returns a number that requires none."""
+    given = any(t.requires_grad for n in node.all_input_nodes for t in tensors_in(fake(n)))
+    return given and any(
+        t.is_floating_point() and not t.requires_grad
+        for body in _bodies(node)
+        if _joins(body.graph)
+        for result in body.graph.find_nodes(op="output")
+        for n in result.all_input_nodes
+        for t in tensors_in(fake(n))
+    )
 
 
 def _refused(graph: fx.Graph) -> bool:
+    """Whether autograd refuses the graph's backward, tried on fakes: AOTAutograd differentiates the whole while it
+    compiles, even if the program never asks for a gradient."""
     inputs = [fake(node) for node in graph.nodes if node.op == "placeholder"]
     state = compat.ShapeState(compat.shape_env_of(inputs))
     try:
@@ -49,12 +99,6 @@ def _refused(graph: fx.Graph) -> bool:
     finally:
         state.restore()
     return False
-
-
-def _joins(node: fx.Node) -> bool:
-    if compat.is_higher_order(node.target):
-        return str(node.target) == "autograd_function_apply"
-    return getattr(node.target, "__module__", None) == leaves.__name__
 
 
 def _forward_and_backward(graph: fx.Graph, inputs: list[Any]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from . import compat
-from .joined import overwrites_what_is_saved
+from .joined import why_in_parts
 from .notices import warn
 from .pattern import Pattern
 from .policy import Policy
@@ -212,10 +212,8 @@ class _RewriteSlot(_OurPass):
         session = self._session or _state.session
         if session is None:
             return
-        if compat.current_frame() is not None and overwrites_what_is_saved(graph):
-            compat.end_graph_earlier(
-                "an entmax call stands in a graph that writes to what autograd saved"
-            )
+        if compat.current_frame() is not None and (reason := why_in_parts(graph)) is not None:
+            compat.end_graph_earlier(reason)
         session.run(graph, fail_at_end_of_graph=session is self._session)
 
 

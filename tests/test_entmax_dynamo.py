@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.func import grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
 from sparse_inductor.match import leaves
@@ -129,6 +130,39 @@ def test_what_autograd_saved_is_written_behind_a_call(program):
     with only("entmax"):
         got = compile_without_codegen(program)(linear, x)
     torch.testing.assert_close(got, program(linear, x))
+
+
+def written_by_a_checkpoint(linear, x):
+    checkpoint(lambda w: w.mul_(0.5), linear.weight.detach(), use_reentrant=False)
+    return entmax.sparsemax(linear(x), -1)
+
+
+def one_result_without_gradient(linear, x):
+    region = torch.compiler.nested_compile_region(lambda z, x: (entmax.entmax15(z, -1), x.exp()))
+    return region(linear(x), x.detach())
+
+
+@pytest.mark.parametrize("program", [written_by_a_checkpoint, one_result_without_gradient])
+def test_a_body_that_torch_alone_compiles_apart_from_a_call(program):
+    """AOTAutograd runs the checkpoint's writing again in the backward of one graph, and all results of a region
+    require a gradient up to torch 2.11."""
+
+    def outcome(compiled):
+        linear = torch.nn.Linear(7, 7)
+        linear.load_state_dict(state)
+        x = inputs.clone().requires_grad_()
+        results = compiled(linear, x)
+        results = results if isinstance(results, tuple) else (results,)
+        loss = sum((r * r).sum() for r in results)
+        needs = [r.requires_grad for r in results]
+        return needs, results, torch.autograd.grad(loss, [x, *linear.parameters()])
+
+    state, inputs = torch.nn.Linear(7, 7).state_dict(), torch.randn(4, 7)
+    with only("entmax"):
+        got = outcome(compile_without_codegen(program))
+    expected = outcome(program)
+    assert got[0] == expected[0]
+    torch.testing.assert_close(got[1:], expected[1:])
 
 
 def test_what_is_written_before_a_call_stays_in_one_graph():

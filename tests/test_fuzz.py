@@ -6,8 +6,9 @@ import collections
 import io
 
 import pytest
+import torch
 
-from fuzz.campaign import Drawing, campaign, examine
+from fuzz.campaign import Drawing, _as_it_was, campaign, examine
 from fuzz.generate import FAMILIES, generate
 from fuzz.program import Program
 from fuzz.shrink import shrunk
@@ -39,6 +40,13 @@ def test_what_fails_gets_small():
     small = shrunk(program, fails)
     assert fails(small) and len(small.steps) <= 3
     assert callable(small.function())
+
+
+def test_a_process_whose_modes_are_left_on_runs_no_further_program():
+    assert _as_it_was()
+    for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
+        with mode:
+            assert not _as_it_was()
 
 
 @pytest.mark.heavy

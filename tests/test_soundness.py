@@ -568,6 +568,27 @@ def test_what_eager_refuses_to_add_up_is_refused(name):
     assert _assert_refused(program, torch.rand(2, 30), entries) == []
 
 
+_UNDER_AUTOCAST = {
+    "head": lambda m, x: m.a(x.double()).relu().amax(1),
+    "block": lambda m, x: m.b(torch.relu(m.a(x.double()))),
+    "values": lambda m, x: entmax.entmax15(m.q(x) @ m.k(x).mT, dim=-1).double() @ m.q(x),
+    "added up": lambda m, x: torch.zeros(2, 12).index_add(
+        1, torch.arange(60) // 5, x[:, 0].half()[:, m.ids.view(-1) % 6] * torch.rand(60).half()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _UNDER_AUTOCAST)
+def test_what_autocast_leaves_is_refused_as_in_eager(name):
+    """It casts no float64, and nothing that is added up."""
+
+    def program(m, x):
+        with torch.autocast("cpu", torch.float16):
+            return _UNDER_AUTOCAST[name](m, x)
+
+    assert {*_assert_refused(program, torch.randn(2, 5, 6))} <= {"entmax"}
+
+
 def test_autocast_multiplies_what_eager_would_refuse():
     def head(m, x):
         with torch.autocast("cpu", torch.bfloat16):

@@ -49,6 +49,7 @@ from .operators import (
     is_higher_order,
     is_overload,
     is_packet,
+    marks_every_result,
     schema,
     schemas,
     sets_grad_mode,

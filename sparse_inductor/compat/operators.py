@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,15 @@ def is_packet(target: Any) -> TypeIs[OpOverloadPacket]:
 def is_higher_order(target: Any) -> TypeIs[HigherOrderOperator]:
     """Whether it is an operator that takes functions, as `torch.cond`."""
     return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def marks_every_result(target: Any) -> bool:
+    """Whether it is a `nested_compile_region` whose results all require a gradient where one of them does: so up to
+    torch 2.11."""
+    if target is not torch.ops.higher_order.invoke_subgraph:
+        return False
+    own = sys.modules[type(target).__module__]
+    return not hasattr(own, "get_non_differentiable_indices")
 
 
 def schema(overload: Any) -> Any:

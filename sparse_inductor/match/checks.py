@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
+import torch
 from torch import fx
 
 from ..pattern import Miss
@@ -27,6 +28,9 @@ _DEVICES = ("cpu", "cuda")
 _ACCUMULATIONS = frozenset(
     "index_add scatter scatter_add scatter_reduce index_put embedding_bag".split()
 )
+
+# Of those, what autocast of a GPU gives the widest dtype of its operands.
+_PROMOTED = frozenset(("index_put", "scatter_add"))
 
 # What `tensor.data = other` is in a graph.
 _GIVEN_MEMORY = frozenset(("set_", "shallow_copy_data_"))
@@ -94,14 +98,20 @@ def _check_dtypes(view: GraphView, node: fx.Node) -> None:
     """Raises Decline for operands of different dtypes: Dynamo traces them, and PyTorch refuses them when it runs."""
     name = view.name_of(node)
     accumulates = name in _ACCUMULATIONS
-    if not (accumulates or name in PRODUCTS) or not view.is_tensor(node) or view.autocasts(node):
+    if not (accumulates or name in PRODUCTS) or not view.is_tensor(node):
         return
     dtypes = {view.dtype(n) for n in node.all_input_nodes if view.is_tensor(n)}
-    if accumulates:  # beside their ids
-        dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}
+    autocasts = view.autocasts(node)
+    if accumulates:
+        if autocasts and name in _PROMOTED and fake(node).device.type == "cuda":
+            return
+        dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}  # beside their ids
+    elif autocasts and torch.float64 not in dtypes:  # which autocast leaves as it is
+        return
     if len(dtypes) > 1:
         named = " and ".join(sorted(map(str, dtypes)))
-        raise Decline(f"PyTorch refuses {name} of {named}", node)
+        under = " under autocast, which casts no float64" if autocasts and not accumulates else ""
+        raise Decline(f"PyTorch refuses {name} of {named}{under}", node)
 
 
 def _check_memory(

@@ -130,7 +130,7 @@ class Drawing:
 
 
 def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:
-    """Check the programs of these seeds up to the first that fails, which may leave the process in a bad state."""
+    """Check the programs of these seeds up to the first that fails or leaves the process in a bad state."""
     _prepare()
     tally, started = Tally(), time.process_time()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
@@ -147,9 +147,22 @@ def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:
             tally.hazards.update(program.hazards or ("none",))
             if failure is not None:
                 tally.failures.append(failure)
+            if failure is not None or not _as_it_was():
                 break
     tally.cpu = time.process_time() - started
     return tally
+
+
+def _as_it_was() -> bool:
+    """Whether a program finds the process as the first did: a compile that fails within inference_mode leaves it on,
+    and so does Dynamo's graph with autocast when a function in it raises."""
+    import torch
+
+    try:
+        ordinary = not torch.randn(1).is_inference() and torch.is_grad_enabled()
+    except RuntimeError:  # of a dispatch key that is left behind
+        return False
+    return ordinary and not torch.is_autocast_enabled("cpu")
 
 
 def _again(failure: Failure, shrink: float, drawing: Drawing) -> Failure:
