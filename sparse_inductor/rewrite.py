@@ -19,17 +19,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from . import compat, records
-from .ability import missing, unimportable
+from .admission import unrewritable, without_kernels
 from .decisions import Decisions
 from .findings import Check, NearMiss, Rewrite, Shape
 from .layouts import keep_layouts, layouts
-from .match.checks import unsound
 from .match.fakes import complete, fake, tensors_in
-from .match.graph import label
 from .match.saved import copying_what_is_written
 from .pattern import Match, Miss, Pattern, Sparse
 from .profile import Site
@@ -43,8 +40,6 @@ __all__ = ["Applied", "Outcome", "RewritePass", "failures"]
 log = logging.getLogger("sparse_inductor")
 
 STAGE = "pre_grad"
-
-_told: set[str] = set()  # warnings that have been logged
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +253,7 @@ class _Run:
                 with self._guarded(pattern, node, quiet=node in view.transforms):
                     found = pattern.match(node, view)
                     if not isinstance(found, Miss | None):
-                        found = _unrewritable(found, view) or found
+                        found = unrewritable(found, view) or found
                     elif isinstance(found, Miss) and node in view.transforms:
                         found = None
                 if isinstance(found, Miss):
@@ -296,14 +291,10 @@ class _Run:
 
     def _importable(self, candidate: _Candidate) -> bool:
         """Whether the kernels of a match's operator can be imported; one whose cannot is nearly a match."""
-        match = candidate.match
-        device = next((t.device for t in tensors_in(fake(match.anchor))), torch.device("cpu"))
-        lacking = unimportable(match.op, device)
-        if lacking:
-            miss = Miss(f"there is no operator here: {lacking}", match.anchor)
+        miss = without_kernels(candidate.match)
+        if miss is not None:
             self.near_misses.append(_near_miss(candidate.pattern.name, miss, None))
-            _warn_once(f"{candidate.pattern.name}: nothing is rewritten on {device}: {lacking}")
-        return not lacking
+        return miss is None
 
     def _replace(
         self, candidates: list[_Candidate], records_of: dict[int, Rewrite]
@@ -463,50 +454,6 @@ def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
                 candidate.match.anchor,
             )
     return kept
-
-
-def _lacking(match: Match) -> str:
-    """What the kernels lack for a match, on its device or for its tensors; of a device said aloud once."""
-    values = [v for n in (match.anchor, *match.swallowed) for v in tensors_in(fake(n))]
-    if any(v.is_nested for v in values):
-        return "the tensors are nested"
-    device = values[0].device if values else None
-    lacking = "" if device is None else missing(device)
-    if lacking:
-        _warn_once(f"nothing is rewritten on {device}: {lacking}")
-    return lacking
-
-
-def _warn_once(text: str) -> None:
-    if text not in _told:
-        _told.add(text)
-        log.warning("%s", text)
-
-
-def _unrewritable(match: Match, view: Any) -> Miss | None:
-    """Why a match cannot be rewritten where it stands; None where it can."""
-    # The operators have no rule for torch.func's transforms.
-    if transform := view.transforms.get(match.anchor):
-        reason = f"this runs inside {transform}, which the operator does not take part in"
-        return Miss(reason, match.anchor)
-    learns = any(t.requires_grad for t in tensors_in(fake(match.anchor)))
-    if match.op == "sparse_inductor::entmax_attention" and learns and compat.setting("cpp_wrapper"):
-        reason = "Inductor's C++ wrapper calls no operator that returns a list, as this one does in training"
-        return Miss(reason, match.anchor)
-    if view.differentiates_twice:
-        reason = (
-            "the program differentiates a gradient (create_graph=True), and the operator has a first "
-            "derivative only"
-        )
-        return Miss(reason, match.anchor)
-    if lacking := _lacking(match):
-        return Miss(f"there is no operator here: {lacking}", match.anchor)
-    for node in (match.anchor, *match.swallowed, *match.inputs):
-        for t in tensors_in(fake(node)):
-            if not compat.computes_as_tensors_do(type(t)):
-                reason = f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
-                return Miss(reason, match.anchor)
-    return unsound(view, match)
 
 
 def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:

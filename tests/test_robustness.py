@@ -16,7 +16,7 @@ import torch
 
 import sparse_inductor
 from programs import batch, encoder
-from sparse_inductor import ability, rewrite
+from sparse_inductor import ability, admission, rewrite
 from sparse_inductor.ops import _linear_max_aten
 from support import compile_without_codegen
 
@@ -60,7 +60,7 @@ def test_what_the_kernels_lack(monkeypatch, where, name, instead, says):
 @pytest.mark.parametrize("policy", ["always", "never"])
 def test_kernels_are_imported_for_what_is_rewritten(policy, monkeypatch):
     asked = []
-    monkeypatch.setattr(rewrite, "unimportable", lambda op, _: asked.append(op) or "no such file")
+    monkeypatch.setattr(admission, "unimportable", lambda op, _: asked.append(op) or "no such file")
     sparse_inductor.enable(only="splade_head", policy=policy)
     model = encoder()
     torch.testing.assert_close(compile_without_codegen(model)(*batch()), model(*batch()))
@@ -75,8 +75,8 @@ def test_kernels_are_imported_for_what_is_rewritten(policy, monkeypatch):
 
 
 def test_a_device_without_kernels_leaves_the_program_as_it_is(monkeypatch, caplog):
-    monkeypatch.setattr(rewrite, "missing", lambda device: "triton is not installed")
-    monkeypatch.setattr(rewrite, "_told", set())
+    monkeypatch.setattr(admission, "missing", lambda device: "triton is not installed")
+    monkeypatch.setattr(admission, "_told", set())
     sparse_inductor.enable()
     for _ in range(2):
         torch._dynamo.reset()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import sparse_inductor
-from sparse_inductor import pattern, rewrite
+from sparse_inductor import admission, pattern
 from sparse_inductor.region import may_write
 from support import compile_without_codegen
 
@@ -24,7 +24,7 @@ from support import compile_without_codegen
 @pytest.fixture(autouse=True)
 def unchecked_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass declines what the careless pattern overlooks; here it is let through to verify."""
-    monkeypatch.setattr(rewrite, "unsound", lambda view, match: "")
+    monkeypatch.setattr(admission, "unsound", lambda view, match: "")
 
 
 DROPPED = ("to", "detach", "half", "float")

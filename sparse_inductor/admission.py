@@ -1,0 +1,76 @@
+"""Whether a match can be rewritten where it stands: what no pattern needs to ask."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from . import compat
+from .ability import missing, unimportable
+from .match.checks import unsound
+from .match.fakes import fake, tensors_in
+from .match.graph import label
+from .pattern import Match, Miss
+
+__all__ = ["unrewritable", "without_kernels"]
+
+log = logging.getLogger("sparse_inductor")
+
+_told: set[str] = set()  # warnings that have been logged
+
+
+def unrewritable(match: Match, view: Any) -> Miss | None:
+    """Why a match cannot be rewritten where it stands; None where it can."""
+    # The operators have no rule for torch.func's transforms.
+    if transform := view.transforms.get(match.anchor):
+        reason = f"this runs inside {transform}, which the operator does not take part in"
+        return Miss(reason, match.anchor)
+    learns = any(t.requires_grad for t in tensors_in(fake(match.anchor)))
+    if match.op == "sparse_inductor::entmax_attention" and learns and compat.setting("cpp_wrapper"):
+        reason = "Inductor's C++ wrapper calls no operator that returns a list, as this one does in training"
+        return Miss(reason, match.anchor)
+    if view.differentiates_twice:
+        reason = (
+            "the program differentiates a gradient (create_graph=True), and the operator has a first "
+            "derivative only"
+        )
+        return Miss(reason, match.anchor)
+    if lacking := _lacking(match):
+        return Miss(f"there is no operator here: {lacking}", match.anchor)
+    for node in (match.anchor, *match.swallowed, *match.inputs):
+        for t in tensors_in(fake(node)):
+            if not compat.computes_as_tensors_do(type(t)):
+                reason = f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
+                return Miss(reason, match.anchor)
+    return unsound(view, match)
+
+
+def without_kernels(match: Match) -> Miss | None:
+    """Why the kernels of a match's operator cannot be imported, said aloud once; None where they can be. It is for
+    matches that are to be rewritten: the import takes its time."""
+    device = next((t.device for t in tensors_in(fake(match.anchor))), torch.device("cpu"))
+    lacking = unimportable(match.op, device)
+    if not lacking:
+        return None
+    _warn_once(f"{match.pattern}: nothing is rewritten on {device}: {lacking}")
+    return Miss(f"there is no operator here: {lacking}", match.anchor)
+
+
+def _lacking(match: Match) -> str:
+    """What the kernels lack for a match, on its device or for its tensors; of a device said aloud once."""
+    values = [v for n in (match.anchor, *match.swallowed) for v in tensors_in(fake(n))]
+    if any(v.is_nested for v in values):
+        return "the tensors are nested"
+    device = values[0].device if values else None
+    lacking = "" if device is None else missing(device)
+    if lacking:
+        _warn_once(f"nothing is rewritten on {device}: {lacking}")
+    return lacking
+
+
+def _warn_once(text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        log.warning("%s", text)
