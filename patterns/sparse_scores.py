@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor import compat
 from sparse_inductor.break_even import look_up
 from sparse_inductor.match.accumulate import ANCHORS, scores_of
 from sparse_inductor.match.checks import (
@@ -25,7 +26,7 @@ from sparse_inductor.match.checks import (
     without_outside_readers,
 )
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.fakes import expected, expected_elements
+from sparse_inductor.match.fakes import expected, expected_elements, static_size
 from sparse_inductor.match.graph import GraphView, Unknown, fake, label
 from sparse_inductor.match.postings import Postings, postings_of
 from sparse_inductor.match.scored import TURNS, Scores, names_of
@@ -33,6 +34,7 @@ from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.topk import Top, top_of
 from sparse_inductor.match.values import is_parameter, swallowed
 from sparse_inductor.match.weighted import ROWS, OfRows, weighted
+from sparse_inductor.ops._collections import Unrest, unrest_of
 from sparse_inductor.pattern import Example, Miss
 from sparse_inductor.policy import Worth
 from sparse_inductor.records import watch_sparse_breaks
@@ -57,6 +59,8 @@ class ScoresMatch:
     swallowed: tuple[fx.Node, ...]
     names: tuple[fx.Node, ...]  # of the accumulator
     shared: tuple[fx.Node, ...] = ()  # what others may read
+    held: Unrest | None = None  # of documents that an index may be built of
+    guarded: bool = False  # whether it pays only with an index
     bytes_saved: int | None = None
     pattern: str = NAME
     op: str = OP
@@ -102,6 +106,15 @@ class ScoresMatch:
             _redirect(s, self.names, s.shaped(e, s.emit(e)))
         else:
             self.top.put(e, s.emit(e, self.top.k))
+        if self.guarded and self.held is not None:
+            _guard(self.held)
+
+
+def _guard(held: Unrest) -> None:
+    """Have the code compiled again, as written, where its documents turn out to change from call to call."""
+    code = compat.current_code()
+    stays = lambda: not (held.why and compat.may_recompile(code))
+    compat.add_guard(stays, "sparse_inductor: documents hold still")
 
 
 def _redirect(s: Scores | Postings, names: Sequence[fx.Node], scores: fx.Node) -> None:
@@ -171,25 +184,50 @@ class SparseScores:
         gather = s.w.gather
         if gather.gradient and view.learns(gather.source):
             raise Decline(gather.gradient, gather.node)
+        held = None
         if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
-            self._rehearse(s, anchor)
-        return ScoresMatch(s, top, nodes, tuple(names), _lists(view, s, anchor))
+            held = self._rehearse(s, anchor, top)
+        return ScoresMatch(s, top, nodes, tuple(names), _lists(view, s, anchor), held)
 
     def worth(self, match: ScoresMatch, view: GraphView) -> Worth:
         s = match.scores
-        return look_up(
-            NAME,
-            fake(s.node).device,
-            queries=1 if s.w.batch is None else expected(s.w.shape[s.w.batch]),
-            scores=expected_elements(fake(s.node).shape),
-            products=expected_elements(s.w.shape),
-        )
+        device = fake(s.node).device
+        queries = 1 if s.w.batch is None else expected(s.w.shape[s.w.batch])
+        products = expected_elements(s.w.shape)
+        sizes = {
+            "queries": queries,
+            "scores": expected_elements(fake(s.node).shape),
+            "products": products,
+            "entries": products // max(1, queries),
+        }
+        match.guarded = False
+        changing = look_up(NAME, device, **sizes, constant=0)
+        if changing.below > 0 or match.held is None:
+            return changing
+        constant = look_up(NAME, device, **sizes, constant=1)
+        if constant.below <= 0:
+            return changing
+        if match.held.why:
+            return dataclasses.replace(changing, reason=f"{changing.reason}; here {match.held.why}")
+        match.guarded = True
+        return constant
 
-    def _rehearse(self, s: Scores | Postings, anchor: fx.Node) -> None:
-        """Emit once, so that what cannot be emitted is a reason and no error."""
+    def _rehearse(self, s: Scores | Postings, anchor: fx.Node, top: Top | None) -> Unrest | None:
+        """Emit once, so that what cannot be emitted is a reason and no error. Returns what is known of the changes of
+        documents that an index may be built of."""
         e = Emitter(anchor)
         try:
             s.shaped(e, s.emit(e))
+            if top is None:
+                return None
+            found = s.emit(e, top.k)
+            if found.target is not torch.ops.sparse_inductor.sparse_scores_topk_cached.default:
+                return None
+            query, ids = map(fake, found.args[:2])
+            sizes = [*map(static_size, (*query.shape, *ids.shape))]
+            if None in sizes:
+                return None
+            return unrest_of(query.device, query.shape[-1], ids.shape, query.shape[:-1])
         except IndexError:  # the first of what all queries share is taken
             raise Decline("the batch of queries is empty", anchor) from None
         except (RuntimeError, TypeError, ValueError) as error:

@@ -42,6 +42,7 @@ class Row:
 
 
 _MILLION = 1_000_000
+_FLAGS = frozenset(("training", "constant"))
 
 TABLE: Sequence[Row] = (
     # SPLADE head. logits: tokens x vocabulary.
@@ -96,7 +97,11 @@ TABLE: Sequence[Row] = (
         least={"elements": 262_144},
     ),
     Row("entmax", "cpu", 0, "few elements: 0.28x on an AMD EPYC", "2026-11-26"),
-    # Sparse scores of documents that change at each call. products: queries x documents x terms.
+    # Sparse scores. products: queries x documents x terms; entries: documents x terms. constant: the documents stay the
+    # same from call to call, and an index is built of them.
+    Row(
+        "sparse_scores", "sm90", 1, "TO BE MEASURED", "2026-11-26", least={"entries": 6 * _MILLION, "constant": 1},
+    ),
     Row(
         "sparse_scores", "sm90", 1, "2.1x at 100,000 documents and 32 queries on an H100",
         "2026-11-25", least={"queries": 32, "scores": 3_200_000},
@@ -207,7 +212,7 @@ def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
     for row in TABLE:
         if row.operator == operator and row.where in where and row.fits(sizes):
             return Worth(row.below, row.reason)
-    shown = ", ".join(f"{n:,} {name}" for name, n in sizes.items() if name != "training")
+    shown = ", ".join(f"{n:,} {name}" for name, n in sizes.items() if name not in _FLAGS)
     return Worth(0.0, f"not measured on {where[0]} for {shown}")
 
 

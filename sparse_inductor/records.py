@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import compat, layers
 from .findings import (
@@ -26,6 +26,9 @@ from .findings import (
     rewrite_lines,
     times_text,
 )
+
+if TYPE_CHECKING:
+    from .ops._collections import Collection
 
 __all__ = ["Report", "report"]
 
@@ -216,8 +219,8 @@ class Report:
         """The report as JSON text.
 
         `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...],
-        "pending": [...], "checks": [...], "densities": [...], "fallbacks": [...]}`; the entries have the fields of
-        `Rewrite`, `NearMiss`, `Check`, `Density` and `layers.Fallback`, an input is
+        "pending": [...], "checks": [...], "densities": [...], "fallbacks": [...], "collections": [...]}`; the entries
+        have the fields of `Rewrite`, `NearMiss`, `Check`, `Density` and `layers.Fallback`, an input is
         `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is
         removed or changes its meaning.
         """
@@ -238,6 +241,7 @@ class Report:
                 "checks": [dataclasses.asdict(c) for c in self._checks],
                 "densities": [dataclasses.asdict(d) for d in self._densities],
                 "fallbacks": [f.as_dict() for f in layers.fallbacks()],
+                "collections": [c.as_dict() for c in _collections(self)],
             }
 
 
@@ -287,9 +291,20 @@ def log_graph(
 
 
 def _render(report: Report) -> list[str]:
+    kept = [f"  {c}" for c in _collections(report)]
+    kept = ["", "collections", *kept] if kept else []
     fallen = layers.fallbacks()
     slower = ["", "slower, because a kernel fails", *(f"  {f}" for f in fallen)] if fallen else []
-    return [*_found(report), *slower]
+    return [*_found(report), *kept, *slower]
+
+
+def _collections(report: Report) -> list[Collection]:
+    """Documents that compiled programs score."""
+    if not report.graphs:
+        return []
+    from .ops._collections import collections
+
+    return collections()
 
 
 def _found(report: Report) -> list[str]:

@@ -1,5 +1,4 @@
-// Search of one segment of a SparseIndex for one query. Sums are fp64, in the order of the query's terms, and products
-// are rounded before they are added (-ffp-contract=off): the bits are those of ATen's index_add_.
+// What searching a SparseIndex on a CPU does in C++: the search of one segment for one query, and checksums of documents.
 
 #include <algorithm>
 #include <cstdint>
@@ -7,6 +6,10 @@
 #include <functional>
 #include <limits>
 #include <vector>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -32,6 +35,9 @@ constexpr int64_t kBlock = 64;       // documents that are compared with the bou
 
 }  // namespace
 
+// Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off):
+// the bits are those of ATen's index_add_.
+//
 // Writes the keys of the k best of n documents to `best`, in no order, and returns how many there are.
 //
 // offsets [V + 1], docs and weights [postings]; terms and values [num_terms]: the query; barred [n] or null: documents
@@ -82,4 +88,56 @@ extern "C" int64_t sparse_index_search(
   if (static_cast<int64_t>(found.size()) > k) keep();
   std::copy(found.begin(), found.end(), best);
   return found.size();
+}
+
+namespace {
+
+// The sums of `words` words, each half of which has a key of 32 bits added; `apart` is added to all of them.
+void add_products(
+    const char* data, int64_t words, const uint32_t* keys, const uint32_t apart[2], uint64_t* sum) {
+  int64_t i = 0;
+  uint64_t total = 0;
+#ifdef __AVX2__
+  const __m256i more = _mm256_set1_epi64x(static_cast<int64_t>(apart[1]) << 32 | apart[0]);
+  __m256i totals = _mm256_setzero_si256();
+  for (; i + 4 <= words; i += 4) {
+    const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data + 8 * i));
+    const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + 2 * i));
+    const __m256i x = _mm256_add_epi32(word, _mm256_add_epi32(key, more));
+    totals = _mm256_add_epi64(totals, _mm256_mul_epu32(x, _mm256_srli_epi64(x, 32)));
+  }
+  uint64_t lanes[4];
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), totals);
+  for (const uint64_t lane : lanes) total += lane;
+#endif
+  for (; i < words; ++i) {
+    uint32_t half[2];
+    std::memcpy(half, data + 8 * i, 8);
+    const uint32_t low = half[0] + keys[2 * i] + apart[0], high = half[1] + keys[2 * i + 1] + apart[1];
+    total += static_cast<uint64_t>(low) * high;
+  }
+  *sum += total;
+}
+
+}  // namespace
+
+// Adds two sums over tiles `first` to `last` - 1 of some bytes to `sums`, as kernels/sparse_scores_checksum.py has them;
+// what is missing of the last word is 0. keys [2][size][2]: random, for tiles of `size` words.
+extern "C" void sparse_index_checksum(
+    const char* data, int64_t bytes, int64_t first, int64_t last, const uint32_t* keys, int64_t size,
+    uint64_t* sums) {
+  for (int64_t tile = first; tile < last; ++tile) {
+    const char* const here = data + tile * size * 8;
+    const int64_t rest = std::min(bytes - tile * size * 8, size * 8);
+    const uint32_t number = static_cast<uint32_t>(tile);
+    for (int s = 0; s < 2; ++s) {
+      const uint32_t apart[2] = {number * (s ? 0x85EBCA77u : 0x9E3779B1u), number * (s ? 0x9E3779B1u : 0x85EBCA77u)};
+      const uint32_t* const mine = keys + s * 2 * size;
+      add_products(here, rest / 8, mine, apart, sums + s);
+      if (rest % 8 == 0) continue;
+      char last_word[8] = {};
+      std::memcpy(last_word, here + rest / 8 * 8, rest % 8);
+      add_products(last_word, 1, mine + rest / 8 * 2, apart, sums + s);
+    }
+  }
 }

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import compat
 from .effects import same_geometry
 from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call, canonical, name_of
 from .shapes import Decline
-from .vocabulary import COPIES, REGROUPS
+from .vocabulary import COPIES, REGROUPS, REORDERS
 from .weighted import Weighted, reshaped
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
 
 _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
+_VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}
 _ALIASES = COPIES | REGROUPS | {"cast", "detach"}
 TURNS = frozenset("t T mT transpose permute".split())
 _SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
@@ -93,7 +95,10 @@ class Scores:
         dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
         if k is None:
             return e.call(ops.sparse_scores.default, *args, dtype, self._lookup)
-        return e.call(ops.sparse_scores_topk.default, *args, k, dtype, self._lookup)
+        held = sum(1 << i for i, t in enumerate(args[1:5]) if t is not None and _is_held(t))
+        if not held & 3 or compat.current_code() is None:  # made anew at each call, or exported
+            return e.call(ops.sparse_scores_topk.default, *args, k, dtype, self._lookup)
+        return e.call(ops.sparse_scores_topk_cached.default, *args, k, dtype, self._lookup, held)
 
     @property
     def _lookup(self) -> str:
@@ -147,6 +152,16 @@ def _strides_matter(node: fx.Node) -> bool:
         else user.op != "output" and name_of(user) not in _OF_THEIR_OWN_LAYOUT
         for user in node.users
     )
+
+
+def _is_held(node: fx.Node) -> bool:
+    """Whether a tensor is one that the program hands to the graph, or a view of it."""
+    while node.op not in ("placeholder", "get_attr"):
+        call = canonical(node)
+        if call is None or call.name not in _VIEWS or not isinstance(call.get("input"), fx.Node):
+            return False
+        node = call["input"]
+    return True
 
 
 _REFUSALS = {

@@ -1,6 +1,6 @@
 """Operators the rewrites put in; each is callable directly as `sparse_inductor.ops.<name>`."""
 
-from . import index_search, sparse_scores_postings  # noqa: F401
+from . import index_search, sparse_scores_cached, sparse_scores_postings  # noqa: F401
 from .entmax import entmax
 from .entmax_attention import entmax_attention
 from .relu_ffn import relu_ffn

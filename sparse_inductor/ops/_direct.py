@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ._dispatch import functions, layered, on_gpu, on_lines, replays
+from ._dispatch import functions, has_layers, layered, on_gpu, on_lines, replays
 
 __all__ = ["install", "site"]
 
@@ -55,7 +55,7 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     get to see the operator.
     """
     op, fn = getattr(torch.ops.sparse_inductor, name).default, functions[name]
-    if device != "cuda":
+    if device != "cuda" or not has_layers(fn):
         run = fn
     elif settled and replays():
         from ..kernels.replay import Site

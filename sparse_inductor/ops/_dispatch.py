@@ -23,6 +23,7 @@ __all__ = [
     "define",
     "functions",
     "has_kernels",
+    "has_layers",
     "inline",
     "launches",
     "layered",
@@ -71,6 +72,11 @@ def register_on_gpu(
     saves what this one reads."""
     _operators[fn] = Operator(name, fn, follows)
     lib.impl(name, on_gpu(fn), "CUDA")
+
+
+def has_layers(fn: Callable[..., Any]) -> bool:
+    """Whether `on_gpu` takes a function: it launches kernels, where others call operators that do."""
+    return fn in _operators
 
 
 @functools.cache
@@ -124,12 +130,17 @@ def register(
     rule: Callable[..., Rule],
     autograd: Callable[..., Any] | None = None,
     follows: str | None = None,
+    composed: bool = False,
 ) -> None:
     """Registers what computes an operator on a CPU and on a GPU, as `register_on_gpu`; its shapes; how it is spread
-    over a mesh. autograd: what calls pass first, which asks `outside_transforms`; vmap is declined before it."""
+    over a mesh. autograd: what calls pass first, which asks `outside_transforms`; vmap is declined before it.
+    composed: it calls other operators, which have layers and replay their launches, and may call others each time."""
     functions[name] = fn
     lib.impl(name, fn, "CPU")
-    register_on_gpu(lib, name, fn, follows)
+    if composed:
+        lib.impl(name, fn, "CUDA")
+    else:
+        register_on_gpu(lib, name, fn, follows)
     torch.library.register_fake(f"sparse_inductor::{name}", fake, lib=lib)
     share(lib, name, rule)
     if autograd is not None:

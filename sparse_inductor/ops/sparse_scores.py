@@ -13,6 +13,7 @@ The same sums from posting lists of the query's terms: `sparse_scores_postings`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -25,18 +26,28 @@ from ._dispatch import autocast_off, define, first_order, launches, outside_tran
 from ._sharding import Rule, dims
 from ._top import best_of
 
-__all__ = ["best_scores", "check_k", "sparse_scores"]
+__all__ = [
+    "DOCS",
+    "LOOKUP",
+    "autograd_topk",
+    "best_scores",
+    "check",
+    "check_k",
+    "fake_topk",
+    "shared",
+    "sparse_scores",
+]
 
-_DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
+DOCS = "Tensor ids, Tensor values, Tensor? rows, Tensor? offsets"
 # By which of PyTorch's functions ids, and rows or offsets, are refused on a CPU (`aten.documents`); without one id V is
 # padding.
-_LOOKUP = "str lookup=''"
+LOOKUP = "str lookup=''"
 _lib = define(
-    f"sparse_scores(Tensor query, {_DOCS}, SymInt num_docs, ScalarType? out_dtype=None, {_LOOKUP}) -> Tensor",
-    f"sparse_scores_topk(Tensor query, {_DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None,"
-    f" {_LOOKUP}) -> (Tensor, Tensor)",
-    f"sparse_scores_backward(Tensor grad, {_DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype,"
-    f" {_LOOKUP}) -> Tensor",
+    f"sparse_scores(Tensor query, {DOCS}, SymInt num_docs, ScalarType? out_dtype=None, {LOOKUP}) -> Tensor",
+    f"sparse_scores_topk(Tensor query, {DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None,"
+    f" {LOOKUP}) -> (Tensor, Tensor)",
+    f"sparse_scores_backward(Tensor grad, {DOCS}, SymInt num_docs, SymInt num_terms, ScalarType dtype,"
+    f" {LOOKUP}) -> Tensor",
 )
 
 
@@ -85,7 +96,7 @@ def sparse_scores(
     return ops.sparse_scores_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype)
 
 
-def _check(query, ids, values, rows, offsets, num_docs, k=None) -> None:
+def check(query, ids, values, rows, offsets, num_docs, k=None) -> None:
     """Raises the errors that `sparse_scores` documents."""
     if query.dim() not in (1, 2):
         raise ValueError(f"query must be [V] or [B, V], got shape {tuple(query.shape)}")
@@ -148,7 +159,7 @@ def _prepare(query, ids, num_docs, values, out_dtype):
 
 
 def _scores(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
-    _check(query, ids, values, rows, offsets, num_docs)
+    check(query, ids, values, rows, offsets, num_docs)
     q, N, dtype = _prepare(query, ids, num_docs, values, out_dtype)
     lead = query.shape[:-1]
     out = None
@@ -164,7 +175,7 @@ def _scores(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=
 
 
 def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup=""):
-    _check(query, ids, values, rows, offsets, num_docs, k)
+    check(query, ids, values, rows, offsets, num_docs, k)
     q, N, dtype = _prepare(query, ids, num_docs, values, out_dtype)
     lead = query.shape[:-1]
     with autocast_off(q.device.type):
@@ -223,7 +234,7 @@ def _autograd(query, ids, values, rows, offsets, num_docs, out_dtype=None, looku
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:
-            _check(query, ids, values, rows, offsets, num_docs)
+            check(query, ids, values, rows, offsets, num_docs)
             return _SparseScores.apply(
                 query, ids, values, rows, offsets, num_docs, out_dtype, lookup
             )
@@ -244,12 +255,15 @@ class _SparseTop(torch.autograd.Function):
     """The scores of the k best, whose gradient goes to the query through their documents alone."""
 
     @staticmethod
-    def forward(ctx, query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup):
-        found, best = torch.ops.sparse_inductor.sparse_scores_topk(
-            query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup
+    def forward(
+        ctx, name, query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup, *more
+    ):
+        found, best = getattr(torch.ops.sparse_inductor, name)(
+            query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup, *more
         )
         ctx.save_for_backward(best, ids, values, rows, offsets)
         ctx.sizes = num_docs, query.shape[-1], query.dtype, lookup
+        ctx.more = len(more)
         ctx.mark_non_differentiable(best)
         return found, best
 
@@ -263,33 +277,33 @@ class _SparseTop(torch.autograd.Function):
         grad = torch.ops.sparse_inductor.sparse_scores_backward(
             full, ids, *rest, num_docs, num_terms, dtype, lookup
         )
-        return grad, *(None for _ in range(8))
+        return None, grad, *(None for _ in range(8 + ctx.more))
 
 
-def _autograd_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup=""):
-    outside_transforms("sparse_scores_topk", query)
+def autograd_topk(
+    name, query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup="", *more
+):
+    """What calls of the operator of this name pass first, which finds the k best."""
+    outside_transforms(name, query)
+    args = query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup, *more
     if torch.is_grad_enabled():
         _check_no_gradient(values)
         if query.requires_grad:
-            _check(query, ids, values, rows, offsets, num_docs, k)
-            return _SparseTop.apply(
-                query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup
-            )
+            check(*args[:7])
+            return _SparseTop.apply(name, *args)
     with below_autograd():
-        return torch.ops.sparse_inductor.sparse_scores_topk(
-            query, ids, values, rows, offsets, num_docs, k, out_dtype, lookup
-        )
+        return getattr(torch.ops.sparse_inductor, name)(*args)
 
 
 def _fake_scores(query, ids, values, rows, offsets, num_docs, out_dtype=None, lookup=""):
-    _check(query, ids, values, rows, offsets, num_docs)
+    check(query, ids, values, rows, offsets, num_docs)
     N = ids.shape[0] if known(num_docs) and num_docs == -1 else num_docs
     dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
     return query.new_empty(*query.shape[:-1], N, dtype=dtype)
 
 
-def _fake_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup=""):
-    _check(query, ids, values, rows, offsets, num_docs, k)
+def fake_topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup="", *more):
+    check(query, ids, values, rows, offsets, num_docs, k)
     dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
     found = query.new_empty(*query.shape[:-1], k, dtype=dtype)
     return found, torch.empty_like(found, dtype=torch.int64)
@@ -302,7 +316,7 @@ def _fake_backward(grad, ids, values, rows, offsets, num_docs, num_terms, dtype,
 # Spread over the queries; every process has all documents.
 
 
-def _shared(query, ids, values, rows, offsets, *_) -> Rule:
+def shared(query, ids, values, rows, offsets, *_) -> Rule:
     lead = "B." if query.dim() == 2 else "."
     documents = (ids, values, rows, offsets)
     inputs = (
@@ -313,7 +327,14 @@ def _shared(query, ids, values, rows, offsets, *_) -> Rule:
     return Rule(inputs, (scores,), ("B",))
 
 
-register(_lib, "sparse_scores", _scores, _fake_scores, _shared, _autograd)
-register(_lib, "sparse_scores_topk", _topk, _fake_topk, _shared, _autograd_topk)
+register(_lib, "sparse_scores", _scores, _fake_scores, shared, _autograd)
+register(
+    _lib,
+    "sparse_scores_topk",
+    _topk,
+    fake_topk,
+    shared,
+    functools.partial(autograd_topk, "sparse_scores_topk"),
+)
 # A gradient of scores lies as the scores do.
-register(_lib, "sparse_scores_backward", _backward, _fake_backward, _shared)
+register(_lib, "sparse_scores_backward", _backward, _fake_backward, shared)

@@ -117,6 +117,10 @@ def forms():
             sizes = {"TILE": 64, "QUERIES": queries}
             yield "best", "_keys_kernel", f"{scores} *i64 i32 i32 i32 i32 i32", sizes, {}
         yield "best", "_results_kernel", f"*i64 {scores} *i64 i32", {"BLOCK": 1024}, {}
+    wide = {f"WIDE{i}": i == 0 for i in range(4)}
+    types = "*i64 *i64 i32 *i32 i32 *i16 i32 *i8 i32 *fp32 i32 *i32 *i64"
+    options = {"num_warps": 8, "maxnreg": 64}
+    yield "checksum", "_checksum_kernel", types, {"TILE": 1024, **wide}, options
     for table, ids, padded in (
         ("*fp32", "*i64", True),
         ("*fp64", "*i16", False),

@@ -11,6 +11,8 @@ from sparse_inductor.index.sources import collection_of
 from sparse_inductor.kernels import replay
 from sparse_inductor.kernels import sparse_scores_accumulate as accumulate
 from sparse_inductor.kernels import sparse_scores_best as best_documents
+from sparse_inductor.kernels import sparse_scores_checksum as checksums
+from sparse_inductor.kernels import sparse_scores_cpu as native
 from sparse_inductor.kernels import sparse_scores_documents as documents
 from sparse_inductor.kernels import sparse_scores_merge as merge
 from sparse_inductor.kernels import sparse_scores_search as search
@@ -320,3 +322,27 @@ def test_lists_of_several_processes_are_merged(world, device):
     assert [(-s, i) for s, i in zip(found[0].tolist(), which[0].tolist())][: len(want)] == want
     assert which[0, len(want) :].eq(-1).all() and which[3].eq(-1).all() and found[3].isnan().all()
     assert found[:3, len(want) :].eq(float("-inf")).all()
+
+
+@pytest.mark.parametrize("sizes", [(5000, 300), (7, 0), (1024, 2048)])
+def test_checksums_are_those_of_the_c_code(device, sizes):
+    """Two kernels and C++ add the same sums, whoever writes the tensors; one bit makes another sum."""
+    if not native.ready(wait=True):
+        pytest.skip("no C++ compiler")
+    g = torch.Generator().manual_seed(0)
+    keys = torch.randint(-(2**31), 2**31, (2, 1024, 2), generator=g, dtype=torch.int32)
+    ids = torch.randint(-(2**62), 2**62, sizes[:1], generator=g)
+    values = torch.randn(2 * sizes[1], generator=g)
+    query = torch.tensor([[1.0, float("nan"), float("-inf"), 0.0]])
+    slot = checksums.Slot.on(device)
+    for _ in range(2):  # a slot is as it was
+        ids[-1] ^= 1
+        given = [t.to(device) for t in (ids, values)]
+        checksums.checksum(slot, given, query.to(device), keys.to(device))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        *sums, lost = (s % 2**64 for s in slot.told.tolist())
+        assert lost == 2 and sums[4:] == [0] * 4
+        assert sums[:4] == [*native.checksum(ids, keys), *native.checksum(values, keys)]
+    odd = torch.zeros(7, dtype=torch.half, device=device)  # no whole number of 64-bit words
+    assert checksums._words(odd).dtype == torch.int16

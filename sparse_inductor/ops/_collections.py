@@ -1,0 +1,417 @@
+"""Indexes of collections that programs hold as tensors, built beside them where they stay as they are.
+
+A collection that was scored unchanged some calls in a row is copied, and an index is built of the copy (`SparseIndex`;
+in the background where that takes long). From then on a search reads the documents only for a checksum, which is what
+proves that the index is theirs: storages and version counters say whether looking is worth it, but a write through
+`.data`, NumPy, DLPack or a kernel changes neither. Where the checksum is another, what was found is dropped, and so is
+the index; the next needs twice as many calls in a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..findings import bytes_text, count_text
+from ._checked_index import CheckedIndex, Documents, Found
+
+__all__ = [
+    "MEMORY_VARIABLE",
+    "Collection",
+    "Unrest",
+    "collection_of",
+    "collections",
+    "forget",
+    "unrest_of",
+]
+
+log = logging.getLogger("sparse_inductor")
+
+MEMORY_VARIABLE = "SPARSE_INDUCTOR_INDEX_MEMORY"
+"""Bytes that the indexes on a device may take together, as in "2G"; 0 turns them off. Default: a quarter of what is
+free."""
+
+PATIENCE = 8
+"""Calls in a row with unchanged documents after which an index is built."""
+LEAST = 1 << 16
+"""Entries below which scoring takes no longer than a checksum and a search."""
+ON_THE_SPOT = 1 << 18
+"""Entries up to which an index is built by the call that finds it due."""
+RECHECK = 1024
+"""Searches after which index and operator are timed again."""
+MARGIN = 1.15
+"""How many times faster the index has to be: unlike the operator it waits for the GPU."""
+RESTLESS = 32
+"""Calls with changed documents after which scoring goes back to as written, and one more for so many searches."""
+
+
+def collection_of(
+    query: Tensor,
+    documents: Documents,
+    held: int,
+    num_docs: int,
+    out_dtype: torch.dtype,
+    lookup: str,
+) -> Collection | None:
+    """What is known of the documents of a call (ids, values, rows, offsets); None where no index can serve it.
+
+    held: a bit for each of the documents' tensors that may be the same one at the next call; what the others hold is
+    left to the checksum.
+    """
+    ids, values = documents[:2]
+    if ids.numel() < LEAST or out_dtype != torch.float32 or values.dtype == torch.float64:
+        return None
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    storages = _storages(documents, held)
+    key = (
+        query.device, query.shape[-1], num_docs, lookup, held, *map(id, storages),
+        *(None if t is None else (t.storage_offset(), t.shape, t.stride(), t.dtype) for t in documents),
+    )  # fmt: skip
+    found = _known.get(key)
+    if found is not None and found.holds(storages):
+        return found
+    if memory_limit() == 0 or not storages:
+        return None
+    if not all(t is None or _is_dense(t) for t in documents):
+        return None
+    found = Collection(documents, held, num_docs, query.shape[-1], lookup)
+    found.unrest(query).changed += 1
+    with _lock:
+        _known[key] = found
+    for storage in storages:  # the index goes with the documents
+        weakref.finalize(storage, _drop, key, found).atexit = False
+    return found
+
+
+def collections() -> list[Collection]:
+    """Those that live, oldest first."""
+    with _lock:
+        return list(_known.values())
+
+
+def forget() -> None:
+    """Drop all indexes, and what is known of collections."""
+    with _lock:
+        _known.clear()
+        _unrest.clear()
+
+
+def memory_limit() -> int | None:
+    """What MEMORY_VARIABLE says."""
+    text = os.environ.get(MEMORY_VARIABLE, "").strip().upper().removesuffix("B").removesuffix("I")
+    if not text:
+        return None
+    unit = {"K": 10, "M": 20, "G": 30, "T": 40}.get(text[-1], 0)
+    try:
+        return int(float(text[:-1] if unit else text) * (1 << unit))
+    except ValueError:
+        log.warning("%s takes bytes as in 500M or 2G, got %r", MEMORY_VARIABLE, text)
+        return 0
+
+
+class Collection:
+    """The documents of some calls, and the index of them if there is one."""
+
+    def __init__(
+        self, documents: Documents, held: int, num_docs: int, num_terms: int, lookup: str
+    ) -> None:
+        self.num_docs, self.num_terms, self.lookup = num_docs, num_terms, lookup
+        self.device = documents[0].device
+        self.searches = self.changes = 0
+        self.why = ""
+        self._shape = documents[0].shape
+        self._held = held
+        self._storages = [weakref.ref(s) for s in _storages(documents, held)]
+        self._versions = self._versions_of(documents)
+        self._calls, self._patience = 0, PATIENCE
+        self._built: CheckedIndex | None = None
+        self._building = False
+        self._period = 0  # of unchanged documents
+        self._trials: dict[Hashable, _Trial] = {}  # by the sizes of queries and k
+        self._lock = threading.Lock()
+
+    def holds(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether the documents lie in these."""
+        return all(ref() is storage for ref, storage in zip(self._storages, storages))
+
+    def _versions_of(self, documents: Documents) -> tuple[int, ...]:
+        return tuple(0 if t.is_inference() else t._version for t in _held(documents, self._held))
+
+    def unrest(self, query: Tensor) -> Unrest:
+        """Of such documents for so many queries."""
+        return unrest_of(self.device, self.num_terms, self._shape, query.shape[:-1])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the index."""
+        return 0 if self._built is None else self._built.nbytes
+
+    @property
+    def note(self) -> str:
+        """Why documents are scored rather than searched; empty where they are searched."""
+        built = self._built
+        if built is None:
+            return (
+                self.why
+                or f"an index is built after {self._patience} calls with the same documents"
+            )
+        if not self._trials or any(t.pays for t in self._trials.values()):
+            return ""
+        return "scoring takes no longer than a checksum and a search"
+
+    def __str__(self) -> str:
+        what = f"{self.num_docs:,} documents on {self.device}"
+        if self._built is not None:
+            what += f", an index of {bytes_text(self.nbytes)}"
+        if self.changes:
+            what += f", {count_text(self.changes, 'change')}"
+        note = self.note
+        return f"{what}: " + (
+            f"scored, for {note}" if note else f"searched {self.searches:,} times"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """What the report says of it, for JSON."""
+        return {
+            "documents": self.num_docs, "device": str(self.device), "bytes": self.nbytes,
+            "searches": self.searches, "changes": self.changes, "note": self.note,
+        }  # fmt: skip
+
+    def topk(
+        self, query: Tensor, documents: Documents, k: int, written: Callable[[], Found]
+    ) -> Found:
+        """The k best documents: from the index where it is that of these documents, else what `written` finds."""
+        built, versions = self._built, self._versions_of(documents)
+        if built is None or versions != self._versions:
+            self._watch(query, documents, versions, k)
+            return written()
+        try:
+            sizes = query.shape, k.bit_length()
+            trial = self._trials.get(sizes)
+            if trial is None:
+                trial = self._trials.setdefault(sizes, _Trial(self.unrest(query)))
+            if not trial.due():
+                return written()
+            search = lambda: built.search(query, documents, k)
+            found, same = trial.of(search, written, query) if trial.open else search()
+        except Exception as error:
+            self._refuse(f"searching its index failed: {type(error).__name__}: {error}")
+            return written()
+        if not same:
+            with self._lock:
+                self._forget(query, versions)
+        elif found is not None:
+            self.searches += 1
+            trial.unrest.searches += 1
+        return written() if found is None else found
+
+    def _watch(
+        self, query: Tensor, documents: Documents, versions: tuple[int, ...], k: int
+    ) -> None:
+        """Note a call without an index; the last of enough in a row builds one."""
+        with self._lock:
+            if versions != self._versions:
+                self._forget(query, versions)
+                return
+            self._calls += 1
+            if self._calls < self._patience or self._building or self.why:
+                return
+            self._building = True
+        try:
+            work = functools.partial(self._build, *_copied(query, documents), k, self._period)
+            if documents[0].numel() > ON_THE_SPOT:
+                threading.Thread(target=work, name="sparse_index_build").start()
+            else:
+                work()
+        except RuntimeError as error:  # no memory for a copy, no thread
+            self._refuse(f"no index can be built: {error}")
+
+    def _build(self, query: Tensor, documents: Documents, ready: Any, k: int, period: int) -> None:
+        built: CheckedIndex | None = None
+        try:
+            _check_memory(documents, self)
+            built = CheckedIndex(query, documents, ready, k, self.num_docs, self.lookup)
+        except Exception as error:
+            log.debug("no index of %s", self, exc_info=error)
+            self.why = (
+                str(error) if isinstance(error, _Refused) else f"no index can be built: {error}"
+            )
+        with self._lock:
+            self._building = False
+            if self._period == period and built is not None:
+                self._built = built
+                log.info("sparse_scores: %s", self)
+
+    def _forget(self, query: Tensor, versions: tuple[int, ...]) -> None:
+        if self._built is not None:
+            self.changes += 1
+            self._patience *= 2
+        self._built, self._calls, self._versions, self.why = None, 0, versions, ""
+        self._period += 1
+        self._trials = {}
+        self.unrest(query).changed += 1
+
+    def _refuse(self, why: str) -> None:
+        log.debug("%s", why, exc_info=True)
+        with self._lock:
+            self._built, self._building, self.why = None, False, why
+
+
+class _Refused(Exception):
+    """There is to be no index; says why."""
+
+
+class _Trial:
+    """Whether an index is faster than the operator for queries of one size, by the clock."""
+
+    def __init__(self, unrest: Unrest) -> None:
+        self.unrest = unrest
+        self.pays = self.open = True
+        self._left = RECHECK
+        self._lock = threading.Lock()
+
+    def due(self) -> bool:
+        """Whether a call is to be searched; a call that is due to be timed again is."""
+        self._left -= 1
+        if self._left < 0:
+            self._left, self.open = RECHECK, True
+        return self.pays or self.open
+
+    def of(
+        self, search: Callable[[], Any], written: Callable[[], Found], like: Tensor
+    ) -> tuple[Found | None, bool]:
+        """What `search` returns, after timing both; one thread does so."""
+        found, same = search()  # what has to be compiled is compiled then
+        if found is None or not same or not self._lock.acquire(blocking=False):
+            return found, same
+        try:
+            times = [(_timed(search, like), _timed(written, like)) for _ in range(3)]
+            index, operator = map(min, zip(*times))
+            self.pays, self.open = index * MARGIN < operator, False
+            self.unrest.slower = not self.pays
+        finally:
+            self._lock.release()
+        return found, same
+
+
+def _timed(run: Callable[[], object], like: Tensor) -> float:
+    """Seconds until the result is there."""
+    wait = torch.cuda.current_stream(like.device).synchronize if like.is_cuda else lambda: None
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
+def _copied(query: Tensor, documents: Documents) -> tuple[Tensor, Documents, Any]:
+    """Copies to build an index of, and, on a GPU, what says that they are made."""
+    copies = tuple(None if t is None else t.detach().clone() for t in documents)
+    query = query.detach().clone()
+    ready = None
+    if query.is_cuda:
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(query.device))
+    return query, copies, ready  # type: ignore[return-value]
+
+
+def _check_memory(documents: Documents, of: Collection) -> None:
+    """Raises _Refused where an index of these documents would take more memory than it may."""
+    entries, device = documents[0].numel(), documents[0].device
+    # Rows and postings of 16 bytes an entry, and a table of the terms for each chunk of documents or segment.
+    tables = 4 * (-(-of.num_docs >> 13) if device.type == "cuda" else 2 * -(-of.num_docs >> 17))
+    wanted = 16 * entries + tables * of.num_terms
+    limit = memory_limit()
+    taken = sum(c.nbytes for c in collections() if c.device == device)
+    if limit is None:
+        limit = (_free(device) + taken) // 4
+    if wanted + taken > limit:
+        raise _Refused(
+            f"an index would take about {wanted >> 20:,} MiB, more than the limit of {limit >> 20:,} MiB leaves"
+            f" ({MEMORY_VARIABLE})"
+        )
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that a device has left."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(
+                int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")
+            )
+    except (OSError, StopIteration):
+        return 4 << 30
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether a tensor's elements lie in its memory without gaps and each once, in whatever order."""
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    return t.is_contiguous() or t.permute(order).is_contiguous()
+
+
+def _held(documents: Documents, held: int) -> list[Tensor]:
+    return [t for i, t in enumerate(documents) if t is not None and held >> i & 1]
+
+
+def _storages(documents: Documents, held: int) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in _held(documents, held)]
+
+
+@dataclasses.dataclass
+class Unrest:
+    """How often documents of one shape were found changed, how often an index of such served, and whether searching
+    that was slower than scoring."""
+
+    changed: int = 0
+    searches: int = 0
+    slower: bool = False
+
+    @property
+    def why(self) -> str:
+        """Why an index does not pay; empty where it may."""
+        if self.changed > RESTLESS + self.searches // RESTLESS:
+            return "documents change from call to call"
+        return "an index was not faster" if self.slower else ""
+
+
+def unrest_of(
+    device: torch.device, num_terms: int, ids: Sequence[int], queries: Sequence[int]
+) -> Unrest:
+    """That of all documents with ids of this shape, for so many queries."""
+    return _unrest.setdefault((device.type, num_terms, tuple(ids), tuple(queries)), Unrest())
+
+
+def _drop(key: Hashable, collection: Collection) -> None:
+    with _lock:
+        if _known.get(key) is collection:
+            del _known[key]
+
+
+_lock = threading.RLock()  # a finalizer may run where it is held
+_known: dict[Hashable, Collection] = {}
+_unrest: dict[Hashable, Unrest] = {}
+
+
+def _in_child() -> None:
+    """A forked process has none of the threads that build, and no GPU."""
+    global _lock
+    _lock = threading.RLock()
+    _known.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

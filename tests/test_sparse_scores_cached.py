@@ -1,0 +1,301 @@
+"""Documents that stay the same from call to call are searched in an index, and no write to them is overlooked."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import sparse_inductor
+from sparse_inductor.kernels import sparse_scores_cpu as native
+from sparse_inductor.ops import _collections as cached
+from support import compile_without_codegen, only
+
+N, L, V, K = 60, 5, 40, 7
+TOP = torch.ops.sparse_inductor.sparse_scores_topk
+CACHED = torch.ops.sparse_inductor.sparse_scores_topk_cached
+
+pytestmark = pytest.mark.skipif(not native.ready(wait=True), reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Indexes of the smallest collections, after two calls, built at once and whatever the clock says."""
+    for name, value in {"LEAST": 1, "PATIENCE": 2, "MARGIN": 0.0}.items():
+        monkeypatch.setattr(cached, name, value)
+    monkeypatch.delenv(cached.MEMORY_VARIABLE, raising=False)
+    cached.forget()
+    yield
+    cached.forget()
+
+
+class Held(nn.Module):
+    """A program that keeps its documents."""
+
+    def __init__(self, layout: str = "padded", dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        ids = torch.stack([torch.randperm(V, generator=g)[:L] for _ in range(N)])
+        ids[:, -1] = V  # padding
+        values = torch.randint(1, 9, (N, L), generator=g).to(dtype)  # many scores are equal
+        if layout != "padded":
+            ids, values = ids.flatten(), values.flatten()
+        self.register_buffer("ids", ids)
+        self.register_buffer("values", values)
+        self.rows = torch.arange(N).repeat_interleave(L).flip(0) if layout == "rows" else None
+        self.offsets = torch.arange(0, N * L + 1, L) if layout == "offsets" else None
+
+    def forward(self, q: torch.Tensor, op=CACHED):
+        held = () if op is TOP else (15,)
+        documents = self.ids, self.values, self.rows, self.offsets
+        return op(q, *documents, N, K, torch.float32, "", *held)
+
+    def used(self, q: torch.Tensor) -> bool:
+        """Whether a call was answered by an index; it agrees with what the operator finds."""
+        before = sum(c.searches for c in cached.collections())
+        torch.testing.assert_close(self(q), self(q, TOP), rtol=0, atol=0, equal_nan=True)
+        return sum(c.searches for c in cached.collections()) > before
+
+
+def queries(rows: int = 3) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randint(0, 3, (rows, V), generator=g).float()
+
+
+@pytest.mark.parametrize("layout", ["padded", "rows", "offsets"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_index_serves_after_some_calls(layout, dtype):
+    m, q = Held(layout, dtype), queries()
+    assert [m.used(q) for _ in range(4)] == [False, False, True, True]
+    assert m.used(q[:1]) and m.used(q[0]) and m.used(q.bfloat16())
+    (known,) = cached.collections()
+    assert known.nbytes > 0 and "searched" in str(known) and known.as_dict()["note"] == ""
+
+
+def _swap(m):
+    m.values.untyped_storage().copy_((m.values * 2).untyped_storage())
+
+
+def _resize(m):
+    m.values.resize_(N * L + 5).resize_(N, L).mul_(2)
+
+
+def _dlpack(m):
+    torch.from_dlpack(m.values).mul_(3)
+
+
+def _same_address(m):
+    """New documents where the old ones were: what freed memory is given out for next."""
+    address = m.values.data_ptr()
+    new = m.values.neg()
+    m.values = None
+    gc.collect()
+    taken = [torch.empty(N, L) for _ in range(64)]
+    again = [t for t in taken if t.data_ptr() == address]
+    m.values = again[0].copy_(new) if again else new
+
+
+WRITES = {
+    "in_place": lambda m: m.values.mul_(-1),
+    "one_element": lambda m: m.values.data[N - 1, 2].add_(1e-3),
+    "data": lambda m: m.values.data.mul_(-1),
+    "data_is_another": lambda m: setattr(m.values, "data", m.values * 2),
+    "detached": lambda m: m.values.detach().add_(1),
+    "numpy": lambda m: m.values.numpy().__setitem__((3, 1), 50),
+    "dlpack": _dlpack,
+    "set_": lambda m: m.values.set_(m.values * 3),
+    "storage": _swap,
+    "resize_": _resize,
+    "ids": lambda m: m.ids.numpy().__setitem__((0, 0), (m.ids[0, 0] + 1) % V),
+    "swapped_rows": lambda m: m.ids.data.copy_(m.ids.flip(0)),
+    "another_tensor": lambda m: setattr(m, "values", m.values * 2),
+    "inference_mode": lambda m: torch.inference_mode()(lambda: m.values.data.mul_(2))(),
+    "same_address": _same_address,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_seen(write):
+    m, q = Held(), queries()
+    while not m.used(q):
+        pass
+    WRITES[write](m)
+    assert not m.used(q), "the first call after a write is scored"
+    again = [m.used(q) for _ in range(12)]
+    assert again[-1], "documents that hold still again are indexed again"
+
+
+def test_documents_of_inference_mode_have_no_versions():
+    with torch.inference_mode():
+        m, q = Held(), queries()
+        while not m.used(q):
+            pass
+        m.values.mul_(-1)
+        assert not m.used(q)
+
+
+def test_each_index_takes_twice_the_calls_of_the_last():
+    m, q = Held(), queries()
+    waited = []
+    for _ in range(3):
+        waited.append(next(i for i in range(99) if m.used(q)))
+        m.values.data.neg_()
+    assert waited[0] < waited[1] < waited[2]
+    assert cached.collections()[0].changes == 2
+
+
+def test_weights_that_are_not_finite_are_scored():
+    m, q = Held(), queries()
+    while not m.used(q):
+        pass
+    q[1, 3] = float("inf")
+    assert m.used(queries()) and not m.used(q)
+    m.values.data[4, 1] = float("nan")
+    assert not any(m.used(queries()) for _ in range(9))
+    assert "must be finite" in cached.collections()[0].note
+
+
+def test_the_index_goes_with_the_documents():
+    m, q = Held(), queries()
+    other = copy.deepcopy(m)
+    while not (m.used(q) and other.used(q)):
+        pass
+    assert len(cached.collections()) == 2
+    del m
+    gc.collect()
+    assert len(cached.collections()) == 1 and other.used(q)
+
+
+@pytest.mark.parametrize(
+    "limit, note", [("0", None), ("1K", "more than the limit of 0 MiB"), ("x", None)]
+)
+def test_memory_is_bounded(monkeypatch, limit, note):
+    monkeypatch.setenv(cached.MEMORY_VARIABLE, limit)
+    m, q = Held(), queries()
+    assert not any(m.used(q) for _ in range(6))
+    assert [note in c.note for c in cached.collections()] == [True] * (note is not None)
+
+
+def test_a_slower_index_is_not_used(monkeypatch):
+    monkeypatch.setattr(cached, "MARGIN", float("inf"))
+    m, q = Held(), queries()
+    calls = [m.used(q) for _ in range(9)]
+    assert sum(calls) == 1, "the call that takes the time of both"
+    assert "takes no longer" in str(cached.collections()[0])
+
+
+def test_threads(monkeypatch):
+    """Threads call while an index is built in the background, and while one of them writes."""
+    monkeypatch.setattr(cached, "ON_THE_SPOT", 0)
+    m, q, wrong = Held(), queries(), []
+    before = m(q, TOP)
+    held = threading.Barrier(5)
+
+    def call(expected):
+        held.wait()
+        for _ in range(40):
+            found = m(q)
+            if not (torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])):
+                wrong.append(found)
+
+    for expected in (before, None):
+        if expected is None:
+            m.values.data.mul_(2)
+            expected = m(q, TOP)
+        threads = [threading.Thread(target=call, args=(expected,)) for _ in range(4)]
+        for t in threads:
+            t.start()
+        held.wait()
+        for t in [*threads, *(t for t in threading.enumerate() if t.name == "sparse_index_build")]:
+            t.join()
+        assert m.used(q)
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_process_knows_no_index():
+    m, q = Held(), queries()
+    while not m.used(q):
+        pass
+    known = []
+
+    def call():  # by a thread: OpenMP has none for the one that forked
+        known.extend((len(cached.collections()), m.used(q), m.used(q), m.used(q)))
+
+    child = os.fork()
+    if child == 0:
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(20)
+        os._exit(known != [0, False, False, True])
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_the_operator():
+    m, q = Held(), queries().requires_grad_()
+    for _ in range(5):
+        found, _ = m(q)
+        (found * torch.arange(K)).sum().backward()
+        (slope,) = torch.autograd.grad((m(q, TOP)[0] * torch.arange(K)).sum(), q)
+        assert torch.equal(q.grad, slope)
+        q.grad = None
+    args = (q.detach(), m.ids, m.values, None, None, N, K, torch.float32)
+    torch.library.opcheck(CACHED, args)
+
+
+class Program(nn.Module):
+    def __init__(self, cast=False):
+        super().__init__()
+        held = Held()
+        ids = held.ids.clamp(max=V - 1)
+        self.register_buffer("ids", ids.int() if cast else ids)
+        self.register_buffer("values", held.values)
+
+    def forward(self, q):
+        return (q[:, self.ids.long()] * self.values).sum(-1).topk(K)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_a_program_is_served_by_an_index(monkeypatch, policy, cast):
+    m, q = Program(cast), queries()
+    monkeypatch.setenv("SPARSE_INDUCTOR_POLICY", policy)
+    with only("sparse_scores") as report, torch.no_grad():
+        run = compile_without_codegen(m)
+        for _ in range(5):
+            found = run(q)
+        assert torch.equal(found[0], m(q)[0])
+        said = str(report)
+    if policy == "never":
+        assert not cached.collections() and "an index of" not in said
+    else:
+        assert f"{N} documents on cpu, an index of" in said
+        assert cached.collections()[0].searches > 0
+
+
+def test_an_exported_program_keeps_the_operator():
+    with only("sparse_scores"), torch.no_grad():
+        program = torch.export.export(Program(), (queries(),))
+    assert not any("cached" in str(n.target) for n in program.graph.nodes)
+
+
+def test_documents_that_change_go_back_to_as_written(monkeypatch):
+    """Where only an index pays, and documents are others at each call, the code is compiled again without it."""
+    row = sparse_inductor.break_even.Row("sparse_scores", "cpu", 1, "", "", least={"constant": 1})
+    monkeypatch.setattr(sparse_inductor.break_even, "TABLE", (row,))
+    monkeypatch.setattr(cached, "RESTLESS", 4)
+    m, q = Program(), queries()
+    monkeypatch.setenv("SPARSE_INDUCTOR_POLICY", "auto")
+    with only("sparse_scores") as report, torch.no_grad():
+        run = compile_without_codegen(m)
+        for _ in range(9):
+            m.values.add_(1)
+            assert torch.equal(run(q)[0], m(q)[0])
+        assert len(report.rewrites) == 1
+        (pending,) = report.pending
+        assert "change from call to call" in pending.reason
