@@ -15,6 +15,7 @@ import torch
 
 from .. import layers
 from . import entmax_attention_lists as lists
+from . import entmax_attention_short as short
 from .entmax_attention_backward import bias_gradient, keys_blocks, rows_blocks
 from .entmax_attention_blocks import forward_blocks
 from .entmax_attention_problem import Problem
@@ -115,9 +116,13 @@ def forward(
     if out.numel():
         with torch.cuda.device_of(q):
             used = _used(saved)
-            if len(used) > 2:
-                lists.forward_lists(problem, out, used, training)
-            forward_blocks(problem, out, saved[0], saved[1], lists.left_rows(q, used), training)
+            if len(used) == 2 and short.applies(problem):
+                short.forward_short(problem, out, *used, training)
+            else:
+                if len(used) > 2:
+                    lists.forward_lists(problem, out, used, training)
+                left = lists.left_rows(q, used)
+                forward_blocks(problem, out, saved[0], saved[1], left, training)
     return out, saved if training else ()
 
 
