@@ -329,6 +329,9 @@ class ReluFfn:
             weight=neurons * expected(fake(down.node).shape[down.v_dim]),
             bits=8 * fake(down.node).dtype.itemsize,
             branches=len(match.reading.branches),
+            shared=int(
+                len({b.linear.node for b in match.reading.branches}) < len(match.reading.branches)
+            ),
             training=int(any(view.learns(t) for b in match.reading.branches for t in _inputs(b))),
         )
 

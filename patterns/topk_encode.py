@@ -40,7 +40,8 @@ OP = "sparse_inductor::topk_encode"
 @dataclasses.dataclass(frozen=True)
 class _Product:
     """A linear and what follows it up to the topk: the sum with a bias, a product with a number for each column, a
-    ReLU. nodes: all of it, from its end; scores: what the topk would choose from without the ReLU."""
+    ReLU. nodes: all of it, from its end; scores: what the topk would choose from without the ReLU; mixed: the product
+    is in another dtype, as under autocast with a bias in fp32."""
 
     linear: Linear
     bias: fx.Node | None
@@ -50,11 +51,13 @@ class _Product:
     rectified: bool
     scores: fx.Node
     nodes: tuple[fx.Node, ...]
+    mixed: bool
 
 
 @dataclasses.dataclass
 class EncoderMatch:
-    """A recognised encoder, ready to be replaced. given: the product is read elsewhere, and so is there already."""
+    """A recognised encoder, ready to be replaced. given: the product is there already, since it is read elsewhere or in
+    another dtype than what is added to it."""
 
     anchor: fx.Node
     product: _Product
@@ -85,7 +88,7 @@ class EncoderMatch:
     @property
     def apart(self) -> str:
         """With a product that is kept, the gradient of the entries goes past it."""
-        return "the gradient goes past the product, which others read" if self.given else ""
+        return "the gradient goes past the product, which is kept" if self.given else ""
 
     @property
     def note(self) -> str:
@@ -166,7 +169,7 @@ class TopkEncode:
         for n in product.nodes:
             if view.records(n) != view.records(node) or (learnt and not view.requires_grad(n)):
                 raise Decline(f"no gradient goes through {label(n)}", n)
-        nodes, left = {node}, False
+        nodes, left = {node}, product.mixed
         for n in product.nodes:
             left = left or not {*view.readers(n)} <= nodes
             if not left:
@@ -240,11 +243,10 @@ def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | No
         if bias is None and linear.bias is not None:
             bias, bias_reader = linear.bias, node
         scores = scores or node
-        same = all(fake(n).dtype == fake(scores).dtype for n in (*nodes, node))
-        if not same:
-            return None
+        every = (*nodes, node)
+        mixed = any(fake(n).dtype != fake(scores).dtype for n in every)
         return _Product(
-            linear, bias, bias_reader, factor, factor_reader, rectified, scores, (*nodes, node)
+            linear, bias, bias_reader, factor, factor_reader, rectified, scores, every, mixed
         )
     return None
 

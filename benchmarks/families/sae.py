@@ -1,0 +1,243 @@
+"""Sparse autoencoders: f = act(x @ W_enc + b); f @ W_dec, of whose neurons 0.1 to 0.3 % are active.
+
+Contenders, in one process and in turn: the module as users write it ("eager"), compiled ("compile"), compiled with the
+patterns on ("ours", policy "always"), and compiled under the default policy ("default"), which has had the calls that
+it looks at. A training step is forward and backward, with the gradients of all parameters; rows give the GPU's time,
+wall clock of steps that follow each other, and memory beyond the gradients. x is N(0, 1), ReLU's biases leave 0.3 %.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import sparse_inductor
+from benchmarks import measure
+from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten, without_advice
+from benchmarks.measure import Work
+
+TOKENS, K = 4096, 32
+PATTERNS = "topk_encode,sparse_decode,sparse_product,relu_ffn"
+DECIDED = 40  # calls: the policy looks at the 4th and the 32nd
+
+Limits = tuple[float | None, float | None]
+NONE: Limits = (None, None)
+Shape = tuple[int, int]
+SHAPES: tuple[Shape, ...] = ((768, 24_576), (2304, 16_384), (4096, 65_536))
+
+
+def run(bench: Bench) -> None:
+    """Measure everything for this device."""
+    bench.section(bench.measure_limits)
+    bench.sections(_GPU if bench.cuda else _CPU)
+
+
+# --- The programs -----------------------------------------------------------------------------------------------------
+
+
+class Autoencoder(nn.Module):
+    """The weights, and the reconstruction."""
+
+    returns = False
+    """Whether activations and pre-activations are returned."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        (D, N), g = shape, torch.Generator().manual_seed(0)
+        like = {"device": device, "dtype": dtype}
+        made = {
+            "W_enc": torch.randn(D, N, generator=g) / D**0.5,
+            "W_dec": F.normalize(torch.randn(N, D, generator=g), dim=1),
+            "b_enc": 0.3 * torch.randn(N, generator=g),
+            "b_dec": torch.zeros(D),
+        }
+        for name, t in made.items():
+            self.register_parameter(name, nn.Parameter(t.to(**like)))
+        if not isinstance(self, TopK):
+            self.b_enc.data -= 2.88
+        self.threshold = nn.Parameter(torch.full((N,), 0.01, **like))
+
+    def act(self, pre: Tensor) -> Tensor:
+        return F.relu(pre)
+
+    def terms(self, f: Tensor) -> tuple[Tensor, ...]:
+        """What is added to the loss, then what is returned beside it."""
+        return (5 * (f * self.W_dec.norm(dim=1)).sum(-1).mean(),)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        pre = (x - self.b_dec) @ self.W_enc + self.b_enc
+        f = self.act(pre)
+        y = f @ self.W_dec + self.b_dec
+        if not torch.is_grad_enabled():
+            return y
+        loss = (y.float() - x.float()).square().sum(-1).mean()
+        more, *beside = self.terms(f)
+        return loss + more, *beside, *((f, pre) if self.returns else ())
+
+
+class Relu(Autoencoder):
+    """With L1 weighted by the decoder's norms, the number of active neurons, and which are."""
+
+    def terms(self, f: Tensor) -> tuple[Tensor, ...]:
+        return *super().terms(f), (f > 0).sum(-1).float().mean(), (f > 0).any(0)
+
+
+class JumpRelu(Autoencoder):
+    def act(self, pre: Tensor) -> Tensor:
+        return pre * (pre > self.threshold)
+
+
+class TopK(Autoencoder):
+    """The K largest of each row."""
+
+    def act(self, pre: Tensor) -> Tensor:
+        values, indices = pre.topk(K, dim=-1, sorted=False)
+        return torch.zeros_like(pre).scatter_(-1, indices, values.relu())
+
+    def terms(self, f: Tensor) -> tuple[Tensor, ...]:
+        return (self.b_dec.new_zeros(()),)
+
+
+class BatchTopK(TopK):
+    """K a row on average: the largest of all tokens."""
+
+    returns = True
+
+    def act(self, pre: Tensor) -> Tensor:
+        flat = pre.relu().flatten()
+        values, indices = flat.topk(K * pre.shape[0], sorted=False)
+        return torch.zeros_like(flat).scatter(0, indices, values).view(pre.shape)
+
+
+class ReluReturned(Autoencoder):
+    returns = True
+
+
+class TopKReturned(TopK):
+    returns = True
+
+
+# --- Comparing --------------------------------------------------------------------------------------------------------
+
+
+def _work(program: Callable[..., object], module: nn.Module, x: Tensor, training: bool) -> Work:
+    wanted = list(module.parameters())
+
+    def call() -> object:
+        if not training:
+            with torch.no_grad():
+                return program(x)
+        out = program(x)
+        return torch.autograd.grad(out[0], wanted, allow_unused=True)
+
+    return call
+
+
+def _compare(
+    bench: Bench,
+    kind: type[Autoencoder],
+    shape: Shape,
+    training: bool,
+    limits: Limits = NONE,
+    dtype: torch.dtype = torch.bfloat16,
+    remark: str = "",
+) -> None:
+    tokens, shape = (64, (32, 512)) if bench.quick else (TOKENS if bench.cuda else 512, shape)
+    name = f"{kind.__name__} {'training' if training else 'inference'}, {shape[0]} x {shape[1]}{remark}"
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = kind(shape, bench.device, dtype)
+    x = torch.randn(tokens, shape[0], device=bench.device, dtype=dtype)
+    programs = {"eager": module, "compile": compiled(module), "ours": rewritten(module, PATTERNS)}
+    works = {n: _work(p, module, x, training) for n, p in programs.items()}
+    for work in works.values():
+        work()
+    sparse_inductor.report().clear()
+    with without_advice(), sparse_inductor.enabled(policy="auto"):
+        works["default"] = _work(compiled(module), module, x, training)
+        for _ in range(DECIDED):
+            works["default"]()
+        seconds = 0.1 if bench.quick else 1.2 if bench.cuda else 20.0
+        labelled: dict[Label, Work] = {(name, n): work for n, work in works.items()}
+        found = bench.race(labelled, seconds)
+        steady = measure.steady(works, bench.device, seconds)
+    done = bool(sparse_inductor.report().rewrites) and not sparse_inductor.report().pending
+    _, compile, ours, _ = found.values()
+    bench.row(
+        f"{name}: time, compile over ours",
+        ratio(compile, ours),
+        "x",
+        *limits,
+        True,
+        both(compile, ours),
+    )
+    wall = {n: s.wall_ms for n, s in steady.items()}
+    said = f"{wall['compile']:.4g} ms / {wall['ours']:.4g} ms; eager {wall['eager']:.4g} ms"
+    less = tuple(None if n is None else 0.85 * n for n in limits)
+    value = wall["compile"] / wall["ours"]
+    bench.row(f"{name}: wall clock, compile over ours", value, "x", *less, True, said)
+    decided = f"{wall['default']:.4g} ms, {'rewritten' if done else 'as written'}"
+    value = wall["compile"] / wall["default"]
+    bench.row(f"{name}: wall clock, compile over default", value, "x", 0.97, 0.99, True, decided)
+    theirs, mine = (bench.found(name, n) for n in ("compile", "ours"))
+    if training and theirs and mine and theirs.scratch_bytes and mine.scratch_bytes is not None:
+        value = mine.scratch_bytes / theirs.scratch_bytes
+        most = NONE if kind.returns or limits == NONE else (0.5, 0.25)
+        note = f"{mine.scratch_bytes / 2**20:,.0f} MiB / {theirs.scratch_bytes / 2**20:,.0f} MiB"
+        bench.row(f"{name}: memory beyond the gradients, ours", value, "x", *most, note=note)
+    del programs, works, labelled, module
+    gc.collect()
+
+
+def _topk_training(bench: Bench) -> None:
+    for shape, limits in zip(SHAPES, ((2.6, 3.6), (2.2, 2.9), (3.0, 4.2))):
+        _compare(bench, TopK, shape, True, limits)
+
+
+def _topk_inference(bench: Bench) -> None:
+    for shape, limits in zip(SHAPES, ((2.7, 3.8), (2.0, 2.5), (2.0, 2.5))):
+        _compare(bench, TopK, shape, False, limits)
+
+
+def _relu_training(bench: Bench) -> None:
+    for shape, limits in zip(SHAPES, ((1.9, 2.7), (1.8, 2.4))):
+        _compare(bench, Relu, shape, True, limits)
+
+
+def _relu_inference(bench: Bench) -> None:
+    for kind in (Relu, JumpRelu):
+        for shape, limits in zip(SHAPES, ((1.3, 1.7), (1.4, 1.7))):
+            _compare(bench, kind, shape, False, limits)
+
+
+def _returned(bench: Bench) -> None:
+    for kind in (ReluReturned, TopKReturned):
+        _compare(bench, kind, SHAPES[1], True, (1.4, 1.8))
+    _compare(bench, BatchTopK, SHAPES[0], True)
+
+
+def _fp32(bench: Bench) -> None:
+    for allowed in (False, True) if bench.cuda else (False,):
+        with _tf32(allowed):
+            remark = f", fp32{', TF32' if allowed else ''}"
+            limits = NONE if bench.cuda else (1.5, 2.5)
+            _compare(bench, TopK, SHAPES[0], True, limits, torch.float32, remark)
+
+
+@contextmanager
+def _tf32(allowed: bool) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+_CPU = (_fp32,)
+_GPU = (_topk_training, _topk_inference, _relu_training, _relu_inference, _returned, _fp32)
