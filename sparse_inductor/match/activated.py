@@ -6,6 +6,7 @@ Nothing is proved of it but where it is: products with what is mostly zeros are 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -34,7 +35,9 @@ class Activated:
 def activated(view: GraphView, down: Linear) -> Activated | None:
     """What `down` multiplies, where many neurons are rectified, or chosen from, and something else reads it on the way:
     a loss, or whoever is given it. What nobody reads is a block whose activations need not exist."""
-    rows, least = view.shape(down.source)[:-1], _WIDE * expected(down.outputs)
+    *rows, neurons = view.shape(down.source)
+    if expected(neurons) < _WIDE * expected(down.outputs):
+        return None
     encoders: list[fx.Node] = []
     nodes: set[fx.Node] = set()
     names: set[str | None] = set()
@@ -52,8 +55,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
             stack += [view.value(n, node) for n in node.all_input_nodes]
         elif readings and _same(view.shape(node)[:-1], rows):
             nodes.add(node)
-            if expected(view.shape(node)[-1]) >= least:
-                encoders.append(node)
+            encoders.append(node)
     if not encoders or not names & (RECTIFIERS | _KEEPING):
         return None
     inside = {*nodes, down.node}
@@ -61,7 +63,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
     return Activated(tuple(encoders), frozenset(nodes)) if read or names & _KEEPING else None
 
 
-def _same(a: tuple[object, ...], b: tuple[object, ...]) -> bool:
+def _same(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(map(same_size, a, b))
 
 
