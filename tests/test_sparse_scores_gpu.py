@@ -12,6 +12,7 @@ from recognition import check
 from sparse_inductor import SparseIndex
 from sparse_inductor.kernels import replay
 from sparse_inductor.kernels import sparse_scores_search as kernel
+from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops import sparse_scores
 from support import only
 
@@ -247,3 +248,52 @@ def test_queries_of_many_terms_and_large_vocabularies(terms):
     here, there = SparseIndex.build(matrix), SparseIndex.build(matrix, device="cuda")
     want, got = here.search(q, 50), there.search(q.cuda(), 50)
     assert torch.equal(got[1].cpu(), want[1]) and torch.equal(got[0].cpu(), want[0])
+
+
+def test_documents_that_stay_the_same_are_searched(monkeypatch):
+    """By an index, on any stream, until a write; a CUDA graph captures the operator itself."""
+    monkeypatch.setattr(cached, "ON_THE_SPOT", 1 << 40)
+    monkeypatch.setattr(cached, "MARGIN", 0.0)
+    cached.forget()
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, V, (40000, 16), generator=g).cuda()
+    values, q = torch.rand(40000, 16, generator=g).cuda(), queries().cuda()
+    args = None, None, 40000, 50, torch.float32, "index"
+    ops = torch.ops.sparse_inductor
+
+    def search():
+        return ops.sparse_scores_topk_cached(q, ids, values, *args, 3)
+
+    def agrees(found):
+        exact = (q.double()[:, ids] * values.double()).sum(-1).topk(50).values
+        torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-5)
+
+    def searches():
+        return cached.collections()[0].searches
+
+    for write in (None, lambda: values.data.mul_(2), lambda: ids.data[7, 3].fill_(5)):
+        if write is not None:
+            write()
+            before = searches()
+            agrees(search())
+            assert searches() == before, "scored, for the documents have changed"
+        for _ in range(40):
+            found = search()
+        agrees(found)
+        assert searches() > 1
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        agrees(search())
+    side.synchronize()
+    before = searches()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = search()
+    values.data.mul_(0.5)
+    graph.replay()
+    agrees(found)
+    assert searches() == before
+    q[2, 1] = float("inf")
+    assert search()[0][2].isinf().any() and searches() == before
+    cached.forget()

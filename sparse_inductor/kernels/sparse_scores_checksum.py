@@ -126,6 +126,8 @@ def checksum(
 
 def _words(t: torch.Tensor) -> torch.Tensor:
     """The memory of a tensor, as the widest integers that fit."""
+    if t.dtype == torch.int64 and not t.data_ptr() % 8:
+        return t
     flat = t.as_strided((t.numel(),), (1,))
     size = t.numel() * t.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):

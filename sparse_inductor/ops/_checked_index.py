@@ -15,6 +15,8 @@ from torch import Tensor
 
 from . import _sparse_scores_aten as aten
 from ._csr import csr
+from ._dispatch import call_below_autograd
+from .index_search import search_cuda
 
 __all__ = ["CheckedIndex", "Documents", "Found"]
 
@@ -51,7 +53,8 @@ class CheckedIndex:
             self._keys = _keys(device)
             matrix = _matrix(documents, num_docs, query.shape[-1], lookup)
             self._index = SparseIndex.build(matrix, device=device)
-            self._operands = self._index.operands()
+            postings, counts, barred = self._index.operands()
+            self._operands = list(postings), list(counts), barred
             query = _plain(query)
             self._sums = self._begin(query, documents)()[0]
             if stream is not None:
@@ -76,8 +79,8 @@ class CheckedIndex:
         return (found if same and finite else None), same
 
     def _found(self, query: Tensor, k: int) -> Found:
-        postings, counts, barred = self._operands
-        return torch.ops.sparse_inductor.index_search(query, postings, counts, barred, k)
+        op = torch.ops.sparse_inductor.index_search
+        return call_below_autograd(op, search_cuda, (query, *self._operands, k))
 
     def _begin(self, query: Tensor, documents: Documents) -> Callable[[], tuple[list[int], bool]]:
         """Have checksums made; what waits for them says whether the query is finite as well."""
@@ -116,6 +119,8 @@ class CheckedIndex:
 
 def _plain(query: Tensor) -> Tensor:
     """[B, V] in fp32."""
+    if query.dim() == 2 and query.dtype == torch.float32 and query.is_contiguous():
+        return query
     return (query if query.dim() == 2 else query.unsqueeze(0)).detach().float().contiguous()
 
 

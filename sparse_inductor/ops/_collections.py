@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import compat
 from ..findings import bytes_text, count_text
 from ._checked_index import CheckedIndex, Documents, Found
 
@@ -391,8 +392,9 @@ class Unrest:
 def unrest_of(
     device: torch.device, num_terms: int, ids: Sequence[int], queries: Sequence[int]
 ) -> Unrest:
-    """That of all documents with ids of this shape, for so many queries."""
-    return _unrest.setdefault((device.type, num_terms, tuple(ids), tuple(queries)), Unrest())
+    """That of all documents with ids of this shape, for so many queries, since the last `torch._dynamo.reset()`."""
+    key = compat.resets(), device.type, num_terms, tuple(ids), tuple(queries)
+    return _unrest.setdefault(key, Unrest())
 
 
 def _drop(key: Hashable, collection: Collection) -> None:

@@ -25,7 +25,7 @@ from ._dispatch import define, register_on_gpu
 from ._threads import apart, workers
 from ._top import keys_of, keys_with_ids, scores_and_ids
 
-__all__ = ["Searched", "enrol"]
+__all__ = ["Searched", "enrol", "search_cuda"]
 
 _lib = define(
     "index_search(Tensor query, Tensor[] postings, int[] counts, Tensor barred, SymInt k) -> (Tensor, Tensor)",
@@ -153,7 +153,7 @@ def _largest(keys: Tensor, k: int) -> Tensor:
 
 
 @_with_own_marks
-def _search_cuda(
+def search_cuda(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     from ..kernels import sparse_scores_search as kernel
@@ -206,7 +206,7 @@ def _fake(query, postings, counts, barred, k):
 
 
 _lib.impl("index_search", _search_cpu, "CPU")
-register_on_gpu(_lib, "index_search", _search_cuda)
+register_on_gpu(_lib, "index_search", search_cuda)
 torch.library.register_fake("sparse_inductor::index_search", _fake, lib=_lib)
 _lib.impl("index_search_live", _search_live, "CPU")
 _lib.impl("index_search_live", _search_live, "CUDA")

@@ -15,9 +15,10 @@ import functools
 
 import torch
 
+from ._arguments import FLOATS
 from ._collections import collection_of
-from ._dispatch import define, register
-from .sparse_scores import DOCS, LOOKUP, autograd_topk, check, fake_topk, shared
+from ._dispatch import call_below_autograd, define, functions, register
+from .sparse_scores import DOCS, LOOKUP, autograd_topk, fake_topk, shared
 
 _lib = define(
     f"sparse_scores_topk_cached(Tensor query, {DOCS}, SymInt num_docs, SymInt k, ScalarType? out_dtype=None,"
@@ -31,14 +32,13 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup
     documents = ids, values, rows, offsets
 
     def written():
-        return torch.ops.sparse_inductor.sparse_scores_topk(
-            query, *documents, num_docs, k, out_dtype, lookup
-        )
+        args = query, *documents, num_docs, k, out_dtype, lookup
+        op = torch.ops.sparse_inductor.sparse_scores_topk
+        return call_below_autograd(op, functions["sparse_scores_topk"], args)
 
-    check(query, *documents, num_docs, k)
-    collection = (
-        collection_of(query, documents, held, N, dtype, lookup) if k and query.numel() else None
-    )
+    if not (0 < k <= N and query.dim() in (1, 2) and query.numel() and query.dtype in FLOATS):
+        return written()
+    collection = collection_of(query, documents, held, N, dtype, lookup)
     if collection is None:
         return written()
     scores, best = collection.topk(query, documents, k, written)
