@@ -25,6 +25,7 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
+from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.match.branches import Branch
 from sparse_inductor.match.buckets import split_block
@@ -283,10 +284,13 @@ class ReluFfn:
                         f"thresholds compared in {other}, which the operator has in {dtype}", n
                     )
         check_device(node)
-        if all(is_flat(b.program) for b in reading.branches) and any(
-            map(view.learns, (t for b in reading.branches for t in _inputs(b)))
-        ):
-            raise Decline("a comparison passes no gradient on to what it compares", node)
+        if any(map(view.learns, (t for b in reading.branches for t in _inputs(b)))):
+            if all(is_flat(b.program) for b in reading.branches):
+                raise Decline("a comparison passes no gradient on to what it compares", node)
+            for branch in reading.branches:
+                if (step := steep(branch.program)) is not None:
+                    why = "which may be infinite, is NaN"
+                    raise Decline(f"0 times the slope of {step}, {why}", branch.linear.node)
         up = reading.up
         one = joined(view, gate.chain, None if up is None else up.chain, node)
         if one is None:

@@ -22,8 +22,8 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
-from sparse_inductor.epilogue.ranges import Interval, prove, shared_bounds, undefined
-from sparse_inductor.epilogue.steps import SCALAR, Program, Step, render, run, scalar_steps
+from sparse_inductor.epilogue.ranges import Interval, prove, shared_bounds, steep, undefined
+from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.checks import (
     check_device,
@@ -299,14 +299,8 @@ def _check_slopes(program: Program) -> None:
         raise Decline(
             f"positions above the bound of {upper[0]} share the gradient of one that is just there"
         )
-    step, x = undefined(program), torch.tensor(-1e30, dtype=torch.float64)
-    for before in scalar_steps(program):
-        function = SCALAR[before.fn]
-        if before is step:
-            raise Decline(f"0 times the slope of {step}, which may be infinite, is NaN")
-        if function.flat is not None and function.flat(x, *before.consts):
-            return  # what follows has no part in it
-        x = function.value(x, *before.consts)
+    if (step := steep(program)) is not None:
+        raise Decline(f"0 times the slope of {step}, which may be infinite, is NaN")
 
 
 def _makes_nan_a_number(program: Program) -> bool:

@@ -8,9 +8,11 @@ import io
 import pytest
 import torch
 
+from fuzz import vocabulary
 from fuzz.campaign import Drawing, _as_it_was, campaign, examine
+from fuzz.compare import _others
 from fuzz.generate import FAMILIES, generate
-from fuzz.program import Program
+from fuzz.program import Input, Program, Step
 from fuzz.shrink import shrunk
 
 
@@ -47,6 +49,22 @@ def test_a_process_whose_modes_are_left_on_runs_no_further_program():
     for mode in (torch.inference_mode(), torch.no_grad(), torch.autocast("cpu", torch.bfloat16)):
         with mode:
             assert not _as_it_was()
+
+
+def test_what_is_documented_of_a_rewrite_is_what_it_is_compared_with():
+    steps = Step("a1 = z0 * (z0 > 0.3)"), Step("a2 = (z0 + z0.abs()) * 0.5"), Step("a3 = z0 * 2")
+    program = Program(0, (), steps, ("a1", "a2", "a3"))
+    names = {**vars(vocabulary), "z0": torch.tensor([-torch.inf, 1.0])}
+    exec("\n".join(s.text for s in program.documented().steps), names)
+    assert names["a1"].tolist() == names["a2"].tolist() == [0.0, 1.0]
+    assert program.documented().steps[2] == steps[2]
+
+
+def test_a_program_with_branches_is_run_with_other_roundings():
+    program = Program(
+        0, (Input("x", (4,)),), (Step("y = x * 3", part="branch 1"),), ("y",), training=True
+    )
+    assert all(r.error is None and r.outputs for r in _others(program, 0))
 
 
 @pytest.mark.heavy

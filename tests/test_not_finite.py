@@ -94,6 +94,37 @@ def test_a_gradient_at_a_nan_is_that_of_eager(kept):
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
+def _root_head(h, up, down):
+    z = F.linear(h, up)
+    return F.softplus(z - 1e4 * (torch.arange(5) > 2).unsqueeze(-1)).sqrt().amax(1)
+
+
+def _root_block(h, up, down):
+    z = F.linear(h, up)
+    return F.linear((z * (z > 0)).sqrt(), down)
+
+
+def _product_of_nan(h, up, down):
+    h = torch.cat([h, h.new_full((1, 5, 8), torch.nan)])
+    weight = down.detach().t()
+    z = F.linear(h, weight, up[:, 0])
+    return F.linear(z * (z > 0.3) * F.linear(h, weight), down)
+
+
+@pytest.mark.parametrize("program", [_root_head, _root_block, _product_of_nan])
+def test_zero_times_what_is_not_finite_is_nan_in_a_gradient(program):
+    """The slope of a root at 0, which is what a position that is not the largest, or not active, is given 0 of; or the
+    other factor of a product with a comparison."""
+    h = torch.randn(2, 5, 8)
+    up, down = torch.randn(16, 8, requires_grad=True), torch.randn(8, 16, requires_grad=True)
+    (expected,) = torch.autograd.grad(program(h, up, down).sum(), up)
+    with sparse_inductor.enabled(policy="always"):
+        compiled = compile_without_codegen(program)
+        (got,) = torch.autograd.grad(compiled(h, up, down).sum(), up)
+    assert expected.isnan().any()
+    torch.testing.assert_close(got, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_masked_positions_and_the_gradient_of_a_maximum_that_is_nan(filled):
     """amax gives every position a NaN then, and NaN times a mask's 0 is one; a mask that fills in passes none on."""

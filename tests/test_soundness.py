@@ -370,13 +370,14 @@ def test_what_is_given_other_memory_is_left_alone():
     assert not _assert_as_eager(program, *inputs, training=True)
 
 
-def test_weights_that_are_written_past_autograd_are_read_as_they_are_by_then():
+@pytest.mark.parametrize("learned", [True, False])
+def test_weights_that_are_written_past_autograd_are_read_as_they_are_by_then(learned):
     def program(m, x, weight):
         y = m.b(torch.relu(F.linear(x, weight)))
-        weight.data.mul_(2.0)
+        weight.data[:4].mul_(2.0)
         return y
 
-    inputs = torch.randn(2, 5, 6, requires_grad=True), torch.randn(8, 6, requires_grad=True)
+    inputs = torch.randn(2, 5, 6, requires_grad=True), torch.randn(8, 6, requires_grad=learned)
     assert not _assert_as_eager(program, *inputs, training=True)
     assert _assert_as_eager(program, *inputs) == ["relu_ffn"]
 

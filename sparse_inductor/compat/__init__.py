@@ -46,6 +46,7 @@ from .operators import (
     INTERNAL_MODULES,
     NUMPY_WRAPPERS,
     fused_attention,
+    is_data,
     is_higher_order,
     is_overload,
     is_packet,

@@ -58,6 +58,11 @@ def sets_grad_mode(target: Any) -> bool:
     return target is torch._C._set_grad_enabled
 
 
+def is_data(target: Any) -> bool:
+    """Whether it is what Dynamo puts for `tensor.data`."""
+    return target is torch._C._autograd._get_data_attr
+
+
 def fused_attention() -> Callable[..., Any]:
     """What `nn.MultiheadAttention` calls in inference."""
     return torch._native_multi_head_attention

@@ -12,11 +12,13 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 
+import torch
+
 from .. import compat
-from .steps import ROW, Program, Step, scalar_steps
+from .steps import ROW, SCALAR, Program, Step, scalar_steps
 
 __all__ = [
-    "BOUNDED_BELOW", "REALS", "Interval", "Proof", "hoistable_suffix", "prove", "shared_bounds", "undefined",
+    "BOUNDED_BELOW", "REALS", "Interval", "Proof", "hoistable_suffix", "prove", "shared_bounds", "steep", "undefined",
 ]  # fmt: skip
 
 _INF = math.inf
@@ -223,6 +225,25 @@ def _defined_from(step: Step) -> float | None:
         exponent = step.consts[0]
         return _TINY if exponent < 0 else None if exponent == int(exponent) else 0.0
     return {"log1p": -1.0 + _TINY, "sqrt": 0.0}.get(step.fn)
+
+
+def steep(program: Sequence[Step]) -> Step | None:
+    """The first step that may have an infinite slope for a finite number; None where there is none, and where a step
+    before it is flat on small numbers, so that nothing comes of it."""
+    x = torch.tensor(-1e30, dtype=torch.float64)
+    for at, step in enumerate(program):
+        if step.fn in ROW:
+            continue
+        least = _defined_from(step)
+        if least == 0.0 and (step.fn == "sqrt" or step.consts[0] < 1):
+            least = _TINY
+        if least is not None and prove(program[:at]).range.lo < least:
+            return step
+        function = SCALAR[step.fn]
+        if function.flat is not None and function.flat(x, *step.consts):
+            return None
+        x = function.value(x, *step.consts)
+    return None
 
 
 def hoistable_suffix(program: Program) -> int:

@@ -294,11 +294,23 @@ class Effects:
         return [n for n in self._graph.nodes if not keys.isdisjoint(self._of(n))]
 
     def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
-        """Who writes to the memory of `node` after `since` through another node that autograd does not follow."""
+        """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does
+        not count the writes to."""
         for writer, target in self._between(node, self._order[since], len(self._order)):
-            if not _follows(target, node):
+            if not _follows(target, node) or self._through_data(target):
                 return writer
         return None
+
+    def _through_data(self, target: Any) -> bool:
+        """Whether a tensor is `.data` of another, or a view of that."""
+        while isinstance(target, fx.Node) and target.op not in _GIVEN:
+            if compat.is_data(target.target):
+                return True
+            source = target.args[0] if target.args else None
+            if not isinstance(source, fx.Node) or self._of(source) != self._of(target):
+                return False
+            target = source
+        return False
 
     def creators(self, node: fx.Node) -> set[fx.Node | None]:
         """The nodes that first held the memory of `node`; None stands for one that is not known."""

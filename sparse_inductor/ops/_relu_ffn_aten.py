@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..epilogue.steps import Program, dual, run
+from ..epilogue.steps import Program, dual_parts, run
 from ._arguments import looks_at
 
 __all__ = ["Block", "Packed", "backward", "forward"]
@@ -211,9 +211,10 @@ def _slopes(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The gradients of both projections and the product h, [m, N] in the dtype of x, of a chunk of rows."""
     active, gate, up = _unpack(x, b, packed, part)
-    a, a_slope = dual(b.f, b.wide(gate))
+    a, a_slope, a_flat = dual_parts(b.f, b.wide(gate))
     a = torch.where(active, a, 0.0)
-    v, v_slope = (None, None) if up is None else dual(b.g, b.wide(up))
+    g = None if up is None else dual_parts(b.g, b.wide(up))
+    v = None if g is None else g[0]
     h = a if v is None else torch.where(active, a * v, 0.0)
     dh = b.wide(dy @ b.down)
     if d_stats is not None:
@@ -221,8 +222,9 @@ def _slopes(
     da = dh if v is None else dh * v
     if d_stats is not None:
         da = da + d_stats[0].unsqueeze(1).to(dh.dtype) * a.sign()
-    d_gate = torch.where(active & (a_slope != 0), da * a_slope, 0.0).to(x.dtype)
+    d_gate = torch.where(active & ~a_flat, da * a_slope, 0.0).to(x.dtype)
     d_up = None
-    if v_slope is not None:
-        d_up = torch.where(active & (v_slope != 0), dh * a * v_slope, 0.0).to(x.dtype)
+    if g is not None:
+        _, slope, flat = g
+        d_up = torch.where(active & ~flat, dh * a * slope, 0.0).to(x.dtype)
     return d_gate, d_up, h.to(x.dtype)

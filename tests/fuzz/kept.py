@@ -33,8 +33,11 @@ class _Kept(Program):
     def name(self) -> str:
         return self.fn.__name__
 
-    def function(self) -> Callable[..., Any]:
+    def function(self, branching: bool = True) -> Callable[..., Any]:
         return self.fn
+
+    def documented(self) -> Program:
+        return self
 
 
 def kept(**fields: Any) -> Callable[[Callable[..., Any]], Program]:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import linecache
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,13 @@ __all__ = ["Input", "Program", "Step", "make_values"]
 STAGES = ("graph", "aot", "codegen")
 """How far a program is compiled: Dynamo's rewritten graph is run as it is, with eager's autograd; AOTAutograd and
 Inductor's passes follow, and ATen runs the result; or Inductor's generated code does."""
+
+_RECTIFIED = {
+    re.compile(r"\b(\w+) \* \(\1 > ([\d.]+)\)"): r"above_minus_infinity(\1) * (\1 > \2)",
+    re.compile(
+        r"\b(\w+) \+ \1\.abs\(\)"
+    ): r"2.0 * torch.maximum(\1, torch.zeros((), dtype=\1.dtype))",
+}
 
 Size = int | str
 """A number, or the name of one in `Program.sizes`."""
@@ -93,6 +101,14 @@ class Program:
     def hazards(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(s.hazard for s in self.steps if s.hazard))
 
+    def documented(self) -> Program:
+        """The program as a rewrite is documented to compute it: x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0)."""
+        steps = self.steps
+        for spelled, meant in _RECTIFIED.items():
+            texts = [spelled.sub(meant, s.text) for s in steps]
+            steps = tuple(dataclasses.replace(s, text=text) for s, text in zip(steps, texts))
+        return self if steps == self.steps else dataclasses.replace(self, steps=steps)
+
     def source(self, name: str = "program") -> str:
         """The function's text."""
         lines = [f"def {name}({', '.join(i.name for i in self.inputs)}):"]
@@ -141,9 +157,12 @@ class Program:
             lines.append(f"    {i.name}=tensor({', '.join(what)}),")
         return "\n".join([*lines, ")", self.source(f"program_{self.seed}")])
 
-    def function(self) -> Callable[..., Any]:
-        """The function, its text readable for Dynamo and tracebacks."""
+    def function(self, branching: bool = True) -> Callable[..., Any]:
+        """The function, its text readable for Dynamo and tracebacks. branching: whether by `torch.cond`, which takes no
+        dispatch mode."""
         text = self.source()
+        if not branching:
+            text = text.replace("torch.cond(", "either(").replace(" branch(", " directly(")
         file = f"<fuzz {self.seed} {next(_numbers)}>"
         linecache.cache[file] = (len(text), None, text.splitlines(True), file)
         names = dict(vars(vocabulary))

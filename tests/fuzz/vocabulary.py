@@ -57,6 +57,21 @@ def branch(fn, *args):
     return torch.cond(args[0].sum() > -1e30, fn, other, args)
 
 
+def either(chosen, yes, no, operands):
+    return (yes if chosen else no)(*operands)
+
+
+def directly(fn, *args):
+    return fn(*args)
+
+
+# --- What is documented of a rewrite ---------------------------------------------------------------
+
+
+def above_minus_infinity(x):
+    return x.masked_fill(x == -torch.inf, 0.0)
+
+
 # --- Autograd Functions ---------------------------------------------------------------------------
 
 
