@@ -54,8 +54,6 @@ def saved_like(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
     scale: float,
     **_: Any,
 ) -> tuple[torch.Tensor, ...]:
@@ -68,7 +66,7 @@ def saved_like(
     """
     B, H, Lq, _d = q.shape
     saved = [q.new_empty((B, H, Lq), dtype=torch.float32) for _ in range(2)]
-    if lists.applies(q, k, v, bias, mask, scale):
+    if lists.applies(q, k, v, scale):
         rows = lists.block_rows(q)
         saved.append(q.new_empty((B, H, Lq, lists.SLOTS), dtype=torch.int64))
         saved += [q.new_empty((B, H, Lq), dtype=torch.int32) for _ in range(3)]
@@ -112,7 +110,7 @@ def forward(
         added=added,
     )  # fmt: skip
     out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
-    saved = saved_like(q, k, v, bias=bias, mask=mask, scale=scale)
+    saved = saved_like(q, k, v, scale=scale)
     if out.numel():
         with torch.cuda.device_of(q):
             used = _used(saved)

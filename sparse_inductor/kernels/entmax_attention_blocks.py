@@ -569,7 +569,7 @@ def forward_blocks(
     """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift.
 
     With `left` only its rows, whose reference and shift hold their maximum and a lower bound of the
-    shift (not where a finite fill may reach keys after the diagonal).
+    shift (not where a fill or a bias may bring in keys that the lists did not look at).
     """
     operands, constants = problem.operands(), problem.constants()
     blocks = {"LEFT_ROWS": 0 if left is None else left.block}
@@ -588,7 +588,7 @@ def forward_blocks(
     _threshold_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
         *operands, reference, shift, bends, *rows, **constants, **blocks,
         EXACT_SUM=EXACT[size], DEFER=defer,
-        BOUNDED=left is not None and not (problem.causal and problem.finite_fill),
+        BOUNDED=left is not None and not problem.finite_fill and problem.bias is None,
         BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
     )  # fmt: skip
     for solve in (False, True)[: 1 + defer]:

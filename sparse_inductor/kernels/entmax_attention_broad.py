@@ -19,11 +19,12 @@ from .entmax_attention_candidates import (
     KEYS,
     block_lanes,
     load_keys,
+    mixed_scores,
     open_block,
     split_lanes,
-    unseen,
 )
 from .entmax_attention_problem import product
+from .entmax_attention_spans import mixed_tile
 from .entmax_attention_tau import powers, root, step
 from .launch import relaunched
 
@@ -171,12 +172,14 @@ def _list_chunk(lists, size, r, m, factor, d):
 @relaunched
 @triton.jit
 def broad_kernel(
-    q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
-    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
+    q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
+    sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    ssb, ssh, ssl,
     H, G, Lq, Lk, am1_value, scale, fill_value,
     scratch, entries, starts, counts, flags, key_counts, reference, shift, total,
-    D: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr,
-    HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
+    D: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
     TRAINING: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
     MINE: tl.constexpr,
@@ -189,12 +192,13 @@ def broad_kernel(
     bound of tau - reference. flags[block] = SOLVED + the number of rows left. scratch: BM * 4 * LIST
     records a program, 1024-byte aligned. MINE: at least as many as a program has blocks.
     """
+    SPANS: tl.constexpr = HAS_BIAS or HAS_MASK
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     units = pid + tl.arange(0, MINE) * programs
     blocks = tl.cdiv(Lq, BM)
     heads = total // blocks
-    if CAUSAL:
+    if CAUSAL or SPANS:
         places = units % heads * blocks + blocks - 1 - units // heads
     else:
         places = units
@@ -215,39 +219,41 @@ def broad_kernel(
     zero = tl.zeros([BM], tl.float32)
     none = tl.zeros([BM, 4], tl.int32)
     for unit in range(pid, total, programs):
-        if CAUSAL:
+        if CAUSAL or SPANS:
             place = unit % heads * blocks + blocks - 1 - unit // heads
         else:
             place = unit
         if tl.load(flags + place) != 0:
-            bh, block, i, last_row, last_key, diagonal, factor, beta, whole, tiles, keys, qt = (
-                open_block(
-                    unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
-                    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
-                    H, G, Lq, Lk, am1_value, scale, blocks, heads,
-                    D, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, TMA, BM,
-                )
+            (
+                bh, block, i, last_row, diagonal, factor, beta, full_tile, fulls, runs, mixed, keys, side,
+                most, qt
+            ) = open_block(
+                unit, q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
+                sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+                ssb, ssh, ssl, H, G, Lq, Lk, am1_value, scale, fill_value, blocks, heads,
+                D, HAS_BIAS, HAS_MASK, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, FINITE_FILL, TMA, BM,
             )  # fmt: skip
-            _k_desc, k_head, key_row, _skl, _last_key = keys
+            _k_desc, k_head, key_row, _skl, last_key = keys
             row_at = bh.to(tl.int64) * Lq + i
 
             top = tl.full([BM, KEYS], NEG_INF, tl.float32)
-            for n in tl.range(0, whole, num_stages=STAGES):
-                j = n * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+            for n in tl.range(0, fulls, num_stages=STAGES):
+                t = full_tile + n
+                j = t * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
                 s = product(qt, tl.trans(kt), PRECISION, WIDEN)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
-            for n in tl.range(whole, tiles, num_stages=1):
-                j = n * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
-                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-                s = unseen(s, i, j, last_key, diagonal, NEG_INF, CAUSAL)
+            for n in tl.range(0, mixed, num_stages=1):
+                s = mixed_scores(
+                    qt, keys, mixed_tile(n, runs, SPANS), i, side, diagonal, NEG_INF,
+                    HAS_BIAS, HAS_MASK, CAUSAL, TMA, D, PRECISION, WIDEN,
+                )  # fmt: skip
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
             # In the lists' layout: a bound in another would take every tile's scores along.
             x, y = split_lanes(top, BM)
             best = _best(x, y)
             dead = i >= last_row
-            if not FINITE_FILL:
+            if not FINITE_FILL and not HAS_BIAS:
                 dead = dead | (best == NEG_INF)
             # Written so that NaN is left: its row's way is the block passes'.
             wanted = (best > NEG_INF) & (best < POS_INF) & (dead == 0)
@@ -255,29 +261,31 @@ def broad_kernel(
             bound, filled = _bound(x, y, m[:, None], factor[:, None], beta[:, None], KIND, 6)
             lo = tl.sum((bound - m[:, None]) * factor[:, None], 1)
             # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
-            most = tl.maximum(tiles * KEYS, 1).to(tl.float32)
-            hi = -tl.exp2(-tl.log2(most) / beta) + 1e-6
+            number = tl.maximum((fulls + mixed) * KEYS, 1).to(tl.float32)
+            hi = -tl.exp2(-tl.log2(number) / beta) + 1e-6
             lo = tl.minimum(tl.maximum(lo, -1.0), hi)
             wanted = wanted & (tl.sum(filled, 1) <= FILLED)
-            if FINITE_FILL:
-                # A dropped key may be in the support.
-                wanted = wanted & (tl.sum(bound, 1) * scale >= fill_value)
+            if FINITE_FILL or HAS_BIAS:
+                # A key that was not seen may be in the support.
+                wanted = wanted & (tl.sum(bound, 1) > most)
             limit = tl.where(wanted[:, None], bound, FAR) + none.to(tl.float32)
             some = tl.max(wanted.to(tl.int32), 0)
 
             off = first
             full = none
-            for n in tl.range(0, tl.where(some != 0, whole, 0), num_stages=STAGES):
-                j = n * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+            for n in tl.range(0, tl.where(some != 0, fulls, 0), num_stages=STAGES):
+                t = full_tile + n
+                j = t * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
                 s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-                off, full = _append(s, off, full, first, high, limit, own, lane + n * KEYS, ASM, BM)
-            for n in tl.range(whole, tl.where(some != 0, tiles, whole), num_stages=1):
-                j = n * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
-                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-                s = unseen(s, i, j, last_key, diagonal, NEG_INF, CAUSAL)
-                off, full = _append(s, off, full, first, high, limit, own, lane + n * KEYS, ASM, BM)
+                off, full = _append(s, off, full, first, high, limit, own, lane + t * KEYS, ASM, BM)
+            for n in tl.range(0, tl.where(some != 0, mixed, 0), num_stages=1):
+                t = mixed_tile(n, runs, SPANS)
+                s = mixed_scores(
+                    qt, keys, t, i, side, diagonal, NEG_INF,
+                    HAS_BIAS, HAS_MASK, CAUSAL, TMA, D, PRECISION, WIDEN,
+                )  # fmt: skip
+                off, full = _append(s, off, full, first, high, limit, own, lane + t * KEYS, ASM, BM)
             tl.debug_barrier()
             size = (off - first) // 16
             full = tl.maximum(full, (size > ROOM).to(tl.int32))

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .entmax_attention_problem import key_tiles, load_tile, product, row_constants
+from .entmax_attention_spans import LOW, mixed_tile, tiles_of
 from .entmax_attention_tau import bound_step
 from .launch import relaunched
 
@@ -30,9 +31,9 @@ __all__ = [
     "block_lanes",
     "candidates_kernel",
     "load_keys",
+    "mixed_scores",
     "open_block",
     "split_lanes",
-    "unseen",
 ]
 
 # Keys a tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
@@ -51,6 +52,8 @@ PEAKED = tl.constexpr(64)
 DENSE_CLASSES = tl.constexpr(9.0)
 # After EARLY tiles there are 5 at a support of 7 and 12 at one of 50.
 DENSE_EARLY = tl.constexpr(10.5)
+# At least so many tiles at edges are looked at ahead of the pass.
+MIXED = tl.constexpr(8)
 ABSENT = tl.constexpr(-1e30)
 FAR = tl.constexpr(1e30)
 
@@ -184,13 +187,17 @@ def _append(
 
 @triton.jit
 def _class_maxima(s, top, BM: tl.constexpr):
-    """Raise the maxima of a row's 16 classes (lane, group) by tile s [BM, 64]."""
-    x = tl.permute(tl.reshape(s, (BM, 8, 4, 2)), (0, 2, 1, 3))
-    even, odd = tl.split(tl.reshape(tl.max(tl.reshape(x, (BM, 4, 4, 4)), 3), (BM, 4, 2, 2)))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
+    """Raise the maxima of a row's 16 classes (lane, group) by tile s [BM, 64].
+
+    Split, not reduced: a mask's layout may have a row in two warps, and Triton 3.6 reduces parts of rows wrongly there.
+    """
     t0, t1, t2, t3 = top
-    return tl.maximum(t0, x0), tl.maximum(t1, x1), tl.maximum(t2, x2), tl.maximum(t3, x3)
+    x, y = split_lanes(s, BM)
+    t0 = tl.maximum(t0, tl.maximum(tl.maximum(x[0], y[0]), tl.maximum(x[1], y[1])))
+    t1 = tl.maximum(t1, tl.maximum(tl.maximum(x[2], y[2]), tl.maximum(x[3], y[3])))
+    t2 = tl.maximum(t2, tl.maximum(tl.maximum(x[4], y[4]), tl.maximum(x[5], y[5])))
+    t3 = tl.maximum(t3, tl.maximum(tl.maximum(x[6], y[6]), tl.maximum(x[7], y[7])))
+    return t0, t1, t2, t3
 
 
 @triton.jit
@@ -203,29 +210,62 @@ def load_keys(
 
 
 @triton.jit
-def unseen(s, i, j, last_key, diagonal, absent, CAUSAL: tl.constexpr):
-    """s [M, N] with `absent` where key j is beyond the end or the diagonal."""
+def mixed_scores(
+    qt, keys, n, i, side, diagonal, absent,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
+    D: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """(raw scores [M, KEYS] of key tile n, its keys): q . k + bias / scale, `absent` where a key is not seen."""
+    k_desc, k, key_row, stride_kl, last_key = keys
+    bias, stride_bl, stride_bk, mask, stride_ml, stride_mk, inverse_scale, last_row = side
+    j = n * KEYS + tl.arange(0, KEYS)
+    kt = load_keys(k_desc, k, key_row + n * KEYS, j, stride_kl, last_key, True, TMA, D)
+    s = product(qt, tl.trans(kt), PRECISION, WIDEN)
     seen = (j < last_key)[None, :]
     if CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + diagonal)
+    inside = (i < last_row)[:, None] & (j < last_key)[None, :]
+    if HAS_BIAS:
+        at = bias + i.to(tl.int64)[:, None] * stride_bl + j.to(tl.int64)[None, :] * stride_bk
+        s += tl.load(at, mask=inside, other=0.0).to(tl.float32) * inverse_scale
+    if HAS_MASK:
+        at = mask + i.to(tl.int64)[:, None] * stride_ml + j.to(tl.int64)[None, :] * stride_mk
+        seen = seen & (tl.load(at, mask=inside, other=0) != 0)
     return tl.where(seen, s, absent)
 
 
 @triton.jit
+def _reach(
+    qt, largest, fill_value, scale, FINITE_FILL: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """The most that a key may score, raw, that is dropped or outside of a row's span [BM].
+
+    largest: the largest absolute entry of all keys of the head.
+    """
+    most = tl.full([BM], ABSENT, tl.float32)
+    if FINITE_FILL:
+        most = tl.maximum(most, fill_value / scale)
+    if HAS_BIAS:
+        product = tl.sum(tl.abs(qt.to(tl.float32)), 1) * tl.load(largest).to(tl.float32)
+        most = tl.maximum(most, LOW / scale + product, propagate_nan=tl.PropagateNan.ALL)
+    return most
+
+
+@triton.jit
 def _stream(
-    off, top, bound, qt, keys, records, lane, limit, factor, beta, seen, first, last,
+    off, top, bound, qt, keys, records, lane, limit, factor, beta, full, seen, first, last,
     FLOAT: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
     UPDATE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
     WIDEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The pass itself, over `last` key tiles that have no edge, or none.
+    """The pass itself, over `last` full key tiles from `full` on, or none.
 
     It begins behind the `seen` tiles that the bound comes from: they are looked at when it is best.
     """
     k_desc, k, key_row, stride_kl, last_key = keys
     for n in tl.range(first, last, num_stages=STAGES):
         t = n + seen
-        t = tl.where(t >= last, t - last, t)
+        t = full + tl.where(t >= last, t - last, t)
         j = t * KEYS + tl.arange(0, KEYS)
         kt = load_keys(k_desc, k, key_row + t * KEYS, j, stride_kl, last_key, False, TMA, D)
         s = product(qt, tl.trans(kt), PRECISION, WIDEN)
@@ -262,18 +302,21 @@ def block_lanes(BM: tl.constexpr):
 
 @triton.jit
 def open_block(
-    unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
-    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale, blocks, heads,
-    D: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr,
-    CAUSAL: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
+    unit, q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
+    sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    ssb, ssh, ssl,
+    H, G, Lq, Lk, am1_value, scale, fill_value, blocks, heads,
+    D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
+    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Block `unit` of BM rows, of `blocks` in each of `heads`: where it is, what it sees, its queries.
 
-    (bh, block, rows i, end of the rows and of the keys, diagonal, factor and beta of each row, key
-    tiles without an edge and with a key to see, what `load_keys` takes, queries [BM, D]).
+    (bh, block, rows i, end of the rows, diagonal, factor and beta of each row, first full tile and how
+    many, what `mixed_tile` takes and how many, `keys` and `side` of `mixed_scores`, what a key that is
+    not seen may score, queries [BM, D]).
     """
-    if CAUSAL:  # the longest rows first
+    if CAUSAL or HAS_BIAS or HAS_MASK:  # the longest rows first, as a mask mostly has it
         block = blocks - 1 - unit // heads
         bh = unit % heads
     else:
@@ -295,23 +338,33 @@ def open_block(
     whole, tiles, _every = key_tiles(
         block * BM, tl.minimum(block * BM + BM, Lq), last_key, diagonal, CAUSAL, KEYS
     )
+    full, fulls, runs, mixed = tiles_of(
+        spans + b * ssb + h * ssh + block * ssl, whole, tiles, HAS_BIAS or HAS_MASK
+    )
     k_head = k + b * skb + (h // G) * skh
-    key_row = ((b * (H // G) + h // G) * Lk).to(tl.int32)
+    bg = b * (H // G) + h // G
+    key_row = (bg * Lk).to(tl.int32)
     query_row = (bh * Lq + block * BM).to(tl.int32)
     qt = load_keys(q_desc, q + b * sqb + h * sqh, query_row, i, sql, Lq, True, TMA, D)
     keys = (k_desc, k_head, key_row, skl, last_key)
-    return bh, block, i, last_row, last_key, diagonal, factor, beta, whole, tiles, keys, qt
+    side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk, 1.0 / scale, Lq)
+    most = _reach(qt, largest + bg, fill_value, scale, FINITE_FILL, HAS_BIAS, BM)
+    return (
+        bh, block, i, last_row, diagonal, factor, beta, full, fulls, runs, mixed, keys, side, most, qt
+    )  # fmt: skip
 
 
 @relaunched
 @triton.jit
 def candidates_kernel(
-    q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
-    sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
+    q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
+    sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+    ssb, ssh, ssl,
     H, G, Lq, Lk, am1_value, scale, fill_value,
-    scratch, entries, starts, counts, flags, total, part, most,
-    D: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr,
-    HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr,
+    scratch, entries, starts, counts, flags, total, part, limited,
+    D: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
+    HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
+    FINITE_FILL: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
     SLOTS: tl.constexpr, UPDATE: tl.constexpr, EARLY: tl.constexpr, BM: tl.constexpr,
     STAGES: tl.constexpr,
@@ -321,9 +374,10 @@ def candidates_kernel(
     The first counts[row] entries from SLOTS * row on are column << 32 | bits of the raw score q . k, in
     a fixed order, of all scores above a lower bound of the row's threshold; starts[row] counts from the
     block's first entry. flags[block] = 1 where some row needs another look. scratch: BM * 4 * CAPACITY
-    records a program, reused from block to block. A `part` of the key tiles, `most` at most, is looked at
-    ahead of the pass; what EARLY of them (0: all) say of a block may send it on.
+    records a program, reused from block to block. A `part` of the key tiles, `limited` at most, is looked at
+    ahead of the pass; what EARLY of the full ones (0: all) say of a block may send it on.
     """
+    SPANS: tl.constexpr = HAS_BIAS or HAS_MASK
     blocks = tl.cdiv(Lq, BM)
     heads = total // blocks
     rows, four, lane = block_lanes(BM)
@@ -332,30 +386,38 @@ def candidates_kernel(
     own = scratch + tl.program_id(0).to(tl.int64) * (BM * 4 * CAPACITY * RECORD_WORDS)
     records = own + tl.zeros([BM, 4], tl.int32)
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):
-        bh, block, i, last_row, last_key, diagonal, row_factor, row_beta, whole, tiles, keys, qt = (
-            open_block(
-                unit, q_desc, k_desc, q, k, alpha, query_lengths, key_lengths,
-                sqb, sqh, sql, skb, skh, skl, sab, sah, sal,
-                H, G, Lq, Lk, am1_value, scale, blocks, heads,
-                D, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, TMA, BM,
-            )
+        (
+            bh, block, i, last_row, diagonal, row_factor, row_beta, full, fulls, runs, mixed, keys, side,
+            most, qt
+        ) = open_block(
+            unit, q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
+            sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
+            ssb, ssh, ssl, H, G, Lq, Lk, am1_value, scale, fill_value, blocks, heads,
+            D, HAS_BIAS, HAS_MASK, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, FINITE_FILL, TMA, BM,
         )  # fmt: skip
-        _k_desc, k_head, key_row, _skl, _last_key = keys
+        _k_desc, k_head, key_row, _skl, last_key = keys
         factor = row_factor[:, None] + tl.zeros([BM, 4], tl.float32)
         beta = row_beta[:, None] + tl.zeros([BM, 4], tl.float32)
         none = tl.full([BM, 4], ABSENT, tl.float32)
         top = (none, none, none, none)
-        seen = tl.minimum(tl.maximum(whole // part, EARLY), tl.minimum(whole, most))
-        few = tl.minimum(EARLY, whole) if EARLY > 0 else seen
+        seen = tl.minimum(tl.maximum(fulls // part, EARLY), tl.minimum(fulls, limited))
+        few = tl.minimum(EARLY, fulls) if EARLY > 0 else seen
         for n in tl.range(0, few, num_stages=STAGES):
-            j = n * KEYS + tl.arange(0, KEYS)
-            kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+            t = full + n
+            j = t * KEYS + tl.arange(0, KEYS)
+            kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
             top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
-        for n in tl.range(whole, tiles, num_stages=1):
-            j = n * KEYS + tl.arange(0, KEYS)
-            kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
-            s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-            top = _class_maxima(unseen(s, i, j, last_key, diagonal, ABSENT, CAUSAL), top, BM)
+        # Edges are few; of a bias, or a mask without a form, some tell.
+        every = 1
+        if SPANS:
+            every = tl.maximum(mixed // tl.maximum(tl.minimum(mixed // part, limited), MIXED), 1)
+        for n in tl.range(0, mixed // every, num_stages=1):
+            t = mixed_tile(n * every, runs, SPANS)
+            s = mixed_scores(
+                qt, keys, t, i, side, diagonal, ABSENT, HAS_BIAS, HAS_MASK, CAUSAL, TMA, D,
+                PRECISION, WIDEN,
+            )  # fmt: skip
+            top = _class_maxima(s, top, BM)
         row_ok = (i < last_row)[:, None] & (lane >= 0)
         valid = tl.maximum(tl.minimum(last_row - block * BM, BM), 1).to(tl.float32)
         bound = _first_bound(top, factor, beta, row_ok, KIND)
@@ -363,39 +425,42 @@ def candidates_kernel(
             dense = _classes_above(top, bound, valid) > DENSE_EARLY
             seen = tl.where(dense, few, seen)
             for n in tl.range(few, seen, num_stages=STAGES):
-                j = n * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, False, TMA, D)
+                t = full + n
+                j = t * KEYS + tl.arange(0, KEYS)
+                kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
                 top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
             if seen > few:
                 bound = _first_bound(top, factor, beta, row_ok, KIND)
             dense = dense | (_classes_above(top, bound, valid) > DENSE_CLASSES)
         else:
             dense = _classes_above(top, bound, valid) > DENSE_CLASSES
-        edge_tiles = tl.where(dense, whole, tiles)
-        last = tl.where(dense, 0, whole)
+        last = tl.where(dense, 0, fulls)
 
         off = start
-        for n in tl.range(whole, edge_tiles, num_stages=1):
-            j = n * KEYS + tl.arange(0, KEYS)
-            kt = load_keys(k_desc, k_head, key_row + n * KEYS, j, skl, last_key, True, TMA, D)
-            s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-            s = unseen(s, i, j, last_key, diagonal, ABSENT, CAUSAL)
-            off, top = _append(s, off, top, bound, records, lane + n * KEYS, limit, True, ASM, BM)
+        for n in tl.range(0, tl.where(dense, 0, mixed), num_stages=1):
+            t = mixed_tile(n, runs, SPANS)
+            s = mixed_scores(
+                qt, keys, t, i, side, diagonal, ABSENT, HAS_BIAS, HAS_MASK, CAUSAL, TMA, D,
+                PRECISION, WIDEN,
+            )  # fmt: skip
+            off, top = _append(s, off, top, bound, records, lane + t * KEYS, limit, True, ASM, BM)
+            if SPANS and n % UPDATE == UPDATE - 1:
+                bound = bound_step(top, bound, factor, beta, KIND, 1)
         low = tl.min(tl.min(bound, 1), 0) < 0.0
         signed = tl.where(low, last, 0)
         off, top, bound = _stream(
-            off, top, bound, qt, keys, records, lane, limit, factor, beta, seen, 0, signed,
+            off, top, bound, qt, keys, records, lane, limit, factor, beta, full, seen, 0, signed,
             True, ASM, TMA, KIND, UPDATE, D, BM, PRECISION, WIDEN, STAGES,
         )  # fmt: skip
         off, top, bound = _stream(
-            off, top, bound, qt, keys, records, lane, limit, factor, beta, seen, signed, last,
+            off, top, bound, qt, keys, records, lane, limit, factor, beta, full, seen, signed, last,
             False, ASM, TMA, KIND, UPDATE, D, BM, PRECISION, WIDEN, STAGES,
         )  # fmt: skip
         bound = bound_step(top, bound, factor, beta, KIND, 2)
 
         # Each row's records, thinned by the final bound, in the order record, lane, element.
         tl.debug_barrier()
-        full = off > limit + RECORD_BYTES
+        over = off > limit + RECORD_BYTES
         row_at = bh.to(tl.int64) * Lq + i
         slots = entries + row_at[:, None] * SLOTS
         size = (tl.minimum(off, limit + RECORD_BYTES) - start) // RECORD_BYTES
@@ -420,10 +485,10 @@ def candidates_kernel(
             _keep(slots, place + k0 + k1, v2, column + 8, k2)
             _keep(slots, place + k0 + k1 + k2, v3, column + 9, k3)
             used += tl.sum(mine, 1)[:, None]
-        bad = (full | (used > PEAKED)) & row_ok
-        if FINITE_FILL:
-            # A dropped key may be in the support.
-            bad = bad | ((bound * scale < fill_value) & row_ok)
+        bad = (over | (used > PEAKED)) & row_ok
+        if FINITE_FILL or HAS_BIAS:
+            # A key that was not seen may be in the support.
+            bad = bad | (((bound > most[:, None]) == 0) & row_ok)
         flag = tl.max(tl.max(bad.to(tl.int32), 1), 0) | dense.to(tl.int32)
         tl.store(flags + bh * blocks + block, flag)
         tl.store(starts + row_at, rows * SLOTS, mask=i < Lq)

@@ -8,6 +8,8 @@ are left to the block passes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from .arch import compute_capability
 from .entmax_attention_broad import LIST, broad_kernel, gather_left, pack, unpack
 from .entmax_attention_candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel
 from .entmax_attention_problem import Left, Problem, row_constants
+from .entmax_attention_spans import spans
 from .entmax_attention_tau import class_bound, log_power, powers, step
 from .launch import multiprocessors, relaunched
 
@@ -66,12 +69,9 @@ def applies(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
     scale: float,
 ) -> bool:
-    """Whether there is room for candidate lists in what is saved, in every layer: plain or causal scores, and Hopper on
-    a GPU."""
+    """Whether there is room for candidate lists in what is saved, in every layer: Hopper on a GPU."""
     if q.device.type == "cuda":
         # 16-bit products of width 64 and 128 leave the accumulator in the layout that the lists
         # are built on.
@@ -83,9 +83,7 @@ def applies(
         return False
     B, H, Lq, _ = q.shape
     return (
-        bias is None
-        and mask is None
-        and scale > 0
+        scale > 0
         and k.shape[2] >= MIN_KEYS
         # Row numbers within a batch element share 32 bits with a slot when a key's rows are sorted.
         and H * Lq < 2**24
@@ -759,6 +757,10 @@ def forward_lists(
     reference, shift, entries, starts, counts, left, earlier, key_counts = saved
     q, k, v = problem.q, problem.k, problem.v
     cuda = q.device.type == "cuda"
+
+    def optional(t: torch.Tensor | None, n: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+        return (q, (0,) * n) if t is None else (t, t.stride()[:n])
+
     B, H, Lq, D = q.shape
     Lk = k.shape[2]
     G = H // k.shape[1]
@@ -788,7 +790,6 @@ def forward_lists(
     if training:
         key_counts.zero_()
     constants = problem.constants()
-    strides = (0, 0, 0) if problem.alpha is None else problem.alpha.stride()[:3]
     unused = q
     descriptors: tuple[object, object] = (unused, unused)
     if tma:
@@ -796,14 +797,21 @@ def forward_lists(
             TensorDescriptor.from_tensor(q.view(-1, D), [rows, D]),
             TensorDescriptor.from_tensor(k.view(-1, D), [KEYS.value, D]),
         )
-    alpha = unused if problem.alpha is None else problem.alpha
+    masked = problem.bias is not None or problem.mask is not None
+    table, steps = spans(problem, rows, KEYS.value) if masked else (unused, (0, 0, 0))
+    # Of keys that a bias takes out of reach.
+    largest = unused if problem.bias is None else torch.linalg.vector_norm(k, math.inf, (2, 3))
+    alpha, strides = optional(problem.alpha, 3)
+    sides = [optional(t, 4) for t in (problem.bias, problem.mask)]
     lengths = [unused if t is None else t for t in (problem.query_lengths, problem.key_lengths)]
     head = (
-        *descriptors, q, k, alpha, *lengths, *q.stride()[:3], *k.stride()[:3], *strides,
+        *descriptors, q, k, *(t for t, _ in sides), alpha, *lengths, table, largest,
+        *q.stride()[:3], *k.stride()[:3], *sides[0][1], *sides[1][1], *strides, *steps,
         H, G, Lq, Lk, float(problem.alpha_value - 1), float(problem.scale), float(problem.fill),
     )  # fmt: skip
     options = {
-        "D": D, "KIND": constants["KIND"], "HAS_ALPHA": problem.alpha is not None,
+        "D": D, "KIND": constants["KIND"], "HAS_BIAS": problem.bias is not None,
+        "HAS_MASK": problem.mask is not None, "HAS_ALPHA": problem.alpha is not None,
         "HAS_QLEN": problem.query_lengths is not None, "HAS_KLEN": problem.key_lengths is not None,
         "CAUSAL": problem.causal, "FINITE_FILL": problem.finite_fill,
         "PRECISION": constants["PRECISION"], "WIDEN": constants["WIDEN"], "ASM": cuda, "TMA": tma,

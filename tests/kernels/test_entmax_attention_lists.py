@@ -120,6 +120,46 @@ def test_causal_fill(fill, added, device):
     assert left(q, k, v, causal=True, fill=fill).any() == (fill == 0.0)
 
 
+def kept(form, B, Lq, Lk):
+    """The keys that a mask keeps, bool [B or 1, 1, Lq or 1, Lk]."""
+    i, j = torch.arange(Lq)[:, None] + Lk - Lq, torch.arange(Lk)[None]
+    lengths = torch.tensor([Lk - 70, Lk // 3])[:B, None, None, None]
+    keep = {
+        "causal": j <= i,
+        "padding on the right": j < lengths,
+        "padding on the left": (j >= lengths - 20) & (j <= i),
+        "window with sinks": (j <= i) & ((j > i - 40) | (j < 3)),
+        "documents": i // 90 == j // 90,
+        "nothing": (j < 0) & (i < 0),
+        "scattered": torch.rand(B, 1, Lq, Lk, generator=torch.Generator().manual_seed(3)) > 0.7,
+    }[form]
+    return keep[(None,) * (4 - keep.dim())]
+
+
+@pytest.mark.parametrize(
+    "form, way",
+    [("causal", "bool"), ("window with sinks", "added")]
+    + [heavy(form, "bool") for form in ("padding on the right", "documents", "window with sinks")]
+    + [heavy("padding on the left", way) for way in ("bool", "fill", "added", "infinite")]
+    + [heavy("nothing", way) for way in ("bool", "fill", "added")]
+    + [heavy("scattered", way) for way in ("bool", "fill", "added", "infinite")],
+)
+def test_masks(form, way, device):
+    """Tiles that a mask takes out are not looked at; rows without keys give what the program gives."""
+    B = 2 if "padding" in form or device.type == "cuda" else 1
+    heads = {"H": 2, "Hkv": 1} if device.type == "cuda" else {}
+    q, k, v, grad = operands(device, **sizes(device, B=B, Lq=20, Lk=200, **heads))
+    keep = kept(form, B, 20, 200).to(device)
+    zeros = torch.zeros(keep.shape, dtype=q.dtype, device=device)
+    keywords = {
+        "bool": {"mask": keep},
+        "fill": {"mask": keep, "fill": torch.finfo(torch.float32).min},
+        "added": {"bias": zeros.masked_fill(~keep, torch.finfo(q.dtype).min)},
+        "infinite": {"bias": zeros.masked_fill(~keep, -math.inf)},
+    }[way]
+    check(q, k, v, grad, **keywords)
+
+
 def test_negative_scores(device):
     """Bits of negative floats sort the other way around."""
     q, k, v, grad = operands(device, **sizes(device, Lq=16, Lk=64))
