@@ -25,6 +25,8 @@ __all__ = ["LOW", "NUMBERS", "Spans", "mixed_tile", "spans", "tiles_of"]
 LOW = tl.constexpr(-9000.0)
 # Begin and end, of the full tiles, of the gap; two more keep a span 32-byte aligned.
 NUMBERS = tl.constexpr(8)
+# Keys of a boolean mask that are read at once.
+WORD = 8
 
 
 class Spans(NamedTuple):
@@ -39,9 +41,12 @@ class Spans(NamedTuple):
 def _classes_kernel(
     bias, mask, classes, sbb, sbh, sbl, sbk, smb, smh, sml, smk, heads, rows, Lk,
     HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, BM: tl.constexpr, KEYS: tl.constexpr,
-    STEP: tl.constexpr, TILES: tl.constexpr,
+    STEP: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """A program reads BM rows by TILES tiles: 0 for an empty tile, 1 for a mixed one, 2 for a full one."""
+    """A program reads BM rows by TILES tiles: 0 for an empty tile, 1 for a mixed one, 2 for a full one.
+
+    A mask alone may be read in words of several keys, which Lk and KEYS then count; ALL is one that keeps all of them.
+    """
     chunks = tl.cdiv(Lk, KEYS * TILES)
     blocks = tl.cdiv(rows, BM)
     chunk = tl.program_id(0) % chunks
@@ -63,9 +68,9 @@ def _classes_kernel(
             plain = plain & (x == 0.0)
         if HAS_MASK:
             at = mask + b * smb + h * smh + i.to(tl.int64)[:, None] * sml
-            keep = tl.load(at + j.to(tl.int64)[None, :] * smk, mask=inside, other=1) != 0
-            kept = kept & keep
-            plain = plain & keep
+            keep = tl.load(at + j.to(tl.int64)[None, :] * smk, mask=inside, other=ALL)
+            kept = kept & (keep != 0)
+            plain = plain & (keep == ALL)
         some = tl.maximum(some, tl.max(kept.to(tl.int32), 0))
         every = tl.minimum(every, tl.min(plain.to(tl.int32), 0))
     some = tl.max(tl.reshape(some, (TILES, KEYS)), 1)
@@ -117,21 +122,28 @@ def spans(problem: Problem, rows: int, keys: int) -> Spans:
     blocks, tiles = triton.cdiv(Lq, rows), triton.cdiv(Lk, keys)
     classes = torch.empty(B, H, blocks, tiles, device=problem.q.device, dtype=torch.int8)
     table = torch.empty(B, H, blocks, NUMBERS.value, device=problem.q.device, dtype=torch.int32)
-    together = 8
-    bias, mask = (problem.q if t is None else t for t in (problem.bias, problem.mask))
-    strides = [
-        s for t in (problem.bias, problem.mask) for s in ((0,) * 4 if t is None else t.stride())
-    ]
+    bias, mask, word = problem.bias, problem.mask, 1
+    if bias is None and mask is not None and _in_words(mask):
+        mask, word = mask.view(torch.int64), WORD
+    together = 8 * word
+    strides = [s for t in (bias, mask) for s in ((0,) * 4 if t is None else t.stride())]
     _classes_kernel[(B * H * blocks * triton.cdiv(tiles, together),)](
-        bias, mask, classes, *strides, H, Lq, Lk,
-        HAS_BIAS=problem.bias is not None, HAS_MASK=problem.mask is not None, BM=rows, KEYS=keys,
-        STEP=16, TILES=together, num_warps=4,
+        problem.q if bias is None else bias, problem.q if mask is None else mask, classes, *strides,
+        H, Lq, Lk // word,
+        HAS_BIAS=bias is not None, HAS_MASK=mask is not None, BM=rows, KEYS=keys // word,
+        STEP=16, TILES=together, ALL=0x0101010101010101 if word == WORD else 1, num_warps=4,
     )  # fmt: skip
     _spans_kernel[(B * H * blocks,)](
         classes, table, tiles, NUMBERS=NUMBERS.value, TILES=triton.next_power_of_2(tiles), num_warps=1
     )  # fmt: skip
     b, h, block = (s if n > 1 else 0 for s, n in zip(table.stride(), (B, H, blocks)))
     return Spans(table, (b, h, block))
+
+
+def _in_words(mask: torch.Tensor) -> bool:
+    """Whether keys of a boolean mask can be read eight at a time."""
+    numbers = mask.shape[3], mask.storage_offset(), mask.data_ptr(), *mask.stride()[:3]
+    return mask.stride(3) == 1 and not any(n % WORD for n in numbers)
 
 
 @triton.jit

@@ -24,8 +24,9 @@ def seen(device, lengths, **sides):
     return table[..., :6].tolist()
 
 
-def test_a_causal_mask(device):
-    keep = torch.ones(40, 72, dtype=torch.bool, device=device).tril(72 - 40)[None, None]
+@pytest.mark.parametrize("width", [72, 73], ids=["in words", "in bytes"])
+def test_a_causal_mask(device, width):
+    keep = torch.ones(40, width, dtype=torch.bool, device=device).tril(72 - 40)[None, None, :, :72]
     assert seen(device, (40, 72), mask=keep) == [
         [[[0, 3, 0, 2, 3, 3], [0, 4, 0, 3, 4, 4], [0, 5, 0, 4, 5, 5]]]
     ]
