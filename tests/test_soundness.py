@@ -382,6 +382,21 @@ def test_weights_that_are_written_past_autograd_are_read_as_they_are_by_then(lea
     assert _assert_as_eager(program, *inputs) == ["relu_ffn"]
 
 
+@pytest.mark.parametrize(
+    "made", [lambda bias: bias, lambda bias: bias * 2], ids=["as it is", "scaled"]
+)
+def test_an_input_that_is_written_to_later_is_not_read_by_the_gradient(made):
+    """The sum does not save it; the operator would, and AOTAutograd computes a copy of it again in the backward."""
+
+    def program(m, x, bias):
+        y = entmax.sparsemax(m.q(x) @ m.k(x).mT + made(bias), dim=-1) @ x
+        bias.mul_(-0.5)
+        return y
+
+    found = _assert_as_eager(program, torch.randn(2, 5, 6), torch.randn(5, 5), training=True)
+    assert "entmax_attention" not in found
+
+
 def _turned_scores(m, q, weights):
     return (F.embedding(m.ids, q.t()) * weights.unsqueeze(-1)).sum(1).t()
 

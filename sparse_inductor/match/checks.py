@@ -178,6 +178,9 @@ def _check_gradient(
             raise Decline(
                 f"{label(by)} writes to {label(source)} past autograd, which reads it", by
             )
+        if (by := view.effects.given_and_written(source, at)) is not None:
+            why = "is made of, and autograd may compute that once more afterwards"
+            raise Decline(f"{label(by)} writes to an input that {label(source)} {why}", by)
         if view.in_inference_mode(source):
             why = "was made under inference_mode: PyTorch saves it for no backward"
             raise Decline(f"{label(source)} {why}", reader)

@@ -215,6 +215,13 @@ def _follows(target: fx.Node, node: fx.Node) -> bool:
     return target is node or not fake(node).requires_grad or fake(target).requires_grad
 
 
+def _unknown(writer: fx.Node) -> bool:
+    """Whether nobody knows how a call writes: as one of NumPy does, of which autograd learns nothing."""
+    target = writer.target
+    known = compat.schemas(target) or compat.is_higher_order(target) or is_plain(target)
+    return writer.op == "call_function" and not known
+
+
 class Effects:
     """Writes of a graph, by storage. Storages are looked up only in graphs that write at all."""
 
@@ -297,8 +304,32 @@ class Effects:
         """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does
         not count the writes to."""
         for writer, target in self._between(node, self._order[since], len(self._order)):
-            if not _follows(target, node) or self._through_data(target):
+            if not _follows(target, node) or self._through_data(target) or _unknown(writer):
                 return writer
+        return None
+
+    def given_and_written(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
+        """Who writes after `since` to an input of the graph that `node` is made of, or is.
+
+        AOTAutograd's partitioner may save such an input and compute `node` in the backward from what it holds then.
+        """
+        later = {
+            key: writer
+            for writer, targets in self.writers.items()
+            if self._order[writer] > self._order[since]
+            for target in targets
+            if (creator := self.creator(target)) is not None and creator.op in _GIVEN
+            for key in self._of(target)
+        }
+        queue, seen = [node] if later else [], {node}
+        while queue:
+            one = queue.pop()
+            if one.op in _GIVEN:
+                for key in self._of(one) & later.keys():
+                    return later[key]
+            new = [n for n in one.all_input_nodes if n not in seen]
+            seen.update(new)
+            queue += new
         return None
 
     def _through_data(self, target: Any) -> bool:

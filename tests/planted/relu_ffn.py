@@ -140,7 +140,7 @@ BUGS = (
     Bug("gradient of the result's weights dropped", _gradient(5, torch.zeros_like), backward=True),
     Bug(
         "slope of the square forgotten",
-        result(aten, "dual", lambda a, slope: (a, (slope != 0).to(slope.dtype))),
+        result(aten, "dual_parts", lambda a, slope, flat: (a, (slope != 0).to(slope.dtype), flat)),
         program="squared",
         backward=True,
     ),
