@@ -30,7 +30,8 @@ def search(
     index: SparseIndex, q: Tensor, k: int, by_aten: bool, **filters
 ) -> tuple[Tensor, Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_search, "_APART", 1 << 40 if by_aten else 0)
+        for name in ("_APART", "_COMPILED"):
+            patch.setattr(index_search, name, 1 << 40 if by_aten else 0)
         used = []
         patch.setattr(
             native, "best_keys", lambda *a, f=native.best_keys: (used.append(1), f(*a))[1]
@@ -84,7 +85,7 @@ def test_without_a_compiler_aten_serves(tmp_path):
         "from sparse_inductor import SparseIndex\n"
         "from sparse_inductor.kernels import sparse_scores_cpu as native\n"
         "from sparse_inductor.ops import index_search\n"
-        "index_search._APART = 0\n"
+        "index_search._APART = index_search._COMPILED = 0\n"
         "assert not native.ready(wait=True)\n"
         "index = SparseIndex.build(torch.eye(4))\n"
         "assert index.search(torch.eye(4), 1)[1].flatten().tolist() == [0, 1, 2, 3]\n"

@@ -46,6 +46,7 @@ _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of 
 
 
 _APART = 1 << 14  # documents in a segment from which a thread's work outweighs handing it over
+_COMPILED = 1 << 11  # documents in a segment from which C++ is worth compiling
 
 
 _Search = Callable[[Tensor, Sequence[Tensor], Sequence[int], Tensor, int], tuple[Tensor, Tensor]]
@@ -83,7 +84,7 @@ def _search_cpu(
     ids = torch.full((B, k), -1, dtype=torch.int64, device="cpu")
     first = [sum(counts[:s]) for s in range(len(counts))]
     marks = [part if bool(part.any()) else None for part in barred.split(list(counts))]
-    compiled = max(counts, default=0) >= _APART and native.ready()
+    compiled = max(counts, default=0) >= _COMPILED and native.ready()
 
     def search(b: int, segment: int) -> Tensor:
         offsets, docs, weights = postings[3 * segment : 3 * segment + 3]
