@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from sparse_inductor.ops._merge import keys, merged
 
-from .sparse_index import SparseIndex, document_ids
+from .documents import document_ids
+from .sparse_index import SparseIndex
 from .storage import PendingFile
 
 __all__ = ["ShardedIndex"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +21,13 @@ from sparse_inductor.ops.index_search import enrol
 
 from . import storage
 from .contents import Contents, segments_of
+from .documents import as_int, as_tensor, document_ids, marked
+from .progress import Progress
 from .queries import queries_of
-from .segment import CAPACITY, WEIGHTS, Segment, term_dtype
+from .segment import WEIGHTS, Segment, term_dtype
 from .sources import Rows, collection_of
 
-__all__ = ["SparseIndex", "document_ids"]
+__all__ = ["SparseIndex"]
 
 _KIND = "sparse_inductor.SparseIndex"
 _VERSION = 1
@@ -58,7 +58,7 @@ class SparseIndex(nn.Module):
     def __init__(self, num_terms: int, weights: str = "float32") -> None:
         """An empty index of `num_terms` terms; `weights` is "float32", "float16" or "int8" (see `weight_error`)."""
         super().__init__()
-        num_terms = _as_int(num_terms, "num_terms")
+        num_terms = as_int(num_terms, "num_terms")
         if not 0 < num_terms <= _MOST_TERMS:
             raise ValueError(f"num_terms must be from 1 to {_MOST_TERMS}, got {num_terms}")
         if weights not in WEIGHTS:
@@ -168,7 +168,7 @@ class SparseIndex(nn.Module):
 
     def _segments_of(self, batches: Iterator[Rows], progress: bool) -> list[Segment]:
         contents = self._contents
-        with _Progress(progress) as shown:
+        with Progress(progress) as shown:
             last = contents.segments[-1] if contents.segments else None
             return segments_of(
                 map(shown.seen, batches), self.num_terms, self.weights, contents.device, last
@@ -236,9 +236,9 @@ class SparseIndex(nn.Module):
         contents = self._contents
         barred = contents.deleted
         if allow is not None:
-            barred = barred | ~_marks(allow, barred, "allow")
+            barred = barred | ~marked(allow, barred, "allow")
         if deny is not None:
-            barred = barred | _marks(deny, barred, "deny")
+            barred = barred | marked(deny, barred, "deny")
         return contents.postings, contents.counts, barred
 
     def search(
@@ -266,7 +266,7 @@ class SparseIndex(nn.Module):
             IndexError: an id that was never given, a mask of more documents than there are or of other queries.
         """
         if not isinstance(k, int) or isinstance(k, bool):
-            k = _as_int(k, "k")
+            k = as_int(k, "k")
         if k < 0:
             raise ValueError(f"k must be an int of at least 0, got {k!r}")
         return self._search(queries, k, allow, deny)
@@ -282,7 +282,7 @@ class SparseIndex(nn.Module):
         elif torch.compiler.is_compiling():
             q = given.dense(self.device).detach()
             scores, ids = ops.index_search_live(
-                q, self._handle, k, _as_tensor(allow), _as_tensor(deny)
+                q, self._handle, k, as_tensor(allow), as_tensor(deny)
             )
         else:
             postings, counts, barred = self.operands(allow, deny)
@@ -395,92 +395,12 @@ class SparseIndex(nn.Module):
         return index, facts
 
 
-def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor:
-    """int64 ids below `count` of documents that are named by their ids or by a boolean mask.
-
-    Raises what `SparseIndex.delete` documents.
-    """
-    if not isinstance(ids, (torch.Tensor, np.ndarray)):
-        if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
-            raise TypeError(
-                f"ids must be document ids or a boolean mask of all documents, got {type(ids).__name__} {ids!r}"
-            )
-        named = list(ids)
-        if named and all(isinstance(i, (bool, np.bool_)) for i in named):
-            ids = torch.tensor(named, dtype=torch.bool, device="cpu")
-        else:
-            whole = [_as_int(i, "a document id") for i in named]
-            for i in whole:
-                if not 0 <= i < count:  # before it has to fit 64 bits
-                    raise IndexError(_no_document(i, count))
-            ids = torch.tensor(whole, dtype=torch.int64, device="cpu")
-    ids = torch.as_tensor(ids, device=None if isinstance(ids, torch.Tensor) else "cpu").detach()
-    ids = ids.to_dense() if ids.layout != torch.strided else ids
-    if ids.dtype == torch.bool:
-        if ids.shape != (count,):
-            raise IndexError(
-                f"a mask of documents must have shape ({count},), one place for every document; got {tuple(ids.shape)}"
-            )
-        return ids.nonzero().squeeze(1)
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.uint8:
-        also = ": is it a mask? That is torch.bool" if ids.dtype == torch.uint8 else ""
-        raise TypeError(f"document ids must be integers, got {ids.dtype}{also}")
-    ids = ids.long().reshape(-1)
-    bad = (ids < 0) | (ids >= count)
-    if bool(bad.any()):
-        raise IndexError(_no_document(int(ids[bad][0]), count))
-    return ids
-
-
-def _as_tensor(documents: Any) -> Tensor | None:
-    return None if documents is None else torch.as_tensor(documents)
-
-
-def _marks(documents: Any, like: Tensor, argument: str) -> Tensor:
-    """A mask of the documents that an argument of `search` names, [N] or [B, N]; like: [N], or [B, N] if another
-    argument had a row for each query."""
-    count = like.shape[-1]
-    if not isinstance(documents, (Tensor, np.ndarray)) or documents.dtype not in (
-        torch.bool,
-        np.bool_,
-    ):
-        marks = torch.zeros(count, dtype=torch.bool, device=like.device)
-        marks[document_ids(documents, count).to(like.device)] = True
-        return marks
-    mask = torch.as_tensor(documents).to(like.device)
-    if mask.dim() not in (1, 2) or mask.shape[-1] > count:
-        raise IndexError(
-            f"{argument}: a mask of documents has shape (N,) or (B, N), N at most {count}; got {tuple(mask.shape)}"
-        )
-    return torch.nn.functional.pad(mask, (0, count - mask.shape[-1]))
-
-
-def _no_document(number: int, count: int) -> str:
-    which = f"ids are 0 to {count - 1}" if count else "there are none"
-    return f"there is no document {number}: {which}"
-
-
 @contextlib.contextmanager
 def _own_settings() -> Iterator[None]:
     """What is kept is made under the same modes, whatever those of the caller are: tensors of inference mode, say,
     could not be written to or searched with a gradient outside it."""
     with torch.inference_mode(False), torch.no_grad(), autocast_off("cpu"), autocast_off("cuda"):
         yield
-
-
-def _as_int(value: Any, name: str) -> int:
-    """An int of Python from whatever is one.
-
-    Raises TypeError for other things and for booleans, ValueError for floats.
-    """
-    if not isinstance(value, (bool, np.bool_)):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise (TypeError if name == "a document id" else ValueError)(
-        f"{name} must be an int, got {value!r}"
-    )
 
 
 def _sound_segment(
@@ -531,38 +451,3 @@ def _in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_in_child)
-
-
-class _Progress:
-    """Documents read so far: tqdm where it is installed, else a line now and then."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._bar: Any = None
-        self._wanted = wanted
-        self._seen = self._said = 0
-
-    def __enter__(self) -> _Progress:
-        if self._wanted:
-            try:
-                from tqdm.auto import tqdm
-            except ImportError:
-                pass
-            else:
-                self._bar = tqdm(unit=" documents", unit_scale=True)
-        return self
-
-    def seen(self, rows: Rows) -> Rows:
-        """The rows, counted."""
-        self._seen += rows.count
-        if self._bar is not None:
-            self._bar.update(rows.count)
-        elif self._wanted and self._seen - self._said >= CAPACITY:
-            self._said = self._seen
-            print(f"{self._seen:,} documents", file=sys.stderr, flush=True)
-        return rows
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        elif self._wanted:
-            print(f"{self._seen:,} documents indexed", file=sys.stderr, flush=True)
