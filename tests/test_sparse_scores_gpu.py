@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -296,4 +297,30 @@ def test_documents_that_stay_the_same_are_searched(monkeypatch):
     assert searches() == before
     q[2, 1] = float("inf")
     assert search()[0][2].isinf().any() and searches() == before
+    cached.forget()
+
+
+def test_an_index_is_built_beside_the_capture_of_a_cuda_graph(monkeypatch):
+    monkeypatch.setattr(cached, "ON_THE_SPOT", 0)
+    cached.forget()
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, V, (200_000, 32), generator=g).cuda()
+    values, q = torch.rand(200_000, 32, generator=g).cuda(), queries().cuda()
+    op = torch.ops.sparse_inductor.sparse_scores_topk_cached
+
+    def search():
+        return op(q, ids, values, None, None, 200_000, 50, torch.float32, "index", 3)
+
+    for _ in range(cached.PATIENCE + 1):
+        expected = search()
+    building = [t for t in threading.enumerate() if t.name == "sparse_index_build"]
+    graphs = 0
+    while graphs < 3 or any(t.is_alive() for t in building):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = search()
+        graph.replay()
+        assert torch.equal(found[0], expected[0])
+        graphs += 1
+    assert cached.collections()[0].nbytes > 0, cached.collections()[0].note
     cached.forget()

@@ -82,6 +82,7 @@ from .runtime import (
     storage_key,
     stream_getter,
     transforms_active,
+    works_beside_captures,
 )
 from .settings import (
     SavedSetting,

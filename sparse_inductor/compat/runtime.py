@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -139,6 +140,17 @@ def keeps_operators() -> bool:
 def launch_settings() -> tuple[Any, ...]:
     """What the launch code of kernels may ask torch for, beside what is to be seen of the tensors."""
     return torch._C._get_float32_matmul_precision(), torch._C._get_cublas_allow_tf32()
+
+
+def works_beside_captures() -> bool:
+    """Let this thread allocate on GPUs while another captures a CUDA graph, which would otherwise end in an error, for
+    both; whether the driver does so."""
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return False
+    return exchange(ctypes.byref(relaxed)) == 0
 
 
 def raw_stream(device: torch.device) -> int:

@@ -232,11 +232,19 @@ class Collection:
         try:
             work = functools.partial(self._build, *_copied(query, documents), k, self._period)
             if documents[0].numel() > ON_THE_SPOT:
+                work = functools.partial(self._build_beside, work)
                 threading.Thread(target=work, name="sparse_index_build").start()
             else:
                 work()
         except RuntimeError as error:  # no memory for a copy, no thread
             self._refuse(f"no index can be built: {error}")
+
+    def _build_beside(self, build: Callable[[], None]) -> None:
+        """Build in a thread of its own, beside which the program may capture CUDA graphs."""
+        if self.device.type != "cuda" or compat.works_beside_captures():
+            build()
+        else:
+            self._refuse("this driver builds no index beside the capture of a CUDA graph")
 
     def _build(self, query: Tensor, documents: Documents, ready: Any, k: int, period: int) -> None:
         built: CheckedIndex | None = None
