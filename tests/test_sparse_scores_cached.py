@@ -212,8 +212,11 @@ def test_threads(monkeypatch):
         for t in threads:
             t.start()
         held.wait()
-        for t in [*threads, *(t for t in threading.enumerate() if t.name == "sparse_index_build")]:
+        for t in threads:
             t.join()
+        for t in threading.enumerate():  # what the threads began
+            if t.name == "sparse_index_build":
+                t.join()
         assert m.used(q)
     assert not wrong
 
