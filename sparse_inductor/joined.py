@@ -17,7 +17,7 @@ from torch import fx
 
 from . import compat
 from .match import leaves
-from .match.effects import written
+from .match.effects import gives_memory, written
 from .match.fakes import attribute, fake, tensors_in
 from .rehearsal import differentiating_fakes
 
@@ -34,6 +34,8 @@ def why_in_parts(graph: fx.Graph) -> str | None:
     if not torch.is_grad_enabled() or not _joins(graph):
         return None
     for node in graph.nodes:
+        if gives_memory(node):
+            return "an entmax call stands in a graph that gives a tensor other memory"
         if not compat.is_higher_order(node.target) or _is_function(node):
             continue
         if written(node):

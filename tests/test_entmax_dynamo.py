@@ -142,10 +142,19 @@ def one_result_without_gradient(linear, x):
     return region(linear(x), x.detach())
 
 
-@pytest.mark.parametrize("program", [written_by_a_checkpoint, one_result_without_gradient])
-def test_a_body_that_torch_alone_compiles_apart_from_a_call(program):
-    """AOTAutograd runs the checkpoint's writing again in the backward of one graph, and all results of a region
-    require a gradient up to torch 2.11."""
+def given_other_memory(linear, x):
+    p = entmax.entmax15(linear(x), -1)
+    linear.weight.data = linear.weight.data * 2.0
+    return p
+
+
+APART = [written_by_a_checkpoint, one_result_without_gradient, given_other_memory]
+
+
+@pytest.mark.parametrize("program", APART)
+def test_what_torch_alone_compiles_apart_from_a_call(program):
+    """AOTAutograd runs the checkpoint's writing again in the backward of one graph, all results of a region require a
+    gradient up to torch 2.11, and a linear reads the memory in one graph that its weight had before."""
 
     def outcome(compiled):
         linear = torch.nn.Linear(7, 7)

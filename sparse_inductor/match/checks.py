@@ -10,6 +10,7 @@ from torch import fx
 
 from ..pattern import Miss
 from .contraction import PRODUCTS
+from .effects import gives_memory
 from .fakes import tensors_in
 from .graph import CONSTANT_LIKE, GraphView, fake, label
 from .shapes import Decline
@@ -32,8 +33,6 @@ _ACCUMULATIONS = frozenset(
 # Of those, what autocast of a GPU gives the widest dtype of its operands.
 _PROMOTED = frozenset(("index_put", "scatter_add"))
 
-# What `tensor.data = other` is in a graph.
-_GIVEN_MEMORY = frozenset(("set_", "shallow_copy_data_"))
 # Functions that autograd keeps the result of: their gradient reads what is written to it through `detach()` or `.data`.
 _SAVE_THEIR_RESULT = frozenset(
     "amax amin relu sigmoid tanh exp expm1 sqrt rsqrt reciprocal softmax "
@@ -169,7 +168,7 @@ def _check_gradient(
                     reason = f"{label(by)} writes to {what}, which the gradient of {label(n)} reads"
                     raise Decline(reason, by)
     for by, targets in view.effects.writers.items():
-        if getattr(by.target, "__name__", by.target) in _GIVEN_MEMORY:
+        if gives_memory(by):
             for source, _ in reads:
                 if source in targets:
                     raise Decline(f"{label(source)} is given other memory", by)

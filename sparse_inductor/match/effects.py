@@ -21,7 +21,7 @@ from .. import compat
 from .fakes import attribute, fake, same_size, tensors_in
 from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
 
-__all__ = ["Effects", "same_geometry"]
+__all__ = ["Effects", "gives_memory", "same_geometry", "written"]
 
 _UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -146,6 +146,11 @@ def written(node: fx.Node) -> list[fx.Node]:
         out.append(kwargs.get("out"))
     out += _unsaid(target, args, kwargs)
     return [a for a in dict.fromkeys(_nodes(out)) if not isinstance(fake(a), _NUMBERS)]
+
+
+def gives_memory(node: fx.Node) -> bool:
+    """Whether it is what `tensor.data = other` is in a graph."""
+    return getattr(node.target, "__name__", node.target) in ("set_", "shallow_copy_data_")
 
 
 def _nodes(x: Any) -> Iterator[fx.Node]:
