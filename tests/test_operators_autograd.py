@@ -252,7 +252,7 @@ def test_what_is_saved_may_be_written_to(pattern, writes, learns):
 
 
 def test_a_bias_may_be_written_to_when_it_was_added():
-    """The operator saves the bias, which a linear map does not."""
+    """A linear map saves no bias; the operator does, and is not put in where AOTAutograd may read it again later."""
     decoder = layer("splade_head")
     (bias,) = (p for name, p in decoder.named_parameters() if name.endswith("bias"))
 
@@ -270,5 +270,7 @@ def test_a_bias_may_be_written_to_when_it_was_added():
         return [p.grad for p in decoder.parameters()]
 
     wanted = step(program)
-    with sparse_inductor.enabled(only="splade_head", strict=True):
+    with sparse_inductor.enabled(only="splade_head"):
         torch.testing.assert_close(step(compile_without_codegen(program)), wanted)
+    report = sparse_inductor.report()
+    assert not report.rewrites and "writes to an input" in report.near_misses[0].reason
