@@ -20,7 +20,7 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
-from sparse_inductor.match.activated import activated, decoders_below
+from sparse_inductor.match.activated import Activated, activated, decoders_below
 from sparse_inductor.match.checks import check_device
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entries import entries
@@ -101,7 +101,7 @@ class SparseProduct:
         try:
             found = _decoder(view, node)
             if found is not None:
-                return _checked(ProductMatch(found, DECODER, found.source), view)
+                return _checked(ProductMatch(found[0], DECODER, found[0].source), view)
             return self._encoder(view, node)
         except Unknown:
             return None
@@ -113,10 +113,9 @@ class SparseProduct:
             if not (view.learns(linear.source) or view.learns(linear.weight_source)):
                 continue
             for user in decoders_below(view, node):
-                down = _decoder(view, user)
-                between = None if down is None else activated(view, down)
-                if down is not None and between is not None and node in between.encoders:
-                    return _checked(ProductMatch(linear, ENCODER, down.source), view)
+                found = _decoder(view, user)
+                if found is not None and node in found[1].encoders:
+                    return _checked(ProductMatch(linear, ENCODER, found[0].source), view)
         return None
 
     def worth(self, match: ProductMatch, view: GraphView) -> Worth:
@@ -137,17 +136,19 @@ class SparseProduct:
     near_misses: Sequence[Example] = ()
 
 
-def _decoder(view: GraphView, node: fx.Node) -> Linear | None:
-    """The reading of a product that takes activations which are kept; not of k entries a row, which has an operator."""
+def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
+    """The reading of a product that takes activations which are kept, and those; not of k entries a row, which has an
+    operator."""
     for down in linears(view, node) or ():
-        if down.within or activated(view, down) is None:
+        between = None if down.within else activated(view, down)
+        if between is None:
             continue
         try:
             if entries(view, down.source, node) is not None:
                 return None
         except Decline:  # rows of other numbers of entries
             pass
-        return down
+        return down, between
     return None
 
 

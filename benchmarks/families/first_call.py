@@ -13,7 +13,6 @@ import importlib.util
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,8 +29,8 @@ from benchmarks.bench import Bench
 from benchmarks.measure import ROOT
 
 AGAIN = 3  # runs with filled caches, of which the median counts
-Made = tuple[nn.Module, tuple[Tensor, ...], bool]
-"""A module, what it is called with, and whether it is trained."""
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+"""A module, and what it is called with."""
 
 
 def run(bench: Bench) -> None:
@@ -145,30 +144,30 @@ class _Scores(nn.Module):
         return (query[:, self.ids] * self.weights).sum(-1).topk(3)
 
 
-def _blocks(full: bool, train: bool) -> Made:
+def _blocks(full: bool) -> Made:
     layers, width, tokens = (4, 2048, 2048) if full else (1, 32, 8)
     body = nn.Sequential(*(_Block(width, 4 * width) for _ in range(layers)))
-    return body, (torch.randn(4, tokens, width),), train
+    return body, (torch.randn(4, tokens, width),)
 
 
-def _splade(full: bool, train: bool) -> Made:
+def _splade(full: bool) -> Made:
     layers, width, vocabulary, tokens = (12, 768, 30522, 128) if full else (1, 32, 50, 8)
     x, lengths = torch.randn(16, tokens, width), torch.randint(tokens // 2, tokens + 1, (16, 1))
     mask = (torch.arange(tokens) < lengths).long()
-    return _Encoder(layers, width, vocabulary), (x, mask), train
+    return _Encoder(layers, width, vocabulary), (x, mask)
 
 
-def _entmax(full: bool, train: bool) -> Made:
+def _entmax(full: bool) -> Made:
     width, tokens = (768, 2048) if full else (32, 8)
-    return _Attention(width), (torch.randn(4, tokens, width),), train
+    return _Attention(width), (torch.randn(4, tokens, width),)
 
 
-def _scoring(full: bool, train: bool) -> Made:
+def _scoring(full: bool) -> Made:
     documents, terms, length = (100_000, 30522, 128) if full else (20, 50, 4)
-    return _Scores(documents, terms, length), (torch.rand(8, terms),), train
+    return _Scores(documents, terms, length), (torch.rand(8, terms),)
 
 
-PROGRAMS: dict[str, tuple[Callable[[bool, bool], Made], bool]] = {
+PROGRAMS: dict[str, tuple[Callable[[bool], Made], bool]] = {
     "4 blocks of 2,048 x 8,192, 8,192 tokens, inference": (_blocks, False),
     "4 blocks of 2,048 x 8,192, 8,192 tokens, training": (_blocks, True),
     "SPLADE encoder, 12 layers, 16 x 128 tokens, inference": (_splade, False),
@@ -181,7 +180,7 @@ PROGRAMS: dict[str, tuple[Callable[[bool, bool], Made], bool]] = {
 def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
     make, train = PROGRAMS[name]
     torch.manual_seed(0)
-    module, given, train = make(size == "full", train)
+    module, given = make(size == "full")
     cuda = device == "cuda"
     half = torch.bfloat16 if cuda and "scores" not in name else None
     module = module.to(device, half)
@@ -190,26 +189,19 @@ def _child(name: str, how: str, device: str, size: str) -> dict[str, Any]:
 
     import sparse_inductor
 
-    def step(program: Callable[..., Any]) -> float:
-        synchronize()
-        start = time.perf_counter()
-        if train:
-            program(*inputs).float().square().mean().backward()
-        else:
-            with torch.no_grad():
-                program(*inputs)
-        synchronize()
-        return time.perf_counter() - start
-
+    synchronize()
     start = time.perf_counter()
     if how == "enabled":
         sparse_inductor.enable()
     program = torch.compile(module)
-    before = time.perf_counter() - start
-    first = before + step(program)
-    later = statistics.median(step(program) for _ in range(3))
-    rewrites = len(sparse_inductor.report().rewrites)
-    return {"seconds": first, "later": later, "before": before, "rewrites": rewrites}
+    if train:
+        program(*inputs).float().square().mean().backward()
+    else:
+        with torch.no_grad():
+            program(*inputs)
+    synchronize()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "rewrites": len(sparse_inductor.report().rewrites)}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from .launch import launch, relaunched
 from .relu_ffn import chunks
 from .relu_ffn_backward import TokenLists, sums_by_neuron
 from .relu_ffn_packing import ARRIVALS, heavy_rows
-from .topk_sums import table_of
+from .topk_sums import addressable, table_of
 
 __all__ = ["capacity", "matmul", "outer"]
 
@@ -76,10 +76,6 @@ def _pack(h: Tensor) -> _Entries:
     return found
 
 
-def _rows(t: Tensor) -> Tensor:
-    return t if t.stride(1) == 1 else t.contiguous()
-
-
 class _Rest:
     """Rows of which nothing is packed, one after the other: copies of them in h, and in x where it is given."""
 
@@ -93,7 +89,7 @@ class _Rest:
 
 def matmul(h: Tensor, weight: Tensor) -> Tensor:
     """h [M, N] @ weight [N, D]."""
-    h, table = _rows(h), table_of(weight, launch)
+    h, table = addressable(h), table_of(weight, launch)
     found = _pack(h)
     cap = found.index.shape[1]
     y = h.new_empty(len(h), table.shape[1])
@@ -109,7 +105,7 @@ def matmul(h: Tensor, weight: Tensor) -> Tensor:
 
 def outer(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(h^T @ x [N, D], the sums of h [M, N] over its rows)."""
-    h, x = _rows(h), _rows(x)
+    h, x = addressable(h), addressable(x)
     N, D = h.shape[1], x.shape[1]
     found = _pack(h)
     cap = found.index.shape[1]

@@ -16,7 +16,7 @@ from ..ops import _sparse_rows_aten as aten
 from .launch import Launcher, launch
 from .relu_ffn_backward import TokenLists
 
-__all__ = ["captures", "columns", "decode", "dots", "outer", "table_of"]
+__all__ = ["addressable", "captures", "columns", "decode", "dots", "outer", "table_of"]
 
 # Columns of a weight that a program sums over, of which as many as stay in L2 (50 MB on an H100) are read for all rows
 # before the next; and bytes in flight a thread of one warp.
@@ -37,7 +37,7 @@ def captures() -> bool:
     return isinstance(_decode_kernel, triton.JITFunction)
 
 
-def _rows(t: Tensor) -> Tensor:
+def addressable(t: Tensor) -> Tensor:
     """A matrix with unit stride along its rows."""
     return t if t.stride(1) == 1 else t.contiguous()
 
@@ -55,7 +55,7 @@ def _turn_kernel(weight, out, N, D, stride, TILE: tl.constexpr):
 def table_of(weight: Tensor, run: Launcher) -> Tensor:
     """A weight [N, D] with unit stride along its rows."""
     if weight.stride(0) != 1 or weight.stride(1) == 1:
-        return _rows(weight)
+        return addressable(weight)
     N, D = weight.shape
     out = weight.new_empty(N, D)
     tile = TILE if weight.is_cuda else 16
@@ -141,7 +141,7 @@ def _dots_kernel(
 
 def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
     """values[m, i] = x[m] . weight[indices[m, i]]. run: what launches the kernel."""
-    x, table = _rows(x), table_of(weight, run)
+    x, table = addressable(x), table_of(weight, run)
     values = x.new_empty(indices.shape)
     (M, k), D = indices.shape, table.shape[1]
     width = WIDTHS[-1] if x.is_cuda else 32
@@ -245,7 +245,7 @@ def outer(
     values: Tensor, x: Tensor, by: aten.Columns, run: Launcher = launch
 ) -> tuple[Tensor, Tensor]:
     """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). run: what launches them."""
-    values, x = values.contiguous(), _rows(x)
+    values, x = values.contiguous(), addressable(x)
     N, D = len(by.start), x.shape[1]
     k = values.shape[1]
     piece = aten.PIECE

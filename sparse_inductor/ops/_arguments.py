@@ -43,6 +43,12 @@ def known(*sizes: object) -> bool:
     return all(type(s) is int for s in sizes)
 
 
+def turned_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weight, transposed in memory where that is."""
+    turned = known(*weight.stride()) and weight.stride(0) == 1 != weight.stride(1)
+    return gradient.t().contiguous().t() if turned else gradient
+
+
 def differ(a: object, b: object) -> bool:
     """Whether two sizes are known to differ."""
     return known(a, b) and a != b

@@ -17,7 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = ["Rule", "dims", "share"]
+__all__ = ["Rule", "dims", "share", "whole"]
 
 # A letter for each dimension, "" for one that is never spread; several where a dimension of something opaque (saved by
 # the forward for its own backward) is taken as spread over each of them.
@@ -54,6 +54,11 @@ def dims(t: Tensor | None, letters: str) -> Dims | None:
     return tuple(
         "" if c == "." or (type(s) is int and s == 1) else c for c, s in zip(named, t.shape)
     )
+
+
+def whole(*args: Any) -> Rule:
+    """The rule of an operator of whole tensors, which every process computes by itself."""
+    return Rule(tuple(dims(t, "." * t.dim()) for t in args if isinstance(t, Tensor)), (("",),), ())
 
 
 def share(lib: torch.library.Library, op: str, rule: Callable[..., Rule]) -> None:

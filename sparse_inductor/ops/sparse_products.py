@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _sparse_products_aten as aten
-from ._arguments import FLOATS, as_rows, differ, same
+from ._arguments import FLOATS, as_rows, differ, same, turned_as
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -36,7 +36,7 @@ from ._dispatch import (
     outside_transforms,
     register,
 )
-from ._sharding import Rule, dims
+from ._sharding import Rule, dims, whole
 
 __all__ = ["sparse_gradient_linear", "sparse_product"]
 
@@ -128,12 +128,6 @@ def _product(f, weight, bias):
     return y.view(*f.shape[:-1], weight.shape[1])
 
 
-def _as_weight(d_weight: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of a weight with its strides, where it is transposed."""
-    turned = not weight.is_contiguous() and weight.t().is_contiguous()
-    return d_weight.t().contiguous().t() if turned else d_weight
-
-
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, f, weight, bias):
@@ -149,7 +143,7 @@ class _Product(torch.autograd.Function):
         d_weight = None
         if for_weight:
             d_weight = torch.ops.sparse_inductor.sparse_outer_sum(as_rows(f), rows)[0]
-            d_weight = _as_weight(d_weight, weight)
+            d_weight = turned_as(weight, d_weight)
         return grad @ weight.t() if for_f else None, d_weight, rows.sum(0) if for_bias else None
 
 
@@ -172,7 +166,7 @@ class _Linear(torch.autograd.Function):
             d_weight, d_bias = torch.ops.sparse_inductor.sparse_outer_sum(rows, as_rows(x))
         return (
             d_x,
-            _as_weight(d_weight, weight) if for_weight else None,
+            turned_as(weight, d_weight) if for_weight else None,
             d_bias if for_bias else None,
         )
 
@@ -206,11 +200,7 @@ def _matmul_rows(h, weight) -> Rule:
     return Rule((("T", ""), dims(weight, "..")), (("T", ""),), ("T",))
 
 
-def _whole(h, x) -> Rule:
-    return Rule((dims(h, ".."), dims(x, "..")), (("",),), ())
-
-
 _composed("sparse_product", _Product, _product, ("f", 0))
 _composed("sparse_gradient_linear", _Linear, F.linear, ("x", 1))
 register(_lib, "sparse_matmul", _matmul, _fake_matmul, _matmul_rows)
-register(_lib, "sparse_outer_sum", _outer_sum, _fake_outer_sum, _whole)
+register(_lib, "sparse_outer_sum", _outer_sum, _fake_outer_sum, whole)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import _sparse_rows_aten as aten
-from ._arguments import FLOATS, INTEGERS, as_rows, differ, known, same
+from ._arguments import FLOATS, INTEGERS, as_rows, differ, known, same, turned_as
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -35,7 +35,7 @@ from ._dispatch import (
     outside_transforms,
     register,
 )
-from ._sharding import Dims, Rule, dims
+from ._sharding import Dims, Rule, dims, whole
 
 __all__ = ["sparse_decode", "topk_encode"]
 
@@ -238,13 +238,11 @@ def _outer(values, x, entry, start, total, ends):
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
-    """(of a weight [N, D], of a bias [N]), that of the weight with its strides where it is transposed."""
+    """(of a weight [N, D], of a bias [N])."""
     ops = torch.ops.sparse_inductor
     lists = ops.sparse_columns(indices, weight.shape[0])
     d_weight, d_bias = ops.sparse_outer(values, x, *lists)
-    if known(*weight.stride()) and weight.stride(0) == 1 != weight.stride(1):
-        d_weight = d_weight.t().contiguous().t()
-    return d_weight, d_bias
+    return turned_as(weight, d_weight), d_bias
 
 
 class _Encode(torch.autograd.Function):
@@ -356,16 +354,11 @@ def _shared_dots(x, weight, indices) -> Rule:
     return Rule((_rows(x), dims(weight, ".."), _rows(indices)), (_rows(x),), ("T",))
 
 
-def _whole(*args) -> Rule:
-    inputs = tuple(dims(t, "." * t.dim()) for t in args if isinstance(t, Tensor))
-    return Rule(inputs, (("",),), ())
-
-
 register(_lib, "topk_encode", _encode, _fake_encode, _shared_encode, _autograd_encode)
 register(_lib, "sparse_decode", _decode, _fake_decode, _shared_decode, _autograd_decode)
 register(_lib, "sparse_dots", _dots, _fake_dots, _shared_dots)
-register(_lib, "sparse_columns", _columns, _fake_columns, _whole)
-register(_lib, "sparse_outer", _outer, _fake_outer, _whole)
+register(_lib, "sparse_columns", _columns, _fake_columns, whole)
+register(_lib, "sparse_outer", _outer, _fake_outer, whole)
 # Not the lists: both weights' gradients ask for the same, and in a graph the operator is called once.
 for _name, _kernels, _applies in (
     (
