@@ -91,9 +91,10 @@ class RowsMatch:
         number = 0.0 if isinstance(found.alpha, fx.Node) else found.alpha
         if tensor is not None and not isinstance(fake(tensor), torch.Tensor):
             shape = (1,) * fake(found.source).dim()  # a number that is known when it runs
-            tensor = e.method("new_full", found.source, shape, tensor, dtype=torch.float32)
+            dtype = torch.promote_types(fake(source).dtype, torch.float32)
+            tensor = e.method("new_full", found.source, shape, tensor, dtype=dtype)
         if tensor is not None:
-            tensor = above_one(e, tensor)
+            tensor = above_one(e, tensor, fake(source).dtype)
         given = (source, tensor, number, found.dim)
         given += (found.undefined,) if found.undefined else ()
         p = e.call(torch.ops.sparse_inductor.entmax.default, *given)

@@ -34,9 +34,11 @@ def test_one_head_of_three(program, dtype):
     softmax = torch.softmax(q @ q.mT, -1)
     softmax = softmax @ q if program is attention else softmax
     right = torch.cat([softmax[:, :1], program(q, a)[:, 1:]], 1)
-    close = (
-        {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
-    )
+    close = {
+        torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
+        torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+        torch.float64: {"rtol": 1e-8, "atol": 1e-9},
+    }[dtype]
     torch.testing.assert_close(got, right, **close)
     wanted = torch.autograd.grad(right.float().square().sum(), (q, a))
     if dtype != torch.bfloat16:

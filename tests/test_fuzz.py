@@ -62,6 +62,19 @@ def test_what_is_documented_of_a_rewrite_is_what_it_is_compared_with():
     assert program.documented().steps[2] == steps[2]
 
 
+def test_a_tensor_alpha_of_one_is_compared_with_softmax():
+    pytest.importorskip("entmax")
+    step = Step("p1 = entmax_bisect(z0, alpha0, dim=-1)")
+    alpha = torch.tensor([1.0, 1.5])[:, None].requires_grad_()
+    names = {**vars(vocabulary), "z0": torch.randn(2, 5), "alpha0": alpha}
+    exec(Program(0, (), (step,), ("p1",)).documented().steps[0].text, names)
+    got, z = names["p1"], names["z0"]
+    torch.testing.assert_close(got[0], z[0].softmax(-1))
+    torch.testing.assert_close(got[1], vocabulary.entmax_bisect(z, alpha, dim=-1)[1])
+    got.square().sum().backward()
+    assert alpha.grad[0] == 0 != alpha.grad[1]
+
+
 def test_a_program_with_branches_is_run_with_other_roundings():
     program = Program(
         0, (Input("x", (4,)),), (Step("y = x * 3", part="branch 1"),), ("y",), training=True

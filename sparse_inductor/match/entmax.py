@@ -184,12 +184,13 @@ def _sane(alpha: float, node: fx.Node) -> float:
     return alpha
 
 
-def above_one(e: Emitter, alpha: fx.Node) -> fx.Node:
+def above_one(e: Emitter, alpha: fx.Node, computed: torch.dtype) -> fx.Node:
     """A tensor alpha as the operators take it: where a learned one has been rounded to 1, which is softmax, it is the
-    least number above 1 whose probabilities are softmax's to rounding, and has no gradient."""
-    if fake(alpha).dtype not in (torch.float32, torch.float64):
-        alpha = e.cast(alpha, torch.float32)
-    return e.call(torch.where, e.call(operator.eq, alpha, 1), 1 + 2**-20, alpha)
+    number above 1 whose probabilities, computed in that dtype, are nearest to softmax's, and has no gradient."""
+    computed = torch.promote_types(computed, torch.float32)
+    alpha = e.cast(alpha, torch.promote_types(fake(alpha).dtype, computed))
+    above = 1 + (2**-34 if computed == torch.float64 else 2**-20)
+    return e.call(torch.where, e.call(operator.eq, alpha, 1), above, alpha)
 
 
 # Written out

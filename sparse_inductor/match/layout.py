@@ -140,10 +140,10 @@ class Attention:
         if not isinstance(alpha, fx.Node):
             return None, alpha
         if self.alpha is not None:
-            return above_one(e, self._beside(e, self.alpha)), 0.0
-        one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=torch.float32)
-        one = above_one(e, one)
-        return one, 0.0  # a number that is known when it runs
+            return above_one(e, self._beside(e, self.alpha), self.dtype), 0.0
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=dtype)
+        return above_one(e, one, self.dtype), 0.0  # a number that is known when it runs
 
     def _scaled(
         self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed

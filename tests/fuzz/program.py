@@ -22,11 +22,12 @@ STAGES = ("graph", "aot", "codegen")
 """How far a program is compiled: Dynamo's rewritten graph is run as it is, with eager's autograd; AOTAutograd and
 Inductor's passes follow, and ATen runs the result; or Inductor's generated code does."""
 
-_RECTIFIED = {
+_DOCUMENTED = {
     re.compile(r"\b(\w+) \* \(\1 > ([\d.]+)\)"): r"above_minus_infinity(\1) * (\1 > \2)",
     re.compile(
         r"\b(\w+) \+ \1\.abs\(\)"
     ): r"2.0 * torch.maximum(\1, torch.zeros((), dtype=\1.dtype))",
+    re.compile(r"\bentmax_bisect\((?=\w+, alpha)"): "softmax_at_one(",
 }
 
 Size = int | str
@@ -102,9 +103,10 @@ class Program:
         return tuple(dict.fromkeys(s.hazard for s in self.steps if s.hazard))
 
     def documented(self) -> Program:
-        """The program as a rewrite is documented to compute it: x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0)."""
+        """The program as a rewrite is documented to compute it: x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), and
+        a tensor alpha that is 1 makes softmax."""
         steps = self.steps
-        for spelled, meant in _RECTIFIED.items():
+        for spelled, meant in _DOCUMENTED.items():
             texts = [spelled.sub(meant, s.text) for s in steps]
             steps = tuple(dataclasses.replace(s, text=text) for s, text in zip(steps, texts))
         return self if steps == self.steps else dataclasses.replace(self, steps=steps)

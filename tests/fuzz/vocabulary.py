@@ -72,6 +72,11 @@ def above_minus_infinity(x):
     return x.masked_fill(x == -torch.inf, 0.0)
 
 
+def softmax_at_one(x, alpha, dim):
+    one = alpha == 1
+    return torch.where(one, x.softmax(dim), entmax_bisect(x, alpha.masked_fill(one, 2.0), dim))
+
+
 # --- Autograd Functions ---------------------------------------------------------------------------
 
 
