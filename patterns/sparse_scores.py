@@ -199,6 +199,8 @@ class SparseScores:
             "scores": expected_elements(fake(s.node).shape),
             "products": products,
             "entries": products // max(1, queries),
+            "documents": expected_elements(fake(s.node).shape) // max(1, queries),
+            "best": 0 if match.top is None else expected(match.top.k),
         }
         match.guarded = False
         changing = look_up(NAME, device, **sizes, constant=0)
@@ -227,7 +229,7 @@ class SparseScores:
             sizes = [*map(static_size, (*query.shape, *ids.shape))]
             if None in sizes:
                 return None
-            return unrest_of(query.device, query.shape[-1], ids.shape, query.shape[:-1])
+            return unrest_of(query.device, query.shape[-1], ids.shape)
         except IndexError:  # the first of what all queries share is taken
             raise Decline("the batch of queries is empty", anchor) from None
         except (RuntimeError, TypeError, ValueError) as error:

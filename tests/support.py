@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparse_inductor import break_even
 from sparse_inductor.accuracy import TOLERANCE, compare, tensors_in, to_double
 from sparse_inductor.testing import Compiled, compile_without_codegen
 
@@ -45,6 +46,16 @@ def only(*patterns: str) -> Iterator[Any]:
     finally:
         sparse_inductor.disable()
         torch._dynamo.reset()
+
+
+def index_pays(monkeypatch: pytest.MonkeyPatch, most: dict[str, int] | None = None) -> None:
+    """Have an index of documents that stay the same count as faster than scoring, up to such sizes."""
+    rows = [
+        break_even.Row("sparse_scores", where, below, "", "", {"constant": 1}, sizes)
+        for where in ("cpu", "cuda")
+        for below, sizes in ((1, most or {}), (0, {}))
+    ]
+    monkeypatch.setattr(break_even, "TABLE", (*rows, *break_even.TABLE))
 
 
 def only_splade_head() -> contextlib.AbstractContextManager[Any]:

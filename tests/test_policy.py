@@ -275,8 +275,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("operator", "sizes", "below"),
     [
-        ("sparse_scores", {"queries": 1, "scores": 1000, "products": 64_000}, 0),
-        ("sparse_scores", {"queries": 32, "scores": 320_000, "products": 20_480_000}, 1),
+        ("sparse_scores", {"queries": 1, "products": 64_000, "constant": 0}, 0),
+        ("sparse_scores", {"queries": 32, "products": 20_480_000, "constant": 0}, 1),
+        ("sparse_scores", {"queries": 1, "documents": 4096, "constant": 1}, 1),
+        ("sparse_scores", {"queries": 8, "documents": 4096, "constant": 1}, 0),
         ("entmax", {"elements": 1024}, 0),
         ("entmax_attention", {"scores": 1 << 20}, 1),
         ("relu_ffn", {"tokens": 64, "weight": 1 << 24, "bits": 32, "training": 0}, 0),

@@ -15,7 +15,7 @@ from sparse_inductor.kernels import replay
 from sparse_inductor.kernels import sparse_scores_search as kernel
 from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops import sparse_scores
-from support import only
+from support import index_pays, only
 
 pytestmark = pytest.mark.gpu
 
@@ -254,7 +254,7 @@ def test_queries_of_many_terms_and_large_vocabularies(terms):
 def test_documents_that_stay_the_same_are_searched(monkeypatch):
     """By an index, on any stream, until a write; a CUDA graph captures the operator itself."""
     monkeypatch.setattr(cached, "ON_THE_SPOT", 1 << 40)
-    monkeypatch.setattr(cached, "MARGIN", 0.0)
+    index_pays(monkeypatch)
     cached.forget()
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, V, (40000, 16), generator=g).cuda()
@@ -302,6 +302,7 @@ def test_documents_that_stay_the_same_are_searched(monkeypatch):
 
 def test_an_index_is_built_beside_the_capture_of_a_cuda_graph(monkeypatch):
     monkeypatch.setattr(cached, "ON_THE_SPOT", 0)
+    index_pays(monkeypatch)
     cached.forget()
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(0, V, (200_000, 32), generator=g).cuda()

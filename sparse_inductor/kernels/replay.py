@@ -256,7 +256,8 @@ class _Recording(TorchDispatchMode):
         self._passed: set[int] = set()  # which of them an ATen operator was given
         self._divided: set[int] = set()  # which of them were used from a later element on
         self._steps: list[_Step] = []
-        self._why = "" if all(t.device == self._device for t in inputs) else "several devices"
+        here = all(t.device == self._device or t.is_pinned() for t in inputs)
+        self._why = "" if here else "several devices"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

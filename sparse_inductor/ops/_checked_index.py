@@ -7,16 +7,19 @@ first.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .. import compat
 from . import _sparse_scores_aten as aten
 from ._csr import csr
 from ._dispatch import call_below_autograd
 from .index_search import search_cuda
+
+if TYPE_CHECKING:
+    from ..kernels.sparse_scores_checksum import Slot
 
 __all__ = ["CheckedIndex", "Documents", "Found"]
 
@@ -44,77 +47,82 @@ class CheckedIndex:
         from ..index import SparseIndex
 
         device = documents[0].device
-        self._slots: list[tuple[Any, torch.cuda.Event]] = []
+        self._slots: list[Slot] = []
+        self._sites: dict[Any, tuple[Any, Any]] = {}
         self._streams: set[int] = set()
         stream = None if ready is None else torch.cuda.Stream(device)
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
             if stream is not None:
                 stream.wait_event(ready)
-            self._keys = _keys(device)
             matrix = _matrix(documents, num_docs, query.shape[-1], lookup)
+            self._keys = _keys(device)
             self._index = SparseIndex.build(matrix, device=device)
             postings, counts, barred = self._index.operands()
             self._operands = list(postings), list(counts), barred
+            self._sums: list[int] = []
             query = _plain(query)
-            self._sums = self._begin(query, documents)()[0]
+            for _ in range(2):  # the second time launches are recorded
+                sums, _, _ = self._read(query, documents, k)
+            self._sums = sums
             if stream is not None:
-                self._found(query, k)
                 stream.synchronize()
         self.nbytes = sum(self._index.nbytes.values())
 
     def search(self, query: Tensor, documents: Documents, k: int) -> tuple[Found | None, bool]:
         """The k best, or None for a query with weights that are not finite; and whether the documents are those that
         the index was built of, without which nothing is found."""
-        query = _plain(query)
-        end = self._begin(query, documents)
-        if query.is_cuda:
-            self._use_on(torch.cuda.current_stream(query.device))
-            # Launched while the GPU reads the documents.
-            found: Found | None = self._found(query, k)
-            sums, finite = end()
-        else:
-            sums, finite = end()
-            found = self._found(query, k) if finite and sums == self._sums else None
+        sums, finite, found = self._read(_plain(query), documents, k)
         same = sums == self._sums
         return (found if same and finite else None), same
 
-    def _found(self, query: Tensor, k: int) -> Found:
-        op = torch.ops.sparse_inductor.index_search
-        return call_below_autograd(op, search_cuda, (query, *self._operands, k))
-
-    def _begin(self, query: Tensor, documents: Documents) -> Callable[[], tuple[list[int], bool]]:
-        """Have checksums made; what waits for them says whether the query is finite as well."""
+    def _read(
+        self, query: Tensor, documents: Documents, k: int
+    ) -> tuple[list[int], bool, Found | None]:
+        """The checksums of documents, whether the query is finite, and what is found if both are as they have to be."""
         if query.is_cuda:
-            from ..kernels import sparse_scores_checksum as kernel
-
-            try:
-                slot, event = self._slots.pop()
-            except IndexError:
-                slot, event = kernel.Slot.on(query.device), torch.cuda.Event()
-            kernel.checksum(slot, documents, query, self._keys)
-            event.record()
-
-            def end() -> tuple[list[int], bool]:
-                event.synchronize()
-                *sums, lost = slot.told.tolist()
-                self._slots.append((slot, event))
-                return sums, not lost
-
-            return end
+            return self._read_on_gpu(query, documents, k)
         from ..kernels import sparse_scores_cpu as native
 
         if not native.ready(wait=True):
             raise RuntimeError("there is no C++ compiler for checksums")
         sums = [s for t in documents if t is not None for s in native.checksum(t, self._keys)]
-        return lambda: (sums, bool(torch.isfinite(query).all()))
+        finite = bool(torch.isfinite(query).all())
+        if not finite or sums != self._sums:
+            return sums, finite, None
+        op = torch.ops.sparse_inductor.index_search
+        found: Found = call_below_autograd(op, search_cuda, (query, *self._operands, k))
+        return sums, finite, found
 
-    def _use_on(self, stream: torch.cuda.Stream) -> None:
-        """Keep the index's memory until a stream that searches it is done with it."""
-        if stream.cuda_stream in self._streams:
+    def _read_on_gpu(
+        self, query: Tensor, documents: Documents, k: int
+    ) -> tuple[list[int], bool, Found]:
+        from ..kernels import sparse_scores_checksum as kernel
+        from ..kernels.replay import Site
+
+        sizes = query.shape, k
+        if sizes not in self._sites:
+            self._sites[sizes] = Site(kernel.checksum), Site(search_cuda)
+        checksum, search = self._sites[sizes]
+        self._keep_on(query.device)
+        slot = self._slots.pop() if self._slots else kernel.Slot.on(query.device)
+        checksum(query, documents, self._keys, slot.totals, slot.told)
+        slot.event.record()
+        found: Found = search(
+            query, *self._operands, k
+        )  # launched while the GPU reads the documents
+        slot.event.synchronize()
+        *sums, lost = slot.told.tolist()
+        self._slots.append(slot)
+        return sums, not lost, found
+
+    def _keep_on(self, device: torch.device) -> None:
+        """Keep the index's memory until the current stream is done with it."""
+        stream = compat.raw_stream(device)
+        if stream in self._streams:
             return
         for t in (*self._operands[0], self._operands[2]):
-            t.record_stream(stream)
-        self._streams.add(stream.cuda_stream)
+            t.record_stream(torch.cuda.current_stream(device))
+        self._streams.add(stream)
 
 
 def _plain(query: Tensor) -> Tensor:

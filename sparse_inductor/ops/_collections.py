@@ -14,7 +14,6 @@ import functools
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..break_even import look_up
 from ..findings import bytes_text, count_text
 from ._checked_index import CheckedIndex, Documents, Found
 
@@ -44,14 +44,8 @@ free."""
 
 PATIENCE = 8
 """Calls in a row with unchanged documents after which an index is built."""
-LEAST = 1 << 16
-"""Entries below which scoring takes no longer than a checksum and a search."""
 ON_THE_SPOT = 1 << 18
 """Entries up to which an index is built by the call that finds it due."""
-RECHECK = 1024
-"""Searches after which index and operator are timed again."""
-MARGIN = 1.15
-"""How many times faster the index has to be: unlike the operator it waits for the GPU."""
 RESTLESS = 32
 """Calls with changed documents after which scoring goes back to as written, and one more for so many searches."""
 
@@ -61,38 +55,50 @@ def collection_of(
     documents: Documents,
     held: int,
     num_docs: int,
+    k: int,
     out_dtype: torch.dtype,
     lookup: str,
 ) -> Collection | None:
-    """What is known of the documents of a call (ids, values, rows, offsets); None where no index can serve it.
+    """What is known of the documents of a call (ids, values, rows, offsets); None where no index can serve it, or none
+    would be faster.
 
     held: a bit for each of the documents' tensors that may be the same one at the next call; what the others hold is
     left to the checksum.
     """
     ids, values = documents[:2]
-    if ids.numel() < LEAST or out_dtype != torch.float32 or values.dtype == torch.float64:
+    if out_dtype != torch.float32 or values.dtype == torch.float64:
+        return None
+    queries = query.shape[0] if query.dim() == 2 else 1
+    if not _pays(query.device, queries, num_docs, ids.numel(), k):
         return None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    storages = _storages(documents, held)
+    storages = [t.untyped_storage() for t in _held(documents, held)]
     key = (
         query.device, query.shape[-1], num_docs, lookup, held, *map(id, storages),
         *(None if t is None else (t.storage_offset(), t.shape, t.stride(), t.dtype) for t in documents),
     )  # fmt: skip
     found = _known.get(key)
-    if found is not None and found.holds(storages):
+    if found is not None and found.lies_in(storages):
         return found
     if memory_limit() == 0 or not storages:
         return None
     if not all(t is None or _is_dense(t) for t in documents):
         return None
     found = Collection(documents, held, num_docs, query.shape[-1], lookup)
-    found.unrest(query).changed += 1
+    found.unrest.changed += 1
     with _lock:
         _known[key] = found
     for storage in storages:  # the index goes with the documents
         weakref.finalize(storage, _drop, key, found).atexit = False
     return found
+
+
+@functools.cache
+def _pays(device: torch.device, queries: int, documents: int, entries: int, k: int) -> bool:
+    """Whether a checksum and a search are faster than scoring."""
+    sizes = {"queries": queries, "documents": documents, "entries": entries, "best": k}
+    return look_up("sparse_scores", device, **sizes, constant=1).below > 0
 
 
 def collections() -> list[Collection]:
@@ -106,6 +112,7 @@ def forget() -> None:
     with _lock:
         _known.clear()
         _unrest.clear()
+    _pays.cache_clear()
 
 
 def memory_limit() -> int | None:
@@ -130,28 +137,26 @@ class Collection:
         self.num_docs, self.num_terms, self.lookup = num_docs, num_terms, lookup
         self.device = documents[0].device
         self.searches = self.changes = 0
-        self.why = ""
-        self._shape = documents[0].shape
-        self._held = held
-        self._storages = [weakref.ref(s) for s in _storages(documents, held)]
+        self._shape, self._held = documents[0].shape, held
+        self._storages = [weakref.ref(t.untyped_storage()) for t in _held(documents, held)]
         self._versions = self._versions_of(documents)
         self._calls, self._patience = 0, PATIENCE
         self._built: CheckedIndex | None = None
         self._building = False
-        self._period = 0  # of unchanged documents
-        self._trials: dict[Hashable, _Trial] = {}  # by the sizes of queries and k
+        self._why = ""  # there is no index, and none will be built
         self._lock = threading.Lock()
 
-    def holds(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether the documents lie in these."""
+    def lies_in(self, storages: Sequence[torch.UntypedStorage]) -> bool:
+        """Whether the documents are in these."""
         return all(ref() is storage for ref, storage in zip(self._storages, storages))
 
     def _versions_of(self, documents: Documents) -> tuple[int, ...]:
         return tuple(0 if t.is_inference() else t._version for t in _held(documents, self._held))
 
-    def unrest(self, query: Tensor) -> Unrest:
-        """Of such documents for so many queries."""
-        return unrest_of(self.device, self.num_terms, self._shape, query.shape[:-1])
+    @property
+    def unrest(self) -> Unrest:
+        """Of documents of this shape."""
+        return unrest_of(self.device, self.num_terms, self._shape)
 
     @property
     def nbytes(self) -> int:
@@ -161,15 +166,11 @@ class Collection:
     @property
     def note(self) -> str:
         """Why documents are scored rather than searched; empty where they are searched."""
-        built = self._built
-        if built is None:
-            return (
-                self.why
-                or f"an index is built after {self._patience} calls with the same documents"
-            )
-        if not self._trials or any(t.pays for t in self._trials.values()):
+        if self._built is not None:
             return ""
-        return "scoring takes no longer than a checksum and a search"
+        return (
+            self._why or f"an index is built after {self._patience} calls with the same documents"
+        )
 
     def __str__(self) -> str:
         what = f"{self.num_docs:,} documents on {self.device}"
@@ -194,134 +195,78 @@ class Collection:
     ) -> Found:
         """The k best documents: from the index where it is that of these documents, else what `written` finds."""
         built, versions = self._built, self._versions_of(documents)
-        if built is None or versions != self._versions:
-            self._watch(query, documents, versions, k)
-            return written()
-        try:
-            sizes = query.shape, k.bit_length()
-            trial = self._trials.get(sizes)
-            if trial is None:
-                trial = self._trials.setdefault(sizes, _Trial(self.unrest(query)))
-            if not trial.due():
+        if versions != self._versions:
+            self._changed(versions)
+        elif built is None:
+            self._count(query, documents, k)
+        else:
+            try:
+                found, same = built.search(query, documents, k)
+            except Exception as error:
+                self._refuse(f"searching its index failed: {type(error).__name__}: {error}")
                 return written()
-            search = lambda: built.search(query, documents, k)
-            found, same = trial.of(search, written, query) if trial.open else search()
-        except Exception as error:
-            self._refuse(f"searching its index failed: {type(error).__name__}: {error}")
-            return written()
-        if not same:
-            with self._lock:
-                self._forget(query, versions)
-        elif found is not None:
-            self.searches += 1
-            trial.unrest.searches += 1
-        return written() if found is None else found
+            if not same:
+                self._changed(versions)
+            elif found is not None:
+                self.searches += 1
+                self.unrest.searches += 1
+                return found
+        return written()
 
-    def _watch(
-        self, query: Tensor, documents: Documents, versions: tuple[int, ...], k: int
-    ) -> None:
+    def _changed(self, versions: tuple[int, ...]) -> None:
+        with self._lock:
+            if self._built is not None:
+                self.changes += 1
+                self._patience *= 2
+            self._built, self._calls, self._versions, self._why = None, 0, versions, ""
+            self.unrest.changed += 1
+
+    def _count(self, query: Tensor, documents: Documents, k: int) -> None:
         """Note a call without an index; the last of enough in a row builds one."""
         with self._lock:
-            if versions != self._versions:
-                self._forget(query, versions)
-                return
             self._calls += 1
-            if self._calls < self._patience or self._building or self.why:
+            if self._calls < self._patience or self._building or self._why:
                 return
             self._building = True
+        beside = documents[0].numel() > ON_THE_SPOT
+        beside = beside and not torch.are_deterministic_algorithms_enabled()
         try:
-            work = functools.partial(self._build, *_copied(query, documents), k, self._period)
-            if documents[0].numel() > ON_THE_SPOT:
-                work = functools.partial(self._build_beside, work)
-                threading.Thread(target=work, name="sparse_index_build").start()
+            args = *_copied(query, documents), k, self._versions, beside
+            if beside:
+                threading.Thread(target=self._build, args=args, name="sparse_index_build").start()
             else:
-                work()
+                self._build(*args)
         except RuntimeError as error:  # no memory for a copy, no thread
             self._refuse(f"no index can be built: {error}")
 
-    def _build_beside(self, build: Callable[[], None]) -> None:
-        """Build in a thread of its own, beside which the program may capture CUDA graphs."""
-        if self.device.type != "cuda" or compat.works_beside_captures():
-            build()
-        else:
-            self._refuse("this driver builds no index beside the capture of a CUDA graph")
-
-    def _build(self, query: Tensor, documents: Documents, ready: Any, k: int, period: int) -> None:
-        built: CheckedIndex | None = None
+    def _build(
+        self,
+        query: Tensor,
+        documents: Documents,
+        ready: torch.cuda.Event | None,
+        k: int,
+        versions: tuple[int, ...],
+        beside: bool,
+    ) -> None:
+        """beside: in a thread of its own, while the program may capture CUDA graphs."""
         try:
+            if beside and self.device.type == "cuda" and not compat.works_beside_captures():
+                raise RuntimeError("this driver allows none beside the capture of a CUDA graph")
             _check_memory(documents, self)
             built = CheckedIndex(query, documents, ready, k, self.num_docs, self.lookup)
         except Exception as error:
-            log.debug("no index of %s", self, exc_info=error)
-            self.why = (
-                str(error) if isinstance(error, _Refused) else f"no index can be built: {error}"
-            )
+            self._refuse(f"no index can be built: {error}")
+            return
         with self._lock:
             self._building = False
-            if self._period == period and built is not None:
+            if self._versions == versions:
                 self._built = built
                 log.info("sparse_scores: %s", self)
-
-    def _forget(self, query: Tensor, versions: tuple[int, ...]) -> None:
-        if self._built is not None:
-            self.changes += 1
-            self._patience *= 2
-        self._built, self._calls, self._versions, self.why = None, 0, versions, ""
-        self._period += 1
-        self._trials = {}
-        self.unrest(query).changed += 1
 
     def _refuse(self, why: str) -> None:
         log.debug("%s", why, exc_info=True)
         with self._lock:
-            self._built, self._building, self.why = None, False, why
-
-
-class _Refused(Exception):
-    """There is to be no index; says why."""
-
-
-class _Trial:
-    """Whether an index is faster than the operator for queries of one size, by the clock."""
-
-    def __init__(self, unrest: Unrest) -> None:
-        self.unrest = unrest
-        self.pays = self.open = True
-        self._left = RECHECK
-        self._lock = threading.Lock()
-
-    def due(self) -> bool:
-        """Whether a call is to be searched; a call that is due to be timed again is."""
-        self._left -= 1
-        if self._left < 0:
-            self._left, self.open = RECHECK, True
-        return self.pays or self.open
-
-    def of(
-        self, search: Callable[[], Any], written: Callable[[], Found], like: Tensor
-    ) -> tuple[Found | None, bool]:
-        """What `search` returns, after timing both; one thread does so."""
-        found, same = search()  # what has to be compiled is compiled then
-        if found is None or not same or not self._lock.acquire(blocking=False):
-            return found, same
-        try:
-            times = [(_timed(search, like), _timed(written, like)) for _ in range(3)]
-            index, operator = map(min, zip(*times))
-            self.pays, self.open = index * MARGIN < operator, False
-            self.unrest.slower = not self.pays
-        finally:
-            self._lock.release()
-        return found, same
-
-
-def _timed(run: Callable[[], object], like: Tensor) -> float:
-    """Seconds until the result is there."""
-    wait = torch.cuda.current_stream(like.device).synchronize if like.is_cuda else lambda: None
-    wait()
-    start = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - start
+            self._built, self._building, self._why = None, False, why
 
 
 def _copied(query: Tensor, documents: Documents) -> tuple[Tensor, Documents, Any]:
@@ -336,7 +281,7 @@ def _copied(query: Tensor, documents: Documents) -> tuple[Tensor, Documents, Any
 
 
 def _check_memory(documents: Documents, of: Collection) -> None:
-    """Raises _Refused where an index of these documents would take more memory than it may."""
+    """Raises MemoryError where an index of these documents would take more memory than it may."""
     entries, device = documents[0].numel(), documents[0].device
     # Rows and postings of 16 bytes an entry, and a table of the terms for each chunk of documents or segment.
     tables = 4 * (-(-of.num_docs >> 13) if device.type == "cuda" else 2 * -(-of.num_docs >> 17))
@@ -346,8 +291,8 @@ def _check_memory(documents: Documents, of: Collection) -> None:
     if limit is None:
         limit = (_free(device) + taken) // 4
     if wanted + taken > limit:
-        raise _Refused(
-            f"an index would take about {wanted >> 20:,} MiB, more than the limit of {limit >> 20:,} MiB leaves"
+        raise MemoryError(
+            f"it would take about {wanted >> 20:,} MiB, more than the limit of {limit >> 20:,} MiB leaves"
             f" ({MEMORY_VARIABLE})"
         )
 
@@ -376,32 +321,23 @@ def _held(documents: Documents, held: int) -> list[Tensor]:
     return [t for i, t in enumerate(documents) if t is not None and held >> i & 1]
 
 
-def _storages(documents: Documents, held: int) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in _held(documents, held)]
-
-
 @dataclasses.dataclass
 class Unrest:
-    """How often documents of one shape were found changed, how often an index of such served, and whether searching
-    that was slower than scoring."""
+    """How often documents of one shape were found changed, and how often an index of such served."""
 
     changed: int = 0
     searches: int = 0
-    slower: bool = False
 
     @property
     def why(self) -> str:
         """Why an index does not pay; empty where it may."""
-        if self.changed > RESTLESS + self.searches // RESTLESS:
-            return "documents change from call to call"
-        return "an index was not faster" if self.slower else ""
+        many = self.changed > RESTLESS + self.searches // RESTLESS
+        return "documents change from call to call" if many else ""
 
 
-def unrest_of(
-    device: torch.device, num_terms: int, ids: Sequence[int], queries: Sequence[int]
-) -> Unrest:
-    """That of all documents with ids of this shape, for so many queries, since the last `torch._dynamo.reset()`."""
-    key = compat.resets(), device.type, num_terms, tuple(ids), tuple(queries)
+def unrest_of(device: torch.device, num_terms: int, ids: Sequence[int]) -> Unrest:
+    """That of all documents with ids of this shape, since the last `torch._dynamo.reset()`."""
+    key = compat.resets(), device.type, num_terms, tuple(ids)
     return _unrest.setdefault(key, Unrest())
 
 

@@ -38,7 +38,7 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup
 
     if not (0 < k <= N and query.dim() in (1, 2) and query.numel() and query.dtype in FLOATS):
         return written()
-    collection = collection_of(query, documents, held, N, dtype, lookup)
+    collection = collection_of(query, documents, held, N, k, dtype, lookup)
     if collection is None:
         return written()
     scores, best = collection.topk(query, documents, k, written)
