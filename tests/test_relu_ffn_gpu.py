@@ -143,7 +143,7 @@ def test_the_current_stream_is_the_one_that_kernels_run_beside():
     want = relu_ffn(x, **w)
     replay.forget()
     torch.cuda.synchronize()
-    with torch.cuda.stream(_side_stream(x.device, True, False)):
+    with torch.cuda.stream(_side_stream(x.device, True)):
         for _ in range(4):
             assert torch.equal(relu_ffn(x, **w), want)
     torch.cuda.synchronize()

@@ -45,7 +45,7 @@ _sorts: dict[tuple[type, ...], _Sorts] = {}
 # Programs of many shapes start over here: a few hundred bytes each.
 _MOST_SEEN = 16384
 
-# Told of an event's place in a line of kernels: ("record" or "wait", the line, the event).
+# Told of an event that a stream records or waits for: ("record" or "wait", the stream, the event).
 Noted = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
 
 
@@ -224,11 +224,11 @@ def watched(told: LaunchSeen, noted: Noted, lost: Callable[[str], None]) -> Iter
             _watched, _noted = None, None
 
 
-def note(what: str, line: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-    """Say that an event was recorded in a line of kernels, or that it waits for one."""
+def note(what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Say that a stream recorded an event, or that it waits for one."""
     watch = _watched
     if _noted is not None and watch is not None and watch.thread == threading.get_ident():
-        _noted(what, line, event)
+        _noted(what, stream, event)
 
 
 class Bound(NamedTuple):

@@ -104,19 +104,18 @@ class TokenLists:
     def __init__(self, count: torch.Tensor, index: torch.Tensor, N: int) -> None:
         self._count, self._index = count, index
         M, cap = index.shape
-        self._marks = count.new_empty(triton.cdiv(M, WORD), N)
+        self._marks = count.new_zeros(triton.cdiv(M, WORD), N)
         self._before = torch.empty_like(self._marks)
         self.entry = count.new_empty(M * cap)
         self.start, self.total = count.new_empty(N), count.new_empty(N)
 
     def fill(self) -> None:
-        """Launch what makes the lists."""
+        """Launch what makes the lists, once."""
         count, index, marks, before = self._count, self._index, self._marks, self._before
         words, N = marks.shape
         M, cap = index.shape
         block = triton.next_power_of_2(cap)
         warps = 1 if block <= 128 else 4
-        marks.zero_()
         _mark_kernel[(M,)](count, index, marks, N, CAP=cap, BLOCK=block, num_warps=warps)
         bn = 32
         _count_kernel[(triton.cdiv(N, bn),)](
@@ -236,15 +235,11 @@ def backward(
     first_part, *other_parts = chunks(len(x), N, CHUNK)
     lists, first = TokenLists(packed.count, packed.index, N), heavy_of(first_part)
     # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
-    with (
-        Branch(x.device, urgent=True) as ahead,
-        Branch(x.device, urgent=True, second=True) as branch,
-    ):
-        with ahead.beside():
+    with Branch(x.device, urgent=True) as branch:
+        with branch.beside():
             if by_gate or by_up or by_down:
                 lists.fill()
-            filled = ahead.mark()
-        with branch.beside():
+            filled = branch.mark()
             first.make()
         table, _ = rows.by_neuron(b.down)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
@@ -256,7 +251,7 @@ def backward(
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
-        ahead.wait(filled)
+        branch.wait(filled)
         if by_gate or by_up:
             sums_by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.

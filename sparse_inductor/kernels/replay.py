@@ -7,7 +7,7 @@ third on that is done again with the new tensors' addresses, out of one allocati
 
 A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `Branch` or a
 tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to
-allocate, whose kernels take longer than the host. Of operators with several lines of kernels the host has the most to
+allocate, whose kernels take longer than the host. Of operators that use several streams the host has the most to
 do, and next to nothing is freed on the way: for them there are limits of their own.
 """
 
@@ -34,10 +34,10 @@ log = logging.getLogger(__name__)
 
 # Bytes that are not returned: what is freed on the way is not used again in a replayed call.
 MOST_SCRATCH = 64 * 2**20
-MOST_SCRATCH_OF_LINES = 1024 * 2**20
+MOST_SCRATCH_MULTISTREAM = 1024 * 2**20
 # Bytes that the recorded call may keep until its end, once.
 MOST_KEPT = 256 * 2**20
-MOST_KEPT_OF_LINES = 2048 * 2**20
+MOST_KEPT_MULTISTREAM = 2048 * 2**20
 # Programs of many shapes start over here: some kilobytes each.
 MOST_PLANS = 1024
 # What addresses may have in common with those recorded: kernels align their own buffers up to this, but for what they
@@ -71,10 +71,10 @@ def forget() -> None:
     _plans.clear()
 
 
-def replayed(fn: Callable[..., Any], lines: bool = False) -> Callable[..., Any]:
+def replayed(fn: Callable[..., Any], multistream: bool = False) -> Callable[..., Any]:
     """Decorates the device function of an operator: arguments are tensors, None, numbers, strings, dtypes and lists
     of these; it returns new tensors, None, or tuples and lists of them, and decides by nothing but the arguments'
-    layouts and `compat.launch_settings`. lines: it has several lines of kernels."""
+    layouts and `compat.launch_settings`. multistream: it launches on several streams."""
 
     last: tuple[list[Hashable], Any] = [], None
 
@@ -91,7 +91,7 @@ def replayed(fn: Callable[..., Any], lines: bool = False) -> Callable[..., Any]:
             settled = (fn, *key)
             plan = _plans.get(settled)
             if type(plan) is not _Plan:
-                return _first(fn, args, settled, plan, inputs, lines)
+                return _first(fn, args, settled, plan, inputs, multistream)
             last = key, plan
         return fn(*args) if launches.hooked() else plan.run(inputs, addresses)
 
@@ -99,11 +99,16 @@ def replayed(fn: Callable[..., Any], lines: bool = False) -> Callable[..., Any]:
 
 
 def _first(
-    fn: Callable[..., Any], args: Any, key: Hashable, found: Any, inputs: list[Tensor], lines: bool
+    fn: Callable[..., Any],
+    args: Any,
+    key: Hashable,
+    found: Any,
+    inputs: list[Tensor],
+    multistream: bool,
 ) -> Any:
     """A call that there is no plan for: found is _ONCE where it is the second one."""
     if found is _ONCE:
-        return _record(fn, args, key, inputs, lines)
+        return _record(fn, args, key, inputs, multistream)
     if key not in _plans:
         if len(_plans) >= MOST_PLANS:
             forget()
@@ -144,12 +149,12 @@ def _describe(
 class Site:
     """A call in generated code, whose arguments never differ but in the tensors' addresses and what they hold.
 
-    fn, lines: what `replayed` takes. Once there is a plan it is looked up no more: only the addresses' alignment is,
-    and what else a plan depends on.
+    fn, multistream: what `replayed` takes. Once there is a plan it is looked up no more: only the addresses' alignment
+    is, and what else a plan depends on.
     """
 
-    def __init__(self, fn: Callable[..., Any], lines: bool = False) -> None:
-        self._fn, self._usual = fn, replayed(fn, lines)
+    def __init__(self, fn: Callable[..., Any], multistream: bool = False) -> None:
+        self._fn, self._usual = fn, replayed(fn, multistream)
         self._plan: _Plan | None = None
         self._hopeful = True  # until there turns out to be no plan
         self._tensors: Callable[[Any], Sequence[Tensor]] = tuple
@@ -219,13 +224,13 @@ class _View(NamedTuple):
 
 
 def _record(
-    fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], lines: bool
+    fn: Callable[..., Any], args: Any, key: Hashable, inputs: list[Tensor], multistream: bool
 ) -> Any:
     """Make the call and keep its plan, or that it has none."""
     if not _one_at_a_time.acquire(blocking=False):
         return fn(*args)
     try:
-        recording = _Recording(inputs, lines)
+        recording = _Recording(inputs, multistream)
         with recording, launches.watched(recording.launched, recording.noted, recording.lost):
             result = fn(*args)
         try:
@@ -241,14 +246,14 @@ def _record(
 class _Recording(TorchDispatchMode):
     """What a call does, in order."""
 
-    def __init__(self, inputs: list[Tensor], lines: bool) -> None:
+    def __init__(self, inputs: list[Tensor], multistream: bool) -> None:
         super().__init__()
         self._inputs = inputs
-        self._most_kept = MOST_KEPT_OF_LINES if lines else MOST_KEPT
-        self._most_scratch = MOST_SCRATCH_OF_LINES if lines else MOST_SCRATCH
+        self._most_kept = MOST_KEPT_MULTISTREAM if multistream else MOST_KEPT
+        self._most_scratch = MOST_SCRATCH_MULTISTREAM if multistream else MOST_SCRATCH
         self._device = inputs[0].device
-        # Lines of kernels, the current stream's first, and what they wait for.
-        self._lines = {compat.raw_stream(self._device): 0}
+        # Streams by handle, the current one's first, and events that they wait for.
+        self._numbers = {compat.raw_stream(self._device): 0}
         self._streams: list[torch.cuda.Stream] = []
         self._events: list[torch.cuda.Event] = []
         self._made: list[Tensor] = []  # kept, so that no address is given out twice
@@ -280,19 +285,19 @@ class _Recording(TorchDispatchMode):
             raise _Unplannable("too much memory")
 
     def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        line = self._line(compat.raw_stream(self._device))
+        stream = self._stream(compat.raw_stream(self._device))
         if func in _OF_DTYPES:
             return
         if func.namespace != "aten" or not _SIZES_FROM_DATA.isdisjoint(func.tags):
             raise _Unplannable("what it returns is not known beforehand")
         named = {name: self._views(v) for name, v in kwargs.items()}
-        call = _Call(func, self._views(args), named, line)
+        call = _Call(func, self._views(args), named, stream)
         results = out if isinstance(out, (tuple, list)) else (out,)
         for i, t in enumerate(results):
             if not isinstance(t, Tensor):
                 raise _Unplannable("a number: what follows may depend on it")
             if not self._known(t):
-                if line:
+                if stream:
                     raise _Unplannable("a new tensor on another stream")
                 self._results.add(len(self._made))
                 self._keep(t)
@@ -324,11 +329,11 @@ class _Recording(TorchDispatchMode):
         if not self._why:
             self._give_up(why)
 
-    def _line(self, stream: int) -> int:
-        line = self._lines.get(stream)
-        if line is None:
+    def _stream(self, handle: int) -> int:
+        number = self._numbers.get(handle)
+        if number is None:
             raise _Unplannable("another stream")
-        return line
+        return number
 
     def launched(
         self, compiled: Any, grid: tuple[int, ...], stream: int, args: Sequence[Any]
@@ -337,28 +342,28 @@ class _Recording(TorchDispatchMode):
         if self._why:
             return
         try:
-            line = self._line(stream)
-            self._steps.append(_Launch(compiled, grid, args, self._locate, line))
+            number = self._stream(stream)
+            self._steps.append(_Launch(compiled, grid, args, self._locate, number))
         except _Unplannable as why:
             self._give_up(f"{compiled.name}: {why}")
 
     def noted(self, what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """An event of one line is recorded, or a line waits for it; one that has not done anything yet begins so."""
+        """An event is recorded in a stream, or a stream waits for it, which is how a second one begins."""
         if self._why:
             return
         known = [i for i, e in enumerate(self._events) if e is event]
         try:
             if what == "record":
-                line, known = self._line(stream.cuda_stream), [len(self._events)]
+                number, known = self._stream(stream.cuda_stream), [len(self._events)]
                 self._events.append(event)
             elif not known:
                 raise _Unplannable("an event from elsewhere")
-            elif stream.cuda_stream not in self._lines:
-                line = self._lines[stream.cuda_stream] = len(self._lines)
+            elif stream.cuda_stream not in self._numbers:
+                number = self._numbers[stream.cuda_stream] = len(self._numbers)
                 self._streams.append(stream)
             else:
-                line = self._line(stream.cuda_stream)
-            self._steps.append(_Event(what, known[0], line))
+                number = self._stream(stream.cuda_stream)
+            self._steps.append(_Event(what, known[0], number))
         except _Unplannable as why:
             self._give_up(str(why))
 
@@ -490,8 +495,8 @@ class _Writer:
     """Writes a plan's function: what has no loop and looks nothing up costs the host the launches and little more.
 
     Bases are tensors t0, t1, ... that begin at addresses b0, b1, ...: the inputs, what is allocated, scratch memory of
-    so many bytes, what ATen operators return. given, allocated, results: their layouts. streams: the lines of kernels
-    beside the current stream, line0; their handles are stream0, stream1, ...
+    so many bytes, what ATen operators return. given, allocated, results: their layouts. streams: those
+    beside the current one, stream0; their handles are handle0, handle1, ...
     """
 
     def __init__(
@@ -508,14 +513,14 @@ class _Writer:
             "empty": compat.allocator(device),
             "view": _view_of,
             "piece": _piece_of,
-            "stream_of": compat.stream_getter(device),
-            "line_of": functools.partial(torch.cuda.current_stream, device),
+            "handle_of": compat.stream_getter(device),
+            "stream_of": functools.partial(torch.cuda.current_stream, device),
             "on": torch.cuda.stream,
             "event": torch.cuda.Event,
             "join": _join,
         }
         for i, stream in enumerate(streams, 1):
-            self._names |= {f"line{i}": stream, f"stream{i}": stream.cuda_stream}
+            self._names |= {f"stream{i}": stream, f"handle{i}": stream.cuda_stream}
         self._inputs, self._allocated, self._size = len(given), allocated, scratch
         self._layouts = dict(enumerate([*given, *allocated, None, *results]))
         self._scratch = len(given) + len(allocated)
@@ -540,16 +545,16 @@ class _Writer:
                 f"t{i} = empty({self._all(layout)})",
                 f"b{i} = -(-t{i}.data_ptr() // {_PAGE}) * {_PAGE}",
             ]
-        lines.append("stream0 = stream_of()")
+        lines.append("handle0 = handle_of()")
         if any(isinstance(step, _Event) for step in steps):
-            lines.append("line0 = line_of()")
+            lines.append("stream0 = stream_of()")
         work = [line for step in steps for line in step.written(self)]
         if self._beside:
-            # What the other lines use is not freed before they are done, where a call ends by an error either.
+            # What the other streams use is not freed before they are done, where a call ends by an error either.
             lines += ["try:", *(f"    {line}" for line in work)]
             work = [
                 "except BaseException:",
-                f"    join(line0, {_listed('line', self._beside)})",
+                f"    join(stream0, {_listed('stream', self._beside)})",
                 "    raise",
             ]
         lines += work
@@ -630,9 +635,9 @@ def _listed(letter: str, numbers: Sequence[int]) -> str:
     return "".join(f"{letter}{i}, " for i in numbers)
 
 
-def _join(line: torch.cuda.Stream, *others: torch.cuda.Stream) -> None:
+def _join(stream: torch.cuda.Stream, *others: torch.cuda.Stream) -> None:
     for other in others:
-        line.wait_event(other.record_event())
+        stream.wait_event(other.record_event())
 
 
 def _view_of(t: Tensor, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -650,8 +655,8 @@ def _piece_of(scratch: Tensor, start: int, size: Any, stride: Any, dtype: torch.
 class _Call:
     """An ATen operator's call; `new` are those of its results that it allocated."""
 
-    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], line: int) -> None:
-        self._func, self._args, self._kwargs, self._line = func, args, kwargs, line
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], stream: int) -> None:
+        self._func, self._args, self._kwargs, self._stream = func, args, kwargs, stream
         self.new: list[int] = []
 
     def move(self, moved: Callable[[_At], _At]) -> None:
@@ -672,8 +677,8 @@ class _Call:
         given = [*map(expression, self._args)]
         given += [f"{name}={expression(v)}" for name, v in self._kwargs.items()]
         lines = [f"out = {writer.named(self._func)}({', '.join(given)})"]
-        if self._line:
-            return [f"with on(line{self._line}): {lines[0]}"]
+        if self._stream:
+            return [f"with on(stream{self._stream}): {lines[0]}"]
         several = len(compat.schema(self._func).returns) > 1
         for i in self.new:
             n = writer.result()
@@ -722,9 +727,9 @@ class _Launch:
         grid: tuple[int, ...],
         args: Sequence[Any],
         locate: Callable[[Tensor], _At | None],
-        line: int,
+        stream: int,
     ) -> None:
-        self._compiled, self._grid, self._line = compiled, grid, line
+        self._compiled, self._grid, self._stream = compiled, grid, stream
         self._args = [_placed(a, locate) for a in args]
 
     def move(self, moved: Callable[[_At], _At]) -> None:
@@ -744,7 +749,7 @@ class _Launch:
             return writer.named(a)
 
         launch, first, more, encoded = launches.bound(self._compiled, self._grid)
-        given = [*map(writer.named, first), f"stream{self._line}", *map(writer.named, more)]
+        given = [*map(writer.named, first), f"handle{self._stream}", *map(writer.named, more)]
         for i, a in enumerate(self._args):
             if i in encoded and isinstance(a, _Descriptors):
                 a.encode = encoded[i]
@@ -755,12 +760,12 @@ class _Launch:
 
 
 class _Event(NamedTuple):
-    """An event that is recorded in a line of kernels, or that it waits for: of each call its own, as calls of several
+    """An event that is recorded in a stream, or that a stream waits for: of each call its own, as calls of several
     threads may be under way."""
 
     what: str
     number: int
-    line: int
+    stream: int
 
     def move(self, moved: Callable[[_At], _At]) -> None:
         """It has no place in memory."""
@@ -768,8 +773,8 @@ class _Event(NamedTuple):
     def written(self, writer: _Writer) -> list[str]:
         """As lines of code."""
         if self.what == "wait":
-            return [f"e{self.number}.wait(line{self.line})"]
-        return [f"e{self.number} = event()", f"e{self.number}.record(line{self.line})"]
+            return [f"e{self.number}.wait(stream{self.stream})"]
+        return [f"e{self.number} = event()", f"e{self.number}.record(stream{self.stream})"]
 
 
 _Step = _Launch | _Call | _Event

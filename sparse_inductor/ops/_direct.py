@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ._dispatch import functions, has_layers, layered, on_gpu, on_lines, replays
+from ._dispatch import functions, has_layers, layered, multistream, on_gpu, replays
 
 __all__ = ["install", "site"]
 
@@ -60,7 +60,7 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     elif settled and replays():
         from ..kernels.replay import Site
 
-        run = layered(fn, Site(fn, fn in on_lines))
+        run = layered(fn, Site(fn, fn in multistream))
     else:
         run = on_gpu(fn)
 

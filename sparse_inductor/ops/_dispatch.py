@@ -27,8 +27,8 @@ __all__ = [
     "inline",
     "launches",
     "layered",
+    "multistream",
     "on_gpu",
-    "on_lines",
     "outside_transforms",
     "register",
     "register_on_gpu",
@@ -59,7 +59,7 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
 
 
 # Functions whose kernels run on several streams.
-on_lines: set[Callable[..., Any]] = set()
+multistream: set[Callable[..., Any]] = set()
 
 # By what computes them on a GPU.
 _operators: dict[Callable[..., Any], Operator] = {}
@@ -90,7 +90,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn
         from ..kernels.replay import replayed
 
-        return replayed(fn, fn in on_lines)
+        return replayed(fn, fn in multistream)
 
     return layered(fn, lambda *args: replaying()(*args))
 

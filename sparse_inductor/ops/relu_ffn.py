@@ -38,7 +38,7 @@ from ._dispatch import (
     define,
     first_order,
     launches,
-    on_lines,
+    multistream,
     outside_transforms,
     register,
 )
@@ -402,7 +402,7 @@ def _shared_backward(grad, d_stats, *args) -> Rule:
     )
 
 
-on_lines.update((_infer, _train, _backward))
+multistream.update((_infer, _train, _backward))
 register(_lib, "relu_ffn", _infer, _fake, _shared_with_residual, _autograd)
 register(_lib, "relu_ffn_train", _train, _fake_train, _shared)
 register(_lib, "relu_ffn_backward", _backward, _fake_backward, _shared_backward)
