@@ -75,6 +75,12 @@ def test_a_tensor_alpha_of_one_is_compared_with_softmax():
     assert alpha.grad[0] == 0 != alpha.grad[1]
 
 
+def test_a_program_that_autograd_refuses_eagerly_is_run_with_other_roundings():
+    steps = Step("y = x.exp()"), Step("y.detach().mul_(0.5)")
+    program = Program(0, (Input("x", (4,), grad=True),), steps, ("y",), training=True)
+    assert all(r.error is None and r.grads for r in _others(program, 0)) and _others(program, 0)
+
+
 def test_a_program_with_branches_is_run_with_other_roundings():
     program = Program(
         0, (Input("x", (4,)),), (Step("y = x * 3", part="branch 1"),), ("y",), training=True

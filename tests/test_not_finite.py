@@ -125,6 +125,27 @@ def test_zero_times_what_is_not_finite_is_nan_in_a_gradient(program):
     torch.testing.assert_close(got, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("active", [torch.relu, lambda z: z * (z > 0.3)], ids=["relu", "product"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_gradient_that_is_not_finite_is_multiplied_by_zeros(active, gated):
+    """relu selects, and passes nothing on where it is 0; a product with a comparison, or with another projection, is
+    multiplied by what is 0 there."""
+
+    def block(h, gate, bias, up, down):
+        a = active(F.linear(h, gate, bias))
+        return F.linear(a * F.linear(h, up).relu() if gated else a, down)
+
+    h, dy = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    dy[0, 2, 3] = torch.nan
+    given = [torch.randn(s, requires_grad=True) for s in ((16, 8), (16,), (16, 8), (8, 16))]
+    wanted = given if gated else [*given[:2], given[3]]
+    expected = torch.autograd.grad(block(h, *given), wanted, dy)
+    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
+        got = torch.autograd.grad(compile_without_codegen(block)(h, *given), wanted, dy)
+    assert expected[1].isnan().any()
+    torch.testing.assert_close(got, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("filled", [False, True])
 def test_masked_positions_and_the_gradient_of_a_maximum_that_is_nan(filled):
     """amax gives every position a NaN then, and NaN times a mask's 0 is one; a mask that fills in passes none on."""

@@ -127,7 +127,7 @@ def _columns(weight: Tensor, columns: Tensor) -> Tensor:
 
 def _not_finite(x: Tensor) -> Tensor:
     """Rows with an element that is not finite, or whose sum is not: 0 times what they hold is NaN, so no neuron of
-    theirs is left out."""
+    theirs is left out, of inputs as of gradients."""
     return ~x.sum(1).isfinite()
 
 
@@ -145,16 +145,18 @@ def _pack(active: Tensor, gate: Tensor, up: Tensor | None, packed: Packed, part:
 
 
 def _unpack(
-    x: Tensor, b: Block, packed: Packed, part: slice
+    x: Tensor, b: Block, packed: Packed, part: slice, d_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(active, gate, up) [m, N] of a chunk of rows, computed again where they were not stored."""
+    """(active, gate, up) [m, N] of a chunk of rows, computed again where they were not stored, or where the gradients
+    of their activations, `d_rows`, are not finite."""
     if not looks_at(x):
         gate = F.linear(x, b.gate, b.gate_bias)
         up = None if b.up is None else F.linear(x, b.up, b.up_bias)
         return ~(gate <= b.cut), gate, up
     count = packed.count[part]
     N = b.gate.shape[0]
-    stored = count <= packed.cap
+    spoiled = _not_finite(d_rows)
+    stored = (count <= packed.cap) & ~spoiled
     slots = torch.arange(packed.cap, device=x.device) < torch.where(stored, count, 0).unsqueeze(1)
     row, slot = slots.nonzero(as_tuple=True)
     column = packed.index[part][row, slot].long()
@@ -169,7 +171,8 @@ def _unpack(
     again = (~stored).nonzero().squeeze(1)
     if len(again):
         gate[again] = F.linear(x[again], b.gate, b.gate_bias)
-        active[again] = ~(gate[again] <= b.cut) | _not_finite(x[again]).unsqueeze(1)
+        everything = spoiled[again] | _not_finite(x[again])
+        active[again] = ~(gate[again] <= b.cut) | everything.unsqueeze(1)
         if up is not None:
             up[again] = F.linear(x[again], b.up, b.up_bias)
     return active, gate, up
@@ -210,13 +213,14 @@ def _slopes(
     dy: Tensor, d_stats: Tensor | None, x: Tensor, b: Block, packed: Packed, part: slice
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """The gradients of both projections and the product h, [m, N] in the dtype of x, of a chunk of rows."""
-    active, gate, up = _unpack(x, b, packed, part)
+    dh = b.wide(dy @ b.down)
+    d_rows = dh if d_stats is None else torch.cat([dh, d_stats.t().to(dh.dtype)], 1)
+    active, gate, up = _unpack(x, b, packed, part, d_rows)
     a, a_slope, a_flat = dual_parts(b.f, b.wide(gate))
     a = torch.where(active, a, 0.0)
     g = None if up is None else dual_parts(b.g, b.wide(up))
     v = None if g is None else g[0]
     h = a if v is None else torch.where(active, a * v, 0.0)
-    dh = b.wide(dy @ b.down)
     if d_stats is not None:
         dh = dh + d_stats[2].unsqueeze(1).to(dh.dtype) * h.sign()
     da = dh if v is None else dh * v

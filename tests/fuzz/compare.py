@@ -182,8 +182,12 @@ class _Model(nn.Module):
     def adopted(self, arguments: list[Tensor]) -> list[Tensor]:
         """The arguments with the parameters among them, which have their values and their memory."""
         arguments = list(arguments)
-        for parameter, at in zip(self.parameters_, self.at):
-            parameter.data = arguments[at].detach()
+        for i, at in enumerate(self.at):
+            given, parameter = arguments[at].detach(), self.parameters_[i]
+            if given.shape == parameter.shape:
+                parameter.data = given
+            else:  # what autograd still holds of an earlier call accumulates gradients of the old shape
+                self.parameters_[i] = parameter = nn.Parameter(given)
             arguments[at] = parameter.requires_grad_(arguments[at].requires_grad)
         return arguments
 
@@ -404,8 +408,14 @@ def _described(a: Tensor | None, b: Tensor | None) -> str:
 
 def _others(program: Program, call: int) -> list[Result]:
     fn = program.function(branching=False)
-    others = [run(program, fn, call, mode=_Jitter(seed)) for seed in range(DRAWS)]
-    others.append(run(program, fn, call, mode=_Wide(), wide=True))
+    modes = [functools.partial(_Jitter, seed) for seed in range(DRAWS)] + [_Wide]
+    others = []
+    for mode in modes:
+        result = run(program, fn, call, mode=mode(), wide=mode is _Wide)
+        if WRITTEN in str(result.error):
+            with _copies_of_what_is_saved():
+                result = run(program, fn, call, mode=mode(), wide=mode is _Wide)
+        others.append(result)
     return [o for o in others if o.error is None]
 
 
