@@ -10,7 +10,7 @@ from torch._inductor.utils import run_fw_bw_and_get_code
 
 import sparse_inductor
 from sparse_inductor.kernels import replay
-from sparse_inductor.kernels.branch import Branch, _side_stream
+from sparse_inductor.kernels.side_stream import SideStream, _side_stream
 
 pytestmark = pytest.mark.gpu
 relu_ffn = sparse_inductor.ops.relu_ffn
@@ -138,7 +138,7 @@ def test_a_graph_follows_the_density(M):
 
 @pytest.mark.usefixtures("small_blocks_are_packed")
 def test_the_current_stream_is_the_one_that_kernels_run_beside():
-    """PyTorch hands out a few streams in turn: the caller's may be one that `Branch` has."""
+    """PyTorch hands out a few streams in turn: the caller's may be one that `SideStream` has."""
     x, w = make(2304)
     want = relu_ffn(x, **w)
     replay.forget()
@@ -216,8 +216,8 @@ def test_a_graph_of_512_tokens_trains_the_block_as_it_was_written():
 def test_what_runs_beside_is_waited_for_after_an_error_too():
     """What it writes may be freed then, and be somebody else's."""
     written = torch.zeros(1, device="cuda")
-    with pytest.raises(RuntimeError, match="of the caller"), Branch(written.device) as branch:
-        with branch.beside():
+    with pytest.raises(RuntimeError, match="of the caller"), SideStream(written.device) as side:
+        with side.beside():
             torch.cuda._sleep(100_000_000)
             written.fill_(1)
         raise RuntimeError("of the caller")

@@ -488,7 +488,7 @@ def _tile(n: int, C: int, stride: int, itemsize: int, held: int, resident: int) 
         width = min(columns, max(2, 32 // rows) * warps)
         return _Tile(rows, columns // width, width, warps, 0)
     if columns > resident:
-        # One program a multiprocessor, so that the rows under way stay in the L2 cache.
+        # One program an SM, so that the rows under way stay in the L2 cache.
         return _Tile(1, max(1, 16384 // (32 * lanes)), 32 * lanes, 32, resident=False)
     if columns >= 16 * held:
         warps = max(1, columns // (32 * held))

@@ -20,7 +20,7 @@ from .entmax_attention_candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, c
 from .entmax_attention_problem import Left, Problem, row_constants
 from .entmax_attention_spans import spans
 from .entmax_attention_tau import class_bound, log_power, powers, step
-from .launch import multiprocessors, relaunched
+from .launch import relaunched, sm_count
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -52,7 +52,7 @@ SORTED = tl.constexpr(512)
 LONG = tl.constexpr(1024)
 # Keys that a program of one warp goes through for those with more than NARROW rows.
 SPAN = 16
-# Threads a multiprocessor, and the registers a thread that lets them be.
+# Threads an SM, and the registers a thread that lets them be.
 THREADS, REGISTERS = 512, 128
 # Programs of one warp wait for memory: fewer registers, more of them (measured, with those of dq at 128).
 FINALIZE, BY_KEY = 64, 96
@@ -774,7 +774,7 @@ def forward_lists(
     def programs(warps: int) -> int:
         if not cuda:
             return 2
-        return min(total, THREADS // (32 * warps) * multiprocessors(q.device))
+        return min(total, THREADS // (32 * warps) * sm_count(q.device))
 
     narrow, wide = programs(4), programs(8)
     scratch = torch.empty(

@@ -75,7 +75,7 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
     # A product that another takes in gives each warp 16 rows of its own: of 64 rows four warps have some,
     # and four more would do the same work again.
     if width <= 64:
-        # 128 registers a thread let two programs share a multiprocessor.
+        # 128 registers a thread let two programs share an SM.
         shared = None if busy else 128
         return {
             "threshold": Tile(128, 64, 8, 3, shared),

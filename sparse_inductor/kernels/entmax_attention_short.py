@@ -33,7 +33,7 @@ EXACT_SUM = tl.constexpr(1e-5)
 TURNS = tl.constexpr(128)
 
 
-# Keys of a row: 64 rows' scores are 64 registers a thread, and three programs share a multiprocessor.
+# Keys of a row: 64 rows' scores are 64 registers a thread, and three programs share an SM.
 MOST_KEYS = 128
 
 

@@ -13,9 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 __all__ = [
     "let_next_start",
-    "load_box",
     "say",
-    "store_box",
+    "tma_load",
+    "tma_store",
 ]
 
 
@@ -24,8 +24,8 @@ def _named(module: Any, now: str, before: str) -> Any:
 
 
 # The bulk copy engine's: (descriptor, place, barrier, shared) and (descriptor, place, shared).
-load_box = _named(tma, "async_load", "async_copy_global_to_shared")
-store_box = _named(tma, "async_store", "async_copy_shared_to_global")
+tma_load = _named(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _named(tma, "async_store", "async_copy_shared_to_global")
 
 
 @gluon.jit

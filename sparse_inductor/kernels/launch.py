@@ -25,12 +25,12 @@ __all__ = [
     "bound",
     "captured",
     "collected",
-    "hooked",
     "launch",
-    "multiprocessors",
-    "note",
+    "note_event",
+    "observing",
+    "profiler_attached",
     "relaunched",
-    "watched",
+    "sm_count",
 ]
 
 Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
@@ -46,15 +46,15 @@ _sorts: dict[tuple[type, ...], _Sorts] = {}
 _MOST_SEEN = 16384
 
 # Told of an event that a stream records or waits for: ("record" or "wait", the stream, the event).
-Noted = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
+EventSeen = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
 
 
-class _Watch(NamedTuple):
+class _Observer(NamedTuple):
     """The thread whose launches somebody is told of, how many that were, and who is told that one was not."""
 
     thread: int
-    told: Callable[[], int]
-    lost: Callable[[str], None]
+    seen: Callable[[], int]
+    on_unknown: Callable[[str], None]
 
 
 class _Here(threading.local):
@@ -64,8 +64,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
-_watched: _Watch | None = None
-_noted: Noted | None = None
+_observer: _Observer | None = None
+_on_event: EventSeen | None = None
 
 
 def _kind(argument: Any) -> Hashable:
@@ -125,13 +125,13 @@ def launch(
     args: tensors, tensor descriptors, integers, floats, None, tuples of these; at least one of the first two.
     constants: the kernel's last parameters, in their order. options: of the compiler, as num_stages.
     """
-    watch = _watched
-    if watch is not None and watch.thread == threading.get_ident():
-        before = watch.told()
+    observer = _observer
+    if observer is not None and observer.thread == threading.get_ident():
+        before = observer.seen()
         with _on_device_of(args):
             compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
-        if compiled is not None and watch.told() == before:
-            watch.lost("this Triton launches without CompiledKernel.run")
+        if compiled is not None and observer.seen() == before:
+            observer.on_unknown("this Triton launches without CompiledKernel.run")
         return
     jobs = _here.jobs
     if jobs is not None:
@@ -211,28 +211,30 @@ def collected() -> Iterator[Collection[Callable[[], None]]]:
 
 
 @contextlib.contextmanager
-def watched(told: LaunchSeen, noted: Noted, lost: Callable[[str], None]) -> Iterator[None]:
-    """Have `told` called after each Triton kernel that this thread launches in the block, whoever does it, and `noted`
-    at each `note`; one block at a time. Nobody is told under Triton's interpreter. `lost` is called, with the reason,
-    where there may have been a launch that `told` was not called for."""
-    global _noted, _watched
-    with launches_seen(told, lost) as count:
-        _watched, _noted = _Watch(threading.get_ident(), count, lost), noted
+def observing(
+    on_launch: LaunchSeen, on_event: EventSeen, on_unknown: Callable[[str], None]
+) -> Iterator[None]:
+    """Have `on_launch` called after each Triton kernel that this thread launches in the block, whoever does it, and
+    `on_event` at each `note_event`; one block at a time. Under Triton's interpreter nothing is called. `on_unknown` is
+    called, with the reason, where there may have been a launch that `on_launch` was not called for."""
+    global _on_event, _observer
+    with launches_seen(on_launch, on_unknown) as count:
+        _observer, _on_event = _Observer(threading.get_ident(), count, on_unknown), on_event
         try:
             yield
         finally:
-            _watched, _noted = None, None
+            _observer, _on_event = None, None
 
 
-def note(what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+def note_event(what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     """Say that a stream recorded an event, or that it waits for one."""
-    watch = _watched
-    if _noted is not None and watch is not None and watch.thread == threading.get_ident():
-        _noted(what, stream, event)
+    observer = _observer
+    if _on_event is not None and observer is not None and observer.thread == threading.get_ident():
+        _on_event(what, stream, event)
 
 
 class Bound(NamedTuple):
-    """`launch(*first, stream, *more, *arguments)` launches a kernel and tells nobody: see `hooked`.
+    """`launch(*first, stream, *more, *arguments)` launches a kernel and tells nobody: see `profiler_attached`.
 
     Arguments are addresses for tensors and include the constants. encoded: by parameter, what takes a tensor descriptor
     to the arguments that stand for it, of one that does so anew at each launch; a descriptor of the same memory gives
@@ -255,13 +257,13 @@ def bound(compiled: Any, grid: tuple[int, ...]) -> Bound:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """How many a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # Whether a profiler wants to see each launch.
-hooked = launch_hooks_set
+profiler_attached = launch_hooks_set
 
 
 def captured(

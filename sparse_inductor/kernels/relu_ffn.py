@@ -1,9 +1,9 @@
 """Forward of the ReLU feed-forward block on a GPU.
 
-The gate projection is a plain matrix product, whose result is scanned once, or on Hopper one that marks what is active:
-every row's active neurons are packed, and rows with too many of them are listed. Packed rows then read only their
-neurons' rows of the up and down weights; listed rows take tile products. Which row is which is decided on the device,
-so a call has one sequence of launches for every input.
+The gate projection is a plain matrix product, whose result is scanned once, or on Hopper one that also writes a bitmask
+of what is active: every row's active neurons are packed, and rows with too many of them are listed. Packed rows then
+read only their neurons' rows of the up and down weights; listed rows take tile products. Which row is which is decided
+on the device, so a call has one sequence of launches for every input.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 
 from sparse_inductor.epilogue.steps import Program
 
+from . import relu_ffn_bitmask_packing as bitmask_packing
 from . import relu_ffn_decode as decode
 from . import relu_ffn_dense as dense
 from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_hopper as hopper
-from . import relu_ffn_marked as marked
 from . import relu_ffn_packing as packer
 from . import relu_ffn_rows as rows
-from .branch import Branch
+from .side_stream import SideStream
 
 __all__ = [
     "chunks",
@@ -125,7 +125,7 @@ def forward(
         # Among so many, one or two with more active neurons than usual are expected, and a tile of the dense path just
         # for them would take longer than to gather for them.
         cap *= 2
-    marking = stats is None and hopper.may_mark(x, b.gate, b.cut)
+    with_bitmask = stats is None and hopper.may_emit_bitmask(x, b.gate, b.cut)
     table = None
     parts = chunks(M, N, CHUNK)
     for part in parts:
@@ -140,13 +140,13 @@ def forward(
         done = state[len(state) - words :].view(torch.int32) if follows else None
         ready = None if done is None else done[4:]
         # Where nothing waits for the table but what rows are gathered with, it is made only where they are; unless the
-        # product of marks, which statistics have none of, has room for it beside its end.
+        # product with a bitmask, which statistics have none of, has room for it beside its end.
         asked = len(parts) == 1
-        roomy = asked and marking
-        marks = None
+        roomy = asked and with_bitmask
+        bitmask = None
         # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
-        if marking:
-            gate, marks = hopper.marked_product(
+        if with_bitmask:
+            gate, bitmask = hopper.product_with_bitmask(
                 x[part], b.gate, b.gate_bias, b.cut, state, room=roomy
             )
         else:
@@ -155,30 +155,32 @@ def forward(
         if numbers is None:
             asked = roomy and not hopper.has_room(x, b.gate)
         if table is None and not asked:
-            table, _ = rows.by_neuron(b.down, beside=marking)
+            table, _ = rows.by_neuron(b.down, beside=with_bitmask)
         if packed is None:
             count = torch.empty(m, dtype=torch.int32, device=x.device)
             index = torch.empty(
                 m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
             )
             # Gates are read where the product left them, by all but what goes through entries neuron by neuron.
-            picks = marks is None or up is None
+            picks = bitmask is None or up is None
             value, ups = x.new_empty(m, cap) if picks else None, None
         else:
             count, index, value = packed.count[part], packed.index[part], packed.gate[part]
             ups = packed.up[part] if up is not None else None
-        heavy = count.new_empty(packer.room_for_rows(m))
+        overflow = count.new_empty(packer.room_for_rows(m))
         entries = (count, index, value)
-        if marks is not None:
-            packing = marked.pack(gate, marks, entries, heavy, state)
+        if bitmask is not None:
+            packing = bitmask_packing.pack(gate, bitmask, entries, overflow, state)
         else:
-            packing = packer.pack(gate, entries, heavy, state, numbers, b.f, b.cut, up is not None)
-        listed = state, heavy
+            packing = packer.pack(
+                gate, entries, overflow, state, numbers, b.f, b.cut, up is not None
+            )
+        listed = state, overflow
         h, steps = value, b.f
         if up is not None:
             h, steps = x.new_empty(m, cap), ()
         # Tensor cores have dense rows to do, or nothing, while rows are gathered.
-        with Branch(x.device, urgent=alone) as branch:
+        with SideStream(x.device, urgent=alone) as side:
             made: torch.Tensor | None = None
             makers = 0
             if table is None:
@@ -192,7 +194,7 @@ def forward(
                 )  # fmt: skip
                 if numbers is not None:
                     dot_rows.hidden_stats(count, h, numbers)
-            with branch.beside():
+            with side.beside():
                 dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.cut)
                 dense.product(gate, b.down, y[part], listed, b.down_bias)
                 if numbers is not None and up is not None:

@@ -17,12 +17,12 @@ import triton.language as tl
 from . import relu_ffn as forward
 from . import relu_ffn_dots as dot_rows
 from . import relu_ffn_gather as gather
-from . import relu_ffn_heavy as heavy
+from . import relu_ffn_overflow as overflow
 from . import relu_ffn_rows as rows
-from .branch import Branch
 from .launch import relaunched
 from .relu_ffn import Block, Packed, chunks, rows_of_table
-from .relu_ffn_packing import ARRIVALS, heavy_rows, popcount
+from .relu_ffn_packing import ARRIVALS, overflow_rows, popcount
+from .side_stream import SideStream
 
 __all__ = ["TokenLists", "backward", "sums_by_neuron"]
 
@@ -36,8 +36,8 @@ CHUNK = 1 << 26
 
 @relaunched
 @triton.jit
-def _mark_kernel(count, index, marks, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """marks[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes: any order gives the same."""
+def _set_bits_kernel(count, index, bitmask, N, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """bitmask[m // 32, n] |= 1 << m % 32 for every active neuron n of row m; or commutes: any order gives the same."""
     m = tl.program_id(0)
     c = tl.load(count + m)
     if c > CAP:
@@ -45,12 +45,12 @@ def _mark_kernel(count, index, marks, N, CAP: tl.constexpr, BLOCK: tl.constexpr)
     i = tl.arange(0, BLOCK)
     n = tl.load(index + m.to(tl.int64) * CAP + i, mask=i < c, other=0).to(tl.int64)
     bit = tl.full([BLOCK], 1, tl.int32) << (m % 32)
-    tl.atomic_or(marks + (m // 32).to(tl.int64) * N + n, bit, mask=i < c)
+    tl.atomic_or(bitmask + (m // 32).to(tl.int64) * N + n, bit, mask=i < c)
 
 
 @relaunched
 @triton.jit
-def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.constexpr):
+def _count_kernel(bitmask, before, total, words, N, WORDS: tl.constexpr, BN: tl.constexpr):
     """before[w, n] = tokens of neuron n in words before w; total[n] = all of them."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     carry = tl.zeros([BN], tl.int32)
@@ -58,7 +58,7 @@ def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.co
         w = w0 + tl.arange(0, WORDS)
         at = w[:, None].to(tl.int64) * N + n[None, :]
         mask = (w < words)[:, None] & (n < N)[None, :]
-        ones = popcount(tl.load(marks + at, mask=mask, other=0))
+        ones = popcount(tl.load(bitmask + at, mask=mask, other=0))
         ends = tl.cumsum(ones, 0)
         tl.store(before + at, carry[None, :] + ends - ones, mask=mask)
         carry += tl.sum(ones, 0)
@@ -68,7 +68,7 @@ def _count_kernel(marks, before, total, words, N, WORDS: tl.constexpr, BN: tl.co
 @relaunched
 @triton.jit
 def _place_kernel(
-    count, index, marks, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
+    count, index, bitmask, before, start, entry, N, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):
     """entry[start[n] + rank] = m * CAP + i for the row's i-th active neuron n, rank being its rank among n's tokens."""
     m = tl.program_id(0)
@@ -80,7 +80,7 @@ def _place_kernel(
     n = tl.load(index + m.to(tl.int64) * CAP + i, mask=mask, other=0).to(tl.int64)
     at = (m // 32).to(tl.int64) * N + n
     lower = (tl.full([BLOCK], 1, tl.int32) << (m % 32)) - 1
-    rank = popcount(tl.load(marks + at, mask=mask, other=0) & lower)
+    rank = popcount(tl.load(bitmask + at, mask=mask, other=0) & lower)
     rank += tl.load(before + at, mask=mask, other=0)
     slot = tl.load(start + n, mask=mask, other=0) + rank
     tl.store(entry + slot, m * CAP + i, mask=mask)
@@ -104,27 +104,27 @@ class TokenLists:
     def __init__(self, count: torch.Tensor, index: torch.Tensor, N: int) -> None:
         self._count, self._index = count, index
         M, cap = index.shape
-        self._marks = count.new_zeros(triton.cdiv(M, WORD), N)
-        self._before = torch.empty_like(self._marks)
+        self._bitmask = count.new_zeros(triton.cdiv(M, WORD), N)
+        self._before = torch.empty_like(self._bitmask)
         self.entry = count.new_empty(M * cap)
         self.start, self.total = count.new_empty(N), count.new_empty(N)
 
     def fill(self) -> None:
         """Launch what makes the lists, once."""
-        count, index, marks, before = self._count, self._index, self._marks, self._before
-        words, N = marks.shape
+        count, index, bitmask, before = self._count, self._index, self._bitmask, self._before
+        words, N = bitmask.shape
         M, cap = index.shape
         block = triton.next_power_of_2(cap)
         warps = 1 if block <= 128 else 4
-        _mark_kernel[(M,)](count, index, marks, N, CAP=cap, BLOCK=block, num_warps=warps)
+        _set_bits_kernel[(M,)](count, index, bitmask, N, CAP=cap, BLOCK=block, num_warps=warps)
         bn = 32
         _count_kernel[(triton.cdiv(N, bn),)](
-            marks, before, self.total, words, N,
+            bitmask, before, self.total, words, N,
             WORDS=min(256, triton.next_power_of_2(words)), BN=bn, num_warps=8,
         )  # fmt: skip
         _scan_kernel[(1,)](self.total, self.start, N, BLOCK=4096, num_warps=8)
         _place_kernel[(M,)](
-            count, index, marks, before, self.start, self.entry, N,
+            count, index, bitmask, before, self.start, self.entry, N,
             CAP=cap, BLOCK=block, num_warps=warps,
         )  # fmt: skip
 
@@ -218,10 +218,10 @@ def backward(
     by_up = d_wu is not None or d_bu is not None
     by_down = needs[5]
 
-    def heavy_of(part: slice) -> _Heavy:
+    def overflow_of(part: slice) -> _Overflow:
         numbers = None if d_stats is None else d_stats[:, part]
         to = None if dx is None else dx[part]
-        return _Heavy(dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted)
+        return _Overflow(dy[part], numbers, x[part], b, tables, packed.count[part], cap, to, wanted)
 
     # What is not wanted has a place to go all the same: one kernel makes both, and their biases' gradients.
     into_gate = torch.empty_like(gate) if d_wg is None else d_wg
@@ -233,13 +233,13 @@ def backward(
         (None if d_wd is None else d_wd.t(), None),
     )
     first_part, *other_parts = chunks(len(x), N, CHUNK)
-    lists, first = TokenLists(packed.count, packed.index, N), heavy_of(first_part)
-    # Lists are short work that waits for memory; tensor cores have heavy rows to do, or nothing.
-    with Branch(x.device, urgent=True) as branch:
-        with branch.beside():
+    lists, first = TokenLists(packed.count, packed.index, N), overflow_of(first_part)
+    # Lists are short work that waits for memory; tensor cores have overflow rows to do, or nothing.
+    with SideStream(x.device, urgent=True) as side:
+        with side.beside():
             if by_gate or by_up or by_down:
                 lists.fill()
-            filled = branch.mark()
+            filled = side.mark()
             first.make()
         table, _ = rows.by_neuron(b.down)
         d_table = torch.empty(table.shape, dtype=x.dtype, device=x.device) if by_down else None
@@ -251,7 +251,7 @@ def backward(
         if dx is not None:
             second = None if up is None or d_up is None else (d_up, up)
             rows.weighted_rows(packed.count, packed.index, d_gate, gate, dx, second=second)
-        branch.wait(filled)
+        side.wait(filled)
         if by_gate or by_up:
             sums_by_neuron(lists, x, d_gate, into_gate, d_bg, cap, d_up, into_up, d_bu)
         # Tensor cores have dense rows to do, or nothing, while this is turned round; their sums go where it is then.
@@ -261,7 +261,7 @@ def backward(
     first.add()
     del first  # one at a time: they are large
     for part in other_parts:
-        more = heavy_of(part)
+        more = overflow_of(part)
         more.make()
         more.add()
         del more
@@ -275,7 +275,7 @@ def _few(
 ) -> list[torch.Tensor | None]:
     """The gradients for so few rows that nothing was packed: library products, the projections made again."""
     M, N = len(x), b.gate.shape[0]
-    room = M + heavy.PAD.value  # `slopes_in_place` ends in whole pads
+    room = M + overflow.PAD.value  # `slopes_in_place` ends in whole pads
     g, dh = x.new_empty(room, N), x.new_empty(room, N)
     u = None if b.up is None else x.new_empty(room, N)
     g[:M] = F.linear(x, b.gate, b.gate_bias)
@@ -284,7 +284,7 @@ def _few(
     torch.mm(dy, b.down, out=dh[:M])
     rows_all = torch.arange(M, dtype=torch.int32, device=x.device)
     length = torch.full((1,), M, dtype=torch.int32, device=x.device)
-    heavy.slopes_in_place(g, u, dh, None, rows_all, length, b.f, b.g, b.cut)
+    overflow.slopes_in_place(g, u, dh, None, rows_all, length, b.f, b.g, b.cut)
     g, h = g[:M], dh[:M]
     dx = None
     if needs[0]:
@@ -302,7 +302,7 @@ def _few(
     return found
 
 
-class _Heavy:
+class _Overflow:
     """Rows of `count` that are not packed: what they contribute, by tensor cores.
 
     wanted: for each sum over tokens (gradient of a weight, of its bias), to which they add their share, either None.
@@ -324,13 +324,13 @@ class _Heavy:
         self._dy, self._d_stats, self._x, self._b, self._dx = dy, d_stats, x, b, dx
         self._tables, self._count, self._cap = tables, count, cap
         self.length, self._listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(x))
-        self._xs, self._dys = map(heavy.room_for_copies, (x, dy))
+        self._xs, self._dys = map(overflow.room_for_copies, (x, dy))
         self._dh = x.new_empty(len(self._xs), N)
         self._g = torch.empty_like(self._dh)
         self._u = None if b.up is None else torch.empty_like(self._dh)
         of_x, of_dy = (self._xs, x), (self._dys, dy)
         self._sums = [
-            heavy.Sum(values, *rows_of, weight, bias)
+            overflow.Sum(values, *rows_of, weight, bias)
             for values, rows_of, (weight, bias) in zip(
                 (self._g, self._u, self._dh), (of_x, of_x, of_dy), wanted, strict=True
             )
@@ -339,19 +339,19 @@ class _Heavy:
 
     def make(self) -> None:
         """Find them, and make their gradients before the sums over tokens and their rows of dx."""
-        heavy_rows(self._count, self._cap, self.length, self._listed)
+        overflow_rows(self._count, self._cap, self.length, self._listed)
         gate, up, down = self._tables
         g, u, dh, b = self._g, self._u, self._dh, self._b
         listed = self._listed, self.length
-        heavy.gather(self._x, self._dy, self._xs, self._dys, *listed)
-        heavy.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, source=self._x)
+        overflow.gather(self._x, self._dy, self._xs, self._dys, *listed)
+        overflow.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, source=self._x)
         if u is not None:
-            heavy.copied_product(self._xs, up, u, *listed, bias=b.up_bias, source=self._x)
-        heavy.copied_product(self._dys, down, dh, *listed, by_row=True, source=self._dy)
-        heavy.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut)
+            overflow.copied_product(self._xs, up, u, *listed, bias=b.up_bias, source=self._x)
+        overflow.copied_product(self._dys, down, dh, *listed, by_row=True, source=self._dy)
+        overflow.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.cut)
         if self._dx is not None:
             second = None if u is None else (u, up)
-            heavy.copied_product(
+            overflow.copied_product(
                 g, gate, self._dx, *listed, by_row=True, scatter=True, second=second,
                 arrived=self.length[1:],
             )  # fmt: skip
@@ -359,4 +359,4 @@ class _Heavy:
     def add(self) -> None:
         """Add their share of the sums over tokens."""
         if self._sums:
-            heavy.add_products(self._sums, self.length)
+            overflow.add_products(self._sums, self.length)

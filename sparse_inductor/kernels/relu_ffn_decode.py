@@ -16,10 +16,10 @@ import triton.language as tl
 
 from . import relu_ffn_decode_ptx as ptx
 from .arch import capability
-from .boxes import addressable
-from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
+from .pdl import pdl_options, wait_for_previous
+from .tma import tma_addressable
 
 __all__ = ["applies", "by_words", "down_projection", "forward"]
 
@@ -69,11 +69,11 @@ def _gate_up_kernel(
     N, K, stride_g, stride_u, CUT,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_UP_BIAS: tl.constexpr, BN: tl.constexpr, WIDTH: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program makes h of BN neurons of one token: reads BN gate rows, and the up rows of those that are active.
 
-    EARLY: this starts before the kernel in front of it has ended. Whatever is read is read after that kernel, which may
+    PDL: this starts before the kernel in front of it has ended. Whatever is read is read after that kernel, which may
     be the one that writes the weights.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -81,7 +81,7 @@ def _gate_up_kernel(
     row = tl.where(in_n, n, 0).to(tl.int64)
     k0 = tl.arange(0, WIDTH)
     g = tl.zeros([BN], tl.float32)
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     for k in range(0, K, WIDTH):
         kk = k + k0
         v = tl.load(x + kk, mask=kk < K, other=0.0).to(tl.float32)
@@ -120,16 +120,16 @@ def _gate_up_kernel(
 def _down_kernel(
     hidden, down, bias, residual, out, lists, N, D, stride_d, stride_n, stride_r,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BD: tl.constexpr, FLIGHT: tl.constexpr, MOST: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program makes BD outputs of one token: reads h, and BD weights of the neurons where h is not zero; adds what is
     added to them.
 
     It lists the groups of GROUP neurons that have such a one, in a row of its own of lists [programs, MOST], and reads
-    their weights then; if there are more than MOST, it goes through all neurons instead. EARLY: as in
+    their weights then; if there are more than MOST, it goes through all neurons instead. PDL: as in
     `_gate_up_kernel`.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     d = tl.program_id(0) * BD + tl.arange(0, BD)
     in_d = d < D
     row = tl.where(in_d, d, 0).to(tl.int64)
@@ -184,11 +184,11 @@ def _down_kernel(
 def _down_words_kernel(
     hidden, down, bias, residual, out, groups, word, D, stride_d, stride_r,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OUTPUTS: tl.constexpr, BODY: tl.constexpr,
-    TOTAL: tl.constexpr, EARLY: tl.constexpr,
+    TOTAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """What `_down_kernel` does, of 16-bit weights in rows of 16-byte pieces: BODY and TOTAL are PTX that weighs OUTPUTS
     rows, by words of so many groups of neurons, and adds up what its warps have."""
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     first = tl.program_id(0) * OUTPUTS
     i = tl.arange(0, OUTPUTS)
     in_d = first + i < D
@@ -227,7 +227,7 @@ def _one(x: torch.Tensor, b: Any, y: torch.Tensor, residual: torch.Tensor | None
         N, K, b.gate.stride(0), up.stride(0), b.cut,
         F_STEPS=encode(b.f), G_STEPS=encode(b.g), GATED=b.up is not None,
         HAS_GATE_BIAS=b.gate_bias is not None, HAS_UP_BIAS=b.up_bias is not None,
-        BN=bn, WIDTH=width, **early(x), num_warps=warps,
+        BN=bn, WIDTH=width, **pdl_options(x), num_warps=warps,
     )  # fmt: skip
     down_projection(h, b.down, b.down_bias, residual, y)
     return y
@@ -239,7 +239,7 @@ def by_words(h: torch.Tensor, down: torch.Tensor) -> bool:
         h.is_cuda
         and h.element_size() == 2
         and capability(h.device)[0] >= 9
-        and addressable(down)
+        and tma_addressable(down)
         and down.shape[1] % ptx.GROUP == 0
     )
 
@@ -263,7 +263,7 @@ def down_projection(
         _down_words_kernel[(triton.cdiv(D, ptx.OUTPUTS),)](
             h, down, bias, residual, y, groups, word, D, down.stride(0), stride_r,
             **extras, OUTPUTS=ptx.OUTPUTS, BODY=body, TOTAL=ptx.total(warps),
-            **early(h), num_warps=warps,
+            **pdl_options(h), num_warps=warps,
         )  # fmt: skip
         return
     small = not h.is_cuda
@@ -277,7 +277,7 @@ def down_projection(
         N, D, down.stride(0), down.stride(1), stride_r,
         **extras, BD=bd, FLIGHT=4 if small else flight, MOST=most,
         GROUP=group, GROUPS=triton.next_power_of_2(triton.cdiv(N, group)), BLOCK=64 if small else 512,
-        **early(h), num_warps=warps,
+        **pdl_options(h), num_warps=warps,
     )  # fmt: skip
 
 

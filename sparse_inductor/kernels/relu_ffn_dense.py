@@ -12,10 +12,9 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
-from .boxes import boxes
-from .early import early, wait_for_previous
 from .epilogue import encode, evaluate
 from .launch import relaunched
+from .pdl import pdl_options, wait_for_previous
 from .relu_ffn_packing import ARRIVED, listed_rows, n_listed
 from .relu_ffn_tiles import (
     STAGES_HALF,
@@ -31,6 +30,7 @@ from .relu_ffn_tiles import (
     tile_of,
 )
 from .tile_order import rows_full, tile_at, tile_last
+from .tma import tma_descriptor
 
 __all__ = ["activate", "hidden", "product", "row_stats"]
 
@@ -57,10 +57,10 @@ def _dot_listed(
 
 
 @triton.jit
-def _hidden_box(
+def _hidden_tile(
     u, gates, m, n, cut, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
 ):
-    """gate = f(gate) * g(u) of a box of gates at (m, n)."""
+    """gate = f(gate) * g(u) of a tile of gates at (m, n)."""
     g = gates.load([m, n]).to(tl.float32)
     h = evaluate(g, F_STEPS)
     if GATED:
@@ -71,20 +71,20 @@ def _hidden_box(
 @relaunched
 @triton.jit
 def _hidden_kernel(
-    x, up, gate, x_box, up_box, gate_box, bias, state, rows,
+    x, up, gate, x_desc, up_desc, gate_desc, bias, state, rows,
     M, N, stride_xm, stride_xk, stride_un, stride_uk, CUT, K: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BOXES: tl.constexpr, EARLY: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """gate[row] = f(gate[row]) * g(x[row] up^T + bias), in place, for the listed rows. gate: [M, N], contiguous.
 
-    BOXES: where every row is listed, by TMA, BN columns a tile, else PART columns.
+    TMA: where every row is listed, by TMA, BN columns a tile, else PART columns.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     n_rows = n_listed(state)
     cut = tl.full([], CUT, tl.float32)
-    if BOXES and n_rows == M:
+    if TMA and n_rows == M:
         tiles_m = tl.cdiv(M, BM)
         tiles_n = tl.cdiv(N, BN)
         # Flattened, so that the next tile's operands are on their way while a tile ends.
@@ -93,16 +93,16 @@ def _hidden_kernel(
             u = tl.zeros([BM, BN], tl.float32)
             if GATED:
                 for k in tl.range(0, K, BK):
-                    u = tl.dot(x_box.load([pm * BM, k]), up_box.load([pn * BN, k]).T, u)
+                    u = tl.dot(x_desc.load([pm * BM, k]), up_desc.load([pn * BN, k]).T, u)
                 if HAS_BIAS:
                     n = pn * BN + tl.arange(0, BN)
                     u += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
             # By halves: what is read and written passes through shared memory, beside the operands' stages.
             left, right = tl.split(tl.permute(tl.reshape(u, (BM, 2, BN // 2)), (0, 2, 1)))
             n = pn * BN
-            _hidden_box(left, gate_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
+            _hidden_tile(left, gate_desc, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
             n += BN // 2
-            _hidden_box(right, gate_box, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
+            _hidden_tile(right, gate_desc, pm * BM, n, cut, F_STEPS, G_STEPS, GATED)
     else:
         tiles_m = tl.cdiv(n_rows, BM)
         tiles_n = tl.cdiv(N, PART)
@@ -159,13 +159,13 @@ def hidden(
     table = x if up is None else up
     tile = tile_of(x)
     shapes = (x, "BM", "BK", 1), (table, "BN", "BK", 1), (gate, "BM", "BN", 2)
-    made = [boxes(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
+    made = [tma_descriptor(t, tile[i], tile[j] // part) for t, i, j, part in shapes]
     made, able, tile = _listed_tile(x, made)
     _hidden_kernel[(programs_of(x),)](
         x, table, gate, *made, bias, *listed,
         *gate.shape, *x.stride(), *table.stride(), cut, x.shape[1],
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, HAS_BIAS=bias is not None,
-        BOXES=able, PRECISION=precision(x), **early(x), **tile,
+        TMA=able, PRECISION=precision(x), **pdl_options(x), **tile,
     )  # fmt: skip
 
 
@@ -233,22 +233,22 @@ SPLITS = tl.constexpr(16)
 @relaunched
 @triton.jit
 def _product_kernel(
-    a, b, out, a_box, b_box, half_box, out_box, bias, state, rows, parts,
+    a, b, out, a_desc, b_desc, half_desc, out_desc, bias, state, rows, parts,
     M, N, stride_am, stride_ak, stride_bn, stride_bk, stride_om, K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BOXES: tl.constexpr, EARLY: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[row] = a[row] b^T + bias for the listed rows.
 
-    BOXES: where every row is listed, through the bulk copy engine, BN columns a tile, and half a tile's rows past the
+    TMA: where every row is listed, by TMA, BN columns a tile, and half a tile's rows past the
     last round of all programs, where several make parts [half, split, half a tile's size] of a sum and add them, in
     order; else PART columns. If such tiles are fewer than programs, several make parts, and the one that arrives last
     adds them.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     n_rows = n_listed(state)
     tiles_m = tl.cdiv(n_rows, BM)
-    if BOXES and n_rows == M:
+    if TMA and n_rows == M:
         tiles_n = tl.cdiv(N, BN)
         tiles = tiles_m * tiles_n
         full = rows_full(n_rows, BM)
@@ -265,7 +265,7 @@ def _product_kernel(
             k0 = unit % sharing * depth
             acc = tl.zeros([HALF, BN], tl.float32)
             for k in tl.range(k0, tl.minimum(k0 + depth, K), BK, num_stages=STAGES_HALF):
-                acc = tl.dot(half_box.load([m0, k]), b_box.load([pn * BN, k]).T, acc)
+                acc = tl.dot(half_desc.load([m0, k]), b_desc.load([pn * BN, k]).T, acc)
             if shared > 0:
                 leave_part(acc, parts, state + ARRIVED, unit, splits, n_rows - m0, HALF, BN)
             else:
@@ -274,11 +274,11 @@ def _product_kernel(
             pm, pn = tile_last(t, full, tiles_n)
             acc = tl.zeros([BM, BN], tl.float32)
             for k in tl.range(0, K, BK):
-                acc = tl.dot(a_box.load([pm * BM, k]), b_box.load([pn * BN, k]).T, acc)
+                acc = tl.dot(a_desc.load([pm * BM, k]), b_desc.load([pn * BN, k]).T, acc)
             if HAS_BIAS:
                 n = pn * BN + tl.arange(0, BN)
                 acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-            out_box.store([pm * BM, pn * BN], acc.to(out_box.dtype))
+            out_desc.store([pm * BM, pn * BN], acc.to(out_desc.dtype))
         if shares:
             half = alone + unit // splits
             m0, pn = half_at(half, tiles, rest, halves, full, tiles_n, BM)
@@ -327,12 +327,12 @@ def product(
     """out[row] = a[row] @ b^T + bias for the listed rows. b: [N, K], any strides."""
     tile = tile_of(a)
     shapes = (a, "BM", "BK", 1), (b, "BN", "BK", 1), (a, "BM", "BK", 2), (out, "BM", "BN", 1)
-    found = [boxes(t, tile[i] // part, tile[j]) for t, i, j, part in shapes]
+    found = [tma_descriptor(t, tile[i] // part, tile[j]) for t, i, j, part in shapes]
     made, able, tile = _listed_tile(a, found)
     programs = programs_of(a)
     parts = torch.empty(programs * tile["BM"] * tile["BN"], dtype=torch.float32, device=a.device)
     _product_kernel[(programs,)](
         a, b, out, *made, bias, *listed, parts,
         a.shape[0], b.shape[0], *a.stride(), *b.stride(), out.stride(0), b.shape[1],
-        HAS_BIAS=bias is not None, BOXES=able, PRECISION=precision(a), **early(a), **tile,
+        HAS_BIAS=bias is not None, TMA=able, PRECISION=precision(a), **pdl_options(a), **tile,
     )  # fmt: skip

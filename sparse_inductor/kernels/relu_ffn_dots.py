@@ -12,9 +12,9 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_gather as gather
-from .early import early, let_next_start, wait_for_previous
 from .epilogue import dual, encode, evaluate
 from .launch import relaunched
+from .pdl import let_next_start, pdl_options, wait_for_previous
 from .relu_ffn_gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
 from .relu_ffn_packing import n_listed, pieces_of
 
@@ -51,7 +51,7 @@ def _slices(table: torch.Tensor) -> tuple[int, int, int]:
 def follows(x: torch.Tensor, table: torch.Tensor) -> bool:
     """Whether `weighted_rows` may take rows as `dots` of tokens x and this table has done them, as its next kernel: all
     of that one's programs run when the first of this begins, and have all of a row's entries."""
-    return early(x)["EARLY"] and _slices(table)[0] == 1
+    return pdl_options(x)["PDL"] and _slices(table)[0] == 1
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _dots_kernel(
     KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
     LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, AFTER: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
     for each.
@@ -128,9 +128,9 @@ def _dots_kernel(
     had ended; one program waits for it in the end.
     """
     if AFTER:
-        let_next_start(EARLY)
+        let_next_start(PDL)
     else:
-        wait_for_previous(EARLY)
+        wait_for_previous(PDL)
     if SLICED:
         column = (slice + tl.program_id(1)) * WIDTH
         x += column
@@ -190,10 +190,10 @@ def _add_slices_kernel(
     parts, bias, count, index, gates, ups, out, state, M, stride_g,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program computes h of a packed row from the dot products `parts` [SLICES, M, CAP] of slices of columns."""
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     m = tl.program_id(0).to(tl.int64)
     c = tl.load(count + m)
     if (c > CAP) | (n_listed(state) == M):
@@ -268,13 +268,13 @@ def dots(
             M, K, x.stride(0), table.stride(0), gates.stride(0), listers, first,
             **block, PIECE=piece, PIECES=most, LISTS=listers > 0, SLICED=slices > 1, AGAIN=first > 0,
             AFTER=after, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
-            STAGES=STAGES, PAIRS=in_pairs(table), **early(x), **gather.limited(x), num_warps=warps,
+            STAGES=STAGES, PAIRS=in_pairs(table), **pdl_options(x), **gather.limited(x), num_warps=warps,
         )  # fmt: skip
     if slices > 1:
         _add_slices_kernel[(M,)](
             sums, bias, count, index, gates, ups, out, packing[0], M, gates.stride(0),
             **block, SLICES=at_once, PADDED=triton.next_power_of_2(at_once), BLOCK=128 if x.is_cuda else 16,
-            **early(x), num_warps=4,
+            **pdl_options(x), num_warps=4,
         )  # fmt: skip
 
 

@@ -1,14 +1,15 @@
 """The gate projection of a ReLU feed-forward block on Hopper GPUs, by a warp-specialised persistent kernel in Gluon.
 
 It is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for each, all that
-`relu_ffn_marked` reads of rows that are.
+`relu_ffn_bitmask_packing` reads of rows that are.
 
 One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each multiply 64 rows of a tile
 of 128 tokens by 256 or 128 neurons. A tile's sums are rounded and held, half the registers, and go to memory by pieces
-of 64 columns while the tensor cores are busy with the first steps of the next tile. Marks are made then, too.
+of 64 columns while the tensor cores are busy with the first steps of the next tile. The bitmask is made then, too.
 
-Marks, [M, tiles of 256 neurons, 8] int32, are ordered as the four threads that share a token hold its sums, so that
-marking moves no data: bit b of word (tile, w) is neuron 256 tile + 128 (w % 2) + 8 (b // 2) + 2 (w // 2) + b % 2.
+The bitmask, [M, tiles of 256 neurons, 8] int32, is ordered as the four threads that share a token hold its sums, so
+that making it moves no data: bit b of word (tile, w) is neuron
+256 tile + 128 (w % 2) + 8 (b // 2) + 2 (w // 2) + b % 2.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .arch import capability
-from .boxes import addressable
-from .gluon_names import let_next_start, load_box, store_box
+from .gluon_names import let_next_start, tma_load, tma_store
 from .launch import launch as launch_kernel
-from .launch import multiprocessors
+from .launch import sm_count
 from .relu_ffn_packing import twice
 from .tile_order import tile_at
+from .tma import tma_addressable
 from .unroll import unrolled
 
-__all__ = ["applies", "has_room", "layout", "marked_product", "may_mark", "stages"]
+__all__ = ["applies", "has_room", "layout", "may_emit_bitmask", "product_with_bitmask", "stages"]
 
 # Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
 ROWS = gl.constexpr(64)
@@ -46,8 +47,8 @@ CONSUMERS = gl.constexpr(2)
 DEPTH = gl.constexpr(64)
 # A tile is written by pieces of 64 columns, 8 KiB a warpgroup, one at a time: two would cost a stage of the ring.
 PIECE = gl.constexpr(64)
-# Neurons of a tile of marks, and of two of its words.
-MARKED, WORDS = gl.constexpr(256), gl.constexpr(128)
+# Neurons of a tile of the bitmask, and of two of its words.
+BITMASK_TILE, WORDS = gl.constexpr(256), gl.constexpr(128)
 # Shared memory of an SM that operands and what is written may take, in bytes.
 SHARED = 225 << 10
 # Columns of a tile, and what one takes for one of 256 (H200, K = 2 048).
@@ -77,7 +78,7 @@ def _pieces(v, COUNT: gl.constexpr):
 
 @gluon.jit
 def _make_ring(a, b, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """Stages of boxes of the matrices a and b, and what says which of them are full and which empty."""
+    """Stages of TMA tiles of the matrices a and b, and what says which of them are full and which empty."""
     a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], a.layout)
     b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, COLUMNS, DEPTH], b.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -111,8 +112,8 @@ def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl
             mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
             mbarrier.expect(filled, BYTES)
             for c in gl.static_range(CONSUMERS):
-                load_box(a, [m0 + c * ROWS, k], filled, a_ring.index(stage * CONSUMERS + c))
-            load_box(b, [n0, k], filled, b_ring.index(stage))
+                tma_load(a, [m0 + c * ROWS, k], filled, a_ring.index(stage * CONSUMERS + c))
+            tma_load(b, [n0, k], filled, b_ring.index(stage))
             n += 1
 
 
@@ -195,9 +196,9 @@ def _last(LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXES: gl.constexpr):
 
 
 @gluon.jit
-def _marks_of(held, least):
-    """Words [...] of marks of 16-bit numbers [..., 32], which threads hold by pairs. least: twice the largest number
-    that is not active, in an int32."""
+def _bitmask_of(held, least):
+    """Words [...] of the bitmask of 16-bit numbers [..., 32], which threads hold by pairs. least: twice the largest
+    number that is not active, in an int32."""
     AXES: gl.constexpr = len(held.shape) + 1
     compare: gl.constexpr = _greater(held.dtype)
     found = gl.inline_asm_elementwise(
@@ -230,45 +231,47 @@ def _quads(words):
 
 
 @gluon.jit
-def _mark_sums(sums, marks, m, n0, M, N, least):
-    """Write the marks of a tile's rounded sums, of tokens from m and neurons from n0 on."""
+def _store_bitmask(sums, bitmask, m, n0, M, N, least):
+    """Write the bitmask of a tile's rounded sums, of tokens from m and neurons from n0 on."""
     COUNT: gl.constexpr = sums.shape[1] // WORDS
     HELD: gl.constexpr = _quads(COUNT)
     OF_WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
     LANES: gl.constexpr = gl.SliceLayout(2, OF_WORDS)
     lane = gl.arange(0, 4, gl.SliceLayout(0, LANES))
     n = n0 + WORDS * gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, OF_WORDS)))
-    word = (2 * lane)[None, :, None] + (n // MARKED * 8 + n % MARKED // WORDS)[None, None, :]
+    word = (2 * lane)[None, :, None] + (n // BITMASK_TILE * 8 + n % BITMASK_TILE // WORDS)[
+        None, None, :
+    ]
     held = sums.reshape([ROWS, COUNT, 16, 4, 2]).permute((0, 3, 1, 2, 4))
     held = gl.convert_layout(held.reshape([ROWS, 4, COUNT, 32]), HELD)
-    found = gl.convert_layout(_marks_of(held, least), OF_WORDS)
+    found = gl.convert_layout(_bitmask_of(held, least), OF_WORDS)
     # Neurons past the last: zeros of the weight, but NaN where a token is not finite. N is a multiple of 8.
     left = gl.minimum(gl.maximum(N - n, 0) // 8, 16)
     there = gl.full([COUNT], 1, gl.int32, left.type.layout) << (2 * left)
     there = gl.where(left == 16, -1, there - 1)
     row = (m + gl.arange(0, ROWS, gl.SliceLayout(1, LANES))).to(gl.int64)
-    at = (row * (gl.cdiv(N, MARKED) * 8))[:, None, None] + word
-    gl.store(marks + at, found & there[None, None, :], mask=(row < M)[:, None, None])
+    at = (row * (gl.cdiv(N, BITMASK_TILE) * 8))[:, None, None] + word
+    gl.store(bitmask + at, found & there[None, None, :], mask=(row < M)[:, None, None])
 
 
 @gluon.jit
 def _end_piece(piece, ends, m0, n0, PLACE: gl.constexpr, ME: gl.constexpr):
-    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place there, through the warpgroup's box."""
-    boxes, out, _marks, _M, _N, _least = ends
+    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place, through the warpgroup's staging tile."""
+    staging, out, _bitmask, _M, _N, _least = ends
     tma.store_wait(0)
-    box = boxes.index(ME)
-    box.store(gl.convert_layout(piece, _accumulator(PIECE)))
+    tile_out = staging.index(ME)
+    tile_out.store(gl.convert_layout(piece, _accumulator(PIECE)))
     fence_async_shared()
-    store_box(out, [m0, n0 + PLACE * PIECE], box)
+    tma_store(out, [m0, n0 + PLACE * PIECE], tile_out)
 
 
 @gluon.jit
 def _mark_pieces(held, ends, m0, n0, PLACE: gl.constexpr, COLUMNS: gl.constexpr):
-    """With every second piece that has gone to memory, the marks of both."""
-    _boxes, _out, marks, M, N, least = ends
+    """With every second piece that has gone to memory, the bitmask of both."""
+    _staging, _out, bitmask, M, N, least = ends
     if PLACE % 2 == 1:
         both = _pieces(held, COLUMNS // WORDS)[PLACE // 2]
-        _mark_sums(both, marks, m0, n0 + PLACE // 2 * WORDS, M, N, least)
+        _store_bitmask(both, bitmask, m0, n0 + PLACE // 2 * WORDS, M, N, least)
 
 
 @gluon.jit
@@ -279,11 +282,11 @@ def _multiply_tiles(
     """Consumer ME: 64 rows of every tile of this program. A tile's pieces go to memory while the tensor cores are busy
     with the first steps of the next one."""
     ends, ring, bias, tiles_m, tiles_n = operands
-    _boxes, out, _marks, _M, N, _least = ends
+    _staging, out, _bitmask, _M, N, _least = ends
     dtype: gl.constexpr = out.dtype
     SUMS: gl.constexpr = _accumulator(COLUMNS)
     COUNT: gl.constexpr = COLUMNS // PIECE
-    # A piece every second step, if there are as many: its marks follow within the other one.
+    # A piece every second step, if there are as many: its bitmask follows within the other one.
     APART: gl.constexpr = 2 if EACH >= 2 * COUNT else 1
     n = 0  # stages consumed
     held = gl.zeros([ROWS, COLUMNS], dtype, SUMS)
@@ -319,22 +322,22 @@ def _multiply_tiles(
 
 @gluon.jit(do_not_specialize=["M", "N", "least", "words"])
 def _product_kernel(
-    a, b, out, bias, marks, state, M, N, least, words,
+    a, b, out, bias, bitmask, state, M, N, least, words,
     COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """out [M, N] = x weight^T + bias, and its marks, by persistent programs. Zeros of the state, `words` of int64.
+    """out [M, N] = x weight^T + bias, and its bitmask, by persistent programs. Zeros of the state, `words` of int64.
 
-    a, b: x and the weight, in boxes of ROWS and of COLUMNS rows. out: in boxes of PIECE x PIECE.
+    a, b: x and the weight, by TMA tiles of ROWS and of COLUMNS rows. out: by TMA tiles of PIECE x PIECE.
     """
     ring = _make_ring(a, b, COLUMNS, STAGES)
-    boxes = gl.allocate_shared_memory(out.dtype, [CONSUMERS, PIECE, PIECE], out.layout)
-    marked = gl.cdiv(N, MARKED) * MARKED  # neurons past the last have marks
-    tiles_m, tiles_n = gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(marked, COLUMNS)
+    staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS, PIECE, PIECE], out.layout)
+    covered = gl.cdiv(N, BITMASK_TILE) * BITMASK_TILE  # neurons past the last have bits
+    tiles_m, tiles_n = gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(covered, COLUMNS)
     # An SM has no room for anything beside this: the next kernel starts where tiles have run out.
     let_next_start()
     _clear(state, words)
     source = (a, b, ring, tiles_m, tiles_n)
-    operands = ((boxes, out, marks, M, N, least), ring, bias, tiles_m, tiles_n)
+    operands = ((staging, out, bitmask, M, N, least), ring, bias, tiles_m, tiles_n)
     gl.warp_specialize(
         [
             (_multiply_tiles, (operands, 0, COLUMNS, KBLOCKS, EACH, STAGES, HAS_BIAS)),
@@ -347,7 +350,7 @@ def _product_kernel(
 
 
 def stages(columns: int) -> int:
-    """Stages of the ring: as many as fit an SM beside the boxes that are written."""
+    """Stages of the ring: as many as fit an SM beside the tiles that are written."""
     rows = ROWS.value * CONSUMERS.value
     beside = rows * PIECE.value * 2
     return (SHARED - beside) // ((rows + columns) * DEPTH.value * 2)
@@ -384,19 +387,19 @@ def _constants(M: int, K: int, N: int, programs: int, room: float) -> dict[str, 
 
 @functools.cache
 def layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """Of a box in shared memory."""
+    """Of a TMA tile in shared memory."""
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
 
 
-def _boxed(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """`t` in boxes of rows x columns."""
+def _described(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """`t` by TMA tiles of rows x columns."""
     return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
 
 
 def has_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `marked_product`, asked for room, has some beside its last wave."""
-    return tile_for(len(x), len(weight), multiprocessors(x.device), ROOM)[1]
+    """Whether `product_with_bitmask`, asked for room, has some beside its last wave."""
+    return tile_for(len(x), len(weight), sm_count(x.device), ROOM)[1]
 
 
 def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
@@ -405,17 +408,17 @@ def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
         x.is_cuda
         and x.dtype in (torch.float16, torch.bfloat16)
         and capability(x.device)[0] == 9
-        and all(map(addressable, (x, *weights)))
+        and all(map(tma_addressable, (x, *weights)))
         and all(len(w) % 8 == 0 for w in weights)  # of what is written too
     )
 
 
-def may_mark(x: torch.Tensor, gate: torch.Tensor, cut: float) -> bool:
-    """Whether `marked_product` can run."""
+def may_emit_bitmask(x: torch.Tensor, gate: torch.Tensor, cut: float) -> bool:
+    """Whether `product_with_bitmask` can run."""
     return applies(x, gate) and math.isfinite(cut)
 
 
-def marked_product(
+def product_with_bitmask(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -423,20 +426,20 @@ def marked_product(
     state: torch.Tensor,
     room: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x weight^T + bias [M, N], marks of what of it is not <= cut). `state`, int64, becomes zeros.
+    """(x weight^T + bias [M, N], bitmask of what is not <= cut). `state`, int64, becomes zeros.
 
     room: something else is to be made beside the last tiles.
     """
     M, N = len(x), len(weight)
     out = x.new_empty(M, N)
-    marks = torch.empty(M, 8 * -(-N // MARKED.value), dtype=torch.int32, device=x.device)
-    programs = multiprocessors(x.device)
+    bitmask = torch.empty(M, 8 * -(-N // BITMASK_TILE.value), dtype=torch.int32, device=x.device)
+    programs = sm_count(x.device)
     constants = _constants(*x.shape, N, programs, ROOM if room else 0)
     args = (
-        _boxed(x, ROWS.value, DEPTH.value), _boxed(weight, constants["COLUMNS"], DEPTH.value),
-        _boxed(out, PIECE.value, PIECE.value), out if bias is None else bias, marks, state,
+        _described(x, ROWS.value, DEPTH.value), _described(weight, constants["COLUMNS"], DEPTH.value),
+        _described(out, PIECE.value, PIECE.value), out if bias is None else bias, bitmask, state,
         M, N, twice(cut, x.dtype), len(state),
     )  # fmt: skip
     constants = {**constants, "HAS_BIAS": bias is not None}
     launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4)
-    return out, marks
+    return out, bitmask

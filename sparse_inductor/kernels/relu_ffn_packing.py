@@ -1,8 +1,9 @@
-"""Packing: the active neurons of every row of the gate projection, and which rows are heavy.
+"""Packing: the active neurons of every row of the gate projection, and which rows overflow.
 
 The packed form of M rows: `count` [M] int32, `index` and values [M, CAP], the active neurons of a row in an order that
-depends on nothing but which they are. A row with count > CAP is *heavy*: nothing of it is packed, and `relu_ffn_dense`
-computes it. The row kernels (`relu_ffn_dots`, `relu_ffn_rows`) take an other row's entries a piece at a time.
+depends on nothing but which they are. A row with count > CAP *overflows*: nothing of it is packed, and
+`relu_ffn_dense` computes it. The row kernels (`relu_ffn_dots`, `relu_ffn_rows`) take another row's entries a piece at
+a time.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ __all__ = [
     "MANY",
     "ROWS_MOST",
     "dense_row",
-    "heavy_rows",
     "listed_rows",
     "n_listed",
     "new_state",
+    "overflow_rows",
     "pack",
     "pieces_of",
     "popcount",
@@ -41,19 +42,21 @@ __all__ = [
 PACK_BLOCK = 2048
 PACK_WARPS = 2
 PACK_HEAD = 512
-# What `pack` counts: tallies, each in a 32-byte sector of its own, as adds to one address take turns; then how many
-# tallies are full; then the number of rows of the dense path. Row m counts in tally m % TALLIES.
-TALLIES = tl.constexpr(32)
+# What `pack` counts: counters, each in a 32-byte sector of its own, as adds to one address take turns; then how many
+# counters are full; then the number of rows of the dense path. Row m counts in counter m % COUNTERS.
+COUNTERS = tl.constexpr(32)
 LINE = tl.constexpr(4)  # int64 words a sector
 FULL = tl.constexpr(128)
 DENSE = tl.constexpr(129)
 LISTED = tl.constexpr(130)  # entries of the list of pieces
-BLOCKS = tl.constexpr(131)  # blocks that `relu_ffn_marked` has packed, and what their rows cost
+BLOCKS = tl.constexpr(
+    131
+)  # blocks that `relu_ffn_bitmask_packing` has packed, and what their rows cost
 ARRIVED = tl.constexpr(132)  # from here on, a counter for each tile that several programs make
-ARRIVALS = 512  # at least half as many as a GPU has multiprocessors
-# A tally's fields: rows counted, heavy ones among them, entries of the others. `ROWS_MOST` rows keep them apart.
+ARRIVALS = 512  # at least half as many as a GPU has SMs
+# A counter's fields: rows counted, overflow rows among them, entries of the others. `ROWS_MOST` rows keep them apart.
 ONE_ROW = tl.constexpr(1 << 46)
-ONE_HEAVY = tl.constexpr(1 << 29)
+ONE_OVERFLOW = tl.constexpr(1 << 29)
 # The fields of BLOCKS.
 ONE_BLOCK = tl.constexpr(1 << 40)
 ROWS_MOST = 1 << 21
@@ -136,12 +139,12 @@ def _list_groups(gates, n, N, cut, cut_pair, PAIRS: tl.constexpr, G: tl.constexp
 
 @triton.jit
 def _note_row(state, m, c, CAP: tl.constexpr, PIECE: tl.constexpr):
-    """Count row m, of c entries: (what its tally was, where its pieces are listed), of lane 0 each."""
-    lanes = tl.arange(0, TALLIES)
-    heavy = c > CAP
-    add = ONE_ROW + tl.where(heavy, ONE_HEAVY, c.to(tl.int64))
-    zeros = tl.zeros([TALLIES], tl.int64)
-    of_row = state + LINE * (m % TALLIES) + zeros
+    """Count row m, of c entries: (what its counter was, where its pieces are listed), of lane 0 each."""
+    lanes = tl.arange(0, COUNTERS)
+    overflow = c > CAP
+    add = ONE_ROW + tl.where(overflow, ONE_OVERFLOW, c.to(tl.int64))
+    zeros = tl.zeros([COUNTERS], tl.int64)
+    of_row = state + LINE * (m % COUNTERS) + zeros
     old = tl.atomic_add(of_row, add + zeros, mask=lanes == 0, sem="relaxed")
     pieces = tl.where((c > PIECE) & (c <= CAP), tl.cdiv(c, PIECE), 0).to(tl.int64) + zeros
     listed = (lanes == 0) & (pieces > 0)
@@ -150,14 +153,14 @@ def _note_row(state, m, c, CAP: tl.constexpr, PIECE: tl.constexpr):
 
 
 @triton.jit
-def does_not_pay(entries, n_heavy, ROW, M):
-    """Whether M rows are better off on the dense path: n_heavy of them are, the others cost so many entries."""
-    return entries + n_heavy.to(tl.float32) * ROW > 0.9 * ROW * M
+def does_not_pay(entries, n_overflow, ROW, M):
+    """Whether M rows are better off on the dense path: n_overflow of them are, the others cost so many entries."""
+    return entries + n_overflow.to(tl.float32) * ROW > 0.9 * ROW * M
 
 
 @triton.jit
 def _settle_row(
-    count, state, rows_heavy, listed, m, c, M, ROW,
+    count, state, rows_overflow, listed, m, c, M, ROW,
     CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Write row m's count. If it has several pieces, list them in `listed`, PIECES m + piece each, one after the other;
@@ -167,33 +170,35 @@ def _settle_row(
     """
     old, place = _note_row(state, m, c, CAP, PIECE)
     tl.store(count + m, c)
-    first = tl.arange(0, TALLIES) == 0
+    first = tl.arange(0, COUNTERS) == 0
     if (c <= CAP) & (c > PIECE):
         begin = tl.sum(tl.where(first, place, 0), 0)
         j = tl.arange(0, triton.next_power_of_2(PIECES))
         tl.store(listed + begin + j, m * PIECES + j, mask=j < tl.cdiv(c, PIECE))
-    tally = m % TALLIES
+    counter = m % COUNTERS
     was = tl.sum(tl.where(first, old, 0), 0)
-    of_tally = (M - tally + TALLIES - 1) // TALLIES
+    of_counter = (M - counter + COUNTERS - 1) // COUNTERS
     if c > CAP:
-        at = (was // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)
-        tl.store(rows_heavy + tally * tl.cdiv(M, TALLIES) + at, m)
-    is_last = was // ONE_ROW == of_tally - 1
+        at = (was // ONE_OVERFLOW) % (ONE_ROW // ONE_OVERFLOW)
+        tl.store(rows_overflow + counter * tl.cdiv(M, COUNTERS) + at, m)
+    is_last = was // ONE_ROW == of_counter - 1
     if is_last:
-        is_last = tl.atomic_add(state + FULL, 1) == tl.minimum(M, TALLIES) - 1
+        is_last = tl.atomic_add(state + FULL, 1) == tl.minimum(M, COUNTERS) - 1
     if is_last:
-        lines = tl.arange(0, TALLIES)
-        tallies = tl.atomic_add(state + LINE * lines, tl.zeros([TALLIES], tl.int64))
-        n_heavy = tl.sum(((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32), 0)
-        entries = tl.sum((tallies % ONE_HEAVY).to(tl.float32), 0)
-        all_of_them = (n_heavy * 2 > M) | does_not_pay(entries, n_heavy, ROW, M)
-        tl.store(state + DENSE, tl.where(all_of_them, M, n_heavy).to(tl.int64))
+        lines = tl.arange(0, COUNTERS)
+        counters = tl.atomic_add(state + LINE * lines, tl.zeros([COUNTERS], tl.int64))
+        n_overflow = tl.sum(
+            ((counters // ONE_OVERFLOW) % (ONE_ROW // ONE_OVERFLOW)).to(tl.int32), 0
+        )
+        entries = tl.sum((counters % ONE_OVERFLOW).to(tl.float32), 0)
+        all_of_them = (n_overflow * 2 > M) | does_not_pay(entries, n_overflow, ROW, M)
+        tl.store(state + DENSE, tl.where(all_of_them, M, n_overflow).to(tl.int64))
 
 
 @relaunched
 @triton.jit
 def _pack_kernel(
-    gate, count, index, value, groups, stats, state, rows_heavy, pieces,
+    gate, count, index, value, groups, stats, state, rows_overflow, pieces,
     M, N, stride_s, CUT, cut_pair, ROW, PAIRS: tl.constexpr,
     STEPS: tl.constexpr, STATS: tl.constexpr, GATED: tl.constexpr,
     CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
@@ -202,9 +207,9 @@ def _pack_kernel(
     """A program packs one row of the gate projection [M, N]: reads 2 N bytes (at 16 bits), writes its active entries.
 
     First the groups of eight neurons with an active one among them are listed, in `groups` [M, CAP]; then only those
-    are looked at again. A row is heavy that has more than CAP such groups or entries, or an active neuron in three of
-    four groups of the first HEAD columns: nothing of it is packed, and its count may just say so.
-    rows_heavy [TALLIES, M / TALLIES]: the heavy rows of each tally.
+    are looked at again. A row overflows that has more than CAP such groups or entries, or an active neuron in three
+    of four groups of the first HEAD columns: nothing of it is packed, and its count may just say so.
+    rows_overflow [COUNTERS, M / COUNTERS]: the overflow rows of each counter.
     """
     m = tl.program_id(0)
     row = m.to(tl.int64)
@@ -257,7 +262,7 @@ def _pack_kernel(
             tl.store(index + row * CAP + at, n.to(index.dtype.element_ty), mask=mask)
             tl.store(value + row * CAP + at, raw, mask=mask)
             c += tl.sum(sums, 0)
-    _settle_row(count, state, rows_heavy, pieces, m, c, M, ROW, CAP, PIECE, PIECES)
+    _settle_row(count, state, rows_overflow, pieces, m, c, M, ROW, CAP, PIECE, PIECES)
 
 
 @triton.jit
@@ -287,7 +292,7 @@ def new_state(device: torch.device, more: int = 0) -> torch.Tensor:
 def pack(
     gate: torch.Tensor,
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rows_heavy: torch.Tensor,
+    rows_overflow: torch.Tensor,
     state: torch.Tensor,
     stats: torch.Tensor | None,
     f: Program,
@@ -296,7 +301,7 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack rows from their gate projection [M, N], contiguous: (state, pieces), for `listed_rows` and the row kernels.
 
-    rows_heavy: room for `listed` rows. state: of `new_state`, zeros. M is at most ROWS_MOST.
+    rows_overflow: room for `listed` rows. state: of `new_state`, zeros. M is at most ROWS_MOST.
     """
     M, N = gate.shape
     count, index, value = packed
@@ -316,7 +321,7 @@ def pack(
     # Groups that a vote is over; without votes it does not matter.
     warps, columns = (1, 32) if pairs else (PACK_WARPS, 1)
     _pack_kernel[(M,)](
-        gate, count, index, value, groups, stats, state, rows_heavy, pieces,
+        gate, count, index, value, groups, stats, state, rows_overflow, pieces,
         M, N, 0 if stats is None else stats.stride(0), cut, twice(cut, gate.dtype) if pairs else 0,
         dense_row(M, N),
         PAIRS=pairs, STEPS=encode(f), STATS=stats is not None, GATED=gated,
@@ -327,8 +332,8 @@ def pack(
 
 
 def room_for_rows(M: int) -> int:
-    """Entries of a list of heavy rows."""
-    return TALLIES.value * triton.cdiv(M, TALLIES.value)
+    """Entries of a list of overflow rows."""
+    return COUNTERS.value * triton.cdiv(M, COUNTERS.value)
 
 
 @triton.jit
@@ -338,28 +343,28 @@ def n_listed(state):
 
 
 @triton.jit
-def listed_rows(state, rows_heavy, i, M):
+def listed_rows(state, rows_overflow, i, M):
     """The rows of places i of the list; those past its end are some row."""
-    lines = tl.arange(0, TALLIES)
-    tallies = tl.load(state + LINE * lines)
-    n = ((tallies // ONE_HEAVY) % (ONE_ROW // ONE_HEAVY)).to(tl.int32)
+    lines = tl.arange(0, COUNTERS)
+    counters = tl.load(state + LINE * lines)
+    n = ((counters // ONE_OVERFLOW) % (ONE_ROW // ONE_OVERFLOW)).to(tl.int32)
     ends = tl.cumsum(n, 0)
     after = (i[:, None] >= ends[None, :]).to(tl.int32)
     line = tl.sum(after, 1)
     start = tl.sum(after * n[None, :], 1)
-    in_list = line < TALLIES
-    at = line * tl.cdiv(M, TALLIES) + i - start
-    row = tl.load(rows_heavy + at, mask=in_list, other=0)
+    in_list = line < COUNTERS
+    at = line * tl.cdiv(M, COUNTERS) + i - start
+    row = tl.load(rows_overflow + at, mask=in_list, other=0)
     return tl.where(n_listed(state) == M, tl.where(i < M, i, 0), row)
 
 
 @relaunched
 @triton.jit(do_not_specialize=["M"])
 def _list_kernel(
-    count, heavy, rows_heavy, M, CAP: tl.constexpr, BLOCK: tl.constexpr, ZEROS: tl.constexpr
+    count, overflow, rows_overflow, M, CAP: tl.constexpr, BLOCK: tl.constexpr, ZEROS: tl.constexpr
 ):
-    """rows_heavy[:heavy] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before it.
-    ZEROS zeros behind `heavy`."""
+    """rows_overflow[:overflow] = the rows with count > CAP, ascending; BLOCK rows a program, which counts those before
+    it. ZEROS zeros behind `overflow`."""
     lanes = tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)
     for p in range(0, tl.program_id(0)):
@@ -367,15 +372,17 @@ def _list_kernel(
     m = tl.program_id(0) * BLOCK + lanes
     take = (tl.load(count + m, mask=m < M, other=0) > CAP).to(tl.int32)
     first = tl.sum(before, 0)
-    tl.store(rows_heavy + first + tl.cumsum(take, 0) - take, m, mask=take != 0)
+    tl.store(rows_overflow + first + tl.cumsum(take, 0) - take, m, mask=take != 0)
     if tl.program_id(0) == tl.num_programs(0) - 1:
-        tl.store(heavy, first + tl.sum(take, 0))
-        tl.store(heavy + 1 + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.int32))
+        tl.store(overflow, first + tl.sum(take, 0))
+        tl.store(overflow + 1 + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.int32))
 
 
-def heavy_rows(count: torch.Tensor, cap: int, length: torch.Tensor, listed: torch.Tensor) -> None:
-    """length [1 + ARRIVALS], listed [M]: how many, and which, rows of a packed block are heavy; behind the first length
-    are zeros then, for `relu_ffn_heavy` to count in."""
+def overflow_rows(
+    count: torch.Tensor, cap: int, length: torch.Tensor, listed: torch.Tensor
+) -> None:
+    """length [1 + ARRIVALS], listed [M]: how many, and which, rows of a packed block overflow; behind the first
+    length are zeros then, for `relu_ffn_overflow` to count in."""
     M = len(count)
     _list_kernel[(triton.cdiv(M, 1024),)](
         count, length, listed, M, CAP=cap, BLOCK=1024, ZEROS=ARRIVALS

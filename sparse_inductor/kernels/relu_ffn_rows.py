@@ -11,9 +11,9 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from . import relu_ffn_gather as gather
-from .early import EARLY_STARTS, early, let_next_start, wait_for_previous
 from .epilogue import encode, evaluate
-from .launch import multiprocessors, relaunched
+from .launch import relaunched, sm_count
+from .pdl import USE_PDL, let_next_start, pdl_options, wait_for_previous
 from .relu_ffn_gather import (
     FLIGHT,
     ROW_SEEN,
@@ -36,7 +36,7 @@ __all__ = ["Unless", "by_neuron", "weighted_rows"]
 MANY_SLICES = 4
 # A weighted sum of more entries is made in halves.
 LONG = 48
-# Programs a multiprocessor that copy a table where it may not be asked for.
+# Programs an SM that copy a table where it may not be asked for.
 ASKING = 8
 
 
@@ -44,7 +44,7 @@ ASKING = 8
 @triton.jit
 def _transpose_kernel(
     weight, out, state, done, M, D, N, stride_d, stride_n, stride_o,
-    AT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr, EARLY: tl.constexpr,
+    AT: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copy weight [D, N] to out [N, D], tile by tile; unless `state` is None, not where state[AT] says that all M rows
     are dense.
@@ -59,7 +59,7 @@ def _transpose_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     else:
-        wait_for_previous(EARLY)
+        wait_for_previous(PDL)
     tiles_d = tl.cdiv(D, BD)
     tiles = tiles_d * tl.cdiv(N, BN)
     if state is not None:
@@ -112,14 +112,14 @@ def by_neuron(
     # 64 x 64 at 16 bits: 128-byte runs on both sides.
     tile = 64 if weight.is_cuda else 32
     programs = triton.cdiv(D, tile) * triton.cdiv(N, tile)
-    beside = beside and EARLY_STARTS
-    options = {"EARLY": False, "launch_pdl": True} if beside else {"EARLY": False}
+    beside = beside and USE_PDL
+    options = {"PDL": False, "launch_pdl": True} if beside else {"PDL": False}
     state, M, done = unless or (None, 0, None)
     if unless is not None:
-        options = early(weight)
+        options = pdl_options(weight)
         if weight.is_cuda:
             # Few, as there may be nothing to do.
-            programs = min(programs, ASKING * multiprocessors(weight.device))
+            programs = min(programs, ASKING * sm_count(weight.device))
     _transpose_kernel[(programs,)](
         weight, out, state, done, M, D, N, *weight.stride(), out.stride(0),
         AT=DENSE.value, BD=tile, BN=tile, BESIDE=beside, num_warps=4, **options,
@@ -201,7 +201,7 @@ def _one_row(
     LISTS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Columns d to d + WIDTH of row i with this head, unless it is heavy, or becomes so, or is listed."""
+    """Columns d to d + WIDTH of row i with this head, unless it overflows, or is made to, or is listed."""
     m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
     if c <= CAP:
         if none:
@@ -223,12 +223,12 @@ def _weighted_rows_kernel(
     STEPS: tl.constexpr, TWO: tl.constexpr, ASK: tl.constexpr, HAS_BIAS: tl.constexpr, CAP: tl.constexpr,
     LONG: tl.constexpr, PIECES: tl.constexpr, LISTS: tl.constexpr,
     FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    PAIRS: tl.constexpr, EARLY: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program writes out[m, d0:d0 + WIDTH] = bias + sum over the row's entries of value * table row.
 
     ASK: where the state says that all rows
-    are dense, the row becomes heavy. LISTS: a row of more than LONG entries is done where its first two pieces are
+    are dense, the row overflows. LISTS: a row of more than LONG entries is done where its first two pieces are
     listed, half of the columns each, and twice as many table rows in flight: else it would be waited for.
     ready: a row is waited for, not all of
     them, whose dot products the kernel in front of this one makes. made: what counts the programs that have made their
@@ -236,9 +236,9 @@ def _weighted_rows_kernel(
     """
     seen = tl.zeros([], tl.int32)
     if ready is None:
-        wait_for_previous(EARLY)
+        wait_for_previous(PDL)
     else:
-        let_next_start(EARLY)
+        let_next_start(PDL)
         seen = _wait_for_entries(ready, tl.maximum(tl.program_id(0) - listers, 0), 0, seen)
     HALF: tl.constexpr = WIDTH // 2
     first, end, step = own_pieces(state, listers, M, LISTS)
@@ -274,7 +274,7 @@ def _weighted_rows_kernel(
             D, stride_a, stride_b, stride_o,
             STEPS, TWO, HAS_BIAS, CAP, LONG, LISTS, FLIGHT, WIDTH, EVEN, STAGES, PAIRS,
         )  # fmt: skip
-    if EARLY and ready is not None:  # noqa: SIM102
+    if PDL and ready is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
             tl.extra.cuda.gdc_wait()  # what waits for this kernel waits for the one in front of it
 
@@ -295,7 +295,7 @@ def weighted_rows(
 ) -> None:
     """out[m] = bias + sum_i steps(value[m, i]) * table[index[m, i]] (+ the same of a second value and table).
 
-    Rows that are heavy are left as they are, and become so where `packing`, of `pack`, says it of all. ready: of
+    Rows that overflow are left as they are, and do so where `packing`, of `pack`, says it of all. ready: of
     `dots`, which was launched just before. made: of the table, `Unless.done` and its programs.
     """
     M, D = out.shape
@@ -316,5 +316,5 @@ def weighted_rows(
         STEPS=encode(steps), TWO=second is not None, ASK=packing is not None, HAS_BIAS=bias is not None,
         CAP=index.shape[1], LONG=max(piece, LONG if out.is_cuda else 16), PIECES=most,
         LISTS=listers > 0, FLIGHT=flight, WIDTH=wide, EVEN=D % wide == 0,
-        STAGES=STAGES, PAIRS=in_pairs(table), **early(out), **limited(out), num_warps=warps,
+        STAGES=STAGES, PAIRS=in_pairs(table), **pdl_options(out), **limited(out), num_warps=warps,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tiles of the products in Triton of rows that are not sparse (`relu_ffn_dense`, `relu_ffn_heavy`): their sizes, and
+"""Tiles of the products in Triton of rows that are not sparse (`relu_ffn_dense`, `relu_ffn_overflow`): their sizes, and
 how several programs share what is left past the last round of all programs."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import multiprocessors
+from .launch import sm_count
 from .tile_order import tile_last
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 # Programs that share the sum of half a tile, of which a part is 64 KB, and steps of a sum that are worth a part.
-SPLITS_BOXES = tl.constexpr(16)
-STEPS_BOXES = tl.constexpr(6)
+SPLITS_TMA = tl.constexpr(16)
+STEPS_TMA = tl.constexpr(6)
 # Programs for each half, at the least, where others were made first: a part and its sum take a sixth of a tile's time.
 LEAST_SPLITS = tl.constexpr(3)
 # Stages of 40 KB of a tile of half the rows.
@@ -54,7 +54,7 @@ def narrow(tile: dict[str, int]) -> dict[str, int]:
 
 
 def programs_of(t: torch.Tensor) -> int:
-    return multiprocessors(t.device) if t.is_cuda else 3
+    return sm_count(t.device) if t.is_cuda else 3
 
 
 def precision(t: torch.Tensor) -> str:
@@ -75,7 +75,7 @@ def rest_of(tiles, short, steps):
     halves = 2 * rest - tl.minimum(rest, short)
     alone = tl.where(halves > programs, programs, 0)
     splits = programs // tl.maximum(halves - alone, 1)
-    splits = tl.minimum(splits, tl.minimum(SPLITS_BOXES, tl.maximum(steps // STEPS_BOXES, 1)))
+    splits = tl.minimum(splits, tl.minimum(SPLITS_TMA, tl.maximum(steps // STEPS_TMA, 1)))
     some = (alone == 0) | (splits >= LEAST_SPLITS)
     rest, halves = tl.where(some, rest, 0), tl.where(some, halves, 0)
     return rest, halves, tl.where((halves == 0) | (splits == 1), halves, alone), splits

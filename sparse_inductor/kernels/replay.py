@@ -5,8 +5,8 @@ than the kernels of a small batch take. None of it depends on what the tensors h
 shapes, strides, dtypes, alignments and options is recorded, as what it allocates, launches and calls of ATen; from the
 third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned.
 
-A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `Branch` or a
-tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to
+A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `SideStream` or
+a tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to
 allocate, whose kernels take longer than the host. Of operators that use several streams the host has the most to
 do, and next to nothing is freed on the way: for them there are limits of their own.
 """
@@ -93,7 +93,7 @@ def replayed(fn: Callable[..., Any], multistream: bool = False) -> Callable[...,
             if type(plan) is not _Plan:
                 return _first(fn, args, settled, plan, inputs, multistream)
             last = key, plan
-        return fn(*args) if launches.hooked() else plan.run(inputs, addresses)
+        return fn(*args) if launches.profiler_attached() else plan.run(inputs, addresses)
 
     return call
 
@@ -168,7 +168,7 @@ class Site:
             together = 0
             for address in addresses:
                 together |= address
-            if not together & 15 and not launches.hooked():
+            if not together & 15 and not launches.profiler_attached():
                 return plan.run(inputs, addresses)
         out = self._usual(*args)
         if self._hopeful:
@@ -231,7 +231,7 @@ def _record(
         return fn(*args)
     try:
         recording = _Recording(inputs, multistream)
-        with recording, launches.watched(recording.launched, recording.noted, recording.lost):
+        with recording, launches.observing(recording.launched, recording.event, recording.unknown):
             result = fn(*args)
         try:
             _plans[key] = recording.plan(result)
@@ -324,7 +324,7 @@ class _Recording(TorchDispatchMode):
         self._made.clear()
         self._steps.clear()
 
-    def lost(self, why: str) -> None:
+    def unknown(self, why: str) -> None:
         """There may have been a launch that is not among the steps."""
         if not self._why:
             self._give_up(why)
@@ -347,7 +347,7 @@ class _Recording(TorchDispatchMode):
         except _Unplannable as why:
             self._give_up(f"{compiled.name}: {why}")
 
-    def noted(self, what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def event(self, what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """An event is recorded in a stream, or a stream waits for it, which is how a second one begins."""
         if self._why:
             return

@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import relu_ffn_heavy as heavy
+from . import relu_ffn_overflow as overflow
 from . import relu_ffn_rows as rows
 from .launch import launch, relaunched
 from .relu_ffn import chunks
 from .relu_ffn_backward import TokenLists, sums_by_neuron
-from .relu_ffn_packing import ARRIVALS, heavy_rows
+from .relu_ffn_packing import ARRIVALS, overflow_rows
 from .topk_sums import addressable, table_of
 
 __all__ = ["capacity", "matmul", "outer"]
@@ -81,10 +81,10 @@ class _Rest:
 
     def __init__(self, count: Tensor, cap: int, h: Tensor, x: Tensor | None = None) -> None:
         self.length, self.listed = count.new_empty(1 + ARRIVALS), count.new_empty(len(h))
-        heavy_rows(count, cap, self.length, self.listed)
-        self.h = heavy.room_for_copies(h)
-        self.x = None if x is None else heavy.room_for_copies(x)
-        heavy.gather(h, x, self.h, self.x, self.listed, self.length, all_too=True)
+        overflow_rows(count, cap, self.length, self.listed)
+        self.h = overflow.room_for_copies(h)
+        self.x = None if x is None else overflow.room_for_copies(x)
+        overflow.gather(h, x, self.h, self.x, self.listed, self.length, all_too=True)
 
 
 def matmul(h: Tensor, weight: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def matmul(h: Tensor, weight: Tensor) -> Tensor:
     rows.weighted_rows(*found, table, y)
     for part in chunks(len(h), h.shape[1], CHUNK):
         rest = _Rest(found.count[part], cap, h[part])
-        heavy.copied_product(
+        overflow.copied_product(
             rest.h, table, y[part], rest.listed, rest.length,
             by_row=True, scatter=True, arrived=rest.length[1:],
         )  # fmt: skip
@@ -116,5 +116,5 @@ def outer(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     for part in chunks(len(h), h.shape[1], CHUNK):
         rest = _Rest(found.count[part], cap, h[part], x[part])
         assert rest.x is not None
-        heavy.add_products([heavy.Sum(rest.h, rest.x, rest.x, out, total)], rest.length)
+        overflow.add_products([overflow.Sum(rest.h, rest.x, rest.x, out, total)], rest.length)
     return out, total

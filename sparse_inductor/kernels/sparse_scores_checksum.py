@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import multiprocessors, relaunched
+from .launch import relaunched, sm_count
 
 __all__ = ["Slot", "checksum"]
 
@@ -127,7 +127,7 @@ def checksum(
     words = [None if t is None else _words(t) for t in tensors]
     words += [None] * (_TENSORS - len(words))
     sizes = [0 if w is None else w.numel() for w in words]
-    programs = _PROGRAMS * (multiprocessors(device) if device.type == "cuda" else 1)
+    programs = _PROGRAMS * (sm_count(device) if device.type == "cuda" else 1)
     args = [a for w, size in zip(words, sizes) for a in (keys if w is None else w, size)]
     wide = {f"WIDE{i}": w is not None and w.dtype == torch.int64 for i, w in enumerate(words)}
     with torch.cuda.device_of(keys):

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from . import sparse_scores_ptx as ptx
-from .early import wait_for_previous
 from .launch import relaunched
+from .pdl import wait_for_previous
 from .sparse_scores_accumulate import COUNTERS_APART
 from .sparse_scores_sort import write_best
 
@@ -236,7 +236,7 @@ def rescore_kernel(
     V, L, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr,
     DOCS: tl.constexpr, DEPTH: tl.constexpr, FILTERED: tl.constexpr, RANKED: tl.constexpr,
-    BITS: tl.constexpr, EARLY: tl.constexpr,
+    BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Exact scores of the kept documents of a query; programs (q, part).
 
@@ -256,11 +256,11 @@ def rescore_kernel(
         long = tl.load(long_counts + q)
         query_terms += q * L
         table = tl.inline_asm_elementwise(_DECLARE, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
-        if EARLY:  # noqa: SIM102, which the compiler knows
+        if PDL:  # noqa: SIM102, which the compiler knows
             # Terms are `_prepare_kernel`'s, which had ended when `select_kernel`, the one in front, started.
             if count <= _MOST_FILTERED:
                 _set_filter(table, query_terms, count, long, L)
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     n = tl.load(kept_counts + q)
     if RANKED:
         simple = False
@@ -274,7 +274,7 @@ def rescore_kernel(
         if count <= _MOST_FILTERED:
             _score_filtered(
                 table, row, query_terms, count, long, L, offsets, terms, weights,
-                scales, chunk_docs, chunks, kept, n, keys, BYTES, DEPTH, EARLY,
+                scales, chunk_docs, chunks, kept, n, keys, BYTES, DEPTH, PDL,
             )  # fmt: skip
             if RANKED:  # noqa: SIM102, which the compiler knows
                 if simple:
@@ -339,7 +339,7 @@ def _next_unproved(status, after, B):
 @triton.jit
 def _score_everything(
     query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
-    table, scores, counts, tallies, progress, V, N, B, k,
+    table, scores, counts, part_counts, progress, V, N, B, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
     DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -439,8 +439,8 @@ def _score_everything(
                     live = x != _DELETED
                     above += tl.sum((live & (x > limit)).to(tl.int32), axis=0)
                     equal += tl.sum((live & (x == limit)).to(tl.int32), axis=0)
-                tl.store(tallies + 2 * part, above)
-                tl.store(tallies + 2 * part + 1, equal)
+                tl.store(part_counts + 2 * part, above)
+                tl.store(part_counts + 2 * part + 1, equal)
                 ticket = _next_drawn(progress)
             _all_done(progress, turn, parts)
             turn += 1
@@ -458,10 +458,13 @@ def _score_everything(
                 for p in range(0, parts, 256):
                     other = p + tl.arange(0, 256)
                     a = tl.load(
-                        tallies + 2 * other, mask=other < parts, other=0, cache_modifier=".cg"
+                        part_counts + 2 * other, mask=other < parts, other=0, cache_modifier=".cg"
                     )
                     e = tl.load(
-                        tallies + 2 * other + 1, mask=other < parts, other=0, cache_modifier=".cg"
+                        part_counts + 2 * other + 1,
+                        mask=other < parts,
+                        other=0,
+                        cache_modifier=".cg",
                     )
                     all_above += tl.sum(a, axis=0)
                     all_equal += tl.sum(e, axis=0)
@@ -498,10 +501,10 @@ def _score_everything(
 @triton.jit(do_not_specialize=["N", "B", "k"])
 def everything_kernel(
     query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
-    table, scores, counts, tallies, progress, unit, found, counters, begins, moved, best, ids, V, N, B, k,
+    table, scores, counts, part_counts, progress, unit, found, counters, begins, moved, best, ids, V, N, B, k,
     BYTES: tl.constexpr, UNSIGNED16: tl.constexpr, ROOM: tl.constexpr, GROUP: tl.constexpr,
     DOCS: tl.constexpr, WIDTH: tl.constexpr, READ: tl.constexpr, DEPTH: tl.constexpr,
-    SORTED: tl.constexpr, SMALL: tl.constexpr, EARLY: tl.constexpr,
+    SORTED: tl.constexpr, SMALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The k best of all documents, exactly, for the queries of status 1; nothing where there are none.
 
@@ -513,10 +516,10 @@ def everything_kernel(
     GROUP queries go together: their weights lie side by side in `table` [V, GROUP], so that an entry gathers one sector
     for all. A part is a range of the documents, scored into `scores` [GROUP, N]; the k-th best score is found bit by
     bit, counts [32, GROUP]; documents above it, and of those equal to it the lowest, are written to keys, at places
-    that follow from every part's tallies [programs, 2].
+    that follow from every part's part_counts [programs, 2].
     SORTED: these answers, and all others that `rescore_kernel` has left, are written, too; progress[2] says how many.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     if SORTED:
         left = tl.load(progress + 2, cache_modifier=".cg") > 0  # most often not
     else:
@@ -524,7 +527,7 @@ def everything_kernel(
     if left:
         ticket, turn = _score_everything(
             query, offsets, terms, weights, scales, chunk_docs, chunks, deleted, status, keys, kept_counts,
-            table, scores, counts, tallies, progress, V, N, B, k,
+            table, scores, counts, part_counts, progress, V, N, B, k,
             BYTES, UNSIGNED16, ROOM, GROUP, DOCS, WIDTH, READ, DEPTH,
         )  # fmt: skip
         if SORTED:

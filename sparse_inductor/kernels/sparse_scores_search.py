@@ -29,8 +29,8 @@ from sparse_inductor.ops._top import best_of
 
 from . import sparse_scores_documents as documents
 from .arch import capability
-from .early import early
-from .launch import multiprocessors, relaunched
+from .launch import relaunched, sm_count
+from .pdl import pdl_options
 from .sparse_scores_accumulate import (
     CHUNK_BITS,
     CHUNK_DOCS,
@@ -70,7 +70,7 @@ _MOST_QUERIES = 2048
 _MOST_TERMS = 4096
 # Exact scores of all documents for some queries at once: the larger part of what a search needs besides the index.
 _EVERYTHING_BYTES = 80 << 20
-# Programs on a multiprocessor that score everything, and warps of each: two fit in where all of what ran before has
+# Programs on an SM that score everything, and warps of each: two fit in where all of what ran before has
 # ended. The interpreter runs one after the other; one program could do it all.
 _EVERYTHING = (2, 8)
 _EVERYTHING_ELSEWHERE = (2, 32)
@@ -521,7 +521,7 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
     # All matches of a query and k documents besides, or the k best and some that may be as good.
     room = triton.next_power_of_2(max(2 * k, k + 24))
     s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, 0 if shared else V, query.device)
-    alone = query.is_cuda and multiprocessors(query.device) >= B
+    alone = query.is_cuda and sm_count(query.device) >= B
     block, warps = _READ_ALONE if alone else _READ
     block = max(32, min(triton.next_power_of_2(V), block))
     _prepare_kernel[(B,)](
@@ -541,10 +541,10 @@ def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bo
             s.candidates, s.found, s.threshold, capacity, better, BLOCK=capacity, num_warps=8
         )
     run(p.chunks, 0, p.chunks.count)
-    starts = early(query) if proved else {"EARLY": False}
+    starts = pdl_options(query) if proved else {"PDL": False}
     select_kernel[(B,)](
         s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts,
-        s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved, EARLY=starts["EARLY"],
+        s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved, PDL=starts["PDL"],
         num_warps=8, maxnreg=64,
     )  # fmt: skip
     if proved and _rescore(query, p, deleted, s, k, shared, scores, ids, starts):
@@ -580,7 +580,7 @@ def _rescore(
     filtered = shared and V <= FILTERED_UP_TO and aligned
     # Every program sets a filter up, a microsecond: no more of them than run at once, four blocks an SM; 16 documents
     # at a time each.
-    slots = 4 * multiprocessors(query.device) if query.is_cuda else 1
+    slots = 4 * sm_count(query.device) if query.is_cuda else 1
     parts = max(
         1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
     )
@@ -595,7 +595,7 @@ def _rescore(
     new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
     cuda = query.is_cuda
     each, warps = _EVERYTHING if cuda else _EVERYTHING_ELSEWHERE
-    programs = each * (multiprocessors(query.device) if cuda else 1)
+    programs = each * (sm_count(query.device) if cuda else 1)
     everything_kernel[(programs,)](
         *rows, deleted, s.status, s.keys, s.kept_counts,
         new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.progress,
@@ -647,7 +647,7 @@ class _Launch:
         programs = work
         if self.deleted.is_cuda:
             # 32 KiB each: 16 MiB of scratch, well within L2
-            programs = min(work, 4 * multiprocessors(self.deleted.device))
+            programs = min(work, 4 * sm_count(self.deleted.device))
         else:
             programs = min(work, 4)
         scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=self.deleted.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .early import let_next_start
 from .launch import relaunched
+from .pdl import let_next_start
 from .sparse_scores_accumulate import COUNTERS_APART, kth_largest
 
 __all__ = ["select", "select_kernel"]
@@ -80,10 +80,10 @@ def select(
 @triton.jit
 def select_kernel(
     candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
-    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`select`, a program a query. EARLY: `rescore_kernel` starts while this ends."""
-    let_next_start(EARLY)
+    """`select`, a program a query. PDL: `rescore_kernel` starts while this ends."""
+    let_next_start(PDL)
     q = tl.program_id(0).to(tl.int64)
     select(
         q, candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .early import wait_for_previous
 from .launch import relaunched
+from .pdl import wait_for_previous
 from .sparse_scores_accumulate import COUNTERS_APART
 
 __all__ = ["LOWEST", "doc_of", "score_of", "sort_kernel", "write_best"]
@@ -165,10 +165,10 @@ def write_best(
 @triton.jit
 def sort_kernel(
     keys, kept_counts, status, unit, found, counters, begins, moved, scores, ids, k,
-    SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, EARLY: tl.constexpr,
+    SMALL: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`write_best`, a program a query."""
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     q = tl.program_id(0).to(tl.int64)
     write_best(
         q, keys, kept_counts, status, unit, found, counters, begins, moved, scores, ids, k, SMALL, ROOM, PROVED

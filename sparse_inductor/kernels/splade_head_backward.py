@@ -46,7 +46,7 @@ _SORT_WARPS = 8
 # sequences cost registers, and with them the programs that hide each other's latency.
 _LIST = {"BB": 32, "BV": 32, "num_warps": 4}
 # Registers a thread of it: what steps after the maximum need, so that those before it, which few sequences have, cost
-# no program its place; 4 fit a multiprocessor.
+# no program its place; 4 fit an SM.
 _LIST_REGISTERS = 128
 # 256 columns are a 16-byte bf16 load a thread of one warp. Programs of one column block run together, and at D = 768
 # their third of the weight stays in L2, whose latency 8 rows in flight hide. A row of few entries is over before a

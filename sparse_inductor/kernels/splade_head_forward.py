@@ -24,7 +24,7 @@ import triton.language as tl
 from sparse_inductor.epilogue.steps import Program
 
 from .epilogue import encode, evaluate, evaluate_rows, row_arguments
-from .launch import multiprocessors, relaunched
+from .launch import relaunched, sm_count
 from .splade_head_positions import Positions
 
 try:
@@ -287,8 +287,8 @@ def _launch(operands, outputs, outer, inner=(), rows=(), flags=None, want=False)
     tiles = B * triton.cdiv(V, tile.vocab)
     programs = tiles
     if hidden.device.type == "cuda":
-        # Two programs a multiprocessor hide each other's epilogue where shared memory lets both in.
-        programs = 2 * multiprocessors(hidden.device)
+        # Two programs an SM hide each other's epilogue where shared memory lets both in.
+        programs = 2 * sm_count(hidden.device)
     _peak_kernel[(min(tiles, programs),)](
         hidden, weight, bias, add, fill, *row_arguments(rows),
         None if flags is None else flags.view(torch.uint8), values, winner, peak,

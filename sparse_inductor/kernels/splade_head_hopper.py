@@ -1,6 +1,6 @@
 """The SPLADE head's forward on Hopper GPUs: a warp-specialised persistent kernel in Gluon.
 
-One warp copies operand tiles into a ring of shared-memory stages with the bulk copy engine. Two
+One warp copies operand tiles into a ring of shared-memory stages with TMA. Two
 warpgroups each multiply 64 vocabulary rows of their own by 256 positions that both share, and
 reduce their accumulator while the other keeps the tensor cores busy.
 
@@ -31,12 +31,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_inductor.epilogue.steps import Program
 
 from .arch import capability
-from .boxes import addressable
 from .epilogue import encode, evaluate
-from .gluon_names import load_box
+from .gluon_names import tma_load
 from .launch import launch as launch_kernel
-from .launch import multiprocessors
+from .launch import sm_count
 from .splade_head_positions import ADDED, GRANULE, KEPT, PARTLY, Positions, classify
+from .tma import tma_addressable
 from .unroll import unrolled
 
 __all__ = ["applies", "launch"]
@@ -48,7 +48,7 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 # Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
 DEPTH = gl.constexpr(64)
-# 48 KiB each; four fit the 227 KiB of a multiprocessor.
+# 48 KiB each; four fit the 227 KiB of an SM.
 STAGES = gl.constexpr(4)
 # Flags of a granule, a byte: 0 when all its positions are kept, with add == 0; when that holds of the
 # first n only, n; else this: look at `add`.
@@ -181,7 +181,7 @@ def _list_kernel(
 def _copy_tiles(source, KBLOCKS: gl.constexpr):
     """Producer warp: the operands of every tile of this program's units, in order, into the ring.
 
-    A stage takes 8 KiB of weight a consumer and 8 boxes of 4 KiB of hidden.
+    A stage takes 8 KiB of weight a consumer and 8 TMA tiles of 4 KiB of hidden.
     """
     hidden, weight, h_ring, w_ring, full, empty, rows, groups, blocks = source
     BYTES: gl.constexpr = (ROWS * CONSUMERS + GRANULE * GRANULES) * DEPTH * 2
@@ -201,11 +201,11 @@ def _copy_tiles(source, KBLOCKS: gl.constexpr):
                 mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
                 mbarrier.expect(filled, BYTES)
                 for c in gl.static_range(CONSUMERS):
-                    box = w_ring.index(stage * CONSUMERS + c)
-                    load_box(weight, [v0 + c * ROWS, k * DEPTH], filled, box)
+                    tile = w_ring.index(stage * CONSUMERS + c)
+                    tma_load(weight, [v0 + c * ROWS, k * DEPTH], filled, tile)
                 for g in gl.static_range(GRANULES):
-                    box = h_ring.index(stage).slice(g * GRANULE, GRANULE)
-                    load_box(hidden, [row[g], k * DEPTH], filled, box)
+                    tile = h_ring.index(stage).slice(g * GRANULE, GRANULE)
+                    tma_load(hidden, [row[g], k * DEPTH], filled, tile)
                 n += 1
 
 
@@ -550,13 +550,13 @@ def _cdiv(a: int, b: int) -> int:
 
 @functools.cache
 def _layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    box = [ROWS.value, DEPTH.value]
+    tile = [ROWS.value, DEPTH.value]
     element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    return gl.NVMMASharedLayout.get_default_for(box, element)
+    return gl.NVMMASharedLayout.get_default_for(tile, element)
 
 
 def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
-    """Whether this kernel can run: Hopper, 16-bit operands, sizes the copy engine can address."""
+    """Whether this kernel can run: Hopper, 16-bit operands, sizes TMA can address."""
     if hidden.device.type != "cuda" or hidden.dtype not in (torch.float16, torch.bfloat16):
         return False
     if any(step.fn == "pow" for step in outer):  # begins with tl.full, which has no layout in Gluon
@@ -567,7 +567,7 @@ def applies(hidden: torch.Tensor, weight: torch.Tensor, outer: Program) -> bool:
         and D % 8 == 0
         and B * S < 2**31 - 256  # rows are 32-bit coordinates
         # A transposed weight is copied while that is cheap; else the portable kernel reads it.
-        and (addressable(weight) or weight.nbytes <= 64 * 2**20)
+        and (tma_addressable(weight) or weight.nbytes <= 64 * 2**20)
     )
 
 
@@ -578,7 +578,7 @@ def _rows(hidden: torch.Tensor) -> torch.Tensor:
     if B == 1 or S == 1 or batch == S * token:
         row = token if S > 1 else batch if B > 1 else D
         rows = hidden.as_strided((B * S, D), (row, feature))
-        if addressable(rows):
+        if tma_addressable(rows):
             return rows
     return hidden.clone(memory_format=torch.contiguous_format).view(B * S, D)
 
@@ -599,12 +599,12 @@ def launch(
     values, winner, peak = outputs
     B, S, D = hidden.shape
     V = weight.shape[0]
-    if not addressable(weight):
+    if not tma_addressable(weight):
         weight = weight.clone(memory_format=torch.contiguous_format)
     if add is not None and positions is None:
         positions = classify(ADDED, (add,), hidden)
     blocks = _cdiv(V, ROWS.value * CONSUMERS.value)
-    programs = multiprocessors(hidden.device)
+    programs = sm_count(hidden.device)
 
     def empty(n, dtype):
         return torch.empty(n, device=hidden.device, dtype=dtype)

@@ -23,9 +23,9 @@ def compile_all() -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sparse_inductor.epilogue.steps import parse
+    from sparse_inductor.kernels import relu_ffn_bitmask_packing as bitmask_packing
+    from sparse_inductor.kernels import relu_ffn_bitmask_ptx as marked_ptx
     from sparse_inductor.kernels import relu_ffn_hopper as hopper
-    from sparse_inductor.kernels import relu_ffn_marked as marked
-    from sparse_inductor.kernels import relu_ffn_marked_ptx as marked_ptx
     from sparse_inductor.kernels import splade_head_hopper as splade
     from sparse_inductor.kernels.epilogue import encode
 
@@ -41,7 +41,7 @@ def compile_all() -> None:
         source = of(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-    def box(rows, columns):
+    def descriptor(rows, columns):
         return (
             f"tensordesc<bf16[{rows}, {columns}],{hopper.layout(torch.bfloat16, rows, columns)!r}>"
         )
@@ -51,15 +51,18 @@ def compile_all() -> None:
         assert "wgmma" in code and copies in code and ".local" not in code
         assert compiled.metadata.shared <= 227 * 1024
 
-    token, bulk = box(64, 64), "cp.async.bulk.tensor"
+    token, bulk = descriptor(64, 64), "cp.async.bulk.tensor"
 
     for columns, _ in hopper.COSTS:
         constants = {
             "COLUMNS": columns, "KBLOCKS": 16, "EACH": 8, "STAGES": hopper.stages(columns), "HAS_BIAS": False,
         }  # fmt: skip
-        types = [token, box(columns, 64), token, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
+        types = [token, descriptor(columns, 64), token, *"*bf16 *i32 *i64 i32 i32 i32 i32".split()]
         multiplies(made(hopper._product_kernel, types, constants, num_warps=4), bulk)
-    granule, types = box(32, 64), "*bf16 *fp32 *fp32 *i32 *i64 *i32 *i32 *bf16 *i16 *fp32".split()
+    granule, types = (
+        descriptor(32, 64),
+        "*bf16 *fp32 *fp32 *i32 *i64 *i32 *i32 *bf16 *i16 *fp32".split(),
+    )
     for training in (False, True):
         constants = {
             "KBLOCKS": 12, "EACH": 12, "OUTER": encode(parse("relu | log1p")), "HAS_BIAS": True,
@@ -70,8 +73,10 @@ def compile_all() -> None:
     types = "*i32 *bf16 *i32 *i16 *bf16 *i64 *i32 *i32 i32 fp32".split()
     for words, N, rows, warps in ((176, 5632, 1, 1), (176, 5632, 32, 8), (512, 16384, 32, 8)):
         body = marked_ptx.pack(words, N, N // 15, 64, 40, False, rows, warps)
-        constants = {"BODY": body, "EARLY": True}
-        compiled = made(marked._pack_kernel.kernel, types, constants, ASTSource, num_warps=warps)
+        constants = {"BODY": body, "PDL": True}
+        compiled = made(
+            bitmask_packing._pack_kernel.kernel, types, constants, ASTSource, num_warps=warps
+        )
         code = compiled.asm["ptx"]
         assert code.count("griddepcontrol.wait") == 1 and ".local" not in code
         declared = re.findall(r"\.shared .*ffn_\w+\[(\d+)\]", code)

@@ -82,12 +82,12 @@ def test_forward_agrees_with_aten(shape, gated):
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.2, 0.5, 1.0])
 def test_every_density_is_exact(share):
-    """From no active neuron to all of them: packed rows, heavy rows, and both at once."""
+    """From no active neuron to all of them: packed rows, overflow rows, and both at once."""
     check_forward(*make(16, share=min(max(share, 1e-6), 1 - 1e-6)))
 
 
 @pytest.mark.heavy
-def test_a_few_heavy_rows_among_sparse_ones():
+def test_a_few_overflow_rows_among_sparse_ones():
     x, b = make(50, share=0.05)
     x[::9] *= 8.0
     counts = (torch.nn.functional.linear(x, b.gate, b.gate_bias) > 0).sum(1)

@@ -1,4 +1,4 @@
-"""The feed-forward block's products on a Hopper GPU: numbers, marks, and the boundary of what is active."""
+"""The feed-forward block's products on a Hopper GPU: numbers, the bitmask, and the boundary of what is active."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import triton.language as tl
 import sparse_inductor
 import support
 from sparse_inductor.kernels import relu_ffn_dense as dense
-from sparse_inductor.kernels import relu_ffn_heavy as heavy
 from sparse_inductor.kernels import relu_ffn_hopper as hopper
+from sparse_inductor.kernels import relu_ffn_overflow as overflow
 from sparse_inductor.kernels import relu_ffn_packing as packer
 from sparse_inductor.kernels import relu_ffn_tiles as tile_rounds
 from sparse_inductor.kernels import tile_order
@@ -81,7 +81,7 @@ def test_what_is_left_past_the_last_round_is_shared_out(steps, tiles_n, rows, de
         assert rest in (0, tiles % programs) and alone <= min(halves, programs)
         assert halves == 2 * rest - min(rest, short)
         assert (halves - alone) * splits <= programs, "a program for each part"
-        assert splits * tile_rounds.STEPS_BOXES.value <= max(steps, tile_rounds.STEPS_BOXES.value)
+        assert splits * tile_rounds.STEPS_TMA.value <= max(steps, tile_rounds.STEPS_TMA.value)
         if halves > programs:
             assert alone == programs and splits >= tile_rounds.LEAST_SPLITS.value
 
@@ -116,7 +116,7 @@ def test_halves_and_whole_tiles_are_all_there_is(tiles_m, tiles_n, rows, device)
         assert (made[: -(-M // 64)] == 1).all()
 
 
-def marks_of(gate, cut):
+def bitmask_of(gate, cut):
     """The bits that `relu_ffn_hopper` writes beside the gate projection."""
     M, N = gate.shape
     tiles = -(-N // 256)
@@ -155,10 +155,10 @@ def test_marked_product(dtype, M, K, N, bias):
     state = torch.full((M * 7 + 1,), -1, dtype=torch.int64, device="cuda")
     want = F.linear(x, w, b)
     for room in (False, True):
-        out, marks = hopper.marked_product(x, w, b, 0.3, state, room=room)
+        out, bitmask = hopper.product_with_bitmask(x, w, b, 0.3, state, room=room)
         assert not state.any()
         torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2, equal_nan=True)
-        assert torch.equal(marks, marks_of(out.float(), 0.3))
+        assert torch.equal(bitmask, bitmask_of(out.float(), 0.3))
         if not room:
             state.fill_(-1)
 
@@ -170,7 +170,7 @@ def test_marked_product(dtype, M, K, N, bias):
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("share", [0.5, 0.005])
 def test_statistics(share, gated, steps, train):
-    """Of dense rows only, and of sparse ones and some heavy ones."""
+    """Of dense rows only, and of sparse ones and some overflow rows."""
     torch.manual_seed(0)
     M, K, N, D = 1800, 512, 5632, 384
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
@@ -255,14 +255,14 @@ def test_tiles_past_the_last_round_are_made_in_parts(two, by_row, M, N, D, n, pa
     out = torch.full((M, D), torch.nan, device="cuda", dtype=torch.bfloat16)
     more = second[0] if two else None
     options = {"by_row": by_row, "scatter": True, "second": more}
-    heavy.copied_product(a, w, out, rows, counts[:1], arrived=counts[1:], **options)
+    overflow.copied_product(a, w, out, rows, counts[:1], arrived=counts[1:], **options)
     if torch.cuda.get_device_properties("cuda").multi_processor_count == 132:
         assert counts[1:].any() == parts
     want = sum(a.float() @ w.float() for a, w in pairs)
     torch.testing.assert_close(out[rows[:n].long()].float(), want[:n], rtol=2e-2, atol=2e-2)
     assert out[rows[n:].long()].isnan().all()
     once = torch.empty_like(out)
-    heavy.copied_product(a, w, once, rows, counts[:1], **options)
+    overflow.copied_product(a, w, once, rows, counts[:1], **options)
     listed = rows[:n].long()
     torch.testing.assert_close(once[listed].float(), want[:n], rtol=2e-2, atol=2e-2)
 
@@ -274,7 +274,7 @@ def test_tiles_past_the_last_round_are_made_in_parts(two, by_row, M, N, D, n, pa
 def test_sums_over_rows_one_behind_the_other(sums, n):
     torch.manual_seed(0)
     M, N, widths = 2049, 1408, (640, 640, 1000)
-    room = M + heavy.PAD.value
+    room = M + overflow.PAD.value
     draw = lambda *s: torch.randn(*s, device="cuda", dtype=torch.bfloat16)
     listed = torch.randperm(M, device="cuda")[:n] if n < M else torch.arange(M, device="cuda")
     length = torch.tensor([n], dtype=torch.int32, device="cuda")
@@ -288,9 +288,9 @@ def test_sums_over_rows_one_behind_the_other(sums, n):
         wants.append(out.float() + a[:n].float().t() @ x[:n].float())
         if bias is not None:
             wants.append(bias.float() + a[:n].float().sum(0))
-        given.append(heavy.Sum(a, x, source, out, bias))
+        given.append(overflow.Sum(a, x, source, out, bias))
     assert hopper.applies(given[0].source)
-    heavy.add_products(given, length)
+    overflow.add_products(given, length)
     got = [t for s in given for t in (s.out, s.bias) if t is not None]
     for t, want in zip(got, wants, strict=True):
         torch.testing.assert_close(t.float(), want, rtol=2e-2, atol=2e-2)

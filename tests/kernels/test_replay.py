@@ -184,19 +184,19 @@ def two_lines(kernel: Kernel, wait_for: Event | None = None):
     """A call whose second line begins behind its first launch, and is waited for behind the second."""
     main, side = Line(0), Line(7)
 
-    def note(what: str, line: Line, event: Event) -> None:
+    def note_event(what: str, line: Line, event: Event) -> None:
         getattr(event, what)(line)
-        launching.note(what, line, event)
+        launching.note_event(what, line, event)
 
     def fn(x: Tensor) -> Tensor:
         scratch, out = torch.empty(x.numel()), x.new_empty(x.shape)
         launch(kernel, (1,), (x, scratch, x.numel()), {"F": 2}, 4)
         forked, joined = Event(), Event()
-        note("record", main, forked)
-        note("wait", side, wait_for or forked)
+        note_event("record", main, forked)
+        note_event("wait", side, wait_for or forked)
         launch(kernel, (1,), (scratch, out, x.numel()), {"F": 2}, 4)
-        note("record", side, joined)
-        note("wait", main, joined)
+        note_event("record", side, joined)
+        note_event("wait", main, joined)
         return out
 
     return fn
@@ -546,7 +546,7 @@ def test_a_failing_call_leaves_no_plan():
     for x in draws(4):
         with pytest.raises(ValueError):
             call(x)
-    assert launching._watched is None
+    assert launching._observer is None
 
 
 def test_a_call_holds_no_tensor_when_it_has_ended():
@@ -579,6 +579,6 @@ def test_a_profiler_of_launches_sees_them_all(monkeypatch):
     call = operator(Kernel(double))
     for x in draws(3):
         call(x, [], "a")
-    monkeypatch.setattr(launching, "hooked", lambda: True)
+    monkeypatch.setattr(launching, "profiler_attached", lambda: True)
     call(draws(1)[0], [], "a")
     assert call.planned == 3

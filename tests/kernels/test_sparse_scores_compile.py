@@ -43,7 +43,7 @@ EVERYTHING = (
 )
 # Numbers that are multiples of 16 in a search, as addresses are: vector loads change what a kernel needs.
 ROUND = ("L", "capacity")
-KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True, "EARLY": True}
+KINDS = {"ROOM": 2048, "DEPTH": 11, "UNSIGNED16": True, "PDL": True}
 
 
 def forms():
@@ -70,7 +70,7 @@ def forms():
         yield "search", "_prepare_kernel", PREPARE, const, {"num_warps": 16}
     yield "search", "_threshold_kernel", "*i64 *i32 *i32 i32 i32", {"BLOCK": 4096}, {}
     for proved in (True, False):
-        const = {"ROOM": 2048, "PROVED": proved, "EARLY": proved}
+        const = {"ROOM": 2048, "PROVED": proved, "PDL": proved}
         yield (
             "select",
             "select_kernel",

@@ -1,4 +1,4 @@
-"""Packing by the marks of `relu_ffn_hopper`: what `relu_ffn_packing` makes of the projection itself."""
+"""Packing by the bitmask of `relu_ffn_hopper`: what `relu_ffn_packing` makes of the projection itself."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from . import relu_ffn_marked_ptx as ptx
-from .early import early, wait_for_previous
+from . import relu_ffn_bitmask_ptx as ptx
 from .launch import relaunched
+from .pdl import pdl_options, wait_for_previous
 from .relu_ffn_packing import dense_row, pieces_of
 
 __all__ = ["pack"]
@@ -21,18 +21,18 @@ BLOCK = (8, 4)
 @relaunched
 @triton.jit(do_not_specialize=["M", "ROW"])
 def _pack_kernel(
-    marks, gate, count, index, value, state, rows_heavy, pieces, M, ROW,
-    BODY: tl.constexpr, EARLY: tl.constexpr,
+    bitmask, gate, count, index, value, state, rows_overflow, pieces, M, ROW,
+    BODY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program packs the rows of a block, as BODY says."""
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     if value is None:
         value = count
     tl.inline_asm_elementwise(
         BODY, "=r,r,r,l,l,l,l,l,l,l,l,r,f",
         [
-            tl.program_id(0), M, marks.to(tl.int64), gate.to(tl.int64), count.to(tl.int64), index.to(tl.int64),
-            value.to(tl.int64), state.to(tl.int64), rows_heavy.to(tl.int64), pieces.to(tl.int64),
+            tl.program_id(0), M, bitmask.to(tl.int64), gate.to(tl.int64), count.to(tl.int64), index.to(tl.int64),
+            value.to(tl.int64), state.to(tl.int64), rows_overflow.to(tl.int64), pieces.to(tl.int64),
             tl.num_programs(0), ROW,
         ],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -41,15 +41,15 @@ def _pack_kernel(
 
 def pack(
     gate: torch.Tensor,
-    marks: torch.Tensor,
+    bitmask: torch.Tensor,
     packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    rows_heavy: torch.Tensor,
+    rows_overflow: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pack rows from their gate projection [M, N], 16-bit and contiguous, and its marks: (state, pieces), as
-    `relu_ffn_packing.pack`. Entries are in the order of the marks' bits.
+    """Pack rows from their gate projection [M, N], 16-bit and contiguous, and its bitmask: (state, pieces), as
+    `relu_ffn_packing.pack`. Entries are in the order of the bitmask's bits.
 
-    rows_heavy: room for `listed` rows. state: of `new_state`, zeros.
+    rows_overflow: room for `listed` rows. state: of `new_state`, zeros.
     """
     M, N = gate.shape
     count, index, value = packed
@@ -59,9 +59,9 @@ def pack(
     warps, each = (1, 1) if M <= FEW else BLOCK
     rows = warps * each
     wide, values = index.dtype == torch.int32, value is not None
-    body = ptx.pack(marks.shape[1], N, cap, piece, most, wide, rows, warps, values)
+    body = ptx.pack(bitmask.shape[1], N, cap, piece, most, wide, rows, warps, values)
     _pack_kernel[(triton.cdiv(M, rows),)](
-        marks, gate, count, index, value, state, rows_heavy, pieces, M, dense_row(M, N),
-        BODY=body, **early(gate), num_warps=warps,
+        bitmask, gate, count, index, value, state, rows_overflow, pieces, M, dense_row(M, N),
+        BODY=body, **pdl_options(gate), num_warps=warps,
     )  # fmt: skip
     return state, pieces

@@ -16,10 +16,9 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
-from .boxes import boxes
-from .early import early, wait_for_previous
 from .epilogue import encode
 from .launch import relaunched
+from .pdl import pdl_options, wait_for_previous
 from .relu_ffn_dots import slopes
 from .relu_ffn_tiles import (
     STAGES_HALF,
@@ -34,6 +33,7 @@ from .relu_ffn_tiles import (
     tile_of,
 )
 from .tile_order import rows_full, tile_at, tile_last
+from .tma import tma_descriptor
 
 __all__ = [
     "PAD",
@@ -53,11 +53,11 @@ PAD = tl.constexpr(64)
 @triton.jit
 def _gather_kernel(
     x, dy, x_out, dy_out, rows, length, M, K, D, stride_x, stride_y,
-    SOME: tl.constexpr, EARLY: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
+    SOME: tl.constexpr, PDL: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x_out[i], dy_out[i] = x[rows[i]], dy[rows[i]], and zeros up to a multiple of PAD rows. SOME: unless all M rows
     are listed."""
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     n_rows = tl.load(length)
     if SOME and n_rows == M:
         return
@@ -76,7 +76,7 @@ def _gather_kernel(
 
 def readable(t: torch.Tensor) -> bool:
     """Whether rows of t need not be copied where all of them are listed."""
-    return not t.is_cuda or boxes(t, PAD.value, PAD.value) is not None
+    return not t.is_cuda or tma_descriptor(t, PAD.value, PAD.value) is not None
 
 
 def room_for_copies(x: torch.Tensor) -> torch.Tensor:
@@ -101,18 +101,18 @@ def gather(
     some = not all_too and readable(x) and readable(dy)
     _gather_kernel[(4 * programs_of(x),)](
         x, dy, x_out, dy_out, rows, length, *x.shape, dy.shape[1], x.stride(0), dy.stride(0),
-        SOME=some, PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32, **early(x),
+        SOME=some, PAD=PAD.value, BLOCK=1024 if x.is_cuda else 32, **pdl_options(x),
     )  # fmt: skip
 
 
 @triton.jit
 def _copied_tile(
     acc, a, m0, b, n0, M, N, K, first, end, stride_a, stride_b,
-    BOXES: tl.constexpr, BY_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, BY_ROW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr = None,
 ):  # fmt: skip
     """acc + A[m0:, first:end] @ B[n0:, first:end]^T, or with BY_ROW @ B[first:end, n0:]."""
-    if BOXES:
+    if TMA:
         for k in tl.range(first, end, BK, num_stages=STAGES):
             if BY_ROW:
                 acc = tl.dot(a.load([m0, k]), b.load([k, n0]), acc)
@@ -142,7 +142,7 @@ def _copied_tile(
 def _copied_tiles(
     a, b, c, d, a_half, c_half, bias, out, rows, parts, arrived,
     n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
-    BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TMA: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -172,13 +172,13 @@ def _copied_tiles(
             acc = tl.zeros([HALF, BN], tl.float32)
             acc = _copied_tile(
                 acc, a_half, m0, b, n0, n_rows, N, K, tl.minimum(first, one), tl.minimum(end, one), stride_a,
-                stride_b, BOXES, BY_ROW, HALF, BN, BK, PRECISION, STAGES_HALF,
+                stride_b, TMA, BY_ROW, HALF, BN, BK, PRECISION, STAGES_HALF,
             )  # fmt: skip
             if TWO:
                 first, end = tl.maximum(first - one, 0), tl.minimum(tl.maximum(end - one, 0), one)
                 acc = _copied_tile(
                     acc, c_half, m0, d, n0, n_rows, N, K, first, end, stride_a, stride_d,
-                    BOXES, BY_ROW, HALF, BN, BK, PRECISION, STAGES_HALF,
+                    TMA, BY_ROW, HALF, BN, BK, PRECISION, STAGES_HALF,
                 )  # fmt: skip
             if shared > 0:
                 leave_part(acc, parts, arrived, unit, splits, n_rows - m0, HALF, BN)
@@ -189,11 +189,11 @@ def _copied_tiles(
         m0, n0 = pm * BM, pn * BN
         acc = tl.zeros([BM, BN], tl.float32)
         acc = _copied_tile(
-            acc, a, m0, b, n0, n_rows, N, K, 0, K, stride_a, stride_b, BOXES, BY_ROW, BM, BN, BK, PRECISION
+            acc, a, m0, b, n0, n_rows, N, K, 0, K, stride_a, stride_b, TMA, BY_ROW, BM, BN, BK, PRECISION
         )  # fmt: skip
         if TWO:
             acc = _copied_tile(
-                acc, c, m0, d, n0, n_rows, N, K, 0, K, stride_a, stride_d, BOXES, BY_ROW, BM, BN, BK, PRECISION
+                acc, c, m0, d, n0, n_rows, N, K, 0, K, stride_a, stride_d, TMA, BY_ROW, BM, BN, BK, PRECISION
             )  # fmt: skip
         put(acc, out, bias, rows, m0, n0, n_rows, N, stride_o, SCATTER, HAS_BIAS)
     if SPLIT:
@@ -211,8 +211,8 @@ def _copied_tiles(
 def _copied_product_kernel(
     a, all_a, b, c, d, a_half, all_half, c_half, bias, out, rows, length, parts, arrived,
     M, N, K, stride_a, stride_all, stride_b, stride_d, stride_o,
-    EARLY: tl.constexpr,
-    BOXES: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    TMA: tl.constexpr, BY_ROW: tl.constexpr, TWO: tl.constexpr, SCATTER: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out[i] = a[i] b^T (+ c[i] d^T) + bias for i < length; with SCATTER into out[rows[i]]; with BY_ROW a[i] b.
@@ -220,20 +220,20 @@ def _copied_product_kernel(
     Where all M rows are listed, of all_a instead of a, unless that is None. parts, arrived: unless they are None, tiles
     past the last round of all programs are made by halves, as in `relu_ffn_dense`.
     """
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     n_rows = tl.load(length)
     SPLIT: tl.constexpr = parts is not None
     if all_a is not None and n_rows == M:
         _copied_tiles(
             all_a, b, c, d, all_half, c_half, bias, out, rows, parts, arrived,
             n_rows, N, K, stride_all, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
+            TMA, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
         )  # fmt: skip
     else:
         _copied_tiles(
             a, b, c, d, a_half, c_half, bias, out, rows, parts, arrived,
             n_rows, N, K, stride_a, stride_b, stride_d, stride_o,
-            BOXES, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
+            TMA, BY_ROW, TWO, SCATTER, HAS_BIAS, SPLIT, BM, BN, BK, PRECISION
         )  # fmt: skip
 
 
@@ -262,9 +262,11 @@ def copied_product(
         source = None
     K, N = a.shape[1], b.shape[1] if by_row else b.shape[0]
     c, d = second or (a, b)
-    a_box = tile["BM"], tile["BK"]
-    b_box = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
-    given: list = [boxes(t, *box) for t, box in zip((a, b, c, d), (a_box, b_box) * 2)]
+    a_tile = tile["BM"], tile["BK"]
+    b_tile = (tile["BK"], tile["BN"]) if by_row else (tile["BN"], tile["BK"])
+    given: list = [
+        tma_descriptor(t, *tile_of) for t, tile_of in zip((a, b, c, d), (a_tile, b_tile) * 2)
+    ]
     halves: list = [None] * 3
     programs, parts = programs_of(a), None
     if None in given:
@@ -272,17 +274,17 @@ def copied_product(
         given.insert(1, source)
     else:
         able = True
-        given.insert(1, None if source is None else boxes(source, *a_box))
+        given.insert(1, None if source is None else tma_descriptor(source, *a_tile))
         if arrived is not None:
-            half_box = tile["BM"] // 2, tile["BK"]
-            halves = [None if t is None else boxes(t, *half_box) for t in (a, source, c)]
+            half_tile = tile["BM"] // 2, tile["BK"]
+            halves = [None if t is None else tma_descriptor(t, *half_tile) for t in (a, source, c)]
             size = tile["BM"] * tile["BN"] // 2
             parts = a.new_empty(programs * size, dtype=torch.float32)
     _copied_product_kernel[(programs,)](
         *given, *halves, bias, out, rows, length, parts, None if parts is None else arrived,
         M, N, K, a.stride(0), 0 if source is None else source.stride(0), b.stride(0), d.stride(0), out.stride(0),
-        BOXES=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter,
-        HAS_BIAS=bias is not None, PRECISION=precision(a), **early(a), **tile,
+        TMA=able, BY_ROW=by_row, TWO=second is not None, SCATTER=scatter,
+        HAS_BIAS=bias is not None, PRECISION=precision(a), **pdl_options(a), **tile,
     )  # fmt: skip
 
 
@@ -290,12 +292,12 @@ def copied_product(
 @triton.jit
 def _slopes_kernel(
     gate, up, dh, d_stats, rows, length,
-    N, stride_s, CUT, EARLY: tl.constexpr,
+    N, stride_s, CUT, PDL: tl.constexpr,
     F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
     PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(gate, up, dh) -> (d gate, d up, h), in place, [M, N]; entry i of the list is row i. Zeros in PAD rows more."""
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     n_rows = tl.load(length)
     blocks = tl.cdiv(N, BLOCK)
     for t in range(tl.program_id(0), tl.cdiv(n_rows, PAD) * PAD * blocks, tl.num_programs(0)):
@@ -336,14 +338,14 @@ def slopes_in_place(
         gate, up, dh, d_stats, rows, length,
         gate.shape[1], 0 if d_stats is None else d_stats.stride(0), cut,
         F_STEPS=encode(f), G_STEPS=encode(g), GATED=up is not None, STATS=d_stats is not None,
-        PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32, **early(gate),
+        PAD=PAD.value, BLOCK=1024 if gate.is_cuda else 32, **pdl_options(gate),
     )  # fmt: skip
 
 
 @triton.jit
 def _summed_tiles(
     a, x, out, bias_out, before, n_rows, N, K, stride_a, stride_x, stride_on, stride_ok,
-    BOXES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TMA: tl.constexpr, HAS_BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The tiles of one sum of a program of `_add_products_kernel`, which begin behind so many of others."""
@@ -358,7 +360,7 @@ def _summed_tiles(
         acc = tl.zeros([BM, BN], tl.float32)
         total = tl.zeros([BM], tl.float32)
         for i0 in range(0, n_rows, BK):
-            if BOXES:
+            if TMA:
                 w = a.load([i0, pm * BM])
                 v = x.load([i0, pn * BN])
             else:
@@ -385,19 +387,19 @@ def _summed_tiles(
 @triton.jit
 def _summed(
     a, x, all_x, out, bias_out, before, n_rows, M, N, K, stride_a, stride_x, stride_all, stride_on, stride_ok,
-    BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One sum of `_add_products_kernel`; how many tiles are behind it."""
     HAS_BIAS: tl.constexpr = bias_out is not None
     if all_x is not None and n_rows == M:
         _summed_tiles(
             a, all_x, out, bias_out, before, n_rows, N, K, stride_a, stride_all, stride_on, stride_ok,
-            BOXES, HAS_BIAS, BM, BN, BK, PRECISION
+            TMA, HAS_BIAS, BM, BN, BK, PRECISION
         )  # fmt: skip
     else:
         _summed_tiles(
             a, x, out, bias_out, before, n_rows, N, K, stride_a, stride_x, stride_on, stride_ok,
-            BOXES, HAS_BIAS, BM, BN, BK, PRECISION
+            TMA, HAS_BIAS, BM, BN, BK, PRECISION
         )  # fmt: skip
     return before + tl.cdiv(N, BM) * tl.cdiv(K, BN)
 
@@ -409,31 +411,31 @@ def _add_products_kernel(
     M, N, K0, K1, K2, stride_a0, stride_x0, stride_all0, stride_on0, stride_ok0,
     stride_a1, stride_x1, stride_all1, stride_on1, stride_ok1,
     stride_a2, stride_x2, stride_all2, stride_on2, stride_ok2,
-    EARLY: tl.constexpr,
-    BOXES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each of up to three sums, out[n, k] += sum over i < length of a[i, n] * x[i, k], or where all M rows are listed
     of all_x, unless that is None; bias_out[n] += sum of a[i, n]. Programs go on from one sum's tiles to the next's."""
-    wait_for_previous(EARLY)
+    wait_for_previous(PDL)
     n_rows = tl.load(length)
     if n_rows == 0:
         return
     tiles = tl.full([], 0, tl.int32)
     tiles = _summed(
         a0, x0, all0, out0, bias0, tiles, n_rows, M, N, K0, stride_a0, stride_x0, stride_all0, stride_on0, stride_ok0,
-        BOXES, BM, BN, BK, PRECISION
+        TMA, BM, BN, BK, PRECISION
     )  # fmt: skip
     if out1 is not None:
         tiles = _summed(
             a1, x1, all1, out1, bias1, tiles, n_rows, M, N, K1,
             stride_a1, stride_x1, stride_all1, stride_on1, stride_ok1,
-            BOXES, BM, BN, BK, PRECISION
+            TMA, BM, BN, BK, PRECISION
         )  # fmt: skip
     if out2 is not None:
         _summed(
             a2, x2, all2, out2, bias2, tiles, n_rows, M, N, K2,
             stride_a2, stride_x2, stride_all2, stride_on2, stride_ok2,
-            BOXES, BM, BN, BK, PRECISION
+            TMA, BM, BN, BK, PRECISION
         )  # fmt: skip
 
 
@@ -451,17 +453,20 @@ class Sum(NamedTuple):
 def add_products(sums: Sequence[Sum], length: torch.Tensor) -> None:
     """One to three sums over the same rows, `length` [1] of them."""
     tile = tile_of(sums[0].a)
-    boxed = [[boxes(s.a, tile["BK"], tile["BM"]), boxes(s.x, tile["BK"], tile["BN"])] for s in sums]
-    able = all(None not in pair for pair in boxed)
+    described = [
+        [tma_descriptor(s.a, tile["BK"], tile["BM"]), tma_descriptor(s.x, tile["BK"], tile["BN"])]
+        for s in sums
+    ]
+    able = all(None not in pair for pair in described)
     if not able:
         tile = narrow(tile)
     operands: list[Any] = []
     strides: list[int] = []
     widths: list[int] = []
-    for s, pair in zip(sums, boxed):
+    for s, pair in zip(sums, described):
         whole: Any = None
         if readable(s.source):
-            whole = boxes(s.source, tile["BK"], tile["BN"]) if able else s.source
+            whole = tma_descriptor(s.source, tile["BK"], tile["BN"]) if able else s.source
         operands += [*(pair if able else (s.a, s.x)), whole, s.out, s.bias]
         strides += [s.a.stride(0), s.x.stride(0), s.source.stride(0), *s.out.stride()]
         widths.append(s.x.shape[1])
@@ -469,5 +474,5 @@ def add_products(sums: Sequence[Sum], length: torch.Tensor) -> None:
     _add_products_kernel[(programs_of(length),)](
         *operands, *[None] * (5 * missing), length, len(sums[0].source), sums[0].a.shape[1],
         *widths, *[1] * missing, *strides, *[1] * (5 * missing),
-        BOXES=able, PRECISION=precision(sums[0].a), **early(length), **tile,
+        TMA=able, PRECISION=precision(sums[0].a), **pdl_options(length), **tile,
     )  # fmt: skip

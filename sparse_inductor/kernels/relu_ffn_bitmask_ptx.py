@@ -1,5 +1,5 @@
-"""Packing from marks as PTX, for NVIDIA GPUs: places are scans of a warp, and what a warp lists
-stays in shared memory, none of which Triton's blocks have words for. `relu_ffn_marked` uses this string.
+"""Packing from a bitmask as PTX, for NVIDIA GPUs: places are scans of a warp, and what a warp lists
+stays in shared memory, none of which Triton's blocks have words for. `relu_ffn_bitmask_packing` uses this string.
 """
 
 from __future__ import annotations
@@ -7,11 +7,20 @@ from __future__ import annotations
 import functools
 import math
 
-from .relu_ffn_packing import BLOCKS, DENSE, LINE, LISTED, ONE_BLOCK, ONE_HEAVY, ONE_ROW, TALLIES
+from .relu_ffn_packing import (
+    BLOCKS,
+    COUNTERS,
+    DENSE,
+    LINE,
+    LISTED,
+    ONE_BLOCK,
+    ONE_OVERFLOW,
+    ONE_ROW,
+)
 
 __all__ = ["pack"]
 
-# Words of marks that are one lane's, of 256 neurons.
+# Words of the bitmask that are one lane's, of 256 neurons.
 TILE = 8
 # Bytes of shared memory to declare, of the 48 KiB that a kernel may.
 MOST_SHARED = 47 << 10
@@ -47,7 +56,7 @@ def _words(to: str, at: str) -> str:
 
 
 def _count() -> str:
-    """c0: marks of the row at `row0`, cap + 1 at most."""
+    """c0: bits of the row at `row0`, cap + 1 at most."""
     return (
         """mov.u32 k, lane;
     mov.u32 c0, 0;
@@ -161,18 +170,18 @@ def pack(
     warps: int,
     values: bool = True,
 ) -> str:
-    """A block of `warps` packs `rows` rows from their marks, $3, `words` words each, and the gates of 16 bits, $4, N
+    """A block of `warps` packs `rows` rows from their bitmask, $3, `words` words each, and the gates of 16 bits, $4, N
     each.
 
     $1 the block, of $11; $2 rows there are; $5 the counts; $6 the indices, int32 if `wide` else int16, and $7, if
-    `values`, the values, `cap` a row; $8 the state and $9 the heavy rows, of `relu_ffn_packing`; $10 the pieces,
+    `values`, the values, `cap` a row; $8 the state and $9 the overflow rows, of `relu_ffn_packing`; $10 the pieces,
     `pieces` of a row at most; $12 entries that cost as much as a row of the dense path, fp32.
 
     A warp takes a row at a time: a lane lists the entries of 256 neurons, then lanes take entries in turn. The last
     block decides whether all rows take the dense path.
     """
     tiles = words // TILE
-    shared = {"tallies": 4 * 3}  # the row that is taken next, entries, heavy rows
+    shared = {"counters": 4 * 3}  # the row that is taken next, entries, overflow rows
     room = (MOST_SHARED - sum(shared.values())) // (4 * 32 * warps) * 32
     room = min(room, 32 * -(-cap // 32))
     shared["lists"] = 4 * room * warps
@@ -185,14 +194,14 @@ def pack(
         "".join(f"mov.b32 w{t}, w0_{t};" for t in range(TILE)) if tiles <= 32 else _words("w", "at")
     )
     own_tile += "mul.lo.u32 base, k, 256; mad.wide.u32 words, k, 32, row;"
-    marks = "mov.u32 place_first, 0;" + "".join(
+    bitmask = "mov.u32 place_first, 0;" + "".join(
         f"popc.b32 t, w{t}; add.u32 place_first, place_first, t;" for t in range(TILE)
     )
     # Rows are uneven: a warp takes the next one when it is done with one.
     next_row = (
         f"""
     mov.u32 r, 1;
-    @first_lane atom.shared.add.u32 r, [tallies], r;
+    @first_lane atom.shared.add.u32 r, [counters], r;
     shfl.sync.idx.b32 r, r, 0, 31, -1;
     setp.ge.u32 none, r, {rows};
     @none bra PACKED;"""
@@ -204,7 +213,7 @@ def pack(
     .reg .b32 low, v, zero, left, w<8>, w0_<8>;
     .reg .u32 lane, warp, block, word, first, r, m, i, c0;
     .reg .u32 k, t, n, own, base, place, place_first, window, many, done;
-    .reg .u32 kept, heavies, list, item<2>, gate<2>, low32, high32;
+    .reg .u32 kept, overflows, list, item<2>, gate<2>, low32, high32;
     .reg .u64 at, row, row0, words, gates, indices, values, add, old, one;
     .reg .f32 x, y;
     {declared}
@@ -215,10 +224,10 @@ def pack(
     setp.eq.u32 first_lane, lane, 0;
     mov.b32 zero, 0;
     mov.u32 kept, 0;
-    mov.u32 heavies, 0;
+    mov.u32 overflows, 0;
     mad.lo.u32 list, warp, {4 * room}, lists;
     mov.u32 block, $1;
-    mad.lo.u32 t, lane, 4, tallies;
+    mad.lo.u32 t, lane, 4, counters;
     setp.lt.u32 p, lane, 3;
     mov.u32 n, %tid.x;
     setp.lt.and.u32 p, n, 32, p;
@@ -234,18 +243,18 @@ ROW:
     {_count()}
     setp.lt.u32 p, c0, $cap1;
     @p bra PACK;
-    add.u32 heavies, heavies, 1;
+    add.u32 overflows, overflows, 1;
     mad.wide.u32 at, m, 4, $5;
     @first_lane st.global.u32 [at], c0;
-    and.b32 t, m, {TALLIES.value - 1};
+    and.b32 t, m, {COUNTERS.value - 1};
     mad.wide.u32 at, t, {8 * LINE.value}, $8;
-    mov.u64 one, {ONE_HEAVY.value};
+    mov.u64 one, {ONE_OVERFLOW.value};
     @first_lane atom.global.relaxed.gpu.add.u64 old, [at], one;
-    shr.u64 old, old, {int(math.log2(ONE_HEAVY.value))};
+    shr.u64 old, old, {int(math.log2(ONE_OVERFLOW.value))};
     cvt.u32.u64 n, old;
-    and.b32 n, n, {ONE_ROW.value // ONE_HEAVY.value - 1};
-    add.u32 k, $2, {TALLIES.value - 1};
-    shr.u32 k, k, {TALLIES.value.bit_length() - 1};
+    and.b32 n, n, {ONE_ROW.value // ONE_OVERFLOW.value - 1};
+    add.u32 k, $2, {COUNTERS.value - 1};
+    shr.u32 k, k, {COUNTERS.value.bit_length() - 1};
     mad.lo.u32 n, t, k, n;
     mad.wide.u32 at, n, 4, $9;
     @first_lane st.global.u32 [at], m;
@@ -262,7 +271,7 @@ CHUNK:
     setp.lt.u32 here, k, $tiles;
     mad.wide.u32 at, k, {4 * TILE}, row;
     {own_tile}
-    {marks}
+    {bitmask}
     {_scan("place_first", "own")}
     shfl.sync.idx.b32 many, place_first, 31, 31, -1;
     sub.u32 place_first, place_first, own;
@@ -306,15 +315,15 @@ PIECE:
     @p bra PIECE;
 PACKED:
     {"@!none bra ROW;" if rows > warps else ""}
-    @first_lane red.shared.add.u32 [tallies+4], kept;
-    @first_lane red.shared.add.u32 [tallies+8], heavies;
+    @first_lane red.shared.add.u32 [counters+4], kept;
+    @first_lane red.shared.add.u32 [counters+8], overflows;
     bar.sync 0;
     setp.ne.u32 p, warp, 0;
     @p bra OUT;
-    ld.shared.u32 t, [tallies+4];
+    ld.shared.u32 t, [counters+4];
     cvt.u64.u32 add, t;
     add.u64 add, add, {ONE_BLOCK.value};
-    ld.shared.u32 t, [tallies+8];
+    ld.shared.u32 t, [counters+8];
     setp.eq.u32 p, t, 0;
     @p bra TELL;
     membar.gl;
@@ -333,9 +342,9 @@ TELL:
     mad.wide.u32 at, lane, {8 * LINE.value}, $8;
     mov.u64 one, 0;
     atom.global.relaxed.gpu.add.u64 old, [at], one;
-    shr.u64 old, old, {int(math.log2(ONE_HEAVY.value))};
+    shr.u64 old, old, {int(math.log2(ONE_OVERFLOW.value))};
     cvt.u32.u64 n, old;
-    and.b32 n, n, {ONE_ROW.value // ONE_HEAVY.value - 1};
+    and.b32 n, n, {ONE_ROW.value // ONE_OVERFLOW.value - 1};
     redux.sync.add.u32 n, n, -1;
     and.b32 high32, high32, {ONE_BLOCK.value // 2**32 - 1};
     cvt.rn.f32.u32 x, high32;

@@ -7,15 +7,15 @@ import functools
 
 import torch
 
-from .launch import note
+from .launch import note_event
 
-__all__ = ["Branch"]
+__all__ = ["SideStream"]
 
 
-class Branch:
+class SideStream:
     """A second stream, which begins where the current one is now.
 
-    Used as `with Branch(device) as branch`: the current stream goes on behind the block, which may end by an error,
+    Used as `with SideStream(device) as side`: the current stream goes on behind the block, which may end by an error,
     when all of the second one is done. So tensors that are read and written there are allocated on the current stream
     and live as long as the block. On a CPU there is no second stream.
 
@@ -29,7 +29,7 @@ class Branch:
             self._side = _side_stream(device, urgent)
             _wait(self._side, _record(self._main))
 
-    def __enter__(self) -> Branch:
+    def __enter__(self) -> SideStream:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -51,13 +51,13 @@ class Branch:
 
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = stream.record_event()
-    note("record", stream, event)
+    note_event("record", stream, event)
     return event
 
 
 def _wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     stream.wait_event(event)
-    note("wait", stream, event)
+    note_event("wait", stream, event)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Matrices for the bulk copy engine."""
+"""Tensor descriptors for TMA, the bulk copies of Hopper GPUs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arch import capability
 
-__all__ = ["addressable", "boxes"]
+__all__ = ["tma_addressable", "tma_descriptor"]
 
 
-def boxes(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
-    """`t` in boxes of rows x columns; None where the GPU has no such engine or the strides do not allow it."""
+def tma_descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """The descriptor of `t` by tiles of rows x columns; None without TMA or where the strides forbid it."""
     aligned = (
         t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
     )
@@ -19,8 +19,8 @@ def boxes(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else None
 
 
-def addressable(rows: torch.Tensor) -> bool:
-    """Whether the copy engine can address a matrix [R, D] of 16-bit elements."""
+def tma_addressable(rows: torch.Tensor) -> bool:
+    """Whether TMA can address a matrix [R, D] of 16-bit elements."""
     stride = rows.stride(0)
     return (
         rows.stride(1) == 1
