@@ -277,8 +277,8 @@ CPU = torch.device("cpu")
     [
         ("sparse_scores", {"queries": 1, "products": 64_000, "constant": 0}, 0),
         ("sparse_scores", {"queries": 32, "products": 20_480_000, "constant": 0}, 1),
-        ("sparse_scores", {"queries": 1, "documents": 4096, "constant": 1}, 1),
-        ("sparse_scores", {"queries": 8, "documents": 4096, "constant": 1}, 0),
+        ("sparse_scores", {"queries": 1, "documents": 4096, "entries": 1 << 19, "constant": 1}, 1),
+        ("sparse_scores", {"queries": 1, "documents": 1024, "entries": 1 << 17, "constant": 1}, 0),
         ("entmax", {"elements": 1024}, 0),
         ("entmax_attention", {"scores": 1 << 20}, 1),
         ("relu_ffn", {"tokens": 64, "weight": 1 << 24, "bits": 32, "training": 0}, 0),

@@ -31,7 +31,13 @@ float score_of(int64_t key) {
 }
 
 constexpr int64_t kChunk = 1 << 14;  // documents whose sums stay in a core's cache
-constexpr int64_t kBlock = 64;       // documents that are compared with the bound at once
+constexpr int64_t kBlock = 64;       // documents that are compared with the bound at once, weights with 0
+
+// The postings of a term of the query that have not been added up yet, and its weight.
+struct List {
+  int64_t next, end;
+  double value;
+};
 
 }  // namespace
 
@@ -40,12 +46,21 @@ constexpr int64_t kBlock = 64;       // documents that are compared with the bou
 //
 // Writes the keys of the k best of n documents to `best`, in no order, and returns how many there are.
 //
-// offsets [V + 1], docs and weights [postings]; terms and values [num_terms]: the query; barred [n] or null: documents
+// offsets [num_terms + 1], docs and weights [postings]; query [num_terms], finite; barred [n] or null: documents
 // that are in no result; first: the id of document 0.
 extern "C" int64_t sparse_index_search(
-    const int64_t* offsets, const int32_t* docs, const float* weights, const int64_t* terms,
-    const double* values, int64_t num_terms, int64_t n, const bool* barred, int64_t first, int64_t k,
-    int64_t* best) {
+    const int64_t* offsets, const int32_t* docs, const float* weights, const float* query, int64_t num_terms,
+    int64_t n, const bool* barred, int64_t first, int64_t k, int64_t* best) {
+  std::vector<List> lists;
+  for (int64_t low = 0; low < num_terms; low += kBlock) {
+    const int64_t high = std::min(low + kBlock, num_terms);
+    int some = 0;
+    for (int64_t t = low; t < high; ++t) some |= query[t] != 0;
+    if (!some) continue;
+    for (int64_t t = low; t < high; ++t) {
+      if (query[t] != 0) lists.push_back({offsets[t], offsets[t + 1], query[t]});
+    }
+  }
   // The best so far and those that may yet be among them; a score that is not above the bound comes too late.
   const int64_t most = std::max<int64_t>(4 * k, 1024);
   std::vector<int64_t> found;
@@ -59,18 +74,14 @@ extern "C" int64_t sparse_index_search(
     bounded = true;
   };
   std::vector<double> scratch(std::min(n, kChunk));
-  std::vector<int64_t> next(num_terms);
-  for (int64_t t = 0; t < num_terms; ++t) next[t] = offsets[terms[t]];
   for (int64_t start = 0; start < n; start += kChunk) {
     const int64_t end = std::min(start + kChunk, n);
     std::fill(scratch.begin(), scratch.end(), 0.0);
     double* const sums = scratch.data() - start;
-    for (int64_t t = 0; t < num_terms; ++t) {
-      const double value = values[t];
-      const int64_t last = offsets[terms[t] + 1];
-      int64_t i = next[t];
-      for (; i < last && docs[i] < end; ++i) sums[docs[i]] += static_cast<double>(weights[i]) * value;
-      next[t] = i;
+    for (List& list : lists) {
+      int64_t i = list.next;
+      for (; i < list.end && docs[i] < end; ++i) sums[docs[i]] += static_cast<double>(weights[i]) * list.value;
+      list.next = i;
     }
     for (int64_t low = start; low < end; low += kBlock) {
       const int64_t high = std::min(low + kBlock, end);

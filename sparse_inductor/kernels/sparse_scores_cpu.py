@@ -51,8 +51,7 @@ def _begin() -> threading.Thread:
 
 def best_keys(
     postings: tuple[Tensor, Tensor, Tensor],
-    terms: Tensor,
-    values: Tensor,
+    query: Tensor,
     barred: Tensor | None,
     documents: int,
     first: int,
@@ -60,16 +59,16 @@ def best_keys(
 ) -> Tensor:
     """int64 keys (`sparse_inductor.ops._top`) of the k best documents of a segment, in no order.
 
-    postings: offsets int64 [V + 1], docs int32, weights fp32. terms int64 and values fp64 [n]: the query. barred: bool
-    [documents], or None. first: the id of the segment's first document.
+    postings: offsets int64 [V + 1], docs int32, weights fp32. query: fp32 [V], finite. barred: bool [documents], or
+    None. first: the id of the segment's first document.
     """
     assert _library is not None
     offsets, docs, weights = postings
     keys = torch.empty(k, dtype=torch.int64, device="cpu")
-    pointers = [t.data_ptr() for t in (offsets, docs, weights, terms, values)]
+    pointers = [t.data_ptr() for t in (offsets, docs, weights, query)]
     marks = 0 if barred is None else barred.data_ptr()
     count = _library.sparse_index_search(
-        *pointers, terms.numel(), documents, marks, first, k, keys.data_ptr()
+        *pointers, query.numel(), documents, marks, first, k, keys.data_ptr()
     )
     return keys[:count]
 
@@ -100,7 +99,7 @@ def _load() -> None:
         return
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     search = library.sparse_index_search
-    search.argtypes = [*[pointer] * 5, number, number, pointer, number, number, pointer]
+    search.argtypes = [*[pointer] * 4, number, number, pointer, number, number, pointer]
     search.restype = number
     add = library.sparse_index_checksum
     add.argtypes = [pointer, number, number, number, pointer, number, pointer]

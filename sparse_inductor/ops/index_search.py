@@ -47,6 +47,7 @@ _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of 
 
 _APART = 1 << 14  # documents in a segment from which a thread's work outweighs handing it over
 _COMPILED = 1 << 11  # documents in a segment from which C++ is worth compiling
+_NONE = -(1 << 63)  # the key of a NaN
 
 
 _Search = Callable[[Tensor, Sequence[Tensor], Sequence[int], Tensor, int], tuple[Tensor, Tensor]]
@@ -79,9 +80,7 @@ def _search_cpu(
     """Scores are fp64 sums in the order of the term ids, rounded to fp32: the same bits whatever runs beside."""
     from ..kernels import sparse_scores_cpu as native
 
-    B = query.shape[0]
-    scores = torch.full((B, k), float("-inf"), dtype=torch.float32, device="cpu")
-    ids = torch.full((B, k), -1, dtype=torch.int64, device="cpu")
+    B, query = query.shape[0], query.float().contiguous()
     first = [sum(counts[:s]) for s in range(len(counts))]
     marks = [part if bool(part.any()) else None for part in barred.split(list(counts))]
     compiled = max(counts, default=0) >= _COMPILED and native.ready()
@@ -89,11 +88,10 @@ def _search_cpu(
     def search(b: int, segment: int) -> Tensor:
         offsets, docs, weights = postings[3 * segment : 3 * segment + 3]
         n, start, out = counts[segment], first[segment], marks[segment]
-        terms = query[b].nonzero().squeeze(1)
         if compiled:
-            values = query[b, terms].double()
             lists = (offsets, docs, weights)
-            return native.best_keys(lists, terms, values, out, n, start, min(k, n))
+            return native.best_keys(lists, query[b], out, n, start, min(k, n))
+        terms = query[b].nonzero().squeeze(1)
         edges = torch.stack((offsets[terms], offsets[terms + 1])).tolist()
         sums = torch.zeros(n, dtype=torch.float64, device="cpu")
         for low, high, w in zip(*edges, query[b, terms].tolist()):
@@ -103,21 +101,24 @@ def _search_cpu(
         found = sums.float() if allowed is None else sums[allowed].float()
         return _best_keys(found, start, k, allowed)
 
-    sound = torch.isfinite(query).all(1).tolist()
+    # A tenth of the time of isfinite.
+    sound = (query.abs().amax(1) < float("inf")).tolist() if query.numel() else [True] * B
     jobs = [(b, s) for b in range(B) for s in range(len(counts)) if sound[b] and counts[s] and k]
-    keys: dict[int, list[Tensor]] = {}
+    keys: list[list[Tensor]] = [[] for _ in range(B)]
     apart = len(jobs) > 1 and max(counts) >= _APART
     each = workers().map if apart else map
     for (b, _), found in zip(jobs, each(lambda job: search(*job), jobs)):
-        kept = keys.setdefault(b, [])
-        kept.append(found)
-        if len(kept) == 16:  # a collection of many segments: hold few of their results
-            keys[b] = [_largest(torch.cat(kept), k)]
-    for b, parts in keys.items():
-        best, which = scores_and_ids(_largest(torch.cat(parts), k))
-        live = best > float("-inf")
-        n = int(live.sum())
-        scores[b, :n], ids[b, :n] = best[:n], which[:n]
+        keys[b].append(found)
+        if len(keys[b]) == 16:  # a collection of many segments: hold few of their results
+            keys[b] = [_largest(torch.cat(keys[b]), k)]
+    best = torch.full((B, k), _NONE, device="cpu")
+    for row, parts in zip(best, keys):
+        if parts:
+            top = _largest(torch.cat(parts), k)
+            row[: len(top)] = top
+    scores, ids = scores_and_ids(best)
+    live = scores > float("-inf")
+    scores, ids = scores.where(live, float("-inf")), ids.where(live, -1)
     for b in range(B):
         if not sound[b]:
             scores[b] = float("nan")

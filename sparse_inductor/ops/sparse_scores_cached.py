@@ -41,9 +41,7 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup
     collection = collection_of(query, documents, held, N, k, dtype, lookup)
     if collection is None:
         return written()
-    scores, best = collection.topk(query, documents, k, written)
-    lead = query.shape[:-1]
-    return scores.view(*lead, k), best.view(*lead, k)
+    return collection.topk(query, documents, k, written)
 
 
 register(
