@@ -33,21 +33,23 @@ _COUNTER = tl.constexpr(2 * _TENSORS + 1)
 class Slot:
     """What one checksum at a time is made in.
 
-    totals: int64, 0 before and after. told: what the host reads, two sums of each tensor, then how many weights of the
-    query are not finite. event: of a GPU, after which it is there.
+    totals: int64, 0 before and after. result: what the host reads, two sums of each tensor, then how many weights of
+    the query are not finite. event: of a GPU, after which it is there.
     """
 
     totals: torch.Tensor
-    told: torch.Tensor
+    result: torch.Tensor
     event: Any
 
     @staticmethod
     def on(device: torch.device) -> Slot:
         """A new one."""
         size = 2 * _TENSORS + 1
-        told = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        result = torch.zeros(
+            size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
         totals = torch.zeros(size + 1, dtype=torch.int64, device=device)
-        return Slot(totals, told, torch.cuda.Event() if device.type == "cuda" else None)
+        return Slot(totals, result, torch.cuda.Event() if device.type == "cuda" else None)
 
 
 @triton.jit
@@ -84,7 +86,7 @@ def _add(data, words, keys, totals, TILE: tl.constexpr, WIDE: tl.constexpr):
 @relaunched
 @triton.jit(do_not_specialize=["words0", "words1", "words2", "words3", "size"])
 def _checksum_kernel(
-    told, data0, words0, data1, words1, data2, words2, data3, words3, query, size, keys, totals,
+    result, data0, words0, data1, words1, data2, words2, data3, words3, query, size, keys, totals,
     TILE: tl.constexpr, WIDE0: tl.constexpr, WIDE1: tl.constexpr, WIDE2: tl.constexpr, WIDE3: tl.constexpr,
 ):  # fmt: skip
     _add(data0, words0, keys, totals, TILE, WIDE0)
@@ -103,7 +105,7 @@ def _checksum_kernel(
     done = tl.atomic_add(totals + _COUNTER, 1, sem="acq_rel")
     if done == tl.num_programs(0) - 1:
         for i in range(0, _COUNTER):
-            tl.store(told + i, tl.atomic_xchg(totals + i, 0, sem="relaxed"))
+            tl.store(result + i, tl.atomic_xchg(totals + i, 0, sem="relaxed"))
         tl.atomic_xchg(totals + _COUNTER, 0, sem="relaxed")
 
 
@@ -112,9 +114,9 @@ def checksum(
     tensors: Sequence[torch.Tensor | None],
     keys: torch.Tensor,
     totals: torch.Tensor,
-    told: torch.Tensor,
+    result: torch.Tensor,
 ) -> None:
-    """Have a GPU write a slot's `told` of at most four tensors, whose elements lie without gaps, and a query in fp32.
+    """Have a GPU write a slot's `result` of at most four tensors, whose elements lie without gaps, and a query in fp32.
 
     keys: int32 [2, words of a tile, 2], random.
     """
@@ -127,7 +129,7 @@ def checksum(
     wide = {f"WIDE{i}": w is not None and w.dtype == torch.int64 for i, w in enumerate(words)}
     with torch.cuda.device_of(keys):
         _checksum_kernel[(max(1, min(programs, triton.cdiv(max(sizes), tile))),)](
-            told, *args, query, query.numel(), keys, totals,
+            result, *args, query, query.numel(), keys, totals,
             TILE=tile, **wide, num_warps=_WARPS, maxnreg=64,
         )  # fmt: skip
 

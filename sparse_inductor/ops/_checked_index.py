@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import compat
 from . import _sparse_scores_aten as aten
 from ._csr import csr
 from ._dispatch import call_below_autograd
@@ -105,26 +104,26 @@ class CheckedIndex:
         if sizes not in self._sites:
             self._sites[sizes] = Site(kernel.checksum), Site(search_cuda)
         checksum, search = self._sites[sizes]
-        self._keep_on(query.device)
+        stream = torch.cuda.current_stream(query.device)
+        self._keep_on(stream)
         slot = self._slots.pop() if self._slots else kernel.Slot.on(query.device)
-        checksum(query, documents, self._keys, slot.totals, slot.told)
-        slot.event.record()
+        checksum(query, documents, self._keys, slot.totals, slot.result)
+        slot.event.record(stream)
         found: Found = search(
             query, *self._operands, k
         )  # launched while the GPU reads the documents
         slot.event.synchronize()
-        *sums, lost = slot.told.tolist()
+        *sums, lost = slot.result.tolist()
         self._slots.append(slot)
         return sums, not lost, found
 
-    def _keep_on(self, device: torch.device) -> None:
-        """Keep the index's memory until the current stream is done with it."""
-        stream = compat.raw_stream(device)
-        if stream in self._streams:
+    def _keep_on(self, stream: torch.cuda.Stream) -> None:
+        """Keep the index's memory until a stream that searches it is done with it."""
+        if stream.cuda_stream in self._streams:
             return
         for t in (*self._operands[0], self._operands[2]):
-            t.record_stream(torch.cuda.current_stream(device))
-        self._streams.add(stream)
+            t.record_stream(stream)
+        self._streams.add(stream.cuda_stream)
 
 
 def _plain(query: Tensor) -> Tensor:

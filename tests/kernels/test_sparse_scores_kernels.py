@@ -338,10 +338,10 @@ def test_checksums_are_those_of_the_c_code(device, sizes):
     for _ in range(2):  # a slot is as it was
         ids[-1] ^= 1
         given = [t.to(device) for t in (ids, values)]
-        checksums.checksum(query.to(device), given, keys.to(device), slot.totals, slot.told)
+        checksums.checksum(query.to(device), given, keys.to(device), slot.totals, slot.result)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        *sums, lost = (s % 2**64 for s in slot.told.tolist())
+        *sums, lost = (s % 2**64 for s in slot.result.tolist())
         assert lost == 2 and sums[4:] == [0] * 4
         assert sums[:4] == [*native.checksum(ids, keys), *native.checksum(values, keys)]
     odd = torch.zeros(7, dtype=torch.half, device=device)  # no whole number of 64-bit words
