@@ -13,27 +13,27 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
+from sparse_inductor.example import example_of
 from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
 )
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, above_one, transform
 from sparse_inductor.match.entmax_form import ENDS, ends_here
 from sparse_inductor.match.fakes import expected_elements
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.terms import widened
 from sparse_inductor.match.values import swallowed
-from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy import Worth
 
 NAME = "entmax"
@@ -106,7 +106,7 @@ class RowsMatch:
         self.anchor.replace_all_uses_with(p)
 
 
-class Entmax:
+class Entmax(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
@@ -116,14 +116,6 @@ class Entmax:
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()
-
-    def match(self, node: fx.Node, view: GraphView) -> RowsMatch | Miss | None:
-        try:
-            return self._match(node, view)
-        except Unknown:
-            return None
-        except Decline as decline:
-            return Miss(decline.reason, decline.node or node)
 
     def _match(self, node: fx.Node, view: GraphView) -> RowsMatch | Miss | None:
         name = view.name_of(node)
@@ -155,9 +147,6 @@ class Entmax:
         self, matches: Sequence[RowsMatch], view: GraphView
     ) -> tuple[list[RowsMatch], list[Miss]]:
         return without_outside_readers(matches, view, lambda m, n: f"the result of {label(n)} is")
-
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
 
 
 def _bytes_saved(view: GraphView, found: Transform) -> int | None:
@@ -218,16 +207,12 @@ def bisected(z: torch.Tensor, alpha: float, steps: int) -> torch.Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-def _example(
-    name: str, transform: Callable[..., Any], training: bool = False, reason: str = ""
-) -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        generator = torch.Generator().manual_seed(0)
-        z = torch.randn(3, 4, 9, generator=generator) * 2
-        return transform, (z.requires_grad_(training),)
-
-    return Example(name, build, training, reason)
-
+_example = example_of(
+    lambda transform, training: (
+        transform,
+        ((torch.randn(3, 4, 9) * 2).requires_grad_(training),),
+    )
+)
 
 Entmax.examples = (
     _example("sorted_sparsemax", sorted_sparsemax, True),

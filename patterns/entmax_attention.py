@@ -20,6 +20,7 @@ from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
+from sparse_inductor.example import example_of
 from sparse_inductor.match.attention import are_probabilities, read_attention, relu_attention
 from sparse_inductor.match.buckets import split_block
 from sparse_inductor.match.checks import (
@@ -27,14 +28,14 @@ from sparse_inductor.match.checks import (
     without_outside_readers,
 )
 from sparse_inductor.match.contraction import PRODUCTS
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.fakes import expected_elements
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.layout import Attention
 from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import swallowed
-from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy import Worth
 
 NAME = "entmax_attention"
@@ -86,7 +87,7 @@ class AttentionMatch:
         self.anchor.replace_all_uses_with(self.found.emit(Emitter(self.anchor)))
 
 
-class EntmaxAttention:
+class EntmaxAttention(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
@@ -96,14 +97,6 @@ class EntmaxAttention:
 
     def setup(self) -> Callable[[], None]:
         return show_entmax()
-
-    def match(self, node: fx.Node, view: GraphView) -> AttentionMatch | Miss | None:
-        try:
-            return self._match(node, view)
-        except Unknown:
-            return None
-        except Decline as decline:
-            return Miss(decline.reason, decline.node or node)
 
     def _match(self, node: fx.Node, view: GraphView) -> AttentionMatch | Miss | None:
         if view.function_body:
@@ -133,9 +126,6 @@ class EntmaxAttention:
         self, matches: Sequence[AttentionMatch], view: GraphView
     ) -> tuple[list[AttentionMatch], list[Miss]]:
         return without_outside_readers(matches, view, _name)
-
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
 
 
 def _rehearse(found: Attention) -> None:
@@ -182,18 +172,13 @@ def sparsemax(z: torch.Tensor) -> torch.Tensor:
     return torch.clamp(z - c.gather(-1, size - 1) / size, min=0)
 
 
-def _example(
-    name: str, attend: Callable[..., Any], training: bool = False, reason: str = ""
-) -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        generator = torch.Generator().manual_seed(0)
-        shape = (2, 2, 6, 8)
-        q, k, v = (torch.randn(shape, generator=generator).requires_grad_(training) for _ in "qkv")
-        mask = torch.arange(6)[None, None, None] < torch.tensor([6, 4])[:, None, None, None]
-        return attend, (q, k, v, mask)
+def _inputs(attend: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:
+    q, k, v = (torch.randn(2, 2, 6, 8).requires_grad_(training) for _ in "qkv")
+    mask = torch.arange(6)[None, None, None] < torch.tensor([6, 4])[:, None, None, None]
+    return attend, (q, k, v, mask)
 
-    return Example(name, build, training, reason)
 
+_example = example_of(_inputs)
 
 EntmaxAttention.examples = (
     _example("plain", lambda q, k, v, m: sparsemax(q @ k.mT / 8**0.5) @ v, True),

@@ -27,6 +27,7 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
+from sparse_inductor.example import Layers, example_of
 from sparse_inductor.match.branches import Branch
 from sparse_inductor.match.buckets import split_block
 from sparse_inductor.match.checks import (
@@ -35,6 +36,7 @@ from sparse_inductor.match.checks import (
     outside_no_grad,
 )
 from sparse_inductor.match.contraction import PRODUCTS
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.encoder_layer import LayerMatch, encoder_layer
@@ -48,17 +50,16 @@ from sparse_inductor.match.feed_forward import (
     resembles,
 )
 from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.indicators import compared_dtype, is_flat, said
 from sparse_inductor.match.joined import Joined, check_joined, joined
 from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.readers import Others, other_readers
-from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.terms import widened
 from sparse_inductor.match.values import swallowed
 from sparse_inductor.match.vocabulary import COMPARISONS
 from sparse_inductor.ops.relu_ffn import saves_nothing
-from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy import Worth
 
 NAME = "relu_ffn"
@@ -166,8 +167,7 @@ class BlockMatch:
         return (self.reading.down, *self.others.downs)
 
     def _down_bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
-        down = self.reading.down
-        bias = down.bias if down.make_bias is None else down.make_bias(e)
+        bias = self.reading.down.emit_bias(e)
         if bias is None:
             return None
         more = [d.outputs for d in self.others.downs]
@@ -219,7 +219,7 @@ class BlockMatch:
             s.node.replace_all_uses_with(e.laid_out(s.emit(e, t, axis, neurons), fake(s.node)))
 
 
-class ReluFfn:
+class ReluFfn(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
@@ -227,21 +227,13 @@ class ReluFfn:
     summary = "down(relu(gate(x)) * up(x)) -> relu_ffn(x, gate, up, down)"
     anchors = PRODUCTS | {FUSED_LAYER, "output"}
 
-    def match(self, node: fx.Node, view: GraphView) -> BlockMatch | LayerMatch | Miss | None:
-        try:
-            if view.name_of(node) == FUSED_LAYER:
-                return encoder_layer(view, node, NAME, OP)
-            if node.op == "output":
-                return split_block(
-                    view, node, "the activations", lambda n: is_activation(view, n, node)
-                )
-            return self._match(node, view)
-        except Unknown:
-            return None
-        except Decline as d:
-            return Miss(d.reason, d.node or node)
-
-    def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | Miss | None:
+    def _match(self, node: fx.Node, view: GraphView) -> BlockMatch | LayerMatch | Miss | None:
+        if view.name_of(node) == FUSED_LAYER:
+            return encoder_layer(view, node, NAME, OP)
+        if node.op == "output":
+            return split_block(
+                view, node, "the activations", lambda n: is_activation(view, n, node)
+            )
         found = [one for one in linears(view, node) or added(view, node) if not one.within]
         if found and is_distributed(fake(node)):
             found = [summed_over_processes(view, node) or found[0]]
@@ -259,7 +251,7 @@ class ReluFfn:
                 first = first or (down, e)
         if first is None or not resembles(view, first[0].source, node):
             return None
-        return Miss(first[1].reason, first[1].node or node)
+        return first[1].miss(node)
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
         if is_distributed(fake(down.source)):
@@ -351,15 +343,12 @@ class ReluFfn:
                 taken.update(m.swallowed)
         return kept, []
 
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
-
 
 def _reads(reading: Reading, others: Others, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """What a block that ends in `node` reads, each with the node that reads it."""
     down = reading.down
     reads = [r for b in reading.branches for r in b.reads]
-    reads += [(t, node) for t in (down.weight_source, down.bias, *down.also) if t is not None]
+    reads += [(t, node) for t in down.read]
     return reads + [(t, d.node) for d in others.downs for t in (d.weight_source, *d.also)]
 
 
@@ -420,25 +409,13 @@ def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
 
 
-class _Block(nn.Module):
-    def __init__(self, forward: Callable[..., Any]):
-        super().__init__()
-        self.gate, self.up = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False)
-        self.down = nn.Linear(24, 8)
-        self._forward = forward
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self._forward(x, self.gate, self.up, self.down)
+def _block(forward: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:
+    gate, up = nn.Linear(8, 24, bias=False), nn.Linear(8, 24, bias=False)
+    block = Layers(forward, gate=gate, up=up, down=nn.Linear(24, 8))
+    return block, (torch.randn(2, 6, 8, requires_grad=training),)
 
 
-def _example(
-    name: str, forward: Callable[..., Any], training: bool = False, reason: str = ""
-) -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        torch.manual_seed(0)
-        return _Block(forward), (torch.randn(2, 6, 8, requires_grad=training),)
-
-    return Example(name, build, training, reason)
+_example = example_of(_block)
 
 
 def _with_l1(x, gate, up, down):

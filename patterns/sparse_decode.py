@@ -13,23 +13,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
-from sparse_inductor.match.checks import check_device
+from sparse_inductor.example import Layers, example_of
+from sparse_inductor.match.checks import check_followed, check_operands
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entries import Entries, entries
 from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.gemm import Linear, linears
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
-from sparse_inductor.match.mesh import is_distributed
-from sparse_inductor.match.shapes import Decline
-from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.match.graph import GraphView, fake
+from sparse_inductor.pattern import Sparse
 from sparse_inductor.policy import Worth
 
 NAME = "sparse_decode"
@@ -58,12 +56,11 @@ class DecoderMatch:
     @property
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
         found, down = self.found, self.down
-        more = [t for t in (down.weight_source, down.bias, *down.also) if t is not None]
         return (
             (found.values, found.scatter),
             (found.indices, found.scatter),
             *((factor, node) for node, factor in found.scaled),
-            *((t, down.node) for t in more),
+            *((t, down.node) for t in down.read),
         )
 
     @property
@@ -88,7 +85,7 @@ class DecoderMatch:
         values = self.found.values
         for node in self.found.after:
             values = _again(e, node, values)
-        bias = down.bias if down.make_bias is None else down.make_bias(e)
+        bias = down.emit_bias(e)
         weight = e.method("t", e.cast(down.weight(e), dtype))
         for _, factor in self.found.scaled:
             factor = e.method("unsqueeze", e.method("flatten", factor), 1)
@@ -110,7 +107,7 @@ def _again(e: Emitter, node: fx.Node, values: fx.Node) -> fx.Node:
     return e.call(node.target, *args, **node.kwargs)
 
 
-class SparseDecode:
+class SparseDecode(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
@@ -118,36 +115,24 @@ class SparseDecode:
     summary = "zeros.scatter(-1, indices, values) @ W + b -> sparse_decode(values, indices, W, b)"
     anchors = frozenset("linear matmul mm addmm einsum tensordot inner".split())
 
-    def match(self, node: fx.Node, view: GraphView) -> DecoderMatch | Miss | None:
-        try:
-            for down in linears(view, node) or ():
-                found = None if down.within else entries(view, down.source, node)
-                if found is not None:
-                    return self._checked(view, down, found)
-        except Unknown:
-            return None
-        except Decline as d:
-            return Miss(d.reason, d.node or node)
+    def _match(self, node: fx.Node, view: GraphView) -> DecoderMatch | None:
+        for down in linears(view, node) or ():
+            found = None if down.within else entries(view, down.source, node)
+            if found is not None:
+                return self._checked(view, down, found)
         return None
 
     def _checked(self, view: GraphView, down: Linear, found: Entries) -> DecoderMatch:
         node = down.node
-        check_device(node)
-        if any(is_distributed(fake(t)) for t in (node, found.values)):
-            raise Decline("the operator takes whole tensors, not DTensors", node)
-        last = len(view.shape(node)) - 1
-        plain = down.order is None or list(down.order) == sorted(down.order)
-        if not plain or down.v_dim != last or last != len(view.shape(down.source)) - 1:
+        check_operands(node, found.values)
+        if not down.over_last:
             raise Decline("the decoder does not sum over the last axis of the activations", node)
         if not fake(node).dtype.is_floating_point:
             raise Decline(f"the decoder computes in {fake(node).dtype}", node)
         if any(n.args[:1] != (n.all_input_nodes[0],) for n in found.after):
             raise Decline("the activations are made in a way that is not followed", node)
-        learnt = view.learns(found.values)
-        for n in (*found.after, found.scatter, *(n for n, _ in found.scaled)):
-            whole = n if view.is_tensor(n) else found.base  # an assignment is no tensor
-            if view.records(n) != view.records(node) or (learnt and not view.requires_grad(whole)):
-                raise Decline(f"no gradient goes through {label(n)}", n)
+        between = (*found.after, found.scatter, *(n for n, _ in found.scaled))
+        check_followed(view, between, node, view.learns(found.values))
         nodes = _only_here(view, found, node)
         saved = 0
         sizes = view.shape(down.source)
@@ -171,9 +156,6 @@ class SparseDecode:
             training=int(view.learns(match.found.values) or view.learns(down.weight_source)),
         )
 
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
-
 
 def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:
     """The anchor and, from the end, what is read for it alone."""
@@ -192,24 +174,12 @@ def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Nod
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
 
 
-class _Decoder(nn.Module):
-    def __init__(self, forward: Callable[..., Any]):
-        super().__init__()
-        self.decoder = nn.Linear(24, 8)
-        self._forward = forward
-
-    def forward(self, pre: torch.Tensor) -> Any:
-        return self._forward(pre, self.decoder)
-
-
-def _example(
-    name: str, forward: Callable[..., Any], training: bool = False, reason: str = ""
-) -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        torch.manual_seed(0)
-        return _Decoder(forward), (torch.randn(2, 6, 24, requires_grad=training),)
-
-    return Example(name, build, training, reason)
+_example = example_of(
+    lambda forward, training: (
+        Layers(forward, decoder=nn.Linear(24, 8)),
+        (torch.randn(2, 6, 24, requires_grad=training),),
+    )
+)
 
 
 def _scatter(pre, decoder):

@@ -11,7 +11,8 @@ estimate, gates, the largest of a whole batch. Blocks whose activations nobody r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +21,16 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
+from sparse_inductor.example import Layers, example_of
 from sparse_inductor.match.activated import Activated, activated, decoders_below
-from sparse_inductor.match.checks import check_device
+from sparse_inductor.match.checks import check_operands
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entries import entries
 from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.gemm import Linear, linears
-from sparse_inductor.match.graph import GraphView, Unknown, fake
-from sparse_inductor.match.mesh import is_distributed
-from sparse_inductor.match.shapes import Decline
-from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.match.graph import GraphView, fake
+from sparse_inductor.pattern import Sparse
 from sparse_inductor.policy import Worth
 
 NAME = "sparse_product"
@@ -61,8 +62,7 @@ class ProductMatch:
 
     @property
     def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
-        read = (self.linear.source, self.linear.weight_source, self.linear.bias, *self.linear.also)
-        return tuple((t, self.anchor) for t in read if t is not None)
+        return tuple((t, self.anchor) for t in (self.linear.source, *self.linear.read))
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -75,7 +75,7 @@ class ProductMatch:
     def replace(self) -> None:
         e, linear = Emitter(self.anchor), self.linear
         dtype = fake(self.anchor).dtype  # under autocast not that of the inputs
-        bias = linear.bias if linear.make_bias is None else linear.make_bias(e)
+        bias = linear.emit_bias(e)
         weight = e.cast(linear.weight(e), dtype)
         name = self.op.rpartition(":")[2]
         y = e.call(
@@ -87,7 +87,7 @@ class ProductMatch:
         self.anchor.replace_all_uses_with(e.laid_out(linear.finish(e, y), fake(self.anchor)))
 
 
-class SparseProduct:
+class SparseProduct(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
@@ -97,18 +97,9 @@ class SparseProduct:
     )
     anchors = frozenset("linear matmul mm addmm einsum tensordot inner".split())
 
-    def match(self, node: fx.Node, view: GraphView) -> ProductMatch | Miss | None:
-        try:
-            found = _decoder(view, node)
-            if found is not None:
-                return _checked(ProductMatch(found[0], DECODER, found[0].source), view)
-            return self._encoder(view, node)
-        except Unknown:
-            return None
-        except Decline as d:
-            return Miss(d.reason, d.node or node)
-
-    def _encoder(self, view: GraphView, node: fx.Node) -> ProductMatch | None:
+    def _match(self, node: fx.Node, view: GraphView) -> ProductMatch | None:
+        if (found := _decoder(view, node)) is not None:
+            return _checked(ProductMatch(found[0], DECODER, found[0].source), view)
         for linear in linears(view, node) or ():
             if not (view.learns(linear.source) or view.learns(linear.weight_source)):
                 continue
@@ -132,9 +123,6 @@ class SparseProduct:
             training=int(view.learns(match.anchor)),
         )
 
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
-
 
 def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
     """The reading of a product that takes activations which are kept, and those; not of k entries a row, which has an
@@ -154,14 +142,10 @@ def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
 
 def _checked(match: ProductMatch, view: GraphView) -> ProductMatch:
     linear, node = match.linear, match.anchor
-    check_device(node)
-    if any(is_distributed(fake(t)) for t in (node, *match.inputs)):
-        raise Decline("the operator takes whole tensors, not DTensors", node)
-    last = len(view.shape(node)) - 1
-    plain = linear.order is None or list(linear.order) == sorted(linear.order)
+    check_operands(node, *match.inputs)
     if linear.d_dim != len(view.shape(linear.source)) - 1:
         raise Decline("the product does not sum over the last axis of the activations", node)
-    if not plain or linear.v_dim != last:
+    if not linear.over_last:
         raise Decline("the results of the product are not along the last axis", node)
     return match
 
@@ -169,25 +153,14 @@ def _checked(match: ProductMatch, view: GraphView) -> ProductMatch:
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
 
 
-class _Autoencoder(nn.Module):
-    """Of whose encoder only the bias learns, so that there is one rewrite."""
-
-    def __init__(self, forward: Callable[..., Any]):
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(4, 28), nn.Linear(28, 4)
-        self.encoder.weight.requires_grad_(False)
-        self._forward = forward
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self._forward(x, self.encoder, self.decoder)
+def _autoencoder(forward: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Of the encoder only the bias learns, so that there is one rewrite."""
+    encoder = nn.Linear(4, 28)
+    encoder.weight.requires_grad_(False)
+    return Layers(forward, encoder=encoder, decoder=nn.Linear(28, 4)), (torch.randn(2, 6, 4),)
 
 
-def _example(name: str, forward: Callable[..., Any], reason: str = "") -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        torch.manual_seed(0)
-        return _Autoencoder(forward), (torch.randn(2, 6, 4),)
-
-    return Example(name, build, True, reason)
+_example = functools.partial(example_of(_autoencoder), training=True)
 
 
 def _returned(x, encoder, decoder):

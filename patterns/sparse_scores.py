@@ -25,12 +25,12 @@ from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
 )
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.fakes import expected, expected_elements, static_size
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
+from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.postings import Postings, postings_of
 from sparse_inductor.match.scored import TURNS, Scores, names_of
-from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.topk import Top, top_of
 from sparse_inductor.match.values import is_parameter, swallowed
 from sparse_inductor.match.weighted import ROWS, OfRows, weighted
@@ -134,7 +134,7 @@ def _redirect(s: Scores | Postings, names: Sequence[fx.Node], scores: fx.Node) -
                 user.replace_input_with(name, scores)
 
 
-class SparseScores:
+class SparseScores(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
@@ -146,16 +146,14 @@ class SparseScores:
         """Sparse layouts never reach a graph: the report says so where Dynamo gave up because of one."""
         return watch_sparse_breaks(self.name)
 
-    def match(self, node: fx.Node, view: GraphView) -> ScoresMatch | Miss | None:
+    def _match(self, node: fx.Node, view: GraphView) -> ScoresMatch | Miss | None:
         try:
             if (why := _OTHER_POOLS.get(view.name_of(node) or "")) is not None:
                 return self._other_pool(node, view, why)
             found = postings_of(view, node) or scores_of(view, node)
             return None if found is None else self._checked(node, view, found)
-        except (OfRows, Unknown):
+        except OfRows:
             return None
-        except Decline as d:
-            return Miss(d.reason, d.node or node)
 
     def _other_pool(self, node: fx.Node, view: GraphView, why: str) -> Miss | None:
         call = view.call(node)
@@ -249,9 +247,6 @@ class SparseScores:
         called = lambda _, node: f"the result of {label(node)} is"
         kept, misses = without_outside_readers(inner, view, called)
         return [i.match for i in kept], misses
-
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
 
 
 @dataclasses.dataclass

@@ -24,17 +24,19 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.ranges import Interval, prove, shared_bounds, steep, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
+from sparse_inductor.example import example_of
 from sparse_inductor.match.chain import Chain
 from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
 )
 from sparse_inductor.match.climb import climb
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label, same_size
+from sparse_inductor.match.graph import GraphView, fake, label, same_size, same_sizes
 from sparse_inductor.match.maxima import Reduction, maximum
 from sparse_inductor.match.poolings import (
     ANCHORS,
@@ -45,9 +47,8 @@ from sparse_inductor.match.poolings import (
     other_pool,
     weighted_sum,
 )
-from sparse_inductor.match.shapes import Decline
 from sparse_inductor.match.values import is_parameter, swallowed
-from sparse_inductor.pattern import Example, Miss, Sparse
+from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy import Worth
 
 NAME = "splade_head"
@@ -156,7 +157,7 @@ class HeadMatch:
         return e.laid_out(t, result if isinstance(result, torch.Tensor) else result[0])
 
 
-class SpladeHead:
+class SpladeHead(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
@@ -169,12 +170,6 @@ class SpladeHead:
         | ANCHORS
         | PRODUCTS
     )
-
-    def match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
-        try:
-            return self._match(node, view)
-        except Unknown:
-            return None
 
     def _match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
         red = maximum(view, node)
@@ -190,7 +185,7 @@ class SpladeHead:
         try:
             return self._head(node, view, red)
         except Decline as e:
-            return Miss(e.reason, e.node or node) if _resembles(view, node, red) else None
+            return e.miss(node) if _resembles(view, node, red) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:
         logits = fake(match.reduction.source)
@@ -277,9 +272,6 @@ class SpladeHead:
         """Heads may share a linear (slices of one sequence, two poolings); nobody else may read what they swallow."""
         return without_outside_readers(matches, view, _name)
 
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
-
 
 def _check_finite(program: Program, node: fx.Node) -> None:
     """Raises Decline where the operator would have a number, and the program has NaN, or another number."""
@@ -335,7 +327,7 @@ def _sequence_first(view: GraphView, node: fx.Node) -> bool:
             return {call["dim0"] % 3, call["dim1"] % 3} == {0, 1}
         if call.name == "permute":
             return [d % 3 for d in call["dims"]][:2] == [1, 0]
-        if not all(map(same_size, view.shape(x)[:2], view.shape(node)[:2])):
+        if not same_sizes(view.shape(x)[:2], view.shape(node)[:2]):
             return False
         node = x
     return False
@@ -381,17 +373,13 @@ class _Head(nn.Module):
         return self.pool(self.decoder(hidden), mask)
 
 
-def _example(
-    name: str, pool: Callable[..., Any], training: bool = False, reason: str = ""
-) -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        torch.manual_seed(0)
-        mask = torch.ones(2, 6, dtype=torch.int64)
-        mask[0, 4:] = 0
-        return _Head(pool), (torch.randn(2, 6, 8, requires_grad=training), mask)
+def _head(pool: Callable[..., Any], training: bool) -> tuple[Any, tuple[Any, ...]]:
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[0, 4:] = 0
+    return _Head(pool), (torch.randn(2, 6, 8, requires_grad=training), mask)
 
-    return Example(name, build, training, reason)
 
+_example = example_of(_head)
 
 SpladeHead.examples = (
     _example("splade", lambda z, m: (torch.log1p(torch.relu(z)) * m.unsqueeze(-1)).amax(1)),

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +19,15 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
-from sparse_inductor.match.checks import check_device
+from sparse_inductor.example import Layers, example_of
+from sparse_inductor.match.checks import check_followed, check_operands
+from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entries import by_column, is_last
 from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.gemm import Linear, linears
-from sparse_inductor.match.graph import GraphView, Unknown, fake, label
-from sparse_inductor.match.mesh import is_distributed
-from sparse_inductor.match.shapes import Decline
+from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.vocabulary import COPIES
-from sparse_inductor.pattern import Example, Miss
 from sparse_inductor.policy import Worth
 
 NAME = "topk_encode"
@@ -100,9 +97,7 @@ class EncoderMatch:
         e, p = Emitter(self.anchor), self.product
         dtype = fake(p.scores).dtype  # under autocast not that of the inputs
         linear = p.linear
-        bias = p.bias
-        if bias is not None and bias is linear.bias and linear.make_bias is not None:
-            bias = linear.make_bias(e)
+        bias = linear.emit_bias(e) if p.bias is linear.bias else p.bias
         if bias is not None and fake(bias).dim() != 1:
             bias = e.method("flatten", bias)
         weight = linear.weight(e)
@@ -123,21 +118,13 @@ class EncoderMatch:
             user.replace_all_uses_with(values if user.args[1] == 0 else indices)
 
 
-class TopkEncode:
+class TopkEncode(Recogniser):
     """The pattern; see the module docstring."""
 
     name = NAME
     op = OP
     summary = "topk(x @ We.t() + be) -> topk_encode(x, We, be, k)"
     anchors = frozenset({"topk"})
-
-    def match(self, node: fx.Node, view: GraphView) -> EncoderMatch | Miss | None:
-        try:
-            return self._match(node, view)
-        except Unknown:
-            return None
-        except Decline as d:
-            return Miss(d.reason, d.node or node)
 
     def _match(self, node: fx.Node, view: GraphView) -> EncoderMatch | None:
         call = view.call(node)
@@ -147,14 +134,10 @@ class TopkEncode:
         if product is None:
             return None
         scores, linear = product.scores, product.linear
-        check_device(scores)
-        if any(is_distributed(fake(t)) for t in (scores, linear.source)):
-            raise Decline("the operator takes whole tensors, not DTensors", node)
+        check_operands(scores, linear.source)
         if call.get("largest", True) is not True:
             raise Decline("topk takes the smallest", node)
-        last = len(view.shape(scores)) - 1
-        plain = linear.order is None or list(linear.order) == sorted(linear.order)
-        if not plain or linear.v_dim != last or not is_last(view, scores, call.get("dim", -1)):
+        if not (linear.over_last and is_last(view, scores, call.get("dim", -1))):
             raise Decline("topk is not along the outputs of the linear", node)
         k = call["k"]
         if not isinstance(k, int) and not isinstance(fake(k), (int, torch.SymInt)):
@@ -165,10 +148,7 @@ class TopkEncode:
             taken = user.target is operator.getitem and user.args[1] in (0, 1)
             if not taken and user.users:
                 raise Decline(f"the pair that topk returns is also read by {label(user)}", user)
-        learnt = any(map(view.learns, _inputs(product)))
-        for n in product.nodes:
-            if view.records(n) != view.records(node) or (learnt and not view.requires_grad(n)):
-                raise Decline(f"no gradient goes through {label(n)}", n)
+        check_followed(view, product.nodes, node, any(map(view.learns, _inputs(product))))
         nodes, left = {node}, product.mixed
         for n in product.nodes:
             left = left or not {*view.readers(n)} <= nodes
@@ -191,9 +171,6 @@ class TopkEncode:
             bits=8 * fake(product.scores).dtype.itemsize,
             training=int(any(map(view.learns, _inputs(product)))),
         )
-
-    examples: Sequence[Example] = ()
-    near_misses: Sequence[Example] = ()
 
 
 def _inputs(product: _Product) -> list[fx.Node]:
@@ -254,24 +231,12 @@ def _product(view: GraphView, source: fx.Node, reader: fx.Node) -> _Product | No
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
 
 
-class _Encoder(nn.Module):
-    def __init__(self, forward: Callable[..., Any]):
-        super().__init__()
-        self.encoder = nn.Linear(8, 24)
-        self._forward = forward
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self._forward(x, self.encoder)
-
-
-def _example(
-    name: str, forward: Callable[..., Any], training: bool = False, reason: str = ""
-) -> Example:
-    def build() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        torch.manual_seed(0)
-        return _Encoder(forward), (torch.randn(2, 6, 8, requires_grad=training),)
-
-    return Example(name, build, training, reason)
+_example = example_of(
+    lambda forward, training: (
+        Layers(forward, encoder=nn.Linear(8, 24)),
+        (torch.randn(2, 6, 8, requires_grad=training),),
+    )
+)
 
 
 def _written_out(x, encoder):

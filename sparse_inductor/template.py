@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from .match.checks import without_outside_readers
+from .match.declines import Decline
 from .match.emit import Emitter
 from .match.graph import GraphView, Unknown, fake, label
 from .match.names import canonical
-from .match.shapes import Decline
 from .match.values import swallowed
 from .pattern import Example, Miss
 
@@ -157,7 +157,7 @@ class Template:
         except Unknown:
             return None
         except Decline as decline:
-            return Miss(decline.reason, decline.node or node)
+            return decline.miss(node)
 
     def resolve(
         self, matches: Sequence[TemplateMatch], view: GraphView

@@ -15,11 +15,12 @@ from expecttest import assert_expected_inline
 from sparse_inductor.patterns.splade_head import PATTERN
 from torch import fx, nn
 
+from sparse_inductor.match.declines import Decline
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.gemm import linears
 from sparse_inductor.match.graph import GraphView, fake
 from sparse_inductor.match.names import canonical
-from sparse_inductor.match.shapes import Decline, move
+from sparse_inductor.match.shapes import move
 from sparse_inductor.pattern import registered
 from sparse_inductor.records import Report
 from sparse_inductor.rewrite import RewritePass

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from . import sums
+from .declines import Decline
 from .emit import Emitter
 from .gathers import Gather, gather_of, is_transposed, table_gradient
 from .graph import GraphView, same_size
 from .names import Call
 from .scored import Scores, accumulator_of, check_rows, check_zero, part_of
-from .shapes import Decline
 from .values import counting, uniform
 from .weighted import Factor, Weighted, weighted
 
@@ -141,7 +141,7 @@ def _scatter(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
         return None
     shape = view.shape(source)
     axis = call["dim"] % len(shape)
-    if not all(map(same_size, view.shape(rows), shape)):
+    if not view.same_shape(rows, source):
         return None
     if len(shape) == 1:
         return _accumulated(view, node, call, source, rows, 0, lambda e: rows)

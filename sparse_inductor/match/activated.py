@@ -6,14 +6,13 @@ Nothing is proved of it but where it is: products with what is mostly zeros are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 from torch import fx
 
 from .fakes import expected
 from .feed_forward import RECTIFIERS
 from .gemm import Linear, linears
-from .graph import GraphView, same_size
+from .graph import GraphView, same_sizes
 
 __all__ = ["Activated", "activated", "decoders_below"]
 
@@ -53,7 +52,7 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
             nodes.add(node)
             names.add(view.name_of(node))
             stack += [view.value(n, node) for n in node.all_input_nodes]
-        elif readings and _same(view.shape(node)[:-1], rows):
+        elif readings and same_sizes(view.shape(node)[:-1], rows):
             nodes.add(node)
             encoders.append(node)
     if not encoders or not names & (RECTIFIERS | _KEEPING):
@@ -61,10 +60,6 @@ def activated(view: GraphView, down: Linear) -> Activated | None:
     inside = {*nodes, down.node}
     read = any(reader not in inside for n in nodes for reader in view.readers(n))
     return Activated(tuple(encoders), frozenset(nodes)) if read or names & _KEEPING else None
-
-
-def _same(a: Sequence[object], b: Sequence[object]) -> bool:
-    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:

@@ -20,6 +20,7 @@ from torch import fx
 
 from .axes import Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
+from .declines import Decline
 from .entmax import transform
 from .family import above as producers
 from .family import rectified_product
@@ -28,7 +29,6 @@ from .layout import WIDTH, Attention, Tensor
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores, scaled
-from .shapes import Decline
 from .values import rounds
 from .vocabulary import COPIES, SPREADS, VIEWS
 
@@ -164,7 +164,8 @@ class _Reader:
         best = t
         if self.view.value(node, reader) is not node:
             return t  # written in place: not what its node says
-        if not self._repeats(node):
+        repeated, _ = self.view.behind(node, (VIEWS | COPIES | {"cast"}) - SPREADS)
+        if self.view.name_of(repeated) not in _SPREADS:
             return t  # following it would split axes for nothing
         for _ in range(10):
             call = self.view.call(node)
@@ -185,19 +186,6 @@ class _Reader:
             if not known:
                 break
         return best
-
-    def _repeats(self, node: Any) -> bool:
-        """Whether something is repeated on the way to a tensor."""
-        for _ in range(10):
-            call = self.view.call(node)
-            if call is None:
-                return False
-            if call.name in _SPREADS:
-                return True
-            if call.name not in VIEWS | COPIES | {"cast"}:
-                return False
-            node = call["input"]
-        return False
 
     def _before(self, node: fx.Node, call: Any, axes: list[Axis]) -> list[Axis]:
         """Axes above a view or an op that repeats along axes of one element, or along a whole axis."""

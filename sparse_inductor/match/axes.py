@@ -13,10 +13,12 @@ from typing import Any
 
 from torch import fx
 
-from .fakes import same_size
+from .declines import Decline
+from .fakes import same_size, same_sizes
 from .graph import GraphView
+from .indices import expanded_index
 from .names import Call
-from .shapes import Decline, order_of
+from .shapes import order_of
 
 __all__ = ["Atom", "Axis", "Placed", "above", "flat", "fresh", "placed"]
 
@@ -88,7 +90,7 @@ def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> l
             return _indexed(view, node, call, axes)
         case "expand" | "expand_as":
             after = view.shape(node)
-            if len(before) == len(after) and all(map(same_size, before, after)):
+            if same_sizes(before, after):
                 return list(axes)
             raise Decline("it is broadcast", node)
         case _:
@@ -105,47 +107,18 @@ def _permuted(axes: Sequence[Axis], order: Sequence[int]) -> list[Axis]:
 def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
     """Only indexing that adds axes of one element or takes everything."""
     shape = view.shape(call["input"])
-    index = call["index"]
-    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    fill = [slice(None)] * (len(shape) - sum(i is not None and i is not Ellipsis for i in items))
-    if any(i is Ellipsis for i in items):
-        at = next(k for k, i in enumerate(items) if i is Ellipsis)
-        items[at : at + 1] = fill
-    else:
-        items += fill
     before: list[Axis] = []
-    source = iter(range(len(shape)))
-    for item, axis in zip(items, axes):
+    items = expanded_index(call["index"], len(shape)) or ()
+    for item, axis, size in zip(items, axes, view.shape(node)):
         if item is None:
             continue
-        d = next(source)
-        whole = isinstance(item, slice) and (
-            item == slice(None)
-            or (
-                item.start in (None, 0)
-                and item.step in (None, 1)
-                and same_size(shape[d], view.shape(node)[len(before) + _added(items, d)])
-            )
-        )
-        if not whole:
+        start = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+        if not (start and same_size(shape[len(before)], size)):
             raise Decline("a part of it is taken", node)
         before.append(axis)
     if len(before) != len(shape):
         raise Decline("a part of it is taken", node)
     return before
-
-
-def _added(items: Sequence[Any], d: int) -> int:
-    """New axes in front of axis d."""
-    count = axis = 0
-    for item in items:
-        if item is None:
-            count += 1
-        elif axis == d:
-            return count
-        else:
-            axis += 1
-    return count
 
 
 def _regrouped(before: tuple, after: tuple, axes: Sequence[Axis], node: fx.Node) -> list[Axis]:

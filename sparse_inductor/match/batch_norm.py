@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from .declines import Decline
 from .emit import Emitter
 from .graph import GraphView
 from .names import Call
 from .scalars import number
-from .shapes import Decline
 
 __all__ = ["Normalised", "normalised"]
 

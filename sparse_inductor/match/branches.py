@@ -18,27 +18,21 @@ from ..epilogue.steps import Program, Step
 from .chain import Chain
 from .climb import climb
 from .comparisons import is_comparison
+from .declines import Decline
 from .emit import Emitter
 from .gemm import Linear
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, fake, same_sizes
 from .indicators import indicator, lone
 from .names import Call
+from .scalars import RECTIFIERS
 from .selection import Assigned, selections
-from .shapes import Combined, Decline, undone
+from .shapes import Combined, undone
 from .spine import Element, Spine, Term
 from .values import rounds
 from .vocabulary import COMPARISONS, NEGATIONS, SHAPE_OPS
 
 __all__ = ["Branch", "branches", "merged", "same_map", "same_summand"]
 
-# A power above 1 of any of them has the gradient 0 at 0.
-_RECTIFIERS = (
-    Step("relu"),
-    Step("threshold", (0.0, 0.0)),
-    Step("gate_above", (0.0, 0.0)),
-    Step("clamp_min", (0.0,)),
-    Step("maximum", (0.0,)),
-)
 _DEPTH = 8  # products and their wrappings on one path
 
 
@@ -179,10 +173,7 @@ def _kept(view: GraphView, call: Call, node: fx.Node) -> tuple[fx.Node, Term] | 
 
 def _full(view: GraphView, x: Any, node: fx.Node) -> bool:
     """Whether an operand has the shape of the result, so that nothing is broadcast."""
-    if not view.is_tensor(x):
-        return False
-    own, shape = view.shape(x), view.shape(node)
-    return len(own) == len(shape) and all(map(same_size, own, shape))
+    return view.is_tensor(x) and same_sizes(view.shape(x), view.shape(node))
 
 
 def _times(spines: list[Spine], node: fx.Node, factor: Step | Term) -> list[Spine]:
@@ -240,7 +231,7 @@ def _product(p: Program, q: Program, node: fx.Node) -> Program:
         if above is not None and cut((rectified := Step("threshold", (above, 0.0)), *b)) == above:
             return (rectified, *b)
         for at, step in enumerate(a):
-            if step not in _RECTIFIERS:
+            if step not in RECTIFIERS:
                 continue
             mine = _power(a[at + 1 :])
             # Where the rectifier gives 0 the other factor does not matter, so it may lack it.
@@ -266,7 +257,7 @@ def _power(program: Program) -> tuple[float, float] | None:
             p, c = step.consts[0] * p, c ** step.consts[0]
         elif step.fn == "mul":
             c *= step.consts[0]
-        elif step not in _RECTIFIERS:
+        elif step not in RECTIFIERS:
             return None
     return p, c
 

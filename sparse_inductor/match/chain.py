@@ -21,12 +21,14 @@ from torch import fx
 from ..epilogue.ranges import REALS, Interval, prove
 from ..epilogue.steps import Program, Step, simplified
 from .batch_norm import Normalised
+from .declines import Decline
 from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, label, same_size, static_size
-from .kinds import Frame, Kind, is_full, kind_of
+from .indices import is_full
+from .kinds import Frame, Kind, kind_of
 from .selection import Assigned
-from .shapes import Decline, Move, move
+from .shapes import Move, move
 from .spine import Element, Fill, Spine, Term
 from .terms import Pair, applied, prepared, raised, scaled, selected, widened
 from .values import not_negative
@@ -272,8 +274,7 @@ class Chain:
 
     def weights_and_bias(self, e: Emitter) -> tuple[list[fx.Node], fx.Node | None]:
         """The same, the weight of every summand of the linear map apart."""
-        make_bias = self.linear.make_bias
-        bias = make_bias(e) if make_bias else self.linear.bias
+        bias = self.linear.emit_bias(e)
         first, *more = self.linear.summands
         pair = self._folded_into(e, (first.weight(e), bias))
         return [pair[0], *(self._folded_into(e, (p.weight(e), None))[0] for p in more)], pair[1]

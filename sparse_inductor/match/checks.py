@@ -10,15 +10,18 @@ from torch import fx
 
 from ..pattern import Miss
 from .contraction import PRODUCTS
+from .declines import Decline
 from .effects import gives_memory
 from .fakes import tensors_in
 from .graph import CONSTANT_LIKE, GraphView, fake, label
-from .shapes import Decline
+from .mesh import is_distributed
 from .vocabulary import SHAPE_OPS
 
 __all__ = [
     "check_device",
+    "check_followed",
     "check_match",
+    "check_operands",
     "outside_no_grad",
     "outside_readers",
     "unsound",
@@ -54,12 +57,28 @@ def check_device(node: fx.Node) -> None:
         raise Decline(f"there is no operator for {fake(node).device}", node)
 
 
+def check_operands(node: fx.Node, *tensors: fx.Node) -> None:
+    """The same, and where one of the operator's tensors is a DTensor."""
+    check_device(node)
+    if any(is_distributed(fake(t)) for t in (node, *tensors)):
+        raise Decline("the operator takes whole tensors, not DTensors", node)
+
+
+def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, learnt: bool) -> None:
+    """Raises Decline where one of the nodes up to `end` is in another grad mode, or (with `learnt`) passes no gradient
+    on to what the operator has one for."""
+    for n in nodes:
+        whole = n if view.is_tensor(n) else n.args[0]  # an assignment is no tensor
+        if view.records(n) != view.records(end) or (learnt and not view.requires_grad(whole)):
+            raise Decline(f"no gradient goes through {label(n)}", n)
+
+
 def unsound(view: GraphView, match: _Swallows) -> Miss | None:
     """Why a match must not be replaced, if so; see `check_match`."""
     try:
         check_match(view, match)
     except Decline as decline:
-        return Miss(decline.reason, decline.node or match.anchor)
+        return decline.miss(match.anchor)
     return None
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from ..epilogue.steps import Step
 from .batch_norm import normalised
 from .comparisons import edge, is_comparison
+from .declines import Decline
 from .gates import conditions, gated
 from .gemm import linears
 from .graph import GraphView, fake, label, same_size
@@ -23,7 +24,7 @@ from .mesh import redistributed
 from .names import Call
 from .scalars import number, scalar_steps
 from .selection import SELECTIONS, Assigned, Selection, selections
-from .shapes import Combined, Decline, part_of_axis, undone
+from .shapes import Combined, part_of_axis, undone
 from .spine import Element, Fill, Spine, Term
 from .stacked import entry_of_stack
 from .summed import summed
@@ -224,20 +225,13 @@ class _Climber:
         terms = forward(b, None) if at == 0 else backward(a, None)
         return spine.then(Element(self.node, terms))
 
-    def _add(self) -> Spine:
-        return self._sum(self.call["input"], self.call["other"], self._alpha())
-
-    def _sub(self) -> Spine:
-        return self._sum(self.call["input"], self.call["other"], -self._alpha())
-
-    def _rsub(self) -> Spine:
-        return self._sum(self.call["other"], self.call["input"], -self._alpha())
-
-    def _alpha(self) -> float:
-        return number(self.view, self.node, self.call, "alpha", 1)
-
-    def _sum(self, a: Any, b: Any, k: float) -> Spine:
+    def _sum(self) -> Spine:
         """a + k * b"""
+        k = number(self.view, self.node, self.call, "alpha", 1)
+        k = k if self.call.name == "add" else -k
+        a, b = self.call["input"], self.call["other"]
+        if self.call.name == "rsub":
+            a, b = b, a
 
         def forward(operand: Any, c: float | None) -> tuple:
             return (Step("add", (k * c,)),) if c is not None else (Term("add", operand, prepare=k),)
@@ -403,8 +397,6 @@ class _Climber:
 _HANDLERS: dict[str, Callable[[_Climber], Spine]] = {
     **dict.fromkeys(("maximum", "minimum"), _Climber._bound),
     **dict.fromkeys(SELECTIONS, _Climber._selected),
-    **{
-        name: getattr(_Climber, "_" + name)
-        for name in "batch_norm add sub rsub mul div pow".split()
-    },
+    **dict.fromkeys(("add", "sub", "rsub"), _Climber._sum),
+    **{name: getattr(_Climber, "_" + name) for name in "batch_norm mul div pow".split()},
 }

@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx
 
 from ..epilogue.steps import Step
+from .declines import Decline
 from .graph import GraphView, label
-from .shapes import Decline
 from .vocabulary import COMPARISONS, COPIES, NEGATIONS
 
-__all__ = ["COMPARISONS", "NEGATIONS", "Edge", "compared", "edge", "is_comparison"]
+__all__ = ["COMPARISONS", "NEGATIONS", "Edge", "compared", "edge", "is_comparison", "unwrapped"]
 
 _COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
 
@@ -60,7 +60,7 @@ def compared(
     view: GraphView, node: fx.Node, condition: Any, mine: fx.Node, negate: bool = False
 ) -> Edge | None:
     """The same, of a value rather than of what is read now."""
-    condition, wrapped, negated = _unwrapped(view, condition)
+    condition, wrapped, negated = unwrapped(view, condition)
     call = view.call(condition)
     if call is None or call.name not in COMPARISONS:
         return None
@@ -91,21 +91,14 @@ def compared(
 
 def is_comparison(view: GraphView, condition: Any) -> bool:
     """Whether a condition, or its contrary, compares something."""
-    call = view.call(_unwrapped(view, condition)[0])
+    call = view.call(unwrapped(view, condition)[0])
     return call is not None and call.name in COMPARISONS
 
 
-def _unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool]:
+def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool]:
     """A condition without its negations, copies and casts; these, the last one first; whether they negate it."""
-    wrapped: list[fx.Node] = []
-    negated = False
-    call = view.call(condition)
-    while call is not None and call.name in NEGATIONS | _COPIES | {"cast"}:
-        wrapped.append(condition)
-        negated ^= call.name in NEGATIONS
-        condition = call["input"]
-        call = view.call(condition)
-    return condition, wrapped, negated
+    condition, wrapped = view.behind(condition, NEGATIONS | _COPIES | {"cast"})
+    return condition, wrapped, sum(view.name_of(n) in NEGATIONS for n in wrapped) % 2 == 1
 
 
 def _original(view: GraphView, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:

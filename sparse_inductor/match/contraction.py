@@ -15,7 +15,15 @@ from torch import fx
 from .graph import GraphView, same_size
 from .names import Call
 
-__all__ = ["PRODUCTS", "Contraction", "Operand", "all_lettered", "contraction", "lettered"]
+__all__ = [
+    "PRODUCTS",
+    "Contraction",
+    "Operand",
+    "all_lettered",
+    "contraction",
+    "lettered",
+    "matmul_axes",
+]
 
 Letters = tuple[str | None, ...]
 
@@ -128,12 +136,15 @@ def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     x, y = call["input"], call["other" if "other" in call.args else "weight"]
     if not (view.is_tensor(x) and view.is_tensor(y)):
         return None
-    n, m = len(view.shape(x)), len(view.shape(y))
+    return _product(view, node, x, y, *matmul_axes(len(view.shape(x)), len(view.shape(y))))
+
+
+def matmul_axes(n: int, m: int) -> tuple[list[str], list[str], list[str]]:
+    """Letters for the axes of a product of tensors of n and m axes: theirs, and those of the result."""
     batch = [f"b{i}" for i in range(max(n, m) - 2)]
     xs = [*batch[max(0, len(batch) - n + 2) :], "i", "d"] if n > 1 else ["d"]
     ys = [*batch[max(0, len(batch) - m + 2) :], "d", "j"] if m > 1 else ["d"]
-    out = [*batch, *("i" for _ in range(n > 1)), *("j" for _ in range(m > 1))]
-    return _product(view, node, x, y, xs, ys, out)
+    return xs, ys, [*batch, *("i" for _ in range(n > 1)), *("j" for _ in range(m > 1))]
 
 
 def _added(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import compat
-from .fakes import attribute, fake, same_size, tensors_in
+from .fakes import attribute, fake, same_size, same_sizes, tensors_in
 from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
 
 __all__ = ["Effects", "gives_memory", "same_geometry", "written"]
@@ -46,13 +46,9 @@ def _storages(value: Any) -> frozenset[int]:
 
 def same_geometry(a: fx.Node, b: fx.Node) -> bool:
     x, y = fake(a), fake(b)
-    if (
-        x.dim() != y.dim()
-        or x.dtype != y.dtype
-        or not same_size(x.storage_offset(), y.storage_offset())
-    ):
+    if x.dtype != y.dtype or not same_size(x.storage_offset(), y.storage_offset()):
         return False
-    return all(map(same_size, x.shape, y.shape)) and all(map(same_size, x.stride(), y.stride()))
+    return same_sizes(x.shape, y.shape) and same_sizes(x.stride(), y.stride())
 
 
 def _apart(a: fx.Node, b: fx.Node) -> bool:

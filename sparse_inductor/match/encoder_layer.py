@@ -19,11 +19,11 @@ from .. import compat
 from ..epilogue.steps import Step, render
 from ..pattern import Sparse
 from .checks import check_device
+from .declines import Decline
 from .emit import Emitter
 from .fakes import same_size
 from .graph import GraphView, fake
 from .names import Call
-from .shapes import Decline
 
 __all__ = ["NAME", "LayerMatch", "encoder_layer"]
 

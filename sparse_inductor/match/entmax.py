@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 from .axes import Axis, above, flat, fresh
+from .declines import Decline
 from .emit import Emitter
 from .entmax_form import ENDS, Candidate, Form, form, unshifted
 from .entmax_trial import Trial
 from .fakes import attribute
 from .graph import GraphView, fake, same_size
-from .shapes import Decline
 from .trial import Region, region
 from .values import rounds
 from .vocabulary import COPIES, SPREADS, VIEWS
@@ -328,7 +328,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     inputs = inputs[len(inputs) - len(operands) :]
     alpha: Any = found.alpha
     if isinstance(alpha, fx.Node):
-        alpha = _argument(inner, alpha)
+        alpha, _ = inner.behind(alpha, SPREADS | COPIES | {"cast"})  # before it was expanded
     moved = dim is None or list(map(flat, given_axes)) != list(map(flat, axes))
     if given not in inputs or moved or (isinstance(alpha, fx.Node) and alpha not in inputs):
         raise Decline("the Function does more than an entmax of its argument", hop)
@@ -376,11 +376,3 @@ def _through(
         if call.name not in COPIES and not widens:
             return
         node = x
-
-
-def _argument(view: GraphView, alpha: fx.Node) -> fx.Node:
-    """alpha before it was expanded to the shape of the scores."""
-    same = SPREADS | COPIES | {"cast"}
-    while (call := view.call(alpha)) is not None and call.name in same:
-        alpha = call["input"]
-    return alpha

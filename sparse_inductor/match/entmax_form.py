@@ -7,14 +7,17 @@ Of tau no more is known here than that it is one number a row: it may be added, 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
+from .declines import Decline
 from .graph import GraphView, same_size
-from .vocabulary import COPIES
+from .scalars import RECTIFIERS, scalar_steps
+from .vocabulary import COPIES, SPREADS
 
 __all__ = ["ENDS", "Candidate", "Form", "ends_here", "form", "row_axis", "unshifted"]
 
@@ -181,15 +184,10 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
     def zero(x: Any) -> bool:
         return view.const(x, node) == 0
 
+    with contextlib.suppress(Decline):
+        if (steps := scalar_steps(view, node, call)) is not None:
+            return call["input"] if len(steps) == 1 and steps[0] in RECTIFIERS else None
     match call.name:
-        case "relu":
-            return call["input"]
-        case "clamp" if call.get("max") is None and zero(call.get("min")):
-            return call["input"]
-        case "clamp_min" if zero(call["min"]):
-            return call["input"]
-        case "threshold" if zero(call["threshold"]) and zero(call["value"]):
-            return call["input"]
         case "maximum":
             for x, other in ((call["input"], call["other"]), (call["other"], call["input"])):
                 if zero(other) and isinstance(x, fx.Node):
@@ -207,10 +205,8 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
 
 def _says_positive(view: GraphView, gate: Any, x: Any) -> bool:
     """Whether a mask is x > 0 (or >=), or a > b where x is a - b."""
+    gate, _ = view.behind(gate, {"cast"})
     call = view.call(gate)
-    while call is not None and call.name == "cast":
-        gate = call["input"]
-        call = view.call(gate)
     if call is None or call.name not in ("gt", "ge", "lt", "le") or not view.is_tensor(x):
         return False
     large, small = call["input"], call["other"]
@@ -223,7 +219,7 @@ def _says_positive(view: GraphView, gate: Any, x: Any) -> bool:
         difference is not None
         and difference.name == "sub"
         and view.same_value(difference["input"], large)
-        and view.same_value(_narrowed(view, difference["other"]), _narrowed(view, small))
+        and view.same_value(*(view.behind(t, SPREADS)[0] for t in (difference["other"], small)))
     )
 
 
@@ -247,16 +243,9 @@ def _constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | 
     return None
 
 
-def _narrowed(view: GraphView, t: Any) -> Any:
-    """A tensor before it was expanded."""
-    while (call := view.call(t)) is not None and call.name in ("expand", "expand_as"):
-        t = call["input"]
-    return t
-
-
 def row_axis(view: GraphView, a: fx.Node, tau: fx.Node) -> int | None:
     """The one axis along which `tau` has a single value and the scores have not."""
-    x, t = view.shape(a), view.shape(_narrowed(view, tau))
+    x, t = view.shape(a), view.shape(view.behind(tau, SPREADS)[0])
     t = (1,) * (len(x) - len(t)) + t
     if len(t) != len(x):
         return None

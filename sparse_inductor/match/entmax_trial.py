@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from .declines import Decline
 from .fakes import bounds, fake, same_size, static_size
 from .graph import GraphView
-from .shapes import Decline
 from .trial import Region, Untestable, run
 
 __all__ = ["Trial"]

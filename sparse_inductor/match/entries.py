@@ -10,9 +10,9 @@ import dataclasses
 
 from torch import fx
 
-from .graph import GraphView, fake, label, same_size
+from .declines import Decline
+from .graph import GraphView, fake, label, same_size, same_sizes
 from .names import Call
-from .shapes import Decline
 from .values import counting
 from .vocabulary import COPIES
 
@@ -123,7 +123,7 @@ def _scattered(
     if not zero:
         raise Decline("what the entries are scattered into is not zero", node)
     rows, given = view.shape(base)[:-1], view.shape(indices)[:-1]
-    if len(rows) != len(given) or not all(map(same_size, rows, given)):
+    if not same_sizes(rows, given):
         raise Decline("only some rows have entries", node)
     return Entries(values, indices, node, base, after)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "fake",
     "require_grad",
     "same_size",
+    "same_sizes",
     "static_size",
     "tensors_in",
 ]
@@ -76,6 +77,11 @@ def same_size(a: Any, b: Any) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     return a is b or bool(statically_known_true(a == b))
+
+
+def same_sizes(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are equal on every run."""
+    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def static_size(size: Any) -> int | None:

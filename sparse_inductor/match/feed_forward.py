@@ -13,12 +13,12 @@ from ..epilogue.ranges import undefined
 from .branches import Branch, branches, merged, same_map
 from .chain import Chain
 from .contraction import all_lettered
+from .declines import Decline
 from .family import above
 from .gemm import Linear
 from .graph import GraphView, fake
 from .indicators import is_flat, said
 from .mesh import is_distributed
-from .shapes import Decline
 from .spine import Spine, Term
 
 __all__ = [

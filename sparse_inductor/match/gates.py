@@ -15,8 +15,8 @@ from torch import fx
 from ..epilogue.ranges import prove
 from ..epilogue.steps import Step, run
 from .comparisons import compared
+from .declines import Decline
 from .graph import GraphView
-from .shapes import Decline
 from .spine import Element, Spine
 from .vocabulary import COPIES
 
@@ -32,11 +32,8 @@ def conditions(
 ) -> tuple[list[Any], tuple[fx.Node, ...]]:
     """The conditions that have all to hold where `node` reads `x` (with `negate`: of which none may), and the nodes
     that combine them."""
-    call = view.call(x)
-    below, copies = x, []
-    while call is not None and call.name in _COPIES and not call.inplace:
-        copies.append(below)
-        below, call = call["input"], view.call(call["input"])
+    below, copies = view.behind(x, _COPIES)
+    call = view.call(below)
     if call is None or call.inplace or call.name != _BOTH[negate]:
         return [x], ()
     sides = call["input"], call["other"]

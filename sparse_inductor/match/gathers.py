@@ -15,11 +15,12 @@ from torch import fx
 
 from .emit import Emitter
 from .graph import GraphView, same_size
+from .indices import expanded_index
 from .names import Call
 from .values import counting, uniform
 from .vocabulary import COPIES, REORDERS
 
-__all__ = ["Gather", "expanded_index", "gather_of", "is_transposed", "rows_of", "table_gradient"]
+__all__ = ["Gather", "gather_of", "is_transposed", "rows_of", "table_gradient"]
 
 Make = Callable[[Emitter], fx.Node]
 
@@ -110,23 +111,8 @@ def _are_ids(view: GraphView, ids: Any) -> bool:
 
 def is_transposed(view: GraphView, node: fx.Node) -> bool:
     """Whether a matrix is written as the transpose of another one."""
-    call = view.call(node)
-    if call is None or not view.is_tensor(call.get("input")):
-        return False
-    if call.name in REORDERS:
-        return True
-    return call.name in COPIES | {"cast", "detach"} and is_transposed(view, call["input"])
-
-
-def expanded_index(index: Any, ndim: int) -> list[Any] | None:
-    """An index as one item an axis (and None for new axes), or None where it has too many."""
-    items = list(index) if isinstance(index, (tuple, list)) else [index]
-    missing = ndim - sum(i is not None and i is not Ellipsis for i in items)
-    if missing < 0:
-        return None
-    at = next((k for k, i in enumerate(items) if i is Ellipsis), None)
-    fill = [slice(None)] * missing
-    return items + fill if at is None else items[:at] + fill + items[at + 1 :]
+    original, _ = view.behind(node, COPIES | {"cast", "detach"})
+    return view.name_of(original) in REORDERS
 
 
 def _getitem(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
@@ -136,6 +122,8 @@ def _getitem(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
     index = call["index"] if call.name == "getitem" else call["indices"]
     if call.name == "index":
         index = tuple(slice(None) if i is None else i for i in index)
+    elif isinstance(index, list):
+        index = tuple(index)
     items = expanded_index(index, len(view.shape(table)))
     if items is None:
         return None

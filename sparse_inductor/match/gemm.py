@@ -19,7 +19,8 @@ from torch import fx
 
 from .contraction import PRODUCTS, Contraction, Operand, contraction
 from .emit import Emitter
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, fake, same_size, same_sizes
+from .indices import items_of, only_new_axes
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .shapes import order_of
 from .vocabulary import COPIES, SPREADS
@@ -67,6 +68,20 @@ class Linear:
         return self.parts or (self,)
 
     @property
+    def read(self) -> list[fx.Node]:
+        """What is read beside the source."""
+        return [t for t in (self.weight_source, self.bias, *self.also) if t is not None]
+
+    def emit_bias(self, e: Emitter) -> fx.Node | None:
+        """[V], or None."""
+        return self.bias if self.make_bias is None else self.make_bias(e)
+
+    @property
+    def over_last(self) -> bool:
+        """Whether rows of the source, along its last axis, become rows of the result."""
+        return self.order is None and self.v_dim == fake(self.node).dim() - 1
+
+    @property
     def d_dim(self) -> int:
         """The axis of the source that is D."""
         return self.v_dim if self.order is None else self.order[self.v_dim]
@@ -93,7 +108,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
         return [dataclasses.replace(f, bias=bias) for f in found]
     if _exact(beta, node) is None:
         return []
-    bias = _spread(view, bias)
+    bias, _ = view.behind(bias, SPREADS)  # what was expanded broadcasts to the same
     return [
         dataclasses.replace(f, bias=bias, make_bias=_vector(view, bias, beta))
         for f in found
@@ -173,15 +188,6 @@ def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> L
     )
 
 
-def _spread(view: GraphView, bias: fx.Node) -> fx.Node:
-    """What was expanded, which broadcasts to the same."""
-    while (call := view.call(bias)) is not None and call.name in SPREADS:
-        if not view.is_tensor(call["input"]):
-            break
-        bias = call["input"]
-    return bias
-
-
 def _one_per_column(view: GraphView, bias: fx.Node, linear: Linear) -> bool:
     """Whether a tensor that broadcasts to the result varies over the axis V alone, and covers it."""
     shape, sizes = view.shape(linear.node), view.shape(bias)
@@ -217,7 +223,7 @@ def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
             if order[:-2] != [*range(len(axes) - 2)]:
                 break
             axes = [axes[order.index(d)] for d in range(len(axes))]
-        elif not all(map(same_size, inner[-2:], view.shape(node)[-2:])):
+        elif not same_sizes(inner[-2:], view.shape(node)[-2:]):
             break
         elif call.name in COPIES | SPREADS | {"repeat", "tile"}:
             axes = axes[len(axes) - len(inner) :]
@@ -232,12 +238,8 @@ def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
 
 
 def _adds_an_axis(index: Any) -> bool:
-    items = index if isinstance(index, tuple) else (index,)
-    return bool(items) and items[0] is None and all(map(_is_full, items[1:]))
-
-
-def _is_full(index: Any) -> bool:
-    return index is Ellipsis or index == slice(None)
+    items = items_of(index)
+    return bool(items) and items[0] is None and None not in items[1:] and only_new_axes(index)
 
 
 def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +13,12 @@ from torch import fx
 
 from .. import compat
 from .effects import Effects
-from .fakes import fake, same_size, static_size
+from .fakes import fake, same_size, same_sizes, static_size
 from .names import Call, canonical, name_of
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
-    "CONSTANT_LIKE", "GraphView", "Unknown", "changes_grad_mode", "fake", "label", "rounded", "same_size",
+    "CONSTANT_LIKE", "GraphView", "Unknown", "changes_grad_mode", "fake", "label", "rounded", "same_size", "same_sizes",
     "static_size",
 ]  # fmt: skip
 
@@ -109,8 +109,7 @@ class GraphView:
         (an assignment) nothing is said."""
         if not (self.is_tensor(a) and self.is_tensor(b)):
             return True
-        x, y = self.shape(a), self.shape(b)
-        return len(x) == len(y) and all(map(same_size, x, y))
+        return same_sizes(self.shape(a), self.shape(b))
 
     def dtype(self, node: Any) -> torch.dtype:
         return self._tensor(node).dtype
@@ -171,6 +170,14 @@ class GraphView:
             or (call.name == "detach" and not self.learns(call["input"]))
         )
         return call["input"] if quiet else None
+
+    def behind(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
+        """What calls of certain names were made of, one of the other, and their nodes, the last one first."""
+        passed: list[fx.Node] = []
+        while (call := self.call(node)) is not None and call.name in names:
+            passed.append(node)
+            node = call["input"]
+        return node, passed
 
     def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
         """The node whose result `reader` sees when it reads `node` (see `Effects.value`)."""

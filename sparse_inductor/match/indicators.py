@@ -13,10 +13,11 @@ from torch import fx
 
 from ..epilogue.steps import Program, Step, render
 from .climb import climb
+from .comparisons import unwrapped
+from .declines import Decline
 from .graph import GraphView
-from .shapes import Decline
 from .spine import Element, Spine, Term
-from .vocabulary import COMPARISONS, COPIES, NEGATIONS
+from .vocabulary import COMPARISONS, COPIES
 
 __all__ = ["compared_dtype", "indicator", "is_flat", "lone", "said"]
 
@@ -35,12 +36,8 @@ def indicator(
 
     factor: what it is multiplied by. relu(z) * [relu(z) > t] is relu(z) * [z > t], whatever t is.
     """
-    call = view.call(node)
-    extra: list[fx.Node] = []
-    while call is not None and call.name in NEGATIONS | {"cast"}:
-        extra.append(node)
-        node, negate = call["input"], negate ^ (call.name in NEGATIONS)
-        call = view.call(node)
+    node, extra, negated = unwrapped(view, node)
+    call, negate = view.call(node), negate ^ negated
     if call is None or call.name not in COMPARISONS:
         raise Decline("the condition compares nothing", node)
     large, small = call["input"], call["other"]
@@ -65,10 +62,8 @@ def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) ->
     """The spine of a side of a comparison that has its shape; that of its input where the rectifier does not matter."""
     if not (view.is_tensor(z) and view.same_shape(z, node)):
         raise Decline("a comparison of what is no linear map", node)
-    reader, passed = node, []
-    while (call := view.call(z)) is not None and call.name in _COPIES and not call.inplace:
-        passed.append(z)
-        reader, z = z, call["input"]
+    z, passed = view.behind(z, _COPIES)
+    reader, call = [node, *passed][-1], view.call(z)
     if call is not None and call.name == "relu" and factor is not None:
         seen, theirs = view.value(z, reader), view.value(factor, node)
         if seen is z and theirs is not None and view.same_value(z, theirs):

@@ -14,10 +14,10 @@ from torch import fx
 
 from .branches import same_summand
 from .chain import Chain
+from .declines import Decline
 from .emit import Emitter
 from .gemm import Linear
 from .graph import GraphView, fake, static_size
-from .shapes import Decline
 
 __all__ = ["Joined", "check_joined", "joined"]
 

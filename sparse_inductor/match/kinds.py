@@ -9,14 +9,15 @@ from torch import fx
 
 from .batch_norm import Normalised
 from .climb import climb
+from .declines import Decline
 from .family import above
 from .graph import GraphView, label, same_size
+from .indices import is_full
 from .selection import Assigned
-from .shapes import Decline
 from .spine import Fill
 from .values import uniform
 
-__all__ = ["Frame", "Kind", "is_full", "kind_of"]
+__all__ = ["Frame", "Kind", "kind_of"]
 
 Kind = Literal["row", "column", "entry"]
 
@@ -102,8 +103,3 @@ def _span(view: GraphView, item: Any) -> int:
     if isinstance(item, fx.Node) and view.is_tensor(item) and view.dtype(item) == torch.bool:
         return len(view.shape(item))
     return 0 if item is None else 1
-
-
-def is_full(item: Any) -> bool:
-    """Whether an item of an index leaves its axis whole."""
-    return item is None or item is Ellipsis or (isinstance(item, slice) and item == slice(None))

@@ -77,22 +77,17 @@ class Attention:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        beside = [*self.scores.factors, *self.biases, *self.masks, *self.scores.unless]
-        beside += [p for p in self.after if isinstance(p, Placed)]
-        beside += [self.alpha] if self.alpha is not None else []
-        return list(
-            dict.fromkeys([self.q.node, self.k.node, self.v.node, *(p.node for p in beside)])
-        )
+        return list(dict.fromkeys(node for node, _ in self.reads))
 
     @property
     def reads(self) -> list[tuple[fx.Node, fx.Node]]:
         """Inputs, each with the node that reads it."""
-        beside = [*self.scores.factors, *self.biases, *self.masks, *self.scores.unless]
-        beside += [p for p in self.after if isinstance(p, Placed)]
-        beside += [self.alpha] if self.alpha is not None else []
-        return [(t.node, t.reader) for t in (self.q, self.k, self.v)] + [
-            (p.node, p.reader) for p in beside
-        ]
+        scores = self.scores
+        beside: list[Any] = [*scores.factors, *self.biases, *self.masks, *scores.unless]
+        beside += [*self.after, self.alpha]
+        operands: list[Tensor | Placed] = [self.q, self.k, self.v]
+        operands += [p for p in beside if isinstance(p, Placed)]
+        return [(t.node, t.reader) for t in operands]
 
     # Emission
 
@@ -100,10 +95,10 @@ class Attention:
         """Insert the operator; returns what has the shape and dtype of the user's result."""
         rows = self.queries
         head, last = self.heads, [WIDTH]
-        q = self._laid_out(e, self.q, (self.batch, head, rows, last), full=(True, True, True))
+        q = self._laid_out(e, self.q, (self.batch, head, rows, last), full=True)
         kv = (self.batch, self.shared, self.keys, last)
-        k = self._laid_out(e, self.k, kv, full=(True, True, True))
-        v = self._laid_out(e, self.v, kv, full=(True, True, True))
+        k = self._laid_out(e, self.k, kv, full=True)
+        v = self._laid_out(e, self.v, kv, full=True)
         q, k, v = (e.cast(t, self.dtype) for t in (q, k, v))
         for factor in self.scores.factors:
             q, k = self._scaled(e, q, k, factor)
@@ -205,48 +200,30 @@ class Attention:
         return total
 
     def _laid_out(
-        self,
-        e: Emitter,
-        t: Tensor,
-        groups: Sequence[Sequence[Atom]],
-        full: Sequence[bool] = (False, False, False),
+        self, e: Emitter, t: Tensor, groups: Sequence[Sequence[Atom]], full: bool = False
     ) -> fx.Node:
         """The tensor with one axis a group. A group that it lacks has one element, or is expanded if `full`."""
         if len(t.axes) == len(groups) and all(
-            flat(axis) == tuple(group) or not (flat(axis) or (i < len(full) and full[i]))
-            for i, (axis, group) in enumerate(zip(t.axes, groups))
+            flat(axis) == tuple(group) or not (flat(axis) or full)
+            for axis, group in zip(t.axes, groups)
         ):
             return t.node  # as it is
         node, have = self._split(e, t)
-        wanted = [atom for group in groups for atom in group if atom in have]
-        order = [have.index(atom) for atom in wanted]
-        if order != sorted(order):
-            node = e.method("permute", node, tuple(order))
-        have = wanted
+        node = e.permuted(node, [have.index(a) for group in groups for a in group if a in have])
         # Atoms that a group has only some of, or has to have all of, are expanded.
-        missing: list[tuple[int, Atom]] = []
-        position = 0
-        layout: list[int] = []  # atoms in each group, after expansion
-        for i, group in enumerate(groups):
-            present = [atom for atom in group if atom in have]
-            whole = bool(present) or (i < len(full) and full[i])
-            for atom in group if whole else ():
-                if atom not in have:
-                    missing.append((position, atom))
-                position += 1
-            layout.append(len(group) if whole else 0)
-        for at, _ in missing:
+        whole = [group if full or any(a in have for a in group) else () for group in groups]
+        atoms = [atom for group in whole for atom in group]
+        missing = [at for at, atom in enumerate(atoms) if atom not in have]
+        for at in missing:
             node = e.method("unsqueeze", node, at)
         if missing:
-            sizes: list[Any] = [-1] * position
-            for at, atom in missing:
-                sizes[at] = self._size(e, atom)
+            sizes = [-1 if atom in have else self._size(e, atom) for atom in atoms]
             node = e.method("expand", node, tuple(sizes))
-        for i, count in enumerate(layout):
-            if count == 0:
+        for i, group in enumerate(whole):
+            if not group:
                 node = e.method("unsqueeze", node, i)
-            elif count > 1:
-                node = e.method("flatten", node, i, i + count - 1)
+            elif len(group) > 1:
+                node = e.method("flatten", node, i, i + len(group) - 1)
         return node
 
     def _split(self, e: Emitter, t: Tensor) -> tuple[fx.Node, list[Atom]]:
@@ -283,21 +260,8 @@ class Attention:
     def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
         """[B, H, Lq, Dv] in the axes of the user's result."""
         groups = (self.batch, self.heads, self.queries, self.width)
-        for i in reversed(range(4)):
-            if not groups[i]:
-                out = e.method("squeeze", out, i)
-            elif len(groups[i]) > 1:
-                out = e.method("unflatten", out, i, self._sizes(e, groups[i]))
-        have = [atom for group in groups for atom in group]
-        order = [have.index(atom) for axis in self.out_axes for atom in flat(axis)]
-        if order != sorted(order):
-            out = e.method("permute", out, tuple(order))
-        for i, axis in enumerate(self.out_axes):
-            count = len(flat(axis))
-            if count == 0:
-                out = e.method("unsqueeze", out, i)
-            elif count > 1:
-                out = e.method("flatten", out, i, i + count - 1)
+        have = Tensor(out, [tuple(group) for group in groups], self.node)
+        out = self._laid_out(e, have, [flat(axis) for axis in self.out_axes])
         if self.out_scale != 1:
             out = e.call(operator.mul, out, self.out_scale)
         if self.out_bias is not None:

@@ -8,6 +8,7 @@ the package in other repositories keep the class methods: those Dynamo can trace
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -120,96 +121,37 @@ def _as_without_us(X):
     )
 
 
-# What Dynamo traces: the package's signatures. `k` is a hint about speed, and the package's
-# sparsemax_bisect ignores both of its last arguments. `own` is the package's function, for inside
-# of torch.func's transforms, through which a leaf could not go.
+def _traced(own, leaf, count):
+    """What Dynamo traces where the package's function `own` is called: `leaf`, of its first `count` arguments; `own`
+    itself where no leaf can stand."""
+    signature = inspect.signature(own)
+    names = tuple(signature.parameters)
+    defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not p.empty}
 
+    def call(*args, **kwargs):
+        given = {**defaults, **dict(zip(names, args)), **kwargs}
+        if _as_without_us(given[names[0]]):
+            return own(*args, **kwargs)
+        return leaf(*[given[name] for name in names[:count]])
 
-def _entmax15(own):
-    def traced(X, dim=-1, k=None):
-        return own(X, dim, k) if _as_without_us(X) else entmax15(X, dim)
-
+    traced: Any = call
+    traced.__signature__ = signature
     return traced
 
 
-def _sparsemax(own):
-    def traced(X, dim=-1, k=None):
-        return own(X, dim, k) if _as_without_us(X) else sparsemax(X, dim)
-
-    return traced
-
-
-def _entmax_bisect(own):
-    def traced(X, alpha=1.5, dim=-1, n_iter=50, ensure_sum_one=True):
-        call = own if _as_without_us(X) else entmax_bisect
-        return call(X, alpha, dim, n_iter, ensure_sum_one)
-
-    return traced
-
-
-def _sparsemax_bisect(own):
-    def traced(X, dim=-1, n_iter=50, ensure_sum_one=True):
-        if _as_without_us(X):
-            return own(X, dim, n_iter, ensure_sum_one)
-        return sparsemax_bisect(X, dim)
-
-    return traced
-
-
-def _normmax_bisect(own):
-    def traced(X, alpha=2, dim=-1, n_iter=50):
-        return (own if _as_without_us(X) else normmax_bisect)(X, alpha, dim, n_iter)
-
-    return traced
-
-
-def _budget_bisect(own):
-    def traced(X, budget=2, dim=-1, n_iter=50):
-        return (own if _as_without_us(X) else budget_bisect)(X, budget, dim, n_iter)
-
-    return traced
-
-
-def _sparsemax_loss(own):
-    def traced(X, target, k=None):
-        return own(X, target, k) if _as_without_us(X) else sparsemax_loss(X, target)
-
-    return traced
-
-
-def _entmax15_loss(own):
-    def traced(X, target, k=None):
-        return own(X, target, k) if _as_without_us(X) else entmax15_loss(X, target)
-
-    return traced
-
-
-def _sparsemax_bisect_loss(own):
-    def traced(X, target, n_iter=50):
-        return (own if _as_without_us(X) else sparsemax_bisect_loss)(X, target, n_iter)
-
-    return traced
-
-
-def _entmax_bisect_loss(own):
-    def traced(X, target, alpha=1.5, n_iter=50):
-        return (own if _as_without_us(X) else entmax_bisect_loss)(X, target, alpha, n_iter)
-
-    return traced
-
-
-# Each leaf with what makes the function that Dynamo traces where the package's of this name is called.
-_TRACED: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "entmax15": (entmax15, _entmax15),
-    "sparsemax": (sparsemax, _sparsemax),
-    "entmax_bisect": (entmax_bisect, _entmax_bisect),
-    "sparsemax_bisect": (sparsemax_bisect, _sparsemax_bisect),
-    "normmax_bisect": (normmax_bisect, _normmax_bisect),
-    "budget_bisect": (budget_bisect, _budget_bisect),
-    "sparsemax_loss": (sparsemax_loss, _sparsemax_loss),
-    "entmax15_loss": (entmax15_loss, _entmax15_loss),
-    "sparsemax_bisect_loss": (sparsemax_bisect_loss, _sparsemax_bisect_loss),
-    "entmax_bisect_loss": (entmax_bisect_loss, _entmax_bisect_loss),
+# Each leaf with how many of the package's arguments it takes. Those left out are `k`, a hint about speed, and both of
+# the last of sparsemax_bisect, which the package ignores.
+_LEAVES: dict[Callable[..., Any], int] = {
+    entmax15: 2,
+    sparsemax: 2,
+    entmax_bisect: 5,
+    sparsemax_bisect: 2,
+    normmax_bisect: 4,
+    budget_bisect: 4,
+    sparsemax_loss: 2,
+    entmax15_loss: 2,
+    sparsemax_bisect_loss: 3,
+    entmax_bisect_loss: 4,
 }
 
 _users = 0
@@ -248,11 +190,12 @@ def _install() -> None:
         import entmax
     except ImportError:
         return
-    for name, (leaf, traced) in _TRACED.items():
-        function = getattr(entmax, name, None)
+    for leaf, count in _LEAVES.items():
+        function = getattr(entmax, leaf.__name__, None)
         if isinstance(function, types.FunctionType):
+            traced = _traced(_copy(function), leaf, count)
             _undo.append(compat.keep_in_graph(leaf))
-            _undo.append(compat.substitute_in_graph(function, traced(_copy(function))))
+            _undo.append(compat.substitute_in_graph(function, traced))
 
 
 def _copy(function: types.FunctionType) -> Callable[..., Any]:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .axes import Placed, above, flat
-from .fakes import fake, same_size, static_size
+from .axes import Placed, above, flat, placed
+from .declines import Decline
+from .fakes import fake, same_size, same_sizes, static_size
 from .graph import GraphView, rounded
-from .shapes import Decline
 from .trial import Untestable, region, run
 from .values import rounds
 from .vocabulary import COPIES, VIEWS
@@ -63,11 +63,7 @@ def _through(view: GraphView, mask: Placed, x: Any, **changes: Any) -> list[Plac
     inner = view.value(x, mask.node)
     if inner is None or view.dtype(inner) != torch.bool:
         return [mask]
-    shape = view.shape(inner)
-    axes = tuple(
-        () if same_size(s, 1) else axis
-        for s, axis in zip(shape, mask.axes[len(mask.axes) - len(shape) :] if shape else ())
-    )
+    axes = tuple(placed(view, inner, mask.axes, mask.node))
     return conjuncts(
         view, dataclasses.replace(mask, node=inner, reader=mask.node, axes=axes, **changes)
     )
@@ -141,7 +137,7 @@ def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
             if not view.is_tensor(x):
                 return False
             inner = view.shape(x)
-            kept = len(inner) >= 2 and all(map(same_size, inner[-2:], shape[-2:]))
+            kept = len(inner) >= 2 and same_sizes(inner[-2:], shape[-2:])
             return kept and _triangle(view, x, negate)
         case "tril" | "triu":
             filled = view.const(x, node)
@@ -297,11 +293,7 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
             fill *= factor
             if not fill <= -1e30:
                 return None
-            shape = view.shape(keep)
-            own = tuple(
-                () if same_size(s, 1) else axis
-                for s, axis in zip(shape, axes[len(axes) - len(shape) :] if shape else ())
-            )
+            own = tuple(placed(view, keep, axes, node))
             return Placed(keep, node, own, negate=negate, fill=fill)
         x = call.get("input")
         if call.name in COPIES or (

@@ -12,11 +12,11 @@ from torch import fx
 from .chain import Chain
 from .climb import climb
 from .contraction import lettered
+from .declines import Decline
 from .family import above, below
 from .gemm import linears
 from .graph import GraphView
 from .names import Call
-from .shapes import Decline
 
 __all__ = ["ANCHORS", "LOGS", "POOLED", "PRODUCTS", "RISES", "other_pool", "weighted_sum"]
 

@@ -8,6 +8,7 @@ with one accumulator [N], one row a query [B, N], or all of them end to end [B *
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +16,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from .declines import Decline
 from .emit import Emitter
 from .gathers import Gather, rows_of
 from .graph import GraphView, fake, same_size
+from .indices import only_new_axes
 from .names import Call
-from .scored import accumulator_of, check_rows, check_zero, part_of, total
-from .shapes import Decline
+from .scored import accumulator_of, check_rows, check_zero, part_of
 from .values import counting
 from .vocabulary import COPIES, REGROUPS
-from .weighted import Weighted, kept_axis, only_new_axes, reshaped, weighted
+from .weighted import Weighted, kept_axis, reshaped, weighted
 
 __all__ = ["Postings", "postings_of"]
 
@@ -296,12 +298,7 @@ def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.
         return None
     if call.get("dim", ndim - 1) not in (ndim - 1, -1):
         return None
-    same = len(view.shape(rows)) == len(view.shape(source))
-    return (
-        (rows, source)
-        if same and all(map(same_size, view.shape(rows), view.shape(source)))
-        else None
-    )
+    return (rows, source) if view.same_shape(rows, source) else None
 
 
 def _each_its_own(view: GraphView, who: Any, rows: fx.Node, node: fx.Node) -> bool:
@@ -321,7 +318,7 @@ def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], An
             or view.value(x, reader) is not x
         ):
             break
-        if not same_size(total(view.shape(x)), total(view.shape(call["input"]))):
+        if not same_size(math.prod(view.shape(x)), math.prod(view.shape(call["input"]))):
             break
         if call.name == "getitem" and not only_new_axes(call["index"]):
             break

@@ -18,12 +18,12 @@ from torch import fx
 
 from .axes import Atom, Axis, Placed, above, flat, placed
 from .contraction import Contraction, Operand, contraction
+from .declines import Decline
 from .entmax import Transform, transform
 from .graph import GraphView
 from .masks import conjuncts, moderate, zero_or_one
 from .names import Call
 from .selection import Assigned, selections, trailing_mask
-from .shapes import Decline
 from .vocabulary import VIEWS
 
 __all__ = ["Probabilities", "check_again", "read_probabilities"]

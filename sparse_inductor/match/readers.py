@@ -13,11 +13,11 @@ from torch import fx
 from ..epilogue.ranges import prove
 from ..epilogue.steps import Program
 from .checks import outside_readers
+from .declines import Decline
 from .emit import made_again
 from .feed_forward import Reading, activation
 from .gemm import Linear, linears
-from .graph import GraphView, fake, label, same_size
-from .shapes import Decline
+from .graph import GraphView, fake, label, same_sizes
 from .statistics import Statistic, statistics
 from .values import not_negative, swallowed
 from .vocabulary import COPIES, PARTS, SHAPE_OPS
@@ -107,7 +107,7 @@ def _weighted_sum(
         return None
     at = axis - (len(shape) - len(view.shape(w)))
     sizes = [shape[axis] if d == at else 1 for d in range(len(view.shape(w)))]
-    if at < 0 or not all(map(same_size, view.shape(w), sizes)):
+    if at < 0 or not same_sizes(view.shape(w), sizes):
         return None
     plain = not (reading.factors or reading.tokens)
     positive = plain and all(_not_negative(b.program) for b in reading.branches)

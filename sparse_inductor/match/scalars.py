@@ -9,11 +9,20 @@ from torch import fx
 
 from .. import compat
 from ..epilogue.steps import Step
+from .declines import Decline
 from .graph import GraphView
 from .names import Call
-from .shapes import Decline
 
-__all__ = ["number", "scalar_steps"]
+__all__ = ["RECTIFIERS", "number", "scalar_steps"]
+
+# A power above 1 of any of them has the gradient 0 at 0.
+RECTIFIERS = (
+    Step("relu"),
+    Step("threshold", (0.0, 0.0)),
+    Step("gate_above", (0.0, 0.0)),
+    Step("clamp_min", (0.0,)),
+    Step("maximum", (0.0,)),
+)
 
 # Functions without arguments that are one step, or a fixed sequence of steps.
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import compat
+from .declines import Decline
 from .effects import same_geometry
 from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call, canonical, name_of
-from .shapes import Decline
 from .vocabulary import COPIES, REGROUPS, REORDERS
 from .weighted import Weighted, reshaped
 
@@ -26,7 +27,6 @@ __all__ = [
     "check_zero",
     "names_of",
     "part_of",
-    "total",
 ]
 
 _CLEARS = frozenset(("zero", "fill"))
@@ -115,12 +115,12 @@ class Scores:
         ids, values = self.w.documents(e, V)
         w = self.w
         if self.kept is None:
-            return tuple(reshaped(e, t, (total(w.entries),)) for t in (ids, values))
+            return tuple(reshaped(e, t, (math.prod(w.entries),)) for t in (ids, values))
         axes = [a for a in range(len(w.shape)) if a != w.batch]
         kept = [a for a in self.kept if a != w.batch]
         order = [axes.index(a) for a in [*kept, *(a for a in axes if a not in kept)]]
         sizes = [w.entries[i] for i in order]
-        shape = (total(sizes[: len(kept)]), total(sizes[len(kept) :]))
+        shape = (math.prod(sizes[: len(kept)]), math.prod(sizes[len(kept) :]))
         out = []
         for t in (ids, values):
             out.append(reshaped(e, e.permuted(t, order), shape))
@@ -183,14 +183,6 @@ def _refusal(node: fx.Node) -> str:
         inner = call is not None and call["dim"] % fake(node).dim() == 1
         return "gather" if inner else "embedding"
     return _REFUSALS.get(name, "")
-
-
-def total(sizes: Sequence[Any]) -> Any:
-    """The product of sizes."""
-    product: Any = 1
-    for s in sizes:
-        product = product * s
-    return product
 
 
 def check_rows(rows: Any, queries: Any, node: fx.Node) -> None:

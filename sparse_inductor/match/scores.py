@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import fx
 from .. import compat
 from .axes import Axis, Placed, above, placed
 from .contraction import PRODUCTS, Contraction, contraction
-from .graph import GraphView, fake, label, same_size
+from .declines import Decline
+from .graph import GraphView, fake, label
 from .masks import as_mask, keeps_a_key, mixed
 from .names import Call
 from .selection import SELECTIONS, Assigned, selections, trailing_mask
-from .shapes import Decline
 from .values import rounds
 from .vocabulary import VIEWS
 
@@ -151,9 +151,8 @@ class _Step:
             return self.up(x, above(self.view, self.node, call, self.axes))
         if name in SELECTIONS:
             return self._selected()
-        handler = getattr(self, f"_{name}", None) if name in _HANDLED else None
-        if handler is not None:
-            return handler()
+        if name in _HANDLERS:
+            return _HANDLERS[name](self)
         if name == "einsum" and len(call.get("operands", ())) > 2:
             raise self.decline(f"an einsum of {len(call['operands'])} tensors makes the scores")
         if name in PRODUCTS:
@@ -253,23 +252,14 @@ class _Step:
         found.biases = [dataclasses.replace(b, times=(*b.times, factor)) for b in found.biases]
         return found
 
-    def _add(self) -> Scores:
-        return self._sum(self.call["input"], self.call["other"], self.call.get("alpha", 1))
-
-    def _sub(self) -> Scores:
-        known = self.const(self.call.get("alpha", 1))
-        return self._sum(self.call["input"], self.call["other"], -(known or math.nan))
-
-    def _rsub(self) -> Scores:
-        flipped = self.call["other"], self.call["input"]
-        known = self.const(self.call.get("alpha", 1))
-        return self._sum(*flipped, -(known or math.nan))
-
-    def _sum(self, a: Any, b: Any, k: Any) -> Scores:
+    def _sum(self) -> Scores:
         """a + k * b"""
-        k = self.const(k)
-        if k is None or math.isnan(k):
+        a, b, k = self.call["input"], self.call["other"], self.const(self.call.get("alpha", 1))
+        if k is None:
             raise self.decline("alpha= is not a constant")
+        if self.call.name == "rsub":
+            a, b = b, a
+        k = k if self.call.name == "add" else -k
         for x, c, own in ((a, b, 1.0), (b, a, k)):
             known = self.const(c)
             if known is not None and self.view.is_tensor(x):
@@ -352,15 +342,9 @@ class _Step:
 
     def _pick(self, a: Any, b: Any) -> tuple[Scores, Any]:
         """Which of two operands the scores come through, and the other one."""
-        shape = self.view.shape(self.node)
-
-        def full(x: Any) -> bool:
-            own = self.view.shape(x) if self.view.is_tensor(x) else ()
-            return len(own) == len(shape) and all(map(same_size, own, shape))
-
         first: Decline | None = None
         for x, other in ((a, b), (b, a)):
-            if full(x):
+            if self.view.is_tensor(x) and self.view.same_shape(x, self.node):
                 try:
                     return self.up(x), other
                 except Decline as decline:
@@ -417,4 +401,7 @@ class _Step:
         return found
 
 
-_HANDLED = frozenset("neg mul div add sub rsub maximum clamp_min clamp".split())
+_HANDLERS: dict[str, Callable[[_Step], Scores]] = {
+    **dict.fromkeys(("add", "sub", "rsub"), _Step._sum),
+    **{name: getattr(_Step, "_" + name) for name in "neg mul div maximum clamp_min clamp".split()},
+}

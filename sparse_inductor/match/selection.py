@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from .graph import GraphView
+from .indices import items_of
 from .names import Call
 
 __all__ = ["SELECTIONS", "Assigned", "Selection", "full_mask", "selections", "trailing_mask"]
@@ -33,7 +34,7 @@ class Assigned:
         return found
 
     def items(self) -> list[Any]:
-        return list(self.index) if isinstance(self.index, tuple) else [self.index]
+        return list(items_of(self.index))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from .declines import Decline
 from .emit import Emitter
-from .graph import GraphView, fake, same_size, static_size
+from .graph import GraphView, fake, same_size, same_sizes, static_size
+from .indices import expanded_index
 from .names import Call
 from .vocabulary import COPIES, PARTS, REGROUPS
 
 __all__ = [
     "Combined",
-    "Decline",
     "Move",
     "entry_of_axis",
     "move",
@@ -30,14 +31,6 @@ __all__ = [
     "part_of_axis",
     "undone",
 ]
-
-
-class Decline(Exception):
-    """The walk cannot go on: `reason` in the user's terms, `node` the line to blame."""
-
-    def __init__(self, reason: str, node: fx.Node | None = None):
-        super().__init__(reason)
-        self.reason, self.node = reason, node
 
 
 class Combined(Decline):
@@ -122,15 +115,10 @@ def _index(node: fx.Node, shape: tuple, items: list[Any], v: int) -> Move:
 
 
 def _expand_index(index: Any, ndim: int, node: fx.Node) -> list[Any]:
-    items = list(index) if isinstance(index, tuple) else [index]
-    taken = sum(i is not None and i is not Ellipsis for i in items)
-    if taken > ndim:
+    items = expanded_index(index, ndim)
+    if items is None:
         raise Decline("has an index that the walk does not understand", node)
-    fill = [slice(None)] * (ndim - taken)
-    if any(i is Ellipsis for i in items):
-        at = next(k for k, i in enumerate(items) if i is Ellipsis)
-        return items[:at] + fill + items[at + 1 :]
-    return items + fill
+    return items
 
 
 def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int) -> Move:
@@ -181,7 +169,7 @@ def _same_split(before: tuple, v: int, after: tuple, p: int) -> bool:
     """Whether the axes left of V hold as many elements in both shapes (static sizes only)."""
     left, right = before[:v], after[:p]
     if not all(isinstance(s, int) for s in (*left, *right)):
-        return len(left) == len(right) and all(map(same_size, left, right))
+        return same_sizes(left, right)
     return math.prod(left) == math.prod(right)
 
 
@@ -255,12 +243,10 @@ def entry_of_axis(
     elif call.name == "select":
         index, dim = call["index"], call["dim"]
     elif call.name == "getitem":
-        items = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-        ndim = len(view.shape(x))
-        if any(i is None for i in items) or len(items) - (Ellipsis in items) > ndim:
+        items = expanded_index(call["index"], len(view.shape(x)))
+        if items is None or None in items:
             return None
-        whole = _expand_index(call["index"], ndim, node)
-        picked = [(d, i) for d, i in enumerate(whole) if i != slice(None)]
+        picked = [(d, i) for d, i in enumerate(items) if i != slice(None)]
         if len(picked) != 1 or type(picked[0][1]) is not int:
             return None
         dim, index = picked[0]
@@ -309,7 +295,7 @@ def part_of_axis(
         others = (*before[:axis], *before[axis + 1 :])
         if not all(type(s) is int for s in (*halves, before[axis])) or before[axis] == 1:
             continue
-        if halves[0] * halves[1] != before[axis] or not all(map(same_size, rest, others)):
+        if halves[0] * halves[1] != before[axis] or not same_sizes(rest, others):
             continue
         at = index % after[dim]
         if dim == axis:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from .declines import Decline
 from .emit import Emitter
 from .graph import GraphView, fake, label, same_size
 from .names import Call
-from .shapes import Decline
 from .vocabulary import COPIES
 
 __all__ = ["Statistic", "statistics"]

@@ -70,7 +70,7 @@ def _joined(node: fx.Node, parts: Sequence[Linear], within: tuple[fx.Node, ...])
 
 
 def _sum_of_biases(parts: Sequence[Linear], e: Emitter) -> fx.Node:
-    biases = [p.bias if p.make_bias is None else p.make_bias(e) for p in parts]
+    biases = [p.emit_bias(e) for p in parts]
     return functools.reduce(functools.partial(e.call, operator.add), biases)
 
 
@@ -81,10 +81,5 @@ def _scaled(part: Linear, scale: float) -> Linear:
     def times(make: Make) -> Make:
         return lambda e: e.call(operator.mul, make(e), scale)
 
-    bias = part.bias
-    make_bias = part.make_bias or (lambda e: bias)
-    return dataclasses.replace(
-        part,
-        weight=times(part.weight),
-        make_bias=None if bias is None else times(make_bias),
-    )
+    make_bias = None if part.bias is None else times(part.emit_bias)
+    return dataclasses.replace(part, weight=times(part.weight), make_bias=make_bias)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
-from .contraction import all_lettered
+from .contraction import all_lettered, matmul_axes
+from .declines import Decline
 from .emit import Emitter
 from .graph import GraphView, same_size
 from .names import Call
-from .scored import Scores, total
-from .shapes import Decline
+from .scored import Scores
 from .weighted import Factor, OfRows, Weighted, check_shared, preference, weighted
 
 __all__ = ["READERS"]
+
+Letters = Sequence[str]
 
 
 def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
@@ -57,11 +60,15 @@ def _reduction(
     for place in units:
         order.insert(place, None)
     batch = None if w.batch is None else order.index(w.batch)
-    return Scores(node, w, total([w.shape[a] for a in docs]), batch, kept)
+    return Scores(node, w, math.prod(w.shape[a] for a in docs), batch, kept)
 
 
 def _labelled(
-    view: GraphView, node: fx.Node, operands: Sequence[Any], letters: Sequence[str], out: str
+    view: GraphView,
+    node: fx.Node,
+    operands: Sequence[Any],
+    letters: Sequence[Letters],
+    out: Letters,
 ) -> Scores | None:
     """A product of operands with lettered axes, summed over the letters that `out` lacks."""
     found: list[tuple[Weighted, int]] = []
@@ -98,7 +105,7 @@ def _labelled(
 
 
 def _times(
-    view: GraphView, node: fx.Node, w: Weighted, xs: str, other: Any, ys: str
+    view: GraphView, node: fx.Node, w: Weighted, xs: Letters, other: Any, ys: Letters
 ) -> Weighted | None:
     """Contributions with the axes `xs`, times an operand with the axes `ys`."""
     sizes = dict(zip(ys, view.shape(other)))
@@ -148,10 +155,7 @@ def _matmul(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     n, m = len(view.shape(a)), len(view.shape(b))
     if n < 2 and m < 2:
         return None
-    batch = "abcdefgh"[: max(n, m) - 2] if max(n, m) > 2 else ""
-    xs = batch[len(batch) - (n - 2) :] + "xz" if n > 1 else "z"
-    ys = batch[len(batch) - (m - 2) :] + "zy" if m > 1 else "z"
-    out = batch + ("x" if n > 1 else "") + ("y" if m > 1 else "")
+    xs, ys, out = matmul_axes(n, m)
     return _labelled(view, node, (a, b), (xs, ys), out)
 
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from .emit import Emitter
 from .graph import GraphView, fake, same_size
+from .indices import expanded_index, only_slices
 from .postings import Postings
 from .scored import TURNS, Scores, names_of
-from .values import only_slices
 from .vocabulary import COPIES, REGROUPS
 
 __all__ = ["Top", "top_of"]
@@ -158,14 +158,8 @@ def _cut_sort(
             call = view.call(reader)
             if call is None or call.name != "getitem":
                 return None
-            items = call["index"] if isinstance(call["index"], tuple) else (call["index"],)
-            if Ellipsis in items:
-                items = (
-                    (*[slice(None)] * (n - len(items) + 1), *items[1:])
-                    if items[0] is Ellipsis
-                    else items
-                )
-            if len(items) <= dim or any(i != slice(None) for a, i in enumerate(items) if a != dim):
+            items = expanded_index(call["index"], n)
+            if items is None or any(i != slice(None) for a, i in enumerate(items) if a != dim):
                 return None
             cut = items[dim]
             if (

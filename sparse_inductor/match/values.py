@@ -10,13 +10,13 @@ from torch import fx
 
 from .. import compat
 from .graph import CONSTANT_LIKE, GraphView, fake, same_size
+from .indices import only_slices
 from .vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
 
 __all__ = [
     "counting",
     "is_parameter",
     "not_negative",
-    "only_slices",
     "rounds",
     "swallowed",
     "uniform",
@@ -110,12 +110,6 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
 
 
 _PUTS_ONES = COPIES | {"view", "unsqueeze", "getitem", "select", "squeeze", "cast"}
-
-
-def only_slices(index: Any) -> bool:
-    """Whether an index takes elements in their order."""
-    items = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in items)
 
 
 def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:

@@ -8,6 +8,7 @@ becomes part of the document weights.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +17,14 @@ import torch
 from torch import fx
 
 from .contraction import lettered
+from .declines import Decline
 from .emit import Emitter
 from .gathers import Gather, gather_of
-from .graph import GraphView, fake, same_size
+from .graph import GraphView, fake, same_size, same_sizes
+from .indices import only_new_axes
 from .names import Call
 from .selection import SELECTIONS, Assigned, selections, trailing_mask
-from .shapes import Decline, order_of
+from .shapes import order_of
 from .values import is_parameter, rounds, uniform
 from .vocabulary import COPIES, VIEWS
 
@@ -31,7 +34,6 @@ __all__ = [
     "Weighted",
     "check_shared",
     "kept_axis",
-    "only_new_axes",
     "preference",
     "reshaped",
     "weighted",
@@ -79,7 +81,7 @@ class Factor:
                 t = e.method("select", t, axis, 0)
         mine = self.entries
         have = tuple(fake(t).shape)
-        if len(have) != len(mine) or not all(map(same_size, have, mine)):
+        if not same_sizes(have, mine):
             pad = len(mine) - len(have)
             sizes = [
                 -1 if a >= pad and same_size(have[a - pad], s) else s for a, s in enumerate(mine)
@@ -93,7 +95,7 @@ class Factor:
 def reshaped(e: Emitter, t: fx.Node, shape: Sequence[Any]) -> fx.Node:
     """`t` in another shape of which at most one size is unknown."""
     have = tuple(fake(t).shape)
-    if len(have) == len(shape) and all(map(same_size, have, shape)):
+    if same_sizes(have, shape):
         return t
     sizes = [s if isinstance(s, int) else -1 for s in shape]
     if sizes.count(-1) > 1:
@@ -352,7 +354,7 @@ def _product(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int)
     if len(found) == 2 and all(w.gather.features for w, _ in found):
         return None
     shape = view.shape(node)
-    full = lambda w: _same_axes(shape, w.shape)
+    full = lambda w: same_sizes(shape, w.shape)
     w, other = min(found, key=lambda f: (not full(f[0]), *preference(view, f[0])))
     if not full(w):
         raise Decline("the document weights have more axes than the gathered query weights", node)
@@ -394,14 +396,10 @@ def _masked(view: GraphView, node: fx.Node, call: Call, read: Read, reach: int) 
         assigns and not view.dtype(w.gather.node).is_floating_point
     ):
         raise Decline("masked contributions are not 0", node)
-    if not (assigns or _same_axes(view.shape(node), w.shape)):
+    if not (assigns or same_sizes(view.shape(node), w.shape)):
         raise Decline("the mask has more axes than the contributions", node)
     how = "drop" if found.negate else "keep"
     return w.times(view, node, Factor(how, mask, w.shape, w.batch), node)
-
-
-def _same_axes(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(same_size, a, b))
 
 
 def _lettered(
@@ -418,7 +416,7 @@ def _lettered(
         if mine != out or len(set(out)) != len(out) or not ordered or not theirs:
             continue
         w = weighted(view, operands[i], node, read, reach)
-        if w is None or not all(map(same_size, w.shape, view.shape(node))):
+        if w is None or not same_sizes(w.shape, view.shape(node)):
             continue
         factor = Factor("mul", other, w.shape, w.batch)
         if not out.endswith(theirs):
@@ -446,7 +444,7 @@ def _viewed(view: GraphView, w: Weighted, node: fx.Node, call: Call) -> Weighted
         return w.then(node, shape=after, batch=batch)
     if call.name == "getitem" and not only_new_axes(call["index"]):
         raise Decline("takes a part of the contributions", node)
-    if _numel(before) is None or not _same_numel(before, after):
+    if not same_size(math.prod(before), math.prod(after)):
         raise Decline("expands or reshapes the contributions by sizes that are not known", node)
     if w.batch is None:
         return w.then(node, shape=after)
@@ -458,30 +456,14 @@ def _viewed(view: GraphView, w: Weighted, node: fx.Node, call: Call) -> Weighted
     return w.then(node, shape=after, batch=batch)
 
 
-def only_new_axes(index: Any) -> bool:
-    items = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or i == slice(None) for i in items)
-
-
-def _numel(shape: Sequence[Any]) -> Any:
-    total: Any = 1
-    for s in shape:
-        total = total * s
-    return total
-
-
-def _same_numel(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    return same_size(_numel(before), _numel(after))
-
-
 def kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | None:
     """Where an axis of a reshaped tensor is: as many elements before it and after it."""
-    left, right = _numel(before[:axis]), _numel(before[axis + 1 :])
+    left, right = math.prod(before[:axis]), math.prod(before[axis + 1 :])
     for p, size in enumerate(after):
         if (
             same_size(size, before[axis])
-            and same_size(_numel(after[:p]), left)
-            and same_size(_numel(after[p + 1 :]), right)
+            and same_size(math.prod(after[:p]), left)
+            and same_size(math.prod(after[p + 1 :]), right)
         ):
             return p
     return None
