@@ -94,7 +94,7 @@ def collection_of(
     return found
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _pays(device: torch.device, queries: int, documents: int, entries: int, k: int) -> bool:
     """Whether a checksum and a search are faster than scoring."""
     sizes = {"queries": queries, "documents": documents, "entries": entries, "best": k}
