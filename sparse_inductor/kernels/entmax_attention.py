@@ -75,9 +75,10 @@ def saved_like(
     return tuple(saved)
 
 
-def _used(saved: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """What the current layer's kernels fill and read: reference and shift are those of all rows."""
-    return saved if layers.current() == layers.Layer.NATIVE else saved[:2]
+def _lists(saved: tuple[torch.Tensor, ...]) -> lists.Lists | None:
+    """What the current layer's kernels fill and read beside reference and shift, which are those of all rows."""
+    native = len(saved) > 2 and layers.current() == layers.Layer.NATIVE
+    return lists.Lists(*saved[2:]) if native else None
 
 
 def forward(
@@ -113,14 +114,15 @@ def forward(
     saved = saved_like(q, k, v, scale=scale)
     if out.numel():
         with torch.cuda.device_of(q):
-            used = _used(saved)
-            if len(used) == 2 and short.applies(problem):
-                short.forward_short(problem, out, *used, training)
+            reference, shift = saved[:2]
+            listed = _lists(saved)
+            if listed is None and short.applies(problem):
+                short.forward_short(problem, out, reference, shift, training)
             else:
-                if len(used) > 2:
-                    lists.forward_lists(problem, out, used, training)
-                left = lists.left_rows(q, used)
-                forward_blocks(problem, out, saved[0], saved[1], left, training)
+                if listed is not None:
+                    lists.forward_lists(problem, out, reference, shift, listed, training)
+                left = lists.left_rows(q, listed)
+                forward_blocks(problem, out, reference, shift, left, training)
     return out, saved if training else ()
 
 
@@ -159,9 +161,9 @@ def backward(
             x.new_zeros(x.shape) if need and x is not None else None
             for x, need in zip(inputs, needs)
         )
-    saved = _used(saved)
-    reference, shift, *listed = saved
-    rest = lists.left_rows(q, saved)
+    reference, shift = saved[:2]
+    listed = _lists(saved)
+    rest = lists.left_rows(q, listed)
     out = out.contiguous()
     dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
     delta = torch.empty_like(shift)
@@ -171,10 +173,10 @@ def backward(
         rows_blocks(problem, grad, out, reference, shift, rest, dq, delta, by_row)
         if needs[1] or needs[2]:
             keys_blocks(problem, grad, reference, shift, delta, rest, dk, dv)
-        if listed:
-            filed = lists.rows_backward(problem, grad, saved, dq, delta, by_row)
+        if listed is not None:
+            filed = lists.rows_backward(problem, grad, listed, dq, delta, by_row)
             if needs[1] or needs[2]:
-                lists.add_keys_from_lists(problem, grad, saved, *filed, delta, dk, dv)
+                lists.add_keys_from_lists(problem, grad, listed, filed, delta, dk, dv)
         if needs[3] and bias is not None:
             dbias = bias_gradient(problem, bias, grad, reference, shift, delta)
     if by_row is not None and alpha is not None:

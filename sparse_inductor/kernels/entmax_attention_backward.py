@@ -15,6 +15,8 @@ the difference from cancelling.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,19 +24,24 @@ import triton.language as tl
 from .entmax_attention_problem import (
     Left,
     Problem,
-    Tile,
+    Row,
+    Strided,
+    Tiles,
     add_product,
     dropped_score,
-    head_offsets,
-    key_tiles,
+    key_range,
+    key_scores,
     lane_sums,
     load_tile,
+    matrix,
+    open_head,
+    open_rows,
+    own_rows,
     product,
     row_constants,
-    row_count,
-    row_scores,
+    store_tile,
     tile_for,
-    tile_rows,
+    tile_scores,
 )
 from .entmax_attention_tau import LN2, clip, log_entries, powers
 from .launch import relaunched
@@ -52,121 +59,77 @@ def _narrow(x, like):
     return x.to(like.dtype)
 
 
-@triton.jit
-def _rows_pass(
-    sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, first, last,
-    EDGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    WANT_ALPHA: tl.constexpr, LANES: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add to sums = (g dp k, g k, g dp, g, and for dalpha p dp, p dp log2 u, p log2 u) over key tiles."""
-    k, stride_kl, stride_kd = keys
-    v, stride_vl, stride_vd = values
-    last_row, last_key, diagonal = ends
-    gdpk, gk, gdp, gs, pdp, sdp, s = sums
-    for n in tl.range(first, last, num_stages=STAGES):
-        j = n * BN + tl.arange(0, BN)
-        kt = load_tile(k, j, stride_kl, last_key, stride_kd, EDGE, D, BD)
-        x, kept = row_scores(
-            qt, kt, i, j, row, side, last_row, last_key, diagonal,
-            EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
-        )  # fmt: skip
-        if WANT_ALPHA:
-            u, ulog = log_entries(x, d[:, None], KIND)
-        else:
-            u = clip(x, d[:, None])
-        _p, g = powers(u, beta[:, None], KIND)
-        vt = load_tile(v, j, stride_vl, last_key, stride_vd, EDGE, DV, BDV)
-        dp = product(do, tl.trans(vt), PRECISION, WIDEN) - guess[:, None]
-        w = g * dp
-        gdp += lane_sums(w, LANES)
-        gs += lane_sums(g, LANES)
-        if WANT_ALPHA:
-            # p = g u, and S is log p = beta log u of that: what is the same in a row is for the end.
-            pdp += lane_sums(w * u, LANES)
-            sdp += lane_sums(w * ulog, LANES)
-            s += lane_sums(g * ulog, LANES)
-        if FINITE_FILL and not ADDED:
-            w = tl.where(kept, w, 0.0)
-            g = tl.where(kept, g, 0.0)
-        gdpk = add_product(_narrow(w, kt), kt, gdpk, PRECISION, WIDEN)
-        gk = add_product(_narrow(g, kt), kt, gk, PRECISION, WIDEN)
-    return gdpk, gk, gdp, gs, pdp, sdp, s
-
-
 @relaunched
 @triton.jit
-def _rows_kernel(
-    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
-    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale, fill_value,
-    out, grad, reference, shift, left, earlier, dq, delta, dalpha, sgb, sgh, sgl, sgd,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    WANT_ALPHA: tl.constexpr, LANES: tl.constexpr, LEFT_ROWS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program owns dq[b, h, i0:i0 + BM], delta of its rows and, if wanted, dalpha of each row."""
-    blocks = tl.cdiv(Lq, BM)
-    bh = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    count = row_count(earlier, bh, Lq, LEFT_ROWS)
-    if block * BM >= count:
+def _rows_kernel(x, out, grad, reference, shift, left, dq, delta, dalpha, C: tl.constexpr):
+    """A program owns BM rows of dq and delta and, if wanted, of dalpha."""
+    bh, number, count = own_rows(x, left, C)
+    if number * C.BM >= count:
         return
-    i, first_row, end_row = tile_rows(left, bh, block, count, Lq, CAUSAL, LEFT_ROWS, BM)
-    b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
-    last_key = Lk
-    if HAS_KLEN:
-        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
-    diagonal = Lk - Lq
-    ends = (Lq, last_key, diagonal)
-    factor, am1, beta = row_constants(
-        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-    )
-    at_row = bh.to(tl.int64) * Lq + i
-    m = tl.load(reference + at_row, mask=i < Lq, other=0.0)
-    d = tl.load(shift + at_row, mask=i < Lq, other=POS_INF)
-    fill = dropped_score(am1, fill_value, FINITE_FILL) - m
-    row = (factor, am1, m, fill)
-    side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
-    keys = (k + k_at, skl, skd)
-    values = (v + v_at, svl, svd)
-    qt = load_tile(q + q_at, i, sql, Lq, sqd, True, D, BD)
-    do = load_tile(grad + b * sgb + h * sgh, i, sgl, Lq, sgd, True, DV, BDV)
-    o = load_tile(out + bh.to(tl.int64) * Lq * DV, i, DV, Lq, 1, True, DV, BDV)
+    block, tiles = open_rows(x, left, bh, number, count, C)
+    whole, seen, every = tiles
+    head, i, at = block.head, block.i, block.at
+    last_row = head.Lq
+    m = tl.load(reference + at, mask=i < last_row, other=0.0)
+    d = tl.load(shift + at, mask=i < last_row, other=POS_INF)
+    row = Row(block.factor, block.am1, m, block.fill - m)
+    q = load_tile(head.q, i, last_row, True, C.D, C.BD)
+    do_head = matrix(grad, (bh // x.H).to(tl.int64), (bh % x.H).to(tl.int64))
+    do = load_tile(do_head, i, last_row, True, C.DV, C.BDV)
+    o_head = matrix(out, (bh // x.H).to(tl.int64), (bh % x.H).to(tl.int64))
+    o = load_tile(o_head, i, last_row, True, C.DV, C.BDV)
     guess = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
-
-    whole, tiles, every = key_tiles(first_row, end_row, last_key, diagonal, CAUSAL, BN)
-    if CAUSAL and FINITE_FILL:
-        tiles = tl.where(tl.max((d < fill).to(tl.int32), 0) > 0, every, tiles)
-    zero = tl.zeros([BM, LANES], tl.float32)
-    wide = tl.zeros([BM, BD], tl.float32)
-    sums = (wide, wide, zero, zero, zero, zero, zero)
-    sums = _rows_pass(
-        sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, 0, whole,
-        False, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, ADDED, PRECISION,
-        WIDEN, WANT_ALPHA, LANES, BN, STAGES,
-    )  # fmt: skip
-    gdpk, gk, gdp, gs, pdp, sdp, s = _rows_pass(
-        sums, qt, do, guess, d, beta, keys, values, i, row, side, ends, whole, tiles,
-        True, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, CAUSAL, FINITE_FILL, ADDED, PRECISION,
-        WIDEN, WANT_ALPHA, LANES, BN, STAGES,
-    )  # fmt: skip
+    if C.CAUSAL and C.FINITE_FILL:
+        seen = tl.where(tl.max((d < row.fill).to(tl.int32), 0) > 0, every, seen)
+    # Sums of g dp k, g k, g dp, g, and for dalpha p dp, p dp log2 u, p log2 u.
+    gdp = tl.zeros([C.BM, C.LANES], tl.float32)
+    gs = gdp
+    pdp = gdp
+    sdp = gdp
+    s = gdp
+    gdpk = tl.zeros([C.BM, C.BD], tl.float32)
+    gk = gdpk
+    for EDGE in tl.static_range(2):
+        first, last = key_range(Tiles(whole, seen, every), EDGE)
+        for n in tl.range(first, last, num_stages=C.STAGES):
+            j, k, scores, kept = key_scores(q, n, i, row, head, EDGE, C)
+            if dalpha is not None:
+                u, ulog = log_entries(scores, d[:, None], C.KIND)
+            else:
+                u = clip(scores, d[:, None])
+            _p, g = powers(u, block.beta[:, None], C.KIND)
+            v = load_tile(head.v, j, head.last_key, EDGE, C.DV, C.BDV)
+            dp = product(do, tl.trans(v), C) - guess[:, None]
+            w = g * dp
+            gdp += lane_sums(w, C.LANES)
+            gs += lane_sums(g, C.LANES)
+            if dalpha is not None:
+                # p = g u, and S is log p = beta log u of that: what is the same in a row is for the end.
+                pdp += lane_sums(w * u, C.LANES)
+                sdp += lane_sums(w * ulog, C.LANES)
+                s += lane_sums(g * ulog, C.LANES)
+            if C.FINITE_FILL and not C.ADDED:
+                w = tl.where(kept, w, 0.0)
+                g = tl.where(kept, g, 0.0)
+            gdpk = add_product(_narrow(w, k), k, gdpk, C)
+            gk = add_product(_narrow(g, k), k, gk, C)
     dead = d == POS_INF
     rest = tl.where(dead, 0.0, tl.sum(gdp, 1) / tl.sum(gs, 1))
-    tl.store(delta + at_row, guess + rest, mask=i < Lq)
-    x = (gdpk - rest[:, None] * gk) * scale
-    dd = tl.arange(0, BD)
-    inside = (i < Lq)[:, None] & (dd < D)[None, :]
-    tl.store(dq + at_row[:, None] * D + dd[None, :], x.to(dq.dtype.element_ty), mask=inside)
-    if WANT_ALPHA:
+    tl.store(delta + at, guess + rest, mask=i < last_row)
+    dz_k = (gdpk - rest[:, None] * gk) * x.scale
+    store_tile(dq, at, dz_k, i < last_row, C.D, C.BD)
+    if dalpha is not None:
         da = tl.sum(pdp, 1) - rest - (tl.sum(sdp, 1) - rest * tl.sum(s, 1)) * LN2
-        da = da / (am1 * am1)
-        tl.store(dalpha + at_row, tl.where(dead, 0.0, da), mask=i < Lq)
+        da = da / (block.am1 * block.am1)
+        tl.store(dalpha + at, tl.where(dead, 0.0, da), mask=i < last_row)
+
+
+class _Saved(NamedTuple):
+    """What the forward found and the pass over rows: reference, shift and delta of one head's rows."""
+
+    reference: Any
+    shift: Any
+    delta: Any
 
 
 @triton.jit
@@ -180,253 +143,189 @@ def _row_numbers(base, i, limit, other, EDGE: tl.constexpr):
 
 @triton.jit
 def _keys_pass(
-    dk, dv, kt, vt, j, queries, grads, stats, row_source, side, ends, left, first, last,
+    dk, dv, k, v, j, head, grad, saved, rows, count, first, last,
     EDGE: tl.constexpr, ONLY_LOW: tl.constexpr, LISTED: tl.constexpr, EVEN: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, ADDED: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Add to dk / scale and dv over query tiles first:last.
 
     EDGE: a tile may cross the diagonal or the end of the keys. ONLY_LOW: skip tiles without a row
     whose threshold lies under `fill`, all keys of which are after the diagonal here. LISTED:
-    first:last count tiles of the rows that `left` = (rows, how many) names. EVEN: no tile, other than of
-    such, crosses the end of the rows.
+    first:last count tiles of the `count` rows that `rows` names. EVEN: no tile, other than of such, crosses
+    the end of the rows.
     """
-    q, stride_ql, stride_qd = queries
-    grad, stride_gl, stride_gd = grads
-    reference, shift, delta = stats
-    alpha, stride_al, am1_value, scale, fill_value = row_source
-    last_row, last_key, diagonal = ends
+    last_row = head.Lq
     SOME: tl.constexpr = LISTED or not EVEN
-    for n in tl.range(first, last, num_stages=STAGES):
-        i = n * BM + tl.arange(0, BM)
+    for n in tl.range(first, last, num_stages=1 if ONLY_LOW else C.STAGES):
+        i = n * C.BM + tl.arange(0, C.BM)
         if LISTED:
-            i = tl.load(left[0] + i, mask=i < left[1], other=last_row)
-        factor, am1, beta = row_constants(
-            alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA, SOME
-        )
-        m = _row_numbers(reference, i, last_row, 0.0, SOME)
-        d = _row_numbers(shift, i, last_row, POS_INF, SOME)
-        fill = dropped_score(am1, fill_value, FINITE_FILL) - m
+            i = tl.load(rows + i, mask=i < count, other=last_row)
+        factor, am1, beta = row_constants(head, i, C, SOME)
+        m = _row_numbers(saved.reference, i, last_row, 0.0, SOME)
+        d = _row_numbers(saved.shift, i, last_row, POS_INF, SOME)
+        row = Row(factor, am1, m, dropped_score(am1, head.fill, C.FINITE_FILL) - m)
         wanted = 1
         if ONLY_LOW:
-            wanted = tl.max((d < fill).to(tl.int32), 0)
+            wanted = tl.max((d < row.fill).to(tl.int32), 0)
         if wanted > 0:
-            mean = _row_numbers(delta, i, last_row, 0.0, SOME)
-            qt = load_tile(q, i, stride_ql, last_row, stride_qd, SOME, D, BD)
-            do = load_tile(grad, i, stride_gl, last_row, stride_gd, SOME, DV, BDV)
-            x, kept = row_scores(
-                qt, kt, i, j, (factor, am1, m, fill), side, last_row, last_key, diagonal,
-                EDGE, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
-            )  # fmt: skip
-            p, g = powers(clip(x, d[:, None]), beta[:, None], KIND)
-            dv = add_product(tl.trans(p.to(do.dtype)), do, dv, PRECISION, WIDEN)
-            dz = g * (product(do, tl.trans(vt), PRECISION, WIDEN) - mean[:, None])
-            if FINITE_FILL and not ADDED:
+            mean = _row_numbers(saved.delta, i, last_row, 0.0, SOME)
+            q = load_tile(head.q, i, last_row, SOME, C.D, C.BD)
+            do = load_tile(grad, i, last_row, SOME, C.DV, C.BDV)
+            x, kept = tile_scores(q, k, i, j, row, head, EDGE, C)
+            p, g = powers(clip(x, d[:, None]), beta[:, None], C.KIND)
+            dv = add_product(tl.trans(p.to(do.dtype)), do, dv, C)
+            dz = g * (product(do, tl.trans(v), C) - mean[:, None])
+            if C.FINITE_FILL and not C.ADDED:
                 dz = tl.where(kept, dz, 0.0)
-            dk = add_product(tl.trans(_narrow(dz, qt)), qt, dk, PRECISION, WIDEN)
+            dk = add_product(tl.trans(_narrow(dz, q)), q, dk, C)
     return dk, dv
 
 
 @triton.jit
 def _head_pass(
-    dk, dv, kt, vt, j, head_data, spread, start, plain, rows,
-    LISTED: tl.constexpr, EVEN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, CAUSAL: tl.constexpr, FINITE_FILL: tl.constexpr, ADDED: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    dk, dv, k, v, j, head, grad, saved, rows, count, spread, start, plain, end,
+    LISTED: tl.constexpr, EVEN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add one head to dk / scale and dv: query tiles start:plain have an edge, plain:rows none."""
-    queries, grads, stats, source, side, ends, left = head_data
-    if CAUSAL and FINITE_FILL:
+    """Add one head to dk / scale and dv: query tiles start:plain have an edge, plain:end none."""
+    if C.CAUSAL and C.FINITE_FILL:
         dk, dv = _keys_pass(
-            dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
-            0, tl.where(spread != 0, start, 0), True, True, LISTED, EVEN, D, DV, BD, BDV, KIND,
-            HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, ADDED, PRECISION, WIDEN, BM, 1,
+            dk, dv, k, v, j, head, grad, saved, rows, count, 0, tl.where(spread != 0, start, 0),
+            True, True, LISTED, EVEN, C,
         )  # fmt: skip
     dk, dv = _keys_pass(
-        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
-        start, plain, True, False, LISTED, EVEN, D, DV, BD, BDV, KIND,
-        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
+        dk, dv, k, v, j, head, grad, saved, rows, count, start, plain, True, False, LISTED, EVEN, C
     )  # fmt: skip
     return _keys_pass(
-        dk, dv, kt, vt, j, queries, grads, stats, source, side, ends, left,
-        plain, rows, False, False, LISTED, EVEN, D, DV, BD, BDV, KIND,
-        HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL, FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
+        dk, dv, k, v, j, head, grad, saved, rows, count, plain, end, False, False, LISTED, EVEN, C
     )  # fmt: skip
 
 
 @relaunched
 @triton.jit
 def _keys_kernel(
-    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
-    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale, fill_value,
-    grad, reference, shift, delta, low, left, earlier, dk, dv, sgb, sgh, sgl, sgd,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    LEFT_ROWS: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    x, grad, reference, shift, delta, low, left, dk, dv, EVEN: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """A program owns dk and dv[b, hkv, j0:j0 + BN], over the rows of all heads that read them.
+    """A program owns dk and dv of BN keys, over the rows of all heads that read them.
 
     low[b, h] tells whether some row of the head has its threshold under `fill`, so that keys after
-    the diagonal receive a gradient too. LEFT_ROWS: only the rows left[b, h], the first
-    earlier[b, h, t] of which come before block t; dk and dv of a key head without any are not written.
+    the diagonal receive a gradient too. LEFT_ROWS: only the rows left; dk and dv of a key head without any
+    are not written.
     """
-    blocks = tl.cdiv(Lk, BN)
+    Lq, Lk, G = x.Lq, x.Lk, x.G
+    blocks = tl.cdiv(Lk, C.BN)
     bg = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
-    j = block * BN + tl.arange(0, BN)
-    groups = H // G
-    b = bg // groups
-    hkv = bg % groups
+    j = block * C.BN + tl.arange(0, C.BN)
+    b = bg // (x.H // G)
+    h0 = bg % (x.H // G) * G
     chosen = 0
-    row_blocks = tl.cdiv(Lq, LEFT_ROWS) if LEFT_ROWS > 0 else 0
-    if LEFT_ROWS > 0:
-        for head in range(G):
-            bh = b.to(tl.int64) * H + hkv * G + head
-            chosen += tl.load(earlier + bh * (row_blocks + 1) + row_blocks)
-    if LEFT_ROWS > 0 and chosen == 0:
+    row_blocks = tl.cdiv(Lq, C.LEFT_ROWS) if C.LEFT_ROWS > 0 else 0
+    if C.LEFT_ROWS > 0:
+        for head_number in range(G):
+            bh = bg * G + head_number
+            chosen += tl.load(left.earlier + bh * (row_blocks + 1) + row_blocks)
+    if C.LEFT_ROWS > 0 and chosen == 0:
         return
-    last_key = Lk
-    if HAS_KLEN:
-        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
-    diagonal = Lk - Lq
-    ends = (Lq, last_key, diagonal)
-    key_at = b.to(tl.int64) * skb + hkv.to(tl.int64) * skh
-    value_at = b.to(tl.int64) * svb + hkv.to(tl.int64) * svh
-    kt = load_tile(k + key_at, j, skl, last_key, skd, True, D, BD)
-    vt = load_tile(v + value_at, j, svl, last_key, svd, True, DV, BDV)
-    acc_k = tl.zeros([BN, BD], tl.float32)
-    acc_v = tl.zeros([BN, BDV], tl.float32)
-    rows = tl.cdiv(Lq, BM)
-    if block * BN >= last_key:
+    head = open_head(x, b, h0)
+    last_key, diagonal = head.last_key, head.diagonal
+    k = load_tile(head.k, j, last_key, True, C.D, C.BD)
+    v = load_tile(head.v, j, last_key, True, C.DV, C.BDV)
+    acc_k = tl.zeros([C.BN, C.BD], tl.float32)
+    acc_v = tl.zeros([C.BN, C.BDV], tl.float32)
+    rows = tl.cdiv(Lq, C.BM)
+    if block * C.BN >= last_key:
         rows = 0
     start = 0
     plain = 0  # first query tile wholly before the diagonal
-    if CAUSAL:
-        start = tl.minimum(tl.maximum(block * BN - diagonal, 0) // BM, rows)
-        plain = tl.maximum(block * BN + BN - 1 - diagonal, 0)
-        plain = tl.maximum(tl.minimum(tl.cdiv(plain, BM), rows), start)
-    if block * BN + BN > last_key:
+    if C.CAUSAL:
+        start = tl.minimum(tl.maximum(block * C.BN - diagonal, 0) // C.BM, rows)
+        plain = tl.maximum(block * C.BN + C.BN - 1 - diagonal, 0)
+        plain = tl.maximum(tl.minimum(tl.cdiv(plain, C.BM), rows), start)
+    if block * C.BN + C.BN > last_key:
         plain = rows
-    for head in range(G):
-        h = (hkv * G + head).to(tl.int64)
-        bh = b.to(tl.int64) * H + h
+    for head_number in range(G):
+        bh = (bg * G + head_number).to(tl.int64)
+        h = (h0 + head_number).to(tl.int64)
+        mine = open_head(x, b, h)
         first, middle, final = start, plain, rows
         here = 0
-        if LEFT_ROWS > 0:
-            before = earlier + bh * (row_blocks + 1)
-            first = tl.load(before + start * BM // LEFT_ROWS) // BM
-            middle = tl.minimum(tl.cdiv(plain * BM, LEFT_ROWS), row_blocks)
-            middle = tl.cdiv(tl.load(before + middle), BM)
-            final = tl.minimum(tl.cdiv(rows * BM, LEFT_ROWS), row_blocks)
-            final = tl.cdiv(tl.load(before + final), BM)
+        listed = grad.start
+        if C.LEFT_ROWS > 0:
+            listed = left.rows + bh * Lq
+            before = left.earlier + bh * (row_blocks + 1)
+            first = tl.load(before + start * C.BM // C.LEFT_ROWS) // C.BM
+            middle = tl.minimum(tl.cdiv(plain * C.BM, C.LEFT_ROWS), row_blocks)
+            middle = tl.cdiv(tl.load(before + middle), C.BM)
+            final = tl.minimum(tl.cdiv(rows * C.BM, C.LEFT_ROWS), row_blocks)
+            final = tl.cdiv(tl.load(before + final), C.BM)
             first = tl.minimum(first, final)
             middle = tl.maximum(tl.minimum(middle, final), first)
             here = tl.load(before + row_blocks)
-        mine = (left + bh * Lq, here)
-        queries = (q + b * sqb + h * sqh, sql, sqd)
-        grads = (grad + b * sgb + h * sgh, sgl, sgd)
-        stats = (reference + bh * Lq, shift + bh * Lq, delta + bh * Lq)
-        source = (alpha + b * sab + h * sah, sal, am1_value, scale, fill_value)
-        side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
+        do = matrix(grad, b.to(tl.int64), h)
+        saved = _Saved(reference + bh * Lq, shift + bh * Lq, delta + bh * Lq)
         spread = 0
-        if CAUSAL and FINITE_FILL:
+        if C.CAUSAL and C.FINITE_FILL:
             spread = tl.load(low + bh).to(tl.int32)
-        head_data = (queries, grads, stats, source, side, ends, mine)
-        if LEFT_ROWS > 0 and here < Lq:
+        if C.LEFT_ROWS > 0 and here < Lq:
             acc_k, acc_v = _head_pass(
-                acc_k, acc_v, kt, vt, j, head_data, spread, first, middle, final,
-                True, EVEN, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
-                FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
+                acc_k, acc_v, k, v, j, mine, do, saved, listed, here, spread, first, middle, final,
+                True, EVEN, C,
             )  # fmt: skip
         else:
             acc_k, acc_v = _head_pass(
-                acc_k, acc_v, kt, vt, j, head_data, spread, start, plain, rows,
-                False, EVEN, D, DV, BD, BDV, KIND, HAS_BIAS, HAS_MASK, HAS_ALPHA, CAUSAL,
-                FINITE_FILL, ADDED, PRECISION, WIDEN, BM, STAGES,
+                acc_k, acc_v, k, v, j, mine, do, saved, listed, here, spread, start, plain, rows,
+                False, EVEN, C,
             )  # fmt: skip
-    at = (bg.to(tl.int64) * Lk + j)[:, None]
-    c = tl.arange(0, BD)
-    inside = (j < Lk)[:, None] & (c < D)[None, :]
-    acc_k = acc_k * scale
-    tl.store(dk + at * D + c[None, :], acc_k.to(dk.dtype.element_ty), mask=inside)
-    c = tl.arange(0, BDV)
-    inside = (j < Lk)[:, None] & (c < DV)[None, :]
-    tl.store(dv + at * DV + c[None, :], acc_v.to(dv.dtype.element_ty), mask=inside)
+    at = bg.to(tl.int64) * Lk + j
+    store_tile(dk, at, acc_k * x.scale, j < Lk, C.D, C.BD)
+    store_tile(dv, at, acc_v, j < Lk, C.DV, C.BDV)
 
 
 @relaunched
 @triton.jit
 def _bias_kernel(
-    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
-    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale, fill_value,
-    grad, reference, shift, delta, dbias, sgb, sgh, sgl, sgd, B,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    x, grad, reference, shift, delta, dbias, B,
     OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_ROWS: tl.constexpr, OVER_KEYS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """A program owns a tile of dbias and sums dz over the dimensions that bias is broadcast over."""
-    row_blocks = 1 if OVER_ROWS else tl.cdiv(Lq, BM)
-    key_blocks = 1 if OVER_KEYS else tl.cdiv(Lk, BN)
+    Lq, Lk, H = x.Lq, x.Lk, x.H
+    row_blocks = 1 if OVER_ROWS else tl.cdiv(Lq, C.BM)
+    key_blocks = 1 if OVER_KEYS else tl.cdiv(Lk, C.BN)
     pid = tl.program_id(0)
     key_block = pid % key_blocks
     row_block = pid // key_blocks % row_blocks
-    head = pid // key_blocks // row_blocks
+    out = pid // key_blocks // row_blocks
     H_out = 1 if OVER_H else H
-    b0 = head // H_out
-    h0 = head % H_out
-    diagonal = Lk - Lq
-    acc = tl.zeros([BM, BN], tl.float32)
+    b0 = out // H_out
+    h0 = out % H_out
+    acc = tl.zeros([C.BM, C.BN], tl.float32)
     for bi in range(B if OVER_B else 1):
         for hi in range(H if OVER_H else 1):
             b = (b0 + bi).to(tl.int64)
             h = (h0 + hi).to(tl.int64)
-            bh = b * H + h
-            last_key = Lk
-            if HAS_KLEN:
-                last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
-            side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
-            for ri in range(tl.cdiv(Lq, BM) if OVER_ROWS else 1):
-                i = (row_block + ri) * BM + tl.arange(0, BM)
-                factor, am1, beta = row_constants(
-                    alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-                )
-                m = tl.load(reference + bh * Lq + i, mask=i < Lq, other=0.0)
-                d = tl.load(shift + bh * Lq + i, mask=i < Lq, other=POS_INF)
-                mean = tl.load(delta + bh * Lq + i, mask=i < Lq, other=0.0)
-                row = (factor, am1, m, dropped_score(am1, fill_value, FINITE_FILL) - m)
-                qt = load_tile(q + b * sqb + h * sqh, i, sql, Lq, sqd, True, D, BD)
-                do = load_tile(grad + b * sgb + h * sgh, i, sgl, Lq, sgd, True, DV, BDV)
-                for ki in range(tl.cdiv(Lk, BN) if OVER_KEYS else 1):
-                    j = (key_block + ki) * BN + tl.arange(0, BN)
-                    kt = load_tile(k + b * skb + (h // G) * skh, j, skl, last_key, skd, True, D, BD)
-                    x, kept = row_scores(
-                        qt, kt, i, j, row, side, Lq, last_key, diagonal,
-                        True, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
-                    )  # fmt: skip
-                    vt = load_tile(
-                        v + b * svb + (h // G) * svh, j, svl, last_key, svd, True, DV, BDV
-                    )
-                    _, g = powers(clip(x, d[:, None]), beta[:, None], KIND)
-                    dz = g * (product(do, tl.trans(vt), PRECISION, WIDEN) - mean[:, None])
-                    if not ADDED:
+            head = open_head(x, b, h)
+            do_head = matrix(grad, b, h)
+            for ri in range(tl.cdiv(Lq, C.BM) if OVER_ROWS else 1):
+                i = (row_block + ri) * C.BM + tl.arange(0, C.BM)
+                at = (b * H + h) * Lq + i
+                factor, am1, beta = row_constants(head, i, C)
+                m = tl.load(reference + at, mask=i < Lq, other=0.0)
+                d = tl.load(shift + at, mask=i < Lq, other=POS_INF)
+                mean = tl.load(delta + at, mask=i < Lq, other=0.0)
+                row = Row(factor, am1, m, dropped_score(am1, x.fill, C.FINITE_FILL) - m)
+                q = load_tile(head.q, i, Lq, True, C.D, C.BD)
+                do = load_tile(do_head, i, Lq, True, C.DV, C.BDV)
+                for ki in range(tl.cdiv(Lk, C.BN) if OVER_KEYS else 1):
+                    j, _k, scores, kept = key_scores(q, key_block + ki, i, row, head, True, C)
+                    v = load_tile(head.v, j, head.last_key, True, C.DV, C.BDV)
+                    _, g = powers(clip(scores, d[:, None]), beta[:, None], C.KIND)
+                    dz = g * (product(do, tl.trans(v), C) - mean[:, None])
+                    if not C.ADDED:
                         dz = tl.where(kept, dz, 0.0)
                     acc += dz
-    i = row_block * BM + tl.arange(0, BM)
-    j = key_block * BN + tl.arange(0, BN)
+    i = row_block * C.BM + tl.arange(0, C.BM)
+    j = key_block * C.BN + tl.arange(0, C.BN)
     rows = 1 if OVER_ROWS else Lq
     columns = 1 if OVER_KEYS else Lk
     if OVER_ROWS:
@@ -435,7 +334,7 @@ def _bias_kernel(
     if OVER_KEYS:
         acc = tl.sum(acc, 1)[:, None]
         j = tl.zeros([1], tl.int32)
-    at = (head.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
+    at = (out.to(tl.int64) * rows + i)[:, None] * columns + j[None, :]
     inside = (i < rows)[:, None] & (j < columns)[None, :]
     tl.store(dbias + at, acc.to(dbias.dtype.element_ty), mask=inside)
 
@@ -463,13 +362,10 @@ def rows_blocks(
 ) -> None:
     """Fill dq, delta and, if given, dalpha (fp32 [B, H, Lq]); with `left` only its rows."""
     tile = tile_for(problem, "rows")
-    rows = (shift, shift) if left is None else left[:2]
-    _rows_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *problem.operands(), out, grad, reference, shift, *rows, dq, delta,
-        delta if dalpha is None else dalpha, *grad.stride(),
-        **problem.constants(), ADDED=problem.added_fill, WANT_ALPHA=dalpha is not None, LANES=problem.lanes,
-        LEFT_ROWS=0 if left is None else left.block,
-        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
+    x = problem.operands()
+    _rows_kernel[(problem.heads * triton.cdiv(x.Lq, tile.rows),)](
+        x, Strided.of(out), Strided.of(grad), reference, shift, left, dq, delta, dalpha,
+        C=problem.fixed(tile, left), **tile.options(),
     )  # fmt: skip
 
 
@@ -484,17 +380,14 @@ def keys_blocks(
     dv: torch.Tensor,
 ) -> None:
     """Fill dk and dv; with `left` from its rows, and only key heads that have one."""
-    low = delta
+    low = None
     if problem.causal and problem.finite_fill:
         low = _low_heads(problem, reference, shift)
-    rows = (delta, delta) if left is None else left[:2]
-    k = problem.k
     tile = tile_for(problem, "keys")
-    _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(k.shape[2], tile.keys),)](
-        *problem.operands(), grad, reference, shift, delta, low, *rows, dk, dv,
-        *grad.stride(), **problem.constants(), ADDED=problem.added_fill,
-        LEFT_ROWS=0 if left is None else left.block, EVEN=problem.q.shape[2] % tile.rows == 0,
-        BM=tile.rows, BN=tile.keys, STAGES=tile.stages, **tile.options(),
+    x, k = problem.operands(), problem.k
+    _keys_kernel[(k.shape[0] * k.shape[1] * triton.cdiv(x.Lk, tile.keys),)](
+        x, Strided.of(grad), reference, shift, delta, low, left, dk, dv,
+        EVEN=x.Lq % tile.rows == 0, C=problem.fixed(tile, left), **tile.options(),
     )  # fmt: skip
 
 
@@ -507,16 +400,16 @@ def bias_gradient(
     delta: torch.Tensor,
 ) -> torch.Tensor:
     """dbias in the shape and dtype of `like`, the bias before it was expanded."""
-    B, H, Lq, Lk = (problem.q.shape[0], problem.q.shape[1], problem.q.shape[2], problem.k.shape[2])
+    x = problem.operands()
+    B = problem.q.shape[0]
     dbias = torch.empty(like.shape, device=like.device, dtype=like.dtype)
-    over = [full != 1 and size == 1 for full, size in zip((B, H, Lq, Lk), like.shape)]
-    tile: Tile = tile_for(problem, "bias")
-    rows = 1 if over[2] else triton.cdiv(Lq, tile.rows)
-    keys = 1 if over[3] else triton.cdiv(Lk, tile.keys)
+    over = [full != 1 and size == 1 for full, size in zip((B, x.H, x.Lq, x.Lk), like.shape)]
+    tile = tile_for(problem, "bias")
+    rows = 1 if over[2] else triton.cdiv(x.Lq, tile.rows)
+    keys = 1 if over[3] else triton.cdiv(x.Lk, tile.keys)
     _bias_kernel[(like.shape[0] * like.shape[1] * rows * keys,)](
-        *problem.operands(), grad, reference, shift, delta, dbias, *grad.stride(), B,
-        **problem.constants(), ADDED=problem.added_fill,
+        x, Strided.of(grad), reference, shift, delta, dbias, B,
         OVER_B=over[0], OVER_H=over[1], OVER_ROWS=over[2], OVER_KEYS=over[3],
-        BM=tile.rows, BN=tile.keys, **tile.options(),
+        C=problem.fixed(tile), **tile.options(),
     )  # fmt: skip
     return dbias

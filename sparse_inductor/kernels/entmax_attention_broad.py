@@ -18,17 +18,19 @@ from .entmax_attention_candidates import (
     FAR,
     KEYS,
     block_lanes,
-    load_keys,
+    block_place,
+    full_scores,
     mixed_scores,
     open_block,
+    pack,
     split_lanes,
+    unpack,
 )
-from .entmax_attention_problem import product
-from .entmax_attention_spans import mixed_tile
+from .entmax_attention_problem import larger
 from .entmax_attention_tau import powers, root, step
 from .launch import relaunched
 
-__all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left", "pack", "unpack"]
+__all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left"]
 
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
@@ -47,19 +49,6 @@ CHUNK = tl.constexpr(8)
 SOLVED = tl.constexpr(256)
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
-
-
-@triton.jit
-def unpack(entry):
-    """(column or row number, float) of an entry."""
-    low = (entry & 0xFFFFFFFF).to(tl.int32)
-    return (entry >> 32).to(tl.int32), low.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def pack(number, value):
-    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    return (number.to(tl.int64) << 32) | bits
 
 
 def _append_source() -> tuple[str, str]:
@@ -95,10 +84,10 @@ def _append_pair(off, bound, lists, column, x, y):
 
 
 @triton.jit
-def _append(s, off, full, first, high, bound, lists, column, ASM: tl.constexpr, BM: tl.constexpr):
+def _append(s, off, full, first, high, bound, lists, column, C: tl.constexpr):
     """Append the pairs of tile s [BM, 64] above bound: (end of each list in bytes, whether full)."""
-    x, y = split_lanes(s, BM)
-    if ASM:
+    x, y = split_lanes(s, C.BM)
+    if not C.INTERPRETED:
         off, full = tl.inline_asm_elementwise(
             SOURCE, CONSTRAINTS,
             [off, full, first, high, bound, column,
@@ -116,17 +105,12 @@ def _append(s, off, full, first, high, bound, lists, column, ASM: tl.constexpr, 
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
-
-
-@triton.jit
 def _best(x, y):
     """Maximum [M] of the rows' classes, eight tensors [M, 4] each; NaN stays."""
-    best = _larger(x[0], y[0])
+    best = larger(x[0], y[0])
     for n in tl.static_range(1, 8):
-        best = _larger(best, _larger(x[n], y[n]))
-    return tl.reduce(best, 1, _larger)
+        best = larger(best, larger(x[n], y[n]))
+    return tl.reduce(best, 1, larger)
 
 
 @triton.jit
@@ -156,11 +140,11 @@ def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _list_chunk(lists, size, r, m, factor, d):
+def _list_chunk(records, size, r, m, factor, d):
     """u = max(x - d, 0) of records r:r + CHUNK of every list, of both scores; 0 beyond the end."""
     slot = r + tl.arange(0, CHUNK)[None, None, :]
     live = slot < size[:, :, None]
-    high, low = unpack(tl.load(lists[:, :, None] + 2 * slot, mask=live, other=0))
+    high, low = unpack(tl.load(records[:, :, None] + 2 * slot, mask=live, other=0))
     m, factor, d = m[:, None, None], factor[:, None, None], d[:, None, None]
     x = (low - m) * factor - d
     y = (high.to(tl.float32, bitcast=True) - m) * factor - d
@@ -172,17 +156,8 @@ def _list_chunk(lists, size, r, m, factor, d):
 @relaunched
 @triton.jit
 def broad_kernel(
-    q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
-    sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-    ssb, ssh, ssl,
-    H, G, Lq, Lk, am1_value, scale, fill_value,
-    scratch, entries, starts, counts, flags, key_counts, reference, shift, total,
-    D: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
-    TRAINING: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
-    MINE: tl.constexpr,
+    q_desc, k_desc, x, spans, largest, scratch, lists, flags, reference, shift, total,
+    TRAINING: tl.constexpr, SLOTS: tl.constexpr, MINE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Programs stride over the flagged blocks of BM rows: thresholds and supports of broad rows.
 
@@ -192,100 +167,79 @@ def broad_kernel(
     bound of tau - reference. flags[block] = SOLVED + the number of rows left. scratch: BM * 4 * LIST
     records a program, 1024-byte aligned. MINE: at least as many as a program has blocks.
     """
-    SPANS: tl.constexpr = HAS_BIAS or HAS_MASK
+    BM: tl.constexpr = C.BM
+    KIND: tl.constexpr = C.KIND
+    SPANS: tl.constexpr = spans is not None
+    LATE: tl.constexpr = C.CAUSAL or SPANS
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     units = pid + tl.arange(0, MINE) * programs
-    blocks = tl.cdiv(Lq, BM)
+    blocks = tl.cdiv(x.Lq, BM)
     heads = total // blocks
-    if CAUSAL or SPANS:
-        places = units % heads * blocks + blocks - 1 - units // heads
-    else:
-        places = units
-    mine = tl.max(tl.load(flags + places, mask=units < total, other=0), 0)
-    if mine == 0:
+    mine_bh, mine_block = block_place(units, blocks, heads, LATE)
+    flagged = tl.load(flags + mine_bh * blocks + mine_block, mask=units < total, other=0)
+    if tl.max(flagged, 0) == 0:
         return
     rows, four, lane = block_lanes(BM)
     own = scratch + pid.to(tl.int64) * (BM * 4 * LIST * 2)
     index = rows[:, None] * 4 + four[None, :]
-    lists = own + index * (LIST * 2)
-    if ASM:
-        address = lists.to(tl.int64, bitcast=True)
-        first = (address & 0xFFFFFFFF).to(tl.int32)
-        high = (address >> 32).to(tl.int32)
-    else:
+    records = own + index * (LIST * 2)
+    if C.INTERPRETED:
         first = index * (LIST * 16)
         high = first
+    else:
+        address = records.to(tl.int64, bitcast=True)
+        first = (address & 0xFFFFFFFF).to(tl.int32)
+        high = (address >> 32).to(tl.int32)
     zero = tl.zeros([BM], tl.float32)
     none = tl.zeros([BM, 4], tl.int32)
     for unit in range(pid, total, programs):
-        if CAUSAL or SPANS:
-            place = unit % heads * blocks + blocks - 1 - unit // heads
-        else:
-            place = unit
+        bh, block = block_place(unit, blocks, heads, LATE)
+        place = bh * blocks + block
         if tl.load(flags + place) != 0:
-            (
-                bh, block, i, last_row, diagonal, factor, beta, full_tile, fulls, runs, mixed, keys, side,
-                most, qt
-            ) = open_block(
-                unit, q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
-                sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-                ssb, ssh, ssl, H, G, Lq, Lk, am1_value, scale, fill_value, blocks, heads,
-                D, HAS_BIAS, HAS_MASK, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, FINITE_FILL, TMA, BM,
-            )  # fmt: skip
-            _k_desc, k_head, key_row, _skl, last_key = keys
-            row_at = bh.to(tl.int64) * Lq + i
-
+            run = open_block(bh, block, q_desc, k_desc, x, spans, largest, C)
+            i, factor, beta = run.i, run.factor, run.beta
+            full_tile, fulls, mixed = run.runs.full, run.runs.fulls, run.runs.mixed
             top = tl.full([BM, KEYS], NEG_INF, tl.float32)
-            for n in tl.range(0, fulls, num_stages=STAGES):
-                t = full_tile + n
-                j = t * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
-                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
+            for n in tl.range(0, fulls, num_stages=C.STAGES):
+                s = full_scores(run, full_tile + n, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
             for n in tl.range(0, mixed, num_stages=1):
-                s = mixed_scores(
-                    qt, keys, mixed_tile(n, runs, SPANS), i, side, diagonal, NEG_INF,
-                    HAS_BIAS, HAS_MASK, CAUSAL, TMA, D, PRECISION, WIDEN,
-                )  # fmt: skip
+                s, _first = mixed_scores(run, n, NEG_INF, SPANS, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
             # In the lists' layout: a bound in another would take every tile's scores along.
-            x, y = split_lanes(top, BM)
-            best = _best(x, y)
-            dead = i >= last_row
-            if not FINITE_FILL and not HAS_BIAS:
+            class_x, class_y = split_lanes(top, BM)
+            best = _best(class_x, class_y)
+            dead = i >= run.head.last_row
+            if not C.FINITE_FILL and not C.HAS_BIAS:
                 dead = dead | (best == NEG_INF)
             # Written so that NaN is left: its row's way is the block passes'.
             wanted = (best > NEG_INF) & (best < POS_INF) & (dead == 0)
             m = tl.where(dead, 0.0, best)
-            bound, filled = _bound(x, y, m[:, None], factor[:, None], beta[:, None], KIND, 6)
+            bound, filled = _bound(
+                class_x, class_y, m[:, None], factor[:, None], beta[:, None], KIND, 6
+            )
             lo = tl.sum((bound - m[:, None]) * factor[:, None], 1)
             # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
             number = tl.maximum((fulls + mixed) * KEYS, 1).to(tl.float32)
             hi = -tl.exp2(-tl.log2(number) / beta) + 1e-6
             lo = tl.minimum(tl.maximum(lo, -1.0), hi)
             wanted = wanted & (tl.sum(filled, 1) <= FILLED)
-            if FINITE_FILL or HAS_BIAS:
+            if C.FINITE_FILL or C.HAS_BIAS:
                 # A key that was not seen may be in the support.
-                wanted = wanted & (tl.sum(bound, 1) > most)
+                wanted = wanted & (tl.sum(bound, 1) > run.most)
             limit = tl.where(wanted[:, None], bound, FAR) + none.to(tl.float32)
             some = tl.max(wanted.to(tl.int32), 0)
 
             off = first
             full = none
-            for n in tl.range(0, tl.where(some != 0, fulls, 0), num_stages=STAGES):
+            for n in tl.range(0, tl.where(some != 0, fulls, 0), num_stages=C.STAGES):
                 t = full_tile + n
-                j = t * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
-                s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-                off, full = _append(s, off, full, first, high, limit, own, lane + t * KEYS, ASM, BM)
+                s = full_scores(run, t, C)
+                off, full = _append(s, off, full, first, high, limit, own, lane + t * KEYS, C)
             for n in tl.range(0, tl.where(some != 0, mixed, 0), num_stages=1):
-                t = mixed_tile(n, runs, SPANS)
-                s = mixed_scores(
-                    qt, keys, t, i, side, diagonal, NEG_INF,
-                    HAS_BIAS, HAS_MASK, CAUSAL, TMA, D, PRECISION, WIDEN,
-                )  # fmt: skip
-                off, full = _append(s, off, full, first, high, limit, own, lane + t * KEYS, ASM, BM)
+                s, j = mixed_scores(run, n, NEG_INF, SPANS, C)
+                off, full = _append(s, off, full, first, high, limit, own, lane + j, C)
             tl.debug_barrier()
             size = (off - first) // 16
             full = tl.maximum(full, (size > ROOM).to(tl.int32))
@@ -303,7 +257,7 @@ def broad_kernel(
                 f = tl.zeros([BM, 4, CHUNK], tl.float32)
                 g = tl.zeros([BM, 4, CHUNK], tl.float32)
                 for r in range(0, longest, CHUNK):
-                    u, v = _list_chunk(lists, size, r, m, factor, d)
+                    u, v = _list_chunk(records, size, r, m, factor, d)
                     w0, g0 = powers(u, beta[:, None, None], KIND)
                     w1, g1 = powers(v, beta[:, None, None], KIND)
                     f += w0 + w1
@@ -319,22 +273,22 @@ def broad_kernel(
 
             kept = none
             for r in range(0, longest, CHUNK):
-                u, v = _list_chunk(lists, size, r, m, factor, d)
+                u, v = _list_chunk(records, size, r, m, factor, d)
                 kept += tl.sum((u != 0.0).to(tl.int32) + (v != 0.0).to(tl.int32), 2)
             support = tl.sum(kept, 1)
             end = tl.cumsum(support, 0)
-            space = tl.minimum(Lq - block * BM, BM) * SLOTS
+            space = tl.minimum(x.Lq - block * BM, BM) * SLOTS
             listed = listed & (end <= space)
             solved = listed | dead
             start = end - support
-            pool = entries + (bh.to(tl.int64) * Lq + block * BM) * SLOTS
-            counted = key_counts + ((bh // H).to(tl.int64) * (H // G) + (bh % H) // G) * Lk
+            pool = lists.entries + (bh.to(tl.int64) * x.Lq + block * BM) * SLOTS
+            counted = lists.key_counts + (bh // x.G).to(tl.int64) * x.Lk
             at = start[:, None] + tl.cumsum(kept, 1) - kept
             for r in range(0, longest, CHUNK):
-                u, v = _list_chunk(lists, size, r, m, factor, d)
+                u, v = _list_chunk(records, size, r, m, factor, d)
                 slot = r + tl.arange(0, CHUNK)[None, None, :]
                 there = slot < size[:, :, None]
-                column = tl.load(lists[:, :, None] + 2 * slot + 1, mask=there, other=0)
+                column = tl.load(records[:, :, None] + 2 * slot + 1, mask=there, other=0)
                 column = column.to(tl.int32)  # the high word was not written
                 keep_u = (u != 0.0) & listed[:, None, None]
                 keep_v = (v != 0.0) & listed[:, None, None]
@@ -347,12 +301,13 @@ def broad_kernel(
                     tl.atomic_add(counted + column, 1, mask=keep_u, sem="relaxed")
                     tl.atomic_add(counted + column + 1, 1, mask=keep_v, sem="relaxed")
                 at += tl.sum(both, 2)
-            inside = i < Lq
-            tl.store(starts + row_at, start, mask=inside)
-            tl.store(counts + row_at, tl.where(solved, tl.where(dead, 0, support), -1), mask=inside)
-            tl.store(reference + row_at, m * factor, mask=inside)
+            inside = i < x.Lq
+            tl.store(lists.starts + run.at, start, mask=inside)
+            length = tl.where(solved, tl.where(dead, 0, support), -1)
+            tl.store(lists.counts + run.at, length, mask=inside)
+            tl.store(reference + run.at, m * factor, mask=inside)
             d = tl.where(listed, d, lo)
-            tl.store(shift + row_at, tl.where(dead, POS_INF, d), mask=inside)
+            tl.store(shift + run.at, tl.where(dead, POS_INF, d), mask=inside)
             left = tl.sum((inside & (solved == 0)).to(tl.int32), 0)
             tl.store(flags + place, left + SOLVED)
             tl.debug_barrier()

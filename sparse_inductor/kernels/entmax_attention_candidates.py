@@ -12,11 +12,21 @@ Blocks of rows that are not peaked, or whose lists overflow, are flagged for a s
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .entmax_attention_problem import key_tiles, load_tile, product, row_constants
-from .entmax_attention_spans import LOW, mixed_tile, tiles_of
+from .entmax_attention_problem import (
+    Head,
+    entry_pointers,
+    key_tiles,
+    load_tile,
+    open_head,
+    product,
+    row_constants,
+)
+from .entmax_attention_spans import LOW, Runs, mixed_tile, tiles_of
 from .entmax_attention_tau import bound_step
 from .launch import relaunched
 
@@ -28,12 +38,16 @@ __all__ = [
     "KEYS",
     "PEAKED",
     "RECORD_BYTES",
+    "Run",
     "block_lanes",
+    "block_place",
     "candidates_kernel",
-    "load_keys",
+    "full_scores",
     "mixed_scores",
     "open_block",
+    "pack",
     "split_lanes",
+    "unpack",
 ]
 
 # Keys a tile: a lane of the accumulator holds 16 of a row's 64 columns, 4 groups of 4.
@@ -151,32 +165,24 @@ def _append_group(off, top, bound, records, column, limit, a, b, c, d, NUMBER: t
 @triton.jit
 def _append(
     s, off, top, bound, records, column, limit,
-    FLOAT: tl.constexpr, ASM: tl.constexpr, BM: tl.constexpr,
+    FLOAT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Append the groups of tile s [BM, 64] with a score above bound: (offset, class maxima)."""
     t0, t1, t2, t3 = top
-    x, y = split_lanes(s, BM)
+    x, y = split_lanes(s, C.BM)
     x0, x1, x2, x3, x4, x5, x6, x7 = x
     y0, y1, y2, y3, y4, y5, y6, y7 = y
-    if ASM:
+    if not C.INTERPRETED:
+        SOURCE: tl.constexpr = FLOAT_SOURCE if FLOAT else INTEGER_SOURCE
+        bits = off if FLOAT else bound.to(tl.int32, bitcast=True)
         base = records.to(tl.int64, bitcast=True)
-        if FLOAT:
-            off, t0, t1, t2, t3 = tl.inline_asm_elementwise(
-                FLOAT_SOURCE, CONSTRAINTS,
-                [off, t0, t1, t2, t3, bound, off, base, column, limit,
-                 x0, y0, x1, y1, x2, y2, x3, y3, x4, y4, x5, y5, x6, y6, x7, y7],
-                dtype=(tl.int32, tl.float32, tl.float32, tl.float32, tl.float32),
-                is_pure=False, pack=1,
-            )  # fmt: skip
-        else:
-            bits = bound.to(tl.int32, bitcast=True)
-            off, t0, t1, t2, t3 = tl.inline_asm_elementwise(
-                INTEGER_SOURCE, CONSTRAINTS,
-                [off, t0, t1, t2, t3, bound, bits, base, column, limit,
-                 x0, y0, x1, y1, x2, y2, x3, y3, x4, y4, x5, y5, x6, y6, x7, y7],
-                dtype=(tl.int32, tl.float32, tl.float32, tl.float32, tl.float32),
-                is_pure=False, pack=1,
-            )  # fmt: skip
+        off, t0, t1, t2, t3 = tl.inline_asm_elementwise(
+            SOURCE, CONSTRAINTS,
+            [off, t0, t1, t2, t3, bound, bits, base, column, limit,
+             x0, y0, x1, y1, x2, y2, x3, y3, x4, y4, x5, y5, x6, y6, x7, y7],
+            dtype=(tl.int32, tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
     else:
         off, t0 = _append_group(off, t0, bound, records, column, limit, x0, y0, x1, y1, 0)
         off, t1 = _append_group(off, t1, bound, records, column, limit, x2, y2, x3, y3, 1)
@@ -200,78 +206,97 @@ def _class_maxima(s, top, BM: tl.constexpr):
     return t0, t1, t2, t3
 
 
+class Run(NamedTuple):
+    """A block of rows and what it sees: see `open_block`."""
+
+    bh: Any
+    block: Any
+    head: Head
+    i: Any
+    at: Any
+    factor: Any
+    beta: Any
+    runs: Runs
+    k_desc: Any
+    key_row: Any
+    most: Any
+    q: Any
+
+
 @triton.jit
-def load_keys(
-    desc, base, first, j, stride, limit, EDGE: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr
-):
-    if TMA:
+def _load_rows(desc, m, first, i, limit, EDGE: tl.constexpr, C: tl.constexpr):
+    """Rows i of a head's matrix, which are those from `first` on of the descriptor's."""
+    if C.INTERPRETED:
+        return load_tile(m, i, limit, EDGE, C.D, C.D)
+    else:
         return desc.load([first, 0])
-    return load_tile(base, j, stride, limit, 1, EDGE, D, D)
 
 
 @triton.jit
-def mixed_scores(
-    qt, keys, n, i, side, diagonal, absent,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr, TMA: tl.constexpr,
-    D: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """(raw scores [M, KEYS] of key tile n, its keys): q . k + bias / scale, `absent` where a key is not seen."""
-    k_desc, k, key_row, stride_kl, last_key = keys
-    bias, stride_bl, stride_bk, mask, stride_ml, stride_mk, inverse_scale, last_row = side
+def _raw_scores(run, n, EDGE: tl.constexpr, C: tl.constexpr):
+    """(q . k [BM, KEYS] of key tile n, its keys j)."""
     j = n * KEYS + tl.arange(0, KEYS)
-    kt = load_keys(k_desc, k, key_row + n * KEYS, j, stride_kl, last_key, True, TMA, D)
-    s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-    seen = (j < last_key)[None, :]
-    if CAUSAL:
-        seen = seen & (j[None, :] <= i[:, None] + diagonal)
-    inside = (i < last_row)[:, None] & (j < last_key)[None, :]
-    if HAS_BIAS:
-        at = bias + i.to(tl.int64)[:, None] * stride_bl + j.to(tl.int64)[None, :] * stride_bk
-        s += tl.load(at, mask=inside, other=0.0).to(tl.float32) * inverse_scale
-    if HAS_MASK:
-        at = mask + i.to(tl.int64)[:, None] * stride_ml + j.to(tl.int64)[None, :] * stride_mk
-        seen = seen & (tl.load(at, mask=inside, other=0) != 0)
-    return tl.where(seen, s, absent)
+    head = run.head
+    k = _load_rows(run.k_desc, head.k, run.key_row + n * KEYS, j, head.last_key, EDGE, C)
+    return product(run.q, tl.trans(k), C), j
 
 
 @triton.jit
-def _reach(
-    qt, largest, fill_value, scale, FINITE_FILL: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr
-):  # fmt: skip
+def full_scores(run, n, C: tl.constexpr):
+    """Raw scores [BM, KEYS] of key tile n, all of which are seen and have no bias."""
+    s, _j = _raw_scores(run, n, False, C)
+    return s
+
+
+@triton.jit
+def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
+    """(q . k + bias / scale [BM, KEYS], `absent` where a key is not seen; first key) of the n-th mixed tile."""
+    head, i = run.head, run.i
+    tile = mixed_tile(n, run.runs, SPANS)
+    s, j = _raw_scores(run, tile, True, C)
+    seen = (j < head.last_key)[None, :]
+    if C.CAUSAL:
+        seen = seen & (j[None, :] <= i[:, None] + head.diagonal)
+    inside = (i < head.Lq)[:, None] & (j < head.last_key)[None, :]
+    if C.HAS_BIAS:
+        bias = tl.load(entry_pointers(head.bias, i, j), mask=inside, other=0.0)
+        s += bias.to(tl.float32) * (1.0 / head.scale)
+    if C.HAS_MASK:
+        seen = seen & (tl.load(entry_pointers(head.mask, i, j), mask=inside, other=0) != 0)
+    return tl.where(seen, s, absent), tile * KEYS
+
+
+@triton.jit
+def _reach(q, largest, head, C: tl.constexpr):
     """The most that a key may score, raw, that is dropped or outside of a row's span [BM].
 
     largest: the largest absolute entry of all keys of the head.
     """
-    most = tl.full([BM], ABSENT, tl.float32)
-    if FINITE_FILL:
-        most = tl.maximum(most, fill_value / scale)
-    if HAS_BIAS:
-        product = tl.sum(tl.abs(qt.to(tl.float32)), 1) * tl.load(largest).to(tl.float32)
-        most = tl.maximum(most, LOW / scale + product, propagate_nan=tl.PropagateNan.ALL)
+    most = tl.full([C.BM], ABSENT, tl.float32)
+    if C.FINITE_FILL:
+        most = tl.maximum(most, head.fill / head.scale)
+    if C.HAS_BIAS:
+        reach = tl.sum(tl.abs(q.to(tl.float32)), 1) * tl.load(largest).to(tl.float32)
+        most = tl.maximum(most, LOW / head.scale + reach, propagate_nan=tl.PropagateNan.ALL)
     return most
 
 
 @triton.jit
 def _stream(
-    off, top, bound, qt, keys, records, lane, limit, factor, beta, full, seen, first, last,
-    FLOAT: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr, KIND: tl.constexpr,
-    UPDATE: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr, STAGES: tl.constexpr,
+    off, top, bound, run, records, lane, limit, factor, beta, seen, first, last,
+    FLOAT: tl.constexpr, UPDATE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The pass itself, over `last` full key tiles from `full` on, or none.
+    """The pass itself, over the first `last` full key tiles, or none.
 
     It begins behind the `seen` tiles that the bound comes from: they are looked at when it is best.
     """
-    k_desc, k, key_row, stride_kl, last_key = keys
-    for n in tl.range(first, last, num_stages=STAGES):
+    for n in tl.range(first, last, num_stages=C.STAGES):
         t = n + seen
-        t = full + tl.where(t >= last, t - last, t)
-        j = t * KEYS + tl.arange(0, KEYS)
-        kt = load_keys(k_desc, k, key_row + t * KEYS, j, stride_kl, last_key, False, TMA, D)
-        s = product(qt, tl.trans(kt), PRECISION, WIDEN)
-        off, top = _append(s, off, top, bound, records, lane + t * KEYS, limit, FLOAT, ASM, BM)
+        t = run.runs.full + tl.where(t >= last, t - last, t)
+        s = full_scores(run, t, C)
+        off, top = _append(s, off, top, bound, records, lane + t * KEYS, limit, FLOAT, C)
         if n % UPDATE == UPDATE - 1:
-            bound = bound_step(top, bound, factor, beta, KIND, 1)
+            bound = bound_step(top, bound, factor, beta, C.KIND, 1)
     return off, top, bound
 
 
@@ -301,73 +326,44 @@ def block_lanes(BM: tl.constexpr):
 
 
 @triton.jit
-def open_block(
-    unit, q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
-    sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-    ssb, ssh, ssl,
-    H, G, Lq, Lk, am1_value, scale, fill_value, blocks, heads,
-    D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Block `unit` of BM rows, of `blocks` in each of `heads`: where it is, what it sees, its queries.
-
-    (bh, block, rows i, end of the rows, diagonal, factor and beta of each row, first full tile and how
-    many, what `mixed_tile` takes and how many, `keys` and `side` of `mixed_scores`, what a key that is
-    not seen may score, queries [BM, D]).
-    """
-    if CAUSAL or HAS_BIAS or HAS_MASK:  # the longest rows first, as a mask mostly has it
-        block = blocks - 1 - unit // heads
-        bh = unit % heads
+def block_place(unit, blocks, heads, LATE: tl.constexpr):
+    """(head, block) of a program's unit of work; LATE: the longest rows first, which are the last."""
+    if LATE:
+        return unit % heads, blocks - 1 - unit // heads
     else:
-        block = unit % blocks
-        bh = unit // blocks
-    b = (bh // H).to(tl.int64)
-    h = (bh % H).to(tl.int64)
-    i = block * BM + tl.arange(0, BM)
-    last_row = Lq
-    if HAS_QLEN:
-        last_row = tl.minimum(Lq, tl.load(query_lengths + b).to(tl.int32))
-    last_key = Lk
-    if HAS_KLEN:
-        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
-    diagonal = Lk - Lq
-    factor, _am1, beta = row_constants(
-        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-    )
-    whole, tiles, _every = key_tiles(
-        block * BM, tl.minimum(block * BM + BM, Lq), last_key, diagonal, CAUSAL, KEYS
-    )
-    full, fulls, runs, mixed = tiles_of(
-        spans + b * ssb + h * ssh + block * ssl, whole, tiles, HAS_BIAS or HAS_MASK
-    )
-    k_head = k + b * skb + (h // G) * skh
-    bg = b * (H // G) + h // G
-    key_row = (bg * Lk).to(tl.int32)
-    query_row = (bh * Lq + block * BM).to(tl.int32)
-    qt = load_keys(q_desc, q + b * sqb + h * sqh, query_row, i, sql, Lq, True, TMA, D)
-    keys = (k_desc, k_head, key_row, skl, last_key)
-    side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk, 1.0 / scale, Lq)
-    most = _reach(qt, largest + bg, fill_value, scale, FINITE_FILL, HAS_BIAS, BM)
-    return (
-        bh, block, i, last_row, diagonal, factor, beta, full, fulls, runs, mixed, keys, side, most, qt
+        return unit // blocks, unit % blocks
+
+
+@triton.jit
+def open_block(bh, block, q_desc, k_desc, x, spans, largest, C: tl.constexpr):
+    """Block of BM rows of a head: its rows i, their places and constants [BM], the key tiles that it sees, what a key
+    that is not seen may score, its queries [BM, D]."""
+    b = (bh // x.H).to(tl.int64)
+    h = (bh % x.H).to(tl.int64)
+    first = block * C.BM
+    i = first + tl.arange(0, C.BM)
+    head = open_head(x, b, h)
+    factor, _am1, beta = row_constants(head, i, C)
+    tiles = key_tiles(first, tl.minimum(first + C.BM, x.Lq), head, C.CAUSAL, KEYS)
+    if spans is None:
+        runs = tiles_of(None, tiles)
+    else:
+        step_b, step_h, step_block = spans.strides
+        runs = tiles_of(spans.table + b * step_b + h * step_h + block * step_block, tiles)
+    bg = b * (x.H // x.G) + h // x.G
+    q = _load_rows(q_desc, head.q, (bh * x.Lq + first).to(tl.int32), i, x.Lq, True, C)
+    most = _reach(q, None if largest is None else largest + bg, head, C)
+    at = bh.to(tl.int64) * x.Lq + i
+    return Run(
+        bh, block, head, i, at, factor, beta, runs, k_desc, (bg * x.Lk).to(tl.int32), most, q
     )  # fmt: skip
 
 
 @relaunched
 @triton.jit
 def candidates_kernel(
-    q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
-    sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-    ssb, ssh, ssl,
-    H, G, Lq, Lk, am1_value, scale, fill_value,
-    scratch, entries, starts, counts, flags, total, part, limited,
-    D: tl.constexpr, KIND: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, TMA: tl.constexpr,
-    SLOTS: tl.constexpr, UPDATE: tl.constexpr, EARLY: tl.constexpr, BM: tl.constexpr,
-    STAGES: tl.constexpr,
+    q_desc, k_desc, x, spans, largest, scratch, lists, flags, total, part, limited,
+    SLOTS: tl.constexpr, UPDATE: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Programs stride over blocks of BM rows; each owns entries and counts of its rows.
 
@@ -377,8 +373,9 @@ def candidates_kernel(
     records a program, reused from block to block. A `part` of the key tiles, `limited` at most, is looked at
     ahead of the pass; what EARLY of the full ones (0: all) say of a block may send it on.
     """
-    SPANS: tl.constexpr = HAS_BIAS or HAS_MASK
-    blocks = tl.cdiv(Lq, BM)
+    BM: tl.constexpr = C.BM
+    SPANS: tl.constexpr = spans is not None
+    blocks = tl.cdiv(x.Lq, BM)
     heads = total // blocks
     rows, four, lane = block_lanes(BM)
     start = (rows[:, None] * 4 + four[None, :]) * (CAPACITY * RECORD_BYTES)
@@ -386,51 +383,35 @@ def candidates_kernel(
     own = scratch + tl.program_id(0).to(tl.int64) * (BM * 4 * CAPACITY * RECORD_WORDS)
     records = own + tl.zeros([BM, 4], tl.int32)
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):
-        (
-            bh, block, i, last_row, diagonal, row_factor, row_beta, full, fulls, runs, mixed, keys, side,
-            most, qt
-        ) = open_block(
-            unit, q_desc, k_desc, q, k, bias, mask, alpha, query_lengths, key_lengths, spans, largest,
-            sqb, sqh, sql, skb, skh, skl, sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-            ssb, ssh, ssl, H, G, Lq, Lk, am1_value, scale, fill_value, blocks, heads,
-            D, HAS_BIAS, HAS_MASK, HAS_ALPHA, HAS_QLEN, HAS_KLEN, CAUSAL, FINITE_FILL, TMA, BM,
-        )  # fmt: skip
-        _k_desc, k_head, key_row, _skl, last_key = keys
-        factor = row_factor[:, None] + tl.zeros([BM, 4], tl.float32)
-        beta = row_beta[:, None] + tl.zeros([BM, 4], tl.float32)
+        bh, block = block_place(unit, blocks, heads, C.CAUSAL or SPANS)
+        run = open_block(bh, block, q_desc, k_desc, x, spans, largest, C)
+        i, full, fulls, mixed = run.i, run.runs.full, run.runs.fulls, run.runs.mixed
+        last_row = run.head.last_row
+        factor = run.factor[:, None] + tl.zeros([BM, 4], tl.float32)
+        beta = run.beta[:, None] + tl.zeros([BM, 4], tl.float32)
         none = tl.full([BM, 4], ABSENT, tl.float32)
         top = (none, none, none, none)
         seen = tl.minimum(tl.maximum(fulls // part, EARLY), tl.minimum(fulls, limited))
         few = tl.minimum(EARLY, fulls) if EARLY > 0 else seen
-        for n in tl.range(0, few, num_stages=STAGES):
-            t = full + n
-            j = t * KEYS + tl.arange(0, KEYS)
-            kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
-            top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
+        for n in tl.range(0, few, num_stages=C.STAGES):
+            top = _class_maxima(full_scores(run, full + n, C), top, BM)
         # Edges are few; of a bias, or a mask without a form, some tell.
         every = 1
         if SPANS:
             every = tl.maximum(mixed // tl.maximum(tl.minimum(mixed // part, limited), MIXED), 1)
         for n in tl.range(0, mixed // every, num_stages=1):
-            t = mixed_tile(n * every, runs, SPANS)
-            s = mixed_scores(
-                qt, keys, t, i, side, diagonal, ABSENT, HAS_BIAS, HAS_MASK, CAUSAL, TMA, D,
-                PRECISION, WIDEN,
-            )  # fmt: skip
+            s, _first = mixed_scores(run, n * every, ABSENT, SPANS, C)
             top = _class_maxima(s, top, BM)
         row_ok = (i < last_row)[:, None] & (lane >= 0)
         valid = tl.maximum(tl.minimum(last_row - block * BM, BM), 1).to(tl.float32)
-        bound = _first_bound(top, factor, beta, row_ok, KIND)
+        bound = _first_bound(top, factor, beta, row_ok, C.KIND)
         if EARLY > 0:
             dense = _classes_above(top, bound, valid) > DENSE_EARLY
             seen = tl.where(dense, few, seen)
-            for n in tl.range(few, seen, num_stages=STAGES):
-                t = full + n
-                j = t * KEYS + tl.arange(0, KEYS)
-                kt = load_keys(k_desc, k_head, key_row + t * KEYS, j, skl, last_key, False, TMA, D)
-                top = _class_maxima(product(qt, tl.trans(kt), PRECISION, WIDEN), top, BM)
+            for n in tl.range(few, seen, num_stages=C.STAGES):
+                top = _class_maxima(full_scores(run, full + n, C), top, BM)
             if seen > few:
-                bound = _first_bound(top, factor, beta, row_ok, KIND)
+                bound = _first_bound(top, factor, beta, row_ok, C.KIND)
             dense = dense | (_classes_above(top, bound, valid) > DENSE_CLASSES)
         else:
             dense = _classes_above(top, bound, valid) > DENSE_CLASSES
@@ -438,31 +419,24 @@ def candidates_kernel(
 
         off = start
         for n in tl.range(0, tl.where(dense, 0, mixed), num_stages=1):
-            t = mixed_tile(n, runs, SPANS)
-            s = mixed_scores(
-                qt, keys, t, i, side, diagonal, ABSENT, HAS_BIAS, HAS_MASK, CAUSAL, TMA, D,
-                PRECISION, WIDEN,
-            )  # fmt: skip
-            off, top = _append(s, off, top, bound, records, lane + t * KEYS, limit, True, ASM, BM)
+            s, first = mixed_scores(run, n, ABSENT, SPANS, C)
+            off, top = _append(s, off, top, bound, records, lane + first, limit, True, C)
             if SPANS and n % UPDATE == UPDATE - 1:
-                bound = bound_step(top, bound, factor, beta, KIND, 1)
+                bound = bound_step(top, bound, factor, beta, C.KIND, 1)
         low = tl.min(tl.min(bound, 1), 0) < 0.0
         signed = tl.where(low, last, 0)
         off, top, bound = _stream(
-            off, top, bound, qt, keys, records, lane, limit, factor, beta, full, seen, 0, signed,
-            True, ASM, TMA, KIND, UPDATE, D, BM, PRECISION, WIDEN, STAGES,
+            off, top, bound, run, records, lane, limit, factor, beta, seen, 0, signed, True, UPDATE, C
         )  # fmt: skip
         off, top, bound = _stream(
-            off, top, bound, qt, keys, records, lane, limit, factor, beta, full, seen, signed, last,
-            False, ASM, TMA, KIND, UPDATE, D, BM, PRECISION, WIDEN, STAGES,
+            off, top, bound, run, records, lane, limit, factor, beta, seen, signed, last, False, UPDATE, C
         )  # fmt: skip
-        bound = bound_step(top, bound, factor, beta, KIND, 2)
+        bound = bound_step(top, bound, factor, beta, C.KIND, 2)
 
         # Each row's records, thinned by the final bound, in the order record, lane, element.
         tl.debug_barrier()
         over = off > limit + RECORD_BYTES
-        row_at = bh.to(tl.int64) * Lq + i
-        slots = entries + row_at[:, None] * SLOTS
+        slots = lists.entries + run.at[:, None] * SLOTS
         size = (tl.minimum(off, limit + RECORD_BYTES) - start) // RECORD_BYTES
         used = tl.zeros([BM, 1], tl.int32)
         for r in range(tl.max(tl.max(size, 1), 0)):
@@ -486,18 +460,30 @@ def candidates_kernel(
             _keep(slots, place + k0 + k1 + k2, v3, column + 9, k3)
             used += tl.sum(mine, 1)[:, None]
         bad = (over | (used > PEAKED)) & row_ok
-        if FINITE_FILL or HAS_BIAS:
+        if C.FINITE_FILL or C.HAS_BIAS:
             # A key that was not seen may be in the support.
-            bad = bad | (((bound > most[:, None]) == 0) & row_ok)
+            bad = bad | (((bound > run.most[:, None]) == 0) & row_ok)
         flag = tl.max(tl.max(bad.to(tl.int32), 1), 0) | dense.to(tl.int32)
         tl.store(flags + bh * blocks + block, flag)
-        tl.store(starts + row_at, rows * SLOTS, mask=i < Lq)
-        tl.store(counts + row_at, tl.sum(tl.where(four[None, :] == 0, used, 0), 1), mask=i < Lq)
+        tl.store(lists.starts + run.at, rows * SLOTS, mask=i < x.Lq)
+        found = tl.sum(tl.where(four[None, :] == 0, used, 0), 1)
+        tl.store(lists.counts + run.at, found, mask=i < x.Lq)
         tl.debug_barrier()
 
 
 @triton.jit
 def _keep(slots, place, value, column, keep):
+    tl.store(slots + place, pack(column, value), mask=(keep != 0) & (place < PEAKED))
+
+
+@triton.jit
+def unpack(entry):
+    """(column or row number, float) of an entry."""
+    low = (entry & 0xFFFFFFFF).to(tl.int32)
+    return (entry >> 32).to(tl.int32), low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack(number, value):
     bits = value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    entry = (column.to(tl.int64) << 32) | bits
-    tl.store(slots + place, entry, mask=(keep != 0) & (place < PEAKED))
+    return (number.to(tl.int64) << 32) | bits

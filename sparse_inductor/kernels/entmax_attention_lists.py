@@ -9,26 +9,44 @@ are left to the block passes.
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .arch import compute_capability
-from .entmax_attention_broad import LIST, broad_kernel, gather_left, pack, unpack
-from .entmax_attention_candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel
-from .entmax_attention_problem import Left, Problem, row_constants
+from .entmax_attention_broad import LIST, broad_kernel, gather_left
+from .entmax_attention_candidates import (
+    CAPACITY,
+    KEYS,
+    PEAKED,
+    RECORD_BYTES,
+    candidates_kernel,
+    pack,
+    unpack,
+)
+from .entmax_attention_problem import (
+    Fixed,
+    Left,
+    Problem,
+    Strided,
+    Tile,
+    larger,
+    load_tile,
+    matrix,
+    open_head,
+    row_constants,
+    store_tile,
+)
 from .entmax_attention_spans import spans
 from .entmax_attention_tau import class_bound, log_power, powers, step
 from .launch import relaunched, sm_count
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # a Triton without host descriptors: pointers
-    TensorDescriptor = None
-
 __all__ = [
     "SLOTS",
+    "Lists",
     "add_keys_from_lists",
     "applies",
     "block_rows",
@@ -50,6 +68,8 @@ MIN_KEYS = 1024
 NARROW = tl.constexpr(128)
 SORTED = tl.constexpr(512)
 LONG = tl.constexpr(1024)
+# Rows of a program of one warp.
+PER = 4
 # Keys that a program of one warp goes through for those with more than NARROW rows.
 SPAN = 16
 # Threads an SM, and the registers a thread that lets them be.
@@ -58,6 +78,22 @@ THREADS, REGISTERS = 512, 128
 FINALIZE, BY_KEY = 64, 96
 EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
+
+
+class Lists(NamedTuple):
+    """The rows' lists. Of the entries of a block of rows those of a row are the counts[row] from starts[row] on: column
+    << 32 | bits of u = max((alpha - 1) z - tau, 0); counts -1 for a row without a list.
+
+    left: those rows of each head; earlier: how many come before each block; key_counts: how many rows hold each key,
+    if training.
+    """
+
+    entries: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    left: torch.Tensor
+    earlier: torch.Tensor
+    key_counts: torch.Tensor
 
 
 def block_rows(q: torch.Tensor) -> int:
@@ -91,14 +127,9 @@ def applies(
     )
 
 
-def left_rows(q: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> Left | None:
+def left_rows(q: torch.Tensor, lists: Lists | None) -> Left | None:
     """The rows that the lists leave to the block passes; None: all, there are no lists."""
-    return Left(saved[5], saved[6], block_rows(q)) if len(saved) > 2 else None
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
+    return None if lists is None else Left(lists.left, lists.earlier, block_rows(q))
 
 
 @triton.jit
@@ -115,7 +146,7 @@ def _solve(
     at = pool + first[:, None] + slot[None, :]
     column, score = unpack(tl.load(at, mask=live, other=0))
     score = tl.where(live, score, NEG_INF)
-    best = tl.reduce(score, 1, _larger)
+    best = tl.reduce(score, 1, larger)
     dead = best == NEG_INF
     best = tl.where(dead, 0.0, best)
     x = (score - best[:, None]) * factor[:, None]
@@ -154,133 +185,139 @@ def _solve(
     return support
 
 
+class _Rows(NamedTuple):
+    """A program's R rows: their head and block, which they are, their places in [B, H, Lq], the block's entries, and
+    which of these are each row's; counts are -1 where a row has no list."""
+
+    bh: Any
+    block: Any
+    i: Any
+    at: Any
+    pool: Any
+    start: Any
+    count: Any
+
+
 @triton.jit
-def _own_rows(counts, Lq, BM: tl.constexpr, R: tl.constexpr):
-    """A program's R rows: (bh, the block they are in, i [R], their places in [B, H, Lq], counts)."""
-    blocks = tl.cdiv(Lq, R)
+def _own_rows(x, lists, SLOTS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr):
+    blocks = tl.cdiv(x.Lq, R)
     bh = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * R
     i = first + tl.arange(0, R)
-    row = bh.to(tl.int64) * Lq + i
-    return bh, first // BM, i, row, tl.load(counts + row, mask=i < Lq, other=-1)
+    at = bh.to(tl.int64) * x.Lq + i
+    count = tl.load(lists.counts + at, mask=i < x.Lq, other=-1)
+    start = tl.load(lists.starts + at, mask=count >= 0, other=0)
+    block = first // BM
+    pool = lists.entries + (bh.to(tl.int64) * x.Lq + block * BM) * SLOTS
+    return _Rows(bh, block, i, at, pool, start, count)
+
+
+@triton.jit
+def _gathered(m, which, live, D: tl.constexpr, BD: tl.constexpr):
+    """Rows `which` [R, CHUNK] of a matrix [., D] in fp32 [R, CHUNK, BD], 0 where they are not live."""
+    d = tl.arange(0, BD)
+    at = m.start + which.to(tl.int64)[:, :, None] * m.row + d[None, None, :] * m.column
+    inside = live[:, :, None] & (d < D)[None, None, :]
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @relaunched
 @triton.jit
 def _finalize_kernel(
-    v, alpha, sab, sah, sal, svb, svh, svl, svd,
-    H, G, Lq, Lk, am1_value, scale,
-    entries, starts, counts, flags, key_counts, out, reference, shift,
-    DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    TRAINING: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x, lists, flags, out, reference, shift,
+    TRAINING: tl.constexpr, SLOTS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """A program owns out of R rows; of peaked ones also the threshold and the support.
 
     Reads and writes 8 bytes a candidate and gathers DV values for each of the support; counts each
     key's rows (integer atomics: the order does not matter).
     """
-    bh, block, i, row, n = _own_rows(counts, Lq, BM, R)
+    bh, block, i, at, pool, start, n = _own_rows(x, lists, SLOTS, C.BM, R)
     if tl.max(n, 0) < 0:
         return
-    b = (bh // H).to(tl.int64)
-    h = (bh % H).to(tl.int64)
-    factor, _am1, beta = row_constants(
-        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-    )
+    head = open_head(x, bh // x.H, bh % x.H)
+    factor, _am1, beta = row_constants(head, i, C)
     inside = n >= 0
-    first = tl.load(starts + row, mask=inside, other=0)
-    pool = entries + (bh.to(tl.int64) * Lq + block * BM) * SLOTS
     support = tl.maximum(n, 0)
-    if tl.load(flags + bh * tl.cdiv(Lq, BM) + block) == 0:
-        counted = key_counts + (b * (H // G) + h // G) * Lk
+    if tl.load(flags + bh * tl.cdiv(x.Lq, C.BM) + block) == 0:
+        counted = lists.key_counts + (bh // x.G).to(tl.int64) * x.Lk
         support = _solve(
-            pool, first, support, row, factor, beta, counted, counts, reference, shift, inside,
-            KIND, TRAINING, R,
+            pool, start, support, at, factor, beta, counted, lists.counts, reference, shift, inside,
+            C.KIND, TRAINING, R,
         )  # fmt: skip
-    dd = tl.arange(0, BDV)
-    v_head = v + b * svb + (h // G) * svh
-    acc = tl.zeros([R, BDV], tl.float32)
+    acc = tl.zeros([R, C.BDV], tl.float32)
     f = tl.zeros([R, CHUNK], tl.float32)
     for c in range(0, tl.max(support, 0), CHUNK):
         s = c + tl.arange(0, CHUNK)
         filled = s[None, :] < support[:, None]
-        chosen, un = unpack(tl.load(pool + first[:, None] + s[None, :], mask=filled, other=0))
-        p, _g = powers(un, beta[:, None], KIND)
+        chosen, un = unpack(tl.load(pool + start[:, None] + s[None, :], mask=filled, other=0))
+        p, _g = powers(un, beta[:, None], C.KIND)
         p = tl.where(filled, p, 0.0)
         f += p
-        source = v_head + chosen.to(tl.int64)[:, :, None] * svl + dd[None, None, :] * svd
-        some = filled[:, :, None] & (dd < DV)[None, None, :]
-        values = tl.load(source, mask=some, other=0.0).to(tl.float32)
-        acc += tl.sum(values * p[:, :, None], 1)
+        acc += tl.sum(_gathered(head.v, chosen, filled, C.DV, C.BDV) * p[:, :, None], 1)
     total = tl.sum(f, 1)
     # What fp32 leaves of sum p == 1 goes to all entries alike.
     acc = tl.where((support == 0)[:, None], 0.0, acc / total[:, None])
-    some = inside[:, None] & (dd < DV)[None, :]
-    tl.store(out + row[:, None] * DV + dd[None, :], acc.to(out.dtype.element_ty), mask=some)
+    store_tile(out, at, acc, inside, C.DV, C.BDV)
+
+
+class Filed(NamedTuple):
+    """The entries of lists by key: row << 32 | bits of u, row = h * Lq + i.
+
+    ends: int32, where each key's segment of by_key ends, counted from Lq * SLOTS for each head of queries before; until
+    they are filed, where its next entry goes. partial: how many rows of each key head have no list.
+    """
+
+    by_key: torch.Tensor
+    ends: torch.Tensor
+    partial: torch.Tensor
 
 
 @relaunched
 @triton.jit
-def _places_kernel(
-    key_counts, earlier, cursors, partial, H, G, Lq, Lk, BM: tl.constexpr, CHUNK: tl.constexpr
-):
+def _places_kernel(x, lists, filed, BM: tl.constexpr, CHUNK: tl.constexpr):
     """A program owns a key head: where each key's entries begin, and how many rows of it are left."""
     bg = tl.program_id(0).to(tl.int64)
-    head = bg // (H // G) * H + bg % (H // G) * G
-    blocks = tl.cdiv(Lq, BM)
+    blocks = tl.cdiv(x.Lq, BM)
     left = 0
-    for g in range(G):
-        left += tl.load(earlier + (head + g) * (blocks + 1) + blocks)
-    tl.store(partial + bg, left)
+    for g in range(x.G):
+        left += tl.load(lists.earlier + (bg * x.G + g) * (blocks + 1) + blocks)
+    tl.store(filed.partial + bg, left)
     before = 0
-    for c in range(0, Lk, CHUNK):
+    for c in range(0, x.Lk, CHUNK):
         j = c + tl.arange(0, CHUNK)
-        n = tl.load(key_counts + bg * Lk + j, mask=j < Lk, other=0)
-        tl.store(cursors + bg * Lk + j, before + tl.cumsum(n, 0) - n, mask=j < Lk)
+        n = tl.load(lists.key_counts + bg * x.Lk + j, mask=j < x.Lk, other=0)
+        tl.store(filed.ends + bg * x.Lk + j, before + tl.cumsum(n, 0) - n, mask=j < x.Lk)
         before += tl.sum(n, 0)
 
 
 @relaunched
 @triton.jit
 def _rows_kernel(
-    k, v, alpha, sab, sah, sal, skb, skh, skl, skd, svb, svh, svl, svd,
-    H, G, Lq, Lk, am1_value, scale,
-    entries, starts, counts, cursors, by_key, grad, sgb, sgh, sgl, sgd, dq, delta, dalpha,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, WANT_ALPHA: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr,
-    R: tl.constexpr, CHUNK: tl.constexpr,
+    x, lists, filed, grad, dq, delta, dalpha,
+    SLOTS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program owns dq, delta and dalpha of R rows, and files their entries under their keys.
 
-    by_key takes row << 32 | bits of u at the place that the key's cursor names, which moves on: in any
-    order, the keys' kernel sorts. Gathers D + DV values for each entry.
+    An entry goes to the place that the key's cursor names, which moves on: in any order, the keys' kernel sorts.
+    Gathers D + DV values for each entry.
     """
-    bh, block, i, row, n = _own_rows(counts, Lq, BM, R)
+    bh, _block, i, at, pool, start, n = _own_rows(x, lists, SLOTS, C.BM, R)
     if tl.max(n, 0) < 0:
         return
     listed = n >= 0
     n = tl.maximum(n, 0)
-    start = tl.load(starts + row, mask=listed, other=0)
-    pool = entries + (bh.to(tl.int64) * Lq + block * BM) * SLOTS
-    b = (bh // H).to(tl.int64)
-    h = (bh % H).to(tl.int64)
-    _factor, am1, beta = row_constants(
-        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-    )
-    dd = tl.arange(0, BD)
-    de = tl.arange(0, BDV)
-    inside = listed[:, None] & (de < DV)[None, :]
-    at = grad + b * sgb + h * sgh + i.to(tl.int64)[:, None] * sgl + de[None, :] * sgd
-    do = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    k_head = k + b * skb + (h // G) * skh
-    v_head = v + b * svb + (h // G) * svh
-    bg = b * (H // G) + h // G
-    key = bg * Lk
-    by_key += bg * G * Lq * SLOTS
-    number = (h * Lq + i).to(tl.int32)
-    gdpk = tl.zeros([R, BD], tl.float32)
-    gk = tl.zeros([R, BD], tl.float32)
+    head = open_head(x, bh // x.H, bh % x.H)
+    _factor, am1, beta = row_constants(head, i, C)
+    do_head = matrix(grad, (bh // x.H).to(tl.int64), (bh % x.H).to(tl.int64))
+    do = load_tile(do_head, i, x.Lq, True, C.DV, C.BDV).to(tl.float32)
+    bg = (bh // x.G).to(tl.int64)
+    cursors = filed.ends + bg * x.Lk
+    by_key = filed.by_key + bg * x.G * x.Lq * SLOTS
+    number = (bh % x.H * x.Lq + i).to(tl.int32)
+    gdpk = tl.zeros([R, C.BD], tl.float32)
+    gk = tl.zeros([R, C.BD], tl.float32)
     gdp = tl.zeros([R], tl.float32)
     gs = tl.zeros([R], tl.float32)
     pdp = tl.zeros([R], tl.float32)
@@ -292,16 +329,9 @@ def _rows_kernel(
         live = s[None, :] < n[:, None]
         entry = tl.load(pool + start[:, None] + s[None, :], mask=live, other=0)
         column, u = unpack(entry)
-        p, g = powers(u, beta[:, None], KIND)
-        which = column.to(tl.int64)[:, :, None]
-        values = tl.load(
-            v_head + which * svl + de[None, None, :] * svd,
-            mask=live[:, :, None] & (de < DV)[None, None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        vectors = tl.load(
-            k_head + which * skl + dd[None, None, :] * skd,
-            mask=live[:, :, None] & (dd < D)[None, None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        p, g = powers(u, beta[:, None], C.KIND)
+        values = _gathered(head.v, column, live, C.DV, C.BDV)
+        vectors = _gathered(head.k, column, live, C.D, C.BD)
         p = tl.where(live, p, 0.0)
         g = tl.where(live, g, 0.0)
         dp = tl.sum(values * do[:, None, :], 2)
@@ -312,24 +342,22 @@ def _rows_kernel(
         w = g * dp
         gdp += tl.sum(w, 1)
         gs += tl.sum(g, 1)
-        if WANT_ALPHA:
-            plogp = p * log_power(u, beta[:, None], KIND)
+        if dalpha is not None:
+            plogp = p * log_power(u, beta[:, None], C.KIND)
             pdp += tl.sum(p * dp, 1)
             sdp += tl.sum(plogp * dp, 1)
             ss += tl.sum(plogp, 1)
         gdpk += tl.sum(vectors * w[:, :, None], 1)
         gk += tl.sum(vectors * g[:, :, None], 1)
-        place = tl.atomic_add(cursors + key + column, 1, mask=live, sem="relaxed")
-        filed = pack(tl.broadcast_to(number[:, None], [R, CHUNK]), u)
-        tl.store(by_key + place, filed, mask=live)
+        place = tl.atomic_add(cursors + column, 1, mask=live, sem="relaxed")
+        moved = pack(tl.broadcast_to(number[:, None], [R, CHUNK]), u)
+        tl.store(by_key + place, moved, mask=live)
     rest = tl.where(n == 0, 0.0, gdp / gs)
-    tl.store(delta + row, guess + rest, mask=listed)
-    x = (gdpk - rest[:, None] * gk) * scale
-    inside = listed[:, None] & (dd < D)[None, :]
-    tl.store(dq + row[:, None] * D + dd[None, :], x.to(dq.dtype.element_ty), mask=inside)
-    if WANT_ALPHA:
+    tl.store(delta + at, guess + rest, mask=listed)
+    store_tile(dq, at, (gdpk - rest[:, None] * gk) * x.scale, listed, C.D, C.BD)
+    if dalpha is not None:
         da = (pdp - rest) / (am1 * am1) - (sdp - rest * ss) / am1
-        tl.store(dalpha + row, tl.where(n == 0, 0.0, da), mask=listed)
+        tl.store(dalpha + at, tl.where(n == 0, 0.0, da), mask=listed)
 
 
 def _network(pack: int, bits: int) -> str:
@@ -427,7 +455,7 @@ def _own_elements(like, pack: tl.constexpr):
 
 
 @triton.jit
-def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr):
+def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
     """Sort R segments of n <= WIDTH entries by row number, in place.
 
     Row numbers times WIDTH fit 31 bits: they are sorted together with where their entry is. In a
@@ -438,7 +466,7 @@ def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.conste
     segments: tl.constexpr = 1 if R == 1 else 4
     e = tl.arange(0, segments * WIDTH)
     given = e % WIDTH
-    if ASM:
+    if not C.INTERPRETED:
         e = _own_elements(e, segments * WIDTH // 32)
     r = tl.arange(0, R)
     first = tl.zeros_like(e)
@@ -453,7 +481,7 @@ def _sort(by_key, start, n, R: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.conste
     given = given if segments == 1 else s
     number = (tl.load(at + given, mask=given < size, other=0) >> 32).to(tl.int32)
     order = tl.where(given < size, number * WIDTH + given, LAST)
-    if ASM:
+    if not C.INTERPRETED:
         order = _network_sort(order, segments, segments * WIDTH // 32)
     else:
         order = tl.reshape(tl.sort(tl.reshape(order, [segments, WIDTH]), 1), [segments * WIDTH])
@@ -477,32 +505,18 @@ def _sort_wide(by_key, start, n, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _key_terms(
-    q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd, sab, sah, sal,
-    b, number, u, live, H, Lq, am1_value, scale, vk, dk, dv,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr,
-):  # fmt: skip
-    """Add the rows `number` [R, C] (h * Lq + i) with weights u to dk / scale and dv [R, .]."""
-    h = (number // Lq).to(tl.int64)
-    i = (number % Lq).to(tl.int64)
-    am1 = tl.zeros_like(u) + am1_value
-    if HAS_ALPHA:
-        am1 = (
-            tl.load(alpha + b * sab + h * sah + i * sal, mask=live, other=1.5).to(tl.float32) - 1.0
-        )
-    p, g = powers(u, 1.0 / am1, KIND)
-    mean = tl.load(delta + b * H * Lq + number, mask=live, other=0.0)
-    dd = tl.arange(0, BD)
-    de = tl.arange(0, BDV)
-    rows = tl.load(
-        (q + b * sqb + h * sqh + i * sql)[:, :, None] + dd[None, None, :] * sqd,
-        mask=live[:, :, None] & (dd < D)[None, None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
-    do = tl.load(
-        (grad + b * sgb + h * sgh + i * sgl)[:, :, None] + de[None, None, :] * sgd,
-        mask=live[:, :, None] & (de < DV)[None, None, :], other=0.0,
-    ).to(tl.float32)  # fmt: skip
+def _key_terms(dk, dv, x, grad, delta, b, number, u, live, vk, C: tl.constexpr):
+    """Add the rows `number` [R, CHUNK] (h * Lq + i) with weights u to dk / scale and dv [R, .]."""
+    h = (number // x.Lq).to(tl.int64)
+    i = (number % x.Lq).to(tl.int64)
+    am1 = tl.zeros_like(u) + x.am1
+    if C.HAS_ALPHA:
+        at = x.alpha.start + b * x.alpha.batch + h * x.alpha.head + i * x.alpha.row
+        am1 = tl.load(at, mask=live, other=1.5).to(tl.float32) - 1.0
+    p, g = powers(u, 1.0 / am1, C.KIND)
+    mean = tl.load(delta + b * x.H * x.Lq + number, mask=live, other=0.0)
+    rows = _gathered_rows(x.q, b, h, i, live, C.D, C.BD)
+    do = _gathered_rows(grad, b, h, i, live, C.DV, C.BDV)
     dz = g * (tl.sum(do * vk[:, None, :], 2) - mean)
     dk += tl.sum(rows * tl.where(live, dz, 0.0)[:, :, None], 1)
     dv += tl.sum(do * tl.where(live, p, 0.0)[:, :, None], 1)
@@ -510,157 +524,155 @@ def _key_terms(
 
 
 @triton.jit
-def _write_keys(
-    dk, dv, acc_k, acc_v, key, want, partial, scale,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of keys `key`; on top of what the block passes left there, where partial."""
-    dd = tl.arange(0, BD)
-    inside = want[:, None] & (dd < D)[None, :]
-    at = dk + key[:, None] * D + dd[None, :]
-    acc_k = acc_k * scale + tl.load(at, mask=tl.where(partial, inside, False), other=0.0).to(
-        tl.float32
-    )
-    tl.store(at, acc_k.to(dk.dtype.element_ty), mask=inside)
-    de = tl.arange(0, BDV)
-    inside = want[:, None] & (de < DV)[None, :]
-    at = dv + key[:, None] * DV + de[None, :]
-    acc_v = acc_v + tl.load(at, mask=tl.where(partial, inside, False), other=0.0).to(tl.float32)
-    tl.store(at, acc_v.to(dv.dtype.element_ty), mask=inside)
+def _gathered_rows(t, b, h, i, live, D: tl.constexpr, BD: tl.constexpr):
+    """Rows i [R, CHUNK] of heads h [R, CHUNK] in fp32 [R, CHUNK, BD], 0 where they are not live."""
+    d = tl.arange(0, BD)
+    at = (t.start + b * t.batch + h * t.head + i * t.row)[:, :, None] + d[None, None, :] * t.column
+    inside = live[:, :, None] & (d < D)[None, None, :]
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _add_rows(
-    q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
-    sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, j, start, n, want, partial, dk, dv,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """dk and dv of keys j [R] of key head bg from n rows each, which by_key names from start on."""
-    b = (bg // (H // G)).to(tl.int64)
-    de = tl.arange(0, BDV)
-    at = v + b * svb + (bg % (H // G)).to(tl.int64) * svh + j.to(tl.int64)[:, None] * svl
-    vk = tl.load(at + de[None, :] * svd, mask=(j < Lk)[:, None] & (de < DV)[None, :], other=0.0).to(
-        tl.float32
-    )
-    acc_k = tl.zeros([R, BD], tl.float32)
-    acc_v = tl.zeros([R, BDV], tl.float32)
+def _write_keys(dk, dv, acc_k, acc_v, key, want, partial, scale, C: tl.constexpr):
+    """dk and dv of keys `key`; on top of what the block passes left there, where partial."""
+    there = tl.where(partial, want, False)
+    acc_k = acc_k * scale + _contiguous(dk, key, there, C.D, C.BD)
+    store_tile(dk, key, acc_k, want, C.D, C.BD)
+    acc_v = acc_v + _contiguous(dv, key, there, C.DV, C.BDV)
+    store_tile(dv, key, acc_v, want, C.DV, C.BDV)
+
+
+@triton.jit
+def _contiguous(base, at, there, D: tl.constexpr, BD: tl.constexpr):
+    """Rows `at` of a contiguous matrix [., D] in fp32, 0 where they are not there."""
+    d = tl.arange(0, BD)
+    where = base + at[:, None] * D + d[None, :]
+    return tl.load(where, mask=there[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+
+
+class _Keys(NamedTuple):
+    """A program's part of the keys of a head: the head, the first key, and the head's entries, numbers and ends."""
+
+    bg: Any
+    first: Any
+    by_key: Any
+    counts: Any
+    ends: Any
+    under: Any
+    """Whether the block passes have left something for this head."""
+
+
+@triton.jit
+def _own_keys(x, lists, filed, KEYS_EACH: tl.constexpr, SLOTS: tl.constexpr):
+    blocks = tl.cdiv(x.Lk, KEYS_EACH)
+    bg = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * KEYS_EACH
+    by_key = filed.by_key + bg.to(tl.int64) * x.G * x.Lq * SLOTS
+    at = bg.to(tl.int64) * x.Lk
+    return _Keys(bg, first, by_key, lists.key_counts + at, filed.ends + at, filed.partial + bg)
+
+
+@triton.jit
+def _values(x, bg, j, C: tl.constexpr):
+    """Values of keys j in fp32 [R, BDV]."""
+    heads = x.H // x.G
+    v = matrix(x.v, (bg // heads).to(tl.int64), (bg % heads).to(tl.int64))
+    return load_tile(v, j, x.Lk, True, C.DV, C.BDV).to(tl.float32)
+
+
+@triton.jit
+def _add_rows(x, grad, delta, keys, j, start, n, want, dk, dv, R: tl.constexpr, CHUNK: tl.constexpr,
+              C: tl.constexpr):  # fmt: skip
+    """dk and dv of keys j [R] from n rows each, which by_key names from start on."""
+    b = (keys.bg // (x.H // x.G)).to(tl.int64)
+    vk = _values(x, keys.bg, j, C)
+    acc_k = tl.zeros([R, C.BD], tl.float32)
+    acc_v = tl.zeros([R, C.BDV], tl.float32)
     for c in range(0, tl.max(n, 0), CHUNK):
         s = c + tl.arange(0, CHUNK)
         live = s[None, :] < n[:, None]
-        number, u = unpack(tl.load(by_key + start[:, None] + s[None, :], mask=live, other=0))
-        acc_k, acc_v = _key_terms(
-            q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd, sab, sah, sal,
-            b, number, u, live, H, Lq, am1_value, scale, vk, acc_k, acc_v,
-            D, BD, DV, BDV, KIND, HAS_ALPHA,
-        )  # fmt: skip
-    key = bg.to(tl.int64) * Lk + j
-    _write_keys(dk, dv, acc_k, acc_v, key, want, partial, scale, D, BD, DV, BDV)
+        number, u = unpack(tl.load(keys.by_key + start[:, None] + s[None, :], mask=live, other=0))
+        acc_k, acc_v = _key_terms(acc_k, acc_v, x, grad, delta, b, number, u, live, vk, C)
+    under = tl.load(keys.under) != 0
+    _write_keys(dk, dv, acc_k, acc_v, keys.bg.to(tl.int64) * x.Lk + j, want, under, x.scale, C)
 
 
 @relaunched
 @triton.jit
 def _keys_kernel(
-    q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale,
-    by_key, ends, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, SLOTS: tl.constexpr, ASM: tl.constexpr, R: tl.constexpr,
-    CHUNK: tl.constexpr,
+    x, lists, filed, grad, delta, dk, dv,
+    SLOTS: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """A program owns dk and dv of R keys with at most NARROW rows each, added in the rows' order.
 
     Gathers D + DV values for each entry. If one key has more, none of them is done here.
     """
-    blocks = tl.cdiv(Lk, R)
-    bg = tl.program_id(0) // blocks
-    j = tl.program_id(0) % blocks * R + tl.arange(0, R)
-    key = bg.to(tl.int64) * Lk + j
-    n = tl.load(key_counts + key, mask=j < Lk, other=0)
+    keys = _own_keys(x, lists, filed, R, SLOTS)
+    j = keys.first + tl.arange(0, R)
+    n = tl.load(keys.counts + j, mask=j < x.Lk, other=0)
     most = tl.max(n, 0)
     if most > NARROW:
         return
-    by_key += bg.to(tl.int64) * G * Lq * SLOTS
-    start = tl.load(ends + key, mask=j < Lk, other=0) - n
+    start = tl.load(keys.ends + j, mask=j < x.Lk, other=0) - n
     if most > 64:
-        _sort(by_key, start, n, R, 128, ASM)
+        _sort(keys.by_key, start, n, R, 128, C)
     elif most > 32:
-        _sort(by_key, start, n, R, 64, ASM)
+        _sort(keys.by_key, start, n, R, 64, C)
     elif most > 16:
-        _sort(by_key, start, n, R, 32, ASM)
+        _sort(keys.by_key, start, n, R, 32, C)
     elif most > 8:
-        _sort(by_key, start, n, R, 16, ASM)
+        _sort(keys.by_key, start, n, R, 16, C)
     elif most > 1:
-        _sort(by_key, start, n, R, 8, ASM)
-    _add_rows(
-        q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
-        sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, j, start, n, j < Lk,
-        tl.load(partial + bg) != 0, dk, dv, D, BD, DV, BDV, KIND, HAS_ALPHA, R, CHUNK,
-    )  # fmt: skip
+        _sort(keys.by_key, start, n, R, 8, C)
+    _add_rows(x, grad, delta, keys, j, start, n, j < x.Lk, dk, dv, R, CHUNK, C)
 
 
 @relaunched
 @triton.jit
 def _broad_keys_kernel(
-    q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale,
-    by_key, ends, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta, dk, dv,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, SLOTS: tl.constexpr, ASM: tl.constexpr, SMALL: tl.constexpr,
-    R: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
+    x, lists, filed, grad, delta, dk, dv,
+    SLOTS: tl.constexpr, SMALL: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    SPAN: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`_keys_kernel` for the keys that it leaves among SPAN a program: one by one, up to SORTED rows.
 
     SMALL: row numbers times SORTED fit 31 bits.
     """
-    blocks = tl.cdiv(Lk, SPAN)
-    bg = tl.program_id(0) // blocks
-    by_key += bg.to(tl.int64) * G * Lq * SLOTS
-    first = tl.program_id(0) % blocks * SPAN
-    key = bg.to(tl.int64) * Lk
-    span = first + tl.arange(0, SPAN)
-    if tl.max(tl.load(key_counts + key + span, mask=span < Lk, other=0), 0) <= NARROW:
+    keys = _own_keys(x, lists, filed, SPAN, SLOTS)
+    span = keys.first + tl.arange(0, SPAN)
+    if tl.max(tl.load(keys.counts + span, mask=span < x.Lk, other=0), 0) <= NARROW:
         return
-    under = tl.load(partial + bg) != 0
-    for group in range(first, tl.minimum(first + SPAN, Lk), R):
+    for group in range(keys.first, tl.minimum(keys.first + SPAN, x.Lk), R):
         j = group + tl.arange(0, R)
-        if tl.max(tl.load(key_counts + key + j, mask=j < Lk, other=0), 0) > NARROW:
+        if tl.max(tl.load(keys.counts + j, mask=j < x.Lk, other=0), 0) > NARROW:
             for r in range(R):
                 one = group + r + tl.arange(0, 1)
-                n = tl.load(key_counts + key + one, mask=one < Lk, other=0)
-                start = tl.load(ends + key + one, mask=one < Lk, other=0) - n
-                want = (one < Lk) & (n <= SORTED)
+                n = tl.load(keys.counts + one, mask=one < x.Lk, other=0)
+                start = tl.load(keys.ends + one, mask=one < x.Lk, other=0) - n
+                want = (one < x.Lk) & (n <= SORTED)
                 n = tl.where(want, n, 0)
                 many = tl.max(n, 0)
                 if many > 128:
                     if SMALL:
                         if many > 256:
-                            _sort(by_key, start, n, 1, 512, ASM)
+                            _sort(keys.by_key, start, n, 1, 512, C)
                         else:
-                            _sort(by_key, start, n, 1, 256, ASM)
+                            _sort(keys.by_key, start, n, 1, 256, C)
                     else:
-                        _sort_wide(by_key, start, n, 512)
+                        _sort_wide(keys.by_key, start, n, 512)
                 elif many > 64:
-                    _sort(by_key, start, n, 1, 128, ASM)
+                    _sort(keys.by_key, start, n, 1, 128, C)
                 elif many > 1:
-                    _sort(by_key, start, n, 1, 64, ASM)
-                _add_rows(
-                    q, v, grad, delta, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
-                    sgb, sgh, sgl, sgd, H, G, Lq, Lk, am1_value, scale, by_key, bg, one, start, n, want,
-                    under, dk, dv, D, BD, DV, BDV, KIND, HAS_ALPHA, 1, CHUNK,
-                )  # fmt: skip
+                    _sort(keys.by_key, start, n, 1, 64, C)
+                _add_rows(x, grad, delta, keys, one, start, n, want, dk, dv, 1, CHUNK, C)
 
 
 @relaunched
 @triton.jit
 def _long_keys_kernel(
-    q, v, alpha, sqb, sqh, sql, sqd, svb, svh, svl, svd, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale,
-    by_key, ends, entries, starts, counts, key_counts, partial, grad, sgb, sgh, sgl, sgd, delta,
-    dk, dv,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_ALPHA: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, SPAN: tl.constexpr,
-    ROWS: tl.constexpr, SLOT: tl.constexpr,
+    x, lists, filed, grad, delta, dk, dv,
+    SLOTS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, SLOT: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of keys with more than SORTED rows, among SPAN keys a program.
 
@@ -668,48 +680,37 @@ def _long_keys_kernel(
     heads, ROWS at a time: 8 bytes a slot that is filled. A key that most rows attend to has no use
     for a list of rows.
     """
-    blocks = tl.cdiv(Lk, SPAN)
-    bg = tl.program_id(0) // blocks
-    by_key += bg.to(tl.int64) * G * Lq * SLOTS
-    first = tl.program_id(0) % blocks * SPAN
-    b = (bg // (H // G)).to(tl.int64)
-    span = first + tl.arange(0, SPAN)
-    n = tl.load(key_counts + bg.to(tl.int64) * Lk + span, mask=span < Lk, other=0)
-    long = tl.where(n > SORTED, span, Lk)
+    keys = _own_keys(x, lists, filed, SPAN, SLOTS)
+    b = (keys.bg // (x.H // x.G)).to(tl.int64)
+    span = keys.first + tl.arange(0, SPAN)
+    n = tl.load(keys.counts + span, mask=span < x.Lk, other=0)
+    long = tl.where(n > SORTED, span, x.Lk)
     j = tl.min(long, 0)
-    de = tl.arange(0, BDV)
     slot = tl.arange(0, SLOT)
-    while j < Lk:
+    while j < x.Lk:
         one = j + tl.arange(0, 1)
-        at = v + b * svb + (bg % (H // G)).to(tl.int64) * svh + one.to(tl.int64)[:, None] * svl
-        vk = tl.load(at + de[None, :] * svd, mask=(de < DV)[None, :], other=0.0).to(tl.float32)
-        acc_k = tl.zeros([1, BD], tl.float32)
-        acc_v = tl.zeros([1, BDV], tl.float32)
+        vk = _values(x, keys.bg, one, C)
+        acc_k = tl.zeros([1, C.BD], tl.float32)
+        acc_v = tl.zeros([1, C.BDV], tl.float32)
         rows = tl.sum(tl.where(span == j, n, 0), 0)
         if rows <= LONG:
             size = rows + tl.zeros([1], tl.int32)
-            start = tl.load(ends + bg.to(tl.int64) * Lk + one) - size
-            _sort_wide(by_key, start, size, LONG)
+            start = tl.load(keys.ends + one) - size
+            _sort_wide(keys.by_key, start, size, LONG)
             for c in range(0, rows, ROWS):
                 s = c + tl.arange(0, ROWS)
                 live = (s < rows)[None, :]
-                number, u = unpack(
-                    tl.load(by_key + start[:, None] + s[None, :], mask=live, other=0)
-                )
-                acc_k, acc_v = _key_terms(
-                    q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd, sab, sah, sal,
-                    b, number, u, live, H, Lq, am1_value, scale, vk, acc_k, acc_v,
-                    D, BD, DV, BDV, KIND, HAS_ALPHA,
-                )  # fmt: skip
-        for g in range(tl.where(rows <= LONG, 0, G)):
-            h = (bg % (H // G)) * G + g
-            head = b * H + h
-            for i0 in range(0, Lq, ROWS):
+                at = keys.by_key + start[:, None] + s[None, :]
+                number, u = unpack(tl.load(at, mask=live, other=0))
+                acc_k, acc_v = _key_terms(acc_k, acc_v, x, grad, delta, b, number, u, live, vk, C)
+        for g in range(tl.where(rows <= LONG, 0, x.G)):
+            bh = keys.bg * x.G + g
+            for i0 in range(0, x.Lq, ROWS):
                 i = i0 + tl.arange(0, ROWS)
-                row = head * Lq + i
-                m = tl.load(counts + row, mask=i < Lq, other=0)
-                begin = tl.load(starts + row, mask=i < Lq, other=0)
-                pool = entries + ((row - i % BM) * SLOTS + begin)[:, None]
+                row = bh.to(tl.int64) * x.Lq + i
+                m = tl.load(lists.counts + row, mask=i < x.Lq, other=0)
+                begin = tl.load(lists.starts + row, mask=i < x.Lq, other=0)
+                pool = lists.entries + ((row - i % C.BM) * SLOTS + begin)[:, None]
                 weight = tl.zeros([ROWS], tl.float32)
                 found = weight != 0.0
                 for c in range(0, tl.max(m, 0), SLOT):
@@ -718,19 +719,16 @@ def _long_keys_kernel(
                     match = live & (column == j)
                     weight += tl.sum(tl.where(match, u, 0.0), 1)
                     found = found | (tl.max(match.to(tl.int32), 1) != 0)
-                number = (h * Lq + i).to(tl.int32)
+                number = (bh % x.H * x.Lq + i).to(tl.int32)
                 if tl.max(found.to(tl.int32), 0) != 0:
                     acc_k, acc_v = _key_terms(
-                        q, grad, delta, alpha, sqb, sqh, sql, sqd, sgb, sgh, sgl, sgd,
-                        sab, sah, sal, b, number[None, :], weight[None, :], found[None, :],
-                        H, Lq, am1_value, scale, vk, acc_k, acc_v,
-                        D, BD, DV, BDV, KIND, HAS_ALPHA,
+                        acc_k, acc_v, x, grad, delta, b, number[None, :], weight[None, :],
+                        found[None, :], vk, C,
                     )  # fmt: skip
-        key = bg.to(tl.int64) * Lk + one
-        _write_keys(
-            dk, dv, acc_k, acc_v, key, one < Lk, tl.load(partial + bg) != 0, scale, D, BD, DV, BDV
-        )
-        j = tl.min(tl.where(long > j, long, Lk), 0)
+        under = tl.load(keys.under) != 0
+        key = keys.bg.to(tl.int64) * x.Lk + one
+        _write_keys(dk, dv, acc_k, acc_v, key, one < x.Lk, under, x.scale, C)
+        j = tl.min(tl.where(long > j, long, x.Lk), 0)
 
 
 def _schedule(tiles: int) -> tuple[int, int, int, int]:
@@ -741,35 +739,30 @@ def _schedule(tiles: int) -> tuple[int, int, int, int]:
     return (1, 32, 8, 0) if tiles <= 64 else (4, 64, 16, 8)
 
 
+def _fixed(problem: Problem) -> Fixed:
+    return problem.fixed(
+        Tile(block_rows(problem.q), KEYS.value, 4, 1 if problem.interpreted else 3)
+    )
+
+
 def forward_lists(
     problem: Problem,
     out: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
+    reference: torch.Tensor,
+    shift: torch.Tensor,
+    lists: Lists,
     training: bool,
 ) -> None:
-    """Fill saved and the rows of out that have lists; of the others, what their block passes start from.
-
-    saved, as `entmax_attention.saved_like` has it: reference and shift; entries, whose first counts[row]
-    from starts[row] of the row's block on are column << 32 | bits of u = max((alpha - 1) z - tau, 0);
-    counts -1 for a row without; those rows of each head in left, and how many come before each block
-    in earlier; key_counts, if training: how many rows hold each key.
-    """
-    reference, shift, entries, starts, counts, left, earlier, key_counts = saved
-    q, k, v = problem.q, problem.k, problem.v
-    cuda = q.device.type == "cuda"
-
-    def optional(t: torch.Tensor | None, n: int) -> tuple[torch.Tensor, tuple[int, ...]]:
-        return (q, (0,) * n) if t is None else (t, t.stride()[:n])
-
-    B, H, Lq, D = q.shape
-    Lk = k.shape[2]
-    G = H // k.shape[1]
-    rows = block_rows(q)
-    tma = cuda and TensorDescriptor is not None
-    if tma or q.stride(3) != 1 or k.stride(3) != 1:
+    """Fill the lists and the rows of out, reference and shift that have one; of the others, what their block passes
+    start from."""
+    q, k = problem.q, problem.k
+    cuda = not problem.interpreted
+    if cuda or q.stride(3) != 1 or k.stride(3) != 1:
         q, k = q.contiguous(), k.contiguous()
-    blocks = triton.cdiv(Lq, rows)
-    total = B * H * blocks
+    x = problem.operands()._replace(q=Strided.of(q), k=Strided.of(k))
+    rows = block_rows(q)
+    blocks = triton.cdiv(x.Lq, rows)
+    total = problem.heads * blocks
 
     def programs(warps: int) -> int:
         if not cuda:
@@ -786,138 +779,93 @@ def forward_lists(
         dtype=torch.int64,
     )
     aligned = scratch[-scratch.data_ptr() % 1024 // 8 :]
-    flags = counts.new_empty(B * H, blocks)
+    flags = lists.counts.new_empty(problem.heads, blocks)
     if training:
-        key_counts.zero_()
-    constants = problem.constants()
-    unused = q
-    descriptors: tuple[object, object] = (unused, unused)
-    if tma:
-        descriptors = (
-            TensorDescriptor.from_tensor(q.view(-1, D), [rows, D]),
-            TensorDescriptor.from_tensor(k.view(-1, D), [KEYS.value, D]),
-        )
+        lists.key_counts.zero_()
+    D = problem.width
+    descriptors = [
+        TensorDescriptor.from_tensor(t.view(-1, D), [n, D]) if cuda else None
+        for t, n in ((q, rows), (k, KEYS.value))
+    ]
     masked = problem.bias is not None or problem.mask is not None
-    table, steps = spans(problem, rows, KEYS.value) if masked else (unused, (0, 0, 0))
+    table = spans(problem, rows, KEYS.value) if masked else None
     # Of keys that a bias takes out of reach.
-    largest = unused if problem.bias is None else torch.linalg.vector_norm(k, math.inf, (2, 3))
-    alpha, strides = optional(problem.alpha, 3)
-    sides = [optional(t, 4) for t in (problem.bias, problem.mask)]
-    lengths = [unused if t is None else t for t in (problem.query_lengths, problem.key_lengths)]
-    head = (
-        *descriptors, q, k, *(t for t, _ in sides), alpha, *lengths, table, largest,
-        *q.stride()[:3], *k.stride()[:3], *sides[0][1], *sides[1][1], *strides, *steps,
-        H, G, Lq, Lk, float(problem.alpha_value - 1), float(problem.scale), float(problem.fill),
-    )  # fmt: skip
+    largest = None if problem.bias is None else torch.linalg.vector_norm(k, math.inf, (2, 3))
+    head = (*descriptors, x, table, largest)
     options = {
-        "D": D, "KIND": constants["KIND"], "HAS_BIAS": problem.bias is not None,
-        "HAS_MASK": problem.mask is not None, "HAS_ALPHA": problem.alpha is not None,
-        "HAS_QLEN": problem.query_lengths is not None, "HAS_KLEN": problem.key_lengths is not None,
-        "CAUSAL": problem.causal, "FINITE_FILL": problem.finite_fill,
-        "PRECISION": constants["PRECISION"], "WIDEN": constants["WIDEN"], "ASM": cuda, "TMA": tma,
-        "SLOTS": SLOTS, "BM": rows, "STAGES": 3 if cuda else 1,
+        "SLOTS": SLOTS,
+        "C": _fixed(problem),
         **({"maxnreg": REGISTERS} if cuda else {}),
-    }  # fmt: skip
-    part, most, update, early = _schedule(triton.cdiv(Lk, KEYS.value))
+    }
+    part, most, update, early = _schedule(triton.cdiv(x.Lk, KEYS.value))
     candidates_kernel[(narrow,)](
-        *head, scratch.view(torch.float32), entries, starts, counts, flags, total, part, most,
+        *head, scratch.view(torch.float32), lists, flags, total, part, most,
         UPDATE=update, EARLY=early, num_warps=4, **options,
     )  # fmt: skip
     broad_kernel[(wide,)](
-        *head, aligned, entries, starts, counts, flags, key_counts, reference, shift, total,
+        *head, aligned, lists, flags, reference, shift, total,
         TRAINING=training, MINE=triton.next_power_of_2(triton.cdiv(total, wide)), num_warps=8,
         **options,
     )  # fmt: skip
-    gather_left[(total,)](flags, counts, left, earlier, Lq, BM=rows, CHUNK=256, num_warps=4)
-    per = 4
-    _finalize_kernel[(B * H * triton.cdiv(Lq, per),)](
-        v, alpha, *strides, *v.stride(), H, G, Lq, Lk,
-        float(problem.alpha_value - 1), float(problem.scale),
-        entries, starts, counts, flags, key_counts, out, reference, shift,
-        DV=constants["DV"], BDV=constants["BDV"], KIND=constants["KIND"],
-        HAS_ALPHA=problem.alpha is not None, TRAINING=training, SLOTS=SLOTS, BM=rows,
-        R=per, CHUNK=8, num_warps=1, **({"maxnreg": FINALIZE} if cuda else {}),
+    gather_left[(total,)](
+        flags, lists.counts, lists.left, lists.earlier, x.Lq, BM=rows, CHUNK=256, num_warps=4
+    )
+    _finalize_kernel[(problem.heads * triton.cdiv(x.Lq, PER),)](
+        x, lists, flags, out, reference, shift, TRAINING=training, SLOTS=SLOTS, R=PER, CHUNK=8,
+        C=_fixed(problem), num_warps=1, **({"maxnreg": FINALIZE} if cuda else {}),
     )  # fmt: skip
 
 
 def rows_backward(
     problem: Problem,
     grad: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
+    lists: Lists,
     dq: torch.Tensor,
     delta: torch.Tensor,
     dalpha: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dq, delta and dalpha of the rows with lists, and their entries by key.
-
-    Returns (by_key, ends, partial): int64 row << 32 | bits of u, row = h * Lq + i; where each key's
-    segment ends, int32, counted from Lq * SLOTS for each head of queries before; how many rows of
-    each key head have no list.
-    """
-    q, k, v = problem.q, problem.k, problem.v
-    B, H, Lq, _d = q.shape
-    _reference, _shift, entries, starts, counts, _left, earlier, key_counts = saved
-    G, Lk = H // k.shape[1], k.shape[2]
-    cursors, partial = torch.empty_like(key_counts), key_counts.new_empty(k.shape[:2])
-    _places_kernel[(B * k.shape[1],)](
-        key_counts, earlier, cursors, partial, H, G, Lq, Lk, BM=block_rows(q), CHUNK=4096, num_warps=8
+) -> Filed:
+    """dq, delta and dalpha of the rows with lists, and their entries by key."""
+    x, rows = problem.operands(), block_rows(problem.q)
+    filed = Filed(
+        torch.empty_like(lists.entries),
+        torch.empty_like(lists.key_counts),
+        lists.key_counts.new_empty(problem.k.shape[:2]),
+    )
+    _places_kernel[(filed.partial.numel(),)](x, lists, filed, BM=rows, CHUNK=4096, num_warps=8)
+    _rows_kernel[(problem.heads * triton.cdiv(x.Lq, PER),)](
+        x, lists, filed, Strided.of(grad), dq, delta, dalpha, SLOTS=SLOTS, R=PER, CHUNK=8,
+        C=_fixed(problem), num_warps=1,
+        **({} if problem.interpreted else {"maxnreg": REGISTERS}),
     )  # fmt: skip
-    by_key = torch.empty_like(entries)
-    constants = problem.constants()
-    strides = (0, 0, 0) if problem.alpha is None else problem.alpha.stride()[:3]
-    per = 4
-    _rows_kernel[(B * H * triton.cdiv(Lq, per),)](
-        k, v, q if problem.alpha is None else problem.alpha, *strides, *k.stride(), *v.stride(),
-        H, G, Lq, Lk, float(problem.alpha_value - 1), float(problem.scale),
-        entries, starts, counts, cursors, by_key, grad, *grad.stride(), dq, delta,
-        delta if dalpha is None else dalpha,
-        **{name: constants[name] for name in ("D", "BD", "DV", "BDV", "KIND", "HAS_ALPHA")},
-        WANT_ALPHA=dalpha is not None, SLOTS=SLOTS, BM=block_rows(q), R=per, CHUNK=8, num_warps=1,
-        **({"maxnreg": REGISTERS} if q.device.type == "cuda" else {}),
-    )  # fmt: skip
-    # Each cursor has come to the end of its key's entries.
-    return by_key, cursors, partial
+    return filed
 
 
 def add_keys_from_lists(
     problem: Problem,
     grad: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    by_key: torch.Tensor,
-    ends: torch.Tensor,
-    partial: torch.Tensor,
+    lists: Lists,
+    filed: Filed,
     delta: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
     """dk and dv from the lists; on top of what they hold in key heads with rows that were left."""
-    q, k, v = problem.q, problem.k, problem.v
-    B, H, Lq, _ = q.shape
-    Lk = k.shape[2]
-    _reference, _shift, entries, starts, counts, _left, _earlier, key_counts = saved
-    constants = problem.constants()
-    strides = (0, 0, 0) if problem.alpha is None else problem.alpha.stride()[:3]
-    head = (
-        q, v, q if problem.alpha is None else problem.alpha,
-        *q.stride(), *v.stride(), *strides, H, H // k.shape[1], Lq, Lk,
-        float(problem.alpha_value - 1), float(problem.scale),
-    )  # fmt: skip
-    names = ("D", "BD", "DV", "BDV", "KIND", "HAS_ALPHA")
-    constants = {name: constants[name] for name in names} | {"SLOTS": SLOTS}
-    asm = q.device.type == "cuda"
+    x, heads = problem.operands(), filed.partial.numel()
+    given = (x, lists, filed, Strided.of(grad), delta, dk, dv)
+    constants = {"SLOTS": SLOTS, "C": _fixed(problem)}
     # Two tensors of R x CHUNK x width in registers: 64 each a lane at width 64.
     per = 4 if max(problem.width, problem.value_width) <= 64 else 2
-    tail = (partial, grad, *grad.stride(), delta, dk, dv)
-    _keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, per),)](
-        *head, by_key, ends, key_counts, *tail, **constants, ASM=asm, R=per, CHUNK=8, num_warps=1,
-        **({"maxnreg": BY_KEY} if asm else {}),
+
+    def registers(most: int) -> dict[str, int]:
+        return {} if problem.interpreted else {"maxnreg": most}
+
+    _keys_kernel[(heads * triton.cdiv(x.Lk, per),)](
+        *given, **constants, R=per, CHUNK=8, num_warps=1, **registers(BY_KEY)
+    )
+    _broad_keys_kernel[(heads * triton.cdiv(x.Lk, SPAN),)](
+        *given, **constants, SMALL=x.H * x.Lq * SORTED.value < 2**31, R=per, CHUNK=8 * per, SPAN=SPAN,
+        num_warps=1, **registers(REGISTERS),
     )  # fmt: skip
-    _broad_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, SPAN),)](
-        *head, by_key, ends, key_counts, *tail, **constants, ASM=asm,
-        SMALL=H * Lq * SORTED.value < 2**31, R=per, CHUNK=8 * per, SPAN=SPAN, num_warps=1,
-        **({"maxnreg": REGISTERS} if asm else {}),
-    )  # fmt: skip
-    _long_keys_kernel[(B * k.shape[1] * triton.cdiv(Lk, 64),)](
-        *head, by_key, ends, entries, starts, counts, key_counts, *tail, **constants,
-        BM=block_rows(q), SPAN=64, ROWS=32, SLOT=64, num_warps=4,
-    )  # fmt: skip
+    _long_keys_kernel[(heads * triton.cdiv(x.Lk, 64),)](
+        *given, **constants, SPAN=64, ROWS=32, SLOT=64, num_warps=4
+    )

@@ -1,4 +1,7 @@
-"""Operands of entmax attention as the kernels take them, and the scores of one tile."""
+"""Operands of entmax attention as the kernels take them, and the scores of one tile.
+
+A kernel is given `Operands`, what it is for itself, and `Fixed`: all that its code depends on.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,95 @@ import triton.language as tl
 from .entmax_attention_tau import GENERAL, HARDWARE, exponent_kind
 
 __all__ = [
+    "Fixed",
     "Left",
+    "Operands",
     "Problem",
+    "Row",
+    "Strided",
     "Tile",
     "key_tiles",
     "lane_sums",
-    "row_count",
-    "row_scores",
     "tile_for",
-    "tile_rows",
 ]
 
 # The lowest fp32 number.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NEG_INF = tl.constexpr(float("-inf"))
+SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+# --- What a kernel is given -------------------------------------------------------------------------------------------
+
+
+class Strided(NamedTuple):
+    """Where a four-dimensional tensor begins, and its strides; alpha has no columns."""
+
+    start: Any
+    batch: int
+    head: int
+    row: int
+    column: int
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Strided:
+        return cls(t, *t.stride())
+
+
+class Operands(NamedTuple):
+    """What every kernel reads; None stands for what there is not. G query heads share a key head."""
+
+    q: Strided
+    k: Strided
+    v: Strided
+    bias: Strided | None
+    mask: Strided | None
+    alpha: Strided | None
+    query_lengths: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    H: int
+    G: int
+    Lq: int
+    Lk: int
+    am1: float
+    scale: float
+    fill: float
+
+
+class Fixed(NamedTuple):
+    """What kernels are compiled for, each a `tl.constexpr`. BD and BDV are D and DV, rounded up to powers of two."""
+
+    D: int
+    DV: int
+    BD: int
+    BDV: int
+    KIND: int
+    HAS_BIAS: bool
+    HAS_MASK: bool
+    HAS_ALPHA: bool
+    CAUSAL: bool
+    FINITE_FILL: bool
+    ADDED: bool
+    LANES: int
+    PRECISION: str
+    INTERPRETED: bool
+    """Triton's interpreter multiplies bf16 as integers, and knows no PTX and no TMA."""
+    LEFT_ROWS: int
+    """Rows that a count of `Left.earlier` stands for; 0: all rows are the kernel's."""
+    BM: int
+    BN: int
+    STAGES: int
+
+
+class Left(NamedTuple):
+    """The rows that are left to the block passes, ascending: rows int32 [B, H, Lq].
+
+    earlier int32 [B, H, blocks + 1]: how many come before each block of `block` rows, then all.
+    """
+
+    rows: torch.Tensor
+    earlier: torch.Tensor
+    block: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +123,9 @@ class Tile:
         return {"num_warps": self.warps, **limit}
 
 
-class Left(NamedTuple):
-    """The rows that are left to the block passes, ascending: rows int32 [B, H, Lq].
-
-    earlier int32 [B, H, blocks + 1]: how many come before each block of `block` rows, then all.
-    """
-
-    rows: torch.Tensor
-    earlier: torch.Tensor
-    block: int
-
-
-def _interpreted(device: torch.device) -> bool:
-    return device.type != "cuda"
-
-
 def tile_for(problem: Problem, kernel: str) -> Tile:
     """The tile of a block kernel: "threshold", "output", "solve", "rows" (dq), "keys" (dk, dv) or "bias"."""
-    if _interpreted(problem.q.device):
+    if problem.interpreted:
         return Tile(16, 16, 4, 1)  # small, so that small shapes take several tiles
     width = max(problem.width, problem.value_width)
     # Operands beside the scores take registers.
@@ -163,6 +226,10 @@ class Problem:
         return self.v.shape[3]
 
     @property
+    def interpreted(self) -> bool:
+        return self.q.device.type != "cuda"
+
+    @property
     def heads(self) -> int:
         """B * H, the rows of the grids."""
         return self.q.shape[0] * self.q.shape[1]
@@ -191,52 +258,141 @@ class Problem:
         busy = self.mask is not None or self.bias is not None
         return 4 if self.q.element_size() == 2 and not busy else 1
 
-    def operands(self) -> tuple[Any, ...]:
-        """Leading arguments of every block kernel."""
-        unused = self.q
-        optional = (self.bias, self.mask, self.alpha, self.query_lengths, self.key_lengths)
-        strides = [s for t in (self.q, self.k, self.v) for s in t.stride()]
-        for t, n in ((self.bias, 4), (self.mask, 4), (self.alpha, 3)):
-            strides += [0] * n if t is None else list(t.stride()[:n])
-        H, G = self.q.shape[1], self.q.shape[1] // self.k.shape[1]
-        return (
-            self.q, self.k, self.v, *(unused if t is None else t for t in optional), *strides,
-            H, G, self.q.shape[2], self.k.shape[2],
+    @property
+    def kind(self) -> int:
+        """What `powers` are computed by."""
+        general = HARDWARE if self.q.is_cuda and self.q.element_size() == 2 else GENERAL
+        return exponent_kind(None if self.alpha is not None else self.alpha_value, general)
+
+    def operands(self) -> Operands:
+        """What every kernel reads."""
+
+        def strided(t: torch.Tensor | None) -> Strided | None:
+            return None if t is None else Strided.of(t)
+
+        H, Lq = self.q.shape[1:3]
+        return Operands(
+            Strided.of(self.q), Strided.of(self.k), Strided.of(self.v),
+            strided(self.bias), strided(self.mask), strided(self.alpha),
+            self.query_lengths, self.key_lengths, H, H // self.k.shape[1], Lq, self.k.shape[2],
             float(self.alpha_value - 1.0), float(self.scale), float(self.fill),
         )  # fmt: skip
 
-    def constants(self) -> dict[str, Any]:
-        """Compile-time arguments of every block kernel."""
+    def fixed(self, tile: Tile, left: Left | None = None, lanes: int | None = None) -> Fixed:
+        """What the kernels are compiled for that take a tile of all rows, or of the rows that are left."""
         exact = self.q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-        rough = self.q.is_cuda and self.q.element_size() == 2
-        return {
-            "D": self.width,
-            "DV": self.value_width,
-            "BD": _block(self.width),
-            "BDV": _block(self.value_width),
-            "KIND": exponent_kind(
-                None if self.alpha is not None else self.alpha_value, HARDWARE if rough else GENERAL
-            ),
-            "HAS_BIAS": self.bias is not None,
-            "HAS_MASK": self.mask is not None,
-            "HAS_ALPHA": self.alpha is not None,
-            "HAS_QLEN": self.query_lengths is not None,
-            "HAS_KLEN": self.key_lengths is not None,
-            "CAUSAL": self.causal,
-            "FINITE_FILL": self.finite_fill,
-            "PRECISION": "ieee" if exact else "tf32",
-            # The interpreter multiplies bf16 as integers.
-            "WIDEN": _interpreted(self.q.device),
-        }
+        made = Fixed(
+            self.width,
+            self.value_width,
+            _block(self.width),
+            _block(self.value_width),
+            self.kind,
+            self.bias is not None,
+            self.mask is not None,
+            self.alpha is not None,
+            self.causal,
+            self.finite_fill,
+            self.added_fill,
+            self.lanes if lanes is None else lanes,
+            "ieee" if exact else "tf32",
+            self.interpreted,
+            0 if left is None else left.block,
+            tile.rows,
+            tile.keys,
+            tile.stages,
+        )
+        return Fixed(*map(tl.constexpr, made))
+
+
+# --- Heads and rows ---------------------------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """One head's part of an operand."""
+
+    start: Any
+    row: Any
+    column: Any
+
+
+class Head(NamedTuple):
+    """One head's operands, and the ends: of its rows in memory and as given, and of its keys.
+
+    q's matrix stands for those that there are not, since a function of Triton returns no None: see `Fixed`.
+    """
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    bias: Matrix
+    mask: Matrix
+    alpha: Matrix
+    Lq: Any
+    last_row: Any
+    last_key: Any
+    diagonal: Any
+    """Row i sees the keys up to i + diagonal where attention is causal."""
+    am1: Any
+    scale: Any
+    fill: Any
+
+
+class Row(NamedTuple):
+    """Of each row: scale * (alpha - 1), alpha - 1, the reference, and the dropped keys' x."""
+
+    factor: Any
+    am1: Any
+    reference: Any
+    fill: Any
 
 
 @triton.jit
-def load_tile(
-    base, i, stride_i, limit, stride_d, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
+def matrix(t, b, h):
+    """Head h of batch element b, both 64-bit, of a Strided."""
+    return Matrix(t.start + (b * t.batch + h * t.head), t.row, t.column)
+
+
+@triton.jit
+def open_head(x, b, h):
+    """Head h of batch element b."""
+    b = b.to(tl.int64)
+    h = h.to(tl.int64)
+    last_row = x.Lq
+    if x.query_lengths is not None:
+        last_row = tl.minimum(x.Lq, tl.load(x.query_lengths + b).to(tl.int32))
+    last_key = x.Lk
+    if x.key_lengths is not None:
+        last_key = tl.minimum(x.Lk, tl.load(x.key_lengths + b).to(tl.int32))
+    hkv = h // x.G
+    return Head(
+        matrix(x.q, b, h),
+        matrix(x.k, b, hkv),
+        matrix(x.v, b, hkv),
+        matrix(x.q if x.bias is None else x.bias, b, h),
+        matrix(x.q if x.mask is None else x.mask, b, h),
+        matrix(x.q if x.alpha is None else x.alpha, b, h),
+        x.Lq,
+        last_row,
+        last_key,
+        x.Lk - x.Lq,
+        x.am1,
+        x.scale,
+        x.fill,
+    )
+
+
+@triton.jit
+def entry_pointers(m, i, j):
+    """Pointers to the entries [len(i), len(j)] of a matrix."""
+    rows = m.start + i.to(tl.int64)[:, None] * m.row
+    return rows + j.to(tl.int64)[None, :] * m.column
+
+
+@triton.jit
+def load_tile(m, i, limit, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """[len(i), BD] of a matrix [., D]; zeros beyond D and, at an EDGE, from row `limit` on."""
     d = tl.arange(0, BD)
-    at = base + i.to(tl.int64)[:, None] * stride_i + d[None, :] * stride_d
+    at = m.start + i.to(tl.int64)[:, None] * m.row + d[None, :] * m.column
     if EDGE:
         x = tl.load(at, mask=(i < limit)[:, None] & (d < D)[None, :], other=0.0)
     elif D != BD:
@@ -247,17 +403,31 @@ def load_tile(
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    if WIDEN:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
+def store_tile(base, at, acc, inside, D: tl.constexpr, BD: tl.constexpr):
+    """Rows `at` of a contiguous matrix [., D] become acc [M, BD]; 16-bit and inside its rows."""
+    d = tl.arange(0, BD)
+    where = base + at.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(where, acc.to(base.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
 
 
 @triton.jit
-def add_product(a, b, acc, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
-    if WIDEN:
+def product(a, b, C: tl.constexpr):
+    if C.INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision=C.PRECISION)
+
+
+@triton.jit
+def add_product(a, b, acc, C: tl.constexpr):
+    if C.INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=C.PRECISION)
+
+
+@triton.jit
+def larger(a, b):
+    """The maximum; NaN stays."""
+    return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
 
 
 @triton.jit
@@ -287,106 +457,130 @@ def dropped_score(am1, fill_value, FINITE_FILL: tl.constexpr):
 
 
 @triton.jit
-def row_scores(
-    q, k, i, j, row, side, last_row, last_key, diagonal,
-    EDGE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+def tile_scores(q, k, i, j, row, head, EDGE: tl.constexpr, C: tl.constexpr):
     """x [M, N] = (alpha - 1) z - reference of queries i [M] and keys j [N], and which are kept.
 
-    From q [M, D] and k [N, D]. row = (factor, am1, reference, fill), each [M]: scale * (alpha - 1),
-    alpha - 1, and the dropped keys' x. side = (bias, stride_bl, stride_bk, mask, stride_ml,
-    stride_mk) at this head. EDGE: some key may lie beyond last_key or the diagonal.
+    From q [M, D] and k [N, D]. EDGE: some key may lie beyond the last one or the diagonal.
     """
-    factor, am1, reference, fill = row
-    bias, stride_bl, stride_bk, mask, stride_ml, stride_mk = side
-    x = product(q, tl.trans(k), PRECISION, WIDEN) * factor[:, None]
-    inside = (i < last_row)[:, None] & (j < last_key)[None, :]
+    x = product(q, tl.trans(k), C) * row.factor[:, None]
+    inside = (i < head.Lq)[:, None] & (j < head.last_key)[None, :]
     kept = inside
-    if HAS_BIAS:
-        at = bias + i.to(tl.int64)[:, None] * stride_bl + j.to(tl.int64)[None, :] * stride_bk
-        x += tl.load(at, mask=inside, other=0.0).to(tl.float32) * am1[:, None]
-    x = x - reference[:, None]
-    if HAS_MASK:
-        at = mask + i.to(tl.int64)[:, None] * stride_ml + j.to(tl.int64)[None, :] * stride_mk
-        kept = kept & (tl.load(at, mask=inside, other=0) != 0)
-        x = tl.where(kept, x, fill[:, None])
+    if C.HAS_BIAS:
+        bias = tl.load(entry_pointers(head.bias, i, j), mask=inside, other=0.0)
+        x += bias.to(tl.float32) * row.am1[:, None]
+    x = x - row.reference[:, None]
+    if C.HAS_MASK:
+        kept = kept & (tl.load(entry_pointers(head.mask, i, j), mask=inside, other=0) != 0)
+        x = tl.where(kept, x, row.fill[:, None])
     if EDGE:
-        if CAUSAL:
-            before = j[None, :] <= i[:, None] + diagonal
+        if C.CAUSAL:
+            before = j[None, :] <= i[:, None] + head.diagonal
             kept = kept & before
-            x = tl.where(before, x, fill[:, None])
-        x = tl.where((j < last_key)[None, :], x, NEG_INF)
+            x = tl.where(before, x, row.fill[:, None])
+        x = tl.where((j < head.last_key)[None, :], x, NEG_INF)
     return x, kept
 
 
 @triton.jit
-def head_offsets(bh, H, G, sxb, sxh, skb, skh, svb, svh):
-    """(b, h, offsets of this head's query-side, key and value matrices), 64-bit."""
-    b = (bh // H).to(tl.int64)
-    h = (bh % H).to(tl.int64)
-    hkv = h // G
-    return b, h, b * sxb + h * sxh, b * skb + hkv * skh, b * svb + hkv * svh
+def key_scores(q, n, i, row, head, EDGE: tl.constexpr, C: tl.constexpr):
+    """Keys j of tile n, the keys [BN, D] themselves, and their `tile_scores`: (j, k, x, kept)."""
+    j = n * C.BN + tl.arange(0, C.BN)
+    k = load_tile(head.k, j, head.last_key, EDGE, C.D, C.BD)
+    x, kept = tile_scores(q, k, i, j, row, head, EDGE, C)
+    return j, k, x, kept
 
 
 @triton.jit
-def row_constants(
-    alpha, stride_al, i, last_row, am1_value, scale, HAS_ALPHA: tl.constexpr,
-    EDGE: tl.constexpr = True,
-):  # fmt: skip
+def row_constants(head, i, C: tl.constexpr, EDGE: tl.constexpr = True):
     """(factor, am1, beta) [M] of rows i: scale * (alpha - 1), alpha - 1 and 1 / (alpha - 1).
 
-    EDGE: some row may lie beyond last_row.
+    EDGE: some row may lie beyond the last.
     """
-    am1 = tl.zeros_like(i).to(tl.float32) + am1_value
-    if HAS_ALPHA:
-        at = alpha + i.to(tl.int64) * stride_al
+    am1 = tl.zeros_like(i).to(tl.float32) + head.am1
+    if C.HAS_ALPHA:
+        at = head.alpha.start + i.to(tl.int64) * head.alpha.row
         if EDGE:
-            am1 = tl.load(at, mask=i < last_row, other=1.5).to(tl.float32) - 1.0
+            am1 = tl.load(at, mask=i < head.Lq, other=1.5).to(tl.float32) - 1.0
         else:
             am1 = tl.load(at).to(tl.float32) - 1.0
-    return am1 * scale, am1, 1.0 / am1
+    return am1 * head.scale, am1, 1.0 / am1
+
+
+# --- Tiles ------------------------------------------------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """Of a block of rows: key tiles without an edge, with a key to see, and all."""
+
+    whole: Any
+    seen: Any
+    every: Any
 
 
 @triton.jit
-def key_tiles(first_row, end_row, last_key, diagonal, CAUSAL: tl.constexpr, BN: tl.constexpr):
-    """Of rows first_row:end_row: key tiles without an edge, with a key to see, and all."""
-    whole = last_key // BN
-    every = tl.cdiv(last_key, BN)
+def key_range(tiles, EDGE: tl.constexpr):
+    """The first and the end of a block's key tiles to see, of those without an edge or of the others."""
+    if EDGE:
+        return tiles.whole, tiles.seen
+    else:
+        return 0, tiles.whole
+
+
+class Block(NamedTuple):
+    """A program's rows: their head; which they are, where they are in [B, H, Lq], and constants, each [BM]."""
+
+    head: Head
+    i: Any
+    at: Any
+    factor: Any
+    am1: Any
+    beta: Any
+    fill: Any
+
+
+@triton.jit
+def key_tiles(first_row, end_row, head, CAUSAL: tl.constexpr, BN: tl.constexpr):
+    """The tiles of BN keys of rows first_row:end_row."""
+    whole = head.last_key // BN
+    every = tl.cdiv(head.last_key, BN)
     tiles = every
     if CAUSAL:
-        whole = tl.maximum(tl.minimum(whole, (first_row + diagonal + 1) // BN), 0)
-        tiles = tl.maximum(tl.minimum(every, tl.cdiv(end_row + diagonal, BN)), 0)
-    return tl.minimum(whole, tiles), tiles, every
+        whole = tl.maximum(tl.minimum(whole, (first_row + head.diagonal + 1) // BN), 0)
+        tiles = tl.maximum(tl.minimum(every, tl.cdiv(end_row + head.diagonal, BN)), 0)
+    return Tiles(tl.minimum(whole, tiles), tiles, every)
 
 
 @triton.jit
-def row_count(earlier, bh, Lq, LEFT_ROWS: tl.constexpr):
-    """How many rows of a head are there for the block passes: all, or the last of earlier[bh]."""
-    count = Lq
-    if LEFT_ROWS > 0:
-        blocks = tl.cdiv(Lq, LEFT_ROWS)
-        count = tl.load(earlier + bh * (blocks + 1) + blocks)
-    return count
+def own_rows(x, left, C: tl.constexpr):
+    """(head, block, how many rows the head has here) of a program that owns BM rows: all, or some of those left."""
+    blocks = tl.cdiv(x.Lq, C.BM)
+    bh = tl.program_id(0) // blocks
+    count = x.Lq
+    if C.LEFT_ROWS > 0:
+        groups = tl.cdiv(x.Lq, C.LEFT_ROWS)
+        count = tl.load(left.earlier + bh * (groups + 1) + groups)
+    return bh, tl.program_id(0) % blocks, count
 
 
 @triton.jit
-def tile_rows(
-    left, bh, block, count, Lq, CAUSAL: tl.constexpr, LEFT_ROWS: tl.constexpr, BM: tl.constexpr
-):
-    """Rows i [BM] of one of `row_count` rows' tiles, ascending, Lq where there is none, first and end.
+def open_rows(x, left, bh, block, count, C: tl.constexpr):
+    """(Block, Tiles) of what `own_rows` gives: rows ascending, Lq where there is none.
 
-    With LEFT_ROWS of the rows left[bh]. CAUSAL: the last tile, of the longest rows, comes first.
+    CAUSAL: the last block, of the longest rows, comes first.
     """
-    if CAUSAL:
-        block = tl.cdiv(count, BM) - 1 - block
-    at = block * BM + tl.arange(0, BM)
-    if LEFT_ROWS > 0:
-        i = tl.load(left + bh.to(tl.int64) * Lq + at, mask=at < count, other=Lq)
+    if C.CAUSAL:
+        block = tl.cdiv(count, C.BM) - 1 - block
+    at = block * C.BM + tl.arange(0, C.BM)
+    if C.LEFT_ROWS > 0:
+        i = tl.load(left.rows + bh.to(tl.int64) * x.Lq + at, mask=at < count, other=x.Lq)
         first = tl.min(i, 0)
-        end = tl.max(tl.where(i < Lq, i + 1, 0), 0)
+        end = tl.max(tl.where(i < x.Lq, i + 1, 0), 0)
     else:
         i = at
-        first = block * BM
-        end = tl.minimum(first + BM, Lq)
-    return i, first, end
+        first = block * C.BM
+        end = tl.minimum(first + C.BM, x.Lq)
+    head = open_head(x, bh // x.H, bh % x.H)
+    factor, am1, beta = row_constants(head, i, C)
+    fill = dropped_score(am1, x.fill, C.FINITE_FILL)
+    block = Block(head, i, bh.to(tl.int64) * x.Lq + i, factor, am1, beta, fill)
+    return block, key_tiles(first, end, head, C.CAUSAL, C.BN)

@@ -10,15 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
+from .entmax_attention_blocks import EXACT, TURNS
 from .entmax_attention_problem import (
     Problem,
+    Row,
     Tile,
     dropped_score,
-    head_offsets,
+    key_scores,
+    larger,
     load_tile,
+    open_head,
     product,
     row_constants,
-    row_scores,
+    store_tile,
 )
 from .entmax_attention_tau import clip_to_one, newton, powers, step
 from .launch import relaunched
@@ -27,83 +31,48 @@ __all__ = ["applies", "forward_short"]
 
 NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
-SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
-# What |h - 1| may be after the last step, and how many there are at most: see `entmax_attention_blocks`.
-EXACT_SUM = tl.constexpr(1e-5)
-TURNS = tl.constexpr(128)
-
-
 # Keys of a row: 64 rows' scores are 64 registers a thread, and three programs share an SM.
 MOST_KEYS = 128
 
 
 def _tile(problem: Problem) -> Tile:
     """All keys at once."""
-    cuda = problem.q.device.type == "cuda"
     keys = max(16, triton.next_power_of_2(problem.k.shape[2]))
-    return Tile(64 if cuda else 16, keys, 4, 1)
+    return Tile(16 if problem.interpreted else 64, keys, 4, 1)
 
 
 def applies(problem: Problem) -> bool:
     """Whether the scores of a block of rows fit: few keys and 16-bit operands."""
-    most = MOST_KEYS if problem.q.device.type == "cuda" else 32
+    most = 32 if problem.interpreted else MOST_KEYS
     widths = max(problem.width, problem.value_width)
     return problem.q.element_size() == 2 and problem.k.shape[2] <= most and widths <= 128
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
 
 
 @relaunched
 @triton.jit
 def _short_kernel(
-    q, k, v, bias, mask, alpha, query_lengths, key_lengths,
-    sqb, sqh, sql, sqd, skb, skh, skl, skd, svb, svh, svl, svd,
-    sbb, sbh, sbl, sbk, smb, smh, sml, smk, sab, sah, sal,
-    H, G, Lq, Lk, am1_value, scale, fill_value,
-    out, reference, shift,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, KIND: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ALPHA: tl.constexpr,
-    HAS_QLEN: tl.constexpr, HAS_KLEN: tl.constexpr, CAUSAL: tl.constexpr,
-    FINITE_FILL: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-    REFINE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
+    x, out, reference, shift, EXACT_SUM: tl.constexpr, REFINE: tl.constexpr, C: tl.constexpr
+):
     """A program owns out, reference and shift of BM rows; BN is no less than the number of keys.
 
     REFINE: shift takes one more Newton step, for a backward.
     """
-    blocks = tl.cdiv(Lq, BM)
+    blocks = tl.cdiv(x.Lq, C.BM)
     bh = tl.program_id(0) // blocks
-    i = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
-    j = tl.arange(0, BN)
-    b, h, q_at, k_at, v_at = head_offsets(bh, H, G, sqb, sqh, skb, skh, svb, svh)
-    last_key = Lk
-    if HAS_KLEN:
-        last_key = tl.minimum(Lk, tl.load(key_lengths + b).to(tl.int32))
-    last_row = Lq
-    if HAS_QLEN:
-        last_row = tl.minimum(Lq, tl.load(query_lengths + b).to(tl.int32))
-    factor, am1, beta = row_constants(
-        alpha + b * sab + h * sah, sal, i, Lq, am1_value, scale, HAS_ALPHA
-    )
-    side = (bias + b * sbb + h * sbh, sbl, sbk, mask + b * smb + h * smh, sml, smk)
-    zero = tl.zeros([BM], tl.float32)
-    row = (factor, am1, zero, dropped_score(am1, fill_value, FINITE_FILL))
-    qt = load_tile(q + q_at, i, sql, Lq, sqd, True, D, BD)
-    kt = load_tile(k + k_at, j, skl, last_key, skd, True, D, BD)
-    x, _ = row_scores(
-        qt, kt, i, j, row, side, Lq, last_key, Lk - Lq,
-        True, HAS_BIAS, HAS_MASK, CAUSAL, PRECISION, WIDEN,
-    )  # fmt: skip
-    m = tl.reduce(x, 1, _larger)
-    dead = (m == NEG_INF) | (i >= last_row)
+    i = tl.program_id(0) % blocks * C.BM + tl.arange(0, C.BM)
+    head = open_head(x, bh // x.H, bh % x.H)
+    factor, am1, beta = row_constants(head, i, C)
+    zero = tl.zeros([C.BM], tl.float32)
+    row = Row(factor, am1, zero, dropped_score(am1, x.fill, C.FINITE_FILL))
+    q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
+    j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
+    m = tl.reduce(z, 1, larger)
+    dead = (m == NEG_INF) | (i >= head.last_row)
     m = tl.where(dead, 0.0, m)
     idle = dead | (tl.abs(m) == POS_INF) | (m != m)
-    x = x - m[:, None]
+    z = z - m[:, None]
     # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
-    entries = tl.maximum(last_key, 1).to(tl.float32)
+    entries = tl.maximum(head.last_key, 1).to(tl.float32)
     hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
     lo = zero - 1.0
     d = tl.minimum(lo, hi)
@@ -111,28 +80,26 @@ def _short_kernel(
     turn = 0
     searching = 1
     while searching > 0:
-        w, g = powers(clip_to_one(x, d[:, None], WIDEN), beta[:, None], KIND)
+        w, g = powers(clip_to_one(z, d[:, None], C.INTERPRETED), beta[:, None], C.KIND)
         d, rest, lo, hi, old = step(
-            d, tl.sum(w, 1), tl.sum(g, 1), lo, hi, old, entries * beta, turn, beta, KIND
+            d, tl.sum(w, 1), tl.sum(g, 1), lo, hi, old, entries * beta, turn, beta, C.KIND
         )
         turn += 1
         searching = tl.max(((rest > EXACT_SUM) & (idle == 0)).to(tl.int32), 0)
         if turn >= TURNS:
             searching = 0
-    p, g = powers(clip_to_one(x, d[:, None], WIDEN), beta[:, None], KIND)
+    p, g = powers(clip_to_one(z, d[:, None], C.INTERPRETED), beta[:, None], C.KIND)
     f = tl.sum(p, 1)
-    vt = load_tile(v + v_at, j, svl, last_key, svd, True, DV, BDV)
-    acc = product(p.to(vt.dtype), vt, PRECISION, WIDEN)
+    v = load_tile(head.v, j, head.last_key, True, C.DV, C.BDV)
     # What fp32 leaves of sum p == 1 goes to all entries alike.
+    acc = product(p.to(v.dtype), v, C)
     acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
-    at_row = bh.to(tl.int64) * Lq + i
-    c = tl.arange(0, BDV)
-    inside = (i < Lq)[:, None] & (c < DV)[None, :]
-    tl.store(out + at_row[:, None] * DV + c[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    tl.store(reference + at_row, m, mask=i < Lq)
+    at = bh.to(tl.int64) * x.Lq + i
+    store_tile(out, at, acc, i < x.Lq, C.DV, C.BDV)
+    tl.store(reference + at, m, mask=i < x.Lq)
     if REFINE:
-        d = newton(d, f, tl.sum(g, 1), beta, KIND)
-    tl.store(shift + at_row, tl.where(dead, POS_INF, d), mask=i < Lq)
+        d = newton(d, f, tl.sum(g, 1), beta, C.KIND)
+    tl.store(shift + at, tl.where(dead, POS_INF, d), mask=i < x.Lq)
 
 
 def forward_short(
@@ -145,6 +112,6 @@ def forward_short(
     """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
     tile = _tile(problem)
     _short_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
-        *problem.operands(), out, reference, shift, **problem.constants(),
-        REFINE=training, BM=tile.rows, BN=tile.keys, **tile.options(),
+        problem.operands(), out, reference, shift, EXACT_SUM=EXACT[2], REFINE=training,
+        C=problem.fixed(tile), **tile.options(),
     )  # fmt: skip

@@ -9,16 +9,16 @@ rests on a span being tight.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .entmax_attention_problem import Problem
+from .entmax_attention_problem import Problem, Strided, entry_pointers, matrix
 from .launch import relaunched
 
-__all__ = ["LOW", "NUMBERS", "Spans", "mixed_tile", "spans", "tiles_of"]
+__all__ = ["LOW", "NUMBERS", "Runs", "Spans", "mixed_tile", "spans", "tiles_of"]
 
 # A key whose bias is at most this is taken for absent, and rows for which it may not be are told apart: no larger
 # than the lowest fp16, which masks are made of.
@@ -39,9 +39,8 @@ class Spans(NamedTuple):
 @relaunched
 @triton.jit
 def _classes_kernel(
-    bias, mask, classes, sbb, sbh, sbl, sbk, smb, smh, sml, smk, heads, rows, Lk,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, BM: tl.constexpr, KEYS: tl.constexpr,
-    STEP: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
+    bias, mask, classes, heads, rows, Lk,
+    BM: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """A program reads BM rows by TILES tiles: 0 for an empty tile, 1 for a mixed one, 2 for a full one.
 
@@ -53,6 +52,8 @@ def _classes_kernel(
     block = tl.program_id(0) // chunks % blocks
     bh = tl.program_id(0) // chunks // blocks
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    bias = None if bias is None else matrix(bias, b, h)
+    mask = None if mask is None else matrix(mask, b, h)
     j = chunk * (KEYS * TILES) + tl.arange(0, KEYS * TILES)
     some = tl.zeros([KEYS * TILES], tl.int32)
     every = some + 1
@@ -61,14 +62,12 @@ def _classes_kernel(
         inside = (i < rows)[:, None] & (j < Lk)[None, :]
         kept = inside
         plain = inside | (inside == 0)
-        if HAS_BIAS:
-            at = bias + b * sbb + h * sbh + i.to(tl.int64)[:, None] * sbl
-            x = tl.load(at + j.to(tl.int64)[None, :] * sbk, mask=inside, other=0.0).to(tl.float32)
+        if bias is not None:
+            x = tl.load(entry_pointers(bias, i, j), mask=inside, other=0.0).to(tl.float32)
             kept = kept & ((x <= LOW) == 0)  # NaN is kept
             plain = plain & (x == 0.0)
-        if HAS_MASK:
-            at = mask + b * smb + h * smh + i.to(tl.int64)[:, None] * sml
-            keep = tl.load(at + j.to(tl.int64)[None, :] * smk, mask=inside, other=ALL)
+        if mask is not None:
+            keep = tl.load(entry_pointers(mask, i, j), mask=inside, other=ALL)
             kept = kept & (keep != 0)
             plain = plain & (keep == ALL)
         some = tl.maximum(some, tl.max(kept.to(tl.int32), 0))
@@ -126,12 +125,9 @@ def spans(problem: Problem, rows: int, keys: int) -> Spans:
     if bias is None and mask is not None and _in_words(mask):
         mask, word = mask.view(torch.int64), WORD
     together = 8 * word
-    strides = [s for t in (bias, mask) for s in ((0,) * 4 if t is None else t.stride())]
     _classes_kernel[(B * H * blocks * triton.cdiv(tiles, together),)](
-        problem.q if bias is None else bias, problem.q if mask is None else mask, classes, *strides,
-        H, Lq, Lk // word,
-        HAS_BIAS=bias is not None, HAS_MASK=mask is not None, BM=rows, KEYS=keys // word,
-        STEP=16, TILES=together, ALL=0x0101010101010101 if word == WORD else 1, num_warps=4,
+        *(None if t is None else Strided.of(t) for t in (bias, mask)), classes, H, Lq, Lk // word,
+        BM=rows, KEYS=keys // word, STEP=16, TILES=together, ALL=0x0101010101010101 if word == WORD else 1, num_warps=4,
     )  # fmt: skip
     _spans_kernel[(B * H * blocks,)](
         classes, table, tiles, NUMBERS=NUMBERS.value, TILES=triton.next_power_of_2(tiles), num_warps=1
@@ -146,21 +142,35 @@ def _in_words(mask: torch.Tensor) -> bool:
     return mask.stride(3) == 1 and not any(n % WORD for n in numbers)
 
 
-@triton.jit
-def tiles_of(spans, whole, tiles, SPANS: tl.constexpr):
-    """Of one block's span: (first full tile, how many, the mixed tiles' runs, how many).
+class Runs(NamedTuple):
+    """The key tiles that a block of rows sees: full ones from `full` on, and the mixed ones of `mixed_tile`."""
 
-    Of `tiles` tiles, of which the first `whole` have no edge. The runs are what `mixed_tile` takes.
-    """
-    zero = tiles * 0
-    if SPANS:
-        end = tl.minimum(tl.load(spans + 1), tiles)
-        begin = tl.minimum(tl.load(spans), end)
-        full_end = tl.minimum(tl.load(spans + 3), whole)
-        full = tl.maximum(tl.minimum(tl.load(spans + 2), end), begin)
+    full: Any
+    fulls: Any
+    mixed: Any
+    begin: Any
+    one: Any
+    first_end: Any
+    two: Any
+    second_end: Any
+
+
+@triton.jit
+def tiles_of(span, tiles):
+    """The `Runs` of one block with a span, or None for one without, from its `Tiles`."""
+    zero = tiles.seen * 0
+    if span is None:
+        return Runs(
+            zero, tiles.whole, tiles.seen - tiles.whole, tiles.whole, zero, zero, zero, zero
+        )
+    else:
+        end = tl.minimum(tl.load(span + 1), tiles.seen)
+        begin = tl.minimum(tl.load(span), end)
+        full_end = tl.minimum(tl.load(span + 3), tiles.whole)
+        full = tl.maximum(tl.minimum(tl.load(span + 2), end), begin)
         full_end = tl.maximum(tl.minimum(full_end, end), full)
-        gap = tl.maximum(tl.minimum(tl.load(spans + 4), end), begin)
-        gap_end = tl.maximum(tl.minimum(tl.load(spans + 5), end), gap)
+        gap = tl.maximum(tl.minimum(tl.load(span + 4), end), begin)
+        gap_end = tl.maximum(tl.minimum(tl.load(span + 5), end), gap)
         # Empty runs lie anywhere: behind the other.
         gap = tl.where(gap == gap_end, end, gap)
         gap_end = tl.where(gap == end, end, gap_end)
@@ -170,19 +180,16 @@ def tiles_of(spans, whole, tiles, SPANS: tl.constexpr):
         second, second_end = tl.maximum(full, gap), tl.maximum(full_end, gap_end)
         one = first - begin
         two = one + second - first_end
-        three = two + end - second_end
-        return full, full_end - full, (begin, one, first_end, two, second_end), three
-    else:
-        return zero, whole, (whole, zero, zero, zero, zero), tiles - whole
+        mixed = two + end - second_end
+        return Runs(full, full_end - full, mixed, begin, one, first_end, two, second_end)
 
 
 @triton.jit
 def mixed_tile(n, runs, SPANS: tl.constexpr):
-    """The n-th of the mixed tiles."""
-    begin, one, first_end, two, second_end = runs
+    """The n-th of the mixed tiles; without SPANS they follow each other."""
+    tile = runs.begin + n
     if SPANS:
-        return tl.where(
-            n < one, begin + n, tl.where(n < two, first_end + n - one, second_end + n - two)
-        )
-    else:
-        return begin + n
+        third = runs.second_end + n - runs.two
+        second = tl.where(n < runs.two, runs.first_end + n - runs.one, third)
+        tile = tl.where(n < runs.one, tile, second)
+    return tile

@@ -44,6 +44,7 @@ _Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
 _sorts: dict[tuple[type, ...], _Sorts] = {}
 # Programs of many shapes start over here: a few hundred bytes each.
 _MOST_SEEN = 16384
+_NUMBERS = (int, float, type(None))
 
 # Told of an event that a stream records or waits for: ("record" or "wait", the stream, the event).
 EventSeen = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
@@ -81,6 +82,14 @@ def _kind(argument: Any) -> Hashable:
     if argument is None:
         return None
     return argument.base.dtype  # a tensor descriptor; its block shape and layout are the kernel's
+
+
+def _exact(argument: Any) -> Hashable:
+    """As `_kind`, where looking that up takes longer than to keep a few more: numbers in a tuple are what they are."""
+    if not isinstance(argument, tuple):
+        return _kind(argument)
+    kept = [a if a.__class__ in _NUMBERS else _exact(a) for a in argument]
+    return tuple(kept), tuple(map(type, argument))
 
 
 def _sorted(args: tuple[Any, ...]) -> _Sorts:
@@ -157,7 +166,7 @@ def launch(
         pointers |= pointer
         key.append(tensor.dtype)
     for i in others:
-        key.append(_kind(args[i]))
+        key.append(_exact(args[i]))
         if not isinstance(args[i], tuple):
             device = args[i].base.get_device()
     if device >= 0 and device != torch.cuda.current_device():

@@ -695,7 +695,7 @@ def _placed(a: Any, locate: Callable[[Tensor], _At | None]) -> Any:
     """A launch's argument with places instead of tensors."""
     if isinstance(a, Tensor):
         return locate(a) or 0  # an empty tensor's address
-    if type(a) is tuple:
+    if isinstance(a, tuple):  # by name or not
         return tuple(_placed(e, locate) for e in a)
     if hasattr(a, "block_shape"):
         at = locate(a.base)

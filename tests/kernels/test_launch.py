@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -113,11 +114,17 @@ def test_constants_warps_and_options_are_compiled_for():
     assert (kernel.compiled, kernel.launched) == (5, [])
 
 
-def test_tuples_count_by_what_is_in_them():
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize("kind", [lambda *pair: pair, Pair, lambda *pair: Pair(X, Pair(*pair))])
+def test_tuples_count_by_what_is_in_them(kind):
     kernel = Kernel()
-    for numbers in ((32, 16), (32, 17), (64, 16)):
-        launch(kernel, (1,), (X, numbers), CONSTANTS, 4)
-    assert (kernel.compiled, len(kernel.launched)) == (2, 1)
+    for numbers in ((32, 16), (32, 17), (64, 16), (32, None), (32, 16.0)):
+        launch(kernel, (1,), (X, kind(*numbers)), CONSTANTS, 4)
+    assert (kernel.compiled, len(kernel.launched)) == (4, 1)
 
 
 def test_the_interpreter_leaves_nothing_to_keep():

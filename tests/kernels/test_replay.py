@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import types
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -364,14 +365,20 @@ def test_one_tensor_given_twice_is_no_plan_for_two():
     torch.testing.assert_close(call(a, b), 2 * b)
 
 
-def test_tuples_and_descriptors_get_the_new_addresses():
+class Pair(NamedTuple):
+    tensor: Any
+    number: int
+
+
+@pytest.mark.parametrize("kind", [lambda *pair: pair, Pair])
+def test_tuples_and_descriptors_get_the_new_addresses(kind):
     seen = []
     kernel = Kernel(lambda pair, box, out: seen.append((pair, box.base.data_ptr(), box.shape)))
 
     def fn(x):
         out = torch.empty_like(x)
         box = types.SimpleNamespace(base=x, shape=[4, 5], block_shape=[2, 5])
-        launch(kernel, (1,), ((x, 3), box, out), {}, 4)
+        launch(kernel, (1,), (kind(x, 3), box, out), {}, 4)
         return out
 
     call = replay.replayed(fn)

@@ -1,0 +1,351 @@
+"""Entmax attention with masks, short rows and a cache, beside softmax attention of the same program.
+
+Contenders, in one process and in turn: attention as users write it with the `entmax` package, compiled ("compile"),
+where its score matrices fit; the same module compiled after `sparse_inductor.enable()` ("ours"); softmax attention with
+the same mask by each backend of SDPA that takes it, or by FlexAttention where a mask is a window. Queries and keys are
+standard normal, alpha is 1.5; in the case marked P the queries' variance is 6, the paper's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.bench import Bench, Label, both, compiled, ratio, rewritten
+from benchmarks.measure import Timing, Work
+
+SECONDS = 1.0
+INFERENCE, TRAINING = "inference", "forward + backward"
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+Limits = tuple[float | None, float | None]
+NONE: Limits = (None, None)
+
+
+def run(bench: Bench) -> None:
+    """Measure everything for this device."""
+    bench.section(bench.measure_limits)
+    if bench.cuda or bench.quick:
+        bench.sections(_gpu_sections(bench))
+
+
+# --- The programs -----------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """No mask; `Hkv` heads of keys and values are repeated for the queries' heads, as a decoder does it."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+        import entmax
+
+        k, v = (_repeated(t, q.shape[1] // t.shape[1]) for t in (k, v))
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        return entmax.entmax15(self.masked(scores, *given), dim=-1).to(v.dtype) @ v
+
+    def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
+        return scores
+
+
+def _repeated(t: Tensor, times: int) -> Tensor:
+    if times == 1:
+        return t
+    B, H, L, D = t.shape
+    return t[:, :, None].expand(B, H, times, L, D).reshape(B, H * times, L, D)
+
+
+class Causal(Attention):
+    """The program makes the mask."""
+
+    def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
+        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        return scores.masked_fill(~keep, float("-inf"))
+
+
+class CausalPadded(Causal):
+    """Padding beside the program's own causal mask."""
+
+    def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
+        return super().masked(scores).masked_fill(~given[0], float("-inf"))
+
+
+class Masked(Attention):
+    """A tensor says which keys are kept."""
+
+    def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
+        return scores.masked_fill(~given[0], float("-inf"))
+
+
+class Biased(Attention):
+    """A tensor with 0 and the lowest number is added."""
+
+    def masked(self, scores: Tensor, *given: Tensor) -> Tensor:
+        return scores + given[0]
+
+
+@dataclasses.dataclass
+class Case:
+    """One program, its tensors, and how SDPA is asked for the same mask."""
+
+    name: str
+    program: Attention
+    size: tuple[int, int, int, int, int, int]
+    """B, H, Hkv, Lq, Lk, D."""
+    mask: Tensor | None = None
+    causal: bool = False
+    """Whether SDPA is told so."""
+    variance: float = 1.0
+    width: int = 0
+    """Of a window that FlexAttention takes."""
+    alone: bool = False
+    """Whether there is no softmax beside it."""
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Queries, keys, values and the output's gradient."""
+        torch.manual_seed(0)
+        B, H, Hkv, Lq, Lk, D = self.size
+        shapes = ((B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, D), (B, H, Lq, D))
+        q, k, v, grad = (torch.randn(s, device=device) for s in shapes)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        q, k, v, grad = (t.to(dtype) for t in (q * self.variance**0.5, k, v, grad))
+        for t in (q, k, v):
+            t.requires_grad_()
+        return q, k, v, grad
+
+    def softmax(
+        self, device: torch.device
+    ) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+        """Softmax attention by everything that takes this mask."""
+        if self.alone:
+            return {}
+        if self.width:
+            return {"flex": _window(self.size[4], self.width, device)}
+
+        def by(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+            def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(
+                        q, k, v, attn_mask=self.mask, is_causal=self.causal, enable_gqa=q.shape[1] != k.shape[1]
+                    )  # fmt: skip
+
+            return call
+
+        if device.type != "cuda":
+            return {"math": by(SDPBackend.MATH)}
+        return {name: by(backend) for name, backend in BACKENDS.items() if self._fits(name)}
+
+    def _fits(self, backend: str) -> bool:
+        B, H, _, Lq, Lk, _ = self.size
+        return backend != "math" or B * H * Lq * Lk <= 2**29
+
+
+def _window(length: int, width: int, device: torch.device) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (j > i - width)
+
+    blocks = create_block_mask(seen, None, None, length, length, device=device)
+    flex = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v: flex(q, k, v, block_mask=blocks)
+
+
+# --- Comparing --------------------------------------------------------------------------------------------------------
+
+
+def _work(
+    run: Callable[..., Tensor], inputs: Sequence[Tensor], kind: str, given: Sequence[Tensor]
+) -> Work:
+    *leaves, grad = inputs
+    if kind == INFERENCE:
+        leaves = [t.detach() for t in leaves]
+
+    def call() -> object:
+        if kind == INFERENCE:
+            with torch.no_grad():
+                return run(*leaves, *given)
+        out = run(*leaves, *given)
+        return out, *torch.autograd.grad(out, leaves, grad)
+
+    return call
+
+
+def _compare(
+    bench: Bench,
+    case: Case,
+    floors: Limits = NONE,
+    goals: Limits = NONE,
+    unrewritten: bool = False,
+    kinds: Sequence[str] = (INFERENCE, TRAINING),
+) -> dict[str, Timing]:
+    """Ours by kind; the rows say how it stands beside softmax and beside the unrewritten program."""
+    torch._dynamo.reset()
+    inputs = case.inputs(bench.device)
+    given = () if case.mask is None else (case.mask,)
+    ours, compile = rewritten(case.program, "entmax_attention"), compiled(case.program)
+    softmax = case.softmax(bench.device)
+    mine: dict[str, Timing] = {}
+    for kind, floor, goal in zip(kinds, floors, goals):
+        works: dict[Label, Work] = {}
+        name = f"{case.name}, {kind}"
+        for label, run in softmax.items():
+            work = _work(run, inputs, kind, ())
+            try:
+                work()
+            except RuntimeError as error:
+                bench.left_out(name, label, f"not measured: {str(error).splitlines()[0][:80]}")
+            else:
+                works[name, label] = work
+        peers = [label for _, label in works]
+        works[name, "ours"] = _work(ours, inputs, kind, given)
+        if unrewritten:
+            works[name, "compile"] = _work(compile, inputs, kind, given)
+        found = bench.race(works, None if bench.quick else SECONDS, weigh=False)
+        mine[kind] = found[name, "ours"]
+        best = min((found[name, p] for p in peers), key=lambda t: t.ms, default=None)
+        by = next((p for p in peers if found[name, p] is best), "none")
+        if softmax:
+            value, note = ratio(mine[kind], best), both(mine[kind], best)
+            bench.row(f"{name}: time, ours over softmax ({by})", value, "x", floor, goal, note=note)
+        if unrewritten:
+            theirs = found[name, "compile"]
+            value = ratio(theirs, mine[kind])
+            note = both(theirs, mine[kind])
+            bench.row(f"{name}: time, compile over ours", value, "x", 1.5, 3.0, True, note)
+    return mine
+
+
+Section = Callable[[Bench], None]
+
+
+def _causal(length: int, device: torch.device) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
+
+
+def _additive(keep: Tensor) -> Tensor:
+    dtype = torch.bfloat16 if keep.is_cuda else torch.float32
+    return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(
+        ~keep, torch.finfo(dtype).min
+    )
+
+
+def _kept(counts: Sequence[int], length: int, device: torch.device) -> Tensor:
+    """Padding masks [B, 1, 1, length]: so many keys of each batch element."""
+    keep = torch.arange(length, device=device) < torch.tensor(counts, device=device)[:, None]
+    return keep[:, None, None]
+
+
+def _gpu_sections(bench: Bench) -> list[Section]:
+    device, tiny = bench.device, bench.quick
+
+    def sized(size: tuple[int, ...]) -> tuple[int, int, int, int, int, int]:
+        B, H, Hkv, Lq, Lk, D = (min(n, most) for n, most in zip(size, (2, 4, 2, 64, 64, 16)))
+        small = (B, H, min(Hkv, H) if size[1] != size[2] else H, Lq, Lk, D)
+        return small if tiny else (size[0], size[1], size[2], size[3], size[4], size[5])
+
+    def masks(bench: Bench) -> None:
+        """One length, all ways of writing a mask."""
+        size = sized((2, 16, 16, 8192, 8192, 64))
+        L = size[4]
+        keep = _causal(L, device)
+        half = _kept([L // 2] * size[0], L, device)
+        name = f"{size[0]} x {size[1]} x {L} D{size[5]}"
+        cases = {
+            "none": Case(f"no mask, {name}", Attention(), size),
+            "known": Case(f"causal, made by the program, {name}", Causal(), size, causal=True),
+            "added": Case(f"causal, added, {name}", Biased(), size, _additive(keep)),
+            "bool": Case(f"causal, boolean, {name}", Masked(), size, keep),
+            "half": Case(f"half of the keys padded, {name}", Masked(), size, half),
+        }
+        limits = {"added": ((4.0, 3.0), (2.5, 2.0)), "bool": ((4.0, 3.0), (2.5, 2.0))}
+        taken = {
+            key: _compare(bench, case, *limits.get(key, (NONE, NONE)))
+            for key, case in cases.items()
+        }
+        for key, peer, floor, goal in (
+            ("added", "known", 1.15, 1.03),
+            ("bool", "known", 1.15, 1.03),
+            ("half", "none", 0.65, 0.55),
+        ):
+            for kind in (INFERENCE, TRAINING):
+                mine, other = taken[key][kind], taken[peer][kind]
+                label = f"{cases[key].name}, {kind}: time over {cases[peer].name.partition(',')[0]}"
+                if key != "half":
+                    label += " made by the program"
+                bench.row(label, ratio(mine, other), "x", floor, goal, note=both(mine, other))
+
+    def wide_heads(bench: Bench) -> None:
+        size = sized((8, 16, 16, 2048, 2048, 128))
+        keep = _causal(size[4], device)
+        name = f"{size[0]} x {size[1]} x {size[4]} D{size[5]}"
+        limits: tuple[Limits, Limits] = ((4.0, 2.8), (2.5, 1.8))
+        _compare(
+            bench, Case(f"causal, added, {name}", Biased(), size, _additive(keep)), *limits, True
+        )
+        _compare(bench, Case(f"causal, boolean, {name}", Masked(), size, keep), *limits)
+        _compare(bench, Case(f"causal, made by the program, {name}", Causal(), size, causal=True))
+
+    def short_rows(bench: Bench) -> None:
+        for L, floors, goals in ((128, (1.5, 1.3), (1.0, 1.0)), (512, (2.0, 1.3), (1.3, 1.0))):
+            size = sized((32, 12, 12, L, L, 64))
+            name = f"{size[0]} x {size[1]} x {L} D{size[5]}"
+            _compare(bench, Case(f"no mask, {name}", Attention(), size), floors, goals, True)
+            counts = [L - i * L // (2 * size[0]) for i in range(size[0])]
+            keep = _kept(counts, size[4], device)
+            _compare(bench, Case(f"padding, {name}", Masked(), size, keep), floors, goals)
+
+    def window(bench: Bench) -> None:
+        size = sized((1, 16, 16, 16384, 16384, 64))
+        width = size[4] // 16
+        i, j = torch.arange(size[4], device=device)[:, None], torch.arange(size[4], device=device)
+        keep = ((j <= i) & (j > i - width))[None, None]
+        name = f"window of {width}, boolean, {size[0]} x {size[1]} x {size[4]} D{size[5]}"
+        _compare(bench, Case(name, Masked(), size, keep, width=width), (2.5, None), (1.5, None))
+
+    def decode(bench: Bench) -> None:
+        size = sized((8, 32, 8, 1, 8192, 128))
+        L = size[4]
+        name = f"decode, {size[0]} x {size[1]} heads, {size[2]} of keys, {L} keys D{size[5]}"
+        kinds = (INFERENCE,)
+        _compare(bench, Case(name, Attention(), size), (2.0, None), (1.2, None), True, kinds)
+        keep = _kept([L - i * L // (2 * size[0]) for i in range(size[0])], L, device)
+        padded = Case(f"{name}, padded", Masked(), size, keep)
+        _compare(bench, padded, (2.0, None), (1.2, None), True, kinds)
+
+    def long(bench: Bench) -> None:
+        size = sized((2, 16, 16, 16384, 16384, 64))
+        L = size[4]
+        name = f"{size[0]} x {size[1]} x {L} D{size[5]} P"
+        keep = _kept([L - L // 3] * size[0], L, device)
+        plain = Case(
+            f"causal, made by the program, {name}", Causal(), size, causal=True, variance=6.0
+        )
+        _compare(bench, plain, (None, 1.0), (None, 0.67))
+        both_masks = Case(
+            f"causal, a third of the keys padded, {name}",
+            CausalPadded(),
+            size,
+            keep,
+            variance=6.0,
+            alone=True,
+        )
+        # SDPA takes one mask: told that it is causal, it reads the padded keys too.
+        mine = _compare(bench, both_masks, kinds=(TRAINING,))
+        theirs = bench.found(f"{plain.name}, {TRAINING}", "flash")
+        if theirs and theirs.ms:
+            value = mine[TRAINING].ms / theirs.ms
+            note = f"{mine[TRAINING].ms:.4g} ms / {theirs.ms:.4g} ms"
+            label = f"{both_masks.name}, {TRAINING}: time, ours over causal softmax (flash)"
+            bench.row(label, value, "x", 1.0, 0.67, note=note)
+
+    return [masks, wide_heads, short_rows, window, decode, long]
