@@ -10,7 +10,6 @@ take. Sources: Peters et al. 2019 (entmax); Correia et al. 2019 (the gradient of
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Callable, Sequence
 
@@ -28,7 +27,7 @@ from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, above_one, transform
 from sparse_inductor.match.entmax_form import ENDS, ends_here
-from sparse_inductor.match.fakes import expected_elements
+from sparse_inductor.match.fakes import bytes_of, expected_elements
 from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.leaves import show_entmax
 from sparse_inductor.match.terms import widened
@@ -154,15 +153,8 @@ def _bytes_saved(view: GraphView, found: Transform) -> int | None:
     scores, their sums and whatever else the formula has; counted as one tensor each."""
     if not torch.is_grad_enabled() or not view.requires_grad(found.source):
         return 0
-    kept = 0
-    for n in found.nodes[:-1]:
-        if not view.is_tensor(n) or not fake(n).requires_grad:
-            continue
-        sizes = view.shape(n)
-        if not all(isinstance(s, int) for s in sizes):
-            return None
-        kept += math.prod(sizes) * fake(n).dtype.itemsize
-    return kept
+    kept = [bytes_of(n) for n in found.nodes[:-1] if view.requires_grad(n)]
+    return None if None in kept else sum(b for b in kept if b is not None)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

@@ -11,7 +11,6 @@ The probabilities never exist, so nobody else may read them: where somebody does
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
 from sparse_inductor.example import example_of
 from sparse_inductor.match.attention import are_probabilities, read_attention, relu_attention
-from sparse_inductor.match.buckets import split_block
 from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
@@ -30,7 +28,8 @@ from sparse_inductor.match.checks import (
 from sparse_inductor.match.contraction import PRODUCTS
 from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.fakes import expected_elements
+from sparse_inductor.match.fakes import bytes_of, expected_elements
+from sparse_inductor.match.family import split_block
 from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.layout import Attention
 from sparse_inductor.match.leaves import show_entmax
@@ -154,10 +153,7 @@ def _bytes_saved(view: GraphView, found: Attention) -> int | None:
     """What a training step keeps of the probabilities."""
     if not torch.is_grad_enabled() or not fake(found.node).requires_grad:
         return 0
-    sizes = view.shape(found.found.node)
-    if not all(isinstance(s, int) for s in sizes):
-        return None
-    return math.prod(sizes) * fake(found.found.node).dtype.itemsize
+    return bytes_of(found.found.node)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

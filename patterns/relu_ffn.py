@@ -29,7 +29,6 @@ from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.example import Layers, example_of
 from sparse_inductor.match.branches import Branch
-from sparse_inductor.match.buckets import split_block
 from sparse_inductor.match.checks import (
     check_device,
     check_match,
@@ -41,10 +40,13 @@ from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.encoder_layer import NAME as FUSED_LAYER
 from sparse_inductor.match.encoder_layer import LayerMatch, encoder_layer
 from sparse_inductor.match.fakes import expected, expected_elements
-from sparse_inductor.match.family import rectified_product
+from sparse_inductor.match.family import rectified_product, split_block
 from sparse_inductor.match.feed_forward import (
+    Joined,
     Reading,
+    check_joined,
     is_activation,
+    joined,
     product_in_einsum,
     read_block,
     resembles,
@@ -52,7 +54,6 @@ from sparse_inductor.match.feed_forward import (
 from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
 from sparse_inductor.match.graph import GraphView, fake, label
 from sparse_inductor.match.indicators import compared_dtype, is_flat, said
-from sparse_inductor.match.joined import Joined, check_joined, joined
 from sparse_inductor.match.mesh import is_distributed
 from sparse_inductor.match.readers import Others, other_readers
 from sparse_inductor.match.terms import widened

@@ -11,7 +11,6 @@ it or counted in it: it is then written for that alone, and its gradient from th
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 
 import torch
@@ -24,7 +23,7 @@ from sparse_inductor.match.checks import check_followed, check_operands
 from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.entries import Entries, entries
-from sparse_inductor.match.fakes import expected, expected_elements
+from sparse_inductor.match.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.match.gemm import Linear, linears
 from sparse_inductor.match.graph import GraphView, fake
 from sparse_inductor.pattern import Sparse
@@ -134,12 +133,8 @@ class SparseDecode(Recogniser):
         between = (*found.after, found.scatter, *(n for n, _ in found.scaled))
         check_followed(view, between, node, view.learns(found.values))
         nodes = _only_here(view, found, node)
-        saved = 0
-        sizes = view.shape(down.source)
-        if found.scatter in nodes and view.learns(down.weight_source):
-            known = all(isinstance(s, int) for s in sizes)
-            saved = math.prod(sizes) * fake(node).dtype.itemsize if known else None
-        return DecoderMatch(down, found, nodes, saved)
+        saves = found.scatter in nodes and view.learns(down.weight_source)
+        return DecoderMatch(down, found, nodes, bytes_of(down.source) if saves else 0)
 
     def worth(self, match: DecoderMatch, view: GraphView) -> Worth:
         down, values = match.down, fake(match.found.values)

@@ -22,11 +22,10 @@ from torch import fx, nn
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.break_even import look_up
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.match.activated import Activated, activated, decoders_below
 from sparse_inductor.match.checks import check_operands
 from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entries import entries
+from sparse_inductor.match.entries import Activated, activated, decoders_below, entries
 from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.gemm import Linear, linears
 from sparse_inductor.match.graph import GraphView, fake

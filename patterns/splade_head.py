@@ -37,13 +37,14 @@ from sparse_inductor.match.fakes import expected, expected_elements
 from sparse_inductor.match.family import above, below
 from sparse_inductor.match.gemm import Linear
 from sparse_inductor.match.graph import GraphView, fake, label, same_size, same_sizes
-from sparse_inductor.match.maxima import Reduction, maximum
-from sparse_inductor.match.poolings import (
+from sparse_inductor.match.pooling import (
     ANCHORS,
     LOGS,
     POOLED,
     PRODUCTS,
     RISES,
+    Reduction,
+    maximum,
     other_pool,
     weighted_sum,
 )

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .axes import Atom, Axis, Placed, above, flat, placed
+from .axes import Atom, Axis, Placed, before, flat, originals, placed
 from .contraction import Contraction, Operand, contraction
 from .declines import Decline
 from .entmax import transform
@@ -160,66 +160,39 @@ class _Reader:
 
     def _unrepeated(self, t: Tensor) -> Tensor:
         """Keys or values before their heads were repeated for the query heads."""
-        node, axes, reader = t.node, list(t.axes), t.reader
         best = t
-        if self.view.value(node, reader) is not node:
-            return t  # written in place: not what its node says
-        repeated, _ = self.view.behind(node, (VIEWS | COPIES | {"cast"}) - SPREADS)
+        repeated, _ = self.view.behind(t.node, (VIEWS | COPIES | {"cast"}) - SPREADS)
         if self.view.name_of(repeated) not in _SPREADS:
             return t  # following it would split axes for nothing
-        for _ in range(10):
-            call = self.view.call(node)
-            if call is None or call.inplace or not self.view.is_tensor(call.get("input")):
-                break
-            x = call["input"]
-            seen = self.view.value(x, node)
-            try:
-                axes = self._before(node, call, axes)
-            except Decline:
-                break
-            known = self.view.is_tensor(
-                seen
-            )  # else a part of it is written in place, as of a cache
-            reader, node = node, (seen if known else x)
-            if call.name in _SPREADS:
-                best = Tensor(node, list(axes), reader)
-            if not known:
-                break
+        found = originals(self.view, t.node, t.axes, t.reader, self._before, memory=True)
+        for node, axes, reader in found:
+            if self.view.name_of(reader) in _SPREADS:
+                best = Tensor(node, axes, reader)
         return best
 
-    def _before(self, node: fx.Node, call: Any, axes: list[Axis]) -> list[Axis]:
-        """Axes above a view or an op that repeats along axes of one element, or along a whole axis."""
-        view = self.view
-        before, after = view.shape(call["input"]), view.shape(node)
-        if call.name in COPIES:
-            return axes
-        if call.name == "cast" and view.dtype(node).is_floating_point:
-            wider = torch.promote_types(view.dtype(node), view.dtype(call["input"]))
-            if wider == view.dtype(node):
-                return axes
-        elif call.name in SPREADS:
-            new = len(after) - len(before)
-            return [() if same_size(b, 1) else axis for b, axis in zip(before, axes[new:])]
-        elif call.name == "repeat_interleave":
+    def _before(
+        self, view: GraphView, node: fx.Node, call: Any, axes: Sequence[Axis]
+    ) -> list[Axis]:
+        """Axes above what keeps every value, or repeats along axes of one element, or along a whole axis."""
+        sizes, after = view.shape(call["input"]), view.shape(node)
+        new = len(after) - len(sizes)
+        if call.name in SPREADS:
+            return [() if same_size(b, 1) else axis for b, axis in zip(sizes, axes[new:])]
+        if call.name == "repeat_interleave":
             dim, times = call.get("dim"), call["repeats"]
             if isinstance(dim, int) and isinstance(times, int):
-                return self._divided(axes, dim % len(axes), before, (before[dim], times))
+                return self._divided(axes, dim % len(axes), (sizes[dim], times))
         elif call.name == "repeat":
-            new = len(after) - len(before)
-            many = [i for i, s in enumerate(after) if i < new or not same_size(s, before[i - new])]
+            many = [i for i, s in enumerate(after) if i < new or not same_size(s, sizes[i - new])]
             if len(many) == 1 and many[0] >= new:
                 dim = many[0]
-                size = before[dim - new]
                 times = call["sizes"][dim]
                 if isinstance(times, int):
-                    divided = self._divided(axes, dim, after, (times, size), keep=1)
-                    return divided[new:]
-        elif call.name in VIEWS and call.name != "expand":
-            return above(view, node, call, axes)
-        raise Decline("not a repetition of heads", node)
+                    return self._divided(axes, dim, (times, sizes[dim - new]), keep=1)[new:]
+        return before(view, node, call, axes)
 
     def _divided(
-        self, axes: list[Axis], dim: int, shape: Any, sizes: tuple[Any, Any], keep: int = 0
+        self, axes: Sequence[Axis], dim: int, sizes: tuple[Any, Any], keep: int = 0
     ) -> list[Axis]:
         """The axis `dim` is two, of which the tensor before the repetition has one."""
         parts = list(flat(axes[dim]))
@@ -401,29 +374,8 @@ def _with_width(axes: list[Axis], width: list[Atom]) -> list[Axis]:
 
 def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
     """An operand as it was before it was cast up from `dtype`."""
-    node, axes, reader = t.node, list(t.axes), t.reader
-    for _ in range(8):
-        if view.dtype(node) == dtype:
-            return Tensor(node, axes, reader)
-        if view.value(node, reader) is not node:
-            return None  # written in place
-        call = view.call(node)
-        if call is None or call.inplace or not view.is_tensor(call.get("input")):
-            return None
-        if call.name in VIEWS:
-            try:
-                axes = above(view, node, call, axes)
-            except Decline:
-                return None
-        elif call.name not in COPIES | {"cast"}:
-            return None
-        seen = view.value(call["input"], node)
-        if not view.is_tensor(seen) or not view.dtype(seen).is_floating_point:
-            return None
-        if rounds(view.dtype(node), view.dtype(seen)):
-            return None
-        node, reader = seen, node
-    return None
+    found = originals(view, t.node, t.axes, t.reader)
+    return next((Tensor(*one) for one in found if view.dtype(one[0]) == dtype), None)
 
 
 def _causal(

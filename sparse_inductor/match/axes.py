@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -19,8 +19,10 @@ from .graph import GraphView
 from .indices import expanded_index
 from .names import Call
 from .shapes import order_of
+from .values import rounds
+from .vocabulary import COPIES, VIEWS
 
-__all__ = ["Atom", "Axis", "Placed", "above", "flat", "fresh", "placed"]
+__all__ = ["Atom", "Axis", "Placed", "above", "before", "flat", "fresh", "originals", "placed"]
 
 
 class Atom:
@@ -95,6 +97,49 @@ def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> l
             raise Decline("it is broadcast", node)
         case _:
             return _regrouped(before, view.shape(node), axes, node)
+
+
+def before(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
+    """The axes of the input of what keeps every value: a view, a copy, or a cast that rounds nothing."""
+    dtype, wider = view.dtype(call["input"]), view.dtype(node)
+    if call.name in COPIES:
+        return list(axes)
+    if call.name == "cast" and dtype.is_floating_point and not rounds(wider, dtype):
+        return list(axes)
+    if call.name in VIEWS:
+        return above(view, node, call, axes)
+    raise Decline("its values are others", node)
+
+
+def originals(
+    view: GraphView,
+    node: fx.Node,
+    axes: Sequence[Axis],
+    reader: fx.Node,
+    step: Callable[..., list[Axis]] = before,
+    memory: bool = False,
+) -> Iterator[tuple[fx.Node, list[Axis], fx.Node]]:
+    """A tensor and what it has its values of, one of the other, each with its axes and its reader.
+
+    step: the axes of a call's input; raises Decline where that is followed no further. memory: the last one may be a
+    tensor a part of which is written in place, as of a cache: what its reader reads is not what its node says.
+    """
+    yield node, list(axes), reader
+    while view.value(node, reader) is node and (call := view.call(node)) is not None:
+        x = call.get("input")
+        if call.inplace or not view.is_tensor(x):
+            return
+        try:
+            axes = step(view, node, call, axes)
+        except Decline:
+            return
+        seen = view.value(x, node)
+        known = seen is not None and view.is_tensor(seen)
+        if known or memory:
+            yield (seen if known else x), list(axes), node
+        if not known:
+            return
+        reader, node = node, seen
 
 
 def _permuted(axes: Sequence[Axis], order: Sequence[int]) -> list[Axis]:

@@ -15,19 +15,16 @@ from torch import fx
 
 from ..epilogue.steps import Step
 from .batch_norm import normalised
-from .comparisons import edge, is_comparison
+from .comparisons import conditions, edge, gated, is_comparison
 from .declines import Decline
-from .gates import conditions, gated
-from .gemm import linears
+from .gemm import entry_of_stack, linears
 from .graph import GraphView, fake, label, same_size
 from .mesh import redistributed
 from .names import Call
 from .scalars import number, scalar_steps
 from .selection import SELECTIONS, Assigned, Selection, selections
 from .shapes import Combined, part_of_axis, undone
-from .spine import Element, Fill, Spine, Term
-from .stacked import entry_of_stack
-from .summed import summed
+from .spine import Element, Fill, Spine, Term, summed
 from .values import rounds
 from .vocabulary import COMPARISONS, PARTS, SHAPE_OPS
 

@@ -10,17 +10,15 @@ the gradient in training, are tried on concrete rows.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from .axes import Axis, above, flat, fresh
+from .axes import flat, fresh, originals
 from .declines import Decline
 from .emit import Emitter
 from .entmax_form import ENDS, Candidate, Form, form, unshifted
@@ -29,7 +27,7 @@ from .fakes import attribute
 from .graph import GraphView, fake, same_size
 from .trial import Region, region
 from .values import rounds
-from .vocabulary import COPIES, SPREADS, VIEWS
+from .vocabulary import COPIES, SPREADS
 
 __all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "above_one", "transform"]
 
@@ -317,11 +315,11 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
         return None
     axes = fresh(inner.shape(result))
     with torch.no_grad():  # the body's own mode: what it does not record needs no check
-        rows = list(_through(inner, result, axes))
-        found, at = next(((f, at) for n, at in rows if (f := transform(inner, n))), (None, axes))
+        rows = originals(inner, result, axes, result)
+        found, at = next(((f, at) for n, at, _ in rows if (f := transform(inner, n))), (None, axes))
     if found is None:
         return None
-    given, given_axes = list(_through(inner, found.source, at))[-1]
+    *_, (given, given_axes, _) = originals(inner, found.source, at, found.reader)
     dim = next((d for d, axis in enumerate(axes) if axis and axis == at[found.dim]), None)
     operands = list(call.get("operands", ()))
     inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -352,27 +350,3 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     return Transform(
         node, source, hop, dim, alpha, nodes, note, found.scale, undefined=found.undefined
     )
-
-
-def _through(
-    view: GraphView, node: fx.Node, axes: list[Axis]
-) -> Iterator[tuple[fx.Node, list[Axis]]]:
-    """A tensor and what it is a view, a copy or a cast of that rounds nothing, each with its axes."""
-    while True:
-        yield node, axes
-        call = view.call(node)
-        x = None if call is None else call.get("input")
-        if call is None or call.inplace or not view.is_tensor(x) or view.value(x, node) is not x:
-            return
-        if call.name in VIEWS:
-            with contextlib.suppress(Decline):
-                axes, node = above(view, node, call, axes), x
-                continue
-            return
-        dtype = view.dtype(x)
-        widens = (
-            call.name == "cast" and dtype.is_floating_point and not rounds(view.dtype(node), dtype)
-        )
-        if call.name not in COPIES and not widens:
-            return
-        node = x

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 __all__ = [
     "attribute",
     "bounds",
+    "bytes_of",
     "complete",
     "evaluated",
     "expected",
@@ -106,6 +107,13 @@ def expected(size: Any) -> int:
 def expected_elements(sizes: Iterable[Any]) -> int:
     """How many elements a tensor of these sizes had when the graph was captured."""
     return math.prod(map(expected, sizes))
+
+
+def bytes_of(node: Any) -> int | None:
+    """The size of a node's tensor in bytes; None where it is not the same on every run."""
+    t = fake(node)
+    known = all(isinstance(s, int) for s in t.shape)
+    return math.prod(t.shape) * t.dtype.itemsize if known else None
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import fx
 
+from .. import compat
+from ..pattern import Miss
 from .contraction import contraction
-from .gemm import linears
+from .gemm import entry_of_stack, linears
 from .graph import GraphView, fake
-from .stacked import entry_of_stack
 from .values import is_parameter
 
-__all__ = ["RECTIFIERS", "above", "below", "rectified_product"]
+__all__ = ["RECTIFIERS", "above", "below", "rectified_product", "split_block"]
 
 RECTIFIERS = frozenset("relu relu6 clamp clamp_min threshold".split())
 
@@ -84,4 +85,25 @@ def rectified_product(view: GraphView, node: fx.Node) -> tuple[set[str], bool] |
         found = above(view, mine.node)
         if "batched matmul" in found and found & RECTIFIERS:
             return found, is_parameter(view, other.node)
+    return None
+
+
+# Dynamo's DDPOptimizer cuts a graph before any pass sees it, so that the gradients of a bucket are reduced while those
+# of the one before it are computed. A projection whose parameters fill a bucket starts it: what is projected is a
+# result of another graph. A pattern sees the head of such a block when it is asked about "output", one of its anchors.
+
+
+def split_block(
+    view: GraphView, output: fx.Node, what: str, is_head: Callable[[fx.Node], bool]
+) -> Miss | None:
+    """Why a block is none whose first part, `what`, is a result of a bucket's graph."""
+    if not compat.in_ddp_bucket(view.graph.owning_module):
+        return None
+    for node in output.all_input_nodes:
+        if view.is_tensor(node) and is_head(node):
+            return Miss(
+                f"what reads {what} is not in this bucket of DistributedDataParallel: a larger bucket_cap_mb, or "
+                "torch._dynamo.config.optimize_ddp = False, keeps the block whole",
+                node,
+            )
     return None

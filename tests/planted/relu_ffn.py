@@ -16,7 +16,7 @@ from planted import bug
 from planted.bug import Plant, Program, instead, result
 from sparse_inductor.epilogue.steps import Step
 from sparse_inductor.match.chain import Chain
-from sparse_inductor.match.joined import Joined
+from sparse_inductor.match.feed_forward import Joined
 from sparse_inductor.ops import _relu_ffn_aten as aten
 
 BlockMatch = importlib.import_module("sparse_inductor.patterns.relu_ffn").BlockMatch
