@@ -231,10 +231,34 @@ def _frozen_later(m, x):
     return z
 
 
+def _threshold(z):
+    """Of sparsemax."""
+    s, _ = z.sort(-1, descending=True)
+    c = s.cumsum(-1) - 1
+    size = (torch.arange(1, z.shape[-1] + 1) * s > c).sum(-1, keepdim=True)
+    return c.gather(-1, size - 1) / size
+
+
+def _threshold_under_no_grad(m, x):
+    z = m.a(x)
+    with torch.no_grad():
+        tau = _threshold(z)
+    return torch.clamp(z - tau, min=0)
+
+
+def _shifted_under_no_grad(m, x):
+    z = m.a(x)
+    alpha = 1.5 + 0.1 * m.k.bias[:1]
+    with torch.no_grad():
+        z = z - z.amax(-1, keepdim=True)
+    return entmax.entmax_bisect(z, alpha, dim=-1)
+
+
 @pytest.mark.parametrize(
     "program",
     [
-        _scaled_under_no_grad, _clipped_through_detach, _linear_in_an_island, _rectified_under_no_grad,
+        _threshold_under_no_grad, _shifted_under_no_grad, _scaled_under_no_grad, _clipped_through_detach,
+        _linear_in_an_island, _rectified_under_no_grad,
         _weighted_under_no_grad, _statistic_of_a_frozen_map, _statistic_in_an_island, _frozen_later,
     ],
 )  # fmt: skip
@@ -286,6 +310,23 @@ def test_a_wider_alpha_widens():
     alpha = torch.full((3, 1), 1.4)
     program = lambda m, z, alpha: entmax.entmax_bisect(z, alpha, dim=-1)
     _assert_as_eager(program, torch.randn(3, 6).bfloat16(), alpha)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda q, ids, w: (q[:, ids].double() * w).sum(-1),
+        lambda q, ids, w: (q[:, ids] * w).sum(-1, dtype=torch.float64),
+    ],
+    ids=["product", "sum"],
+)
+def test_scores_in_double_precision_are_computed_in_it(scores):
+    q, ids, w = torch.rand(2, 30), torch.randint(0, 8, (8, 64)), torch.rand(8, 64)
+    q, w = (q * 16).round() / 16, (w * 16).round() / 16 + 2**12  # whose products are exact
+    with only("sparse_scores") as report, torch.no_grad():
+        got = compile_without_codegen(scores)(q, ids, w)
+        assert report.rewrites
+    torch.testing.assert_close(got, scores(q, ids, w), rtol=1e-12, atol=0)
 
 
 def test_fmax_is_no_maximum():
@@ -638,6 +679,26 @@ def test_a_search_of_few_steps_is_no_sparsemax():
         below.append(1.001 * ((len(below) + 2) * below[-1] - sum(below)) + 1e-6)
     slow = -torch.tensor([[0.0, *(1.0 + x for x in below)]])
     assert not _assert_as_eager(lambda m, z: almost(m, z, 24), slow)
+
+
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        lambda z: torch.relu(z - _threshold(z).clamp(-300, 300)),
+        lambda z: torch.relu(z - _threshold(z.clamp_min(-300.0))),
+    ],
+    ids=["threshold", "scores"],
+)
+def test_a_threshold_within_bounds_is_no_sparsemax(bounded):
+    z = torch.randn(4, 8)
+    z[1], z[2] = z[1] + 1000, z[2] - 1000
+    assert not _assert_as_eager(lambda m, z: bounded(z), z)
+
+
+def test_a_threshold_that_ignores_what_is_no_number_is_no_sparsemax():
+    z = torch.randn(4, 8)
+    z[1, 2] = torch.nan
+    assert not _assert_as_eager(lambda m, z: torch.relu(z - _threshold(z.nan_to_num())), z)
 
 
 def test_a_verdict_belongs_to_one_graph():

@@ -161,7 +161,8 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
     if not isinstance(alpha, fx.Node):
         alpha = _sane(float(alpha), node)
     # A value a row that the user subtracts first changes nothing.
-    chosen = unshifted(view, x, node, dim)[-1]
+    shifts = unshifted(view, x, node, dim)
+    chosen = shifts[-1]
     if chosen.source is not x:
         piece = region(
             view, node, (chosen.source, *([alpha] if isinstance(alpha, fx.Node) else []))
@@ -169,8 +170,10 @@ def _leaf(view: GraphView, node: fx.Node) -> Transform:
         if piece is not None:
             nodes = _replaced(piece)
             undefined = "nan" if bisects else undefined
+            # What is subtracted may be detached; what it is subtracted from may not.
+            settled = tuple(n for n in nodes if n not in {s.reader for s in shifts[1:]})
             return Transform(
-                node, chosen.source, chosen.reader, dim, alpha, nodes, settled=nodes, undefined=undefined
+                node, chosen.source, chosen.reader, dim, alpha, nodes, settled=settled, undefined=undefined
             )  # fmt: skip
     return Transform(node, x, node, dim, alpha, (node,), undefined=undefined)
 

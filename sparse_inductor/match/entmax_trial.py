@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .declines import Decline
-from .fakes import bounds, fake, same_size, static_size
+from .fakes import attribute, bounds, fake, same_size, static_size
 from .graph import GraphView
 from .trial import Region, Untestable, run
 
@@ -32,6 +32,10 @@ _MAX_TRIED = 1024
 _WIDEST = 1 << 16
 _WIDTHS = (2, 3, 5, 8, 20, 67, 200)  # that rows are tried with whose size is not known
 _MAX_SEARCHED = 1 << 16  # random scores of a trial
+_MOST = 2.0**24  # beyond it fp32 has no numbers less than 1 apart, by which a row's scores differ
+# Arguments that are no values, and functions that have no others.
+_SIZES = frozenset("dim dims k size shape start end step steps repeats index".split())
+_COUNTS = frozenset("arange linspace metadata getitem".split())
 _MAX_NUMEL = 1 << 21  # scores of a trial in the program's own shape: about a second for a bisection
 
 
@@ -54,14 +58,16 @@ class Trial:
         self.alpha = self.alphas[0]
         self.tolerance = _TOLERANCE.get(view.dtype(node), 1e-5)
         self.learned = False
+        self.levels: tuple[float, ...] = ()
         self.leaf_alpha: torch.Tensor | None = None
 
     def check(self, piece: Region, learns: bool) -> None:
-        """Raises Decline where the result or the gradient is not entmax's."""
-        self.learned = learns
+        """Raises Decline where the result or the gradient, of the scores or of alpha, is not entmax's."""
+        learns = self.learned = learns or (self._learns_alpha() and self.view.grad_enabled)
         if static_size(self.view.shape(self.source)[self.dim]) == 0:
             raise Decline("its rows have no scores to try it with", self.node)
         fills = tuple(self.scale * fill for fill in sorted(_fills(self.view, self.source)))
+        self.levels = tuple(self.scale * level for level in _levels(self.view, piece.nodes))
         how = self.dim, self.alphas, self.scale, learns, fills, self._learns_alpha()
         key = (_key(self.view, piece), *how)
         tried = _tried
@@ -100,7 +106,7 @@ class Trial:
             for alpha in self.alphas:
                 self.alpha = alpha
                 with torch.no_grad():
-                    wrong = self._forward(piece, fills)
+                    wrong = self._forward(piece, fills) or self._not_a_number(piece)
                 if wrong is None and learns:
                     wrong = self._backward(piece, -torch.inf in fills)
                 if wrong is not None:
@@ -118,7 +124,7 @@ class Trial:
         return wrong
 
     def _forward_of(self, piece: Region, width: int, fills: tuple[float, ...]) -> str | None:
-        for rows, fill in _rows(width, self.alpha, fills):
+        for rows, fill in _rows(width, self.alpha, fills, self.levels):
             p = self._run(piece, rows)
             if not p.isfinite().all():
                 return self._reason("has no finite result", fill)
@@ -133,6 +139,17 @@ class Trial:
             if float(gap) > 2 * self.tolerance:
                 return self._reason(f"differs from entmax by {float(gap):.2g}", fill)
         return None
+
+    def _not_a_number(self, piece: Region) -> str | None:
+        """What is wrong with a row that holds a NaN: entmax makes NaN of all of it, or refuses it."""
+        generator = torch.Generator().manual_seed(7)
+        rows = torch.randn(2, self._widths()[0], generator=generator, dtype=torch.float64)
+        rows[1, 0] = torch.nan
+        try:
+            p = self._run(piece, rows)
+        except Untestable:
+            return None
+        return None if p[1].isnan().all() else self._reason("is finite in a row with a NaN", None)
 
     def _reason(self, what: str, fill: float | None) -> str:
         where = "" if fill is None else f" where scores are masked with {fill:g}"
@@ -258,12 +275,16 @@ def _close(got: torch.Tensor | None, want: torch.Tensor) -> bool:
 
 
 def _rows(
-    width: int, alpha: float, fills: tuple[float, ...]
+    width: int, alpha: float, fills: tuple[float, ...], levels: tuple[float, ...]
 ) -> Iterator[tuple[torch.Tensor, float | None]]:
-    """Rows that a search for the threshold may fail on; then rows with masked scores, a few or all but one."""
+    """Rows that a search for the threshold may fail on; then rows beyond the numbers in the program, which may be
+    bounds; then rows with masked scores, a few or all but one."""
     generator = torch.Generator().manual_seed(4)
     yield _searched(width, alpha, generator), None
     noise = torch.randn(4, width, generator=generator, dtype=torch.float64)
+    if levels:
+        beyond = 4 / min(1.0, alpha - 1) * torch.tensor(levels, dtype=torch.float64)[:, None, None]
+        yield torch.cat([noise + beyond, noise - beyond, noise * beyond]).flatten(0, 1), None
     for fill in fills:
         keep = torch.rand(4, width, generator=generator) > torch.tensor(
             [[0.1], [0.5], [0.9], [0.97]]
@@ -335,10 +356,29 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
     return found
 
 
+def _levels(view: GraphView, nodes: Iterable[fx.Node]) -> list[float]:
+    """How large the numbers are that a program adds to its values, multiplies them by, or compares them with."""
+    found: set[float] = set()
+    for node in nodes:
+        if isinstance(body := attribute(node), fx.GraphModule):
+            found |= {*_levels(GraphView(body.graph), body.graph.nodes)}
+        call = view.call(node)
+        tensors = [t for t in (node, *node.all_input_nodes) if view.is_tensor(t)]
+        if not any(view.dtype(t).is_floating_point for t in tensors):
+            continue
+        if call is None:
+            found |= {float(a) for a in node.args if isinstance(a, (int, float))}
+        elif call.name not in _COUNTS:
+            given = (v for name, v in call.args.items() if name not in _SIZES)
+            values = (view.const(v, node) for v in given if isinstance(v, (int, float, fx.Node)))
+            found |= {v for v in values if v is not None}
+    return sorted({abs(v) for v in found if 1 <= abs(v) <= _MOST})
+
+
 def _key(view: GraphView, piece: Region) -> tuple:
     """The structure of a region: two layers of a model are tried once."""
     leaves = tuple((str(tuple(view.shape(n))), str(view.dtype(n))) for n in piece.leaves)
-    return _structure(piece.nodes, piece.leaves), leaves
+    return _structure(piece.nodes, piece.leaves), tuple(map(view.records, piece.nodes)), leaves
 
 
 def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tuple:

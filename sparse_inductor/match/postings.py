@@ -85,8 +85,10 @@ class Postings:
         if self.earlier:
             parts = [*(p.lists(e) for p in self.earlier), (positions, weights, mask)]
             positions, weights, mask = _joined(e, parts)
-        args = (positions, weights, mask, self.docs.source, self.w.gather.source, self.num_docs)
         dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
+        if dtype == torch.float64:
+            weights = e.cast(weights, dtype)
+        args = (positions, weights, mask, self.docs.source, self.w.gather.source, self.num_docs)
         if k is None:
             return e.call(ops.sparse_scores_postings.default, *args, dtype)
         return e.call(ops.sparse_scores_postings_topk.default, *args, k, dtype)

@@ -81,7 +81,10 @@ class Scores:
 
     def emit(self, e: Emitter, k: Any = None) -> fx.Node:
         """Call the operator: scores [N] or [B, N], or with `k` (values, ids)."""
+        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
         query = self.w.query(e)
+        if dtype == torch.float64:  # a sum may compute in it, of narrower products
+            query = e.cast(query, dtype)
         V = fake(query).shape[-1]
         ids, values = self.documents(e, V if isinstance(V, int) else e.method("size", query, -1))
         rows = None if self.rows is None else self.rows(e)
@@ -92,7 +95,6 @@ class Scores:
                 raise Decline("the number of documents is not known", self.node)
             num_docs = -1  # of padded documents the operator sees it itself
         args = (query, ids, values, rows, offsets, num_docs)
-        dtype, ops = fake(self.node).dtype, torch.ops.sparse_inductor
         if k is None:
             return e.call(ops.sparse_scores.default, *args, dtype, self._lookup)
         held = sum(1 << i for i, t in enumerate(args[1:5]) if t is not None and _is_held(t))

@@ -16,7 +16,7 @@ from torch import fx
 
 from .. import compat
 from .fakes import attribute, fake, same_size, static_size
-from .graph import GraphView, changes_grad_mode
+from .graph import GraphView
 
 __all__ = ["Region", "Untestable", "region", "run"]
 
@@ -69,13 +69,8 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
                     return None
                 if any(t in found for t in targets):
                     queue.append(writer)
-    first = min(map(view.order.__getitem__, found))
-    last = view.order[output]
-    for node in view.graph.nodes:
-        if changes_grad_mode(node) and first < view.order[node] < last:
-            if "inference_mode" in node.name:
-                return None
-            found.add(node)
+    if any(map(view.in_inference_mode, found)):
+        return None
     return Region(tuple(sorted(found, key=view.order.__getitem__)), tuple(leaves), output)
 
 
@@ -89,7 +84,7 @@ def _pure(view: GraphView, node: fx.Node) -> bool:
         return True
     if node.op == "get_attr":
         return isinstance(attribute(node), (torch.Tensor, fx.GraphModule))
-    if node.op == "placeholder" or changes_grad_mode(node):
+    if node.op == "placeholder":
         return False
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -166,18 +161,17 @@ def run(
     if leaf is not None:
         sizes = _Sizes(view.shape(leaf), tuple(values[leaf].shape), dim)
     env: dict[fx.Node, Any] = dict(values)
-    was_on = torch.is_grad_enabled()
+    recording = torch.is_grad_enabled()
     try:
         with _quiet():
             for node in piece.nodes:
                 if node not in env:
-                    env[node] = _step(view, node, env, sizes, exact)
+                    with torch.set_grad_enabled(recording and view.records(node)):
+                        env[node] = _step(view, node, env, sizes, exact)
     except Untestable:
         raise
     except Exception as error:  # whatever the user's code raises on rows it was not made for
         raise Untestable(f"{type(error).__name__} at {node.name}: {error}") from None
-    finally:
-        torch.set_grad_enabled(was_on)
     result = env[piece.output]
     if not isinstance(result, torch.Tensor):
         raise Untestable(f"{piece.output.name} is no tensor")

@@ -172,8 +172,10 @@ class Weighted:
     def query(self, e: Emitter) -> fx.Node:
         """The query weights [V] or [B, V]."""
         t = self.gather.table(e)
-        if not fake(t).dtype.is_floating_point:
-            t = e.cast(t, self.dtype)  # counts, cast after they were looked up
+        if not fake(t).dtype.is_floating_point or self.dtype == torch.float64:
+            t = e.cast(
+                t, self.dtype
+            )  # counts, cast after they were looked up; or it computes in fp64
         inner = self.gather.node
         for n in self.of_one:
             swap = lambda a, inner=inner, t=t: t if a is inner else a
