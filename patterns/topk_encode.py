@@ -113,7 +113,8 @@ class EncoderMatch:
         )  # fmt: skip
         values, indices = (e.call(operator.getitem, found, i) for i in (0, 1))
         if p.rectified:
-            values = e.method("relu", values)
+            # relu saves its result, to which the program may write: topk saves only its indices.
+            values = e.call(F.threshold, values, 0.0, 0.0)
         for user in list(self.anchor.users):
             user.replace_all_uses_with(values if user.args[1] == 0 else indices)
 

@@ -26,6 +26,13 @@ def test_a_decoder_and_its_gradients(share):
         torch.testing.assert_close(a, b)
 
 
+def test_zero_times_what_is_not_finite_is_nan():
+    f, weight = mostly_zeros(15, 60, share=0.01), torch.randn(60, 7, dtype=torch.float64)
+    weight[3, 2] = torch.nan
+    torch.testing.assert_close(aten.matmul(f, weight), f @ weight, equal_nan=True)
+    torch.testing.assert_close(aten.outer(f.t(), weight)[0], f @ weight, equal_nan=True)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
 def test_an_encoder_whose_gradient_is_mostly_zeros(share):
     gradient = mostly_zeros(3, 5, 60, share=share)

@@ -37,6 +37,20 @@ def test_values_and_gradients(k):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("row", [torch.nan, torch.inf])
+def test_zero_times_what_is_not_finite_is_nan_in_the_gradient_of_a_weight(row):
+    x, w_enc, b_enc, w_dec, b_dec = tensors()
+    dy = torch.randn(2, 5, 6, dtype=x.dtype)
+    dy[0, 2, 3] = row
+    given = (w_enc, b_enc, w_dec, b_dec)
+    got, want = (
+        torch.autograd.grad(program(x, *given), given, dy) for program in (by_operators, written)
+    )
+    assert want[2][:, 3].isnan().any()
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
 def test_gradients_come_where_they_are_asked_for_alone():
     x, w_enc, b_enc, w_dec, b_dec = tensors(requires_grad=False)
     b_enc.requires_grad_()

@@ -9,7 +9,11 @@ from torch import nn
 
 import sparse_inductor
 from sparse_inductor.ops import _sparse_rows_aten as aten
-from sparse_inductor.testing import assert_matches_reference, assert_rewrites
+from sparse_inductor.testing import (
+    assert_matches_reference,
+    assert_rewrites,
+    compile_without_codegen,
+)
 from support import heavy, only
 
 BOTH = {"topk_encode": 1, "sparse_decode": 1}
@@ -91,6 +95,23 @@ def test_it_is_rewritten_and_keeps_its_numbers(program):
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
     explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
     assert_rewrites(explanation, expected=BOTH)
+
+
+def test_values_of_a_rectified_row_may_be_written_to():
+    """topk saves its indices alone."""
+
+    def scaled(s, x):
+        top = F.relu(x @ s.W_enc + s.b_enc).topk(4)
+        with torch.no_grad():
+            top.values.mul_(0.5)
+        return x.new_zeros(*x.shape[:-1], 32).scatter(-1, top.indices, top.values) @ s.W_dec
+
+    model, x = Autoencoder(scaled), torch.randn(2, 3, 8)
+    want = torch.autograd.grad(model(x).sum(), model.W_enc)
+    with only(*BOTH) as report:
+        got = torch.autograd.grad(compile_without_codegen(model)(x).sum(), model.W_enc)
+        assert len(report.rewrites) == 2
+    torch.testing.assert_close(got, want)
 
 
 def test_what_is_returned_stays_as_it_is_written():

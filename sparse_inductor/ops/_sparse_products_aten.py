@@ -19,9 +19,12 @@ __all__ = ["matmul", "outer"]
 _SPARSE = 32
 
 
-def _entries(h: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(row, column) of each entry, by row; None where they are many, none, or the host may not look."""
+def _entries(h: Tensor, other: Tensor) -> tuple[Tensor, Tensor] | None:
+    """(row, column) of each entry, by row; None where they are many, none, or the host may not look, and where they are
+    multiplied by what is not finite, which is NaN times a 0, too."""
     if not looks_at(h) or not 0 < h.count_nonzero() <= h.numel() // _SPARSE:
+        return None
+    if not other.sum().isfinite():
         return None
     row, column = h.nonzero().unbind(1)
     return row, column
@@ -37,7 +40,7 @@ def _sums(values: Tensor, table: Tensor, at: Tensor, bags: Tensor, number: int) 
 
 def matmul(h: Tensor, weight: Tensor) -> Tensor:
     """h @ weight."""
-    found = _entries(h)
+    found = _entries(h, weight)
     if found is None:
         return h @ weight
     row, column = found
@@ -46,7 +49,7 @@ def matmul(h: Tensor, weight: Tensor) -> Tensor:
 
 def outer(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """(h^T @ x, the sums of h over its rows)."""
-    found, total = _entries(h), h.sum(0)
+    found, total = _entries(h, x), h.sum(0)
     if found is None:
         return h.t() @ x, total
     column, order = found[1].sort(stable=True)

@@ -109,6 +109,12 @@ def outer(values: Tensor, x: Tensor, by: Columns) -> tuple[Tensor, Tensor]:
     N, entry = len(by.start), by.entry.long()
     if not entry.numel():
         return x.new_zeros(N, x.shape[1]), x.new_zeros(N)
+    if looks_at(x) and not x.sum().isfinite():
+        # 0 times what is not finite is NaN: the rows take part in the columns that they have no entry of, too.
+        h = values.new_zeros(len(values), N)
+        column = torch.repeat_interleave(torch.arange(N), by.total.long())
+        h[entry // values.shape[1], column] = values.reshape(-1)[entry]
+        return h.t() @ x, h.sum(0)
     start, flat = by.start.long(), values.reshape(-1, 1)
     found = [
         F.embedding_bag(at, t, start, mode="sum", per_sample_weights=scale)
