@@ -28,7 +28,6 @@ from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.match.branches import Branch
 from sparse_inductor.match.checks import (
     check_device,
     check_match,
@@ -244,7 +243,7 @@ class ReluFfn(Recogniser):
             return Miss(why, node) if why else None
         first: tuple[Linear, Decline] | None = None
         for down in found:
-            if _is_plain_input(view, down.source):
+            if down.source.op in ("placeholder", "get_attr"):
                 continue
             try:
                 return self._block(node, view, down)
@@ -277,7 +276,7 @@ class ReluFfn(Recogniser):
                         f"thresholds compared in {other}, which the operator has in {dtype}", n
                     )
         check_device(node)
-        if any(map(view.learns, (t for b in reading.branches for t in _inputs(b)))):
+        if any(map(view.learns, _inputs(reading))):
             if all(is_flat(b.program) for b in reading.branches):
                 raise Decline("a comparison passes no gradient on to what it compares", node)
             for branch in reading.branches:
@@ -317,7 +316,7 @@ class ReluFfn(Recogniser):
     def worth(self, match: BlockMatch | LayerMatch, view: GraphView) -> Worth:
         if isinstance(match, LayerMatch):
             return Worth(0.0, "what a fused layer activates cannot be counted")
-        down = match.reading.down
+        down, branches = match.reading.down, match.reading.branches
         neurons = expected(fake(down.source).shape[down.d_dim])
         return look_up(
             NAME,
@@ -325,11 +324,9 @@ class ReluFfn(Recogniser):
             tokens=expected_elements(fake(down.source).shape) // max(1, neurons),
             weight=neurons * expected(fake(down.node).shape[down.v_dim]),
             bits=8 * fake(down.node).dtype.itemsize,
-            branches=len(match.reading.branches),
-            shared=int(
-                len({b.linear.node for b in match.reading.branches}) < len(match.reading.branches)
-            ),
-            training=int(any(view.learns(t) for b in match.reading.branches for t in _inputs(b))),
+            branches=len(branches),
+            shared=int(len({b.linear.node for b in branches}) < len(branches)),
+            training=int(any(map(view.learns, _inputs(match.reading)))),
         )
 
     def resolve(
@@ -379,22 +376,18 @@ def _residual_sum(
     # A product may be a block of its own, which ends in the same sum.
     if not same or written or linears(view, residual):
         return None
-    read = [residual, *(t for b in reading.branches for t in _inputs(b)), down.weight_source]
+    read = [residual, *_inputs(reading), down.weight_source]
     return None if any(map(view.learns, read)) else (end, residual)
 
 
-def _inputs(branch: Branch) -> list[fx.Node]:
-    return [t for p in branch.linear.summands for t in (p.source, p.weight_source)]
-
-
-def _is_plain_input(view: GraphView, x: fx.Node) -> bool:
-    return x.op in ("placeholder", "get_attr")
+def _inputs(reading: Reading) -> list[fx.Node]:
+    parts = [p for b in reading.branches for p in b.linear.summands]
+    return [t for p in parts for t in (p.source, p.weight_source)]
 
 
 def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
     """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
-    tensors = [t for b in reading.branches for t in _inputs(b)]
-    if not any(map(view.learns, tensors)):
+    if not any(map(view.learns, _inputs(reading))):
         return 0
     sizes = view.shape(reading.down.source)
     if not all(isinstance(s, int) for s in sizes):

@@ -25,6 +25,7 @@ from sparse_inductor.match.checks import (
     check_device,
     without_outside_readers,
 )
+from sparse_inductor.match.contributions import ROWS, OfRows
 from sparse_inductor.match.declines import Decline, Recogniser
 from sparse_inductor.match.emit import Emitter
 from sparse_inductor.match.fakes import expected, expected_elements, static_size
@@ -33,7 +34,7 @@ from sparse_inductor.match.postings import Postings, postings_of
 from sparse_inductor.match.scored import TURNS, Scores, names_of
 from sparse_inductor.match.topk import Top, top_of
 from sparse_inductor.match.values import is_parameter, swallowed
-from sparse_inductor.match.weighted import ROWS, OfRows, weighted
+from sparse_inductor.match.weighted import weighted
 from sparse_inductor.ops._collections import Unrest, unrest_of
 from sparse_inductor.pattern import Example, Miss
 from sparse_inductor.policy import Worth

@@ -11,14 +11,15 @@ import torch
 from torch import fx
 
 from . import sums
+from .contributions import Factor, Weighted
 from .declines import Decline
 from .emit import Emitter
 from .gathers import Gather, gather_of, is_transposed, table_gradient
 from .graph import GraphView, same_size
 from .names import Call
-from .scored import Scores, accumulator_of, check_rows, check_zero, part_of
+from .scored import Scores, accumulator_of, addition, check_rows, check_zero, part_of
 from .values import counting, uniform
-from .weighted import Factor, Weighted, weighted
+from .weighted import weighted
 
 __all__ = ["ANCHORS", "scores_of"]
 
@@ -72,46 +73,36 @@ def _accumulated(
     )
 
 
-def _index_add(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    rows = call["index"]
-    if not view.is_tensor(rows) or call["dim"] is None:
+def _added(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    added = addition(view, node, call)
+    if added is None:
         return None
-    found = _accumulated(
-        view, node, call, call["source"], rows, call["dim"] % len(view.shape(node)), lambda e: rows
-    )
-    alpha = call.get("alpha", 1)
-    if found is None or alpha == 1:
-        return found
-    if not isinstance(alpha, (int, float)):
-        raise Decline("the contributions are scaled by a number that is not known", node)
-    return dataclasses.replace(found, w=found.w.scaled(alpha))
-
-
-def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    if not call.get("accumulate", False) or not isinstance(call["indices"], (tuple, list)):
+    rows, source, axis = added.rows, added.source, added.axis
+    if added.how != "sum":
+        if added.how is not None and _are_contributions(view, source, node):
+            raise Decline(f"scatter with {added.how!r}: only sums are inner products", node)
         return None
-    at = [a for a, i in enumerate(call["indices"]) if i is not None]
-    ndim = len(view.shape(node))
-    if len(at) == 2 and ndim == 2 and at == [0, 1]:
-        query, rows = call["indices"]
-        values = call["values"]
-        if counting(view, query, node) != 2 or not uniform(view, rows, 2, node):
+    own, given = len(view.shape(rows)), len(view.shape(source))
+    make: Make = lambda e: rows
+    if added.queries is not None:
+        every = counting(view, added.queries, node) == 2 and uniform(view, rows, 2, node)
+        if not every or given != 2:
             return None
-        if not view.is_tensor(values) or len(view.shape(values)) != 2:
+        make = lambda e: e.method("select", rows, 0, 0) if own == 2 else rows
+    elif call.name.startswith("scatter"):
+        if own > 2 or not view.same_shape(rows, source):
             return None
-        one = lambda e: e.method("select", rows, 0, 0) if len(view.shape(rows)) == 2 else rows
-        return _accumulated(view, node, call, values, rows, 1, one)
-    if len(at) != 1:
+        if own == 2:
+            if weighted(view, source, node) is None:
+                return None
+            if not uniform(view, rows, 1 + axis, node):
+                raise Decline("the rows differ from query to query", node)
+            make = lambda e: e.method("select", rows, 1 - axis, 0)
+    elif view.dtype(rows) == torch.bool:
         return None
-    rows = call["indices"][at[0]]
-    if not view.is_tensor(rows) or view.dtype(rows) == torch.bool:
-        return None
-    values = call["values"]
-    if ndim == 1 and view.is_tensor(values) and len(view.shape(values)) > 1:
-        w = weighted(view, values, node)
-        if w is None or w.batch is not None:
-            return None
-        if len(view.shape(rows)) != len(w.shape):
+    elif given > 1 and len(view.shape(node)) == 1:
+        w = weighted(view, source, node)
+        if w is None or w.batch is not None or own != len(w.shape):
             return None
         check_zero(view, call["input"], node)
         return Scores(
@@ -119,42 +110,12 @@ def _index_put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
             rows=lambda e: e.method("reshape", rows, (-1,)),
             accumulator=accumulator_of(view, call), into=part_of(view, call),
         )  # fmt: skip
-    return _accumulated(view, node, call, values, rows, at[0], lambda e: rows)
-
-
-def _put(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    """What is put into an accumulator of one axis, whose places are its documents."""
-    if len(view.shape(node)) != 1:
-        return None
-    named = {"indices": (call["index"],), "values": call["source"]}
-    return _index_put(view, node, dataclasses.replace(call, args={**call.args, **named}))
-
-
-def _scatter(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    how = call.get("reduce")
-    if call.name != "scatter_add" and how not in ("sum", "add"):
-        if how is not None and _are_contributions(view, call["src"], node):
-            raise Decline(f"scatter with {how!r}: only sums are inner products", node)
-        return None
-    rows, source = call["index"], call["src"]
-    if not (view.is_tensor(rows) and view.is_tensor(source)) or call["dim"] is None:
-        return None
-    shape = view.shape(source)
-    axis = call["dim"] % len(shape)
-    if not view.same_shape(rows, source):
-        return None
-    if len(shape) == 1:
-        return _accumulated(view, node, call, source, rows, 0, lambda e: rows)
-    if len(shape) != 2:
-        return None
-    w = weighted(view, source, node)
-    if w is None:
-        return None
-    if not uniform(view, rows, len(shape) - (1 - axis), node):
-        raise Decline("the rows differ from query to query", node)
-    return _accumulated(
-        view, node, call, source, rows, axis, lambda e: e.method("select", rows, 1 - axis, 0)
-    )
+    found = _accumulated(view, node, call, source, rows, axis, make)
+    if found is None or added.scale == 1:
+        return found
+    if not isinstance(added.scale, (int, float)):
+        raise Decline("the contributions are scaled by a number that is not known", node)
+    return dataclasses.replace(found, w=found.w.scaled(added.scale))
 
 
 def _are_contributions(view: GraphView, x: Any, node: fx.Node) -> bool:
@@ -375,12 +336,7 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
     **sums.READERS,
     "sub": _differences,
     "diff": _diff,
-    "index_add": _index_add,
-    "index_put": _index_put,
-    "put": _put,
-    "scatter": _scatter,
-    "scatter_add": _scatter,
-    "scatter_reduce": _scatter,
+    **dict.fromkeys("index_add index_put put scatter scatter_add scatter_reduce".split(), _added),
     "bincount": _bincount,
     "segment_reduce": _segment_reduce,
     "embedding_bag": _embedding_bag,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -48,10 +48,19 @@ class Gather:
 def gather_of(view: GraphView, node: Any) -> Gather | None:
     """The node as a gather with at most one batch axis, or None."""
     call = view.call(node)
-    read = None if call is None else _READERS.get(call.name)
-    if call is None or call.inplace or read is None or not view.is_tensor(node):
+    if call is None or call.inplace or not view.is_tensor(node):
         return None
-    return read(view, node, call)
+    if call.name in ("gather", "take_along_dim"):
+        return _gather(view, node, call)
+    if call.name in ("getitem", "index") and (rows := _row_by_row(view, node, call)) is not None:
+        return rows
+    found = _indexed(view, node, call)
+    if found is None or len(found.others) > 1 or not all(map(_basic, found.others)):
+        return None
+    gather = _lookup(view, node, found.table, found.axis, found.ids, *found.others)
+    if gather is None or call.name != "embedding":
+        return gather
+    return dataclasses.replace(gather, gradient=table_gradient(call))
 
 
 def rows_of(view: GraphView, node: Any) -> Gather | None:
@@ -59,31 +68,66 @@ def rows_of(view: GraphView, node: Any) -> Gather | None:
     call = view.call(node)
     if call is None or call.inplace or not view.is_tensor(node):
         return None
-    table, ids = call.get("input"), None
+    found = _indexed(view, node, call)
+    if found is None or found.axis != 0 or any(i != slice(None) for i in found.others):
+        return None
+    return Gather(node, found.table, found.ids, lambda e: found.table, lambda e: found.ids, None)
+
+
+class _Indexed(NamedTuple):
+    """table[..., ids, ...], `ids` along one axis, and what is taken of the others in their order."""
+
+    table: fx.Node
+    axis: int
+    ids: fx.Node
+    others: tuple[Any, ...] = ()
+
+
+def _indexed(view: GraphView, node: fx.Node, call: Call) -> _Indexed | None:
+    table, axis, others = call.get("input"), 0, ()
     match call.name:
-        case "getitem":
-            index = call["index"]
-            ids = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-        case "index" if len(call["indices"]) == 1:
-            ids = call["indices"][0]
-        case "index_select" if call["dim"] == 0:
-            ids = call["index"]
+        case "getitem" | "index" if view.is_tensor(table):
+            items = _items(view, call, table)
+            at = [a for a, i in enumerate(items) if isinstance(i, fx.Node)]
+            if len(at) != 1:
+                return None
+            axis, ids = at[0], items[at[0]]
+            others = tuple(i for i in items if i is not ids)
+        case "index_select":
+            axis, ids = call["dim"], call["index"]
         case "take" if view.is_tensor(table) and len(view.shape(table)) == 1:
             ids = call["index"]
-        case "embedding" if node.target is not torch.embedding and call.get("max_norm") is None:
+        case "embedding" if call.get("max_norm") is None:
             table, ids = call["weight"], call["input"]
+            if node.target is torch.embedding:  # torch.embedding(weight, indices)
+                table, ids = ids, table
+        case _:
+            return None
     if not (view.is_tensor(table) and _are_ids(view, ids)):
         return None
-    return Gather(node, table, ids, lambda e: table, lambda e: ids, None)
+    return _Indexed(table, axis % len(view.shape(table)), ids, others)
+
+
+def _items(view: GraphView, call: Call, table: fx.Node) -> list[Any]:
+    """The items of an index, one an axis of the table; none where it has too many."""
+    index = call["index" if call.name == "getitem" else "indices"]
+    if call.name == "index":
+        index = tuple(slice(None) if i is None else i for i in index)
+    elif isinstance(index, list):
+        index = tuple(index)
+    return expanded_index(index, len(view.shape(table))) or []
 
 
 def _lookup(
-    view: GraphView, node: fx.Node, table: Any, axis: int, ids: Any, other: Any = slice(None)
+    view: GraphView,
+    node: fx.Node,
+    table: fx.Node,
+    axis: int,
+    ids: fx.Node,
+    other: Any = slice(None),
 ) -> Gather | None:
     """table[:, ids] for a table of one or two axes; `other` is taken of the other one."""
-    if not (view.is_tensor(table) and _are_ids(view, ids)):
-        return None
-    ndim, axis = len(view.shape(table)), axis % 2
+    ndim = len(view.shape(table))
     if ndim == 1:
         return Gather(node, table, ids, lambda e: table, lambda e: ids, None)
     if ndim != 2:
@@ -115,28 +159,6 @@ def is_transposed(view: GraphView, node: fx.Node) -> bool:
     return view.name_of(original) in REORDERS
 
 
-def _getitem(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
-    table = call["input"]
-    if not view.is_tensor(table):
-        return None
-    index = call["index"] if call.name == "getitem" else call["indices"]
-    if call.name == "index":
-        index = tuple(slice(None) if i is None else i for i in index)
-    elif isinstance(index, list):
-        index = tuple(index)
-    items = expanded_index(index, len(view.shape(table)))
-    if items is None:
-        return None
-    at = [a for a, i in enumerate(items) if isinstance(i, fx.Node)]
-    others = [i for i in items if not isinstance(i, fx.Node)]
-    if at == [0, 1] and len(items) == 2:
-        return _row_by_row(view, node, table, *items)
-    if len(at) != 1 or len(others) > 1:
-        return None
-    other = others[0] if others else slice(None)
-    return _lookup(view, node, table, at[0], items[at[0]], other) if _basic(other) else None
-
-
 def _basic(item: Any) -> bool:
     """Whether an item of an index is a number or a slice, of sizes that are known."""
     if isinstance(item, slice):
@@ -144,8 +166,13 @@ def _basic(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _row_by_row(view: GraphView, node: fx.Node, table: Any, row: Any, ids: Any) -> Gather | None:
+def _row_by_row(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
     """table[[[0]], [[1]], ...], ids]: the same ids in every row."""
+    table = call["input"]
+    items = _items(view, call, table) if view.is_tensor(table) else []
+    if len(items) != 2 or not all(isinstance(i, fx.Node) for i in items):
+        return None
+    row, ids = items
     if not _are_ids(view, ids) or view.value(ids, node) is None:
         return None
     shape, from_end = view.shape(node), counting(view, row, node)
@@ -165,27 +192,6 @@ def _row_by_row(view: GraphView, node: fx.Node, table: Any, row: Any, ids: Any) 
     if not all(map(same_size, left, (s for a, s in enumerate(shape) if a != batch))):
         return None
     return Gather(node, table, ids, lambda e: table, make_ids, batch)
-
-
-def _index_select(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
-    return _lookup(view, node, call["input"], call["dim"], call["index"])
-
-
-def _take(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
-    table = call["input"]
-    if not view.is_tensor(table) or len(view.shape(table)) != 1:
-        return None
-    return _lookup(view, node, table, 0, call["index"])
-
-
-def _embedding(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
-    ids, table = call["input"], call["weight"]
-    if node.target is torch.embedding:  # torch.embedding(weight, indices)
-        ids, table = table, ids
-    if call.get("max_norm") is not None:
-        return None
-    found = _lookup(view, node, table, 0, ids)
-    return None if found is None else dataclasses.replace(found, gradient=table_gradient(call))
 
 
 def table_gradient(call: Call) -> str | None:
@@ -231,14 +237,3 @@ def _gather(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
 
     features = batch is not None and batch > dim and not is_transposed(view, table)
     return Gather(node, table, index, make_table, make_ids, batch, features)
-
-
-_READERS: dict[str, Callable[[GraphView, fx.Node, Call], Gather | None]] = {
-    "getitem": _getitem,
-    "index": _getitem,
-    "index_select": _index_select,
-    "take": _take,
-    "embedding": _embedding,
-    "gather": _gather,
-    "take_along_dim": _gather,
-}

@@ -13,6 +13,7 @@ from .axes import Placed, above, flat, placed
 from .declines import Decline
 from .fakes import fake, same_size, same_sizes, static_size
 from .graph import GraphView, rounded
+from .selection import selections
 from .trial import Untestable, region, run
 from .values import rounds
 from .vocabulary import COPIES, VIEWS
@@ -329,15 +330,11 @@ def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool,
     def number(x: Any) -> float | None:
         return view.const(x, node)
 
-    if call.name == "where":
-        a, b = number(call["input"]), number(call["other"])
-        if a == 0 and b is not None:
-            return _boolean(view, call["condition"], False, b)
-        if b == 0 and a is not None:
-            return _boolean(view, call["condition"], True, a)
-    if call.name == "masked_fill" and number(call["input"]) == 0:
-        fill = number(call["value"])
-        return None if fill is None else _boolean(view, call["mask"], True, fill)
+    for one in selections(view, call) if view.is_tensor(node) else ():
+        fill = number(one.other)
+        if number(one.x) == 0 and fill is not None and view.is_tensor(one.keep):
+            boolean = view.dtype(one.keep) == torch.bool
+            return (one.keep, one.negate, fill) if boolean else None
     if call.name == "triu" and number(call["input"]) is not None:
         # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
         return node, True, float(number(call["input"]) or 0.0)
@@ -350,14 +347,6 @@ def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool,
             if mask is not None:
                 return mask[0], mask[1], fill
     return None
-
-
-def _boolean(
-    view: GraphView, mask: Any, negate: bool, fill: float
-) -> tuple[fx.Node, bool, float] | None:
-    if not view.is_tensor(mask) or view.dtype(mask) != torch.bool:
-        return None
-    return mask, negate, fill
 
 
 def mixed(

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from .contributions import Weighted, reshaped
 from .declines import Decline
 from .emit import Emitter
 from .gathers import Gather, rows_of
 from .graph import GraphView, fake, same_size
 from .indices import only_new_axes
 from .names import Call
-from .scored import accumulator_of, check_rows, check_zero, part_of
+from .scored import accumulator_of, addition, check_rows, check_zero, part_of
 from .values import counting
 from .vocabulary import COPIES, REGROUPS
-from .weighted import Weighted, kept_axis, reshaped, weighted
+from .weighted import kept_axis, weighted
 
 __all__ = ["Postings", "postings_of"]
 
@@ -279,33 +280,15 @@ def _placed(
 
 def _scattered(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.Node] | None:
     """The rows and the contributions of an accumulation along the last axis."""
-    ndim = len(view.shape(node))
-    match call.name:
-        case "scatter_add":
-            rows, source = call["index"], call["src"]
-        case "scatter_reduce" | "scatter" if call.get("reduce") in ("sum", "add"):
-            rows, source = call["index"], call["src"]
-        case "put" if ndim == 1 and call.get("accumulate"):
-            rows, source = call["index"], call["source"]
-        case "index_add" if ndim == 1 and isinstance(call.get("alpha", 1), (int, float)):
-            rows, source = call["index"], call["source"]
-        case "index_put" if call.get("accumulate") and len(call["indices"]) == ndim <= 2:
-            *who, rows = call["indices"]
-            source = call["values"]
-            if who and not (view.is_tensor(rows) and _each_its_own(view, who[0], rows, node)):
-                return None
-        case _:
-            return None
-    if not (view.is_tensor(rows) and view.is_tensor(source)):
+    added = addition(view, node, call)
+    if added is None or added.how != "sum" or not isinstance(added.scale, (int, float)):
         return None
-    if call.get("dim", ndim - 1) not in (ndim - 1, -1):
+    rows, source, queries = added.rows, added.source, added.queries
+    # Of queries [B, ...] beside rows [B, ...] each is its own.
+    if queries is not None and counting(view, queries, node) != len(view.shape(rows)):
         return None
-    return (rows, source) if view.same_shape(rows, source) else None
-
-
-def _each_its_own(view: GraphView, who: Any, rows: fx.Node, node: fx.Node) -> bool:
-    """Whether `who`, beside `rows` [B, ...] in an index, is 0, 1, 2, ... along their first axis."""
-    return counting(view, who, node) == len(view.shape(rows))
+    last = added.axis == len(view.shape(node)) - 1
+    return (rows, source) if last and view.same_shape(rows, source) else None
 
 
 def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], Any]:

@@ -11,18 +11,20 @@ import torch
 from torch import fx
 
 from .. import compat
+from .contributions import Weighted, reshaped
 from .declines import Decline
 from .effects import same_geometry
 from .emit import Emitter
 from .graph import GraphView, fake, same_size, static_size
 from .names import Call, canonical, name_of
 from .vocabulary import COPIES, REGROUPS, REORDERS
-from .weighted import Weighted, reshaped
 
 __all__ = [
     "TURNS",
+    "Addition",
     "Scores",
     "accumulator_of",
+    "addition",
     "check_rows",
     "check_zero",
     "names_of",
@@ -185,6 +187,44 @@ def _refusal(node: fx.Node) -> str:
         inner = call is not None and call["dim"] % fake(node).dim() == 1
         return "gather" if inner else "embedding"
     return _REFUSALS.get(name, "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Addition:
+    """What a node adds to an accumulator: `source` times `scale`, to the places `rows` along `axis`, of two axes to
+    those of `queries` along the other. how: "sum", or how else what meets in one place is reduced."""
+
+    rows: fx.Node
+    source: fx.Node
+    axis: int
+    how: str | None = "sum"
+    scale: Any = 1
+    queries: Any = None
+
+
+def addition(view: GraphView, node: fx.Node, call: Call) -> Addition | None:
+    """The scatter, index_add or accumulating index_put that a node is; None for anything else."""
+    ndim, axis, how = len(view.shape(node)), call.get("dim"), "sum"
+    queries = None
+    match call.name:
+        case "index_add":
+            rows, source = call["index"], call["source"]
+        case "scatter_add" | "scatter" | "scatter_reduce":
+            rows, source, how = call["index"], call["src"], call.get("reduce")
+            how = "sum" if call.name == "scatter_add" or how == "add" else how
+        case "put" if call.get("accumulate") and ndim == 1:
+            rows, source, axis = call["index"], call["source"], 0
+        case "index_put" if call.get("accumulate") and isinstance(call["indices"], (tuple, list)):
+            at = [a for a, i in enumerate(call["indices"]) if i is not None]
+            if len(at) != 1 and not at == [0, 1] == [*range(ndim)]:
+                return None
+            rows, source, axis = call["indices"][at[-1]], call["values"], at[-1]
+            queries = call["indices"][0] if len(at) > 1 else None
+        case _:
+            return None
+    if axis is None or not (view.is_tensor(rows) and view.is_tensor(source)):
+        return None
+    return Addition(rows, source, axis % ndim, how, call.get("alpha", 1), queries)
 
 
 def check_rows(rows: Any, queries: Any, node: fx.Node) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 from torch import fx
 
 from .contraction import all_lettered, matmul_axes
+from .contributions import Factor, OfRows, Weighted, check_shared
 from .declines import Decline
 from .emit import Emitter
 from .graph import GraphView, same_size
 from .names import Call
 from .scored import Scores
-from .weighted import Factor, OfRows, Weighted, check_shared, preference, weighted
+from .weighted import gathered_among, preference, weighted
 
 __all__ = ["READERS"]
 
@@ -71,21 +72,10 @@ def _labelled(
     out: Letters,
 ) -> Scores | None:
     """A product of operands with lettered axes, summed over the letters that `out` lacks."""
-    found: list[tuple[Weighted, int]] = []
-    declined: Decline | None = None
-    for i, operand in enumerate(operands):
-        try:
-            w = weighted(view, operand, node)
-        except Decline as d:
-            declined = declined or d
-            continue
-        if w is not None:
-            found.append((w, i))
+    found = gathered_among(operands, lambda x: weighted(view, x, node))
     if not found:
-        if declined is not None:
-            raise declined
         return None
-    w, mine = min(found, key=lambda f: preference(view, f[0]))
+    mine, w = min(found, key=lambda f: preference(view, f[1]))
     xs = letters[mine]
     if len(set(xs)) != len(xs) or len(xs) != len(w.shape):
         return None

@@ -1,0 +1,415 @@
+"""One graph on its way through the pass: what matched, what was replaced, what is said of it.
+
+Matching never changes the graph. All matches are collected first, then replaced, then run on fake
+tensors, backward included. Whatever goes wrong, the graph ends up either rewritten and valid or
+exactly as it was, symbolic sizes included, and the pattern at fault is asked again about the next
+node and the next graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import operator
+import time
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from . import compat
+from .admission import unrewritable, without_kernels
+from .decisions import Decisions
+from .findings import Check, NearMiss, Rewrite, Shape
+from .layouts import keep_layouts, layouts
+from .match.fakes import complete, fake, tensors_in
+from .match.saved import copying_what_is_written
+from .pattern import Match, Miss, Pattern, Sparse
+from .records import Report
+from .rehearsal import rehearse
+from .snapshot import Snapshot
+from .source import source_of
+
+__all__ = ["Applied", "GraphRun", "described", "failures"]
+
+log = logging.getLogger("sparse_inductor")
+
+STAGE = "pre_grad"
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """A rewrite with the names of the nodes that are gone and of those that were put in."""
+
+    rewrite: Rewrite
+    replaced: tuple[str, ...]
+    inserted: tuple[str, ...]
+    sparse: tuple[Sparse, ...] = ()
+    """Tensors of the graph as it was whose zeros can be counted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    pattern: Pattern
+    match: Match
+
+    @property
+    def nodes(self) -> set[fx.Node]:
+        return {*self.match.swallowed, self.match.anchor}
+
+
+class GraphRun:
+    """One graph on its way through the pass."""
+
+    def __init__(
+        self, graph: fx.Graph, verify: Report | None, trace: bool, policy: Mapping[str, str]
+    ) -> None:
+        self.graph = graph
+        self.decisions = Decisions(policy, dry=trace)
+        self.verify = verify
+        self.trace = trace
+        self.inserted: dict[int, tuple[str, ...]] = {}
+        self.applied: list[Applied] = []
+        self.rewrites: list[Rewrite] = []
+        self.near_misses: list[NearMiss] = []
+        self.checks: list[Check] = []  # of rewrites that cannot be checked
+        self.pattern_ms: defaultdict[str, float] = defaultdict(float)
+        self._env = compat.shape_env_of(
+            v for n in graph.nodes for v in (*tensors_in(fake(n)), fake(n))
+        )
+        self._start = Snapshot(graph), compat.ShapeState(self._env)
+        self._sizes = compat.ShapeState(self._env)
+        self._done: list[_Candidate] = []
+        self._logged: set[tuple[object, ...]] = set()
+
+    def execute(self, patterns: Sequence[Pattern]) -> None:
+        by_anchor: defaultdict[str, list[Pattern]] = defaultdict(list)
+        for pattern in patterns:
+            for name in pattern.anchors:
+                by_anchor[name].append(pattern)
+        # What a rewrite computes is traced once more, and then the symbols of its sizes are made.
+        with compat.discarding_unbacked(self._env):
+            complete(self.graph)
+            view = self._view = make_view(self.graph)
+            matches, misses = self._match(by_anchor, view)
+            order = {node: at for at, node in enumerate(self.graph.nodes)}
+            found = _disjoint(self._resolve(matches, misses, view))
+            now = self.decisions.take(found, view)
+            accepted = [c for c, yes in zip(found, now) if yes and self._importable(c)]
+            # From the end of the graph to its start: a match whose input is another's anchor must
+            # have been put in before that anchor's readers are redirected, else it would go on
+            # reading the old one.
+            accepted.sort(key=lambda c: order[c.match.anchor], reverse=True)
+            # Records are made while the nodes are still there to be read.
+            records_of: dict[int, Rewrite] = {}
+            for candidate in accepted:
+                with self._guarded(candidate.pattern, candidate.match.anchor):
+                    records_of[id(candidate)] = _record(candidate, view)
+            accepted = [c for c in accepted if id(c) in records_of]
+            before = layouts(self.graph) if accepted else []
+            self._done = self._replace(accepted, records_of)
+            if self._done:
+                keep_layouts(self.graph, before)
+            self.decisions.watch(self.graph)
+        self.rewrites = [records_of[id(c)] for c in reversed(self._done)]
+        if self.trace:
+            self.applied = [
+                Applied(
+                    records_of[id(c)],
+                    tuple(n.name for n in c.match.swallowed),
+                    self.inserted[id(c)],
+                    tuple(getattr(c.match, "sparse", ())),
+                )
+                for c in reversed(self._done)
+            ]
+        swallowed = {node for c in self._done for node in c.nodes}
+        self.near_misses += [
+            _near_miss(name, miss, anchor)
+            for name, miss, anchor in misses
+            if anchor not in swallowed
+        ]
+
+    def erase(self) -> None:
+        """Take out what is dead now. Nothing may fail after this: until here everything can be undone."""
+        swallowed = {node for c in self._done for node in c.nodes}
+        for node in reversed(self.graph.nodes):
+            if not node.users and (node in swallowed or _is_getitem_of(node, swallowed)):
+                self.graph.erase_node(node)
+
+    def give_up(self, patterns: Iterable[Pattern], error: Exception) -> None:
+        """Leave the graph as it was: the pass itself failed."""
+        nodes, sizes = self._start
+        nodes.restore()
+        sizes.restore()
+        log.debug("the pass failed and left the graph as it was", exc_info=error)
+        _note_failure("the pass", error)
+        reason = f"the pass failed, please report it: {described(error)}"
+        self.rewrites, self.applied, self.checks = [], [], []
+        self.decisions = Decisions({})
+        self.near_misses = [_near_miss(p.name, Miss(reason), None) for p in patterns]
+
+    def _match(
+        self, by_anchor: dict[str, list[Pattern]], view: Any
+    ) -> tuple[list[_Candidate], list[tuple[str, Miss, fx.Node | None]]]:
+        candidates: list[_Candidate] = []
+        misses: list[tuple[str, Miss, fx.Node | None]] = []
+        for node in reversed(self.graph.nodes):
+            if node.op == "placeholder":
+                continue
+            name = "output" if node.op == "output" else view.name_of(node)
+            for pattern in by_anchor.get(name or "", ()):
+                found = None
+                with self._guarded(pattern, node, quiet=node in view.transforms):
+                    found = pattern.match(node, view)
+                    if not isinstance(found, Miss | None):
+                        found = unrewritable(found, view) or found
+                    elif isinstance(found, Miss) and node in view.transforms:
+                        found = None
+                if isinstance(found, Miss):
+                    misses.append((pattern.name, found, node))
+                elif found is not None:
+                    candidates.append(_Candidate(pattern, found))
+                if self._sizes.changed():
+                    # Only a rewrite may rely on a guard that its match has added.
+                    if isinstance(found, Miss | None):
+                        self._sizes.restore()
+                    else:
+                        self._sizes = compat.ShapeState(self._env)
+        return candidates, misses
+
+    def _resolve(
+        self,
+        candidates: list[_Candidate],
+        misses: list[tuple[str, Miss, fx.Node | None]],
+        view: Any,
+    ) -> list[_Candidate]:
+        accepted: list[_Candidate] = []
+        for pattern in {c.pattern.name: c.pattern for c in candidates}.values():
+            mine = [c for c in candidates if c.pattern is pattern]
+            resolve = getattr(pattern, "resolve", None)
+            if resolve is not None:
+                matches = [c.match for c in mine]
+                mine = []
+                with self._guarded(pattern, matches[0].anchor):
+                    kept, missed = resolve(matches, view)
+                    mine = [_Candidate(pattern, match) for match in kept]
+                    # No anchor: what another pattern makes of the node is no answer to this miss.
+                    misses += [(pattern.name, miss, None) for miss in missed]
+            accepted += mine
+        return accepted
+
+    def _importable(self, candidate: _Candidate) -> bool:
+        """Whether the kernels of a match's operator can be imported; one whose cannot is nearly a match."""
+        miss = without_kernels(candidate.match)
+        if miss is not None:
+            self.near_misses.append(_near_miss(candidate.pattern.name, miss, None))
+        return miss is None
+
+    def _replace(
+        self, candidates: list[_Candidate], records_of: dict[int, Rewrite]
+    ) -> list[_Candidate]:
+        """Put the ops in; returns the candidates that were replaced, in the order given.
+
+        All at once; if that fails, one after the other, without those that fail.
+        """
+        before, at = Snapshot(self.graph), None
+        try:
+            for candidate in candidates:
+                at = candidate
+                self._put_in(candidate, records_of[id(candidate)])
+            self._try_out(before)
+            return candidates
+        except Exception as error:
+            if not self._undo(before):
+                # The other matches speak of nodes that are no more.
+                assert at is not None
+                self._failed(at.pattern, error, at.match.anchor, "replacing it raised")
+                return []
+        self.checks = []
+        done = []
+        for candidate in candidates:
+            before = Snapshot(self.graph)
+            try:
+                self._put_in(candidate, records_of[id(candidate)])
+                self._try_out(before)
+            except Exception as error:
+                pattern, anchor = candidate.pattern, candidate.match.anchor
+                self._failed(pattern, error, anchor, "replacing it raised")
+                if not self._undo(before):
+                    break
+            else:
+                self._sizes = compat.ShapeState(self._env)
+                done.append(candidate)
+        return done
+
+    def _put_in(self, candidate: _Candidate, record: Rewrite) -> None:
+        started = time.perf_counter()
+        present = {n.name for n in self.graph.nodes} if self.trace else set()
+        with (
+            self._verified(candidate, record),
+            copying_what_is_written(self._view, list(candidate.nodes)),
+        ):
+            candidate.match.replace()
+        if self.trace:
+            new = tuple(n.name for n in self.graph.nodes if n.name not in present)
+            self.inserted[id(candidate)] = new
+        self.pattern_ms[candidate.pattern.name] += (time.perf_counter() - started) * 1e3
+
+    def _try_out(self, before: Snapshot) -> None:
+        """Raise now what the rewritten graph would raise later in this compile."""
+        self.graph.lint()
+        rehearse(before.new_nodes(), self._env)
+
+    @contextlib.contextmanager
+    def _verified(self, candidate: _Candidate, record: Rewrite) -> Iterator[None]:
+        """Have a replacement checked when it first runs, if that is asked for."""
+        if self.verify is None:
+            yield
+            return
+        from . import verify
+        from .region import CannotCut, Watch
+
+        check = Check(record.pattern, record.location, source=record.source)
+        if apart := getattr(candidate.match, "apart", ""):
+            self.checks.append(dataclasses.replace(check, verdict="unchecked", detail=apart))
+            yield
+            return
+        watch = None
+        try:
+            watch = Watch(self.graph, candidate.nodes)
+        except CannotCut as error:
+            self.checks.append(_unchecked(check, error))
+        yield
+        if watch is not None:
+            try:
+                watch.finish()
+            except CannotCut as error:
+                watch.cancel()
+                self.checks.append(_unchecked(check, error))
+            else:
+                top = getattr(candidate.match, "top", False)
+                verify.guard(watch, check, self.verify, top)
+
+    @contextlib.contextmanager
+    def _guarded(self, pattern: Pattern, node: fx.Node, quiet: bool = False) -> Iterator[None]:
+        """Time a pattern; what it raises leaves the graph as it was, and the pattern on."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self._undo(self._start[0])
+            # Of a node that a pattern has only been asked about nobody knows that it is of its family.
+            if not quiet and not compat.is_data_dependent(error):
+                self._failed(pattern, error, node, "the pattern raised")
+        finally:
+            self.pattern_ms[pattern.name] += (time.perf_counter() - started) * 1e3
+
+    def _undo(self, nodes: Snapshot) -> bool:
+        """Put the graph back, and what is known of its sizes as it was when the last match was accepted."""
+        intact = nodes.restore()
+        self._sizes.restore()
+        return intact
+
+    def _failed(self, pattern: Pattern, error: Exception, node: fx.Node, what: str) -> None:
+        """Say that a match was given up because of an error."""
+        if compat.is_data_dependent(error):
+            reason = f"it depends on a size that only the data decide: {described(error)}"
+        else:
+            reason = f"{what}: {described(error)}"
+            _note_failure(pattern.name, error)
+        self.near_misses.append(_near_miss(pattern.name, Miss(reason), node))
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        if (key := (pattern.name, type(error), frame.f_code, line)) not in self._logged:
+            self._logged.add(key)
+            log.debug("%s: %s", pattern.name, what, exc_info=error)
+
+
+failures: deque[str] = deque(maxlen=100)
+"""What was raised in this process by patterns, operators they put in, and the report; for tests and bug reports."""
+
+
+def _note_failure(who: str, error: Exception) -> None:
+    failures.append(f"{who}: {described(error)}")
+
+
+def make_view(graph: fx.Graph) -> Any:
+    """What patterns read the graph through."""
+    from .match.graph import GraphView
+
+    return GraphView(graph)
+
+
+def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Where matches of different patterns share nodes, the larger wins: an attention block over the
+    entmax in it."""
+    owner: dict[fx.Node, str] = {}
+    kept = []
+    for candidate in sorted(candidates, key=lambda c: len(c.nodes), reverse=True):
+        name = candidate.pattern.name
+        if all(owner.get(node, name) == name for node in candidate.nodes):
+            owner.update(dict.fromkeys(candidate.nodes, name))
+            kept.append(candidate)
+        else:
+            log.debug(
+                "%s at %s is part of a larger match",
+                candidate.match.pattern,
+                candidate.match.anchor,
+            )
+    return kept
+
+
+def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:
+    return (
+        node.op == "call_function" and node.target is operator.getitem and node.args[0] in swallowed
+    )
+
+
+def _record(candidate: _Candidate, view: Any) -> Rewrite:
+    match = candidate.match
+    source = source_of(match.anchor, *reversed(match.swallowed))
+    return Rewrite(
+        pattern=candidate.pattern.name,
+        stage=STAGE,
+        location=source.location,
+        op=match.op,
+        replaced=tuple(view.name_of(n) or _target_name(n) for n in match.swallowed),
+        inputs=tuple(_shape_and_dtype(n) for n in match.inputs if isinstance(n, fx.Node)),
+        bytes_saved=match.bytes_saved if type(match.bytes_saved) is int else None,
+        note=str(match.note),
+        source=source.text,
+    )
+
+
+def _near_miss(pattern: str, miss: Miss, anchor: fx.Node | None) -> NearMiss:
+    if anchor is None and miss.node is None:
+        return NearMiss(pattern, STAGE, "?", miss.reason)
+    source = source_of(miss.node, anchor)
+    return NearMiss(pattern, STAGE, source.location, miss.reason, source.text)
+
+
+def _unchecked(check: Check, error: Exception) -> Check:
+    return dataclasses.replace(check, verdict="unchecked", detail=str(error))
+
+
+def _shape_and_dtype(node: fx.Node) -> tuple[Shape, Any]:
+    value = fake(node)
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return (), None
+    return tuple(size if type(size) is int else str(size) for size in value.shape), value.dtype
+
+
+def _target_name(node: fx.Node) -> str:
+    return (
+        node.target
+        if isinstance(node.target, str)
+        else getattr(node.target, "__name__", str(node.target))
+    )
+
+
+def described(error: Exception) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
