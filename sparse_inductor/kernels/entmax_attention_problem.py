@@ -69,6 +69,8 @@ class Operands(NamedTuple):
     am1: float
     scale: float
     fill: float
+    last: None = None
+    """Triton 3.6 takes the types of what is in a tuple anew at each constant of its own: here, of all strides."""
 
 
 class Fixed(NamedTuple):
