@@ -337,6 +337,23 @@ def test_fmax_is_no_maximum():
     _assert_as_eager(lambda m, x: m.b(torch.fmax(m.a(x), zero)), x)
 
 
+def test_a_maximum_that_torch_has_no_gradient_of_has_none():
+    """As aminmax had none in torch 2.11."""
+
+    def refused(compiled):
+        head = lambda m, x: torch.relu(m.a(x)).aminmax(dim=1).max
+        try:
+            _run(head, (torch.randn(2, 5, 6),), True, compiled)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    expected = refused(compiled=False)
+    with only("splade_head") as report:
+        assert refused(compiled=True) == expected
+        assert bool(report.rewrites) != bool(expected)
+
+
 def test_what_is_made_under_inference_mode_is_saved_by_nobody():
     def block(m, x):
         with torch.inference_mode():

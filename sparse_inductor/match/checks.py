@@ -181,6 +181,9 @@ def _check_gradient(
             raise Decline(f"{label(n)} requires a gradient, and the operator runs under no_grad", n)
         return
     for n in inside:
+        gradients = (t.grad_fn.name() for t in tensors_in(fake(n)) if t.grad_fn is not None)
+        if "torch::autograd::NotImplemented" in gradients:
+            raise Decline(f"PyTorch has no gradient of {label(n)} and raises", n)
         for read, what in _unsaved(view, n):
             for by in view.effects.writers_to(read):
                 if by not in inside and view.order[by] > view.order[n]:
