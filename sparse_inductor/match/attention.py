@@ -73,7 +73,7 @@ def _check_operands(view: GraphView, node: fx.Node) -> None:
             raise Decline(f"an einsum of {len(operands)} tensors: two products in one", node)
 
 
-def _axes(o: Operand, atoms: dict[str, Atom]) -> list[Axis]:
+def _axes(o: Operand | Contraction, atoms: dict[str, Atom]) -> list[Axis]:
     return [() if letter is None else (atoms[letter],) for letter in o.axes]
 
 
@@ -253,9 +253,7 @@ class _Reader:
             q=q,
             k=k,
             v=v,
-            out_axes=[
-                () if letter is None else (self.atoms[letter],) for letter in self.product.axes
-            ],
+            out_axes=_axes(self.product, self.atoms),
             out_scale=self.product.scale,
             out_bias=self.product.bias,
             batch=batch,

@@ -11,7 +11,7 @@ from torch import fx
 from .. import compat
 from .graph import CONSTANT_LIKE, GraphView, fake, same_size
 from .indices import only_slices
-from .vocabulary import COMPARISONS, COPIES, NEGATIONS, VIEWS
+from .vocabulary import COMPARISONS, COPIES, NEGATIONS, SPREADS, VIEWS
 
 __all__ = [
     "counting",
@@ -27,16 +27,10 @@ _OF_A_PARAMETER = VIEWS | COPIES | {"cast", "detach", "mul"}
 
 def is_parameter(view: GraphView, node: fx.Node) -> bool:
     """Whether a tensor is a module's parameter (or a view or cast of one) rather than an activation."""
-    while node.op != "placeholder":
-        call = view.call(node)
-        if (
-            call is None
-            or call.name not in _OF_A_PARAMETER
-            or not view.is_tensor(call.get("input"))
-        ):
-            return node.op == "get_attr"
-        node = call["input"]
-    return compat.marked_as_parameter(fake(node)) or "parameters" in node.name
+    original, _ = view.behind(node, _OF_A_PARAMETER)
+    if not isinstance(original, fx.Node) or original.op != "placeholder":
+        return isinstance(original, fx.Node) and original.op == "get_attr"
+    return compat.marked_as_parameter(fake(original)) or "parameters" in original.name
 
 
 _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vector_norm".split())
@@ -44,19 +38,9 @@ _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vec
 
 def not_negative(view: GraphView, x: fx.Node) -> bool:
     """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
-    if view.dtype(x) == torch.bool:
-        return True
-    call = view.call(x)
-    if call is None:
-        return False
-    if call.name in _NOT_NEGATIVE:
-        return True
-    inner = call.get("input")
-    return (
-        call.name in VIEWS | COPIES | {"cast"}
-        and view.is_tensor(inner)
-        and not_negative(view, inner)
-    )
+    original, passed = view.behind(x, VIEWS | COPIES | {"cast"})
+    masks = (view.is_tensor(n) and view.dtype(n) == torch.bool for n in (*passed, original))
+    return any(masks) or view.name_of(original) in _NOT_NEGATIVE
 
 
 def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
@@ -116,13 +100,9 @@ def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
     """The axis, counted from the end, along which a tensor is provably 0, 1, 2, ..., and the same along all others."""
     if not view.is_tensor(x) or view.value(x, reader) is not x:
         return None
-    result, call = view.shape(x), view.call(x)
-    while call is not None and call.name in ("expand", "expand_as", "repeat"):
-        if not view.is_tensor(call["input"]) or call.inplace:
-            return None
-        x = call["input"]
-        call = view.call(x)
-    shape = view.shape(x)
+    result = view.shape(x)
+    x, _ = view.behind(x, SPREADS | {"repeat"})
+    shape, call = view.shape(x), view.call(x)
     wide = [a for a in range(len(shape)) if not same_size(shape[a], 1)]
     if len(wide) != 1 or not same_size(result[wide[0] - len(shape)], shape[wide[0]]):
         return None
