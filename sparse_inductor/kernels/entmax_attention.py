@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .. import layers
+from . import entmax_attention_few as few
 from . import entmax_attention_lists as lists
 from . import entmax_attention_short as short
 from .entmax_attention_backward import bias_gradient, keys_blocks, rows_blocks
@@ -66,7 +67,7 @@ def saved_like(
     """
     B, H, Lq, _d = q.shape
     saved = [q.new_empty((B, H, Lq), dtype=torch.float32) for _ in range(2)]
-    if lists.applies(q, k, v, scale):
+    if not few.applies(q, k) and lists.applies(q, k, v, scale):
         rows = lists.block_rows(q)
         saved.append(q.new_empty((B, H, Lq, lists.SLOTS), dtype=torch.int64))
         saved += [q.new_empty((B, H, Lq), dtype=torch.int32) for _ in range(3)]
@@ -118,6 +119,8 @@ def forward(
             listed = _lists(saved)
             if listed is None and short.applies(problem):
                 short.forward_short(problem, out, reference, shift, training)
+            elif few.applies(q, k):
+                few.forward_few(problem, out, reference, shift)
             else:
                 if listed is not None:
                     lists.forward_lists(problem, out, reference, shift, listed, training)
