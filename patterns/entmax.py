@@ -17,23 +17,26 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.break_even import look_up
 from sparse_inductor.example import example_of
-from sparse_inductor.match.checks import (
-    check_device,
-    without_outside_readers,
+from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import bytes_of, expected_elements
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.values import matched_nodes
+from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.match.chains.terms import widened
+from sparse_inductor.match.entmax.form import ENDS, ends_here
+from sparse_inductor.match.entmax.leaves import show_entmax
+from sparse_inductor.match.entmax.transform import (
+    LEAVES,
+    NOT_ENTMAX,
+    Transform,
+    above_one,
+    transform,
 )
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entmax import LEAVES, NOT_ENTMAX, Transform, above_one, transform
-from sparse_inductor.match.entmax_form import ENDS, ends_here
-from sparse_inductor.match.fakes import bytes_of, expected_elements
-from sparse_inductor.match.graph import GraphView, fake, label
-from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.terms import widened
-from sparse_inductor.match.values import swallowed
 from sparse_inductor.pattern import Miss, Sparse
-from sparse_inductor.policy import Worth
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
 
 NAME = "entmax"
 OP = "sparse_inductor::entmax"
@@ -44,7 +47,7 @@ class RowsMatch:
     """A recognised transformation, ready to be replaced."""
 
     found: Transform
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
     pattern: str = NAME
     op: str = OP
@@ -135,8 +138,8 @@ class Entmax(Recogniser):
             return None
         check_device(node)
         if not view.dtype(found.source).is_floating_point:
-            raise Decline(f"the scores are {view.dtype(found.source)}", node)
-        return RowsMatch(found, swallowed(view, found.nodes), _bytes_saved(view, found))
+            raise NoMatch(f"the scores are {view.dtype(found.source)}", node)
+        return RowsMatch(found, matched_nodes(view, found.nodes), _bytes_saved(view, found))
 
     def worth(self, match: RowsMatch, view: GraphView) -> Worth:
         source = fake(match.found.source)

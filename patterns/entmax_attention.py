@@ -18,24 +18,21 @@ import torch
 from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.break_even import look_up
 from sparse_inductor.example import example_of
-from sparse_inductor.match.attention import are_probabilities, read_attention, relu_attention
-from sparse_inductor.match.checks import (
-    check_device,
-    without_outside_readers,
-)
-from sparse_inductor.match.contraction import PRODUCTS
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.fakes import bytes_of, expected_elements
-from sparse_inductor.match.family import split_block
-from sparse_inductor.match.graph import GraphView, fake, label
-from sparse_inductor.match.layout import Attention
-from sparse_inductor.match.leaves import show_entmax
-from sparse_inductor.match.values import swallowed
+from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.contraction import PRODUCTS
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import bytes_of, expected_elements
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.values import matched_nodes
+from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.match.chains.family import split_block
+from sparse_inductor.match.entmax.attention import are_probabilities, read_attention, relu_attention
+from sparse_inductor.match.entmax.layout import Attention
+from sparse_inductor.match.entmax.leaves import show_entmax
 from sparse_inductor.pattern import Miss, Sparse
-from sparse_inductor.policy import Worth
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
 
 NAME = "entmax_attention"
 OP = "sparse_inductor::entmax_attention"
@@ -46,7 +43,7 @@ class AttentionMatch:
     """A recognised attention, ready to be replaced."""
 
     found: Attention
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
     pattern: str = NAME
     op: str = OP
@@ -111,8 +108,8 @@ class EntmaxAttention(Recogniser):
         check_device(node)
         inputs = (found.q.node, found.k.node, found.v.node)
         if not all(view.dtype(t).is_floating_point for t in inputs):
-            raise Decline("queries, keys or values are no floating-point numbers", node)
-        nodes = swallowed(view, found.nodes)
+            raise NoMatch("queries, keys or values are no floating-point numbers", node)
+        nodes = matched_nodes(view, found.nodes)
         if not all(isinstance(s, int) for t in inputs for s in view.shape(t)):
             _rehearse(found)
         return AttentionMatch(found, nodes, _bytes_saved(view, found))
@@ -130,13 +127,13 @@ class EntmaxAttention(Recogniser):
 def _rehearse(found: Attention) -> None:
     """Build everything and take it out again: with symbolic sizes a reshape may turn out to be impossible.
 
-    Raises Decline.
+    Raises NoMatch.
     """
     e = Emitter(found.node)
     try:
         found.emit(e)
     except Exception as error:
-        raise Decline(f"its layout cannot be followed ({error})", found.node) from None
+        raise NoMatch(f"its layout cannot be followed ({error})", found.node) from None
     finally:
         e.undo()
 

@@ -24,23 +24,22 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.ranges import steep
 from sparse_inductor.epilogue.steps import render
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.match.checks import (
-    check_device,
-    check_match,
-    outside_no_grad,
-)
-from sparse_inductor.match.contraction import PRODUCTS
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.encoder_layer import NAME as FUSED_LAYER
-from sparse_inductor.match.encoder_layer import LayerMatch, encoder_layer
-from sparse_inductor.match.fakes import expected, expected_elements
-from sparse_inductor.match.family import rectified_product, split_block
-from sparse_inductor.match.feed_forward import (
+from sparse_inductor.graph.checks import check_device, check_match, outside_no_grad
+from sparse_inductor.graph.contraction import PRODUCTS
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.gemm import Linear, added, linears, summed_over_processes
+from sparse_inductor.graph.mesh import is_distributed
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.values import matched_nodes
+from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.vocabulary import COMPARISONS
+from sparse_inductor.match.chains.family import rectified_product, split_block
+from sparse_inductor.match.chains.terms import widened
+from sparse_inductor.match.feed_forward.block import (
     Joined,
     Reading,
     check_joined,
@@ -50,17 +49,14 @@ from sparse_inductor.match.feed_forward import (
     read_block,
     resembles,
 )
-from sparse_inductor.match.gemm import Linear, added, linears, summed_over_processes
-from sparse_inductor.match.graph import GraphView, fake, label
-from sparse_inductor.match.indicators import compared_dtype, is_flat, said
-from sparse_inductor.match.mesh import is_distributed
-from sparse_inductor.match.readers import Others, other_readers
-from sparse_inductor.match.terms import widened
-from sparse_inductor.match.values import swallowed
-from sparse_inductor.match.vocabulary import COMPARISONS
+from sparse_inductor.match.feed_forward.encoder_layer import NAME as FUSED_LAYER
+from sparse_inductor.match.feed_forward.encoder_layer import LayerMatch, encoder_layer
+from sparse_inductor.match.feed_forward.indicators import compared_dtype, is_flat, said
+from sparse_inductor.match.feed_forward.readers import Others, other_readers
 from sparse_inductor.ops.relu_ffn import saves_nothing
 from sparse_inductor.pattern import Miss, Sparse
-from sparse_inductor.policy import Worth
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
 
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
@@ -78,7 +74,7 @@ class BlockMatch:
     joined: Joined
     others: Others
     at: fx.Node
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     saves: Callable[[], int | None]
     residual: fx.Node | None = None
     pattern: str = NAME
@@ -241,13 +237,13 @@ class ReluFfn(Recogniser):
             _, experts = rectified_product(view, node) or (None, False)
             why = _EXPERTS if experts else product_in_einsum(view, node)
             return Miss(why, node) if why else None
-        first: tuple[Linear, Decline] | None = None
+        first: tuple[Linear, NoMatch] | None = None
         for down in found:
             if down.source.op in ("placeholder", "get_attr"):
                 continue
             try:
                 return self._block(node, view, down)
-            except Decline as e:
+            except NoMatch as e:
                 first = first or (down, e)
         if first is None or not resembles(view, first[0].source, node):
             return None
@@ -255,41 +251,41 @@ class ReluFfn(Recogniser):
 
     def _block(self, node: fx.Node, view: GraphView, down: Linear) -> BlockMatch:
         if is_distributed(fake(down.source)):
-            raise Decline("the operator takes whole tensors, not DTensors", node)
+            raise NoMatch("the operator takes whole tensors, not DTensors", node)
         reading = read_block(view, down, down.source, node)
         if reading.tokens and fake(node).dtype == torch.float16:
-            raise Decline("what a token's factor has not scaled yet may overflow in float16", node)
+            raise NoMatch("what a token's factor has not scaled yet may overflow in float16", node)
         gate = reading.gate
         axis = down.d_dim
         if any(b.chain.v_dim != axis for b in reading.branches):
-            raise Decline("the down projection is over another axis than the neurons", node)
+            raise NoMatch("the down projection is over another axis than the neurons", node)
         dtype = fake(node).dtype
         for branch in reading.branches:
             mine = fake(branch.linear.node).dtype
             if mine != dtype:
-                raise Decline(
+                raise NoMatch(
                     f"the activations are {mine}, the down projection computes in {dtype}", node
                 )
             for n in branch.nodes if is_flat(branch.program) else ():
                 if view.name_of(n) in COMPARISONS and (other := compared_dtype(view, n)) != dtype:
-                    raise Decline(
+                    raise NoMatch(
                         f"thresholds compared in {other}, which the operator has in {dtype}", n
                     )
         check_device(node)
-        if any(map(view.learns, _inputs(reading))):
+        if any(map(view.needs_grad, _inputs(reading))):
             if all(is_flat(b.program) for b in reading.branches):
-                raise Decline("a comparison passes no gradient on to what it compares", node)
+                raise NoMatch("a comparison passes no gradient on to what it compares", node)
             for branch in reading.branches:
                 if (step := steep(branch.program)) is not None:
                     why = "which may be infinite, is NaN"
-                    raise Decline(f"0 times the slope of {step}, {why}", branch.linear.node)
+                    raise NoMatch(f"0 times the slope of {step}, {why}", branch.linear.node)
         up = reading.up
         one = joined(view, gate.chain, None if up is None else up.chain, node)
         if one is None:
             assert up is not None
-            raise Decline("the two projections read different inputs", up.linear.node)
+            raise NoMatch("the two projections read different inputs", up.linear.node)
         nodes = [n for b in reading.branches for n in b.nodes]
-        nodes = swallowed(view, [*nodes, *down.within, node])
+        nodes = matched_nodes(view, [*nodes, *down.within, node])
         others, nodes = other_readers(view, reading, nodes, node)
         at = min([node, *others.ends], key=view.order.__getitem__)
         apart = {n for s, _ in others.statistics for n in (*s.nodes, s.node)}
@@ -297,16 +293,16 @@ class ReluFfn(Recogniser):
         late = [t for t, _ in _reads(reading, others, node) if view.order[t] >= view.order[at]]
         if late:
             what = "an activation" if others.downs else "a statistic"
-            raise Decline(f"{what} is read before {label(late[0])} is there", at)
+            raise NoMatch(f"{what} is read before {label(late[0])} is there", at)
         if not {*down.also}.isdisjoint(nodes):
-            raise Decline("what is added to the result comes out of the block itself", node)
+            raise NoMatch("what is added to the result comes out of the block itself", node)
         if not {down.weight_source, *(d.weight_source for d in others.downs)}.isdisjoint(nodes):
-            raise Decline("the down weight comes out of the block itself", node)
+            raise NoMatch("the down weight comes out of the block itself", node)
         check_joined(view, [one.parts, [down, *others.downs]], down, node)
         saved = functools.partial(_bytes_saved, view, reading)
         if (total := _residual_sum(view, reading, node)) is not None and not others.ends:
             end, residual = total
-            with contextlib.suppress(Decline):
+            with contextlib.suppress(NoMatch):
                 more = (*nodes, end)
                 match = BlockMatch(end, reading, one, others, end, more, saved, residual)
                 check_match(view, match)
@@ -326,7 +322,7 @@ class ReluFfn(Recogniser):
             bits=8 * fake(down.node).dtype.itemsize,
             branches=len(branches),
             shared=int(len({b.linear.node for b in branches}) < len(branches)),
-            training=int(any(map(view.learns, _inputs(match.reading)))),
+            training=int(any(map(view.needs_grad, _inputs(match.reading)))),
         )
 
     def resolve(
@@ -336,9 +332,9 @@ class ReluFfn(Recogniser):
         kept: list[BlockMatch | LayerMatch] = []
         taken: set[fx.Node] = set()
         for m in sorted(matches, key=lambda m: view.order[m.anchor]):
-            if taken.isdisjoint(m.swallowed):
+            if taken.isdisjoint(m.matched_nodes):
                 kept.append(m)
-                taken.update(m.swallowed)
+                taken.update(m.matched_nodes)
         return kept, []
 
 
@@ -377,7 +373,7 @@ def _residual_sum(
     if not same or written or linears(view, residual):
         return None
     read = [residual, *_inputs(reading), down.weight_source]
-    return None if any(map(view.learns, read)) else (end, residual)
+    return None if any(map(view.needs_grad, read)) else (end, residual)
 
 
 def _inputs(reading: Reading) -> list[fx.Node]:
@@ -387,7 +383,7 @@ def _inputs(reading: Reading) -> list[fx.Node]:
 
 def _bytes_saved(view: GraphView, reading: Reading) -> int | None:
     """What a training step keeps of the hidden activations; what the operator keeps depends on how many are active."""
-    if not any(map(view.learns, _inputs(reading))):
+    if not any(map(view.needs_grad, _inputs(reading))):
         return 0
     sizes = view.shape(reading.down.source)
     if not all(isinstance(s, int) for s in sizes):

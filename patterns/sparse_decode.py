@@ -17,17 +17,17 @@ import torch
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.break_even import look_up
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.match.checks import check_followed, check_operands
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entries import Entries, entries
-from sparse_inductor.match.fakes import bytes_of, expected, expected_elements
-from sparse_inductor.match.gemm import Linear, linears
-from sparse_inductor.match.graph import GraphView, fake
+from sparse_inductor.graph.checks import check_followed, check_operands
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
+from sparse_inductor.graph.gemm import Linear, linears
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.match.feed_forward.entries import Entries, entries
 from sparse_inductor.pattern import Sparse
-from sparse_inductor.policy import Worth
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
 
 NAME = "sparse_decode"
 OP = "sparse_inductor::sparse_decode"
@@ -39,7 +39,7 @@ class DecoderMatch:
 
     down: Linear
     found: Entries
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
     pattern: str = NAME
     op: str = OP
@@ -65,7 +65,7 @@ class DecoderMatch:
     @property
     def apart(self) -> str:
         """With activations that are kept, the gradient of the values goes past them."""
-        kept = self.found.scatter not in self.swallowed
+        kept = self.found.scatter not in self.matched_nodes
         return "the gradient goes past the activations, which others read" if kept else ""
 
     @property
@@ -75,7 +75,7 @@ class DecoderMatch:
     @property
     def note(self) -> str:
         k = fake(self.found.indices).shape[-1]
-        kept = "" if self.found.scatter in self.swallowed else ", the activations are kept"
+        kept = "" if self.found.scatter in self.matched_nodes else ", the activations are kept"
         return f"{k} entries a row{kept}"
 
     def replace(self) -> None:
@@ -125,15 +125,15 @@ class SparseDecode(Recogniser):
         node = down.node
         check_operands(node, found.values)
         if not down.over_last:
-            raise Decline("the decoder does not sum over the last axis of the activations", node)
+            raise NoMatch("the decoder does not sum over the last axis of the activations", node)
         if not fake(node).dtype.is_floating_point:
-            raise Decline(f"the decoder computes in {fake(node).dtype}", node)
+            raise NoMatch(f"the decoder computes in {fake(node).dtype}", node)
         if any(n.args[:1] != (n.all_input_nodes[0],) for n in found.after):
-            raise Decline("the activations are made in a way that is not followed", node)
+            raise NoMatch("the activations are made in a way that is not followed", node)
         between = (*found.after, found.scatter, *(n for n, _ in found.scaled))
-        check_followed(view, between, node, view.learns(found.values))
+        check_followed(view, between, node, view.needs_grad(found.values))
         nodes = _only_here(view, found, node)
-        saves = found.scatter in nodes and view.learns(down.weight_source)
+        saves = found.scatter in nodes and view.needs_grad(down.weight_source)
         return DecoderMatch(down, found, nodes, bytes_of(down.source) if saves else 0)
 
     def worth(self, match: DecoderMatch, view: GraphView) -> Worth:
@@ -148,7 +148,9 @@ class SparseDecode(Recogniser):
             width=expected(fake(down.node).shape[-1]),
             ratio=neurons // entries_of_row,
             bits=8 * fake(down.node).dtype.itemsize,
-            training=int(view.learns(match.found.values) or view.learns(down.weight_source)),
+            training=int(
+                view.needs_grad(match.found.values) or view.needs_grad(down.weight_source)
+            ),
         )
 
 

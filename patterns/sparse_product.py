@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.break_even import look_up
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.match.checks import check_operands
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entries import Activated, activated, decoders_below, entries
-from sparse_inductor.match.fakes import expected, expected_elements
-from sparse_inductor.match.gemm import Linear, linears
-from sparse_inductor.match.graph import GraphView, fake
+from sparse_inductor.graph.checks import check_operands
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.gemm import Linear, linears
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.view import GraphView, fake
+from sparse_inductor.match.feed_forward.entries import Activated, activated, decoders_below, entries
 from sparse_inductor.pattern import Sparse
-from sparse_inductor.policy import Worth
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
 
 NAME = "sparse_product"
 DECODER = "sparse_inductor::sparse_product"
@@ -52,7 +52,7 @@ class ProductMatch:
         return self.linear.node
 
     @property
-    def swallowed(self) -> tuple[fx.Node, ...]:
+    def matched_nodes(self) -> tuple[fx.Node, ...]:
         return (self.anchor,)
 
     @property
@@ -79,7 +79,7 @@ class ProductMatch:
         name = self.op.rpartition(":")[2]
         y = e.call(
             getattr(torch.ops.sparse_inductor, name).default,
-            e.cast(linear.stand_in(e), dtype),
+            e.cast(linear.linear_input(e), dtype),
             e.method("t", weight) if self.op == DECODER else weight,
             None if bias is None else e.cast(bias, dtype),
         )
@@ -100,7 +100,7 @@ class SparseProduct(Recogniser):
         if (found := _decoder(view, node)) is not None:
             return _checked(ProductMatch(found[0], DECODER, found[0].source), view)
         for linear in linears(view, node) or ():
-            if not (view.learns(linear.source) or view.learns(linear.weight_source)):
+            if not (view.needs_grad(linear.source) or view.needs_grad(linear.weight_source)):
                 continue
             for user in decoders_below(view, node):
                 found = _decoder(view, user)
@@ -119,7 +119,7 @@ class SparseProduct(Recogniser):
             neurons=neurons,
             width=expected(fake(other).shape[-1]),
             bits=8 * fake(match.anchor).dtype.itemsize,
-            training=int(view.learns(match.anchor)),
+            training=int(view.needs_grad(match.anchor)),
         )
 
 
@@ -133,7 +133,7 @@ def _decoder(view: GraphView, node: fx.Node) -> tuple[Linear, Activated] | None:
         try:
             if entries(view, down.source, node) is not None:
                 return None
-        except Decline:  # rows of other numbers of entries
+        except NoMatch:  # rows of other numbers of entries
             pass
         return down, between
     return None
@@ -143,9 +143,9 @@ def _checked(match: ProductMatch, view: GraphView) -> ProductMatch:
     linear, node = match.linear, match.anchor
     check_operands(node, *match.inputs)
     if linear.d_dim != len(view.shape(linear.source)) - 1:
-        raise Decline("the product does not sum over the last axis of the activations", node)
+        raise NoMatch("the product does not sum over the last axis of the activations", node)
     if not linear.over_last:
-        raise Decline("the results of the product are not along the last axis", node)
+        raise NoMatch("the results of the product are not along the last axis", node)
     return match
 
 

@@ -19,26 +19,23 @@ from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor import compat
-from sparse_inductor.break_even import look_up
-from sparse_inductor.match.accumulate import ANCHORS, scores_of
-from sparse_inductor.match.checks import (
-    check_device,
-    without_outside_readers,
-)
-from sparse_inductor.match.contributions import ROWS, OfRows
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.fakes import expected, expected_elements, static_size
-from sparse_inductor.match.graph import GraphView, fake, label
-from sparse_inductor.match.postings import Postings, postings_of
-from sparse_inductor.match.scored import TURNS, Scores, names_of
-from sparse_inductor.match.topk import Top, top_of
-from sparse_inductor.match.values import is_parameter, swallowed
-from sparse_inductor.match.weighted import weighted
+from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import expected, expected_elements, static_size
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.values import is_parameter, matched_nodes
+from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.match.scoring.accumulate import ANCHORS, scores_of
+from sparse_inductor.match.scoring.contributions import ROWS, OfRows
+from sparse_inductor.match.scoring.postings import Postings, postings_of
+from sparse_inductor.match.scoring.scored import TURNS, Scores, names_of
+from sparse_inductor.match.scoring.topk import Top, top_of
+from sparse_inductor.match.scoring.weighted import weighted
 from sparse_inductor.ops._collections import Unrest, unrest_of
 from sparse_inductor.pattern import Example, Miss
-from sparse_inductor.policy import Worth
-from sparse_inductor.records import watch_sparse_breaks
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
+from sparse_inductor.reporting.records import watch_sparse_breaks
 
 NAME = "sparse_scores"
 OP = "sparse_inductor::sparse_scores"
@@ -57,7 +54,7 @@ class ScoresMatch:
 
     scores: Scores | Postings
     top: Top | None
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     names: tuple[fx.Node, ...]  # of the accumulator
     shared: tuple[fx.Node, ...] = ()  # what others may read
     held: Unrest | None = None  # of documents that an index may be built of
@@ -72,7 +69,7 @@ class ScoresMatch:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        inside = set(self.swallowed)
+        inside = set(self.matched_nodes)
         return tuple(dict.fromkeys(n for n, _ in self.scores.inputs if n not in inside))
 
     @property
@@ -90,7 +87,7 @@ class ScoresMatch:
         free = {*self.names, *self.shared}
         if self.top is not None:
             free |= {*self.anchor.users, *self.top.sliced}
-        return tuple(n for n in self.swallowed if n not in free)
+        return tuple(n for n in self.matched_nodes if n not in free)
 
     @property
     def note(self) -> str:
@@ -166,23 +163,23 @@ class SparseScores(Recogniser):
     def _checked(self, node: fx.Node, view: GraphView, s: Scores | Postings) -> ScoresMatch:
         check_device(node)
         if not fake(node).dtype.is_floating_point:
-            raise Decline(f"the scores are {fake(node).dtype}", node)
+            raise NoMatch(f"the scores are {fake(node).dtype}", node)
         top = None if s.into is not None else top_of(view, s)
         if s.features and not _documents_first(view, s, top):
             embedded = view.name_of(s.w.gather.node) == "embedding"
             plain = embedded and is_parameter(view, s.w.gather.source)  # every model has some
-            raise OfRows(ROWS, node) if plain else Decline(ROWS, node)
+            raise OfRows(ROWS, node) if plain else NoMatch(ROWS, node)
         anchor = s.node if top is None else top.node
-        inner = [*s.swallowed] if top is None else [*s.swallowed, *top.path, top.node]
+        inner = [*s.matched_nodes] if top is None else [*s.matched_nodes, *top.path, top.node]
         names: list[fx.Node] = []
         if s.accumulator is not None:  # it goes, with what cleared it
             names = names_of(view, s.accumulator, s.node)
             _check_accumulator(view, s, names)
             inner += names
-        nodes = swallowed(view, inner)
+        nodes = matched_nodes(view, inner)
         gather = s.w.gather
-        if gather.gradient and view.learns(gather.source):
-            raise Decline(gather.gradient, gather.node)
+        if gather.gradient and view.needs_grad(gather.source):
+            raise NoMatch(gather.gradient, gather.node)
         held = None
         if anchor not in view.transforms:  # else it is not emitted, and tensors are wrapped
             held = self._rehearse(s, anchor, top)
@@ -230,16 +227,16 @@ class SparseScores(Recogniser):
                 return None
             return unrest_of(query.device, query.shape[-1], ids.shape)
         except IndexError:  # the first of what all queries share is taken
-            raise Decline("the batch of queries is empty", anchor) from None
+            raise NoMatch("the batch of queries is empty", anchor) from None
         except (RuntimeError, TypeError, ValueError) as error:
-            raise Decline(f"the operator does not take it: {error}", anchor) from error
+            raise NoMatch(f"the operator does not take it: {error}", anchor) from error
         finally:
             e.undo()
 
     def resolve(
         self, matches: Sequence[ScoresMatch], view: GraphView
     ) -> tuple[list[ScoresMatch], list[Miss]]:
-        """Nobody else may read what is swallowed; two scorings may share a gather. What a later accumulation into the
+        """Nobody else may read what is matched; two scorings may share a gather. What a later accumulation into the
         same scores has taken in is part of that."""
         taken = {
             p.node for m in matches if isinstance(m.scores, Postings) for p in m.scores.earlier
@@ -256,16 +253,16 @@ class _Inner:
 
     match: ScoresMatch
     anchor: fx.Node
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
 
 
 def _check_accumulator(view: GraphView, s: Scores | Postings, names: Sequence[fx.Node]) -> None:
     """The accumulator was made for this and is known under no other name before the scores are in it."""
     if view.effects.creator(names[0]) is not names[0]:
-        raise Decline("the accumulator is a view of something else", s.node)
+        raise NoMatch("the accumulator is a view of something else", s.node)
     for other in [user for name in names for user in view.readers(name)]:
-        if view.order[other] < view.order[s.node] and other not in (*names, *s.swallowed):
-            raise Decline("the accumulator is read before the scores are in it", other)
+        if view.order[other] < view.order[s.node] and other not in (*names, *s.matched_nodes):
+            raise NoMatch("the accumulator is read before the scores are in it", other)
 
 
 def _lists(view: GraphView, s: Scores | Postings, anchor: fx.Node) -> tuple[fx.Node, ...]:

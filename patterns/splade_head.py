@@ -21,23 +21,20 @@ import torch
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.break_even import look_up
 from sparse_inductor.epilogue.ranges import Interval, prove, shared_bounds, steep, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.example import example_of
-from sparse_inductor.match.chain import Chain
-from sparse_inductor.match.checks import (
-    check_device,
-    without_outside_readers,
-)
-from sparse_inductor.match.climb import climb
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.fakes import expected, expected_elements
-from sparse_inductor.match.family import above, below
-from sparse_inductor.match.gemm import Linear
-from sparse_inductor.match.graph import GraphView, fake, label, same_size, same_sizes
-from sparse_inductor.match.pooling import (
+from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.gemm import Linear
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.values import is_parameter, matched_nodes
+from sparse_inductor.graph.view import GraphView, fake, label, same_size, same_sizes
+from sparse_inductor.match.chains.backward_walk import walk_back
+from sparse_inductor.match.chains.chain import Chain
+from sparse_inductor.match.chains.family import above, below
+from sparse_inductor.match.chains.pooling import (
     ANCHORS,
     LOGS,
     POOLED,
@@ -48,9 +45,9 @@ from sparse_inductor.match.pooling import (
     other_pool,
     weighted_sum,
 )
-from sparse_inductor.match.values import is_parameter, swallowed
 from sparse_inductor.pattern import Miss, Sparse
-from sparse_inductor.policy import Worth
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
 
 NAME = "splade_head"
 OP = "sparse_inductor::splade_head"
@@ -66,7 +63,7 @@ class HeadMatch:
     reduction: Reduction
     chain: Chain
     program: Program
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
     pattern: str = NAME
     op: str = OP
@@ -105,7 +102,7 @@ class HeadMatch:
             red.dim,
             chain.v_dim,
         ]
-        hidden = e.permuted(chain.stand_in(e), order)
+        hidden = e.permuted(chain.linear_input(e), order)
         rows = [e.method("squeeze", e.permuted(r, order), -1) for r in chain.row_operands(e)]
         weight, bias = chain.weight_and_bias(e)
         # Under autocast the linear computes in another dtype than its inputs have.
@@ -185,7 +182,7 @@ class SpladeHead(Recogniser):
             return Miss(f"the logits are {dtype}", node) if _resembles(view, node, red) else None
         try:
             return self._head(node, view, red)
-        except Decline as e:
+        except NoMatch as e:
             return e.miss(node) if _resembles(view, node, red) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:
@@ -196,17 +193,17 @@ class SpladeHead(Recogniser):
             logits=expected_elements(logits.shape),
             tokens=expected_elements(logits.shape)
             // max(1, expected(logits.shape[match.chain.v_dim])),
-            training=int(view.learns(match.reduction.source)),
+            training=int(view.needs_grad(match.reduction.source)),
             bits=8 * logits.dtype.itemsize,
         )
 
     def _head(self, node: fx.Node, view: GraphView, red: Reduction) -> HeadMatch:
-        spine = climb(view, red.source, node)
-        first: Decline | None = None
-        for linear in spine.linears:
+        epilogue = walk_back(view, red.source, node)
+        first: NoMatch | None = None
+        for linear in epilogue.linears:
             try:
-                return self._reading(node, view, red, Chain(view, spine, linear), linear)
-            except Decline as e:
+                return self._reading(node, view, red, Chain(view, epilogue, linear), linear)
+            except NoMatch as e:
                 first = first or e
         assert first is not None
         raise first
@@ -217,21 +214,21 @@ class SpladeHead(Recogniser):
         if red.span > 1:
             chain.merge(red.dim, red.span, red.source)
         if any(same_size(s, 0) for s in view.shape(red.source)):
-            raise Decline("there is nothing to take the maximum of", node)
+            raise NoMatch("there is nothing to take the maximum of", node)
         if chain.v_dim == red.dim or (
             is_parameter(view, linear.source) and not is_parameter(view, linear.weight_source)
         ):
-            raise Decline("it reduces over the vocabulary, not over the sequence", node)
+            raise NoMatch("it reduces over the vocabulary, not over the sequence", node)
         if _over_batch(view, chain, red, linear):
-            raise Decline(
+            raise NoMatch(
                 "it reduces over the batch: axis 0 is a sequence where a transpose put it there",
                 node,
             )
         check_device(linear.node)
         if not fake(linear.node).dtype.is_floating_point:
-            raise Decline(f"the logits are {fake(linear.node).dtype}", linear.node)
+            raise NoMatch(f"the logits are {fake(linear.node).dtype}", linear.node)
         if red.values is not None and any(u.target is not operator.getitem for u in node.users):
-            raise Decline("the pair of values and indices is used as a whole", node)
+            raise NoMatch("the pair of values and indices is used as a whole", node)
         turned = (Step("mul", (-1.0,)),) if red.minimum else ()
         program = chain.program + turned
         proof = prove(program)
@@ -240,18 +237,18 @@ class SpladeHead(Recogniser):
             proof = prove(program)
         if proof.direction != 1:
             pool = "minimum" if red.minimum else "maximum"
-            raise Decline(f"the {pool} cannot move past the activation: {proof.why()}", node)
+            raise NoMatch(f"the {pool} cannot move past the activation: {proof.why()}", node)
         _check_finite(program, node)
-        if view.learns(red.source):
+        if view.needs_grad(red.source):
             _check_slopes(program)
         if chain.tail:
             self._check_tail(chain, red, proof.range, node)
         if not (is_parameter(view, linear.weight_source) or _resembles(view, node, red)):
-            raise Decline(
+            raise NoMatch(
                 "neither operand of the matmul is a parameter and no activation follows", node
             )
         chain.rehearse(node)
-        nodes = swallowed(view, [*chain.nodes, *red.within, node])
+        nodes = matched_nodes(view, [*chain.nodes, *red.within, node])
         return HeadMatch(node, red, chain, program, nodes, _bytes_saved(view, linear, red))
 
     def _check_tail(self, chain: Chain, red: Reduction, reaching: Interval, node: fx.Node) -> None:
@@ -259,13 +256,13 @@ class SpladeHead(Recogniser):
         if red.minimum or (
             red.positions is not None and any(u.args[1] == red.positions for u in node.users)
         ):
-            raise Decline(
+            raise NoMatch(
                 "a vocabulary mask after the activation, and more than the maximum is used", node
             )
         if not chain.tail_fits(red.dim):
-            raise Decline("an operand differs by token and by output", node)
+            raise NoMatch("an operand differs by token and by output", node)
         if not chain.tail_rises(reaching):
-            raise Decline("the maximum cannot move past what follows the vocabulary mask", node)
+            raise NoMatch("the maximum cannot move past what follows the vocabulary mask", node)
 
     def resolve(
         self, matches: Sequence[HeadMatch], view: GraphView
@@ -275,25 +272,25 @@ class SpladeHead(Recogniser):
 
 
 def _check_finite(program: Program, node: fx.Node) -> None:
-    """Raises Decline where the operator would have a number, and the program has NaN, or another number."""
+    """Raises NoMatch where the operator would have a number, and the program has NaN, or another number."""
     for at, step in enumerate(program):
         before = scalar_steps(program[:at])
         if step.fn == "row_mul" and (undefined_step := undefined(before)) is not None:
-            raise Decline(f"multiplies by 0 what may be no number: {undefined_step}", node)
+            raise NoMatch(f"multiplies by 0 what may be no number: {undefined_step}", node)
     if _makes_nan_a_number(program):
         nan, least = (_at(program, x) for x in (math.nan, -math.inf))
         if nan != least:
-            raise Decline(f"makes NaN {nan:g}, and small logits {least:g}", node)
+            raise NoMatch(f"makes NaN {nan:g}, and small logits {least:g}", node)
 
 
 def _check_slopes(program: Program) -> None:
-    """Raises Decline where positions that are not the largest, or not alone so, have a part in the gradient."""
+    """Raises NoMatch where positions that are not the largest, or not alone so, have a part in the gradient."""
     if upper := shared_bounds(program)[1]:
-        raise Decline(
+        raise NoMatch(
             f"positions above the bound of {upper[0]} share the gradient of one that is just there"
         )
     if (step := steep(program)) is not None:
-        raise Decline(f"0 times the slope of {step}, which may be infinite, is NaN")
+        raise NoMatch(f"0 times the slope of {step}, which may be infinite, is NaN")
 
 
 def _makes_nan_a_number(program: Program) -> bool:
@@ -337,7 +334,7 @@ def _sequence_first(view: GraphView, node: fx.Node) -> bool:
 def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     """What a training step keeps of the logits, less the winning positions and peaks that replace them."""
     tensors = (linear.source, linear.weight_source)
-    if not any(map(view.learns, tensors)):
+    if not any(map(view.needs_grad, tensors)):
         return 0
     sizes, shape = view.shape(linear.node), view.shape(red.source)
     if not all(isinstance(s, int) for s in (*sizes, *shape)):

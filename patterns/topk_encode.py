@@ -18,17 +18,17 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
-from sparse_inductor.break_even import look_up
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.match.checks import check_followed, check_operands
-from sparse_inductor.match.declines import Decline, Recogniser
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.entries import by_column, is_last
-from sparse_inductor.match.fakes import expected, expected_elements
-from sparse_inductor.match.gemm import Linear, linears
-from sparse_inductor.match.graph import GraphView, fake, label
-from sparse_inductor.match.vocabulary import COPIES
-from sparse_inductor.policy import Worth
+from sparse_inductor.graph.checks import check_followed, check_operands
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import expected, expected_elements
+from sparse_inductor.graph.gemm import Linear, linears
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.vocabulary import COPIES
+from sparse_inductor.match.feed_forward.entries import by_column, is_last
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
 
 NAME = "topk_encode"
 OP = "sparse_inductor::topk_encode"
@@ -60,7 +60,7 @@ class EncoderMatch:
     product: _Product
     k: int | fx.Node
     given: bool
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
     pattern: str = NAME
     op: str = OP
@@ -107,7 +107,7 @@ class EncoderMatch:
             bias = None if bias is None else e.call(operator.mul, bias, factor)
         found = e.call(
             torch.ops.sparse_inductor.topk_encode.default,
-            e.cast(linear.stand_in(e), dtype), e.cast(weight, dtype),
+            e.cast(linear.linear_input(e), dtype), e.cast(weight, dtype),
             None if bias is None else e.cast(bias, dtype),
             e.method("detach", p.scores) if self.given else None, self.k, True,
         )  # fmt: skip
@@ -137,19 +137,19 @@ class TopkEncode(Recogniser):
         scores, linear = product.scores, product.linear
         check_operands(scores, linear.source)
         if call.get("largest", True) is not True:
-            raise Decline("topk takes the smallest", node)
+            raise NoMatch("topk takes the smallest", node)
         if not (linear.over_last and is_last(view, scores, call.get("dim", -1))):
-            raise Decline("topk is not along the outputs of the linear", node)
+            raise NoMatch("topk is not along the outputs of the linear", node)
         k = call["k"]
         if not isinstance(k, int) and not isinstance(fake(k), (int, torch.SymInt)):
-            raise Decline("k is no number", node)
+            raise NoMatch("k is no number", node)
         if call.get("out") is not None:
-            raise Decline("topk writes to tensors that are there already", node)
+            raise NoMatch("topk writes to tensors that are there already", node)
         for user in node.users:
             taken = user.target is operator.getitem and user.args[1] in (0, 1)
             if not taken and user.users:
-                raise Decline(f"the pair that topk returns is also read by {label(user)}", user)
-        check_followed(view, product.nodes, node, any(map(view.learns, _inputs(product))))
+                raise NoMatch(f"the pair that topk returns is also read by {label(user)}", user)
+        check_followed(view, product.nodes, node, any(map(view.needs_grad, _inputs(product))))
         nodes, left = {node}, product.mixed
         for n in product.nodes:
             left = left or not {*view.readers(n)} <= nodes
@@ -170,7 +170,7 @@ class TopkEncode(Recogniser):
             width=expected(fake(product.linear.source).shape[-1]),
             ratio=neurons // k,
             bits=8 * fake(product.scores).dtype.itemsize,
-            training=int(any(map(view.learns, _inputs(product)))),
+            training=int(any(map(view.needs_grad, _inputs(product)))),
         )
 
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import ops as ops
     from . import testing as testing
-    from .explanation import explain as explain
+    from .explanation.explain import explain as explain
     from .index import SparseIndex as SparseIndex
     from .pattern import register as register
-    from .records import report as report
+    from .reporting.records import report as report
     from .session import disable as disable
     from .session import enable as enable
     from .session import enabled as enabled
@@ -38,8 +38,8 @@ _HOME = {
     "disable": "session",
     "enabled": "session",
     "options": "session",
-    "report": "records",
-    "explain": "explanation",
+    "report": "reporting.records",
+    "explain": "explanation.explain",
     "register": "pattern",
     "Template": "template",
     "ops": "ops",

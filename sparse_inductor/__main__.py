@@ -108,8 +108,8 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _patterns(options: argparse.Namespace) -> int:
-    from .console import print_table
     from .pattern import registered
+    from .reporting.console import print_table
 
     heads = ("pattern", "operator", "rewrites")
     rows = [(p.name, p.op, p.summary) for p in registered().values()]
@@ -126,7 +126,7 @@ def _explained(options: argparse.Namespace, verify: bool) -> Any:
     try:
         fn, args = load(options.target)
         doing = "run"
-        from .explanation import explain
+        from .explanation.explain import explain
 
         explanation = explain(fn, *args, verify=verify)
     except Exception as error:  # of the target: whatever its author's program raises
@@ -148,8 +148,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _index(options: argparse.Namespace) -> int:
-    from .console import print_table
     from .index import SparseIndex
+    from .reporting.console import print_table
 
     try:
         index = SparseIndex.load(options.file)

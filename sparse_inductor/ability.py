@@ -13,14 +13,14 @@ from importlib import metadata
 
 import torch
 
-__all__ = ["LEAST_CAPABILITY", "LEAST_TRITON", "missing", "unimportable"]
+__all__ = ["LEAST_CAPABILITY", "LEAST_TRITON", "unimportable", "unsupported_reason"]
 
 LEAST_TRITON = (3, 4)  # device-side tensor descriptors
 LEAST_CAPABILITY = (8, 0)  # bf16 matrix products
 
 
 @functools.cache
-def missing(device: torch.device) -> str:
+def unsupported_reason(device: torch.device) -> str:
     """What the kernels lack on this device, "" where they lack nothing that can be told without importing them."""
     if device.type != "cuda":
         return ""
@@ -44,15 +44,15 @@ def missing(device: torch.device) -> str:
 
 # The modules that operators import their kernels from.
 _KERNELS = {
-    "entmax": ("entmax",),
-    "entmax_attention": ("entmax_attention",),
-    "relu_ffn": ("relu_ffn", "relu_ffn_backward"),
-    "sparse_decode": ("topk_sums",),
-    "sparse_gradient_linear": ("sparse_products",),
-    "sparse_product": ("sparse_products",),
-    "sparse_scores": ("sparse_scores_best", "sparse_scores_documents"),
-    "splade_head": ("splade_head_forward", "splade_head_backward"),
-    "topk_encode": ("topk_rows", "topk_sums"),
+    "entmax": ("entmax.rows",),
+    "entmax_attention": ("entmax_attention.attention",),
+    "relu_ffn": ("relu_ffn.forward", "relu_ffn.backward"),
+    "sparse_decode": ("sparse_rows.sums",),
+    "sparse_gradient_linear": ("sparse_rows.products",),
+    "sparse_product": ("sparse_rows.products",),
+    "sparse_scores": ("sparse_scores.best", "sparse_scores.documents"),
+    "splade_head": ("splade_head.forward", "splade_head.backward"),
+    "topk_encode": ("sparse_rows.topk", "sparse_rows.sums"),
 }
 
 
@@ -64,7 +64,7 @@ def unimportable(op: str, device: torch.device) -> str:
     namespace, _, name = op.partition("::")
     if device.type != "cuda" or namespace != __package__:
         return ""
-    return _import_problem(("replay", *_KERNELS.get(name, ())))
+    return _import_problem(("common.replay", *_KERNELS.get(name, ())))
 
 
 @functools.cache

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from . import compat
-from .ability import missing, unimportable
-from .match.checks import unsound
-from .match.fakes import fake, tensors_in
-from .match.graph import label
+from .ability import unimportable, unsupported_reason
+from .graph.checks import unsound
+from .graph.fakes import fake, tensors_in
+from .graph.view import label
 from .pattern import Match, Miss
 
 __all__ = ["unrewritable", "without_kernels"]
@@ -27,8 +27,12 @@ def unrewritable(match: Match, view: Any) -> Miss | None:
     if transform := view.transforms.get(match.anchor):
         reason = f"this runs inside {transform}, which the operator does not take part in"
         return Miss(reason, match.anchor)
-    learns = any(t.requires_grad for t in tensors_in(fake(match.anchor)))
-    if match.op == "sparse_inductor::entmax_attention" and learns and compat.setting("cpp_wrapper"):
+    needs_grad = any(t.requires_grad for t in tensors_in(fake(match.anchor)))
+    if (
+        match.op == "sparse_inductor::entmax_attention"
+        and needs_grad
+        and compat.setting("cpp_wrapper")
+    ):
         reason = "Inductor's C++ wrapper calls no operator that returns a list, as this one does in training"
         return Miss(reason, match.anchor)
     if view.differentiates_twice:
@@ -39,7 +43,7 @@ def unrewritable(match: Match, view: Any) -> Miss | None:
         return Miss(reason, match.anchor)
     if lacking := _lacking(match):
         return Miss(f"there is no operator here: {lacking}", match.anchor)
-    for node in (match.anchor, *match.swallowed, *match.inputs):
+    for node in (match.anchor, *match.matched_nodes, *match.inputs):
         for t in tensors_in(fake(node)):
             if not compat.computes_as_tensors_do(type(t)):
                 reason = f"{label(node)} is a {type(t).__name__}, a tensor subclass with operations of its own"
@@ -60,11 +64,11 @@ def without_kernels(match: Match) -> Miss | None:
 
 def _lacking(match: Match) -> str:
     """What the kernels lack for a match, on its device or for its tensors; of a device said aloud once."""
-    values = [v for n in (match.anchor, *match.swallowed) for v in tensors_in(fake(n))]
+    values = [v for n in (match.anchor, *match.matched_nodes) for v in tensors_in(fake(n))]
     if any(v.is_nested for v in values):
         return "the tensors are nested"
     device = values[0].device if values else None
-    lacking = "" if device is None else missing(device)
+    lacking = "" if device is None else unsupported_reason(device)
     if lacking:
         _warn_once(f"nothing is rewritten on {device}: {lacking}")
     return lacking

@@ -20,9 +20,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from . import __version__, compat, layers
-from .console import print_table, print_text
-from .explanation import explained
+from .explanation.explain import explained
 from .pattern import Pattern, registered
+from .reporting.console import print_table, print_text
 from .selection import SKIP_VARIABLE
 
 __all__ = ["Finding", "diagnose", "show", "status"]

@@ -22,16 +22,16 @@ from torch import fx
 
 from . import compat
 from .admission import unrewritable, without_kernels
-from .decisions import Decisions
-from .findings import Check, NearMiss, Rewrite, Shape
+from .graph.fakes import complete, fake, tensors_in
+from .graph.saved import copying_what_is_written
 from .layouts import keep_layouts, layouts
-from .match.fakes import complete, fake, tensors_in
-from .match.saved import copying_what_is_written
 from .pattern import Match, Miss, Pattern, Sparse
-from .records import Report
+from .policy.decisions import Decisions
 from .rehearsal import rehearse
+from .reporting.findings import Check, NearMiss, Rewrite, Shape
+from .reporting.records import Report
+from .reporting.source import source_of
 from .snapshot import Snapshot
-from .source import source_of
 
 __all__ = ["Applied", "GraphRun", "described", "failures"]
 
@@ -58,7 +58,7 @@ class _Candidate:
 
     @property
     def nodes(self) -> set[fx.Node]:
-        return {*self.match.swallowed, self.match.anchor}
+        return {*self.match.matched_nodes, self.match.anchor}
 
 
 class GraphRun:
@@ -119,24 +119,24 @@ class GraphRun:
             self.applied = [
                 Applied(
                     records_of[id(c)],
-                    tuple(n.name for n in c.match.swallowed),
+                    tuple(n.name for n in c.match.matched_nodes),
                     self.inserted[id(c)],
                     tuple(getattr(c.match, "sparse", ())),
                 )
                 for c in reversed(self._done)
             ]
-        swallowed = {node for c in self._done for node in c.nodes}
+        matched_nodes = {node for c in self._done for node in c.nodes}
         self.near_misses += [
             _near_miss(name, miss, anchor)
             for name, miss, anchor in misses
-            if anchor not in swallowed
+            if anchor not in matched_nodes
         ]
 
     def erase(self) -> None:
         """Take out what is dead now. Nothing may fail after this: until here everything can be undone."""
-        swallowed = {node for c in self._done for node in c.nodes}
+        matched_nodes = {node for c in self._done for node in c.nodes}
         for node in reversed(self.graph.nodes):
-            if not node.users and (node in swallowed or _is_getitem_of(node, swallowed)):
+            if not node.users and (node in matched_nodes or _is_getitem_of(node, matched_nodes)):
                 self.graph.erase_node(node)
 
     def give_up(self, patterns: Iterable[Pattern], error: Exception) -> None:
@@ -269,8 +269,8 @@ class GraphRun:
         if self.verify is None:
             yield
             return
-        from . import verify
         from .region import CannotCut, Watch
+        from .verify import session as verify
 
         check = Check(record.pattern, record.location, source=record.source)
         if apart := getattr(candidate.match, "apart", ""):
@@ -337,7 +337,7 @@ def _note_failure(who: str, error: Exception) -> None:
 
 def make_view(graph: fx.Graph) -> Any:
     """What patterns read the graph through."""
-    from .match.graph import GraphView
+    from .graph.view import GraphView
 
     return GraphView(graph)
 
@@ -361,21 +361,23 @@ def _disjoint(candidates: list[_Candidate]) -> list[_Candidate]:
     return kept
 
 
-def _is_getitem_of(node: fx.Node, swallowed: set[fx.Node]) -> bool:
+def _is_getitem_of(node: fx.Node, matched_nodes: set[fx.Node]) -> bool:
     return (
-        node.op == "call_function" and node.target is operator.getitem and node.args[0] in swallowed
+        node.op == "call_function"
+        and node.target is operator.getitem
+        and node.args[0] in matched_nodes
     )
 
 
 def _record(candidate: _Candidate, view: Any) -> Rewrite:
     match = candidate.match
-    source = source_of(match.anchor, *reversed(match.swallowed))
+    source = source_of(match.anchor, *reversed(match.matched_nodes))
     return Rewrite(
         pattern=candidate.pattern.name,
         stage=STAGE,
         location=source.location,
         op=match.op,
-        replaced=tuple(view.name_of(n) or _target_name(n) for n in match.swallowed),
+        replaced=tuple(view.name_of(n) or _target_name(n) for n in match.matched_nodes),
         inputs=tuple(_shape_and_dtype(n) for n in match.inputs if isinstance(n, fx.Node)),
         bytes_saved=match.bytes_saved if type(match.bytes_saved) is int else None,
         note=str(match.note),

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from . import compat
-from .match import leaves
-from .match.effects import gives_memory, written
-from .match.fakes import attribute, fake, tensors_in
+from .graph.effects import gives_memory, written
+from .graph.fakes import attribute, fake, tensors_in
+from .match.entmax import leaves
 from .rehearsal import differentiating_fakes
 
 __all__ = ["why_in_parts"]

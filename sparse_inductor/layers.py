@@ -76,7 +76,7 @@ class Fallback:
     device: str
     dtype: torch.dtype
     kernel: str
-    """Module and name, as `relu_ffn_hopper._product_kernel`."""
+    """Module and name, as `relu_ffn.hopper._product_kernel`."""
     error: str
     """Type and first line."""
     layer: Layer
@@ -247,12 +247,12 @@ def _kernel_of(error: Exception) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__name__", "")
         if module.startswith(_KERNELS):
-            planning = f"{module.rpartition('.')[2]}.{frame.f_code.co_name}"
+            planning = f"{module[len(_KERNELS) + 1 :]}.{frame.f_code.co_name}"
         for owner in (frame.f_locals.get("self"), frame.f_locals.get("kernel")):
             fn: Any = getattr(owner, "fn", None)
             module = getattr(fn, "__module__", None) or ""
             if module.startswith(_KERNELS):
-                kernel = f"{module.rpartition('.')[2]}.{fn.__name__}"
+                kernel = f"{module[len(_KERNELS) + 1 :]}.{fn.__name__}"
     return kernel or planning or "a kernel"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .match.fakes import fake, same_size
+from .graph.fakes import fake, same_size
 
 __all__ = ["keep_layouts", "layouts"]
 

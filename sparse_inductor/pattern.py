@@ -65,7 +65,7 @@ class Match(Protocol):
     pattern: str
     op: str
     anchor: fx.Node
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     """The nodes that the op replaces, in graph order, the anchor among them."""
     inputs: tuple[fx.Node, ...]
     bytes_saved: int | None
@@ -85,8 +85,8 @@ class Pattern(Protocol):
     - `resolve(matches, view) -> (accepted, misses)`: chooses among matches of this pattern in one
       graph that share
       nodes, or merges them. Without it all are accepted.
-    - `worth(match, view) -> Worth` (`sparse_inductor.policy`): when the operator is faster than what it replaces, for
-      the policy "auto". Without it always.
+    - `worth(match, view) -> Worth` (`sparse_inductor.policy.worth`): when the operator is faster than what it replaces,
+      for the policy "auto". Without it always.
     - `setup() -> Callable[[], None]`: called by `enable()` (not by `options()`, which acts on one
       compile only) for what Dynamo has to know while the pattern is on, such as a function to trace
       in another's place. Nothing that eager code could notice: no flag, no patch, no import hook.
@@ -106,7 +106,7 @@ class Pattern(Protocol):
         """Recognise the subgraph that ends in `node`; None when it is not of this family, not even
         nearly.
 
-        Must not change the graph. `view` is a `sparse_inductor.match.graph.GraphView`.
+        Must not change the graph. `view` is a `sparse_inductor.graph.view.GraphView`.
         """
 
 

@@ -78,7 +78,7 @@ def _reset() -> None:
             session.disable()
     if rewrite := sys.modules.get("sparse_inductor.rewrite"):
         rewrite.failures.clear()
-    if records := sys.modules.get("sparse_inductor.records"):
+    if records := sys.modules.get("sparse_inductor.reporting.records"):
         records.report().clear()
     if "torch._dynamo" in sys.modules:
         from sparse_inductor import compat

@@ -23,8 +23,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from . import compat
-from .match.fakes import fake
-from .match.names import canonical, trailing_inplace
+from .graph.fakes import fake
+from .graph.names import canonical, trailing_inplace
 
 __all__ = ["CannotCut", "Subgraph", "Watch", "may_write"]
 
@@ -149,22 +149,22 @@ class Watch:
 
     def __init__(self, graph: fx.Graph, nodes: Iterable[fx.Node]) -> None:
         self._graph = graph
-        swallowed = set(nodes)
-        swallowed |= {
+        matched_nodes = set(nodes)
+        matched_nodes |= {
             user
-            for n in swallowed
+            for n in matched_nodes
             if not isinstance(fake(n), Tensor)  # a pair's parts
             for user in n.users
             if user.target is operator.getitem
         }
         self._present = set(graph.nodes)
-        inside = [n for n in graph.nodes if n in swallowed]
-        readers = dict.fromkeys(u for n in inside for u in n.users if u not in swallowed)
+        inside = [n for n in graph.nodes if n in matched_nodes]
+        readers = dict.fromkeys(u for n in inside for u in n.users if u not in matched_nodes)
         self._reads = [
             (user, at, argument)
             for user in readers
             for at, argument in enumerate(_flat(user)[0])
-            if isinstance(argument, fx.Node) and argument in swallowed
+            if isinstance(argument, fx.Node) and argument in matched_nodes
         ]
         self._modes = _modes_by_node(graph)
         self.copies: dict[fx.Node, fx.Node] = {}

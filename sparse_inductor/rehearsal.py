@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from . import compat
-from .match.fakes import fake, tensors_in
+from .graph.fakes import fake, tensors_in
 
 __all__ = ["differentiating_fakes", "rehearse"]
 
@@ -28,19 +28,19 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
     learning: dict[fx.Node, bool] = {}
     done = set()
 
-    def learns(node: fx.Node) -> bool:
+    def needs_grad(node: fx.Node) -> bool:
         return learning.get(node, bool(getattr(fake(node), "requires_grad", False)))
 
     try:
         for node in inserted:
-            learning[node] = node.target != "detach" and any(map(learns, node.all_input_nodes))
+            learning[node] = node.target != "detach" and any(map(needs_grad, node.all_input_nodes))
             if not _is_ours(node) or not torch.is_grad_enabled() or not learning[node]:
                 continue  # its forward has run when the node was made
             arguments = (node.args, node.kwargs)
-            described = fx.map_arg(arguments, lambda n: _describe(fake(n), learns(n)))
+            described = fx.map_arg(arguments, lambda n: _describe(fake(n), needs_grad(n)))
             if (key := (node.target, str(described))) not in done:
                 done.add(key)
-                args, kwargs = fx.map_arg(arguments, lambda n: _leaf(fake(n), learns(n)))
+                args, kwargs = fx.map_arg(arguments, lambda n: _leaf(fake(n), needs_grad(n)))
                 _forward_and_backward(node.target, args, kwargs)
     finally:
         state.restore()
@@ -71,16 +71,16 @@ def _is_ours(node: fx.Node) -> bool:
     return compat.is_overload(node.target) and node.target.namespace == "sparse_inductor"
 
 
-def _describe(value: Any, learns: bool) -> str:
+def _describe(value: Any, needs_grad: bool) -> str:
     """All that an operator's shape function and backward may depend on; layers of a model have it in common."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     layout = (tuple(value.shape), value.stride(), value.storage_offset())
-    return f"{type(value).__name__} {layout} {value.dtype} {value.device} {learns}"
+    return f"{type(value).__name__} {layout} {value.dtype} {value.device} {needs_grad}"
 
 
-def _leaf(value: Any, learns: bool) -> Any:
+def _leaf(value: Any, needs_grad: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
-    return value.requires_grad_() if learns and value.is_floating_point() else value
+    return value.requires_grad_() if needs_grad and value.is_floating_point() else value

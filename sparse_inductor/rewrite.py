@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import fx
 
-from . import compat, records
-from .findings import NearMiss, Rewrite
+from . import compat
 from .graph_run import Applied, GraphRun, described, failures
 from .pattern import Pattern, Sparse
-from .profile import Site
-from .records import Report
+from .policy.profile import Site
+from .reporting import records
+from .reporting.findings import NearMiss, Rewrite
+from .reporting.records import Report
 
 __all__ = ["Applied", "Outcome", "RewritePass", "failures"]
 

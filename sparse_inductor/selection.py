@@ -11,7 +11,7 @@ from torch import fx
 from . import compat
 from .fingerprint import fingerprint, package_hash
 from .pattern import Pattern, registered, unknown_pattern
-from .policy import Policy, policies
+from .policy.worth import Policy, policies
 from .rewrite import Outcome, RewritePass
 
 __all__ = ["SKIP_VARIABLE", "Names", "Session", "StrictError"]

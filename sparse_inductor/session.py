@@ -23,7 +23,7 @@ from . import compat
 from .joined import why_in_parts
 from .notices import warn
 from .pattern import Pattern
-from .policy import Policy
+from .policy.worth import Policy
 from .selection import Names, Session, StrictError
 from .slots import CustomGraphPass, Slot, passes_of, slot_value
 
@@ -57,16 +57,16 @@ def enable(
     nothing did.
 
     `policy` says which recognised blocks are rewritten: "auto", the default, those whose operator is
-    faster: at this size on this device (`sparse_inductor/break_even.py`), and where that depends on the
+    faster: at this size on this device (`sparse_inductor/policy/break_even.py`), and where that depends on the
     data, for what is counted while they run as written (`report().pending`, and
-    `sparse_inductor/profile.py`); "always" all of them, when they are compiled; "never" none; or a dict
+    `sparse_inductor/policy/profile.py`); "always" all of them, when they are compiled; "never" none; or a dict
     of pattern names to these. The environment variable `SPARSE_INDUCTOR_POLICY` is the default where
     it is set. Under "auto" Dynamo compiles a frame again when a decision changes.
 
     `verify=True` checks every rewrite when it first runs: values and gradients beside those of the
     operations as written, both against an fp64 reference. A rewrite that is wrong is not used, a
     warning is logged, and the report says what differed; other rewrites are not concerned.
-    It costs memory and time (see `sparse_inductor/verify.py`) and Inductor's caches.
+    It costs memory and time (see `sparse_inductor/verify/session.py`) and Inductor's caches.
 
     Raises ValueError for a name that is not a pattern or an unknown policy, TypeError for something that is not a name.
     Warns when something was compiled before: that code stays as it is until

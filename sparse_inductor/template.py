@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .match.checks import without_outside_readers
-from .match.declines import Decline
-from .match.emit import Emitter
-from .match.graph import GraphView, Unknown, fake, label
-from .match.names import canonical
-from .match.values import swallowed
+from .graph.checks import without_outside_readers
+from .graph.emit import Emitter
+from .graph.names import canonical
+from .graph.no_match import NoMatch
+from .graph.values import matched_nodes
+from .graph.view import GraphView, Unknown, fake, label
 from .pattern import Example, Miss
 
 __all__ = ["Template"]
@@ -52,7 +52,7 @@ class TemplateMatch:
     template: Template
     anchor: fx.Node
     bindings: Bindings
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = None
     note: str = ""
 
@@ -150,13 +150,13 @@ class Template:
                 if p.op == "placeholder" and p in found
             }
             mine = [found[n] for n in self._calls]
-            nodes = swallowed(view, mine)
+            nodes = matched_nodes(view, mine)
             if self._check is not None and (reason := self._check(**bindings)) is not None:
                 return Miss(reason, node)
             return TemplateMatch(self, node, bindings, nodes)
         except Unknown:
             return None
-        except Decline as decline:
+        except NoMatch as decline:
             return decline.miss(node)
 
     def resolve(

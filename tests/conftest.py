@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def small_blocks_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Feed-forward blocks are packed from 1,025 rows on, as small as their weights are."""
-    from sparse_inductor.kernels import relu_ffn
+    from sparse_inductor.kernels.relu_ffn import forward as relu_ffn
 
     monkeypatch.setattr(relu_ffn, "FEW", 1024)
     monkeypatch.setattr(relu_ffn, "FEW_GATES", 0)

@@ -15,9 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparse_inductor import break_even
-from sparse_inductor.accuracy import TOLERANCE, compare, tensors_in, to_double
+from sparse_inductor.policy import break_even
 from sparse_inductor.testing import Compiled, compile_without_codegen
+from sparse_inductor.verify.accuracy import TOLERANCE, compare, tensors_in, to_double
 
 SPLADE = "splade_head"
 

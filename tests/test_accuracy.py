@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sparse_inductor.accuracy import (
+from sparse_inductor.verify.accuracy import (
     InDouble,
     LowestPrecision,
     compare,

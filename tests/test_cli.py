@@ -18,8 +18,9 @@ import torch
 
 import sparse_inductor
 from planted import bug_named
-from sparse_inductor import compat, console, doctor
+from sparse_inductor import compat, doctor
 from sparse_inductor.__main__ import main
+from sparse_inductor.reporting import console
 from support import heavy
 
 ROOT = Path(__file__).parent.parent
@@ -347,4 +348,4 @@ def test_what_is_imported():
     assert imported == ["sparse_inductor"]
     assert {name.partition(".")[0] for name in enabled} <= {"sparse_inductor", "entmax"}, enabled
     kernels = {name for name in enabled if name.startswith("sparse_inductor.kernels.")}
-    assert kernels == {"sparse_inductor.kernels.arch"}
+    assert kernels == {"sparse_inductor.kernels.common", "sparse_inductor.kernels.common.arch"}

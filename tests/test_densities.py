@@ -10,7 +10,7 @@ from torch import nn
 
 import sparse_inductor
 from planted import PROGRAMS, program
-from sparse_inductor.findings import Density
+from sparse_inductor.reporting.findings import Density
 
 
 def densities(fn, *args, **options) -> list[Density]:

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
-from sparse_inductor.match import leaves
+from sparse_inductor.match.entmax import leaves
 from sparse_inductor.testing import compile_without_codegen
 from support import heavy, only
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import segment
-from sparse_inductor.kernels import sparse_scores_cpu as native
+from sparse_inductor.kernels.sparse_scores import cpu as native
 from sparse_inductor.ops import index_search
 
 V = 20
@@ -83,7 +83,7 @@ def test_without_a_compiler_aten_serves(tmp_path):
     code = (
         "import torch\n"
         "from sparse_inductor import SparseIndex\n"
-        "from sparse_inductor.kernels import sparse_scores_cpu as native\n"
+        "from sparse_inductor.kernels.sparse_scores import cpu as native\n"
         "from sparse_inductor.ops import index_search\n"
         "index_search._APART = index_search._COMPILED = 0\n"
         "assert not native.ready(wait=True)\n"

@@ -40,7 +40,7 @@ def every_layer_works() -> Iterator[None]:
 
 def forget_all() -> None:
     layers.forget()
-    from sparse_inductor.kernels import launch, replay
+    from sparse_inductor.kernels.common import launch, replay
 
     replay.forget()
     launch._compiled.clear()
@@ -273,7 +273,7 @@ def sparse_scores(
 
 def index(device: torch.device, docs: int, k: int = 5, weights: str = "float32"):
     """What `SparseIndex.search` calls, where there are kernels on tensors packed for them."""
-    from sparse_inductor.kernels import sparse_scores_search as kernel
+    from sparse_inductor.kernels.sparse_scores import search as kernel
 
     dense = torch.rand(docs, 40, generator=_generator())
     dense *= torch.rand(docs, 40, generator=_generator(1)) < 0.1
@@ -361,7 +361,7 @@ def launched(
 
     def run(self: Any, *args: Any, **named: Any) -> Any:
         fn = self.fn
-        name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
+        name = f"{fn.__module__.removeprefix('sparse_inductor.kernels.')}.{fn.__name__}"
         if fn.__module__.startswith("sparse_inductor"):
             names.add(name)
             if fails(name):
@@ -402,7 +402,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
     """Operators on a CPU's tensors run as on a GPU: by kernels, in Triton's interpreter."""
     if not knobs.runtime.interpret:
         pytest.skip("kernels run on the CPU under TRITON_INTERPRET=1 only")
-    from sparse_inductor.kernels import relu_ffn as blocks
+    from sparse_inductor.kernels.relu_ffn import forward as blocks
 
     monkeypatch.setattr(layers, "DEVICES", {"cuda", "cpu"})
     monkeypatch.setattr(blocks, "FEW", 4)
@@ -564,7 +564,7 @@ def test_the_report_names_a_kernel_that_fails(cpu_as_gpu):
         results(CASES["entmax"], cpu_as_gpu, training=False)
     report = sparse_inductor.report()
     assert "slower, because a kernel fails" in str(report)
-    assert "entmax._forward_kernel fails on cpu with torch" in str(report)
+    assert "entmax.rows._forward_kernel fails on cpu with torch" in str(report)
     (fallback,) = json.loads(report.to_json())["fallbacks"]
     assert (fallback["operator"], fallback["layer"]) == ("entmax", "aten")
     assert "ATen instead" in fallback["cost"]
@@ -578,7 +578,7 @@ def test_doctor_says_what_computes_an_operator(cpu_as_gpu):
     with launched(lambda name: True):
         found = doctor._path(probe, cpu_as_gpu)
     assert found.status == "warn" and found.value.startswith("ATen")
-    assert "entmax._forward_kernel fails" in found.advice
+    assert "entmax.rows._forward_kernel fails" in found.advice
 
 
 def test_doctor_knows_that_kernels_are_for_gpus():

@@ -15,14 +15,14 @@ from expecttest import assert_expected_inline
 from sparse_inductor.patterns.splade_head import PATTERN
 from torch import fx, nn
 
-from sparse_inductor.match.declines import Decline
-from sparse_inductor.match.emit import Emitter
-from sparse_inductor.match.gemm import linears
-from sparse_inductor.match.graph import GraphView, fake
-from sparse_inductor.match.names import canonical
-from sparse_inductor.match.shapes import move
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.gemm import linears
+from sparse_inductor.graph.names import canonical
+from sparse_inductor.graph.no_match import NoMatch
+from sparse_inductor.graph.shapes import move
+from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.pattern import registered
-from sparse_inductor.records import Report
+from sparse_inductor.reporting.records import Report
 from sparse_inductor.rewrite import RewritePass
 
 B, S, D, V = 2, 6, 4, 10
@@ -448,17 +448,17 @@ def product(gm: fx.GraphModule) -> fx.Node:
 
 @pytest.mark.parametrize("name", GEMMS)
 def test_every_product_is_the_same_linear(name):
-    """stand-in with V in the place of D, times the [V, D] weight, is the product."""
+    """linear input with V in the place of D, times the [V, D] weight, is the product."""
     gm = capture(GEMMS[name], H, W, BIAS)
     node = product(gm)
     # Of two matrices either may be the weight.
     readings = linears(GraphView(gm.graph), node)
     (linear,) = (r for r in readings if fake(node).shape[r.v_dim] == V)
-    result, stand_in, weight = splice(
-        gm, node, lambda e: (linear.stand_in(e), linear.weight(e)), (H, W, BIAS)
+    result, linear_input, weight = splice(
+        gm, node, lambda e: (linear.linear_input(e), linear.weight(e)), (H, W, BIAS)
     )
     assert torch.equal(weight, W)
-    rebuilt = stand_in.movedim(linear.v_dim, -1) @ weight.t()
+    rebuilt = linear_input.movedim(linear.v_dim, -1) @ weight.t()
     if linear.bias is not None:
         rebuilt = rebuilt + BIAS
     assert (linear.bias is not None) == (name in BIASED)
@@ -530,8 +530,8 @@ def test_a_view_of_the_logits_is_the_same_view_of_the_input(name):
     step = move(view, node, view.call(node), 2)
     assert (step.v_dim, step.origin) == (v_dim, origin)
     hidden = product(gm).args[0]
-    result, stand_in = splice(gm, node, lambda e: (step.apply(e, hidden, False),), (H, W))
-    torch.testing.assert_close((stand_in.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim), result)
+    result, linear_input = splice(gm, node, lambda e: (step.apply(e, hidden, False),), (H, W))
+    torch.testing.assert_close((linear_input.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim), result)
 
 
 @pytest.mark.parametrize("name", [n for n in MOVES if n not in ("expand_new_axis",)])
@@ -544,14 +544,14 @@ def test_a_mask_takes_the_view_too(name):
     step = move(view, node, view.call(node), 2)
     operand = last(gm, "mul").args[1]
     hidden = product(gm).args[0]
-    result, stand_in, row = splice(
+    result, linear_input, row = splice(
         gm,
         node,
         lambda e: (step.apply(e, hidden, False), step.apply(e, operand, True)),
         (H, W, mask),
     )
     assert row.shape[v_dim] == 1
-    logits = (stand_in.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim)
+    logits = (linear_input.movedim(v_dim, -1) @ W.t()).movedim(-1, v_dim)
     torch.testing.assert_close(logits * row, result)
 
 
@@ -575,7 +575,7 @@ def test_a_slice_of_the_vocabulary_is_kept_for_the_weight():
 def test_views_that_lose_the_vocabulary(op, reason):
     gm = capture(lambda h, w: op(F.linear(h, w)), H, W)
     view, node = GraphView(gm.graph), returned(gm)
-    with pytest.raises(Decline, match=reason):
+    with pytest.raises(NoMatch, match=reason):
         move(view, node, view.call(node), 2)
 
 
@@ -789,14 +789,14 @@ return [getitem_3, getitem_4]""",
 def test_a_residual_stream_is_walked_once(monkeypatch):
     """Every linear on it asks for the value before it, and every sum for both of its operands."""
     walked: Counter[fx.Node] = Counter()
-    module = importlib.import_module("sparse_inductor.match.climb")
-    walk = module._climb
+    module = importlib.import_module("sparse_inductor.match.chains.backward_walk")
+    walk = module._walk_back
 
     def counting(view: GraphView, node: fx.Node, depth: int) -> Any:
         walked[node] += 1
         return walk(view, node, depth)
 
-    monkeypatch.setattr(module, "_climb", counting)
+    monkeypatch.setattr(module, "_walk_back", counting)
     up, down = nn.Linear(4, 6), nn.Linear(6, 4)
 
     def stack(x):

@@ -84,11 +84,11 @@ def test_the_wheel_holds_one_top_level_package(dist):
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert "sparse_inductor/kernels/sparse_scores_cpu.cpp" in names
+    assert "sparse_inductor/kernels/sparse_scores/cpu.cpp" in names
     top = {name.split("/")[0] for name in names}
     assert top == {"sparse_inductor", next(t for t in top if t.endswith(".dist-info"))}
     assert all(names.count(name) == 1 for name in names)
-    assert "sparse_inductor/page.html.jinja" in names
+    assert "sparse_inductor/explanation/page.html.jinja" in names
     in_patterns = {n.split("/")[-1] for n in names if n.startswith("sparse_inductor/patterns/")}
     assert in_patterns == {"__init__.py", *(f.name for f in (ROOT / "patterns").glob("*.py"))}
 

@@ -18,9 +18,9 @@ from torch import nn
 
 import sparse_inductor
 from planted import bug_named
-from sparse_inductor.drawing import Box, draw, fold, merge, subgraph
-from sparse_inductor.graphs import GraphNode
-from sparse_inductor.source import Source
+from sparse_inductor.explanation.drawing import Box, draw, fold, merge, subgraph
+from sparse_inductor.reporting.graphs import GraphNode
+from sparse_inductor.reporting.source import Source
 from support import heavy
 
 ROOT = Path(__file__).parent.parent

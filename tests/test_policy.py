@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
-from sparse_inductor import break_even, compat, profile
+from sparse_inductor import compat
 from sparse_inductor.pattern import registered
-from sparse_inductor.policy import Worth, policies
+from sparse_inductor.policy import break_even, profile
+from sparse_inductor.policy.worth import Worth, policies
 from sparse_inductor.testing import compile_without_codegen
 
 NAMES = ["relu_ffn", "splade_head"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparse_inductor.kernels import replay
+from sparse_inductor.kernels.common import replay
 
 
 @pytest.fixture(autouse=True)

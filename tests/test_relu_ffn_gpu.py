@@ -9,8 +9,8 @@ from torch import nn
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import sparse_inductor
-from sparse_inductor.kernels import replay
-from sparse_inductor.kernels.side_stream import SideStream, _side_stream
+from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.common.side_stream import SideStream, _side_stream
 
 pytestmark = pytest.mark.gpu
 relu_ffn = sparse_inductor.ops.relu_ffn

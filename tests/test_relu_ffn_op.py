@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 import sparse_inductor
-from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse, run
+from sparse_inductor.epilogue.zero_threshold import zero_threshold
 from sparse_inductor.ops import _relu_ffn_aten
 from sparse_inductor.ops.relu_ffn import capacity
 
@@ -290,8 +290,8 @@ def test_errors_name_the_value(change, error, says):
     ],
 )
 def test_cut(steps, at):
-    """Below the cut everything is zero, and what is just above it is not much below the true cut."""
-    found = cut(parse(steps))
+    """Below the zero threshold everything is zero, and what is just above it is not much below the true one."""
+    found = zero_threshold(parse(steps))
     assert (found is None) == (at is None)
     if at is not None:
         assert at - 1e-5 <= found <= at

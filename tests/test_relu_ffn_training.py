@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_inductor
 from corpus.published.relu_ffn import LanguageModel, _ids
-from sparse_inductor.match.graph import GraphView
+from sparse_inductor.graph.view import GraphView
 from support import compile_without_codegen, heavy, only, rewrites
 
 

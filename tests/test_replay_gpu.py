@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from sparse_inductor import SparseIndex, ops
-from sparse_inductor.kernels import launch, replay
-from sparse_inductor.kernels.ahead import compile_ahead
+from sparse_inductor.kernels.common import launch, replay
+from sparse_inductor.kernels.common.ahead import compile_ahead
 
 pytestmark = pytest.mark.gpu
 

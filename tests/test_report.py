@@ -16,9 +16,9 @@ import torch
 
 import sparse_inductor
 from sparse_inductor import pattern
-from sparse_inductor.findings import NearMiss, Rewrite
-from sparse_inductor.records import Report
-from sparse_inductor.source import source_of
+from sparse_inductor.reporting.findings import NearMiss, Rewrite
+from sparse_inductor.reporting.records import Report
+from sparse_inductor.reporting.source import source_of
 from toy import Toy, captured, relu_alone, relu_of_sum
 
 TESTS = Path(__file__).parent

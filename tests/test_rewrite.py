@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import sparse_inductor
 from sparse_inductor import compat, graph_run, rewrite
 from sparse_inductor.pattern import Miss
-from sparse_inductor.records import Report
+from sparse_inductor.reporting.records import Report
 from sparse_inductor.testing import compile_without_codegen
 from toy import Toy, ToyMatch
 
@@ -96,7 +96,7 @@ def test_getitems_of_swallowed_nodes_go_with_them():
         def match(self, node, view):
             found = super().match(node, view)
             values = found.inputs[0]
-            found.swallowed = (values.args[0], *found.swallowed)
+            found.matched_nodes = (values.args[0], *found.matched_nodes)
             found.inputs = (values.args[0].args[0],)
             return found
 
@@ -111,7 +111,7 @@ def test_of_two_patterns_the_larger_match_wins():
             found = super().match(node, view)
             if isinstance(found, ToyMatch) and found.inputs[0].target is torch.relu:
                 inner = found.inputs[0]
-                found.swallowed = (inner.args[0], inner, *found.swallowed)
+                found.matched_nodes = (inner.args[0], inner, *found.matched_nodes)
                 return found
             return None
 
@@ -199,7 +199,7 @@ def test_a_failed_replace_leaves_the_graph_as_it_was(harm):
     class Bad(Toy):
         def match(self, node, view):
             found = super().match(node, view)
-            return BadMatch(found.anchor, found.swallowed, found.inputs, pattern=self.name)
+            return BadMatch(found.anchor, found.matched_nodes, found.inputs, pattern=self.name)
 
     gm = trace(two)
     before, text = nodes(gm), gm.code

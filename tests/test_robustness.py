@@ -49,12 +49,12 @@ def not_installed(name):
 def test_what_the_kernels_lack(monkeypatch, where, name, instead, says):
     monkeypatch.setattr(ability, "_capability", lambda device: (9, 0))
     monkeypatch.setattr(where, name, instead)
-    ability.missing.cache_clear()
+    ability.unsupported_reason.cache_clear()
     try:
-        assert says in ability.missing(torch.device("cuda"))
-        assert ability.missing(torch.device("cpu")) == ""
+        assert says in ability.unsupported_reason(torch.device("cuda"))
+        assert ability.unsupported_reason(torch.device("cpu")) == ""
     finally:
-        ability.missing.cache_clear()
+        ability.unsupported_reason.cache_clear()
 
 
 @pytest.mark.parametrize("policy", ["always", "never"])

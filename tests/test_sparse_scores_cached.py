@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparse_inductor.kernels import sparse_scores_cpu as native
+from sparse_inductor.kernels.sparse_scores import cpu as native
 from sparse_inductor.ops import _collections as cached
 from support import compile_without_codegen, index_pays, only
 

@@ -11,8 +11,8 @@ import torch
 from corpus.cases import CASES
 from recognition import check
 from sparse_inductor import SparseIndex
-from sparse_inductor.kernels import replay
-from sparse_inductor.kernels import sparse_scores_search as kernel
+from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.sparse_scores import search as kernel
 from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops import sparse_scores
 from support import index_pays, only

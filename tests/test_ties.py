@@ -11,8 +11,8 @@ from torch import nn
 import sparse_inductor
 from sparse_inductor import compat
 from sparse_inductor.epilogue.steps import dual
-from sparse_inductor.match.graph import GraphView
-from sparse_inductor.match.scalars import scalar_steps
+from sparse_inductor.graph.scalars import scalar_steps
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.testing import compile_without_codegen
 from test_match import capture, returned
 

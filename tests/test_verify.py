@@ -298,7 +298,7 @@ def test_a_replacement_of_another_shape_is_not_put_in():
 
 
 def test_out_of_memory_leaves_the_rewrite_unchecked(monkeypatch):
-    from sparse_inductor import verify
+    from sparse_inductor.verify import session as verify
 
     def full(self, values, needs):
         raise torch.OutOfMemoryError("no")

@@ -33,7 +33,7 @@ DROPPED = ("to", "detach", "half", "float")
 @dataclasses.dataclass
 class CarelessMatch:
     anchor: fx.Node
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     pattern: str = "careless"
     op: str = "amax"
     inputs: tuple[fx.Node, ...] = ()
@@ -43,7 +43,7 @@ class CarelessMatch:
     def replace(self) -> None:
         made: dict[fx.Node, fx.Node] = {}
         with self.anchor.graph.inserting_before(self.anchor):
-            for node in self.swallowed:
+            for node in self.matched_nodes:
                 if node.target in DROPPED:
                     first = node.args[0]
                     made[node] = made.get(first, first)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
-from sparse_inductor.match.contraction import Contraction, contraction
-from sparse_inductor.match.effects import Effects
-from sparse_inductor.match.fakes import complete, fake
-from sparse_inductor.match.graph import GraphView
-from sparse_inductor.match.names import name_of
-from sparse_inductor.match.selection import Assigned, selections
-from sparse_inductor.match.shapes import order_of
-from sparse_inductor.match.vocabulary import COPIES, PARTS, REGROUPS, REORDERS, SHAPE_OPS, SPREADS
+from sparse_inductor.graph.contraction import Contraction, contraction
+from sparse_inductor.graph.effects import Effects
+from sparse_inductor.graph.fakes import complete, fake
+from sparse_inductor.graph.names import name_of
+from sparse_inductor.graph.selection import Assigned, selections
+from sparse_inductor.graph.shapes import order_of
+from sparse_inductor.graph.view import GraphView
+from sparse_inductor.graph.vocabulary import COPIES, PARTS, REGROUPS, REORDERS, SHAPE_OPS, SPREADS
 from test_match import capture, returned, tensor
 
 aten = torch.ops.aten

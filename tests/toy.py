@@ -22,7 +22,7 @@ from sparse_inductor.pattern import Example, Miss
 @dataclasses.dataclass
 class ToyMatch:
     anchor: fx.Node
-    swallowed: tuple[fx.Node, ...]
+    matched_nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     pattern: str = "toy"
     op: str = "hardtanh"
@@ -34,7 +34,7 @@ class ToyMatch:
         with graph.inserting_before(self.anchor):
             added = graph.call_function(operator.add, (self.inputs[0], 1))
             new = graph.call_function(torch.nn.functional.hardtanh, (added, 0.0, math.inf))
-        added.meta, new.meta = dict(self.swallowed[0].meta), dict(self.anchor.meta)
+        added.meta, new.meta = dict(self.matched_nodes[0].meta), dict(self.anchor.meta)
         self.anchor.replace_all_uses_with(new)
 
 

@@ -335,7 +335,7 @@ def captured(work: Callable[[], Any]) -> Work:
 
 
 def _search(c: Collection, k: int, **options: bool) -> tuple[Tensor, Tensor]:
-    from sparse_inductor.kernels.sparse_scores_search import search
+    from sparse_inductor.kernels.sparse_scores.search import search
 
     i = c.index
     return search(c.queries, *i.operands(), k, **options)

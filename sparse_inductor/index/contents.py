@@ -105,7 +105,7 @@ class Contents:
 
     def _packed(self, segments: tuple[Segment, ...]) -> Contents:
         """The GPU's tensors, and the segments as views of the rows in them."""
-        from ..kernels import sparse_scores_search as kernel
+        from ..kernels.sparse_scores import search as kernel
 
         kept = 0
         while (

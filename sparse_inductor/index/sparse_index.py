@@ -207,7 +207,7 @@ class SparseIndex(nn.Module):
         contents = self._contents
         lists = contents.postings
         if contents.device.type == "cuda":  # these hold the rows, too
-            from ..kernels.sparse_scores_search import LISTS
+            from ..kernels.sparse_scores.search import LISTS
 
             lists = lists[:LISTS]
         return {

@@ -18,7 +18,7 @@ from ._dispatch import call_below_autograd
 from .index_search import search_cuda
 
 if TYPE_CHECKING:
-    from ..kernels.sparse_scores_checksum import Slot
+    from ..kernels.sparse_scores.checksum import Slot
 
 __all__ = ["CheckedIndex", "Documents", "Found"]
 
@@ -82,7 +82,7 @@ class CheckedIndex:
         """The checksums of documents, whether the query is finite, and what is found if both are as they have to be."""
         if query.is_cuda:
             return self._read_on_gpu(query, documents, k)
-        from ..kernels import sparse_scores_cpu as native
+        from ..kernels.sparse_scores import cpu as native
 
         if not native.ready(wait=True):
             raise RuntimeError("there is no C++ compiler for checksums")
@@ -97,8 +97,8 @@ class CheckedIndex:
     def _read_on_gpu(
         self, query: Tensor, documents: Documents, k: int
     ) -> tuple[list[int], bool, Found]:
-        from ..kernels import sparse_scores_checksum as kernel
-        from ..kernels.replay import Site
+        from ..kernels.common.replay import Site
+        from ..kernels.sparse_scores import checksum as kernel
 
         sizes = query.shape, k
         if sizes not in self._sites:

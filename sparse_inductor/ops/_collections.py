@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from ..break_even import look_up
-from ..findings import bytes_text, count_text
+from ..policy.break_even import look_up
+from ..reporting.findings import bytes_text, count_text
 from ._checked_index import CheckedIndex, Documents, Found
 
 __all__ = [

@@ -58,7 +58,7 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     if device != "cuda" or not has_layers(fn):
         run = fn
     elif settled and replays():
-        from ..kernels.replay import Site
+        from ..kernels.common.replay import Site
 
         run = layered(fn, Site(fn, fn in multistream))
     else:

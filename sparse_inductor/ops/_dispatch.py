@@ -88,7 +88,7 @@ def on_gpu(fn: Callable[..., Any]) -> Callable[..., Any]:
     def replaying() -> Callable[..., Any]:
         if not replays():
             return fn
-        from ..kernels.replay import replayed
+        from ..kernels.common.replay import replayed
 
         return replayed(fn, fn in multistream)
 

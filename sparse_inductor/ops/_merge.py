@@ -34,7 +34,7 @@ def _run(operator: Operator, t: Tensor, *rest: Any) -> Any:
 
 def _keys(scores: Tensor, ids: Tensor, first: int) -> Tensor:
     if not torch.compiler.is_compiling() and launches(scores):
-        from ..kernels import sparse_scores_merge as kernel
+        from ..kernels.sparse_scores import merge as kernel
 
         return kernel.keys(scores, ids, first)
     lost = ids < 0
@@ -43,7 +43,7 @@ def _keys(scores: Tensor, ids: Tensor, first: int) -> Tensor:
 
 def _merged(keys: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     if not torch.compiler.is_compiling() and launches(keys):
-        from ..kernels import sparse_scores_merge as kernel
+        from ..kernels.sparse_scores import merge as kernel
 
         return kernel.merged(keys, own)
     best = torch.topk(keys.transpose(0, 1).flatten(1), own.shape[1]).values

@@ -104,7 +104,7 @@ def _rows(x: Tensor):
     """What computes the rows of x: the kernels where they apply, else chunked ATen."""
     if not launches(x):
         return aten
-    from ..kernels import entmax as kernels
+    from ..kernels.entmax import rows as kernels
 
     return kernels if kernels.applies(x) else aten
 
@@ -127,21 +127,21 @@ def _takes_kernels(rows: Tensor) -> bool:
     """Whether the rows are a matter of kernels that Inductor can launch."""
     if not launches(rows):
         return False
-    from ..kernels import entmax as kernels
+    from ..kernels.entmax import rows as kernels
 
     return kernels.applies(rows) and kernels.captures()
 
 
 def _inlined_forward(x, alpha, alpha_value, dim, undefined=""):
-    from ..kernels import entmax as kernels
-    from ..kernels.launch import captured
+    from ..kernels.common.launch import captured
+    from ..kernels.entmax import rows as kernels
 
     return kernels.forward(x, _full(alpha, alpha_value, x), dim, run=captured)
 
 
 def _inlined_backward(grad, y, alpha, alpha_value, dim, needs):
-    from ..kernels import entmax as kernels
-    from ..kernels.launch import captured
+    from ..kernels.common.launch import captured
+    from ..kernels.entmax import rows as kernels
 
     full = _full(alpha, alpha_value, y)
     dx, d_alpha = kernels.backward(grad, y, full, dim, needs, run=captured)

@@ -203,7 +203,7 @@ def _kernels(q, k, v, terms):
     kernels = None
     if has_kernels(q):
         try:
-            from ..kernels import entmax_attention as module
+            from ..kernels.entmax_attention import attention as module
 
             kernels = module if module.applies(q, k, v, **named) else None
         except ImportError:

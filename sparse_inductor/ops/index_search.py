@@ -5,7 +5,7 @@
 
 `barred` [N], or [B, N] with a row for each query, marks the documents that are in no result.
 `postings` holds three tensors a segment on a CPU: offsets [V + 1], docs, weights. On a GPU see
-`sparse_inductor.kernels.sparse_scores_search`.
+`sparse_inductor.kernels.sparse_scores.search`.
 
 The second searches what an index holds when it is called. A compiled program names the index alone, by a tensor that
 `enrol` gave it, and so stays as it is while documents come and go.
@@ -78,7 +78,7 @@ def _search_cpu(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     """Scores are fp64 sums in the order of the term ids, rounded to fp32: the same bits whatever runs beside."""
-    from ..kernels import sparse_scores_cpu as native
+    from ..kernels.sparse_scores import cpu as native
 
     B, query = query.shape[0], query.float().contiguous()
     first = [sum(counts[:s]) for s in range(len(counts))]
@@ -158,7 +158,7 @@ def _largest(keys: Tensor, k: int) -> Tensor:
 def search_cuda(
     query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    from ..kernels import sparse_scores_search as kernel
+    from ..kernels.sparse_scores import search as kernel
 
     return kernel.search(query, postings, counts, barred, k)
 

@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import compat
-from ..epilogue.cut import cut
 from ..epilogue.steps import ROW, Program, parse, run
+from ..epilogue.zero_threshold import zero_threshold
 from . import _relu_ffn_aten as aten
 from ._arguments import FLOATS, as_rows, differ
 from ._dispatch import (
@@ -119,7 +119,7 @@ def _programs(gate_steps: str, up_steps: str) -> tuple[Program, Program, float]:
         rows = [s.fn for s in program if s.fn in ROW]
         if rows:
             raise ValueError(f"{name} takes no row operands, got {rows[0]!r}")
-    at = cut(f)
+    at = zero_threshold(f)
     if at is None:
         raise ValueError(f"gate_steps must be 0 up to some number, got {gate_steps!r}")
     return f, g, at
@@ -198,7 +198,7 @@ def _run(x, weights, gate_steps, up_steps, stats, train, residual=None):
     packed = _empty_packed(flat, N, gated) if train else None
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
-            from ..kernels import relu_ffn as kernel
+            from ..kernels.relu_ffn import forward as kernel
 
             cap = capacity(N)
             rest = None if residual is None else residual.reshape(len(flat), -1)
@@ -235,7 +235,7 @@ def _backward(
     packed = aten.Packed(count, index, gates, ups)
     with autocast_off(x.device.type):
         if _has_kernels(flat, block):
-            from ..kernels import relu_ffn_backward as kernel
+            from ..kernels.relu_ffn import backward as kernel
 
             grads = kernel.backward(dy, d_numbers, flat, block, packed, needs)
         else:
@@ -278,17 +278,17 @@ def _autograd(
 ):
     tensors = (x, gate, gate_bias, up, up_bias, down, down_bias)
     outside_transforms("relu_ffn", *tensors, residual)
-    learns = torch.is_grad_enabled() and any(
+    needs_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*tensors, residual)
     )
-    if residual is not None and learns:
+    if residual is not None and needs_grad:
         _check(*tensors, residual=residual)
         y, numbers = _autograd(*tensors, gate_steps, up_steps, stats)
         return residual + y, numbers
     if _dense_in_graphs(x, tensors, gate_steps, up_steps, stats):
         y, numbers = _dense(x, tensors[1:], gate_steps, up_steps, stats)
         return (y if residual is None else residual + y), numbers
-    if learns:
+    if needs_grad:
         _check(*tensors)
         return _ReluFfn.apply(gate_steps, up_steps, stats, *tensors)
     args = (*tensors, gate_steps, up_steps, stats, residual)
@@ -307,12 +307,12 @@ def _dense_in_graphs(x, tensors, gate_steps, up_steps, stats) -> bool:
         return False
     if not all(compat.plain_when_traced(type(t)) for t in present):
         return False
-    from ..kernels import relu_ffn as kernel
+    from ..kernels.relu_ffn import forward as kernel
 
-    learns = torch.is_grad_enabled() and any(t.requires_grad for t in present)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in present)
     flat = as_rows(x)
     few = kernel.is_few(len(flat), block.gate.shape[0])
-    return few and (learns or stats or not kernel.decode.applies(flat, block))
+    return few and (needs_grad or stats or not kernel.decode.applies(flat, block))
 
 
 def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons: int) -> bool:
@@ -320,7 +320,7 @@ def saves_nothing(device: torch.device, dtype: torch.dtype, tokens: int, neurons
     operators again on a GPU (`_dense_in_graphs`)."""
     if device.type != "cuda" or dtype == torch.float64:
         return False
-    from ..kernels import relu_ffn as kernel
+    from ..kernels.relu_ffn import forward as kernel
 
     return kernel.is_few(tokens, neurons)
 

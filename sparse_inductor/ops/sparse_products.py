@@ -108,7 +108,7 @@ def _matmul(h, weight):
     with autocast_off(h.device.type):
         if not _has_kernels(h, weight):
             return aten.matmul(h, weight)
-        from ..kernels import sparse_products as kernel
+        from ..kernels.sparse_rows import products as kernel
 
         return kernel.matmul(h, weight)
 
@@ -117,7 +117,7 @@ def _outer_sum(h, x):
     with autocast_off(h.device.type):
         if not _has_kernels(h, x):
             return aten.outer(h, x)
-        from ..kernels import sparse_products as kernel
+        from ..kernels.sparse_rows import products as kernel
 
         return kernel.outer(h, x)
 
@@ -177,8 +177,8 @@ def _composed(name: str, function: Any, plain: Callable[..., Tensor], check: tup
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         outside_transforms(name, x, weight, bias)
         _check(check[0], x, weight, bias, check[1])
-        learns = any(t is not None and t.requires_grad for t in (x, weight, bias))
-        call = function.apply if torch.is_grad_enabled() and learns else plain
+        needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
+        call = function.apply if torch.is_grad_enabled() and needs_grad else plain
         with autocast_off(x.device.type):
             return call(x, weight, bias)
 

@@ -144,7 +144,7 @@ def _has_kernels(x: Tensor, *others: Tensor) -> bool:
 
 
 def _kernels_encode(x, weight, bias, scores, k, ordered, run=None):
-    from ..kernels import topk_rows as kernel
+    from ..kernels.sparse_rows import topk as kernel
 
     given = None if scores is None else as_rows(scores)
     found = kernel.encode(as_rows(x), weight, bias, given, k, ordered, *_by(run))
@@ -153,20 +153,20 @@ def _kernels_encode(x, weight, bias, scores, k, ordered, run=None):
 
 
 def _kernels_decode(values, indices, weight, bias, run=None):
-    from ..kernels import topk_sums as kernel
+    from ..kernels.sparse_rows import sums as kernel
 
     y = kernel.decode(as_rows(values), as_rows(indices), weight, bias, *_by(run))
     return y.view(*values.shape[:-1], weight.shape[1])
 
 
 def _kernels_dots(x, weight, indices, run=None):
-    from ..kernels import topk_sums as kernel
+    from ..kernels.sparse_rows import sums as kernel
 
     return kernel.dots(as_rows(x), weight, as_rows(indices), *_by(run)).view(indices.shape)
 
 
 def _kernels_outer(values, x, entry, start, total, ends, run=None):
-    from ..kernels import topk_sums as kernel
+    from ..kernels.sparse_rows import sums as kernel
 
     by = aten.Columns(entry, start, total, ends)
     return kernel.outer(as_rows(values), as_rows(x), by, *_by(run))
@@ -180,7 +180,7 @@ def _captured(kernels):
     """What a traced graph gets of an operator: launches that Inductor makes as its own."""
 
     def body(*args):
-        from ..kernels.launch import captured
+        from ..kernels.common.launch import captured
 
         return kernels(*args, captured)
 
@@ -190,7 +190,7 @@ def _captured(kernels):
 def _capturable(*tensors: Tensor) -> bool:
     if not (tensors[0].is_cuda and _has_kernels(*tensors)):
         return False
-    from ..kernels import topk_sums
+    from ..kernels.sparse_rows import sums as topk_sums
 
     return topk_sums.captures()
 
@@ -224,7 +224,7 @@ def _dots(x, weight, indices):
 
 def _columns(indices, columns):
     if launches(indices) and indices.numel():
-        from ..kernels import topk_sums as kernel
+        from ..kernels.sparse_rows import sums as kernel
 
         return tuple(kernel.columns(as_rows(indices), columns))
     return tuple(aten.columns(as_rows(indices), columns))

@@ -143,7 +143,7 @@ def _blocks(
     query, ids, values, rows, offsets, num_docs, out_dtype, lookup=""
 ) -> Iterator[tuple[int, Tensor]]:
     if launches(query):
-        from ..kernels import sparse_scores_documents as kernel
+        from ..kernels.sparse_scores import documents as kernel
 
         yield from kernel.blocks(query, ids, values, rows, offsets, num_docs, out_dtype)
         return
@@ -180,7 +180,7 @@ def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup
     lead = query.shape[:-1]
     with autocast_off(q.device.type):
         if k and q.shape[0] and launches(q) and dtype != torch.float64:
-            from ..kernels import sparse_scores_best as kernel
+            from ..kernels.sparse_scores import best as kernel
 
             found, best = kernel.search(q, ids, values, rows, offsets, N, k, dtype)
             return found.view(*lead, k), best.view(*lead, k)

@@ -196,8 +196,8 @@ def _has_kernels(x: Tensor, V: int) -> bool:
 
 def _cuda_forward(x, weight, bias, rows, p: Plan, out_dtype, want_winner):
     """(values, winner, peak, per_element)."""
-    from ..kernels import splade_head_forward as kernel
-    from ..kernels.splade_head_positions import classify
+    from ..kernels.splade_head import forward as kernel
+    from ..kernels.splade_head.positions import classify
 
     fast = p.hoists and p.exhaustive
     low = None
@@ -259,7 +259,7 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element
 
 
 def _cuda_backward(grad, x, weight, bias, rows, low: Lowered, winner, peak, needs):
-    from ..kernels import splade_head_backward as kernel
+    from ..kernels.splade_head import backward as kernel
 
     p = low.plan
     if p.hoists and p.exhaustive:

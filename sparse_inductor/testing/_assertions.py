@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..explanation import Explanation, explained
+from ..explanation.explain import Explanation, explained
 from ..pattern import Pattern, register, registered, unregister
 from ._messages import failure, nearest, shown_rewrites
 

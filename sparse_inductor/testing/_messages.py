@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..explanation import Explanation
-from ..findings import rewrite_text
+from ..explanation.explain import Explanation
 from ..pattern import Pattern
-from ..records import Report
+from ..reporting.findings import rewrite_text
+from ..reporting.records import Report
 
 __all__ = ["failure", "nearest", "shown_rewrites"]
 

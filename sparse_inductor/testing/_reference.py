@@ -14,7 +14,9 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from .. import compat, session
-from ..accuracy import (
+from ..explanation.explain import Capture, Explanation, random_state_kept
+from ..pattern import Pattern
+from ..verify.accuracy import (
     Comparison,
     InDouble,
     LowestPrecision,
@@ -24,8 +26,6 @@ from ..accuracy import (
     tensors_in,
     to_double,
 )
-from ..explanation import Capture, Explanation, random_state_kept
-from ..pattern import Pattern
 from ._assertions import known
 from ._copying import private_copy
 from ._messages import failure, nearest, shown_rewrites

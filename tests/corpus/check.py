@@ -15,13 +15,9 @@ import torch
 
 from corpus.case import Case
 from corpus.reasons import NOTHING_OF_IT, TRUE
-from sparse_inductor.explanation import Explanation
-from sparse_inductor.graphs import GraphNode
-from sparse_inductor.testing import (
-    assert_matches_reference,
-    assert_not_rewritten,
-    assert_rewrites,
-)
+from sparse_inductor.explanation.explain import Explanation
+from sparse_inductor.reporting.graphs import GraphNode
+from sparse_inductor.testing import assert_matches_reference, assert_not_rewritten, assert_rewrites
 
 __all__ = ["check"]
 

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_inductor
 from sparse_inductor import compat, rewrite
-from sparse_inductor.accuracy import cotangents, gradients, tensors_in
 from sparse_inductor.testing import compile_without_codegen
+from sparse_inductor.verify.accuracy import cotangents, gradients, tensors_in
 
 from .program import Program
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from triton import knobs
 
-from sparse_inductor.kernels import replay
+from sparse_inductor.kernels.common import replay
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

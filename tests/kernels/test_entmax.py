@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sparse_inductor.kernels import entmax as kernels
+from sparse_inductor.kernels.entmax import rows as kernels
 from sparse_inductor.ops import _entmax_aten as aten
 from support import heavy
 

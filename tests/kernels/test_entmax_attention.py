@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sparse_inductor.kernels import entmax_attention
+from sparse_inductor.kernels.entmax_attention import attention as entmax_attention
 from support import heavy
 
 # Norm of the error over the norm of the truth: accumulation order in fp32; the operands' and p's

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_entmax_attention import PLAIN, check, operands
 
-from sparse_inductor.kernels import entmax_attention
+from sparse_inductor.kernels.entmax_attention import attention as entmax_attention
 from support import heavy
 
 pytestmark = pytest.mark.usefixtures("nan_filled_memory")

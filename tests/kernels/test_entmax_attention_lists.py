@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_entmax_attention import PLAIN, check, operands, run
 
-from sparse_inductor.kernels import entmax_attention, entmax_attention_lists
+from sparse_inductor.kernels.entmax_attention import attention as entmax_attention
+from sparse_inductor.kernels.entmax_attention import lists as entmax_attention_lists
 from support import heavy
 
 pytestmark = pytest.mark.usefixtures("nan_filled_memory", "any_length")

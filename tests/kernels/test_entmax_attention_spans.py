@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_entmax_attention import PLAIN
 
-from sparse_inductor.kernels import entmax_attention_spans
-from sparse_inductor.kernels.entmax_attention_problem import Problem
+from sparse_inductor.kernels.entmax_attention import spans as entmax_attention_spans
+from sparse_inductor.kernels.entmax_attention.problem import Problem
 
 pytestmark = pytest.mark.usefixtures("nan_filled_memory")
 ROWS, KEYS = 16, 16

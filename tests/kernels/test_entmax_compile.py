@@ -40,7 +40,7 @@ def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from sparse_inductor.kernels import entmax
+    from sparse_inductor.kernels.entmax import rows as entmax
 
     kernel = entmax._forward_kernel
     shapes = [

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sparse_inductor.epilogue.steps import SCALAR, Step, dual, parse
-from sparse_inductor.kernels import epilogue
+from sparse_inductor.kernels.common import epilogue
 
 INF = math.inf
 

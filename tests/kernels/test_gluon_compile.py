@@ -23,11 +23,10 @@ def compile_all() -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from sparse_inductor.epilogue.steps import parse
-    from sparse_inductor.kernels import relu_ffn_bitmask_packing as bitmask_packing
-    from sparse_inductor.kernels import relu_ffn_bitmask_ptx as marked_ptx
-    from sparse_inductor.kernels import relu_ffn_hopper as hopper
-    from sparse_inductor.kernels import splade_head_hopper as splade
-    from sparse_inductor.kernels.epilogue import encode
+    from sparse_inductor.kernels.common.epilogue import encode
+    from sparse_inductor.kernels.relu_ffn import bitmask_packing, hopper
+    from sparse_inductor.kernels.relu_ffn import bitmask_ptx as marked_ptx
+    from sparse_inductor.kernels.splade_head import hopper as splade
 
     def made(kernel, types, constants, of=GluonASTSource, **options):
         given = iter(types)

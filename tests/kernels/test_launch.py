@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sparse_inductor.kernels import launch as module
-from sparse_inductor.kernels.launch import launch
+from sparse_inductor.kernels.common import launch as module
+from sparse_inductor.kernels.common.launch import launch
 
 
 class Kernel:
@@ -172,10 +172,10 @@ def test_constants_are_not_taken_for_arguments():
 
 def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
     """Triton compiles calls of plain kernels only, and here the interpreter would not tell."""
-    sources = {p: p.read_text() for p in Path(module.__file__).parent.glob("*.py")}
+    sources = {p: p.read_text() for p in Path(module.__file__).parents[1].rglob("*.py")}
     everything = "\n".join(sources.values())
     decorated = [
-        (path.name, name)
+        (path, name)
         for path, text in sources.items()
         for name in re.findall(r"^@relaunched\n@triton\.jit.*\ndef (\w+)\(", text, re.M)
     ]
@@ -183,9 +183,7 @@ def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
     for file, name in decorated:
         assert re.search(rf"\b{name}\[", everything), (file, name)
         assert not re.search(rf"(?<!def )\b{name}\(", everything), (file, name)
-        parameters = re.search(
-            rf"def {name}\((.*?)\):", (Path(module.__file__).parent / file).read_text(), re.S
-        )[1]
+        parameters = re.search(rf"def {name}\((.*?)\):", file.read_text(), re.S)[1]
         constant = [
             "constexpr" in p for p in re.sub(r"#.*", "", parameters).split(",") if p.strip()
         ]
@@ -194,7 +192,7 @@ def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
 
 def test_every_kernel_goes_through_launch():
     """One that did not would run where launches are only looked at, to compile their kernels."""
-    sources = [p.read_text() for p in Path(module.__file__).parent.glob("*.py")]
+    sources = [p.read_text() for p in Path(module.__file__).parents[1].rglob("*.py")]
     everything = "\n".join(sources)
     for text in sources:
         plain = re.findall(r"(?<!@relaunched\n)@(?:triton|gluon)\.jit.*\ndef (\w+)\(", text)

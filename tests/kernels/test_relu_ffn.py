@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_inductor.epilogue.cut import cut
 from sparse_inductor.epilogue.steps import parse
-from sparse_inductor.kernels import relu_ffn as kernel
-from sparse_inductor.kernels import relu_ffn_backward as backward_kernel
-from sparse_inductor.kernels import relu_ffn_dots as dots
-from sparse_inductor.kernels import relu_ffn_gather as gather
-from sparse_inductor.kernels import relu_ffn_packing as packer
-from sparse_inductor.kernels import relu_ffn_rows as rows
+from sparse_inductor.epilogue.zero_threshold import zero_threshold
+from sparse_inductor.kernels.relu_ffn import backward as backward_kernel
+from sparse_inductor.kernels.relu_ffn import dots, gather, rows
+from sparse_inductor.kernels.relu_ffn import forward as kernel
+from sparse_inductor.kernels.relu_ffn import packing as packer
 from sparse_inductor.ops import _relu_ffn_aten as aten
 from support import heavy
 
@@ -44,7 +42,7 @@ def make(
         draw(D) if bias else None,
         parse(steps),
         parse(up_steps),
-        cut(parse(steps)),
+        zero_threshold(parse(steps)),
     )
     return x, b
 

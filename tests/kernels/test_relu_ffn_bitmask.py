@@ -8,10 +8,9 @@ import torch
 from ptx_machine import Memory, block
 from test_relu_ffn_hopper import bitmask_of
 
-from sparse_inductor.kernels import relu_ffn_bitmask_packing as bitmask_packing
-from sparse_inductor.kernels import relu_ffn_bitmask_ptx as ptx
-from sparse_inductor.kernels import relu_ffn_hopper as hopper
-from sparse_inductor.kernels import relu_ffn_packing as packer
+from sparse_inductor.kernels.relu_ffn import bitmask_packing, hopper
+from sparse_inductor.kernels.relu_ffn import bitmask_ptx as ptx
+from sparse_inductor.kernels.relu_ffn import packing as packer
 
 GARBAGE = 0x7777
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from ptx_machine import Memory, block
 
-from sparse_inductor.kernels import relu_ffn_decode as decode
-from sparse_inductor.kernels import relu_ffn_decode_ptx as ptx
+from sparse_inductor.kernels.relu_ffn import decode
+from sparse_inductor.kernels.relu_ffn import decode_ptx as ptx
 
 WARPS = 8
 

@@ -8,8 +8,8 @@ import torch
 from uneven_block import block, of_a_step, tokens
 
 import sparse_inductor
-from sparse_inductor.kernels import relu_ffn_dots as dots
-from sparse_inductor.kernels import replay
+from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.relu_ffn import dots
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu", "nothing_recorded")]
 

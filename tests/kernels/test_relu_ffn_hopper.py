@@ -13,23 +13,23 @@ import triton.language as tl
 
 import sparse_inductor
 import support
-from sparse_inductor.kernels import relu_ffn_dense as dense
-from sparse_inductor.kernels import relu_ffn_hopper as hopper
-from sparse_inductor.kernels import relu_ffn_overflow as overflow
-from sparse_inductor.kernels import relu_ffn_packing as packer
-from sparse_inductor.kernels import relu_ffn_tiles as tile_rounds
-from sparse_inductor.kernels import tile_order
-from sparse_inductor.kernels.unroll import unrolled
+from sparse_inductor.kernels.common import tile_order
+from sparse_inductor.kernels.common.unroll import unrolled
+from sparse_inductor.kernels.relu_ffn import dense, hopper, overflow
+from sparse_inductor.kernels.relu_ffn import packing as packer
+from sparse_inductor.kernels.relu_ffn import tiles as tile_rounds
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cut", [0.0, 0.1, -0.2, 1.0, 3e-5, -1.0, 1e5, -1e5, 1e39, -1e39])
-def test_the_cut_is_the_last_number_that_is_not_active(dtype, cut):
-    both = torch.tensor([packer.twice(cut, dtype)], dtype=torch.int32).view(dtype)
+@pytest.mark.parametrize(
+    "zero_threshold", [0.0, 0.1, -0.2, 1.0, 3e-5, -1.0, 1e5, -1e5, 1e39, -1e39]
+)
+def test_the_zero_threshold_is_the_last_number_that_is_not_active(dtype, threshold):
+    both = torch.tensor([packer.twice(threshold, dtype)], dtype=torch.int32).view(dtype)
     assert both[0] == both[1]
     least = both[0]
     above = torch.nextafter(least, torch.tensor(math.inf, dtype=dtype))
-    assert least.item() <= cut and (cut < above.item() or least.item() == math.inf)
+    assert least.item() <= threshold and (threshold < above.item() or least.item() == math.inf)
 
 
 def test_steps_are_unrolled_within_what_a_compiler_takes():
@@ -116,12 +116,12 @@ def test_halves_and_whole_tiles_are_all_there_is(tiles_m, tiles_n, rows, device)
         assert (made[: -(-M // 64)] == 1).all()
 
 
-def bitmask_of(gate, cut):
+def bitmask_of(gate, threshold):
     """The bits that `relu_ffn_hopper` writes beside the gate projection."""
     M, N = gate.shape
     tiles = -(-N // 256)
     active = torch.zeros(M, 256 * tiles, dtype=torch.bool, device=gate.device)
-    active[:, :N] = ~(gate <= cut)
+    active[:, :N] = ~(gate <= threshold)
     active = active.view(M, tiles, 2, 16, 4, 2).permute(0, 1, 4, 2, 3, 5)
     bits = torch.arange(32, device=gate.device)
     return (active.reshape(M, 8 * tiles, 32).long() << bits).sum(2).to(torch.int32)

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from uneven_block import block, of_a_step, tokens
 
-from sparse_inductor.kernels import relu_ffn_dots as dots
-from sparse_inductor.kernels import relu_ffn_gather as gather
-from sparse_inductor.kernels import replay
+from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.relu_ffn import dots, gather
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_recorded")]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sparse_inductor.compat import triton as private
-from sparse_inductor.kernels import launch as launching
-from sparse_inductor.kernels import replay
-from sparse_inductor.kernels.launch import launch
+from sparse_inductor.kernels.common import launch as launching
+from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.common.launch import launch
 
 
 class Kernel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_inductor.kernels import sparse_products
+from sparse_inductor.kernels.sparse_rows import products as sparse_products
 from support import heavy
 
 

@@ -20,7 +20,7 @@ import pytest
 from ptx_machine import Memory, kernel
 from test_sparse_scores_ptx import keys_of
 
-from sparse_inductor.kernels import sparse_scores_ptx as ptx
+from sparse_inductor.kernels.sparse_scores import ptx
 from support import heavy
 
 # Every form of a search's kernels is compiled, for a GPU that need not be there.
@@ -150,7 +150,7 @@ def compile_all(folder: str) -> None:
     from triton.compiler import ASTSource
 
     for module, name, types, const, options in forms():
-        found = importlib.import_module(f"sparse_inductor.kernels.sparse_scores_{module}")
+        found = importlib.import_module(f"sparse_inductor.kernels.sparse_scores.{module}")
         kernel = getattr(found, name).kernel  # as it is without `relaunched`
         given = iter(types.split())
         signature = {a: "constexpr" if a in const else next(given) for a in kernel.arg_names}

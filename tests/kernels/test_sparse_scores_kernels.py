@@ -8,14 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_inductor.index.segment import Segment
 from sparse_inductor.index.sources import collection_of
-from sparse_inductor.kernels import replay
-from sparse_inductor.kernels import sparse_scores_accumulate as accumulate
-from sparse_inductor.kernels import sparse_scores_best as best_documents
-from sparse_inductor.kernels import sparse_scores_checksum as checksums
-from sparse_inductor.kernels import sparse_scores_cpu as native
-from sparse_inductor.kernels import sparse_scores_documents as documents
-from sparse_inductor.kernels import sparse_scores_merge as merge
-from sparse_inductor.kernels import sparse_scores_search as search
+from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.sparse_scores import accumulate, documents, merge, search
+from sparse_inductor.kernels.sparse_scores import best as best_documents
+from sparse_inductor.kernels.sparse_scores import checksum as checksums
+from sparse_inductor.kernels.sparse_scores import cpu as native
 from sparse_inductor.ops._top import best_of
 from support import heavy
 

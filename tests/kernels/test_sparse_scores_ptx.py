@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx_machine import Memory, block
 
-from sparse_inductor.kernels import sparse_scores_ptx as ptx
+from sparse_inductor.kernels.sparse_scores import ptx
 
 SHARED = 1024  # where a block's shared memory begins
 ROWS = 64

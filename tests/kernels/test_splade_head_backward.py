@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparse_inductor.epilogue.steps import dual, parse
-from sparse_inductor.kernels import splade_head_backward
-from sparse_inductor.kernels.splade_head_backward import backward
+from sparse_inductor.kernels.splade_head import backward as splade_head_backward
+from sparse_inductor.kernels.splade_head.backward import backward
 from support import heavy
 
 LOG1P = parse("relu | log1p")

@@ -8,8 +8,8 @@ import torch
 
 from sparse_inductor.epilogue import steps
 from sparse_inductor.epilogue.plan import Lowered, lower, plan
-from sparse_inductor.kernels import splade_head_forward
-from sparse_inductor.kernels.splade_head_forward import forward
+from sparse_inductor.kernels.splade_head import forward as splade_head_forward
+from sparse_inductor.kernels.splade_head.forward import forward
 from support import heavy
 
 RELU_LOG1P = steps.parse("relu | log1p")

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from sparse_inductor.epilogue.plan import lower, plan
-from sparse_inductor.kernels.splade_head_positions import ADDED, classify
+from sparse_inductor.kernels.splade_head.positions import ADDED, classify
 from support import heavy
 
-hopper = pytest.importorskip("sparse_inductor.kernels.splade_head_hopper")
+hopper = pytest.importorskip("sparse_inductor.kernels.splade_head.hopper")
 
 PROGRAMS = [
     "relu | log1p | row_mul(0)",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_inductor.kernels import topk_rows, topk_sums
+from sparse_inductor.kernels.sparse_rows import sums as topk_sums
+from sparse_inductor.kernels.sparse_rows import topk as topk_rows
 from sparse_inductor.ops import _sparse_rows_aten as aten
 from support import heavy
 

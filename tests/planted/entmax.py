@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from planted.bug import Bug, Plant, Program, instead, result
-from sparse_inductor.match.emit import Emitter
+from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.ops import _entmax_aten as aten
 
 RowsMatch = importlib.import_module("sparse_inductor.patterns.entmax").RowsMatch

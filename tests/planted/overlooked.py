@@ -22,11 +22,11 @@ from fuzz.kept import kept, tensor
 from fuzz.program import Program
 from fuzz.vocabulary import entmax15, negate_
 from planted.bug import Plant, instead, result
-from sparse_inductor.match import checks, effects
-from sparse_inductor.match.chain import Chain
-from sparse_inductor.match.comparisons import Edge
-from sparse_inductor.match.layout import Attention
-from sparse_inductor.match.scored import Scores
+from sparse_inductor.graph import checks, effects
+from sparse_inductor.match.chains.chain import Chain
+from sparse_inductor.match.chains.comparisons import Edge
+from sparse_inductor.match.entmax.layout import Attention
+from sparse_inductor.match.scoring.scored import Scores
 from sparse_inductor.ops import _linear_max_aten as head
 from sparse_inductor.ops import _relu_ffn_aten as block
 from sparse_inductor.ops import _sparse_scores_aten as scores
@@ -296,7 +296,7 @@ def _documents(documents: Callable[..., Any], self: Scores, e: Any, V: Any) -> A
 
 
 _INPUT = instead(
-    Chain, "stand_in", lambda f, self, e, *args, **kw: _uncast(f(self, e, *args, **kw))
+    Chain, "linear_input", lambda f, self, e, *args, **kw: _uncast(f(self, e, *args, **kw))
 )
 
 

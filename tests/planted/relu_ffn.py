@@ -15,8 +15,8 @@ from torch import nn
 from planted import bug
 from planted.bug import Plant, Program, instead, result
 from sparse_inductor.epilogue.steps import Step
-from sparse_inductor.match.chain import Chain
-from sparse_inductor.match.feed_forward import Joined
+from sparse_inductor.match.chains.chain import Chain
+from sparse_inductor.match.feed_forward.block import Joined
 from sparse_inductor.ops import _relu_ffn_aten as aten
 
 BlockMatch = importlib.import_module("sparse_inductor.patterns.relu_ffn").BlockMatch
@@ -86,8 +86,10 @@ def _weights(change: Callable[..., Any]) -> Plant:
     return _joined(lambda e, pairs: [change(e, *pair) for pair in pairs])
 
 
-def _halved(stand_in: Callable[..., Any], self: Chain, e: Any, *args: Any, **kwargs: Any) -> Any:
-    return e.method("mul", stand_in(self, e, *args, **kwargs), 0.5)
+def _halved(
+    linear_input: Callable[..., Any], self: Chain, e: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return e.method("mul", linear_input(self, e, *args, **kwargs), 0.5)
 
 
 def _program(*steps: Step) -> Callable[[Any], dict[str, Any]]:
@@ -114,7 +116,7 @@ def _gradient(at: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Plant:
 
 def _few_are_kept(forward: Callable[..., Any], x: Any, b: Any, stats: Any, packed: Any) -> Any:
     """What the backward needs is kept of neurons above 0.2 alone."""
-    return forward(x, dataclasses.replace(b, cut=b.cut + 0.2), stats, packed)
+    return forward(x, dataclasses.replace(b, zero_threshold=b.zero_threshold + 0.2), stats, packed)
 
 
 BUGS = (
@@ -127,7 +129,7 @@ BUGS = (
     Bug("another threshold", _reading(_program(Step("threshold", (0.2, 0.0))))),
     Bug("bias of the result dropped", _reading(_down(bias=lambda d: None))),
     Bug("result of the next neuron", _reading(_down(weight=lambda d: lambda e: e.method("roll", d.weight(e), 1, 1)))),
-    Bug("input halved", instead(Chain, "stand_in", _halved)),
+    Bug("input halved", instead(Chain, "linear_input", _halved)),
     Bug("statistic of the gate", instead(BlockMatch, "replace", _statistic_of_the_gate), program="counted"),
     # What the operator computes
     Bug("last row not written", result(aten, "forward", lambda y: torch.cat([y[:-1], y[:1]]))),

@@ -10,7 +10,7 @@ import torch
 
 from planted import bug
 from planted.bug import Plant, Program, instead, result
-from sparse_inductor.match.scored import Scores
+from sparse_inductor.match.scoring.scored import Scores
 from sparse_inductor.ops import _sparse_scores_aten as aten
 
 PATTERN = "sparse_scores"

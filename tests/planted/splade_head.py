@@ -18,7 +18,7 @@ from planted.bug import Program as Shown
 from planted.bug import instead, result
 from sparse_inductor.epilogue.plan import Lowered
 from sparse_inductor.epilogue.steps import Program, Step
-from sparse_inductor.match.chain import Chain
+from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.ops import _linear_max_aten as aten
 
 HeadMatch = importlib.import_module("sparse_inductor.patterns.splade_head").HeadMatch
@@ -77,8 +77,8 @@ def _rows(change: Callable[..., Any]) -> bug.Plant:
     return instead(Chain, "row_operands", lambda f, self, e: [change(e, r) for r in f(self, e)])
 
 
-def _stand_in(change: Callable[..., Any]) -> bug.Plant:
-    return instead(Chain, "stand_in", lambda f, self, e, upto=None: change(e, f(self, e, upto)))
+def _linear_input(change: Callable[..., Any]) -> bug.Plant:
+    return instead(Chain, "linear_input", lambda f, self, e, upto=None: change(e, f(self, e, upto)))
 
 
 def _program(change: Callable[[Program], Program]) -> Callable[[], Any]:
@@ -138,7 +138,7 @@ def _turned(e: Any, t: Any) -> Any:
 
 def _wrong_dimension() -> Any:
     stack = contextlib.ExitStack()
-    stack.enter_context(_stand_in(_turned)())
+    stack.enter_context(_linear_input(_turned)())
     stack.enter_context(_rows(_turned)())
     return stack
 
@@ -154,7 +154,7 @@ BUGS = (
     # Not by casts to and fro, which Inductor of torch 2.11 takes out again.
     Bug(
         "precision lost",
-        _stand_in(lambda e, x: e.method("div", e.method("round", e.method("mul", x, 256.0)), 256.0)),
+        _linear_input(lambda e, x: e.method("div", e.method("round", e.method("mul", x, 256.0)), 256.0)),
     ),
     Bug("mask dropped", _no_mask),
     Bug("mask inverted", _rows(lambda e, r: e.method("eq", r, 0))),

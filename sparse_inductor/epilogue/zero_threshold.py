@@ -1,0 +1,88 @@
+"""Where an activation is zero: the zero threshold of a scalar program.
+
+relu(x), relu(x)**2, relu(x - 1), threshold(x, 0.1, 0): each is exactly 0 up to some x, its zero threshold.
+What lies at or below the zero threshold need not be computed, stored or multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .ranges import BOUNDED_BELOW
+from .steps import ROW, Step, run
+
+__all__ = ["zero_threshold"]
+
+# The smallest normal fp32: a kernel that flushes denormals still tells it from 0.
+_TINY = 2.0**-126
+
+
+def zero_threshold(program: Sequence[Step]) -> float | None:
+    """A number t such that the program and its slope are 0 for every x <= t; None if there is none.
+
+    The largest such t up to rounding: where steps before the rectifier shift or scale x, it errs on the small side,
+    so that what lies above still includes everything that is not zero. A NaN is above every threshold.
+    """
+    found = None
+    # What goes back from a bound of the running value to one of x, the last step first.
+    before: list[Callable[[float], float | None]] = []
+    exact = True
+    for at, step in enumerate(program):
+        if step.fn in ROW or not all(map(math.isfinite, step.consts)):
+            break
+        if step.fn in _BEFORE:
+            before.append(functools.partial(_BEFORE[step.fn], *step.consts))
+            exact = exact and step.fn not in ("mul", "add", "sigmoid")
+        elif step.fn in _RECTIFIERS:
+            bound, value = _RECTIFIERS[step.fn](step.consts)
+            if _at(program[at + 1 :], value) == 0.0:
+                t: float | None = bound
+                for undo in reversed(before):
+                    t = None if t is None else undo(t)
+                if t is None:
+                    break
+                if step.fn in BOUNDED_BELOW or not exact:
+                    t -= max(abs(t) * 2.0**-20, _TINY)
+                found = t if found is None else max(found, t)
+            elif found is None:
+                return None
+        else:
+            break
+    return found
+
+
+# step -> of its constants: the number up to which it is constant, and what it is there
+_RECTIFIERS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
+    "relu": lambda c: (0.0, 0.0),
+    **dict.fromkeys(
+        "threshold above gate_above fill_below at_least gate_at_least".split(), lambda c: c
+    ),
+    **dict.fromkeys("clamp_min maximum".split(), lambda c: (c[0], c[0])),
+}
+
+
+def _sign(t: float) -> float | None:
+    """Of a step that rises and is 0 at 0: what it is given is not above 0 where the result is not."""
+    return 0.0 if t == 0 else None
+
+
+# step -> (its constants, a bound of its result) -> the bound of x, if that is known without loss
+_BEFORE: dict[str, Callable[..., float | None]] = {
+    "mul": lambda c, t: t / c if c > 0 else None,
+    "add": lambda c, t: t - c,
+    "clamp_max": lambda c, t: t if t < c else None,
+    **dict.fromkeys("cap minimum".split(), lambda c, t: t if t < c else None),
+    "fill_above": lambda c, v, t: t if t < min(c, v) else None,
+    "elu": lambda alpha, scale, t: _sign(t) if alpha > 0 and scale > 0 else None,
+    "sigmoid": lambda t: 0.0 if t == 0.5 else None,
+    **dict.fromkeys("tanh softsign atan asinh erf expm1".split(), _sign),
+}
+
+
+def _at(program: Sequence[Step], x: float) -> float:
+    """The program at a number."""
+    return run(program, torch.tensor(x, dtype=torch.float64)).item()

@@ -1,0 +1,426 @@
+"""explain(): what would be rewritten in one call of a function, and why not more."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from .. import compat, session
+from ..pattern import Sparse
+from ..policy.profile import Site
+from ..policy.worth import Policy
+from ..reporting.findings import Density, Pending, bytes_text
+from ..reporting.graphs import GraphNode, describe
+from ..reporting.records import Report
+from ..reporting.source import source_at
+from ..rewrite import Applied, RewritePass
+from ..slots import slot_value
+
+__all__ = [
+    "Capture",
+    "ExplainedGraph",
+    "Explanation",
+    "GraphBreak",
+    "explain",
+    "explained",
+    "random_state_kept",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedGraph:
+    """A graph (or nested body) that torch.compile captured, before and after."""
+
+    before: str
+    """As Python code with shapes."""
+    after: str
+    nodes_before: tuple[GraphNode, ...] = ()
+    nodes_after: tuple[GraphNode, ...] = ()
+    applied: tuple[Applied, ...] = ()
+    """Its rewrites, with the names of their nodes in `nodes_before` and `nodes_after`."""
+
+    @property
+    def diff(self) -> str:
+        """Unified diff from `before` to `after`; empty when nothing changed."""
+        return _diff(self.before.splitlines(), self.after.splitlines())
+
+    @property
+    def short_diff(self) -> str:
+        """The same with a line a node."""
+        return _diff([*map(str, self.nodes_before)], [*map(str, self.nodes_after)])
+
+
+def _diff(before: list[str], after: list[str]) -> str:
+    return "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm="", n=3))
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphBreak:
+    """A place where torch.compile ended a graph; no rewrite can reach across it."""
+
+    location: str
+    reason: str
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str()` is meant for a terminal."""
+
+    report: Report
+    """Rewrites and near misses of this call alone."""
+    graphs: tuple[ExplainedGraph, ...]
+    graph_breaks: tuple[GraphBreak, ...]
+    capture_ms: float = 0.0
+    """Milliseconds of the whole call: capture, the pass, and the run of the captured graphs."""
+
+    @property
+    def diff(self) -> str:
+        """The diffs of all graphs that changed."""
+        changed = [(at, graph.diff) for at, graph in enumerate(self.graphs) if graph.diff]
+        return "\n".join(f"graph {at}\n{diff}" for at, diff in changed)
+
+    def show(self) -> None:
+        """Print it: as tables where rich is installed and standard output is a terminal, else `str()`."""
+        from ..reporting.console import print_diff, print_table, print_text, rich_console
+
+        if rich_console() is None or not self.graphs:
+            print(self)
+            return
+        report = self.report
+        print_text(str(report).splitlines()[0], "bold")
+        checks = {(c.pattern, c.location): c for c in report.checks}
+        rows, styles = [], []
+        for rewrite in dict.fromkeys(report.rewrites):
+            check = checks.get((rewrite.pattern, rewrite.location))
+            rows.append(
+                (
+                    f"{rewrite.location}\n{rewrite.source}",
+                    f"{', '.join(rewrite.replaced)}\n-> {rewrite.op}",
+                    bytes_text(rewrite.bytes_saved) if rewrite.bytes_saved else "",
+                    "\n".join(
+                        str(d)
+                        for d in dict.fromkeys(report.densities)
+                        if (d.pattern, d.location) == (rewrite.pattern, rewrite.location)
+                    ),
+                    check.detail if check else "not run: explain(..., verify=True)",
+                )
+            )
+            styles.append("fail" if check and check.verdict == "differs" else "")
+        if rows:
+            headers = ("where", "replaced", "saved for backward", "active", "checked")
+            print_table(headers, rows, "rewritten", styles)
+        waiting = [
+            (p.pattern, f"{p.location}\n{p.source}", p.reason)
+            for p in dict.fromkeys(report.pending)
+        ]
+        if waiting:
+            print_table(("pattern", "where", "because"), waiting, "as written for now")
+        missed = [
+            (m.pattern, f"{m.location}\n{m.source}", m.reason)
+            for m in dict.fromkeys(report.near_misses)
+        ]
+        if missed:
+            print_table(("pattern", "where", "because"), missed, "not rewritten, but nearly")
+        breaks = [
+            (f"{b.location}\n{b.source}", (b.reason.splitlines() or [""])[0])
+            for b in self.graph_breaks
+        ]
+        if breaks:
+            title = "graph breaks: no rewrite reaches across them"
+            print_table(("where", "because"), breaks, title)
+        changed = [g.short_diff for g in self.graphs if g.short_diff]
+        for text in changed:
+            print_diff(text)
+
+    def to_html(self, title: str = "explain") -> str:
+        """A page that needs nothing else: rewrites in your source, drawings, near misses, the graphs."""
+        from .page import render
+
+        return render(self, title)
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            none = "sparse_inductor: torch.compile captured no graph of this function"
+            return f"{none}\n\n{self.report}" if self.report else none
+        parts = [str(self.report)]
+        if self.graph_breaks:
+            lines = ["graph breaks: no rewrite reaches across them"]
+            for one in self.graph_breaks:
+                lines.append(f"  {one.location}")
+                lines += [
+                    f"      {text}" for text in (one.source, one.reason.splitlines()[0]) if text
+                ]
+            parts.append("\n".join(lines))
+        if self.diff:
+            parts.append(self.diff)
+        return "\n\n".join(parts)
+
+
+def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
+    """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite it, and show what happened.
+
+    The patterns are those of the enabled session, or all. Where a pattern names the tensors whose zeros it lives on,
+    the report's `densities` say how many there were in this call. Nothing is generated, cached or kept: the
+    graphs run unrewritten, on copies of the arguments and of the module (a module that cannot be
+    copied, or that the function refers to, has its buffers put back), under your grad mode, and the
+    random state is restored. Code that torch.compile holds already stays compiled.
+
+    `verify=True` runs the graphs rewritten, each rewrite beside the operations it replaces and a
+    reference in fp64 (see `enable`); the report's `checks` say how they compare. A function that
+    takes an argument of that name itself is wrapped first (`functools.partial`).
+
+    The policy is that of the enabled session, or the default. What it rewrites only where that pays for the data is
+    shown as written, with the share that was active in this call and the one below which it is rewritten
+    (`report.pending`); under `sparse_inductor.enabled(policy="always")` it is shown rewritten.
+
+    Raises what `fn` raises.
+    """
+    return explained(fn, args, kwargs, verify)
+
+
+def explained(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    verify: bool = False,
+    policy: Policy | None = None,
+) -> Explanation:
+    """What `explain` does, with another policy than the session's."""
+    fn = compat.uncompiled(fn)
+    patterns = session.current_patterns()
+    choices = session.current_policy(policy)
+    capture = Capture(patterns, choices)
+    checked = Report()
+    checking = RewritePass(patterns, checked, verify=True, trace=True, policy=choices)
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        with capture.of(gm):
+            compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
+        measured = _Counting(gm, capture)
+        if not verify:
+            return measured.run
+        with compat.patched_settings(
+            pre_grad_custom_pass=slot_value([*session.users_passes(), checking])
+        ):
+            rewritten = compat.pre_grad_passes(compat.copy_graph_module(gm), example_inputs)
+
+        def run(*given: Any) -> Any:
+            measured.aside(given)
+            return rewritten.forward(*given)
+
+        return run
+
+    fresh = not compat.anything_compiled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(session.prepared(patterns))
+        stack.enter_context(compat.fresh_capture())
+        stack.enter_context(random_state_kept(args, kwargs))
+        fn, args, kwargs = _isolated(fn, args, kwargs, stack)
+        started = time.perf_counter()
+        torch.compile(fn, backend=backend)(*args, **kwargs)
+        capture_ms = (time.perf_counter() - started) * 1e3
+    for check in checked.checks:
+        capture.report.add_check(check)
+    if fresh:
+        compat.reset_dynamo()  # only this call was compiled: forget it
+    return capture.explanation(capture_ms)
+
+
+class Capture:
+    """Gathers what one call of torch.compile captured, and what the patterns made of it."""
+
+    def __init__(self, patterns: list[Any], policy: Mapping[str, str] | None = None) -> None:
+        self.report = Report()
+        self.graphs: list[ExplainedGraph] = []
+        self.watched: tuple[tuple[Site, Sparse], ...] = ()
+        """What the last graph leaves as written until it is counted."""
+        self._breaks: list[GraphBreak] = []
+        self._pass = RewritePass(patterns, self.report, trace=True, policy=policy)
+
+    @contextlib.contextmanager
+    def of(self, gm: fx.GraphModule) -> Iterator[None]:
+        """Inductor's passes on Dynamo's graph `gm` run with the patterns, and are seen, within the block."""
+        end = compat.graph_end(gm)
+        if end is not None and end.broke:
+            where = source_at(*end.stack[-1]) if end.stack else None
+            location, text = (where.location, where.text) if where else ("?", "")
+            self._breaks.append(GraphBreak(location, end.reason, text))
+        slot = slot_value([*session.users_passes(), self])
+        with compat.patched_settings(pre_grad_custom_pass=slot):
+            yield
+
+    def explanation(self, capture_ms: float = 0.0) -> Explanation:
+        return Explanation(self.report, tuple(self.graphs), tuple(self._breaks), capture_ms)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """The pass: a graph's text is kept from before and after the rewriting."""
+        before, nodes = compat.graph_text(graph), describe(graph)
+        outcome = self._pass.run(graph)
+        self.watched = outcome.watched
+        after = compat.graph_text(graph)
+        self.graphs.append(ExplainedGraph(before, after, nodes, describe(graph), outcome.applied))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Capture:
+        return self
+
+
+class _Counting:
+    """A captured graph, run as it was written; the zeros that its rewrites live on are counted on the way."""
+
+    def __init__(self, gm: fx.GraphModule, capture: Capture) -> None:
+        self._gm, self._report = gm, capture.report
+        self._wanted: dict[str, list[tuple[Any, Any]]] = {}
+        for applied in capture.graphs[-1].applied if capture.graphs else ():
+            for sparse in applied.sparse:
+                self._wanted.setdefault(sparse.node.name, []).append((applied.rewrite, sparse))
+        for site, sparse in capture.watched:
+            self._wanted.setdefault(sparse.node.name, []).append((site, sparse))
+        self._report.add_pending((), _Watched(site for site, _ in capture.watched))
+
+    def run(self, *given: Any) -> Any:
+        if not self._wanted:
+            return self._gm.forward(*given)
+        return _Interpreter(self._gm, self._count).run(*given, enable_io_processing=False)
+
+    def aside(self, given: tuple[Any, ...]) -> None:
+        """Count without a trace: neither inputs nor the random state change."""
+        if self._wanted:
+            copies = pytree.tree_map_only(torch.Tensor, compat.lazy_clone, given)
+            with torch.no_grad(), random_state_kept(given):
+                self.run(*copies)
+
+    def _count(self, node: fx.Node, value: Any) -> None:
+        for found, sparse in self._wanted.get(node.name, ()):
+            t = value if sparse.result is None else value[sparse.result]
+            active = int((t > 0 if sparse.positive else t != 0).sum())
+            if isinstance(found, Site):
+                found.decide(active, t.numel())
+                continue
+            row = t.shape[sparse.dim] if t.dim() else 1
+            self._report.add_density(
+                Density(found.pattern, found.location, sparse.what, active, t.numel(), row)
+            )
+
+
+class _Watched:
+    """What `explain` counted of the blocks that are rewritten where that pays for the data."""
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self._sites = tuple(sites)
+
+    def pending(self) -> list[Pending]:
+        now = "counted in this call"
+        then = f"{now}; rewritten once some calls like it have run"
+        return [s.finding(then if s.rewritten else now) for s in self._sites]
+
+
+class _Interpreter(fx.Interpreter):
+    """Shows every node's value to `see`."""
+
+    def __init__(self, gm: fx.GraphModule, see: Callable[[fx.Node, Any], None]) -> None:
+        super().__init__(gm)
+        self._see = see
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        with torch.no_grad():
+            self._see(n, value)
+        return value
+
+
+def _isolated(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stack: contextlib.ExitStack
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """`fn` and its arguments such that running them changes nothing of the caller's."""
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _clone, (args, kwargs))
+    owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    if isinstance(owner, nn.Module):
+        try:
+            copied = copy.deepcopy(owner, _lazy_copies(owner))
+        except Exception:  # non-leaf tensors, handles, locks: whatever a module may hold
+            stack.enter_context(_buffers_kept(owner))
+        else:
+            fn = copied if fn is owner else fn.__func__.__get__(copied)
+    for module in _modules_of(fn):
+        stack.enter_context(_buffers_kept(module))
+    if isinstance(fn, types.FunctionType):
+        # A code object of its own: what Dynamo remembers of the original (skip it, too many
+        # recompiles) is not asked, and nothing is remembered of this call.
+        fresh = types.FunctionType(
+            fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
+        )
+        fresh.__kwdefaults__ = fn.__kwdefaults__
+        fresh.__dict__.update(fn.__dict__)
+        fresh.__module__, fresh.__qualname__ = fn.__module__, fn.__qualname__
+        fn = fresh
+    return fn, args, kwargs
+
+
+def _lazy_copies(module: nn.Module) -> dict[int, Any]:
+    """A memo for `deepcopy` in which the module's tensors share their memory until they are written
+    to: a large model is not doubled."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if type(tensor) not in (nn.Parameter, torch.Tensor) or not tensor.is_leaf:
+            continue
+        new = compat.lazy_clone(tensor.detach())
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, tensor.requires_grad)
+        new.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = new
+    return memo
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _modules_of(fn: Any) -> list[nn.Module]:
+    """The modules a function names in its closure or globals, or that a method's object holds."""
+    function = getattr(fn, "__func__", fn)
+    if not isinstance(function, types.FunctionType):
+        return []
+    found: list[Any] = [function.__globals__.get(name) for name in function.__code__.co_names]
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    found += (
+        list(vars(fn.__self__).values())
+        if hasattr(getattr(fn, "__self__", None), "__dict__")
+        else []
+    )
+    return [value for value in found if isinstance(value, nn.Module)]
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """The module's buffers hold after the block what they held before."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def random_state_kept(*trees: Any) -> Iterator[None]:
+    """The random state of the CPU and of the devices of all tensors in `trees` is put back after the block."""
+    tensors = [leaf for leaf in pytree.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    devices = {t.device.index for t in tensors if t.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(devices)):
+        yield

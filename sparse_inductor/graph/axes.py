@@ -1,0 +1,217 @@
+"""Axes followed upwards through views, merged and split ones included.
+
+An axis is a tuple of atoms, outermost first: () has one element, (b, h) is two axes in one. Going up through a view
+that merged them, an atom turns out to be several: it is split, and whoever holds it sees its parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from .fakes import same_size, same_sizes
+from .indices import expanded_index
+from .names import Call
+from .no_match import NoMatch
+from .shapes import order_of
+from .values import rounds
+from .view import GraphView
+from .vocabulary import COPIES, VIEWS
+
+__all__ = ["Atom", "Axis", "Placed", "above", "before", "flat", "fresh", "originals", "placed"]
+
+
+class Atom:
+    """One axis, or what turned out to be several."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self, size: Any):
+        self.size = size
+        self.parts: tuple[Atom, ...] | None = None
+
+
+Axis = tuple[Atom, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A tensor that is read beside the scores, and where its axes lie.
+
+    factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask among the
+    biases, what it adds where it drops. floor: the least that is added.
+    """
+
+    node: fx.Node
+    reader: fx.Node
+    axes: tuple[Axis, ...]
+    factor: float = 1.0
+    negate: bool = False
+    divides: bool = False
+    fill: float | None = None
+    times: tuple[Placed, ...] = ()  # tensors that it is multiplied by, after `factor`
+    floor: float | None = None
+
+
+def fresh(shape: Sequence[Any]) -> list[Axis]:
+    """New axes for a tensor."""
+    return [() if same_size(s, 1) else (Atom(s),) for s in shape]
+
+
+def flat(axis: Axis) -> Axis:
+    """The atoms of an axis, split ones replaced by their parts."""
+    found: list[Atom] = []
+    for atom in axis:
+        found += [atom] if atom.parts is None else flat(atom.parts)
+    return tuple(found)
+
+
+def placed(view: GraphView, node: fx.Node, axes: Sequence[Axis], reader: fx.Node) -> list[Axis]:
+    """The axes of a tensor that broadcasts to one with `axes`."""
+    shape = view.shape(node)
+    if len(shape) > len(axes):
+        raise NoMatch("an operand has more axes than the scores", reader)
+    return [
+        () if same_size(s, 1) else axis
+        for s, axis in zip(shape, axes[len(axes) - len(shape) :] if shape else [])
+    ]
+
+
+def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
+    """The axes of a view's input, given those of its result."""
+    before, n = view.shape(call["input"]), len(axes)
+    order = order_of(call, n)
+    if order is not None:
+        return _permuted(axes, order)
+    match call.name:
+        case "getitem":
+            return _indexed(view, node, call, axes)
+        case "expand" | "expand_as":
+            after = view.shape(node)
+            if same_sizes(before, after):
+                return list(axes)
+            raise NoMatch("it is broadcast", node)
+        case _:
+            return _regrouped(before, view.shape(node), axes, node)
+
+
+def before(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
+    """The axes of the input of what keeps every value: a view, a copy, or a cast that rounds nothing."""
+    dtype, wider = view.dtype(call["input"]), view.dtype(node)
+    if call.name in COPIES:
+        return list(axes)
+    if call.name == "cast" and dtype.is_floating_point and not rounds(wider, dtype):
+        return list(axes)
+    if call.name in VIEWS:
+        return above(view, node, call, axes)
+    raise NoMatch("its values are others", node)
+
+
+def originals(
+    view: GraphView,
+    node: fx.Node,
+    axes: Sequence[Axis],
+    reader: fx.Node,
+    step: Callable[..., list[Axis]] = before,
+    memory: bool = False,
+) -> Iterator[tuple[fx.Node, list[Axis], fx.Node]]:
+    """A tensor and what it has its values of, one of the other, each with its axes and its reader.
+
+    step: the axes of a call's input; raises NoMatch where that is followed no further. memory: the last one may be a
+    tensor a part of which is written in place, as of a cache: what its reader reads is not what its node says.
+    """
+    yield node, list(axes), reader
+    while view.value(node, reader) is node and (call := view.call(node)) is not None:
+        x = call.get("input")
+        if call.inplace or not view.is_tensor(x):
+            return
+        try:
+            axes = step(view, node, call, axes)
+        except NoMatch:
+            return
+        seen = view.value(x, node)
+        known = seen is not None and view.is_tensor(seen)
+        if known or memory:
+            yield (seen if known else x), list(axes), node
+        if not known:
+            return
+        reader, node = node, seen
+
+
+def _permuted(axes: Sequence[Axis], order: Sequence[int]) -> list[Axis]:
+    before: list[Axis] = [()] * len(axes)
+    for after, d in enumerate(order):
+        before[d] = axes[after]
+    return before
+
+
+def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:
+    """Only indexing that adds axes of one element or takes everything."""
+    shape = view.shape(call["input"])
+    before: list[Axis] = []
+    items = expanded_index(call["index"], len(shape)) or ()
+    for item, axis, size in zip(items, axes, view.shape(node)):
+        if item is None:
+            continue
+        start = isinstance(item, slice) and item.start in (None, 0) and item.step in (None, 1)
+        if not (start and same_size(shape[len(before)], size)):
+            raise NoMatch("a part of it is taken", node)
+        before.append(axis)
+    if len(before) != len(shape):
+        raise NoMatch("a part of it is taken", node)
+    return before
+
+
+def _regrouped(before: tuple, after: tuple, axes: Sequence[Axis], node: fx.Node) -> list[Axis]:
+    """reshape: axes of one element do not count; the rest is matched from both ends, then by products."""
+    result: list[Axis] = [()] * len(before)
+    b = [i for i, s in enumerate(before) if not same_size(s, 1)]
+    a = [i for i, s in enumerate(after) if not same_size(s, 1)]
+    while b and a and same_size(before[b[0]], after[a[0]]):
+        result[b.pop(0)] = axes[a.pop(0)]
+    while b and a and same_size(before[b[-1]], after[a[-1]]):
+        result[b.pop()] = axes[a.pop()]
+    while b or a:
+        p, q = 1, 1
+        while not same_size(_product(before, b[:p]), _product(after, a[:q])):
+            left, right = _product(before, b[:p]), _product(after, a[:q])
+            if isinstance(left, int) and isinstance(right, int):
+                p, q = (p + 1, q) if left < right else (p, q + 1)
+            elif len(a) == 1:
+                p += 1
+            else:
+                q += 1
+            if p > len(b) or q > len(a):
+                raise NoMatch("a reshape that cannot be followed", node)
+        if not b or not a:
+            raise NoMatch("a reshape that cannot be followed", node)
+        _group(result, [before[i] for i in b[:p]], b[:p], [axes[i] for i in a[:q]], node)
+        b, a = b[p:], a[q:]
+    return result
+
+
+def _product(shape: tuple, which: Sequence[int]) -> Any:
+    return math.prod(shape[i] for i in which)
+
+
+def _group(
+    result: list[Axis], sizes: list[Any], where: list[int], axes: list[Axis], node: fx.Node
+) -> None:
+    """Give the axes `where` of the input, of `sizes`, the atoms of `axes`."""
+    atoms = [atom for axis in axes for atom in flat(axis)]
+    if len(where) > 1 and len(atoms) == 1:
+        atoms[0].parts = tuple(Atom(s) for s in sizes)
+        atoms = list(atoms[0].parts)
+    for at, size in zip(where, sizes):
+        taken: list[Atom] = []
+        while atoms and not (taken and same_size(math.prod(t.size for t in taken), size)):
+            taken.append(atoms.pop(0))
+        if not same_size(math.prod(t.size for t in taken), size):
+            raise NoMatch("a reshape that cannot be followed", node)
+        result[at] = tuple(taken)
+    if atoms:
+        raise NoMatch("a reshape that cannot be followed", node)

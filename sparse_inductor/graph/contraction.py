@@ -1,0 +1,309 @@
+"""Every spelling of a product of two tensors in one form: letters for axes, as in an einsum.
+
+A linear, a matmul of whatever batches, an addmm, an einsum, a tensordot, a convolution of width 1 and a product that
+is summed up are read here and nowhere else. What an operand is, a weight or a batch of keys, is for whoever asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from .names import Call
+from .view import GraphView, same_size
+
+__all__ = [
+    "PRODUCTS",
+    "Contraction",
+    "Operand",
+    "all_lettered",
+    "contraction",
+    "lettered",
+    "matmul_axes",
+]
+
+Letters = tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A factor and its axes: a letter each, None for an axis of one element that is broadcast.
+
+    written: a part of it was written in place before it is read (a cache of keys, say), so that it is the memory of
+    `node` that is multiplied and not what `node` says.
+    """
+
+    node: fx.Node
+    reader: fx.Node
+    axes: Letters
+    written: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """out[axes] = scale * sum over the letters that are not in `axes` of a * b, plus factor * bias.
+
+    nodes: what does it, the product first. bias: a tensor that broadcasts to the result, or None; of a linear and of
+    a convolution [V], along `bias_dim` of the result. weight: whether `b` is one, as the second argument of those is.
+    """
+
+    node: fx.Node
+    a: Operand
+    b: Operand
+    axes: Letters
+    nodes: tuple[fx.Node, ...]
+    scale: float = 1.0
+    bias: tuple[fx.Node, float] | None = None
+    bias_dim: int = -1
+    weight: bool = False
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        return self.a, self.b
+
+    @property
+    def summed(self) -> set[str]:
+        both = (*self.a.axes, *self.b.axes)
+        return {letter for letter in both if letter is not None and letter not in self.axes}
+
+    @property
+    def of_matrices(self) -> bool:
+        """Whether neither operand is a single vector: such a product has one query or one key."""
+        return all(len(o.axes) > 1 for o in self.operands)
+
+
+def contraction(view: GraphView, node: fx.Node) -> Contraction | None:
+    """How `node` is a product of two tensors; None if it is not."""
+    if node not in view.products:
+        call = view.call(node)
+        read = None if call is None else _READERS.get(call.name)
+        found = None
+        if call is not None and read is not None and view.is_tensor(node):
+            found = read(view, node, call)
+        view.products[node] = found
+    return view.products[node]
+
+
+def _operand(view: GraphView, node: Any, reader: fx.Node, axes: Sequence[Any]) -> Operand | None:
+    """The operand as `reader` sees it; axes of one element get no letter."""
+    if not view.is_tensor(node):
+        return None
+    if len(view.shape(node)) != len(axes):
+        return None
+    seen = view.value(node, reader)
+    if seen is None or not view.is_tensor(seen):  # x[...] = y has no result
+        return Operand(node, reader, tuple(axes), written=True)
+    return Operand(seen, reader, tuple(axes))
+
+
+def _broadcast(
+    view: GraphView, node: fx.Node, a: Operand | None, b: Operand | None, out: Sequence[str]
+) -> Contraction | None:
+    """Letters of axes that have one element in one operand and more in the other are taken off the first."""
+    if a is None or b is None or len(out) != len(view.shape(node)):
+        return None
+    size: dict[str, Any] = {}
+    for o in (a, b):
+        for letter, s in zip(o.axes, view.shape(o.node)):
+            if letter is not None and (letter not in size or same_size(size[letter], 1)):
+                size[letter] = s
+
+    def trimmed(o: Operand) -> Operand:
+        axes = tuple(
+            None
+            if letter is None or (same_size(s, 1) and not same_size(size[letter], 1))
+            else letter
+            for letter, s in zip(o.axes, view.shape(o.node))
+        )
+        return dataclasses.replace(o, axes=axes)
+
+    return Contraction(node, trimmed(a), trimmed(b), tuple(out), (node,))
+
+
+def _product(
+    view: GraphView, node: fx.Node, x: Any, y: Any, xs: Sequence[Any], ys: Sequence[Any], out: Any
+) -> Contraction | None:
+    """x with the axes `xs` times y with the axes `ys`; None where an axis occurs twice in one of them: a diagonal."""
+    if any(len(set(s)) != len(s) for s in ([c for c in xs if c], [c for c in ys if c], out)):
+        return None
+    return _broadcast(view, node, _operand(view, x, node, xs), _operand(view, y, node, ys), out)
+
+
+def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    x, y = call["input"], call["other" if "other" in call.args else "weight"]
+    if not (view.is_tensor(x) and view.is_tensor(y)):
+        return None
+    return _product(view, node, x, y, *matmul_axes(len(view.shape(x)), len(view.shape(y))))
+
+
+def matmul_axes(n: int, m: int) -> tuple[list[str], list[str], list[str]]:
+    """Letters for the axes of a product of tensors of n and m axes: theirs, and those of the result."""
+    batch = [f"b{i}" for i in range(max(n, m) - 2)]
+    xs = [*batch[max(0, len(batch) - n + 2) :], "i", "d"] if n > 1 else ["d"]
+    ys = [*batch[max(0, len(batch) - m + 2) :], "d", "j"] if m > 1 else ["d"]
+    return xs, ys, [*batch, *("i" for _ in range(n > 1)), *("j" for _ in range(m > 1))]
+
+
+def _added(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    beta, alpha = view.const(call.get("beta", 1)), view.const(call.get("alpha", 1))
+    found = _matmul(view, node, call)
+    if found is None or beta is None or alpha is None:
+        return None
+    bias = (call["bias"], beta) if beta != 0 else None
+    return dataclasses.replace(found, scale=alpha, bias=bias)
+
+
+def _linear(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    x, w, bias = call["input"], call["weight"], call.get("bias")
+    if not (view.is_tensor(x) and view.is_tensor(w)) or len(view.shape(w)) != 2:
+        return None
+    rows = [f"b{i}" for i in range(len(view.shape(x)) - 1)]
+    found = _product(view, node, x, w, [*rows, "d"], ["v", "d"], [*rows, "v"])
+    return _with_weight(found, bias, -1)
+
+
+def _conv(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    """A convolution of width 1 is a linear over the channel axis: [B, D, S, ...] -> [B, V, S, ...]."""
+    x, w = call["input"], call["weight"]
+    sizes = view.shape(w)[2:]
+
+    def every(value: Any, *accepted: Any) -> bool:
+        return all(v in accepted for v in (value if isinstance(value, (tuple, list)) else [value]))
+
+    plain = every(call.get("stride", 1), 1) and every(call.get("padding", 0), 0, "valid", "same")
+    if not plain or call.get("groups", 1) != 1 or not all(same_size(s, 1) for s in sizes):
+        return None
+    batch = ["b"] * (len(view.shape(x)) - len(sizes) - 1)
+    space = [f"s{i}" for i in range(len(sizes))]
+    ws = ["v", "d", *[None] * len(sizes)]
+    found = _product(view, node, x, w, [*batch, "d", *space], ws, [*batch, "v", *space])
+    return _with_weight(found, call.get("bias"), -1 - len(sizes))
+
+
+def _with_weight(found: Contraction | None, bias: Any, dim: int) -> Contraction | None:
+    beside = (bias, 1.0) if isinstance(bias, fx.Node) else None
+    if found is None:
+        return None
+    at = dim if beside is not None else -1
+    return dataclasses.replace(found, bias=beside, bias_dim=at, weight=True)
+
+
+def _inner(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    a, b = call["input"], call["other"]
+    return _over(view, node, a, b, [-1], [-1])
+
+
+def _tensordot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    a, b, dims = call["input"], call["other"], call.get("dims", 2)
+    if isinstance(dims, int):
+        dims = [*range(-dims, 0)], [*range(dims)]
+    if not isinstance(dims, (tuple, list)) or len(dims) != 2:
+        return None
+    first, second = (list(d) if isinstance(d, (tuple, list)) else [d] for d in dims)
+    if not all(isinstance(d, int) for d in (*first, *second)):
+        return None
+    return _over(view, node, a, b, first, second)
+
+
+def _over(
+    view: GraphView, node: fx.Node, a: Any, b: Any, first: Sequence[int], second: Sequence[int]
+) -> Contraction | None:
+    """A product over the axes `first` of a and `second` of b."""
+    if not (view.is_tensor(a) and view.is_tensor(b)) or len(first) != len(second):
+        return None
+    xs = [f"a{i}" for i in range(len(view.shape(a)))]
+    ys = [f"b{i}" for i in range(len(view.shape(b)))]
+    if not (xs and ys):
+        return None
+    for i, j in zip(first, second):
+        xs[i] = ys[j] = f"d{i % len(xs)}"
+    return _product(view, node, a, b, xs, ys, [c for c in (*xs, *ys) if c[0] != "d"])
+
+
+def _einsum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    found = lettered(view, call)
+    if found is None or not all(map(view.is_tensor, found[0])):
+        return None
+    (x, y), (xs, ys), out = found
+    return _product(view, node, x, y, list(xs), list(ys), list(out))
+
+
+def lettered(view: GraphView, call: Call) -> tuple[tuple[Any, ...], tuple[str, str], str] | None:
+    """An einsum of two operands: these, their letters and those of the result, each axis of an ellipsis a capital."""
+    found = all_lettered(view, call)
+    if found is None or len(found[0]) != 2:
+        return None
+    operands, terms, out = found
+    return operands, (terms[0], terms[1]), out
+
+
+def all_lettered(
+    view: GraphView, call: Call
+) -> tuple[tuple[Any, ...], tuple[str, ...], str] | None:
+    """The same of any number of operands."""
+    operands, equation = call.get("operands", ()), call["equation"]
+    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str):
+        return None
+    equation = equation.replace(" ", "")
+    inputs, arrow, out = equation.partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(operands):
+        return None
+    if not arrow:
+        letters = "".join(terms).replace(".", "")
+        out = ("..." if "..." in inputs else "") + "".join(
+            sorted(c for c in set(letters) if letters.count(c) == 1)
+        )
+    if "..." in equation:
+        spare = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+        extra = [len(view.shape(o)) - len(t.replace("...", "")) for o, t in zip(operands, terms)]
+        if min(extra) < 0:
+            return None
+        fill = ["".join(spare[max(extra) - k : max(extra)]) for k in extra]
+        terms = [t.replace("...", f) for t, f in zip(terms, fill)]
+        out = out.replace("...", "".join(spare[: max(extra)]))
+    return operands, tuple(terms), out
+
+
+def _product_and_sum(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    """(a * b).sum(dim)"""
+    product = call["input"]
+    inner = view.call(product) if view.is_tensor(product) else None
+    dim = call.get("dim")
+    if inner is None or inner.name != "mul" or inner.inplace or call.get("dtype") is not None:
+        return None
+    dims = list(dim) if isinstance(dim, (tuple, list)) else [dim]
+    if len(dims) != 1 or not isinstance(dims[0], int):
+        return None
+    x, y = inner["input"], inner["other"]
+    if not (view.is_tensor(x) and view.is_tensor(y)):
+        return None
+    n = len(view.shape(product))
+    names = [f"m{i}" for i in range(n)]
+    mine, theirs = (names[n - len(view.shape(t)) :] for t in (x, y))
+    found = _product(view, product, x, y, mine, theirs, names)
+    if found is None:
+        return None
+    at = dims[0] % n
+    axes: list[str | None] = [name for i, name in enumerate(names) if i != at]
+    if call.get("keepdim"):
+        axes.insert(at, None)
+    return dataclasses.replace(found, node=node, axes=tuple(axes), nodes=(product, node))
+
+
+_READERS: dict[str, Callable[[GraphView, fx.Node, Call], Contraction | None]] = {
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    **dict.fromkeys(("addmm", "baddbmm"), _added),
+    "einsum": _einsum,
+    "tensordot": _tensordot,
+    "inner": _inner,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
+    "sum": _product_and_sum,
+}
+PRODUCTS = frozenset(_READERS) - {"sum"}

@@ -1,0 +1,156 @@
+"""Inserting nodes with fake values, so that whoever looks at the graph next finds what Dynamo would have left."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import compat
+from .fakes import evaluated, fake, require_grad, same_size, static_size, tensors_in
+from .view import GraphView
+
+__all__ = ["Emitter", "made_again"]
+
+_MADE_AGAIN = 8
+
+
+class Emitter:
+    """Inserts calls before `anchor`. A new node takes the anchor's source location."""
+
+    def __init__(self, anchor: fx.Node):
+        self._graph = anchor.graph
+        self._anchor = anchor
+        self.inserted: list[fx.Node] = []
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._anchor):
+            return self._annotate(self._graph.call_function(target, args, kwargs))
+
+    def declared(self, make: Callable[[], Any], target: Callable[..., Any], *args: Any) -> fx.Node:
+        """A call whose fake value `make` creates, for less than running the target on fakes."""
+        with self._graph.inserting_before(self._anchor):
+            return self._annotate(self._graph.call_function(target, args), make)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> fx.Node:
+        if name == "select" and static_size(fake(args[0]).shape[args[1]]) == 0:
+            raise IndexError("select() of an empty axis")  # which torch 2.11 does to a fake
+        with self._graph.inserting_before(self._anchor):
+            return self._annotate(self._graph.call_method(name, args, kwargs))
+
+    def attribute(self, name: str, value: Any) -> fx.Node:
+        """A read of an attribute of the graph's module."""
+        with self._graph.inserting_before(self._anchor):
+            node = self._graph.get_attr(name)
+        self.inserted.append(node)
+        node.meta["example_value"] = value
+        return node
+
+    def size(self, t: fx.Node, dim: int) -> int | fx.Node:
+        """A size of t, which a graph reads where it is none of its constants."""
+        size = fake(t).shape[dim]
+        return size if isinstance(size, int) else self.method("size", t, dim)
+
+    def permuted(self, t: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """t.permute(dims); t itself where they are in order."""
+        return t if list(dims) == sorted(dims) else self.method("permute", t, tuple(dims))
+
+    def cast(self, t: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """t.to(dtype); t itself where it is of that dtype."""
+        return t if fake(t).dtype == dtype else self.method("to", t, dtype)
+
+    def laid_out(self, t: fx.Node, like: torch.Tensor) -> fx.Node:
+        """t with its axes in memory as another tensor of its shape has them, which a view of it may count on."""
+        order = _memory_order(like)
+        if order is None or _memory_order(fake(t)) == order:
+            return t
+        t = self.method("contiguous", self.permuted(t, order))
+        return self.permuted(t, [order.index(d) for d in range(len(order))])
+
+    def undo(self) -> None:
+        """Take out everything that was inserted; nothing may use it yet."""
+        for node in reversed(self.inserted):
+            self._graph.erase_node(node)
+        self.inserted.clear()
+
+    def _annotate(self, node: fx.Node, make: Callable[[], Any] | None = None) -> fx.Node:
+        self.inserted.append(node)
+        for key in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+            if key in self._anchor.meta:
+                node.meta[key] = self._anchor.meta[key]
+        inputs = [t for n in node.all_input_nodes for t in tensors_in(fake(n))]
+        if make is None:
+            value = evaluated(node)
+        else:
+            mode = next((t.fake_mode for t in inputs if hasattr(t, "fake_mode")), None)
+            with mode or contextlib.nullcontext(), torch.no_grad():
+                value = make()
+        needs_grad = node.target != "detach" and any(t.requires_grad for t in inputs)
+        if needs_grad and self._recorded:
+            require_grad(value)
+        node.meta["example_value"] = value
+        return node
+
+    @functools.cached_property
+    def _recorded(self) -> bool:
+        """Whether autograd records what runs at the anchor."""
+        node = self._anchor.prev
+        while node.op != "root":
+            if compat.sets_grad_mode(node.target):
+                return bool(node.args[0])
+            node = node.prev
+        return torch.is_grad_enabled()
+
+
+def made_again(
+    view: GraphView, node: fx.Node, before: fx.Node
+) -> tuple[list[fx.Node], Callable[[Emitter], fx.Node]] | None:
+    """What a tensor is made of that is there before another node, and what makes it once more of that; None where it is
+    made of more than a few operations, or of others than plain ones."""
+    leaves: list[fx.Node] = []
+    made: list[fx.Node] = []
+    queue = [node]
+    while queue:
+        n = queue.pop()
+        if view.effects.writers_to(n):
+            return None
+        if view.order[n] < view.order[before]:
+            leaves.append(n)
+            continue
+        call = view.call(n)
+        same_modes = view.records(n) == view.records(before) and not view.autocasts(n)
+        if call is None or call.drops or not view.is_tensor(n) or not same_modes:
+            return None
+        made.append(n)
+        queue += n.all_input_nodes
+        if len(made) > _MADE_AGAIN:
+            return None
+    made.sort(key=view.order.__getitem__)
+
+    def make(e: Emitter) -> fx.Node:
+        new: dict[fx.Node, fx.Node] = {}
+        for n in dict.fromkeys(made):
+            args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: new.get(a, a))
+            new[n] = (e.method if n.op == "call_method" else e.call)(n.target, *args, **kwargs)
+        return new.get(node, node)
+
+    return list(dict.fromkeys(leaves)), make
+
+
+def _memory_order(t: torch.Tensor) -> list[int] | None:
+    """The axes of a dense tensor from the widest stride to the narrowest; None for one that is not dense."""
+    order: list[int] = []
+    wide = [d for d in range(t.dim()) if not same_size(t.shape[d], 1)]
+    expected: Any = 1
+    while wide:
+        found = [d for d in wide if same_size(t.stride(d), expected)]
+        if not found:
+            return None
+        order.append(found[-1])
+        wide.remove(found[-1])
+        expected = expected * t.shape[found[-1]]
+    return [d for d in range(t.dim()) if d not in order] + order[::-1]

@@ -1,0 +1,355 @@
+"""Every spelling of a linear map in one form: out = linear input with its D axis mapped to V by a [V, D] weight.
+
+The *linear input* of a linear's output is a tensor of the output's shape with D in the place of V. For `F.linear(x, w)`
+it is x itself; for `w @ x.transpose(1, 2)` it is `x.transpose(1, 2)`; for an einsum a permutation of x. Anything
+that moves rows of the output about (views, slices, permutes) moves rows of the linear input the same way, which is
+how a pattern carries a reduction from the output back to the input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .contraction import PRODUCTS, Contraction, Operand, contraction
+from .emit import Emitter
+from .indices import items_of, only_new_axes
+from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
+from .shapes import entry_of_axis, order_of
+from .values import uniform
+from .view import GraphView, fake, same_size, same_sizes
+from .vocabulary import COPIES, SPREADS
+
+__all__ = ["Linear", "added", "entry_of_stack", "linears", "summed_over_processes"]
+
+Make = Callable[[Emitter], fx.Node]
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """One reading of a matmul node as a linear map.
+
+    node: the matmul. source: the input as the user has it, which must not change before it is read again.
+    v_dim: the axis of the output that is V. linear_input, weight: build the linear input and the [V, D] weight.
+    bias: [V] or None. weight_source: the tensor the weight comes from. within: nodes before `node` that belong to it.
+    make_bias: builds the bias, where it is not `bias` as it stands. order: the permutation of the source that makes the
+    linear input, None where it is the source itself. finish: makes `node` of the map's result, where that is more.
+    also: what `finish` reads, or the weight is made of. parts: the maps whose sum it is, if it is one, in the order of
+    their columns in D. width: of V, where `node` has no axis of it.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    weight_source: fx.Node
+    v_dim: int
+    linear_input: Make
+    weight: Make
+    bias: fx.Node | None = None
+    within: tuple[fx.Node, ...] = ()
+    make_bias: Make | None = None
+    order: tuple[int, ...] | None = None
+    finish: Callable[[Emitter, fx.Node], fx.Node] = lambda e, y: y
+    also: tuple[fx.Node, ...] = ()
+    parts: tuple[Linear, ...] = ()
+    width: int | None = None
+
+    @property
+    def outputs(self) -> Any:
+        """The size of V."""
+        return fake(self.node).shape[self.v_dim] if self.width is None else self.width
+
+    @property
+    def summands(self) -> tuple[Linear, ...]:
+        return self.parts or (self,)
+
+    @property
+    def read(self) -> list[fx.Node]:
+        """What is read beside the source."""
+        return [t for t in (self.weight_source, self.bias, *self.also) if t is not None]
+
+    def emit_bias(self, e: Emitter) -> fx.Node | None:
+        """[V], or None."""
+        return self.bias if self.make_bias is None else self.make_bias(e)
+
+    @property
+    def over_last(self) -> bool:
+        """Whether rows of the source, along its last axis, become rows of the result."""
+        return self.order is None and self.v_dim == fake(self.node).dim() - 1
+
+    @property
+    def d_dim(self) -> int:
+        """The axis of the source that is D."""
+        return self.v_dim if self.order is None else self.order[self.v_dim]
+
+
+def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
+    """The readings of `node` as a linear map: several where either operand may be the weight, none where both are
+    batched; None if it is no matmul at all."""
+    call = view.call(node)
+    if call is None or not view.is_tensor(node):
+        return None
+    if call.name == "to_local":
+        return _local(view, node)
+    if call.name not in PRODUCTS:
+        return None
+    product = contraction(view, node)
+    if product is None:
+        return []
+    found = _scaled(view, product)
+    if product.bias is None:
+        return found
+    bias, beta = product.bias
+    if product.weight:
+        return [dataclasses.replace(f, bias=bias) for f in found]
+    if _exact(beta, node) is None:
+        return []
+    bias, _ = view.behind(bias, SPREADS)  # what was expanded broadcasts to the same
+    return [
+        dataclasses.replace(f, bias=bias, make_bias=_vector(view, bias, beta))
+        for f in found
+        if _one_per_column(view, bias, f)
+    ]
+
+
+def added(view: GraphView, node: fx.Node) -> list[Linear]:
+    """The readings of an addmm or baddbmm that adds more than a bias: a residual, say."""
+    product = contraction(view, node)
+    if product is None or product.weight or product.bias is None:
+        return []
+    summand, beta = product.bias
+    if not view.is_tensor(summand):
+        return []
+
+    def finish(e: Emitter, y: fx.Node) -> fx.Node:
+        t = e.cast(summand, fake(node).dtype)
+        return e.call(operator.add, y, t if beta == 1 else e.call(operator.mul, t, beta))
+
+    return [dataclasses.replace(f, finish=finish, also=(summand,)) for f in _scaled(view, product)]
+
+
+def _exact(number: float, node: fx.Node) -> float | None:
+    """A number that changes no mantissa of what it multiplies, else None; in fp16, what is small would underflow."""
+    if number in (0, 1):
+        return number
+    exact = abs(math.frexp(number)[0]) == 0.5 and fake(node).dtype != torch.float16
+    return number if exact else None
+
+
+def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
+    """The readings without the bias, a number that scales them in the weight."""
+    sides = [(product.a, product.b), (product.b, product.a)][: 1 if product.weight else 2]
+    found = [f for x, w in sides if (f := _reading(view, product, x, w)) is not None]
+    alpha = _exact(product.scale, product.node)
+    if not alpha:
+        return []
+    if alpha == 1:
+        return found
+
+    def times(weight: Make) -> Make:
+        return lambda e: e.call(operator.mul, weight(e), alpha)
+
+    return [dataclasses.replace(f, weight=times(f.weight)) for f in found]
+
+
+def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> Linear | None:
+    """A product of x with a matrix as a linear map: D is summed over, V is what the matrix alone has."""
+    base, axes = _matrix(view, w)
+    single = [at for at, letter in enumerate(axes) if letter is None]
+    kept = [letter for letter in axes if letter is not None]
+    reduced = [c for c in kept if c in x.axes and c not in product.axes]
+    own = [c for c in kept if c not in x.axes and c in product.axes]
+    if len(kept) != 2 or len(reduced) != 1 or len(own) != 1:
+        return None
+    (d,), (v,) = reduced, own
+    wanted = [d if c == v else c for c in product.axes]
+    if None in wanted or len(wanted) != len(x.axes) or set(wanted) != {*x.axes}:
+        return None
+    order = [x.axes.index(c) for c in wanted]
+
+    def weight(e: Emitter) -> fx.Node:
+        t = base
+        for at in reversed(single):
+            t = e.method("squeeze", t, at)
+        return t if kept == [v, d] else e.method("t", t)
+
+    return Linear(
+        product.node,
+        x.node,
+        base,
+        product.axes.index(v),
+        lambda e: e.permuted(x.node, order),
+        weight,
+        order=None if order == sorted(order) else tuple(order),
+    )
+
+
+def _one_per_column(view: GraphView, bias: fx.Node, linear: Linear) -> bool:
+    """Whether a tensor that broadcasts to the result varies over the axis V alone, and covers it."""
+    shape, sizes = view.shape(linear.node), view.shape(bias)
+    at = linear.v_dim - (len(shape) - len(sizes))
+    return at >= 0 and all(
+        same_size(size, shape[linear.v_dim] if d == at else 1) for d, size in enumerate(sizes)
+    )
+
+
+def _vector(view: GraphView, bias: fx.Node, beta: float) -> Make | None:
+    flat = len(view.shape(bias)) == 1
+    if flat and beta == 1:
+        return None
+
+    def make(e: Emitter) -> fx.Node:
+        b = bias if flat else e.method("flatten", bias)
+        return b if beta == 1 else e.call(operator.mul, b, beta)
+
+    return make
+
+
+def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
+    """An operand as it was before it was given broadcast batch axes, and its axes there."""
+    node, axes = w.node, list(w.axes)
+    while len(axes) > 2 and not w.written:
+        call = view.call(node)
+        x = None if call is None else call.get("input")
+        if call is None or call.inplace or not view.is_tensor(x) or len(view.shape(x)) < 2:
+            break
+        inner = view.shape(x)
+        order = order_of(call, len(axes))
+        if order is not None:
+            if order[:-2] != [*range(len(axes) - 2)]:
+                break
+            axes = [axes[order.index(d)] for d in range(len(axes))]
+        elif not same_sizes(inner[-2:], view.shape(node)[-2:]):
+            break
+        elif call.name in COPIES | SPREADS | {"repeat", "tile"}:
+            axes = axes[len(axes) - len(inner) :]
+        elif call.name == "unsqueeze" and call["dim"] % len(axes) < len(axes) - 2:
+            del axes[call["dim"] % len(axes)]
+        elif call.name == "getitem" and _adds_an_axis(call["index"]):
+            axes = axes[len(axes) - len(inner) :]
+        else:
+            break
+        node = x
+    return node, axes
+
+
+def _adds_an_axis(index: Any) -> bool:
+    items = items_of(index)
+    return bool(items) and items[0] is None and None not in items[1:] and only_new_axes(index)
+
+
+def _local(view: GraphView, node: fx.Node) -> list[Linear] | None:
+    """A process's part of a linear on DTensors is the linear of the parts where nothing is sent for it."""
+    found = settled(view, node)
+    if found is None or view.name_of(found[0]) != "linear":
+        return None
+    inner, between = found
+    readings = linears(view, inner)
+    if not readings:
+        return None
+    one = readings[0]
+    x, w, b = one.source, one.weight_source, one.bias
+    sums = spread_alike(inner, x, w, b)
+    if sums is None:
+        return None
+    return [
+        dataclasses.replace(
+            one,
+            node=node,
+            linear_input=lambda e: e.call(local_part, x, sums[0]),
+            weight=lambda e: e.call(local_part, w, sums[1]),
+            make_bias=None if b is None else lambda e: e.call(local_part, b, sums[1]),
+            within=(inner, *between),
+        )
+    ]
+
+
+def summed_over_processes(view: GraphView, node: fx.Node) -> Linear | None:
+    """A linear on DTensors whose result each process makes a summand of, out of tensors of its own."""
+    if view.name_of(node) != "linear":
+        return None
+    (one,) = linears(view, node) or (None,)
+    if one is None:
+        return None
+    x, w, b = one.source, one.weight_source, one.bias
+    local = spread_by_row(view, node, x, w, b)
+    if local is None:
+        return None
+    nothing = (False,) * len(fake(w).placements)
+    return dataclasses.replace(
+        one,
+        source=local,
+        linear_input=lambda e: local,
+        weight=lambda e: e.call(local_part, w, nothing),
+        make_bias=None if b is None else lambda e: e.call(shared_bias, b),
+        within=(x,),
+        finish=lambda e, y: e.call(summand, y, w),
+    )
+
+
+# Gate and up projections are often kept as one parameter [2, D, V], multiplied at once and taken apart afterwards:
+# einsum("bsd,edv->ebsv", x, w)[i] is the linear map x @ w[i].
+
+
+def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
+    """The linear map that a node is, if it takes one of several that are computed together; else None."""
+    call = view.call(node)
+    entry = None if call is None else entry_of_axis(view, node, call)
+    if entry is None:
+        return None
+    stack, dim, index, between = entry
+    reader = between[-1] if between else node
+    product = contraction(view, stack) if view.value(stack, reader) is stack else None
+    if product is None or product.bias is not None or product.scale != 1:
+        return None
+    letter = product.axes[dim]
+    out = [c for at, c in enumerate(product.axes) if at != dim]
+    for x, w in ((product.a, product.b), (product.b, product.a)):
+        if letter is None or letter not in w.axes or x.written or w.written:
+            continue
+        take_x, x_axes = _entry_of(view, x, letter, index)
+        take_w, w_axes = _entry_of(view, w, letter, index)
+        reduced = [c for c in w_axes if c in x_axes and c not in out]
+        kept = [c for c in w_axes if c not in x_axes and c in out]
+        if len(w_axes) != 2 or len(reduced) != 1 or len(kept) != 1:
+            continue
+        order = [reduced[0] if c == kept[0] else c for c in out if c is not None]
+        if len(order) != len(out) or sorted(order) != sorted(x_axes):
+            continue
+        weight_order = [w_axes.index(c) for c in (kept[0], reduced[0])]
+        within = tuple(dict.fromkeys((*product.nodes, stack, *reversed(between))))
+        return Linear(
+            node,
+            x.node,
+            w.node,
+            out.index(kept[0]),
+            _permuted(take_x, [x_axes.index(c) for c in order]),
+            _permuted(take_w, weight_order),
+            within=within,
+        )
+    return None
+
+
+def _entry_of(view: GraphView, o: Operand, letter: str, index: int) -> tuple[Make, list[str]]:
+    """What makes one entry of an operand, axes of one element taken off, and the letters that it has left."""
+    at = [d for d, c in enumerate(o.axes) if c == letter]
+    if at and uniform(view, o.node, len(o.axes) - at[0], o.reader):
+        index = 0  # repeated for every entry
+    single = [d for d, c in enumerate(o.axes) if c is None]
+
+    def take(e: Emitter) -> fx.Node:
+        t = o.node
+        for d in sorted((*at, *single), reverse=True):
+            t = e.method("select", t, d, index if d in at else 0)
+        return t
+
+    return take, [c for c in o.axes if c is not None and c != letter]
+
+
+def _permuted(make: Make, order: list[int]) -> Make:
+    return lambda e: e.permuted(make(e), order)

@@ -1,0 +1,397 @@
+"""One name and bound arguments for every call, however it is spelled.
+
+`torch.relu(x)`, `F.relu(x, True)`, `x.relu_()` and `torch.ops.aten.relu.default(x)` are all
+`Call("relu", {"input": x})`; `x.max(1)`, `torch.max(x, dim=1)` are `max_dim`; `x += y` is `add`, in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import compat
+from .fakes import fake
+
+__all__ = ["INPLACE_OPERATORS", "Call", "canonical", "is_plain", "name_of", "trailing_inplace"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A canonical call: `name`, its `args` by parameter name, and whether it writes its first argument."""
+
+    name: str
+    args: dict[str, Any]
+    inplace: bool = False
+
+    def __getitem__(self, key: str) -> Any:
+        return self.args[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.args.get(key, default)
+
+    @property
+    def drops(self) -> bool:
+        """Whether it is a dropout that is active, as it is unless the call says otherwise."""
+        active = self.get("training", True) and self.get("p", 0.5) != 0
+        return self.name == "dropout" and bool(active)
+
+
+# name: parameters in positional order. "*x" takes the remaining positional arguments as one tuple.
+_UNARY = (
+    "relu relu6 log log1p log2 log10 exp expm1 exp2 sqrt rsqrt square tanh sigmoid reciprocal neg abs "
+    "atan asinh erf sin cos sign invert logical_not contiguous clone detach alias softsign tanhshrink isnan "
+    "T t mT H mH conj view_as_real sinh cosh tan positive hardsigmoid hardswish silu mish logsigmoid selu erfc "
+    "floor ceil round trunc zero isinf isfinite lift_fresh max_all min_all zeros_like ones_like"
+).split()
+_BINARY = (
+    "mul div pow maximum minimum fmax fmin gt ge lt le eq ne and_ or_ xor matmul mm bmm inner fmod remainder "
+    "dot copy view_as expand_as"
+).split()
+_SIGNATURES: dict[str, str] = {
+    **dict.fromkeys(_UNARY, "input"),
+    **dict.fromkeys(_BINARY, "input other"),
+    "div": "input other rounding_mode=None",
+    **dict.fromkeys("add sub rsub".split(), "input other alpha=1"),
+    "leaky_relu": "input negative_slope=0.01",
+    "elu": "input alpha=1.0 scale=1.0 input_scale=1.0",
+    "celu": "input alpha=1.0",
+    "gelu": "input approximate='none'",
+    "softplus": "input beta=1 threshold=20",
+    **dict.fromkeys("softmax log_softmax count_nonzero squeeze".split(), "input dim=None"),
+    "threshold": "input threshold value",
+    "hardtanh": "input min_val=-1.0 max_val=1.0",
+    "clamp": "input min=None max=None",
+    "clamp_min": "input min",
+    "clamp_max": "input max",
+    "nan_to_num": "input nan=None posinf=None neginf=None",
+    "addcmul": "input tensor1 tensor2 value=1",
+    "lerp": "input end weight",
+    "dropout": "input p=0.5 training=True",
+    "where": "condition input other",
+    "masked_fill": "input mask value",
+    "index_fill": "input dim index value",
+    "setitem": "input index value",
+    "getitem": "input index",
+    "index_put": "input indices values accumulate=False",
+    "getattr": "input name default=None",
+    "fill": "input value",
+    "linear": "input weight bias=None",
+    **dict.fromkeys(("addmm", "baddbmm"), "bias input weight beta=1 alpha=1"),
+    "einsum": "equation *operands",
+    "tensordot": "input other dims=2",
+    **dict.fromkeys(
+        "conv1d conv2d conv3d".split(),
+        "input weight bias=None stride=1 padding=0 dilation=1 groups=1",
+    ),
+    "permute": "input *dims",
+    "transpose": "input dim0 dim1",
+    "movedim": "input source destination",
+    "view": "input *shape",
+    "flatten": "input start_dim=0 end_dim=-1",
+    "unflatten": "input dim sizes",
+    **dict.fromkeys("expand repeat tile".split(), "input *sizes"),
+    "repeat_interleave": "input repeats dim=None",
+    "narrow": "input dim start length",
+    "slice": "input dim=0 start=None end=None step=1",
+    "index": "input indices",
+    **dict.fromkeys("select index_select gather".split(), "input dim index"),
+    "take": "input index",
+    "take_along_dim": "input index dim=None",
+    "embedding": "input weight padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False sparse=False",
+    "embedding_bag": "input weight offsets=None max_norm=None norm_type=2.0 scale_grad_by_freq=False mode='mean' "
+    "sparse=False per_sample_weights=None include_last_offset=False padding_idx=None",
+    "index_add": "input dim index source alpha=1",
+    "scatter": "input dim index src reduce=None",
+    "scatter_add": "input dim index src",
+    "put": "input index source accumulate=False",
+    **dict.fromkeys(
+        ("scatter_reduce", "index_reduce"), "input dim index src reduce include_self=True"
+    ),
+    "bincount": "input weights=None minlength=0",
+    "segment_reduce": "data reduce lengths=None indices=None offsets=None axis=0 unsafe=False initial=None",
+    "vecdot": "input other dim=-1",
+    "pad": "input pad mode='constant' value=None",
+    "split": "input split_size dim=0",
+    "chunk": "input chunks dim=0",
+    "tensor_split": "input indices_or_sections dim=0",
+    "unbind": "input dim=0",
+    **dict.fromkeys(("cat", "stack"), "tensors dim=0"),
+    **dict.fromkeys(("cast", "layer_norm"), "input *rest"),
+    **dict.fromkeys("sum mean aminmax argmax any".split(), "input dim=None keepdim=False"),
+    **dict.fromkeys(("amax", "amin"), "input dim=() keepdim=False"),
+    **dict.fromkeys("max_dim min_dim logsumexp".split(), "input dim keepdim=False"),
+    "median": "input dim=-1 keepdim=False",
+    "l1_loss": "input target size_average=None reduce=None reduction='mean' weight=None",
+    **dict.fromkeys(("norm", "vector_norm"), "input p=2 dim=None keepdim=False"),
+    "topk": "input k dim=-1 largest=True sorted=True",
+    "sort": "input dim=-1 descending=False stable=False",
+    "kthvalue": "input k dim=-1 keepdim=False",
+    **dict.fromkeys(("unsqueeze", "cummax"), "input dim"),
+    "full": "size fill_value",
+    "full_like": "input fill_value",
+    **dict.fromkeys(("zeros", "ones"), "*size"),
+    "new_full": "input size fill_value",
+    **dict.fromkeys(("new_zeros", "new_ones"), "input *size"),
+    "new_tensor": "input data",
+    **dict.fromkeys(("tensor", "scalar_tensor"), "data"),
+    "max_pool1d": "input kernel_size stride=None padding=0 dilation=1 ceil_mode=False return_indices=False",
+    "adaptive_max_pool1d": "input output_size return_indices=False",
+    "batch_norm": "input running_mean running_var weight=None bias=None training=False momentum=0.1 eps=1e-05",
+    "normalize": "input p=2.0 dim=1",
+    "cumsum": "input dim dtype=None",
+    "diff": "input n=1 dim=-1 prepend=None append=None",
+    "arange": "start end=None step=1",
+    **dict.fromkeys(("tril", "triu"), "input diagonal=0"),
+    "eye": "n m=None",
+    "autograd_function_apply": "forward backward *operands",
+    "to_local": "input grad_placements=None",
+    "redistribute": "input device_mesh=None placements=None",
+    "from_local": "input device_mesh=None placements=None run_check=False shape=None stride=None",
+    "_transformer_encoder_layer_fwd": (
+        "src embed_dim num_heads qkv_weight qkv_bias proj_weight proj_bias use_gelu norm_first eps norm_weight_1 "
+        "norm_bias_1 norm_weight_2 norm_bias_2 ffn_weight_1 ffn_bias_1 ffn_weight_2 ffn_bias_2 mask=None mask_type=None"
+    ),
+    "entmax_op": "input alpha alpha_value dim undefined=''",
+    # the entmax package
+    **dict.fromkeys(("entmax15", "sparsemax"), "input dim=-1 k=None"),
+    "entmax_bisect": "input alpha=1.5 dim=-1 n_iter=50 ensure_sum_one=True",
+    "sparsemax_bisect": "input dim=-1 n_iter=50 ensure_sum_one=True",
+    "normmax_bisect": "input alpha=2 dim=-1 n_iter=50",
+    "budget_bisect": "input budget=2 dim=-1 n_iter=50",
+    **dict.fromkeys(("sparsemax_loss", "entmax15_loss"), "input target"),
+    "sparsemax_bisect_loss": "input target n_iter=50",
+    "entmax_bisect_loss": "input target alpha=1.5 n_iter=50",
+}
+_PARSED = {
+    name: [(p.partition("=")[0], "=" in p) for p in spec.split()]
+    for name, spec in _SIGNATURES.items()
+}
+
+_ALIASES = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub",
+    "negative": "neg", "bitwise_not": "invert", "bitwise_and": "and_", "bitwise_or": "or_",
+    "logical_and": "and_", "logical_or": "or_", "bitwise_xor": "xor", "logical_xor": "xor",
+    "__and__": "and_", "__or__": "or_", "__invert__": "invert", "__getitem__": "getitem", "__setitem__": "setitem",
+    "__add__": "add", "__radd__": "add", "__mul__": "mul", "__rmul__": "mul", "__sub__": "sub",
+    "__rsub__": "rsub", "__truediv__": "div", "__matmul__": "matmul", "__neg__": "neg",
+    "__eq__": "eq", "__ne__": "ne", "__gt__": "gt", "__ge__": "ge", "__lt__": "lt", "__le__": "le",
+    "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne",
+    "linalg_vector_norm": "vector_norm",
+    "clip": "clamp", "absolute": "abs", "arctan": "atan", "arcsinh": "asinh", "expit": "sigmoid",
+    "special_expit": "sigmoid", "special_log1p": "log1p", "special_expm1": "expm1", "special_erf": "erf",
+    "special_exp2": "exp2", "log_sigmoid": "logsigmoid",
+    "pos": "positive", "__pos__": "positive", "numpy_T": "T", "matrix_H": "H",  # what x.T and x.H are since torch 2.14
+    "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "mT", "moveaxis": "movedim",
+    "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view",
+    "view_as": "view_as", "reshape_as": "view_as", "broadcast_to": "expand", "concat": "cat", "concatenate": "cat",
+    "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast", "bfloat16": "cast",
+    "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
+    "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
+    "dropout1d": "dropout", "dropout2d": "dropout", "dropout3d": "dropout", "feature_dropout": "dropout",
+    "split_with_sizes": "split", "mv": "matmul", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
+    "prim_to_local": "to_local", "prim_redistribute": "redistribute", "prim from_local": "from_local",  # torch 2.11
+    "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
+}  # fmt: skip
+_KEYWORDS = {
+    "self": "input", "x": "input", "X": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
+    "indices": "index", "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec2": "other",
+    "vec": "other", "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
+}  # fmt: skip
+_KEYWORDS_OF = {
+    "addmm": {"input": "bias", "mat1": "input", "mat2": "weight", "self": "bias"},
+    "baddbmm": {"input": "bias", "batch1": "input", "batch2": "weight", "self": "bias"},
+    "view": {"size": "shape"},
+    "where": {"self": "input", "input": "input"},
+    "expand": {"size": "sizes"},
+    "repeat": {"repeats": "sizes"},
+    "tile": {"dims": "sizes"},
+    "tensordot": {"a": "input", "b": "other"},
+    "vector_norm": {"ord": "p", "x": "input"},
+}
+INPLACE_OPERATORS = {
+    "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ipow": "pow", "iand": "and_", "ior": "or_",
+    "imatmul": "matmul", "ifloordiv": "floordiv", "imod": "remainder", "ixor": "xor",
+}  # fmt: skip
+_MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
+# the entmax package, and what stands for its functions in a graph
+_ENTMAX = ("entmax.activations", "entmax.root_finding", "sparse_inductor.match.entmax.leaves")
+# functions whose last positional parameter is `inplace`, and how many come before it at least
+_TRAILING_INPLACE = {
+    **dict.fromkeys(
+        "relu relu6 elu leaky_relu threshold hardtanh celu selu silu mish hardswish hardsigmoid".split(),
+        1,
+    ),
+    **dict.fromkeys(
+        "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split(), 3
+    ),
+    "rrelu": 4,
+}
+_METADATA_CALLS = frozenset(
+    "size dim numel sym_size stride is_floating_point ndimension get_device".split()
+)
+_SPLITS = {"hsplit": 1, "vsplit": 0, "dsplit": 2}  # along which axis of a tensor that has it
+# names that depend on the arguments
+_BY_ARGUMENT = frozenset({"max", "min", "getattr", "einsum", *_SPLITS}) | _METADATA_CALLS
+_DIMS = ("dim", "dim0", "dim1", "start_dim", "end_dim")
+_METADATA = {"shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spelling:
+    """What a target's own name says, before any argument is looked at."""
+
+    name: str
+    inplace: bool
+    method: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _spelling(op: str, target: Any) -> _Spelling | None:
+    """The canonical name of a call to PyTorch, overloads by argument not told apart; None for anything else."""
+    raw = (
+        target if op == "call_method" else _function_name(target) if op == "call_function" else None
+    )
+    if raw is None:
+        return None
+    if raw in INPLACE_OPERATORS and target is getattr(operator, raw, None):
+        return _Spelling(INPLACE_OPERATORS[raw], True, False)
+    inplace = raw.endswith("_") and not raw.endswith("__") and raw not in _SIGNATURES
+    name = raw[:-1] if inplace else raw
+    name = _ALIASES.get(name, name)
+    return _Spelling(name, inplace or name == "setitem", op == "call_method")
+
+
+def is_plain(target: Any) -> bool:
+    """Whether a function is one of PyTorch's, Python's or the entmax package's, whose name says what it writes; those
+    that Dynamo wraps around NumPy's are not."""
+    module = getattr(target, "__module__", "") or ""
+    if module in _ENTMAX:
+        return True
+    return module.split(".")[0] in _MODULES and module != compat.NUMPY_WRAPPERS
+
+
+def _function_name(target: Any) -> str | None:
+    if compat.is_overload(target):
+        namespace, name = compat.schema(target).name.split("::")
+        if namespace == "sparse_inductor" and name == "entmax":
+            return "entmax_op"
+        return name if namespace in ("aten", "prims") else None
+    if compat.is_packet(target):
+        if str(target) == "sparse_inductor.entmax":
+            return "entmax_op"
+        return target.__name__ if str(target).startswith("aten.") else None
+    if compat.is_higher_order(target):
+        name = str(target)
+        return name if name == "autograd_function_apply" else None
+    module = getattr(target, "__module__", "") or ""
+    if module in _ENTMAX:
+        return getattr(target, "__name__", None)
+    if not is_plain(target) or module.startswith("torch.ops"):
+        return None
+    return getattr(target, "__name__", None)
+
+
+def _bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
+    params = _PARSED.get(name)
+    if params is None:
+        return None
+    bound: dict[str, Any] = {}
+    rest = list(args)
+    for param, _ in params:
+        if param.startswith("*"):
+            if rest:
+                bound[param[1:]] = tuple(rest[0]) if _is_list(rest) else tuple(rest)
+                rest = []
+        elif rest:
+            bound[param] = rest.pop(0)
+    renames = _KEYWORDS_OF.get(name, {})
+    known = {p.lstrip("*") for p, _ in params}
+    for key, value in kwargs.items():
+        key = renames.get(key) or (key if key in known else _KEYWORDS.get(key, key))
+        bound[key] = tuple(value) if "*" + key in {p for p, _ in params} else value
+    if any(p not in bound and not optional and not p.startswith("*") for p, optional in params):
+        return None
+    return bound
+
+
+def _is_list(rest: list) -> bool:
+    return len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size))
+
+
+def name_of(node: fx.Node) -> str | None:
+    """The canonical name alone, for a fraction of what `canonical` costs; its arguments may yet not bind."""
+    spelling = _spelling(node.op, node.target)
+    if spelling is None or spelling.name in _BY_ARGUMENT:
+        call = canonical(node)
+        return None if call is None else call.name
+    return spelling.name
+
+
+def canonical(node: fx.Node) -> Call | None:
+    """The canonical call of a node, or None for placeholders, foreign functions and unknown names."""
+    spelling = _spelling(node.op, node.target)
+    if spelling is None:
+        return None
+    name, inplace = spelling.name, spelling.inplace
+    args, kwargs = node.args, dict(node.kwargs)
+    inplace |= bool(kwargs.pop("inplace", False)) or "out" in kwargs
+    kwargs.pop("out", None)
+    if name == "getattr" and len(args) > 1:
+        if args[1] in ("T", "mT", "H", "mH"):
+            return Call(args[1], {"input": args[0]})
+        known = args[1] in _METADATA
+        return Call("metadata", {"input": args[0], "name": args[1]}) if known else None
+    if name in _METADATA_CALLS:
+        return Call("metadata", {"input": args[0], "name": name}) if args else None
+    if name in ("max", "min"):
+        name, args, kwargs = _extremum(name, args, kwargs)
+    if name in _SPLITS and args and isinstance(fake(args[0]), torch.Tensor):
+        how = [*args[1:], *kwargs.values()]
+        args, kwargs = (args[0], *how, min(_SPLITS[name], fake(args[0]).dim() - 1)), {}
+        name = "tensor_split"
+    if name == "where" and spelling.method:
+        args = (args[1], args[0], *args[2:]) if len(args) > 1 else args
+        if "condition" in kwargs and args:
+            kwargs["input"], args = args[0], ()
+    if (at := trailing_inplace(name, args)) is not None:  # F.relu(x, True)
+        inplace, args = inplace or bool(args[at]), args[:at]
+    bound = _bind(name, args, kwargs)
+    if bound is not None and any(isinstance(bound.get(d), fx.Node) for d in _DIMS):
+        return None  # a dimension that the graph computes: which one is not known here
+    if bound is not None and name == "einsum" and _only_multiplies(**bound):
+        name, bound = "mul", dict(zip(("input", "other"), bound["operands"]))
+    return None if bound is None else Call(name, bound, inplace)
+
+
+def trailing_inplace(name: str, args: tuple[Any, ...]) -> int | None:
+    """Where among positional arguments `inplace` is, if it is there."""
+    at = len(args) - 1
+    given = at >= _TRAILING_INPLACE.get(name, at + 1) and isinstance(args[at], bool)
+    return at if given else None
+
+
+def _only_multiplies(equation: Any, operands: tuple = ()) -> bool:
+    """Whether an einsum broadcasts two operands as `*` does and sums over nothing: "bsn,bsn->bsn", "...n,n->...n"."""
+    if len(operands) != 2 or not isinstance(equation, str) or "->" not in equation:
+        return False
+    inputs, out = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    letters = out.removeprefix("...")
+    if "." in letters or len(set(letters)) != len(letters) or len(terms) != 2:
+        return False
+    return any(a == out and out.endswith(b) for a, b in (terms, terms[::-1]))
+
+
+def _extremum(name: str, args: tuple, kwargs: dict) -> tuple[str, tuple, dict]:
+    """torch.max and torch.min are three functions each."""
+    second = args[1] if len(args) > 1 else None
+    if "other" in kwargs or (isinstance(fake(second), torch.Tensor)):
+        return name + "imum", args, kwargs
+    if second is not None or "dim" in kwargs or "axis" in kwargs:
+        return name + "_dim", args, kwargs
+    return name + "_all", args, kwargs

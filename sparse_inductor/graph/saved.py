@@ -1,0 +1,89 @@
+"""Tensors that an operator saves for its backward and that the program writes to afterwards.
+
+Autograd refuses a backward whose saved tensors were written to. The operations of a program save less than an operator
+in their place, or something else: what is written to is copied. AOTAutograd has made the write functional by the time
+that Inductor drops the copy. What the caller of the graph writes to its results is out of reach of a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from .. import compat
+from .fakes import fake, require_grad, tensors_in
+from .view import GraphView
+
+__all__ = ["copying_what_is_written"]
+
+SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
+
+
+@contextlib.contextmanager
+def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterator[None]:
+    """In the block, `nodes` of the graph are replaced by an operator. What it saves, and somebody writes to after
+    `nodes`, is copied: inputs in front of the operator, its result behind it."""
+    present = None
+    written = _Written(view, nodes)
+    if written.by_anybody:
+        present = set(view.graph.nodes)
+    yield
+    if present is None:
+        return
+    new = [n for n in view.graph.nodes if n not in present]
+    ops = [n for n in new if _saves(n)]
+    for op in ops:
+        for node in op.all_input_nodes:
+            if written.later(node):
+                with view.graph.inserting_before(op):
+                    copy = _copy(node)
+                op.replace_input_with(node, copy)
+    if any(compat.schema(op.target).name in SAVE_THEIR_RESULT for op in ops) and written.result:
+        for node in new:
+            readers = [u for u in node.users if u not in new]
+            if readers and isinstance(fake(node), torch.Tensor):
+                with view.graph.inserting_after(node):
+                    copy = _copy(node)
+                for reader in readers:
+                    reader.replace_input_with(node, copy)
+
+
+class _Written:
+    """What is written to after some nodes of a graph."""
+
+    def __init__(self, view: GraphView, nodes: Sequence[fx.Node]) -> None:
+        self._view, self._nodes = view, set(nodes)
+        self._first = min(view.order[n] for n in nodes)
+        self.by_anybody = any(view.order[w] > self._first for w in view.effects.writers)
+
+    def later(self, node: fx.Node) -> bool:
+        """Whether somebody else writes to its memory."""
+        return any(
+            w not in self._nodes and self._view.order[w] > self._first
+            for w in self._view.effects.writers_to(node)
+        )
+
+    @property
+    def result(self) -> bool:
+        """Whether somebody else writes to what the nodes make."""
+        return any(map(self.later, self._nodes))
+
+
+def _saves(node: fx.Node) -> bool:
+    """Whether a node is an operator of ours that autograd records."""
+    ours = compat.is_overload(node.target) and (node.target.namespace == "sparse_inductor")
+    return ours and any(t.requires_grad for t in tensors_in(fake(node)))
+
+
+def _copy(node: fx.Node) -> fx.Node:
+    copy = node.graph.call_method("clone", (node,))
+    value = fake(node)
+    with getattr(value, "fake_mode", contextlib.nullcontext()), torch.no_grad():
+        cloned = value.clone()
+    if value.requires_grad:
+        require_grad(cloned)
+    copy.meta = {**node.meta, "example_value": cloned}
+    return copy

@@ -1,0 +1,91 @@
+"""Every way to put another value in the place of some elements: where, masked_fill, and what assigns to a part.
+
+A product with a mask is none of them: of what is not finite it makes NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from .indices import items_of
+from .names import Call
+from .view import GraphView
+
+__all__ = ["SELECTIONS", "Assigned", "Selection", "full_mask", "selections", "trailing_mask"]
+
+
+SELECTIONS = frozenset("where masked_fill setitem index_put index_fill".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Assigned:
+    """Which elements an assignment `x[index] = value` is to: all that it does not name are kept."""
+
+    index: Any
+
+    def nodes(self) -> list[fx.Node]:
+        """The nodes the index is made of."""
+        found: list[fx.Node] = []
+        fx.map_arg(self.items(), found.append)
+        return found
+
+    def items(self) -> list[Any]:
+        return list(items_of(self.index))
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """x where `keep` is true (with `negate`: where it is not), and `other` elsewhere.
+
+    keep: a tensor that broadcasts to x, or what an assignment names, which it does not keep.
+    """
+
+    x: Any
+    keep: Any
+    other: Any
+    negate: bool = False
+
+
+def selections(view: GraphView, call: Call) -> list[Selection]:
+    """The ways to read a call as a selection: two of where(), none of other calls."""
+    match call.name:
+        case "where" if call.get("other") is not None:
+            condition, a, b = call["condition"], call["input"], call["other"]
+            return [Selection(a, condition, b), Selection(b, condition, a, negate=True)]
+        case "masked_fill":
+            return [Selection(call["input"], call["mask"], call["value"], negate=True)]
+        case "setitem":
+            index = call["index"]
+        case "index_put" if not call.get("accumulate", False):
+            index = tuple(slice(None) if i is None else i for i in call["indices"])
+        case "index_fill":
+            index = (slice(None),) * (call["dim"] % len(view.shape(call["input"]))) + (
+                call["index"],
+            )
+        case _:
+            return []
+    x, value = call["input"], call.get("value", call.get("values"))
+    mask = full_mask(view, x, index)
+    return [Selection(x, Assigned(index) if mask is None else mask, value, negate=True)]
+
+
+def full_mask(view: GraphView, x: Any, index: Any) -> fx.Node | None:
+    """The boolean tensor of x's shape that an index is, if it is one."""
+    if isinstance(index, tuple) and len(index) == 1:
+        (index,) = index
+    boolean = view.is_tensor(index) and view.dtype(index) == torch.bool
+    return index if boolean and view.same_shape(index, x) else None
+
+
+def trailing_mask(view: GraphView, x: Any, assigned: Assigned) -> fx.Node | None:
+    """The boolean tensor that an index is which takes all of the first axes: `x[..., mask]`, `x[:, :, mask]`."""
+    *before, mask = assigned.items()
+    if not (view.is_tensor(mask) and view.dtype(mask) == torch.bool):
+        return None
+    left = len(view.shape(x)) - len(view.shape(mask))
+    every = before == [Ellipsis] or (len(before) == left and all(i == slice(None) for i in before))
+    return mask if left >= 0 and every else None

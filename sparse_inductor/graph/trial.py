@@ -1,0 +1,251 @@
+"""Running a piece of the user's graph on a few concrete rows on the CPU, to see what it computes.
+
+Some things are cheaper to find out than to prove, such as whether a threshold computed by one of a hundred sorting or
+bisection schemes makes the rows sum to one. A trial decides nothing alone: the pattern checks the structure first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import compat
+from .fakes import attribute, fake, same_size, static_size
+from .view import GraphView
+
+__all__ = ["Region", "Untestable", "region", "run"]
+
+_MAX_NODES = 4000  # a bisection of 60 steps has about 600
+_RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial dropout uniform "
+    "exponential alpha_dropout feature_dropout rrelu poisson".split()
+)
+_SIZED = frozenset(
+    "expand view full zeros ones new_full new_zeros new_ones empty new_empty repeat broadcast_to".split()
+)
+# methods with a device or a precision in their name
+_METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cuda": "cpu"}
+
+
+class Untestable(Exception):
+    """The piece cannot be run by itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The nodes between `leaves` and `output`, in graph order, the output included."""
+
+    nodes: tuple[fx.Node, ...]
+    leaves: tuple[fx.Node, ...]
+    output: fx.Node
+
+
+def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Region | None:
+    """What `output` is computed by from `leaves` alone; None where it depends on other tensors, too."""
+    stop = set(leaves)
+    found: set[fx.Node] = set()
+    queue = [output]
+    until = view.order[output]
+    while queue:
+        node = queue.pop()
+        if node in found or node in stop:
+            continue
+        if len(found) > _MAX_NODES or not _pure(view, node):
+            return None
+        found.add(node)
+        if not _is_size(view, node):
+            queue += node.all_input_nodes
+        if not queue:
+            # What writes into a value on the way belongs to it.
+            for writer, targets in view.effects.writers.items():
+                if writer in found or view.order[writer] > until:
+                    continue
+                if any(t in stop for t in targets):
+                    return None
+                if any(t in found for t in targets):
+                    queue.append(writer)
+    if any(map(view.in_inference_mode, found)):
+        return None
+    return Region(tuple(sorted(found, key=view.order.__getitem__)), tuple(leaves), output)
+
+
+def _is_size(view: GraphView, node: fx.Node) -> bool:
+    """Whether a node is a size, which does not depend on any values."""
+    return isinstance(fake(node), torch.SymInt) or view.name_of(node) == "metadata"
+
+
+def _pure(view: GraphView, node: fx.Node) -> bool:
+    if _is_size(view, node):
+        return True
+    if node.op == "get_attr":
+        return isinstance(attribute(node), (torch.Tensor, fx.GraphModule))
+    if node.op == "placeholder":
+        return False
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if name.strip("_") in _RANDOM:
+        call = view.call(node)
+        return call is not None and call.name == "dropout" and call.get("training", True) is False
+    module = getattr(target, "__module__", "") or ""
+    return node.op == "call_method" or module.split(".")[0] in (
+        "torch", "_operator", "builtins", "math", "", "entmax", "sparse_inductor",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """The sizes a graph was made for, and those it is run with instead. Where two axes have one symbol, it
+    stands for the size of axis `first`."""
+
+    made_for: tuple[Any, ...]
+    run_with: tuple[int, ...]
+    first: int = 0
+
+    def pairs(self) -> list[tuple[Any, int]]:
+        pairs = list(zip(self.made_for, self.run_with))
+        return [*pairs[self.first :], *pairs[: self.first]]
+
+    def of(self, size: Any) -> int:
+        known = static_size(size)
+        for mine, theirs in self.pairs():
+            if known is None and same_size(mine, size):
+                return theirs
+        if known is None:  # made of the rows' sizes, such as n + 1
+            numbers = {
+                mine.node.expr: theirs
+                for mine, theirs in reversed(self.pairs())
+                if isinstance(mine, torch.SymInt)
+            }
+            expression = size.node.expr.xreplace(numbers)
+            if not expression.is_Integer:
+                raise Untestable(f"the size {size} is not one of the rows'")
+            return int(expression)
+        return known
+
+    def literal(self, value: Any) -> Any:
+        """A list of sizes in which those of the rows stand as numbers."""
+        if len(value) != len(self.made_for):
+            return value
+        return tuple(
+            new if self._is(v, old) else v
+            for v, old, new in zip(value, self.made_for, self.run_with)
+        )
+
+    @staticmethod
+    def _is(v: Any, size: Any) -> bool:
+        if isinstance(v, fx.Node):
+            v = fake(v)
+            return isinstance(v, torch.SymInt) and same_size(v, size)
+        return isinstance(v, int) and isinstance(size, int) and v == size
+
+
+def run(
+    view: GraphView,
+    piece: Region,
+    values: dict[fx.Node, torch.Tensor],
+    leaf: fx.Node | None,
+    dim: int = 0,
+    exact: bool = False,
+) -> torch.Tensor:
+    """The output for concrete leaves; `leaf` is the one whose shape says how sizes have changed (None: no one),
+    that of axis `dim` before all. exact: in the precisions that the program computes in, else in double.
+
+    Raises Untestable where the piece fails on them.
+    """
+    sizes = _Sizes((), ())
+    if leaf is not None:
+        sizes = _Sizes(view.shape(leaf), tuple(values[leaf].shape), dim)
+    env: dict[fx.Node, Any] = dict(values)
+    recording = torch.is_grad_enabled()
+    try:
+        with _quiet():
+            for node in piece.nodes:
+                if node not in env:
+                    with torch.set_grad_enabled(recording and view.records(node)):
+                        env[node] = _step(view, node, env, sizes, exact)
+    except Untestable:
+        raise
+    except Exception as error:  # whatever the user's code raises on rows it was not made for
+        raise Untestable(f"{type(error).__name__} at {node.name}: {error}") from None
+    result = env[piece.output]
+    if not isinstance(result, torch.Tensor):
+        raise Untestable(f"{piece.output.name} is no tensor")
+    return result
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Random numbers are not drawn, autocast does not change what is computed."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _step(
+    view: GraphView, node: fx.Node, env: dict[fx.Node, Any], sizes: _Sizes, exact: bool
+) -> Any:
+    value = fake(node)
+    if node.op == "get_attr":
+        held = attribute(node)
+        return _resized(held, sizes) if isinstance(held, fx.GraphModule) else held.to("cpu")
+    if isinstance(value, torch.SymInt) and not all(n in env for n in node.all_input_nodes):
+        return sizes.of(value)
+    if node.op == "placeholder":
+        return sizes.of(value)
+    if view.name_of(node) == "metadata" and not all(n in env for n in node.all_input_nodes):
+        if isinstance(value, (int, torch.SymInt)):
+            return sizes.of(value)
+        if isinstance(value, (tuple, list)):
+            return torch.Size(sizes.of(s) for s in value)
+        return value
+    args, kwargs = _arguments(node, sizes, exact)
+    args, kwargs = fx.map_arg((args, kwargs), env.__getitem__)
+    if node.op == "call_method":
+        name = str(node.target)
+        name = name if exact and name != "cuda" else _METHODS.get(name, name)
+        return getattr(args[0], name)(*args[1:], **kwargs)
+    target: Callable[..., Any] = node.target
+    return target(*args, **kwargs)
+
+
+def _arguments(node: fx.Node, sizes: _Sizes, exact: bool = False) -> tuple[tuple, dict]:
+    """The arguments on the CPU and, unless `exact`, in double precision; sizes written as numbers replaced.
+
+    In double: what is tried is the formula. How far rounding carries the user's own result is another matter.
+    """
+
+    def local(x: Any) -> Any:
+        if isinstance(x, torch.device) or (isinstance(x, str) and x.startswith("cuda")):
+            return torch.device("cpu")
+        if isinstance(x, torch.dtype) and x.is_floating_point and not exact:
+            return torch.float64
+        return x
+
+    args = tuple(local(a) for a in node.args)
+    kwargs = {k: local(v) for k, v in node.kwargs.items()}
+    if "device" in kwargs:
+        kwargs["device"] = "cpu"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name.rstrip("_") in _SIZED or name == "reshape":
+        args = tuple(sizes.literal(a) if isinstance(a, (tuple, list)) else a for a in args)
+        at = 0 if name in ("zeros", "ones", "empty") else 1
+        if len(args) > at + 1 and all(isinstance(a, (int, fx.Node)) for a in args[at:]):
+            args = (*args[:at], *sizes.literal(args[at:]))
+        kwargs = {
+            k: sizes.literal(v) if isinstance(v, (tuple, list)) else v for k, v in kwargs.items()
+        }
+    return args, kwargs
+
+
+def _resized(gm: fx.GraphModule, sizes: _Sizes) -> fx.GraphModule:
+    """A copy of a higher-order operator's body for the sizes it is run with, on the CPU."""
+    copied = compat.copy_graph_module(gm)
+    for node in copied.graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            node.args, node.kwargs = _arguments(node, sizes)
+    copied.recompile()
+    return copied

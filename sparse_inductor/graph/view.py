@@ -1,0 +1,399 @@
+"""A read-only view of a graph for patterns: canonical calls, shapes, constants, versions, readers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from .. import compat
+from .effects import Effects
+from .fakes import fake, same_size, same_sizes, static_size
+from .names import Call, canonical, name_of
+from .vocabulary import COPIES, SHAPE_OPS
+
+__all__ = [
+    "CONSTANT_LIKE", "GraphView", "Unknown", "changes_grad_mode", "fake", "label", "rounded", "same_size", "same_sizes",
+    "static_size",
+]  # fmt: skip
+
+CONSTANT_LIKE = frozenset(
+    "full_like zeros_like ones_like new_full new_zeros new_ones new_tensor".split()
+)
+_METADATA_READERS = CONSTANT_LIKE | {"metadata"}
+_LIKE = {"view_as", "expand_as", "cast"}  # read only the metadata of every argument but the first
+_SAME_NUMBER = SHAPE_OPS | COPIES | {"cast", "detach", "repeat"}
+_FORWARD_AD = "forward-mode differentiation (torch.autograd.forward_ad)"
+_LEVEL = re.compile(r"_(?P<transform>vmap|grad|jvp|func)_(?P<way>in|de)crement_nesting")
+_PURE_MODULES = ("torch", "_operator", "math", "builtins")
+
+
+def label(node: fx.Node) -> str:
+    """What a user would call a node: "decoder.weight" for a parameter, else the name of the call."""
+    if node.op in ("placeholder", "get_attr"):
+        name = re.sub(r"^[lL]_|_$", "", str(node.target))
+        name = re.sub(r"^self_", "", name)
+        return re.sub(r"_?(modules|parameters|buffers)_", ".", name).strip(".")
+    call = canonical(node)
+    return call.name if call is not None else getattr(node.target, "__name__", node.name)
+
+
+class Unknown(Exception):
+    """A node's shape or dtype is not known, as under vmap: a pattern leaves such a graph alone."""
+
+
+class GraphView:
+    """What patterns ask of a graph. Built once a pass; stale as soon as the graph is edited.
+
+    transforms: the transform that a node runs in (of torch.func, or forward-mode differentiation), for those that do.
+    """
+
+    def __init__(self, graph: fx.Graph):
+        self.graph = graph
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.effects = Effects(graph, self.order)
+        self._calls: dict[fx.Node, Call | None] = {}
+        self.named: dict[fx.Node, tuple[str | None, Sequence[fx.Node] | None]] = {}  # of `family`
+        self.products: dict[fx.Node, Any] = {}  # of `contraction`
+        self.computed: dict[fx.Node, torch.Tensor | None] = {}  # of `masks`
+        self.walked: dict[fx.Node, Any] = {}  # of `walk_back`, as the next one
+        self.walks_cut = 0
+        self.transforms = _transforms(graph)
+
+    @functools.cached_property
+    def _modes(self) -> dict[fx.Node, _Mode]:
+        return _grad_modes(self.graph)
+
+    @functools.cached_property
+    def _casts(self) -> dict[fx.Node, dict[str, bool]]:
+        return _autocast_regions(self.graph)
+
+    @functools.cached_property
+    def function_body(self) -> bool:
+        """Whether the graph is the forward of an autograd Function: its node in the graph around it is what
+        patterns look at."""
+        last = next(iter(reversed(self.graph.nodes)))
+        results = last.args[0] if last.op == "output" and last.args else ()
+        return isinstance(results, (tuple, list)) and any(
+            isinstance(r, (tuple, list)) for r in results
+        )
+
+    def call(self, node: Any) -> Call | None:
+        """The canonical call of a node, or None."""
+        if not isinstance(node, fx.Node):
+            return None
+        if node not in self._calls:
+            self._calls[node] = canonical(node)
+        return self._calls[node]
+
+    def name_of(self, node: fx.Node) -> str | None:
+        """The canonical name of a node, or None."""
+        return name_of(node)
+
+    # Values
+
+    def is_tensor(self, node: Any) -> bool:
+        return isinstance(fake(node), torch.Tensor)
+
+    def shape(self, node: Any) -> tuple[Any, ...]:
+        """Sizes, symbolic ones as SymInts. Raises Unknown where there is no fake tensor to ask."""
+        return tuple(self._tensor(node).shape)
+
+    def same_shape(self, a: Any, b: Any) -> bool:
+        """Whether two tensors have the same sizes, so that neither is broadcast to the other; of what is no tensor
+        (an assignment) nothing is said."""
+        if not (self.is_tensor(a) and self.is_tensor(b)):
+            return True
+        return same_sizes(self.shape(a), self.shape(b))
+
+    def dtype(self, node: Any) -> torch.dtype:
+        return self._tensor(node).dtype
+
+    @staticmethod
+    def _tensor(node: Any) -> torch.Tensor:
+        value = fake(node)
+        if not isinstance(value, torch.Tensor):
+            raise Unknown(f"{node} has no fake tensor")
+        return value
+
+    def requires_grad(self, node: Any) -> bool:
+        return self.is_tensor(node) and fake(node).requires_grad
+
+    @functools.cached_property
+    def differentiates_twice(self) -> bool:
+        """Whether the graph asks for gradients that can be differentiated themselves (`create_graph=True`)."""
+        places = {torch.autograd.grad: 4, torch.autograd.backward: 3, "backward": 3}
+        return any(
+            n.kwargs.get("create_graph", n.args[at] if len(n.args) > at else False)
+            for n in self.graph.nodes
+            if n.op in ("call_function", "call_method") and (at := places.get(n.target)) is not None
+        )
+
+    @functools.cached_property
+    def grad_enabled(self) -> bool:
+        """Whether gradients are recorded where the graph starts, or are from some place of it on; never in a Function's
+        forward, nor in what is compiled to a package."""
+        if self.function_body or compat.compiling_ahead():
+            return False
+        if self._modes:
+            return any(mode.records for mode in self._modes.values())
+        return torch.is_grad_enabled()
+
+    def records(self, node: fx.Node) -> bool:
+        """Whether autograd records at the place of a node."""
+        return self._modes[node].records if self._modes else torch.is_grad_enabled()
+
+    def in_inference_mode(self, node: fx.Node) -> bool:
+        """Whether the graph makes a node under inference_mode."""
+        return bool(self._modes) and self._modes[node].inference
+
+    def autocasts(self, node: fx.Node) -> bool:
+        """Whether autocast chooses what a tensor's node computes in."""
+        device = fake(node).device.type
+        return self._casts.get(node, {}).get(device, torch.is_autocast_enabled(device))
+
+    def needs_grad(self, node: Any) -> bool:
+        """Whether a gradient may be asked for of a tensor."""
+        return self.grad_enabled and self.requires_grad(node)
+
+    def kept(self, call: Call) -> fx.Node | None:
+        """The input of a call that keeps every value of it in its dtype, and its gradient where one may be asked for;
+        None for other calls."""
+        quiet = (
+            call.name in COPIES
+            or (call.name == "dropout" and not call.drops)
+            or (call.name == "detach" and not self.needs_grad(call["input"]))
+        )
+        return call["input"] if quiet else None
+
+    def behind(self, node: Any, names: Collection[str]) -> tuple[Any, list[fx.Node]]:
+        """What calls of certain names were made of, one of the other, and their nodes, the last one first."""
+        passed: list[fx.Node] = []
+        while (call := self.call(node)) is not None and call.name in names:
+            passed.append(node)
+            node = call["input"]
+        return node, passed
+
+    def value(self, node: fx.Node, reader: fx.Node) -> fx.Node | None:
+        """The node whose result `reader` sees when it reads `node` (see `Effects.value`)."""
+        return self.effects.value(node, reader)
+
+    def const(self, x: Any, reader: fx.Node | None = None) -> float | None:
+        """The number `x` is in every element, if the graph says so: literals, `full_like`, `tensor(c)` and casts."""
+        if isinstance(x, bool):
+            return float(x)
+        if isinstance(x, (int, float)):
+            return float(x)
+        call = self.call(x)
+        if call is None:
+            return None
+        if reader is not None and self.value(x, reader) is not x:
+            return None
+        c = self._filled(x, call)
+        if c is None or not self.is_tensor(x):
+            return c
+        if self.dtype(x).is_floating_point:
+            return rounded(c, self.dtype(x))
+        if self.dtype(x) == torch.bool:
+            return float(c != 0)
+        return float(math.trunc(c)) if math.isfinite(c) else None  # full(0.5).long() is 0
+
+    def _filled(self, x: fx.Node, call: Call) -> float | None:
+        match call.name:
+            case "full" | "full_like" | "new_full":
+                return self.const(call["fill_value"])
+            case "zeros" | "zeros_like" | "new_zeros":
+                return 0.0
+            case "ones" | "ones_like" | "new_ones":
+                return 1.0
+            case "tensor" | "scalar_tensor" | "new_tensor":
+                data = call["data"]
+                return self.const(data) if isinstance(data, (int, float, fx.Node)) else None
+            case name if name in _SAME_NUMBER:
+                return self.const(call["input"], x)
+            case "neg":
+                c = self.const(call["input"], x)
+                return None if c is None else -c
+            case "mul" | "add" | "sub" | "div":
+                a, b = self.const(call["input"], x), self.const(call["other"], x)
+                if (
+                    a is None
+                    or b is None
+                    or call.get("alpha", 1) != 1
+                    or call.get("rounding_mode") is not None
+                ):
+                    return None
+                if call.name == "div":
+                    return a / b if b else math.copysign(math.inf, a) if a else math.nan
+                return a * b if call.name == "mul" else a + b if call.name == "add" else a - b
+        return None
+
+    def same_value(self, a: Any, b: Any) -> bool:
+        """Structural equality: Dynamo does no common-subexpression elimination."""
+        if a is b:
+            return True
+        if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)):
+            return type(a) is type(b) and a == b
+        x, y = self.call(a), self.call(b)
+        if (
+            x is None
+            or y is None
+            or x.inplace
+            or y.inplace
+            or x.name != y.name
+            or x.args.keys() != y.args.keys()
+        ):
+            return False
+        if x.name == "dropout" and x.get("training", True) is not False and x.get("p") != 0:
+            return False  # another draw
+        if self.value(a, b) is not a and self.order[a] < self.order[b]:
+            return False
+        if getattr(fake(a), "placements", None) != getattr(fake(b), "placements", None):
+            return False  # of DTensors, whose functions torch 2.11 gives no arguments
+        return all(self._same_argument(x.args[k], y.args[k], a, b) for k in x.args)
+
+    def _same_argument(self, p: Any, q: Any, a: fx.Node, b: fx.Node) -> bool:
+        if (
+            isinstance(p, fx.Node)
+            and isinstance(q, fx.Node)
+            and self.is_tensor(p)
+            and self.is_tensor(q)
+        ):
+            u, v = self.value(p, a), self.value(q, b)
+            return u is not None and v is not None and self.same_value(u, v)
+        if isinstance(p, (tuple, list)) and isinstance(q, (tuple, list)):
+            return len(p) == len(q) and all(self._same_argument(s, t, a, b) for s, t in zip(p, q))
+        return self.same_value(p, q)
+
+    # Readers
+
+    @functools.cached_property
+    def _live(self) -> set[fx.Node]:
+        live: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            if (
+                node.op == "output"
+                or node in self.effects.writers
+                or _impure(node)
+                or any(u in live for u in node.users)
+            ):
+                live.add(node)
+        return live
+
+    def readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Users that need the node's elements: dead users and readers of shape or dtype do not."""
+        for user in node.users:
+            if user not in self._live:
+                continue
+            call = self.call(user)
+            if call is not None and call.name in _METADATA_READERS:
+                continue
+            if call is not None and call.name in _LIKE and call.args.get("input") is not node:
+                continue
+            if (
+                call is not None
+                and call.name in SHAPE_OPS
+                and not call.inplace
+                and not any(self.readers(user))
+            ):
+                continue  # a view whose shape alone is of interest: zeros_like(logits[:, 0])
+            yield user
+
+
+def rounded(c: float, dtype: torch.dtype) -> float:
+    """A number as a tensor of that dtype holds it."""
+    return torch.tensor(c, dtype=torch.float64).to(dtype).item()
+
+
+def _transforms(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Dynamo writes a transform as calls that enter its level and leave it again."""
+    inside: dict[fx.Node, str] = {}
+    levels = [_FORWARD_AD] if compat.forward_ad_active() else []
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        level = _LEVEL.fullmatch(name)
+        if name == "_enter_dual_level":
+            levels.append(_FORWARD_AD)
+        elif level and level["way"] == "in":
+            levels.append(f"torch.func ({level['transform']})")
+        elif (level or name == "_exit_dual_level") and levels:
+            levels.pop()
+        elif levels:
+            # torch.func.jvp is made of forward-mode differentiation.
+            inside[node] = next((x for x in reversed(levels) if x != _FORWARD_AD), _FORWARD_AD)
+    return inside
+
+
+def changes_grad_mode(node: fx.Node) -> bool:
+    """Whether a node turns the recording of gradients on or off."""
+    name = getattr(node.target, "__name__", "")
+    return "set_grad_enabled" in name or name.endswith("_inference_mode")
+
+
+class _Mode(NamedTuple):
+    """Whether autograd records, and whether inference_mode is on."""
+
+    records: bool
+    inference: bool
+
+
+def _grad_modes(graph: fx.Graph) -> dict[fx.Node, _Mode]:
+    """The mode before each node; nothing for a graph that does not change it."""
+    if not any(map(changes_grad_mode, graph.nodes)):
+        return {}
+    records, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    modes: dict[fx.Node, _Mode] = {}
+    before: dict[fx.Node, tuple[bool, bool]] = {}
+    for node in graph.nodes:
+        modes[node] = _Mode(records and not inference, inference)
+        if not changes_grad_mode(node):
+            continue
+        if node.target.__name__ == "_exit_inference_mode":
+            records, inference = before[node.args[0]]
+        elif node.target.__name__ == "_enter_inference_mode":
+            before[node] = records, inference
+            inference = node.args[0] is not False
+            records = not inference
+        else:
+            records = node.args[0] is not False
+    return modes
+
+
+def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, dict[str, bool]]:
+    """By device type whether autocast is on, for nodes in regions of the graph that turn it on or off."""
+    regions: dict[fx.Node, dict[str, bool]] = {}
+    before: dict[fx.Node, dict[str, bool]] = {}
+    now: dict[str, bool] = {}
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_enter_autocast":
+            before[node] = now
+            arguments: tuple[Any, ...] = (*node.args, None, True)
+            now = {**now, arguments[0]: bool(arguments[2])}
+        elif name == "_exit_autocast":
+            now = before.get(node.args[0], {})
+        elif now:
+            regions[node] = now
+    return regions
+
+
+def _impure(node: fx.Node) -> bool:
+    """Calls that must stay although nobody uses their result: anything that is not plain PyTorch arithmetic."""
+    if node.op in ("call_module", "placeholder"):
+        return False
+    if node.op != "call_function" or node.users:
+        return False
+    if compat.is_overload(node.target):
+        return bool(compat.schema(node.target).is_mutable)
+    module = getattr(node.target, "__module__", "") or ""
+    return (
+        module.split(".")[0] not in _PURE_MODULES
+        or node.is_impure()  # an assertion
+        or changes_grad_mode(node)
+        or "autocast" in node.name
+    )

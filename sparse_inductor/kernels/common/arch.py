@@ -1,0 +1,22 @@
+"""What GPU the launch code of kernels plans for."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ... import layers
+
+__all__ = ["capability", "compute_capability"]
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's compute capability; (0, 0) where only portable kernels are asked for, and on a CPU."""
+    return (0, 0) if layers.current() > layers.Layer.NATIVE else compute_capability(device)
+
+
+@functools.cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """The GPU's own, whatever is asked for."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -1,0 +1,317 @@
+"""Launching a Triton kernel that has been launched before, without what Triton does anew at each launch.
+
+Triton binds the arguments, classifies them and compares every global the kernel reads, half of what a launch costs
+the host; a GPU with nothing queued waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ...compat.triton import LaunchSeen, direct_launch, launch_hooks_set, launches_seen, load
+
+__all__ = [
+    "Bound",
+    "Launcher",
+    "bound",
+    "captured",
+    "collected",
+    "launch",
+    "note_event",
+    "observing",
+    "profiler_attached",
+    "relaunched",
+    "sm_count",
+]
+
+Launcher = Callable[[Any, tuple[int, ...], tuple[Any, ...], Mapping[str, Hashable], int], None]
+"""What a host function takes to launch its kernels with: `launch`, or `captured` where a graph is traced."""
+
+# Compiled kernels by all that their code depends on; and by the arguments' very numbers, which is quicker to look up.
+_compiled: dict[Hashable, Any] = {}
+_seen: dict[Hashable, Any] = {}
+# Where in arguments of such types the tensors are, where tuples and descriptors, and what takes out the rest.
+_Sorts = tuple[list[int], list[int], Callable[[tuple[Any, ...]], Any]]
+_sorts: dict[tuple[type, ...], _Sorts] = {}
+# Programs of many shapes start over here: a few hundred bytes each.
+_MOST_SEEN = 16384
+_NUMBERS = (int, float, type(None))
+
+# Told of an event that a stream records or waits for: ("record" or "wait", the stream, the event).
+EventSeen = Callable[[str, torch.cuda.Stream, torch.cuda.Event], None]
+
+
+class _Observer(NamedTuple):
+    """The thread whose launches somebody is told of, how many that were, and who is told that one was not."""
+
+    thread: int
+    seen: Callable[[], int]
+    on_unknown: Callable[[str], None]
+
+
+class _Here(threading.local):
+    """How each new kernel is compiled that this thread would launch, where its launches are only looked at."""
+
+    jobs: dict[Hashable, Callable[[], None]] | None = None
+
+
+_here = _Here()
+_observer: _Observer | None = None
+_on_event: EventSeen | None = None
+
+
+def _kind(argument: Any) -> Hashable:
+    """All that compiled code may depend on: types, alignment to 16, and which integers are 1."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, (bool, float)):
+        return type(argument), argument is True  # a bool is an integer that may be 1
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31, argument < 2**63
+    if isinstance(argument, tuple):
+        return tuple(map(_kind, argument))
+    if argument is None:
+        return None
+    return argument.base.dtype  # a tensor descriptor; its block shape and layout are the kernel's
+
+
+def _exact(argument: Any) -> Hashable:
+    """As `_kind`, where looking that up takes longer than to keep a few more: numbers in a tuple are what they are."""
+    if not isinstance(argument, tuple):
+        return _kind(argument)
+    kept = [a if a.__class__ in _NUMBERS else _exact(a) for a in argument]
+    return tuple(kept), tuple(map(type, argument))
+
+
+def _sorted(args: tuple[Any, ...]) -> _Sorts:
+    tensors = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+    plain = [i for i, a in enumerate(args) if a is None or isinstance(a, (int, float))]
+    others = sorted({*range(len(args))} - {*tensors, *plain})
+    return tensors, others, operator.itemgetter(*plain) if plain else lambda args: None
+
+
+def _on_device_of(args: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+    """Makes the GPU that holds `args` the current one; Triton compiles for that, and launches on its stream."""
+    for a in args:
+        t = a if isinstance(a, Tensor) else getattr(a, "base", None)
+        if t is not None and t.is_cuda:
+            return torch.cuda.device(t.device)
+    return contextlib.nullcontext()
+
+
+def _general(
+    kernel: Any,
+    args: tuple[Any, ...],
+    constants: Mapping[str, Hashable],
+    num_warps: int,
+    options: Mapping[str, Hashable],
+    device: int,
+) -> tuple[Hashable, ...]:
+    """All that the code of a launch depends on."""
+    settled = (device, *constants.values(), *options.items())
+    return (id(kernel), num_warps, tuple(map(type, args)), *map(_kind, args), settled)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: Mapping[str, Hashable],
+    num_warps: int,
+    **options: Hashable,
+) -> None:
+    """kernel[grid](*args, **constants, num_warps=num_warps, **options) on the device of args.
+
+    args: tensors, tensor descriptors, integers, floats, None, tuples of these; at least one of the first two.
+    constants: the kernel's last parameters, in their order. options: of the compiler, as num_stages.
+    """
+    observer = _observer
+    if observer is not None and observer.thread == threading.get_ident():
+        before = observer.seen()
+        with _on_device_of(args):
+            compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
+        if compiled is not None and observer.seen() == before:
+            observer.on_unknown("this Triton launches without CompiledKernel.run")
+        return
+    jobs = _here.jobs
+    if jobs is not None:
+        with _on_device_of(args):
+            here = torch.cuda.current_device()
+        general = _general(kernel, args, constants, num_warps, options, here)
+        if general not in _compiled:
+            named = {**constants, "num_warps": num_warps, **options}
+            jobs[general] = functools.partial(_compile, general, kernel, grid, args, named)
+        return
+    types = tuple(map(type, args))
+    sorts = _sorts.get(types)
+    if sorts is None:
+        sorts = _sorts[types] = _sorted(args)
+    tensors, others, plain = sorts
+    passed = list(args)
+    key: list[Hashable] = [id(kernel), num_warps, types, plain(args)]
+    device, pointers = -1, 0
+    for i in tensors:
+        tensor = args[i]
+        device = tensor.get_device()
+        passed[i] = pointer = tensor.data_ptr()
+        pointers |= pointer
+        key.append(tensor.dtype)
+    for i in others:
+        key.append(_exact(args[i]))
+        if not isinstance(args[i], tuple):
+            device = args[i].base.get_device()
+    if device >= 0 and device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, args, constants, num_warps, **options)
+        return
+    if pointers % 16:
+        key.append(tuple(args[i].data_ptr() % 16 == 0 for i in tensors))
+    exact = (*key, device, *constants.values(), *options.items())
+    compiled = _seen.get(exact)
+    if compiled is None:
+        general = _general(kernel, args, constants, num_warps, options, device)
+        compiled = _compiled.get(general)
+        if compiled is None:
+            # The code depends on a constant's value, and of an argument only its kind is looked at.
+            constexprs = [
+                p.name for p in getattr(kernel, "params", ())[: len(args)] if p.is_constexpr
+            ]
+            if constexprs:
+                raise TypeError(f"{constexprs} are constants, but given among the arguments")
+            compiled = kernel[grid](*args, **constants, num_warps=num_warps, **options)
+            if compiled is not None:  # under the interpreter there is nothing to keep
+                _compiled[general] = compiled
+            return
+        if len(_seen) >= _MOST_SEEN:
+            _seen.clear()
+        _seen[exact] = compiled
+    compiled[(*grid, 1, 1)[:3]](*passed, *constants.values())
+
+
+def _compile(
+    key: Hashable, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Keep the compiled kernel of a launch, loaded."""
+    like = [a.dtype if isinstance(a, Tensor) and a.data_ptr() % 16 == 0 else a for a in args]
+    with _on_device_of(args):
+        compiled = kernel.warmup(*like, grid=grid, **named)
+        load(compiled)
+    _compiled[key] = compiled
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[Collection[Callable[[], None]]]:
+    """Launch nothing of what this thread does in the block; gives what compiles the kernels that are new, each once and
+    in any thread."""
+    before, _here.jobs = _here.jobs, {}
+    try:
+        yield _here.jobs.values()
+    finally:
+        _here.jobs = before
+
+
+@contextlib.contextmanager
+def observing(
+    on_launch: LaunchSeen, on_event: EventSeen, on_unknown: Callable[[str], None]
+) -> Iterator[None]:
+    """Have `on_launch` called after each Triton kernel that this thread launches in the block, whoever does it, and
+    `on_event` at each `note_event`; one block at a time. Under Triton's interpreter nothing is called. `on_unknown` is
+    called, with the reason, where there may have been a launch that `on_launch` was not called for."""
+    global _on_event, _observer
+    with launches_seen(on_launch, on_unknown) as count:
+        _observer, _on_event = _Observer(threading.get_ident(), count, on_unknown), on_event
+        try:
+            yield
+        finally:
+            _observer, _on_event = None, None
+
+
+def note_event(what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """Say that a stream recorded an event, or that it waits for one."""
+    observer = _observer
+    if _on_event is not None and observer is not None and observer.thread == threading.get_ident():
+        _on_event(what, stream, event)
+
+
+class Bound(NamedTuple):
+    """`launch(*first, stream, *more, *arguments)` launches a kernel and tells nobody: see `profiler_attached`.
+
+    Arguments are addresses for tensors and include the constants. encoded: by parameter, what takes a tensor descriptor
+    to the arguments that stand for it, of one that does so anew at each launch; a descriptor of the same memory gives
+    the same ones.
+    """
+
+    launch: Callable[..., None]
+    first: tuple[Any, ...]
+    more: tuple[Any, ...]
+    encoded: Mapping[int, Callable[[Any], Sequence[Any]]]
+
+
+def bound(compiled: Any, grid: tuple[int, ...]) -> Bound:
+    """How `compiled` is launched from now on."""
+    sizes, direct = (*grid, 1, 1)[:3], direct_launch(compiled)
+    if direct is not None:
+        return Bound(direct.launch, sizes, direct.more, direct.encoded)
+    more = compiled.function, compiled.packed_metadata, None, None, None
+    return Bound(compiled.run, sizes, more, {})
+
+
+@functools.cache
+def sm_count(device: torch.device) -> int:
+    """How many a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# Whether a profiler wants to see each launch.
+profiler_attached = launch_hooks_set
+
+
+def captured(
+    kernel: Any,
+    grid: tuple[int, ...],
+    args: tuple[Any, ...],
+    constants: Mapping[str, Hashable],
+    num_warps: int,
+) -> None:
+    """The launch as a node of the graph that is being traced: Inductor then launches it as one of its own.
+
+    Raises what compiling or loading the kernel raises: once Inductor has the launch, no other layer can take its place.
+    """
+    like = [a.dtype if isinstance(a, Tensor) else a for a in args]
+    with torch.cuda.device(next(a.device for a in args if isinstance(a, Tensor))):
+        load(kernel.warmup(*like, grid=grid, **constants, num_warps=num_warps))
+    torch.library.wrap_triton(kernel)[grid](*args, **constants, num_warps=num_warps)
+
+
+def relaunched(kernel: Any) -> Any:
+    """Decorates a kernel: what is written kernel[grid](*args, **constants, num_warps=...) goes through `launch`."""
+    return _Relaunched(kernel) if isinstance(kernel, triton.JITFunction) else kernel
+
+
+class _Relaunched:
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        constant = [p.is_constexpr for p in kernel.params]
+        self._names = kernel.arg_names
+        self._plain = constant.index(True) if any(constant) else len(constant)
+        if not all(constant[self._plain :]):
+            raise TypeError(f"{kernel.__name__}: constants are the last parameters")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return functools.partial(self._run, grid)
+
+    def _run(self, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **named: Any) -> None:
+        args, given = args[: self._plain], args[self._plain :]
+        constants = dict(zip(self._names[self._plain :], given))
+        for name in self._names[len(args) + len(given) :]:
+            constants[name] = named.pop(name)
+        launch(self.kernel, grid, args, constants, num_warps, **named)

@@ -1,0 +1,1 @@
+"""Entmax over rows."""

@@ -1,0 +1,191 @@
+"""Entmax attention: what the kernels take, and their forward and backward.
+
+    p = argmax over the simplex of p . z + H_alpha(p),  out = p v,
+    z = scale * q k^T (+ bias), `fill` where a key is dropped
+
+Method: "AdaSplash: Adaptive Sparse Flash Attention" (Goncalves et al., 2025) computes p block by
+block from a bisected threshold; here the threshold is solved to fp32 accuracy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import layers
+from . import few, lists, short
+from .backward import bias_gradient, keys_blocks, rows_blocks
+from .blocks import forward_blocks
+from .problem import Problem
+
+__all__ = ["applies", "backward", "forward", "saved_like"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Below, a product has less than the matrix units' 16 in depth; above, two operand tiles fill
+# shared memory.
+MIN_WIDTH, MAX_WIDTH = 16, 256
+
+
+def applies(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+    alpha: torch.Tensor | None = None,
+    alpha_value: float = 1.5,
+    **_: Any,
+) -> bool:
+    """Whether the kernels take these operands: one 16-bit dtype or fp32, widths 16 to 256."""
+    return (
+        q.dtype in DTYPES
+        and q.dtype == k.dtype == v.dtype
+        and MIN_WIDTH <= q.shape[3] <= MAX_WIDTH
+        and MIN_WIDTH <= v.shape[3] <= MAX_WIDTH
+        and k.shape[2] > 0
+    )
+
+
+def saved_like(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    **_: Any,
+) -> tuple[torch.Tensor, ...]:
+    """Empty tensors of the shapes and dtypes of what `forward` saves: a function of sizes only.
+
+    (reference, shift) fp32 [B, H, Lq], with tau = reference + shift; where lists are tried, also
+    entries int64 [B, H, Lq, SLOTS], starts and counts int32 [B, H, Lq], left int32 [B, H, Lq],
+    earlier int32 [B, H, blocks + 1] and key_counts int32 [B, Hkv, Lk], which portable kernels
+    neither fill nor read.
+    """
+    B, H, Lq, _d = q.shape
+    saved = [q.new_empty((B, H, Lq), dtype=torch.float32) for _ in range(2)]
+    if not few.applies(q, k) and lists.applies(q, k, v, scale):
+        rows = lists.block_rows(q)
+        saved.append(q.new_empty((B, H, Lq, lists.SLOTS), dtype=torch.int64))
+        saved += [q.new_empty((B, H, Lq), dtype=torch.int32) for _ in range(3)]
+        for shape in ((B, H, (Lq + rows - 1) // rows + 1), (B, k.shape[1], k.shape[2])):
+            saved.append(q.new_empty(shape, dtype=torch.int32))
+    return tuple(saved)
+
+
+def _lists(saved: tuple[torch.Tensor, ...]) -> lists.Lists | None:
+    """What the current layer's kernels fill and read beside reference and shift, which are those of all rows."""
+    native = len(saved) > 2 and layers.current() == layers.Layer.NATIVE
+    return lists.Lists(*saved[2:]) if native else None
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    query_lengths: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    alpha_value: float,
+    scale: float,
+    fill: float,
+    causal: bool,
+    added: bool,
+    training: bool,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """out [B, H, Lq, Dv] in q's dtype, contiguous, and what `backward` needs.
+
+    q [B, H, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv], any strides; head h reads key head
+    h // (H // Hkv). bias (float) and mask (bool, True = keep) are 4-D and broadcast over size-1
+    dimensions, alpha [B, H, Lq, 1] likewise. Rows whose scores are all -inf, and rows at and beyond
+    query_lengths, give zeros. No host synchronisation, no atomics; memory linear in length.
+    """
+    problem = Problem.of(
+        q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
+        key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
+        added=added,
+    )  # fmt: skip
+    out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
+    saved = saved_like(q, k, v, scale=scale)
+    if out.numel():
+        with torch.cuda.device_of(q):
+            reference, shift = saved[:2]
+            listed = _lists(saved)
+            if listed is None and short.applies(problem):
+                short.forward_short(problem, out, reference, shift, training)
+            elif few.applies(q, k):
+                few.forward_few(problem, out, reference, shift)
+            else:
+                if listed is not None:
+                    lists.forward_lists(problem, out, reference, shift, listed, training)
+                left = lists.left_rows(q, listed)
+                forward_blocks(problem, out, reference, shift, left, training)
+    return out, saved if training else ()
+
+
+def backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    *,
+    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    alpha: torch.Tensor | None,
+    query_lengths: torch.Tensor | None,
+    key_lengths: torch.Tensor | None,
+    alpha_value: float,
+    scale: float,
+    fill: float,
+    causal: bool,
+    added: bool,
+    needs: tuple[bool, bool, bool, bool, bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of (q, k, v, bias, alpha), None where not needed; bitwise repeatable.
+
+    grad [B, H, Lq, Dv], any strides; out and saved are `forward`'s, the keywords the same.
+    """
+    problem = Problem.of(
+        q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
+        key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
+        added=added,
+    )  # fmt: skip
+    if not out.numel():
+        inputs = (q, k, v, bias, alpha)
+        return tuple(
+            x.new_zeros(x.shape) if need and x is not None else None
+            for x, need in zip(inputs, needs)
+        )
+    reference, shift = saved[:2]
+    listed = _lists(saved)
+    rest = lists.left_rows(q, listed)
+    out = out.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
+    delta = torch.empty_like(shift)
+    by_row = torch.empty_like(shift) if needs[4] and alpha is not None else None
+    dbias = dalpha = None
+    with torch.cuda.device_of(q):
+        rows_blocks(problem, grad, out, reference, shift, rest, dq, delta, by_row)
+        if needs[1] or needs[2]:
+            keys_blocks(problem, grad, reference, shift, delta, rest, dk, dv)
+        if listed is not None:
+            filed = lists.rows_backward(problem, grad, listed, dq, delta, by_row)
+            if needs[1] or needs[2]:
+                lists.add_keys_from_lists(problem, grad, listed, filed, delta, dk, dv)
+        if needs[3] and bias is not None:
+            dbias = bias_gradient(problem, bias, grad, reference, shift, delta)
+    if by_row is not None and alpha is not None:
+        dalpha = by_row[..., None].sum_to_size(alpha.shape).to(alpha.dtype)
+    return (
+        dq if needs[0] else None,
+        dk if needs[1] else None,
+        dv if needs[2] else None,
+        dbias,
+        dalpha,
+    )

@@ -1,0 +1,338 @@
+"""Entmax attention for broad rows: supports from about 14, too many for the one pass of peaked rows, to 130.
+
+Two passes over the scores of a block of rows. The first takes the maxima of 64 column classes over all
+keys, which bound the threshold so well that hardly more scores than the support are above (70 for 62
+of 8192 keys; 870 for 410). The second appends those to lists that only one thread writes, by predicates
+alone: nearly every warp has a hit, so that a branch would cost more than it saves. The threshold is
+then solved on the lists, and the support goes to the block's entries.
+
+Rows with more than that are left to the block passes, one by one: `gather_left` lists them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.launch import relaunched
+from .candidates import (
+    FAR,
+    KEYS,
+    block_lanes,
+    block_place,
+    full_scores,
+    mixed_scores,
+    open_block,
+    pack,
+    split_lanes,
+    unpack,
+)
+from .problem import larger
+from .tau import powers, root, step
+
+__all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left"]
+
+NEG_INF = tl.constexpr(float("-inf"))
+POS_INF = tl.constexpr(float("inf"))
+SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
+# Records of a row and lane: two neighbours' scores and the first's column, 16 bytes. A list is a power of
+# two, so that none has a 4 GiB boundary inside.
+LIST = tl.constexpr(64)
+# A list with more takes no further tile, which may bring 8.
+ROOM = tl.constexpr(56)
+# A row with more of its 64 classes above the bound (about 220 entries at 62) would fill its lists. From
+# about 130 entries on block passes are the faster ones, but not for a few rows of a head.
+FILLED = tl.constexpr(62.0)
+# Records of each list that are looked at together.
+CHUNK = tl.constexpr(8)
+# In a block's flag, beside the number of rows that are left to the block passes.
+SOLVED = tl.constexpr(256)
+EXACT = tl.constexpr(5e-7)
+TURNS = tl.constexpr(64)
+
+
+def _append_source() -> tuple[str, str]:
+    """PTX and constraints of one tile's appends of a thread: 8 pairs of one row, without a branch.
+
+    Out: low word of the list's end, whether the list was full. In: the same, low word of its start,
+    high word, bound, first column, 16 scores in the columns' order. NaN is above every bound.
+    """
+    room = ROOM.value * 16
+    lines = ["{", ".reg .pred p; .reg .b32 c, n; .reg .f32 y; .reg .b64 a;"]
+    lines.append("mov.b32 $0, $2; mov.b32 $1, $3;")
+    lines.append(f"sub.u32 n, $2, $4; setp.gt.u32 p, n, {room};")
+    lines.append(f"@p mov.b32 $1, 1; @p add.u32 $0, $4, {room};")
+    for e in range(8):
+        one, two = f"${8 + 2 * e}", f"${9 + 2 * e}"
+        lines.append(f"max.NaN.f32 y, {one}, {two}; setp.gtu.f32 p, y, $6;")
+        lines.append(f"mov.b64 a, {{$0, $5}}; add.u32 c, $7, {8 * e};")
+        lines.append(f"@p st.global.v2.f32 [a], {{{one}, {two}}}; @p st.global.b32 [a+8], c;")
+        lines.append("@p add.u32 $0, $0, 16;")
+    lines.append("}")
+    return "\n".join(lines), ",".join(["=&r", "=&r", "r", "r", "r", "r", "f", "r"] + ["f"] * 16)
+
+
+SOURCE, CONSTRAINTS = (tl.constexpr(x) for x in _append_source())
+
+
+@triton.jit
+def _append_pair(off, bound, lists, column, x, y):
+    hit = (x > bound) | (y > bound) | (x != x) | (y != y)
+    tl.store(lists + off // 8, pack(y.to(tl.int32, bitcast=True), x), mask=hit)
+    tl.store(lists + off // 8 + 1, column.to(tl.int64), mask=hit)
+    return off + tl.where(hit, 16, 0)
+
+
+@triton.jit
+def _append(s, off, full, first, high, bound, lists, column, C: tl.constexpr):
+    """Append the pairs of tile s [BM, 64] above bound: (end of each list in bytes, whether full)."""
+    x, y = split_lanes(s, C.BM)
+    if not C.INTERPRETED:
+        off, full = tl.inline_asm_elementwise(
+            SOURCE, CONSTRAINTS,
+            [off, full, first, high, bound, column,
+             x[0], y[0], x[1], y[1], x[2], y[2], x[3], y[3],
+             x[4], y[4], x[5], y[5], x[6], y[6], x[7], y[7]],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        over = off - first > ROOM * 16
+        full = tl.where(over, 1, full)
+        off = tl.where(over, first + ROOM * 16, off)
+        for n in tl.static_range(8):
+            off = _append_pair(off, bound, lists, column + 8 * n, x[n], y[n])
+    return off, full
+
+
+@triton.jit
+def _best(x, y):
+    """Maximum [M] of the rows' classes, eight tensors [M, 4] each; NaN stays."""
+    best = larger(x[0], y[0])
+    for n in tl.static_range(1, 8):
+        best = larger(best, larger(x[n], y[n]))
+    return tl.reduce(best, 1, larger)
+
+
+@triton.jit
+def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
+    """(bound, how many classes are above) [M, 1]: `bound_step` from best - 1 / factor on, of 64 classes."""
+    power = tl.maximum(beta, 1.0) if KIND <= 0 else beta
+    bound = best - 1.0 / factor
+    none = tl.zeros_like(x[0])
+    for _ in tl.static_range(STEPS):
+        f = none
+        g = none
+        for n in tl.static_range(8):
+            w0, g0 = powers(tl.maximum(x[n] - bound, 0.0) * factor, power, KIND)
+            w1, g1 = powers(tl.maximum(y[n] - bound, 0.0) * factor, power, KIND)
+            f += w0 + w1
+            g += g0 + g1
+        f = tl.sum(f, 1)[:, None]
+        g = tl.sum(g, 1)[:, None]
+        h = root(f, power, KIND)
+        # A little over 1, so that rounding cannot carry a bound past its root.
+        ahead = (h - 1.00001) * f / (h * g * factor)
+        bound = tl.where(ahead > 0.0, bound + ahead, bound)
+    above = none
+    for n in tl.static_range(8):
+        above += (x[n] > bound).to(tl.float32) + (y[n] > bound).to(tl.float32)
+    return bound, tl.sum(above, 1)[:, None]
+
+
+@triton.jit
+def _list_chunk(records, size, r, m, factor, d):
+    """u = max(x - d, 0) of records r:r + CHUNK of every list, of both scores; 0 beyond the end."""
+    slot = r + tl.arange(0, CHUNK)[None, None, :]
+    live = slot < size[:, :, None]
+    high, low = unpack(tl.load(records[:, :, None] + 2 * slot, mask=live, other=0))
+    m, factor, d = m[:, None, None], factor[:, None, None], d[:, None, None]
+    x = (low - m) * factor - d
+    y = (high.to(tl.float32, bitcast=True) - m) * factor - d
+    u = tl.maximum(x, 0.0, propagate_nan=SPREAD_NAN)
+    v = tl.maximum(y, 0.0, propagate_nan=SPREAD_NAN)
+    return tl.where(live, u, 0.0), tl.where(live, v, 0.0)
+
+
+@relaunched
+@triton.jit
+def broad_kernel(
+    q_desc, k_desc, x, spans, largest, scratch, lists, flags, reference, shift, total,
+    TRAINING: tl.constexpr, SLOTS: tl.constexpr, MINE: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Programs stride over the flagged blocks of BM rows: thresholds and supports of broad rows.
+
+    Row i of a block has its entries, column << 32 | bits of u = max((alpha - 1) z - tau, 0), from
+    starts[i] of the block's BM * SLOTS on: rows follow each other, so that long ones live off short
+    ones. counts[i] = -1 where the row is left, reference and shift then being its maximum and a lower
+    bound of tau - reference. flags[block] = SOLVED + the number of rows left. scratch: BM * 4 * LIST
+    records a program, 1024-byte aligned. MINE: at least as many as a program has blocks.
+    """
+    BM: tl.constexpr = C.BM
+    KIND: tl.constexpr = C.KIND
+    SPANS: tl.constexpr = spans is not None
+    LATE: tl.constexpr = C.CAUSAL or SPANS
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    units = pid + tl.arange(0, MINE) * programs
+    blocks = tl.cdiv(x.Lq, BM)
+    heads = total // blocks
+    mine_bh, mine_block = block_place(units, blocks, heads, LATE)
+    flagged = tl.load(flags + mine_bh * blocks + mine_block, mask=units < total, other=0)
+    if tl.max(flagged, 0) == 0:
+        return
+    rows, four, lane = block_lanes(BM)
+    own = scratch + pid.to(tl.int64) * (BM * 4 * LIST * 2)
+    index = rows[:, None] * 4 + four[None, :]
+    records = own + index * (LIST * 2)
+    if C.INTERPRETED:
+        first = index * (LIST * 16)
+        high = first
+    else:
+        address = records.to(tl.int64, bitcast=True)
+        first = (address & 0xFFFFFFFF).to(tl.int32)
+        high = (address >> 32).to(tl.int32)
+    zero = tl.zeros([BM], tl.float32)
+    none = tl.zeros([BM, 4], tl.int32)
+    for unit in range(pid, total, programs):
+        bh, block = block_place(unit, blocks, heads, LATE)
+        place = bh * blocks + block
+        if tl.load(flags + place) != 0:
+            run = open_block(bh, block, q_desc, k_desc, x, spans, largest, C)
+            i, factor, beta = run.i, run.factor, run.beta
+            full_tile, fulls, mixed = run.runs.full, run.runs.fulls, run.runs.mixed
+            top = tl.full([BM, KEYS], NEG_INF, tl.float32)
+            for n in tl.range(0, fulls, num_stages=C.STAGES):
+                s = full_scores(run, full_tile + n, C)
+                top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
+            for n in tl.range(0, mixed, num_stages=1):
+                s, _first = mixed_scores(run, n, NEG_INF, SPANS, C)
+                top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
+            # In the lists' layout: a bound in another would take every tile's scores along.
+            class_x, class_y = split_lanes(top, BM)
+            best = _best(class_x, class_y)
+            dead = i >= run.head.last_row
+            if not C.FINITE_FILL and not C.HAS_BIAS:
+                dead = dead | (best == NEG_INF)
+            # Written so that NaN is left: its row's way is the block passes'.
+            wanted = (best > NEG_INF) & (best < POS_INF) & (dead == 0)
+            m = tl.where(dead, 0.0, best)
+            bound, filled = _bound(
+                class_x, class_y, m[:, None], factor[:, None], beta[:, None], KIND, 6
+            )
+            lo = tl.sum((bound - m[:, None]) * factor[:, None], 1)
+            # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
+            number = tl.maximum((fulls + mixed) * KEYS, 1).to(tl.float32)
+            hi = -tl.exp2(-tl.log2(number) / beta) + 1e-6
+            lo = tl.minimum(tl.maximum(lo, -1.0), hi)
+            wanted = wanted & (tl.sum(filled, 1) <= FILLED)
+            if C.FINITE_FILL or C.HAS_BIAS:
+                # A key that was not seen may be in the support.
+                wanted = wanted & (tl.sum(bound, 1) > run.most)
+            limit = tl.where(wanted[:, None], bound, FAR) + none.to(tl.float32)
+            some = tl.max(wanted.to(tl.int32), 0)
+
+            off = first
+            full = none
+            for n in tl.range(0, tl.where(some != 0, fulls, 0), num_stages=C.STAGES):
+                t = full_tile + n
+                s = full_scores(run, t, C)
+                off, full = _append(s, off, full, first, high, limit, own, lane + t * KEYS, C)
+            for n in tl.range(0, tl.where(some != 0, mixed, 0), num_stages=1):
+                s, j = mixed_scores(run, n, NEG_INF, SPANS, C)
+                off, full = _append(s, off, full, first, high, limit, own, lane + j, C)
+            tl.debug_barrier()
+            size = (off - first) // 16
+            full = tl.maximum(full, (size > ROOM).to(tl.int32))
+            listed = wanted & (tl.max(full, 1) == 0)
+            size = tl.where(listed[:, None], size, 0)
+            longest = tl.max(tl.max(size, 1), 0)
+
+            d = lo
+            old = (d, zero + POS_INF, zero)
+            low = lo
+            number = tl.maximum(2 * tl.sum(size, 1), 1).to(tl.float32)
+            turn = 0
+            searching = (longest > 0).to(tl.int32)
+            while searching > 0:
+                f = tl.zeros([BM, 4, CHUNK], tl.float32)
+                g = tl.zeros([BM, 4, CHUNK], tl.float32)
+                for r in range(0, longest, CHUNK):
+                    u, v = _list_chunk(records, size, r, m, factor, d)
+                    w0, g0 = powers(u, beta[:, None, None], KIND)
+                    w1, g1 = powers(v, beta[:, None, None], KIND)
+                    f += w0 + w1
+                    g += g0 + g1
+                d, rest, low, hi, old = step(
+                    d, tl.sum(tl.sum(f, 2), 1), tl.sum(tl.sum(g, 2), 1), low, hi, old, number * beta,
+                    turn, beta, KIND,
+                )  # fmt: skip
+                turn += 1
+                searching = tl.max(((rest > EXACT) & listed).to(tl.int32), 0)
+                if turn >= TURNS:
+                    searching = 0
+
+            kept = none
+            for r in range(0, longest, CHUNK):
+                u, v = _list_chunk(records, size, r, m, factor, d)
+                kept += tl.sum((u != 0.0).to(tl.int32) + (v != 0.0).to(tl.int32), 2)
+            support = tl.sum(kept, 1)
+            end = tl.cumsum(support, 0)
+            space = tl.minimum(x.Lq - block * BM, BM) * SLOTS
+            listed = listed & (end <= space)
+            solved = listed | dead
+            start = end - support
+            pool = lists.entries + (bh.to(tl.int64) * x.Lq + block * BM) * SLOTS
+            counted = lists.key_counts + (bh // x.G).to(tl.int64) * x.Lk
+            at = start[:, None] + tl.cumsum(kept, 1) - kept
+            for r in range(0, longest, CHUNK):
+                u, v = _list_chunk(records, size, r, m, factor, d)
+                slot = r + tl.arange(0, CHUNK)[None, None, :]
+                there = slot < size[:, :, None]
+                column = tl.load(records[:, :, None] + 2 * slot + 1, mask=there, other=0)
+                column = column.to(tl.int32)  # the high word was not written
+                keep_u = (u != 0.0) & listed[:, None, None]
+                keep_v = (v != 0.0) & listed[:, None, None]
+                one = keep_u.to(tl.int32)
+                both = one + keep_v.to(tl.int32)
+                where = at[:, :, None] + tl.cumsum(both, 2) - both
+                tl.store(pool + where, pack(column, u), mask=keep_u)
+                tl.store(pool + where + one, pack(column + 1, v), mask=keep_v)
+                if TRAINING:
+                    tl.atomic_add(counted + column, 1, mask=keep_u, sem="relaxed")
+                    tl.atomic_add(counted + column + 1, 1, mask=keep_v, sem="relaxed")
+                at += tl.sum(both, 2)
+            inside = i < x.Lq
+            tl.store(lists.starts + run.at, start, mask=inside)
+            length = tl.where(solved, tl.where(dead, 0, support), -1)
+            tl.store(lists.counts + run.at, length, mask=inside)
+            tl.store(reference + run.at, m * factor, mask=inside)
+            d = tl.where(listed, d, lo)
+            tl.store(shift + run.at, tl.where(dead, POS_INF, d), mask=inside)
+            left = tl.sum((inside & (solved == 0)).to(tl.int32), 0)
+            tl.store(flags + place, left + SOLVED)
+            tl.debug_barrier()
+
+
+@relaunched
+@triton.jit
+def gather_left(flags, counts, left, earlier, Lq, BM: tl.constexpr, CHUNK: tl.constexpr):
+    """Program (head, block): the block's rows that are left, after those of the head's earlier blocks.
+
+    left[bh] lists rows in ascending order, earlier[bh, t] says how many come before block t.
+    """
+    blocks = tl.cdiv(Lq, BM)
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    before = 0
+    for t0 in range(0, block, CHUNK):
+        t = t0 + tl.arange(0, CHUNK)
+        before += tl.sum(tl.load(flags + bh * blocks + t, mask=t < block, other=0) % SOLVED, 0)
+    mine = tl.load(flags + bh * blocks + block) % SOLVED
+    tl.store(earlier + bh * (blocks + 1) + block, before)
+    if block == blocks - 1:
+        tl.store(earlier + bh * (blocks + 1) + blocks, before + mine)
+    if mine > 0:
+        i = block * BM + tl.arange(0, BM)
+        out = (tl.load(counts + bh * Lq + i, mask=i < Lq, other=0) < 0).to(tl.int32)
+        place = before + tl.cumsum(out, 0) - out
+        tl.store(left + bh * Lq + place, i, mask=out != 0)

@@ -1,0 +1,588 @@
+"""Operands of entmax attention as the kernels take them, and the scores of one tile.
+
+A kernel is given `Operands`, what it is for itself, and `Fixed`: all that its code depends on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .tau import GENERAL, HARDWARE, exponent_kind
+
+__all__ = [
+    "Fixed",
+    "Left",
+    "Operands",
+    "Problem",
+    "Row",
+    "Strided",
+    "Tile",
+    "key_tiles",
+    "lane_sums",
+    "tile_for",
+]
+
+# The lowest fp32 number.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+NEG_INF = tl.constexpr(float("-inf"))
+SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+# --- What a kernel is given -------------------------------------------------------------------------------------------
+
+
+class Strided(NamedTuple):
+    """Where a four-dimensional tensor begins, and its strides; alpha has no columns."""
+
+    start: Any
+    batch: int
+    head: int
+    row: int
+    column: int
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Strided:
+        return cls(t, *t.stride())
+
+
+class Operands(NamedTuple):
+    """What every kernel reads; None stands for what there is not. G query heads share a key head."""
+
+    q: Strided
+    k: Strided
+    v: Strided
+    bias: Strided | None
+    mask: Strided | None
+    alpha: Strided | None
+    query_lengths: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    H: int
+    G: int
+    Lq: int
+    Lk: int
+    am1: float
+    scale: float
+    fill: float
+    last: None = None
+    """Triton 3.6 takes the types of what is in a tuple anew at each constant of its own: here, of all strides."""
+
+
+class Fixed(NamedTuple):
+    """What kernels are compiled for, each a `tl.constexpr`. BD and BDV are D and DV, rounded up to powers of two."""
+
+    D: int
+    DV: int
+    BD: int
+    BDV: int
+    KIND: int
+    HAS_BIAS: bool
+    HAS_MASK: bool
+    HAS_ALPHA: bool
+    CAUSAL: bool
+    FINITE_FILL: bool
+    ADDED: bool
+    LANES: int
+    PRECISION: str
+    INTERPRETED: bool
+    """Triton's interpreter multiplies bf16 as integers, and knows no PTX and no TMA."""
+    LEFT_ROWS: int
+    """Rows that a count of `Left.earlier` stands for; 0: all rows are the kernel's."""
+    BM: int
+    BN: int
+    STAGES: int
+
+
+class Left(NamedTuple):
+    """The rows that are left to the block passes, ascending: rows int32 [B, H, Lq].
+
+    earlier int32 [B, H, blocks + 1]: how many come before each block of `block` rows, then all.
+    """
+
+    rows: torch.Tensor
+    earlier: torch.Tensor
+    block: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """ROWS queries x KEYS keys at a time; a thread has at most so many registers (None: 255)."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+    def options(self) -> dict[str, int]:
+        """What a launch says beside the sizes."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **limit}
+
+
+def tile_for(problem: Problem, kernel: str) -> Tile:
+    """The tile of a block kernel: "threshold", "output", "solve", "rows" (dq), "keys" (dk, dv) or "bias"."""
+    if problem.interpreted:
+        return Tile(16, 16, 4, 1)  # small, so that small shapes take several tiles
+    width = max(problem.width, problem.value_width)
+    # Operands beside the scores take registers.
+    busy = problem.bias is not None or problem.mask is not None
+    if problem.q.dtype == torch.float32:
+        # FMA units: few accumulators a thread, 4-byte operands in shared memory.
+        return Tile(64, 32, 4, 2) if width <= 64 else Tile(32, 32, 4, 1)
+    if kernel == "bias":
+        return Tile(64, 64 if width <= 128 else 32, 8, 1)
+    # A product that another takes in gives each warp 16 rows of its own: of 64 rows four warps have some,
+    # and four more would do the same work again.
+    if width <= 64:
+        # 128 registers a thread let two programs share an SM.
+        shared = None if busy else 128
+        return {
+            "threshold": Tile(128, 64, 8, 3, shared),
+            "output": Tile(128, 64, 8, 3, shared),
+            # as an output with two sums; programs in turn keep the matrix and special function units busy
+            "solve": Tile(64, 64, 4, 3, None if busy else 168),
+            # scores, dp and two sums of width 64; dalpha's sums beside them go quicker in smaller programs: a step with
+            # broad rows, [2, 16, 8192, 64], in 13.1 ms instead of 13.6
+            "rows": Tile(64, 64, 4, 2)
+            if problem.alpha is not None and not busy
+            else Tile(128, 64, 8, 2 if busy else 3),
+            "keys": Tile(64, 64, 4, 2),
+        }[kernel]
+    if width <= 128:
+        return {
+            "threshold": Tile(128, 64, 8, 3),
+            "output": Tile(128, 64, 8, 2),
+            "solve": Tile(64, 64, 4, 2),
+            "rows": Tile(128, 32, 8, 2),
+            "keys": Tile(64, 64, 8, 2),
+        }[kernel]
+    # 32 KiB a tile of 64 keys or rows: one stage of each of four operands.
+    return {
+        "threshold": Tile(64, 64, 8, 2),
+        "output": Tile(64, 64, 8, 1),
+        "rows": Tile(64, 32, 8, 1),
+        "keys": Tile(32, 64, 8, 1),
+    }[kernel]
+
+
+def _block(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call: q [B, H, Lq, D], k [B, Hkv, Lk, D], v [B, Hkv, Lk, Dv] and what shapes the scores.
+
+    bias, mask and alpha are views expanded to [B, H, Lq, Lk] (alpha [B, H, Lq, 1]), so that size-1
+    dimensions have stride 0.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bias: torch.Tensor | None
+    mask: torch.Tensor | None
+    alpha: torch.Tensor | None
+    query_lengths: torch.Tensor | None
+    key_lengths: torch.Tensor | None
+    alpha_value: float
+    scale: float
+    fill: float
+    causal: bool
+    added: bool
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        alpha: torch.Tensor | None,
+        **keywords: Any,
+    ) -> Problem:
+        B, H, Lq, _ = q.shape
+        full = (B, H, Lq, k.shape[2])
+        return cls(
+            q, k, v,
+            None if bias is None else bias.expand(full),
+            None if mask is None else mask.expand(full).view(torch.uint8),
+            None if alpha is None else alpha.expand(B, H, Lq, 1),
+            **keywords,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def value_width(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def interpreted(self) -> bool:
+        return self.q.device.type != "cuda"
+
+    @property
+    def heads(self) -> int:
+        """B * H, the rows of the grids."""
+        return self.q.shape[0] * self.q.shape[1]
+
+    @property
+    def drops(self) -> bool:
+        """Whether some key may be dropped in favour of `fill`."""
+        return self.causal or self.mask is not None
+
+    @property
+    def finite_fill(self) -> bool:
+        return self.drops and self.fill != -math.inf
+
+    @property
+    def added_fill(self) -> bool:
+        """Whether dropped keys, whose score is `fill`, pass their gradient on."""
+        return self.finite_fill and self.added
+
+    @property
+    def lanes(self) -> int:
+        """How many `lane_sums` the block kernels take of a row.
+
+        One where a mask or a bias is read beside the scores: these may then lie in two warps a row, as do masks whose
+        rows are not 16 bytes apart, and Triton 3.6 makes wrong sums of parts of rows across warps.
+        """
+        busy = self.mask is not None or self.bias is not None
+        return 4 if self.q.element_size() == 2 and not busy else 1
+
+    @property
+    def kind(self) -> int:
+        """What `powers` are computed by."""
+        general = HARDWARE if self.q.is_cuda and self.q.element_size() == 2 else GENERAL
+        return exponent_kind(None if self.alpha is not None else self.alpha_value, general)
+
+    def operands(self) -> Operands:
+        """What every kernel reads."""
+
+        def strided(t: torch.Tensor | None) -> Strided | None:
+            return None if t is None else Strided.of(t)
+
+        H, Lq = self.q.shape[1:3]
+        return Operands(
+            Strided.of(self.q), Strided.of(self.k), Strided.of(self.v),
+            strided(self.bias), strided(self.mask), strided(self.alpha),
+            self.query_lengths, self.key_lengths, H, H // self.k.shape[1], Lq, self.k.shape[2],
+            float(self.alpha_value - 1.0), float(self.scale), float(self.fill),
+        )  # fmt: skip
+
+    def fixed(self, tile: Tile, left: Left | None = None, lanes: int | None = None) -> Fixed:
+        """What the kernels are compiled for that take a tile of all rows, or of the rows that are left."""
+        exact = self.q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+        made = Fixed(
+            self.width,
+            self.value_width,
+            _block(self.width),
+            _block(self.value_width),
+            self.kind,
+            self.bias is not None,
+            self.mask is not None,
+            self.alpha is not None,
+            self.causal,
+            self.finite_fill,
+            self.added_fill,
+            self.lanes if lanes is None else lanes,
+            "ieee" if exact else "tf32",
+            self.interpreted,
+            0 if left is None else left.block,
+            tile.rows,
+            tile.keys,
+            tile.stages,
+        )
+        return Fixed(*map(tl.constexpr, made))
+
+
+# --- Heads and rows ---------------------------------------------------------------------------------------------------
+
+
+class Matrix(NamedTuple):
+    """One head's part of an operand."""
+
+    start: Any
+    row: Any
+    column: Any
+
+
+class Head(NamedTuple):
+    """One head's operands, and the ends: of its rows in memory and as given, and of its keys.
+
+    q's matrix stands for those that there are not, since a function of Triton returns no None: see `Fixed`.
+    """
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    bias: Matrix
+    mask: Matrix
+    alpha: Matrix
+    Lq: Any
+    last_row: Any
+    last_key: Any
+    diagonal: Any
+    """Row i sees the keys up to i + diagonal where attention is causal."""
+    am1: Any
+    scale: Any
+    fill: Any
+
+
+class Row(NamedTuple):
+    """Of each row: scale * (alpha - 1), alpha - 1, the reference, and the dropped keys' x."""
+
+    factor: Any
+    am1: Any
+    reference: Any
+    fill: Any
+
+
+@triton.jit
+def matrix(t, b, h):
+    """Head h of batch element b, both 64-bit, of a Strided."""
+    return Matrix(t.start + (b * t.batch + h * t.head), t.row, t.column)
+
+
+@triton.jit
+def open_head(x, b, h):
+    """Head h of batch element b."""
+    b = b.to(tl.int64)
+    h = h.to(tl.int64)
+    last_row = x.Lq
+    if x.query_lengths is not None:
+        last_row = tl.minimum(x.Lq, tl.load(x.query_lengths + b).to(tl.int32))
+    last_key = x.Lk
+    if x.key_lengths is not None:
+        last_key = tl.minimum(x.Lk, tl.load(x.key_lengths + b).to(tl.int32))
+    hkv = h // x.G
+    return Head(
+        matrix(x.q, b, h),
+        matrix(x.k, b, hkv),
+        matrix(x.v, b, hkv),
+        matrix(x.q if x.bias is None else x.bias, b, h),
+        matrix(x.q if x.mask is None else x.mask, b, h),
+        matrix(x.q if x.alpha is None else x.alpha, b, h),
+        x.Lq,
+        last_row,
+        last_key,
+        x.Lk - x.Lq,
+        x.am1,
+        x.scale,
+        x.fill,
+    )
+
+
+@triton.jit
+def entry_pointers(m, i, j):
+    """Pointers to the entries [len(i), len(j)] of a matrix."""
+    rows = m.start + i.to(tl.int64)[:, None] * m.row
+    return rows + j.to(tl.int64)[None, :] * m.column
+
+
+@triton.jit
+def load_tile(m, i, limit, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """[len(i), BD] of a matrix [., D]; zeros beyond D and, at an EDGE, from row `limit` on."""
+    d = tl.arange(0, BD)
+    at = m.start + i.to(tl.int64)[:, None] * m.row + d[None, :] * m.column
+    if EDGE:
+        x = tl.load(at, mask=(i < limit)[:, None] & (d < D)[None, :], other=0.0)
+    elif D != BD:
+        x = tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
+def store_tile(base, at, acc, inside, D: tl.constexpr, BD: tl.constexpr):
+    """Rows `at` of a contiguous matrix [., D] become acc [M, BD]; 16-bit and inside its rows."""
+    d = tl.arange(0, BD)
+    where = base + at.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(where, acc.to(base.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def product(a, b, C: tl.constexpr):
+    if C.INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=C.PRECISION)
+
+
+@triton.jit
+def add_product(a, b, acc, C: tl.constexpr):
+    if C.INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=C.PRECISION)
+
+
+@triton.jit
+def larger(a, b):
+    """The maximum; NaN stays."""
+    return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
+
+
+@triton.jit
+def lane_sums(x, LANES: tl.constexpr):
+    """Sums of parts of the rows of x [M, N], [M, LANES]: what is left to add up when all tiles are through.
+
+    4 LANES are the lanes of a row in the accumulator of a 16-bit product, in which no data moves.
+    """
+    if LANES == 1:
+        return tl.sum(x, 1)[:, None]
+    else:
+        N: tl.constexpr = x.shape[1] // LANES
+        parts = tl.permute(tl.reshape(x, (x.shape[0], N // 2, LANES, 2)), (0, 2, 1, 3))
+        return tl.sum(tl.reshape(parts, (x.shape[0], LANES, N)), 2)
+
+
+@triton.jit
+def dropped_score(am1, fill_value, FINITE_FILL: tl.constexpr):
+    """(alpha - 1) fill [M], the same bits wherever it is asked for."""
+    fill = am1 * fill_value
+    if FINITE_FILL:
+        # A reader subtracts a reference. Were that contracted into one FMA with this product, a fill of
+        # -1e9 would differ by up to 32 from the rounded one that the reference may be. The bound also
+        # keeps the lowest number from overflowing.
+        fill = tl.maximum(fill, LOWEST)
+    return fill
+
+
+@triton.jit
+def tile_scores(q, k, i, j, row, head, EDGE: tl.constexpr, C: tl.constexpr):
+    """x [M, N] = (alpha - 1) z - reference of queries i [M] and keys j [N], and which are kept.
+
+    From q [M, D] and k [N, D]. EDGE: some key may lie beyond the last one or the diagonal.
+    """
+    x = product(q, tl.trans(k), C) * row.factor[:, None]
+    inside = (i < head.Lq)[:, None] & (j < head.last_key)[None, :]
+    kept = inside
+    if C.HAS_BIAS:
+        bias = tl.load(entry_pointers(head.bias, i, j), mask=inside, other=0.0)
+        x += bias.to(tl.float32) * row.am1[:, None]
+    x = x - row.reference[:, None]
+    if C.HAS_MASK:
+        kept = kept & (tl.load(entry_pointers(head.mask, i, j), mask=inside, other=0) != 0)
+        x = tl.where(kept, x, row.fill[:, None])
+    if EDGE:
+        if C.CAUSAL:
+            before = j[None, :] <= i[:, None] + head.diagonal
+            kept = kept & before
+            x = tl.where(before, x, row.fill[:, None])
+        x = tl.where((j < head.last_key)[None, :], x, NEG_INF)
+    return x, kept
+
+
+@triton.jit
+def key_scores(q, n, i, row, head, EDGE: tl.constexpr, C: tl.constexpr):
+    """Keys j of tile n, the keys [BN, D] themselves, and their `tile_scores`: (j, k, x, kept)."""
+    j = n * C.BN + tl.arange(0, C.BN)
+    k = load_tile(head.k, j, head.last_key, EDGE, C.D, C.BD)
+    x, kept = tile_scores(q, k, i, j, row, head, EDGE, C)
+    return j, k, x, kept
+
+
+@triton.jit
+def row_constants(head, i, C: tl.constexpr, EDGE: tl.constexpr = True):
+    """(factor, am1, beta) [M] of rows i: scale * (alpha - 1), alpha - 1 and 1 / (alpha - 1).
+
+    EDGE: some row may lie beyond the last.
+    """
+    am1 = tl.zeros_like(i).to(tl.float32) + head.am1
+    if C.HAS_ALPHA:
+        at = head.alpha.start + i.to(tl.int64) * head.alpha.row
+        if EDGE:
+            am1 = tl.load(at, mask=i < head.Lq, other=1.5).to(tl.float32) - 1.0
+        else:
+            am1 = tl.load(at).to(tl.float32) - 1.0
+    return am1 * head.scale, am1, 1.0 / am1
+
+
+# --- Tiles ------------------------------------------------------------------------------------------------------------
+
+
+class Tiles(NamedTuple):
+    """Of a block of rows: key tiles without an edge, with a key to see, and all."""
+
+    whole: Any
+    seen: Any
+    every: Any
+
+
+@triton.jit
+def key_range(tiles, EDGE: tl.constexpr):
+    """The first and the end of a block's key tiles to see, of those without an edge or of the others."""
+    if EDGE:
+        return tiles.whole, tiles.seen
+    else:
+        return 0, tiles.whole
+
+
+class Block(NamedTuple):
+    """A program's rows: their head; which they are, where they are in [B, H, Lq], and constants, each [BM]."""
+
+    head: Head
+    i: Any
+    at: Any
+    factor: Any
+    am1: Any
+    beta: Any
+    fill: Any
+
+
+@triton.jit
+def key_tiles(first_row, end_row, head, CAUSAL: tl.constexpr, BN: tl.constexpr):
+    """The tiles of BN keys of rows first_row:end_row."""
+    whole = head.last_key // BN
+    every = tl.cdiv(head.last_key, BN)
+    tiles = every
+    if CAUSAL:
+        whole = tl.maximum(tl.minimum(whole, (first_row + head.diagonal + 1) // BN), 0)
+        tiles = tl.maximum(tl.minimum(every, tl.cdiv(end_row + head.diagonal, BN)), 0)
+    return Tiles(tl.minimum(whole, tiles), tiles, every)
+
+
+@triton.jit
+def own_rows(x, left, C: tl.constexpr):
+    """(head, block, how many rows the head has here) of a program that owns BM rows: all, or some of those left."""
+    blocks = tl.cdiv(x.Lq, C.BM)
+    bh = tl.program_id(0) // blocks
+    count = x.Lq
+    if C.LEFT_ROWS > 0:
+        groups = tl.cdiv(x.Lq, C.LEFT_ROWS)
+        count = tl.load(left.earlier + bh * (groups + 1) + groups)
+    return bh, tl.program_id(0) % blocks, count
+
+
+@triton.jit
+def open_rows(x, left, bh, block, count, C: tl.constexpr):
+    """(Block, Tiles) of what `own_rows` gives: rows ascending, Lq where there is none.
+
+    CAUSAL: the last block, of the longest rows, comes first.
+    """
+    if C.CAUSAL:
+        block = tl.cdiv(count, C.BM) - 1 - block
+    at = block * C.BM + tl.arange(0, C.BM)
+    if C.LEFT_ROWS > 0:
+        i = tl.load(left.rows + bh.to(tl.int64) * x.Lq + at, mask=at < count, other=x.Lq)
+        first = tl.min(i, 0)
+        end = tl.max(tl.where(i < x.Lq, i + 1, 0), 0)
+    else:
+        i = at
+        first = block * C.BM
+        end = tl.minimum(first + C.BM, x.Lq)
+    head = open_head(x, bh // x.H, bh % x.H)
+    factor, am1, beta = row_constants(head, i, C)
+    fill = dropped_score(am1, x.fill, C.FINITE_FILL)
+    block = Block(head, i, bh.to(tl.int64) * x.Lq + i, factor, am1, beta, fill)
+    return block, key_tiles(first, end, head, C.CAUSAL, C.BN)

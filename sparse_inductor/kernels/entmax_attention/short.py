@@ -1,0 +1,117 @@
+"""Entmax attention forward of short rows: the scores of a block of rows stay in registers, in one launch.
+
+The passes of `entmax_attention.blocks` make the scores again for each step of the search for the threshold, which
+for a few hundred keys takes longer than to wait for what they read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.launch import relaunched
+from .blocks import EXACT, TURNS
+from .problem import (
+    Problem,
+    Row,
+    Tile,
+    dropped_score,
+    key_scores,
+    larger,
+    load_tile,
+    open_head,
+    product,
+    row_constants,
+    store_tile,
+)
+from .tau import clip_to_one, newton, powers, step
+
+__all__ = ["applies", "forward_short"]
+
+NEG_INF = tl.constexpr(float("-inf"))
+POS_INF = tl.constexpr(float("inf"))
+# Keys of a row: 64 rows' scores are 64 registers a thread, and three programs share an SM.
+MOST_KEYS = 128
+
+
+def _tile(problem: Problem) -> Tile:
+    """All keys at once."""
+    keys = max(16, triton.next_power_of_2(problem.k.shape[2]))
+    return Tile(16 if problem.interpreted else 64, keys, 4, 1)
+
+
+def applies(problem: Problem) -> bool:
+    """Whether the scores of a block of rows fit: few keys and 16-bit operands."""
+    most = 32 if problem.interpreted else MOST_KEYS
+    widths = max(problem.width, problem.value_width)
+    return problem.q.element_size() == 2 and problem.k.shape[2] <= most and widths <= 128
+
+
+@relaunched
+@triton.jit
+def _short_kernel(
+    x, out, reference, shift, EXACT_SUM: tl.constexpr, REFINE: tl.constexpr, C: tl.constexpr
+):
+    """A program owns out, reference and shift of BM rows; BN is no less than the number of keys.
+
+    REFINE: shift takes one more Newton step, for a backward.
+    """
+    blocks = tl.cdiv(x.Lq, C.BM)
+    bh = tl.program_id(0) // blocks
+    i = tl.program_id(0) % blocks * C.BM + tl.arange(0, C.BM)
+    head = open_head(x, bh // x.H, bh % x.H)
+    factor, am1, beta = row_constants(head, i, C)
+    zero = tl.zeros([C.BM], tl.float32)
+    row = Row(factor, am1, zero, dropped_score(am1, x.fill, C.FINITE_FILL))
+    q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
+    j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
+    m = tl.reduce(z, 1, larger)
+    dead = (m == NEG_INF) | (i >= head.last_row)
+    m = tl.where(dead, 0.0, m)
+    idle = dead | (tl.abs(m) == POS_INF) | (m != m)
+    z = z - m[:, None]
+    # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
+    entries = tl.maximum(head.last_key, 1).to(tl.float32)
+    hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
+    lo = zero - 1.0
+    d = tl.minimum(lo, hi)
+    old = (d, zero + POS_INF, zero)
+    turn = 0
+    searching = 1
+    while searching > 0:
+        w, g = powers(clip_to_one(z, d[:, None], C.INTERPRETED), beta[:, None], C.KIND)
+        d, rest, lo, hi, old = step(
+            d, tl.sum(w, 1), tl.sum(g, 1), lo, hi, old, entries * beta, turn, beta, C.KIND
+        )
+        turn += 1
+        searching = tl.max(((rest > EXACT_SUM) & (idle == 0)).to(tl.int32), 0)
+        if turn >= TURNS:
+            searching = 0
+    p, g = powers(clip_to_one(z, d[:, None], C.INTERPRETED), beta[:, None], C.KIND)
+    f = tl.sum(p, 1)
+    v = load_tile(head.v, j, head.last_key, True, C.DV, C.BDV)
+    # What fp32 leaves of sum p == 1 goes to all entries alike.
+    acc = product(p.to(v.dtype), v, C)
+    acc = tl.where(dead[:, None], 0.0, acc / f[:, None])
+    at = bh.to(tl.int64) * x.Lq + i
+    store_tile(out, at, acc, i < x.Lq, C.DV, C.BDV)
+    tl.store(reference + at, m, mask=i < x.Lq)
+    if REFINE:
+        d = newton(d, f, tl.sum(g, 1), beta, C.KIND)
+    tl.store(shift + at, tl.where(dead, POS_INF, d), mask=i < x.Lq)
+
+
+def forward_short(
+    problem: Problem,
+    out: torch.Tensor,
+    reference: torch.Tensor,
+    shift: torch.Tensor,
+    training: bool,
+) -> None:
+    """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
+    tile = _tile(problem)
+    _short_kernel[(problem.heads * triton.cdiv(problem.q.shape[2], tile.rows),)](
+        problem.operands(), out, reference, shift, EXACT_SUM=EXACT[2], REFINE=training,
+        C=problem.fixed(tile), **tile.options(),
+    )  # fmt: skip

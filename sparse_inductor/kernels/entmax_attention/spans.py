@@ -1,0 +1,195 @@
+"""Which key tiles a block of rows sees through a mask and a bias: looked at once a call, on the device.
+
+A tile of a mask is empty (no key is kept, or each has a bias that takes it out of reach), full (all are kept, and
+none has a bias) or mixed. A block's span is where its tiles that are not empty begin and end, its longest run of full
+tiles, and the longest run of empty ones within. That is all of a causal mask, padding on either side, documents in
+one sequence, a sliding window, one with sinks. Of the other tiles the passes read mask and bias, so that nothing
+rests on a span being tight.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.launch import relaunched
+from .problem import Problem, Strided, entry_pointers, matrix
+
+__all__ = ["LOW", "NUMBERS", "Runs", "Spans", "mixed_tile", "spans", "tiles_of"]
+
+# A key whose bias is at most this is taken for absent, and rows for which it may not be are told apart: no larger
+# than the lowest fp16, which masks are made of.
+LOW = tl.constexpr(-9000.0)
+# Begin and end, of the full tiles, of the gap; two more keep a span 32-byte aligned.
+NUMBERS = tl.constexpr(8)
+# Keys of a boolean mask that are read at once.
+WORD = 8
+
+
+class Spans(NamedTuple):
+    """table int32 [B or 1, H or 1, blocks or 1, NUMBERS], and its strides, 0 where it is broadcast."""
+
+    table: torch.Tensor
+    strides: tuple[int, int, int]
+
+
+@relaunched
+@triton.jit
+def _classes_kernel(
+    bias, mask, classes, heads, rows, Lk,
+    BM: tl.constexpr, KEYS: tl.constexpr, STEP: tl.constexpr, TILES: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """A program reads BM rows by TILES tiles: 0 for an empty tile, 1 for a mixed one, 2 for a full one.
+
+    A mask alone may be read in words of several keys, which Lk and KEYS then count; ALL is one that keeps all of them.
+    """
+    chunks = tl.cdiv(Lk, KEYS * TILES)
+    blocks = tl.cdiv(rows, BM)
+    chunk = tl.program_id(0) % chunks
+    block = tl.program_id(0) // chunks % blocks
+    bh = tl.program_id(0) // chunks // blocks
+    b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
+    bias = None if bias is None else matrix(bias, b, h)
+    mask = None if mask is None else matrix(mask, b, h)
+    j = chunk * (KEYS * TILES) + tl.arange(0, KEYS * TILES)
+    some = tl.zeros([KEYS * TILES], tl.int32)
+    every = some + 1
+    for r in range(0, tl.minimum(BM, rows - block * BM), STEP):
+        i = block * BM + r + tl.arange(0, STEP)
+        inside = (i < rows)[:, None] & (j < Lk)[None, :]
+        kept = inside
+        plain = inside | (inside == 0)
+        if bias is not None:
+            x = tl.load(entry_pointers(bias, i, j), mask=inside, other=0.0).to(tl.float32)
+            kept = kept & ((x <= LOW) == 0)  # NaN is kept
+            plain = plain & (x == 0.0)
+        if mask is not None:
+            keep = tl.load(entry_pointers(mask, i, j), mask=inside, other=ALL)
+            kept = kept & (keep != 0)
+            plain = plain & (keep == ALL)
+        some = tl.maximum(some, tl.max(kept.to(tl.int32), 0))
+        every = tl.minimum(every, tl.min(plain.to(tl.int32), 0))
+    some = tl.max(tl.reshape(some, (TILES, KEYS)), 1)
+    every = tl.min(tl.reshape(every, (TILES, KEYS)), 1)
+    tiles = tl.cdiv(Lk, KEYS)
+    t = chunk * TILES + tl.arange(0, TILES)
+    at = classes + (bh.to(tl.int64) * blocks + block) * tiles + t
+    tl.store(at, tl.where(every != 0, 2, some).to(tl.int8), mask=t < tiles)
+
+
+@triton.jit
+def _longest_run(hit, other, t, end):
+    """The longer of the first and the last run of tiles that hit, (end, end) where there is none."""
+    begin = tl.min(tl.where(hit, t, end), 0)
+    stop = tl.min(tl.where(other & (t > begin), t, end), 0)
+    last = tl.max(tl.where(hit, t + 1, begin), 0)
+    first = tl.max(tl.where(other & (t < last), t + 1, begin), 0)
+    longer = last - first > stop - begin
+    return tl.where(longer, first, begin), tl.where(longer, last, stop)
+
+
+@relaunched
+@triton.jit
+def _spans_kernel(classes, spans, tiles, NUMBERS: tl.constexpr, TILES: tl.constexpr):
+    """A program writes the span of one block's `tiles` classes."""
+    t = tl.arange(0, TILES)
+    c = tl.load(classes + tl.program_id(0).to(tl.int64) * tiles + t, mask=t < tiles, other=0)
+    end = tl.max(tl.where(c != 0, t + 1, 0), 0)
+    begin = tl.min(tl.where(c != 0, t, end), 0)
+    within = (t >= begin) & (t < end)
+    full, full_end = _longest_run(within & (c == 2), within & (c != 2), t, end)
+    gap, gap_end = _longest_run(within & (c == 0), within & (c != 0), t, end)
+    at = spans + tl.program_id(0) * NUMBERS
+    tl.store(at, begin)
+    tl.store(at + 1, end)
+    tl.store(at + 2, full)
+    tl.store(at + 3, full_end)
+    tl.store(at + 4, gap)
+    tl.store(at + 5, gap_end)
+
+
+def spans(problem: Problem, rows: int, keys: int) -> Spans:
+    """The spans of blocks of `rows` rows in tiles of `keys` keys."""
+    Lk = problem.k.shape[2]
+    sides = [t for t in (problem.bias, problem.mask) if t is not None]
+    B, H, Lq = (
+        size if any(t.stride(d) for t in sides) else 1 for d, size in enumerate(problem.q.shape[:3])
+    )
+    blocks, tiles = triton.cdiv(Lq, rows), triton.cdiv(Lk, keys)
+    classes = torch.empty(B, H, blocks, tiles, device=problem.q.device, dtype=torch.int8)
+    table = torch.empty(B, H, blocks, NUMBERS.value, device=problem.q.device, dtype=torch.int32)
+    bias, mask, word = problem.bias, problem.mask, 1
+    if bias is None and mask is not None and _in_words(mask):
+        mask, word = mask.view(torch.int64), WORD
+    together = 8 * word
+    _classes_kernel[(B * H * blocks * triton.cdiv(tiles, together),)](
+        *(None if t is None else Strided.of(t) for t in (bias, mask)), classes, H, Lq, Lk // word,
+        BM=rows, KEYS=keys // word, STEP=16, TILES=together, ALL=0x0101010101010101 if word == WORD else 1, num_warps=4,
+    )  # fmt: skip
+    _spans_kernel[(B * H * blocks,)](
+        classes, table, tiles, NUMBERS=NUMBERS.value, TILES=triton.next_power_of_2(tiles), num_warps=1
+    )  # fmt: skip
+    b, h, block = (s if n > 1 else 0 for s, n in zip(table.stride(), (B, H, blocks)))
+    return Spans(table, (b, h, block))
+
+
+def _in_words(mask: torch.Tensor) -> bool:
+    """Whether keys of a boolean mask can be read eight at a time."""
+    numbers = mask.shape[3], mask.storage_offset(), mask.data_ptr(), *mask.stride()[:3]
+    return mask.stride(3) == 1 and not any(n % WORD for n in numbers)
+
+
+class Runs(NamedTuple):
+    """The key tiles that a block of rows sees: full ones from `full` on, and the mixed ones of `mixed_tile`."""
+
+    full: Any
+    fulls: Any
+    mixed: Any
+    begin: Any
+    one: Any
+    first_end: Any
+    two: Any
+    second_end: Any
+
+
+@triton.jit
+def tiles_of(span, tiles):
+    """The `Runs` of one block with a span, or None for one without, from its `Tiles`."""
+    zero = tiles.seen * 0
+    if span is None:
+        return Runs(
+            zero, tiles.whole, tiles.seen - tiles.whole, tiles.whole, zero, zero, zero, zero
+        )
+    else:
+        end = tl.minimum(tl.load(span + 1), tiles.seen)
+        begin = tl.minimum(tl.load(span), end)
+        full_end = tl.minimum(tl.load(span + 3), tiles.whole)
+        full = tl.maximum(tl.minimum(tl.load(span + 2), end), begin)
+        full_end = tl.maximum(tl.minimum(full_end, end), full)
+        gap = tl.maximum(tl.minimum(tl.load(span + 4), end), begin)
+        gap_end = tl.maximum(tl.minimum(tl.load(span + 5), end), gap)
+        # Empty runs lie anywhere: behind the other.
+        gap = tl.where(gap == gap_end, end, gap)
+        gap_end = tl.where(gap == end, end, gap_end)
+        full = tl.where(full == full_end, end, full)
+        full_end = tl.where(full == end, end, full_end)
+        first, first_end = tl.minimum(full, gap), tl.minimum(full_end, gap_end)
+        second, second_end = tl.maximum(full, gap), tl.maximum(full_end, gap_end)
+        one = first - begin
+        two = one + second - first_end
+        mixed = two + end - second_end
+        return Runs(full, full_end - full, mixed, begin, one, first_end, two, second_end)
+
+
+@triton.jit
+def mixed_tile(n, runs, SPANS: tl.constexpr):
+    """The n-th of the mixed tiles; without SPANS they follow each other."""
+    tile = runs.begin + n
+    if SPANS:
+        third = runs.second_end + n - runs.two
+        second = tl.where(n < runs.two, runs.first_end + n - runs.one, third)
+        tile = tl.where(n < runs.one, tile, second)
+    return tile

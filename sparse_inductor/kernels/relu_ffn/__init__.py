@@ -1,0 +1,1 @@
+"""The ReLU feed-forward block."""

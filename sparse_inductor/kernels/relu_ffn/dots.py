@@ -1,0 +1,388 @@
+"""Dot products of packed rows with the table rows of their active neurons: h from the up projection, and in a backward
+its gradient from the down projection. See `relu_ffn.gather`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_inductor.epilogue.steps import Program
+
+from ..common.epilogue import dual, encode, evaluate
+from ..common.launch import relaunched
+from ..common.pdl import let_next_start, pdl_options, wait_for_previous
+from . import gather
+from .gather import FLIGHT, ROW_SEEN, STAGES, fp32, in_pairs, own_pieces, piece_at
+from .packing import n_listed, pieces_of
+
+__all__ = ["dots", "follows", "gradients", "hidden_stats", "slopes"]
+
+# Columns of a row that a warp holds.
+DOT_COLUMNS = 1024
+# Bytes at most of the dot products of slices that wait to be added.
+SLICE_SUMS = 256 << 20
+# Pieces of the longest row to a program that takes listed pieces of slices: those of one slice are many more than run
+# at once, so that few run with the next one's.
+PIECES_SLICED = 8
+# `gradients` stripes a row's entries over programs, so many at a time.
+STRIPE = 32
+PROGRAMS = 4
+PROGRAMS_MANY = 2
+
+
+def _one_slice(table: torch.Tensor) -> tuple[int, int, int]:
+    """As `_slices`: one slice, whose columns are held all at once, as long as registers last."""
+    columns = gather.width(table.shape[1], 8192, not table.is_cuda)
+    return 1, columns, max(1, columns // DOT_COLUMNS)
+
+
+def _slices(table: torch.Tensor) -> tuple[int, int, int]:
+    """(slices, columns held, warps) of a table that is multiplied by: one slice where the table stays in L2."""
+    if table.nbytes <= gather.RESIDENT:
+        return _one_slice(table)
+    K = table.shape[1]
+    columns = gather.columns_that_stay(K, not table.is_cuda, [table])
+    return triton.cdiv(K, columns), columns, max(1, columns // gather.SUM_COLUMNS)
+
+
+def follows(x: torch.Tensor, table: torch.Tensor) -> bool:
+    """Whether `weighted_rows` may take rows as `dots` of tokens x and this table has done them, as its next kernel: all
+    of that one's programs run when the first of this begins, and have all of a row's entries."""
+    return pdl_options(x)["PDL"] and _slices(table)[0] == 1
+
+
+@triton.jit
+def _token(x, k, K, EVEN: tl.constexpr):
+    v = tl.load(x + k) if EVEN else tl.load(x + k, mask=k < K, other=0.0)
+    return v.to(tl.float32)
+
+
+@triton.jit
+def _dot_block(
+    x, token, table, id, stride_t, K,
+    WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """[R] dot products of the token at `x` with table rows `id`, fp32.
+
+    EVEN: K is a multiple of WIDTH. ONE: a row is one WIDTH, and `token` is all of the token.
+    """
+    k = tl.arange(0, WIDTH)
+    rows = table + id[:, None] * stride_t
+    if ONE:
+        if EVEN:
+            w = tl.load(rows + k[None, :])
+        else:
+            w = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+        return tl.sum(fp32(w, PAIRS) * token[None, :], 1)
+    total = tl.zeros([id.shape[0]], tl.float32)
+    for k0 in range(0, K, WIDTH):
+        at = rows + (k0 + k)[None, :]
+        w = tl.load(at) if EVEN else tl.load(at, mask=(k0 + k < K)[None, :], other=0.0)
+        total += tl.sum(fp32(w, PAIRS) * _token(x, k0 + k, K, EVEN)[None, :], 1)
+    return total
+
+
+@triton.jit
+def _own_entries(c, p, programs, PIECE: tl.constexpr):
+    """How many of c entries are in pieces p, p + programs, p + 2 programs and so on; the last piece may be short."""
+    pieces = tl.cdiv(c, PIECE)
+    own = tl.cdiv(pieces - p, programs)
+    last = (pieces - 1 - p) % programs == 0
+    return own * PIECE - tl.where(last, pieces * PIECE - c, 0)
+
+
+@triton.jit
+def _hidden_of(
+    g, u, valid, id, at, bias, ups,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """h of the entries at `at`, of neurons `id`, from their gates and dot products; KEEP: u goes to `ups`."""
+    if HAS_BIAS:
+        u += tl.load(bias + id, mask=valid, other=0.0).to(tl.float32)
+    if KEEP:
+        tl.store(ups + at, u.to(ups.dtype.element_ty), mask=valid)
+    return evaluate(g, F_STEPS) * evaluate(u, G_STEPS)
+
+
+@relaunched
+@triton.jit(do_not_specialize=["listers", "slice"])
+def _dots_kernel(
+    x, table, bias, count, index, gates, ups, out, state, pieces, ready,
+    M, K, stride_x, stride_t, stride_g, listers, slice,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    LISTS: tl.constexpr, SLICED: tl.constexpr, AGAIN: tl.constexpr, AFTER: tl.constexpr,
+    FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program computes h = f(gate) * g(x . up + bias) of pieces of PIECE active neurons of a row: reads K numbers
+    for each.
+
+    SLICED: it makes x . up of a slice of WIDTH columns alone, `slice` or one after it, into `out` [slices, M, CAP];
+    AGAIN: adds them to what is there.
+    WHOLE: `gates` is the projection [M, N], not the entries'. ready: where a row's entries are told to be done.
+    AFTER: the kernel in front of this one makes nothing that this one needs, and started it when all in front of that
+    had ended; one program waits for it in the end.
+    """
+    if AFTER:
+        let_next_start(PDL)
+    else:
+        wait_for_previous(PDL)
+    if SLICED:
+        column = (slice + tl.program_id(1)) * WIDTH
+        x += column
+        table += column
+        K -= column
+        out += tl.program_id(1).to(tl.int64) * M * CAP
+    some = n_listed(state) != M
+    first, end, step = own_pieces(state, listers, M, LISTS)
+    r = tl.arange(0, FLIGHT)
+    for i in range(first, end, step):
+        m, piece = piece_at(pieces, i, listers, PIECES, LISTS)
+        start = piece * PIECE
+        # What is asked of L2 is asked at once: neurons that are not there are looked at, not used.
+        c = tl.load(count + m)
+        ahead = tl.load(index + m * CAP + start + r).to(tl.int32)
+        mine = (c <= CAP) & some
+        if LISTS:
+            mine = mine & ((c > PIECE) == (tl.program_id(0) < listers))
+        c = tl.where(mine, tl.minimum(c, start + PIECE), 0)
+        if start < c:
+            token = _token(x + m * stride_x, tl.arange(0, WIDTH), K, EVEN)
+            last = c - 1
+            # The next neurons are known before the weights of these arrive. Past the end, some row again: masks cost
+            # more.
+            after = tl.where(start + r < c, ahead, 0)
+            for e in tl.range(start, c, FLIGHT, num_stages=STAGES):
+                id = after.to(tl.int64)
+                valid = e + r < c
+                at = m * CAP + e + r
+                after = tl.load(index + m * CAP + tl.minimum(e + FLIGHT + r, last)).to(tl.int32)
+                u = _dot_block(
+                    x + m * stride_x, token, table, id, stride_t, K, WIDTH, EVEN, ONE, PAIRS
+                )
+                if SLICED:
+                    if AGAIN:
+                        u += tl.load(out + at, mask=valid, other=0.0)
+                    tl.store(out + at, u, mask=valid)
+                else:
+                    gates_at = m * stride_g + id if WHOLE else at
+                    g = tl.load(gates + gates_at, mask=valid, other=0.0).to(tl.float32)
+                    h = _hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+                    h = tl.where(valid, h, 0.0)
+                    tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
+        if ready is not None:
+            done = tl.maximum(c - start, 0)
+            if tl.program_id(0) >= listers:
+                done += ROW_SEEN
+            tl.debug_barrier()
+            tl.atomic_add(ready + m, done, sem="release")
+    if AFTER and tl.program_id(0) == 0:
+        tl.extra.cuda.gdc_wait()
+
+
+@relaunched
+@triton.jit
+def _add_slices_kernel(
+    parts, bias, count, index, gates, ups, out, state, M, stride_g,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr, WHOLE: tl.constexpr, CAP: tl.constexpr, SLICES: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program computes h of a packed row from the dot products `parts` [SLICES, M, CAP] of slices of columns."""
+    wait_for_previous(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.load(count + m)
+    if (c > CAP) | (n_listed(state) == M):
+        return
+    s = tl.arange(0, PADDED)[:, None]
+    for e in range(0, c, BLOCK):
+        at = m * CAP + e + tl.arange(0, BLOCK)
+        valid = e + tl.arange(0, BLOCK) < c
+        id = tl.load(index + at, mask=valid, other=0).to(tl.int64)
+        g = tl.load(gates + (m * stride_g + id if WHOLE else at), mask=valid, other=0.0).to(
+            tl.float32
+        )
+        some = (s < SLICES) & valid[None, :]
+        u = tl.sum(tl.load(parts + s.to(tl.int64) * M * CAP + at[None, :], mask=some, other=0.0), 0)
+        h = _hidden_of(g, u, valid, id, at, bias, ups, F_STEPS, G_STEPS, HAS_BIAS, KEEP)
+        h = tl.where(valid, h, 0.0)
+        tl.store(out + at, h.to(out.dtype.element_ty), mask=valid)
+
+
+@relaunched
+@triton.jit
+def _sum_stats_kernel(count, hidden, stats, stride_s, CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of |h| and the number of non-zeros of one packed row."""
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.load(count + m)
+    if c > CAP:
+        return
+    i = tl.arange(0, BLOCK)
+    h = tl.load(hidden + m * CAP + i, mask=i < c, other=0.0).to(tl.float32)
+    tl.store(stats + 2 * stride_s + m, tl.sum(tl.abs(h), 0))
+    tl.store(stats + 3 * stride_s + m, tl.sum((h != 0.0).to(tl.float32), 0))
+
+
+def dots(
+    x: torch.Tensor,
+    table: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ups: torch.Tensor | None,
+    packing: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    f: Program,
+    g: Program,
+    whole: bool = False,
+    ready: torch.Tensor | None = None,
+    after: bool = False,
+) -> None:
+    """h of the packed rows into `out` [M, CAP]; fills `ups`, the up projection itself, where given. packing: of `pack`.
+
+    whole: `packed` has the projection [M, N] in place of the entries' gates. ready: [M] zeros, for `weighted_rows`,
+    which is to be the next kernel (`follows`). after: the kernel in front of these has made a table, `unless` and with
+    `done`.
+    """
+    count, index, gates = packed
+    M, K = x.shape
+    cap = index.shape[1]
+    piece, most = pieces_of(M, cap, not x.is_cuda)
+    listers = gather.listers_of(M, most)
+    slices, wide, warps = _slices(table)
+    sums, at_once = out, 1
+    if slices > 1:
+        listers = M * triton.cdiv(most, PIECES_SLICED) if most > 1 else 0
+        at_once = max(1, min(slices, SLICE_SUMS // (4 * M * cap)))
+        sums = x.new_empty(at_once, M, cap, dtype=torch.float32)
+    block: dict[str, Any] = {
+        "F_STEPS": encode(f), "G_STEPS": encode(g), "HAS_BIAS": bias is not None, "KEEP": ups is not None,
+        "WHOLE": whole, "CAP": cap,
+    }  # fmt: skip
+    for first in range(0, slices, at_once):
+        _dots_kernel[(listers + M, min(at_once, slices - first))](
+            x, table, bias, count, index, gates, ups, sums, *packing, ready,
+            M, K, x.stride(0), table.stride(0), gates.stride(0), listers, first,
+            **block, PIECE=piece, PIECES=most, LISTS=listers > 0, SLICED=slices > 1, AGAIN=first > 0,
+            AFTER=after, FLIGHT=FLIGHT, WIDTH=wide, EVEN=K % wide == 0, ONE=wide * slices >= K,
+            STAGES=STAGES, PAIRS=in_pairs(table), **pdl_options(x), **gather.limited(x), num_warps=warps,
+        )  # fmt: skip
+    if slices > 1:
+        _add_slices_kernel[(M,)](
+            sums, bias, count, index, gates, ups, out, packing[0], M, gates.stride(0),
+            **block, SLICES=at_once, PADDED=triton.next_power_of_2(at_once), BLOCK=128 if x.is_cuda else 16,
+            **pdl_options(x), num_warps=4,
+        )  # fmt: skip
+
+
+def hidden_stats(count: torch.Tensor, hidden: torch.Tensor, stats: torch.Tensor) -> None:
+    """Fill the last two of stats [4, M] for the packed rows of h [M, CAP]."""
+    M, cap = hidden.shape
+    block = triton.next_power_of_2(cap)
+    _sum_stats_kernel[(M,)](
+        count, hidden, stats, stats.stride(0), CAP=cap, BLOCK=block, num_warps=1
+    )
+
+
+@triton.jit
+def slopes(
+    g, u, dh, da_extra, dh_extra, F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr
+):
+    """(d gate, d up, h) of active neurons from their projections and the gradient of h.
+
+    da_extra, dh_extra: the gradients of |f(gate)| and |h| that statistics add.
+    """
+    a, a_slope = dual(g, F_STEPS)
+    v, v_slope = dual(u, G_STEPS)
+    h = a * v if GATED else a
+    dh += dh_extra * ((h > 0.0).to(tl.float32) - (h < 0.0).to(tl.float32))
+    da = dh * v if GATED else dh
+    da += da_extra * ((a > 0.0).to(tl.float32) - (a < 0.0).to(tl.float32))
+    d_gate = tl.where(a_slope == 0.0, 0.0, da * a_slope)
+    d_up = tl.where(v_slope == 0.0, 0.0, dh * a * v_slope)
+    return d_gate, d_up, h
+
+
+@triton.jit
+def _put_slopes(
+    g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """`slopes` of the entries at `at`, to where they go."""
+    dg, du, h = slopes(g, u, dh, da_extra, dh_extra, F_STEPS, G_STEPS, GATED)
+    tl.store(d_gate + at, dg.to(d_gate.dtype.element_ty), mask=valid)
+    if GATED:
+        tl.store(d_up + at, du.to(d_up.dtype.element_ty), mask=valid)
+    tl.store(hidden + at, h.to(hidden.dtype.element_ty), mask=valid)
+
+
+@relaunched
+@triton.jit
+def _gradients_kernel(
+    dy, table, count, index, gates, ups, d_gate, d_up, hidden, d_stats,
+    M, D, stride_y, stride_t, stride_s,
+    F_STEPS: tl.constexpr, G_STEPS: tl.constexpr, GATED: tl.constexpr, STATS: tl.constexpr,
+    CAP: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, ONE: tl.constexpr, STAGES: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A program computes the gradients of both projections, and h, of some pieces of a row."""
+    p = tl.num_programs(1) - 1 - tl.program_id(1)  # what only long rows have begins first
+    start = p * PIECE
+    r = tl.arange(0, FLIGHT)
+    for i in range(tl.program_id(0), M, tl.num_programs(0)):
+        m = (tl.full([], 0, tl.int32) + i).to(tl.int64)
+        c = tl.load(count + m)
+        if (c <= CAP) & (start < c):
+            token = _token(dy + m * stride_y, tl.arange(0, WIDTH), D, EVEN)
+            da_extra = tl.full([], 0.0, tl.float32)
+            dh_extra = tl.full([], 0.0, tl.float32)
+            if STATS:
+                da_extra = tl.load(d_stats + m)
+                dh_extra = tl.load(d_stats + 2 * stride_s + m)
+            after = tl.load(index + m * CAP + tl.minimum(start + r, c - 1)).to(tl.int32)
+            own = _own_entries(c, p, tl.num_programs(1), PIECE)
+            stripe = tl.num_programs(1) * PIECE
+            for o in tl.range(0, own, FLIGHT, num_stages=STAGES):
+                id = after.to(tl.int64)
+                e = start + o // PIECE * stripe + o % PIECE
+                valid = e + r < c
+                at = m * CAP + e + r
+                then = start + (o + FLIGHT) // PIECE * stripe + (o + FLIGHT) % PIECE
+                after = tl.load(index + m * CAP + tl.minimum(then + r, c - 1)).to(tl.int32)
+                g = tl.load(gates + at, mask=valid, other=0.0).to(tl.float32)
+                u = tl.load(ups + at, mask=valid, other=0.0).to(tl.float32) if GATED else g
+                dh = _dot_block(
+                    dy + m * stride_y, token, table, id, stride_t, D, WIDTH, EVEN, ONE, PAIRS
+                )
+                _put_slopes(
+                    g, u, dh, da_extra, dh_extra, d_gate, d_up, hidden, at, valid, F_STEPS, G_STEPS, GATED
+                )  # fmt: skip
+
+
+def gradients(
+    dy: torch.Tensor,
+    table: torch.Tensor,
+    packed: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ups: torch.Tensor | None,
+    d_stats: torch.Tensor | None,
+    out: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    f: Program,
+    g: Program,
+) -> None:
+    """(d gate, d up, h) of the packed rows into `out`, each [M, CAP]; `table` is the down projection as [N, D]."""
+    count, index, gates = packed
+    M, D = dy.shape
+    cap = index.shape[1]
+    _, wide, warps = _one_slice(table)
+    piece = 8 if not dy.is_cuda else STRIPE
+    programs = min(triton.cdiv(cap, piece), PROGRAMS if M <= 16384 else PROGRAMS_MANY)
+    _gradients_kernel[(M, programs)](
+        dy, table, count, index, gates, ups, *out, d_stats,
+        M, D, dy.stride(0), table.stride(0), 0 if d_stats is None else d_stats.stride(0),
+        F_STEPS=encode(f), G_STEPS=encode(g), GATED=ups is not None, STATS=d_stats is not None,
+        CAP=cap, PIECE=piece, FLIGHT=FLIGHT, WIDTH=wide, EVEN=D % wide == 0,
+        ONE=wide >= D, STAGES=STAGES, PAIRS=in_pairs(table), **gather.limited(dy), num_warps=warps,
+    )  # fmt: skip

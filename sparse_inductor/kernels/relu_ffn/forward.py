@@ -1,0 +1,202 @@
+"""Forward of the ReLU feed-forward block on a GPU.
+
+The gate projection is a plain matrix product, whose result is scanned once, or on Hopper one that also writes a bitmask
+of what is active: every row's active neurons are packed, and rows with too many of them are listed. Packed rows then
+read only their neurons' rows of the up and down weights; listed rows take tile products. Which row is which is decided
+on the device, so a call has one sequence of launches for every input.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from sparse_inductor.epilogue.steps import Program
+
+from ..common.side_stream import SideStream
+from . import bitmask_packing, decode, dense, hopper, rows
+from . import dots as dot_rows
+from . import packing as packer
+
+__all__ = [
+    "chunks",
+    "forward",
+    "is_few",
+    "rows_of_table",
+]
+
+# Elements of the gate projection at a time: 2 GiB at 16 bits. Every piece ends with its longest row; 131 072 tokens in
+# two pieces take 2 % longer.
+CHUNK = 1 << 30
+# Rows, and gates, up to which nothing is packed: where rows are not sparse, the products' few rounds of tiles fill the
+# GPU so badly that the block would take up to a third longer (H200, half the gates active: 0.76x to 0.89x the speed at
+# 1 025 to 1 600 rows of N = 3 072 to 28 672, 0.75x in training). Where they are, up to 1.3x is lost, 1.4x in training.
+FEW = 1664
+FEW_GATES = 9 << 20
+
+
+class Block(Protocol):
+    """Weights and programs of a block; gate, up: [N, K]; down: [D, N]."""
+
+    @property
+    def gate(self) -> torch.Tensor: ...
+    @property
+    def gate_bias(self) -> torch.Tensor | None: ...
+    @property
+    def up(self) -> torch.Tensor | None: ...
+    @property
+    def up_bias(self) -> torch.Tensor | None: ...
+    @property
+    def down(self) -> torch.Tensor: ...
+    @property
+    def down_bias(self) -> torch.Tensor | None: ...
+    @property
+    def f(self) -> Program: ...
+    @property
+    def g(self) -> Program: ...
+    @property
+    def zero_threshold(self) -> float: ...
+
+
+class Packed(Protocol):
+    """The active neurons of every row: count [M]; index, gate and up [M, cap], up empty without a gate."""
+
+    @property
+    def count(self) -> torch.Tensor: ...
+    @property
+    def index(self) -> torch.Tensor: ...
+    @property
+    def gate(self) -> torch.Tensor: ...
+    @property
+    def up(self) -> torch.Tensor: ...
+
+
+def is_few(M: int, N: int) -> bool:
+    """Whether nothing is packed of M rows of N gates, where no statistics are taken."""
+    return M <= FEW or M * N <= FEW_GATES
+
+
+def chunks(M: int, N: int, elements: int) -> list[slice]:
+    """Even pieces of M rows of about so many elements of [M, N]."""
+    pieces = max(1, -(-M * N // elements), -(-M // packer.ROWS_MOST))
+    step = -(-M // pieces)
+    step = -(-step // 128) * 128  # whole row tiles
+    return [slice(i, min(i + step, M)) for i in range(0, M, step)]
+
+
+def rows_of_table(weight: torch.Tensor) -> torch.Tensor:
+    """A weight with unit stride along its rows: itself, or a copy (a transposed one costs one pass over it)."""
+    return weight if weight.stride(1) == 1 else weight.contiguous()
+
+
+def forward(
+    x: torch.Tensor,
+    b: Block,
+    stats: torch.Tensor | None,
+    packed: Packed | None,
+    cap: int,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y [M, D] of tokens x [M, K], `residual` [M, D] added; fills `stats` [4, M] and `packed` where given.
+
+    cap: entries of a packed row.
+    """
+    M, N = x.shape[0], b.gate.shape[0]
+    y = x.new_empty(M, b.down.shape[0])
+    x = x if x.stride(1) == 1 else x.contiguous()
+    if packed is None and stats is None and decode.applies(x, b):
+        return decode.forward(x, b, y, residual)
+    if residual is not None:
+        return forward(x, b, stats, packed, cap).add_(residual)
+    if stats is None and is_few(M, N):
+        if packed is not None:
+            packed.count.fill_(cap + 1)  # nothing is kept
+        gate = F.linear(x, b.gate, b.gate_bias)
+        up = None if b.up is None else F.linear(x, b.up, b.up_bias)
+        return F.linear(dense.activate(gate, up, b.f, b.g, b.zero_threshold), b.down, b.down_bias)
+    up = None if b.up is None else rows_of_table(b.up)
+    if packed is None and M > packer.MANY:
+        # Among so many, one or two with more active neurons than usual are expected, and a tile of the dense path just
+        # for them would take longer than to gather for them.
+        cap *= 2
+    with_bitmask = stats is None and hopper.may_emit_bitmask(x, b.gate, b.zero_threshold)
+    table = None
+    parts = chunks(M, N, CHUNK)
+    for part in parts:
+        m = part.stop - part.start
+        numbers = None if stats is None else stats[:, part]
+        # Nothing lies between the dot products and the weighted rows, which take rows as they come.
+        alone = numbers is None
+        follows = up is not None and alone and dot_rows.follows(x, up)
+        words = 2 + -(-m // 2) if follows else 0
+        state = packer.new_state(x.device, words)
+        # What counts the programs that make the table, then a row's entries that are done.
+        done = state[len(state) - words :].view(torch.int32) if follows else None
+        ready = None if done is None else done[4:]
+        # Where nothing waits for the table but what rows are gathered with, it is made only where they are; unless the
+        # product with a bitmask, which statistics have none of, has room for it beside its end.
+        asked = len(parts) == 1
+        roomy = asked and with_bitmask
+        bitmask = None
+        # Zeros are written in front of the gate projection: nothing is to lie between that and what follows it.
+        if with_bitmask:
+            gate, bitmask = hopper.product_with_bitmask(
+                x[part], b.gate, b.gate_bias, b.zero_threshold, state, room=roomy
+            )
+        else:
+            state.zero_()
+            gate = F.linear(x[part], b.gate, b.gate_bias)
+        if numbers is None:
+            asked = roomy and not hopper.has_room(x, b.gate)
+        if table is None and not asked:
+            table, _ = rows.by_neuron(b.down, beside=with_bitmask)
+        if packed is None:
+            count = torch.empty(m, dtype=torch.int32, device=x.device)
+            index = torch.empty(
+                m, cap, dtype=torch.int16 if N <= 32768 else torch.int32, device=x.device
+            )
+            # Gates are read where the product left them, by all but what goes through entries neuron by neuron.
+            picks = bitmask is None or up is None
+            value, ups = x.new_empty(m, cap) if picks else None, None
+        else:
+            count, index, value = packed.count[part], packed.index[part], packed.gate[part]
+            ups = packed.up[part] if up is not None else None
+        overflow = count.new_empty(packer.room_for_rows(m))
+        entries = (count, index, value)
+        if bitmask is not None:
+            packing = bitmask_packing.pack(gate, bitmask, entries, overflow, state)
+        else:
+            packing = packer.pack(
+                gate, entries, overflow, state, numbers, b.f, b.zero_threshold, up is not None
+            )
+        listed = state, overflow
+        h, steps = value, b.f
+        if up is not None:
+            h, steps = x.new_empty(m, cap), ()
+        # Tensor cores have dense rows to do, or nothing, while rows are gathered.
+        with SideStream(x.device, urgent=alone) as side:
+            made: torch.Tensor | None = None
+            makers = 0
+            if table is None:
+                table, makers = rows.by_neuron(b.down, unless=rows.Unless(state, m, done))
+                made = done if makers else None
+            if up is not None:
+                gates = gate if value is None else value
+                dot_rows.dots(
+                    x[part], up, b.up_bias, (count, index, gates), ups, packing, h, b.f, b.g,
+                    whole=value is None, ready=ready, after=made is not None,
+                )  # fmt: skip
+                if numbers is not None:
+                    dot_rows.hidden_stats(count, h, numbers)
+            with side.beside():
+                dense.hidden(x[part], up, b.up_bias, gate, listed, b.f, b.g, b.zero_threshold)
+                dense.product(gate, b.down, y[part], listed, b.down_bias)
+                if numbers is not None and up is not None:
+                    dense.row_stats(gate, numbers, listed)
+            rows.weighted_rows(
+                count, index, h, table, y[part],
+                steps=steps, bias=b.down_bias, packing=packing, ready=ready, made=(made, makers),
+            )  # fmt: skip
+    return y

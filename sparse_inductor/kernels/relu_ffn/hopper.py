@@ -1,0 +1,445 @@
+"""The gate projection of a ReLU feed-forward block on Hopper GPUs, by a warp-specialised persistent kernel in Gluon.
+
+It is written twice: as numbers, for rows that turn out not to be sparse, and as a bit for each, all that
+`relu_ffn.bitmask_packing` reads of rows that are.
+
+One warp copies operand tiles into a ring of shared-memory stages by TMA; two warpgroups each multiply 64 rows of a tile
+of 128 tokens by 256 or 128 neurons. A tile's sums are rounded and held, half the registers, and go to memory by pieces
+of 64 columns while the tensor cores are busy with the first steps of the next tile. The bitmask is made then, too.
+
+The bitmask, [M, tiles of 256 neurons, 8] int32, is ordered as the four threads that share a token hold its sums, so
+that making it moves no data: bit b of word (tile, w) is neuron
+256 tile + 128 (w % 2) + 8 (b // 2) + 2 (w // 2) + b % 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..common.arch import capability
+from ..common.gluon_names import let_next_start, tma_load, tma_store
+from ..common.launch import launch as launch_kernel
+from ..common.launch import sm_count
+from ..common.tile_order import tile_at
+from ..common.tma import tma_addressable
+from ..common.unroll import unrolled
+from .packing import twice
+
+__all__ = ["applies", "has_room", "layout", "may_emit_bitmask", "product_with_bitmask", "stages"]
+
+# Rows a warpgroup: the height of a wgmma. 64 x 256 fp32 are 128 registers a thread.
+ROWS = gl.constexpr(64)
+CONSUMERS = gl.constexpr(2)
+# Features a stage: 128 bytes of 16-bit elements, one swizzle row of shared memory.
+DEPTH = gl.constexpr(64)
+# A tile is written by pieces of 64 columns, 8 KiB a warpgroup, one at a time: two would cost a stage of the ring.
+PIECE = gl.constexpr(64)
+# Neurons of a tile of the bitmask, and of two of its words.
+BITMASK_TILE, WORDS = gl.constexpr(256), gl.constexpr(128)
+# Shared memory of an SM that operands and what is written may take, in bytes.
+SHARED = 225 << 10
+# Columns of a tile, and what one takes for one of 256 (H200, K = 2 048).
+COSTS = ((256, 1.0), (128, 0.535))
+# What room in the last wave is worth, in waves.
+ROOM = 0.25
+
+
+@gluon.constexpr_function
+def _accumulator(columns):
+    """How a warpgroup's threads hold sums [64, columns]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def _pieces(v, COUNT: gl.constexpr):
+    """A tile's so many pieces, from left to right. No data moves."""
+    if COUNT == 1:
+        return (v,)
+    else:
+        n: gl.constexpr = v.shape[1] // 2
+        left, right = v.reshape([v.shape[0], 2, n]).permute((0, 2, 1)).split()
+        return _pieces(left, COUNT // 2) + _pieces(right, COUNT // 2)
+
+
+@gluon.jit
+def _make_ring(a, b, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """Stages of TMA tiles of the matrices a and b, and what says which of them are full and which empty."""
+    a_ring = gl.allocate_shared_memory(a.dtype, [STAGES * CONSUMERS, ROWS, DEPTH], a.layout)
+    b_ring = gl.allocate_shared_memory(b.dtype, [STAGES, COLUMNS, DEPTH], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return a_ring, b_ring, full, empty
+
+
+@gluon.jit
+def _place_of(t, tiles_m, tiles_n, ME: gl.constexpr, COLUMNS: gl.constexpr):
+    """Where consumer ME's part of a tile begins: (token, neuron)."""
+    pm, pn = tile_at(t, tiles_m, tiles_n)
+    return (pm * CONSUMERS + ME) * ROWS, pn * COLUMNS
+
+
+@gluon.jit
+def _copy_tiles(source, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """The producer warp: the operands of every tile of this program, in order, into the ring."""
+    a, b, ring, tiles_m, tiles_n = source
+    a_ring, b_ring, full, empty = ring
+    BYTES: gl.constexpr = (ROWS * CONSUMERS + COLUMNS) * DEPTH * 2
+    n = 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m0, n0 = _place_of(t, tiles_m, tiles_n, 0, COLUMNS)
+        for step in range(KBLOCKS):
+            stage = n % STAGES
+            filled = full.index(stage)
+            k = step * DEPTH
+            mbarrier.wait(empty.index(stage), ((n // STAGES) & 1) ^ 1)
+            mbarrier.expect(filled, BYTES)
+            for c in gl.static_range(CONSUMERS):
+                tma_load(a, [m0 + c * ROWS, k], filled, a_ring.index(stage * CONSUMERS + c))
+            tma_load(b, [n0, k], filled, b_ring.index(stage))
+            n += 1
+
+
+@gluon.jit
+def _begin_step(acc, ring, n, MORE: gl.constexpr, ME: gl.constexpr, STAGES: gl.constexpr):
+    """Warpgroup ME: (acc, if MORE) + the product of the n-th filling's stage, which is under way then."""
+    a_ring, b_ring, full, _empty = ring
+    stage = n % STAGES
+    mbarrier.wait(full.index(stage), (n // STAGES) & 1)
+    a = a_ring.index(stage * CONSUMERS + ME)
+    b = b_ring.index(stage).permute((1, 0))
+    return warpgroup_mma(a, b, acc, use_acc=MORE, is_async=True)
+
+
+@gluon.jit
+def _end_step(acc, ring, n, LEFT: gl.constexpr, STAGES: gl.constexpr):
+    """All products but of so many steps are made, and the n-th filling's stage is empty."""
+    acc = warpgroup_mma_wait(LEFT, deps=(acc,))
+    mbarrier.arrive(ring[3].index(n % STAGES))
+    return acc
+
+
+@gluon.jit
+def _multiply_steps(acc, ring, n, ME: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr):
+    """Warpgroup ME: acc + the product of so many stages from the n-th filling on, each under way before the one in
+    front is waited for; how many there were then."""
+    for i in gl.static_range(STEPS):
+        acc = _begin_step(acc, ring, n, True, ME, STAGES)
+        if i > 0:
+            acc = _end_step(acc, ring, n - 1, 1, STAGES)
+        n += 1
+    acc = _end_step(acc, ring, n - 1, 0, STAGES)
+    return acc, n
+
+
+@gluon.jit
+def _clear(zeros, words):
+    """Each program writes its share of `words` zeros."""
+    PIECE: gl.constexpr = 256  # 16 bytes a thread
+    layout: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
+    zero = gl.zeros([PIECE], gl.int64, layout)
+    for first in range(gl.program_id(0) * PIECE, words, gl.num_programs(0) * PIECE):
+        at = first + gl.arange(0, PIECE, layout)
+        gl.store(zeros + at, zero, mask=at < words)
+
+
+@gluon.jit
+def _or(a, b):
+    return a | b
+
+
+@gluon.constexpr_function
+def _greater(dtype):
+    """Of two numbers of a register that are greater than those of another one, or NaN, all bits; a second result for
+    the other number, 0."""
+    kind = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return f"set.gtu.u32.{kind} $0, $2, $3; mov.b32 $1, 0;"
+
+
+@gluon.constexpr_function
+def _by_halves(shape):
+    return [*shape[:-1], 2, 16]
+
+
+@gluon.constexpr_function
+def _along(layout, axes):
+    """The layout of a vector along the last of so many axes."""
+    for _ in range(axes - 1):
+        layout = gl.SliceLayout(0, layout)
+    return layout
+
+
+@gluon.jit
+def _last(LENGTH: gl.constexpr, LAYOUT: gl.constexpr, AXES: gl.constexpr):
+    """0 to LENGTH - 1 along the last of so many axes."""
+    v = gl.arange(0, LENGTH, _along(LAYOUT, AXES))
+    for _ in gl.static_range(AXES - 1):
+        v = gl.expand_dims(v, 0)
+    return v
+
+
+@gluon.jit
+def _bitmask_of(held, least):
+    """Words [...] of the bitmask of 16-bit numbers [..., 32], which threads hold by pairs. least: twice the largest
+    number that is not active, in an int32."""
+    AXES: gl.constexpr = len(held.shape) + 1
+    compare: gl.constexpr = _greater(held.dtype)
+    found = gl.inline_asm_elementwise(
+        compare, "=r,=r,r,r,r", [held, least], dtype=gl.int32, is_pure=True, pack=2
+    )
+    # The first numbers of eight pairs have the lower half of a register, the second ones the upper half.
+    found = found.reshape(_by_halves(found.shape))
+    HALVED: gl.constexpr = found.type.layout
+    pair = _last(16, HALVED, AXES) // 2
+    one = gl.full(pair.shape, 1, gl.int32, pair.type.layout)
+    found = gl.reduce(found & ((one << (2 * pair)) | (one << (2 * pair + 17))), AXES - 1, _or)
+    HALVES: gl.constexpr = found.type.layout
+    half = _last(2, HALVES, AXES - 1)
+    found = (found & 0xFFFF) | ((found >> 16) & 0xFFFF)
+    return gl.reduce(found << (16 * half), AXES - 2, _or)
+
+
+@gluon.constexpr_function
+def _quads(words):
+    """Sums as their threads hold them, [64 tokens, lane of its quad, word, bit], for so many words."""
+    more = [[0, 0, 1, 0]] if words == 2 else []
+    bits = [[0, 0, 0, 1 << b] for b in range(1, 5)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *bits, *more],
+        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, words, 32],
+    )
+
+
+@gluon.jit
+def _store_bitmask(sums, bitmask, m, n0, M, N, least):
+    """Write the bitmask of a tile's rounded sums, of tokens from m and neurons from n0 on."""
+    COUNT: gl.constexpr = sums.shape[1] // WORDS
+    HELD: gl.constexpr = _quads(COUNT)
+    OF_WORDS: gl.constexpr = gl.SliceLayout(3, HELD)
+    LANES: gl.constexpr = gl.SliceLayout(2, OF_WORDS)
+    lane = gl.arange(0, 4, gl.SliceLayout(0, LANES))
+    n = n0 + WORDS * gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, OF_WORDS)))
+    word = (2 * lane)[None, :, None] + (n // BITMASK_TILE * 8 + n % BITMASK_TILE // WORDS)[
+        None, None, :
+    ]
+    held = sums.reshape([ROWS, COUNT, 16, 4, 2]).permute((0, 3, 1, 2, 4))
+    held = gl.convert_layout(held.reshape([ROWS, 4, COUNT, 32]), HELD)
+    found = gl.convert_layout(_bitmask_of(held, least), OF_WORDS)
+    # Neurons past the last: zeros of the weight, but NaN where a token is not finite. N is a multiple of 8.
+    left = gl.minimum(gl.maximum(N - n, 0) // 8, 16)
+    there = gl.full([COUNT], 1, gl.int32, left.type.layout) << (2 * left)
+    there = gl.where(left == 16, -1, there - 1)
+    row = (m + gl.arange(0, ROWS, gl.SliceLayout(1, LANES))).to(gl.int64)
+    at = (row * (gl.cdiv(N, BITMASK_TILE) * 8))[:, None, None] + word
+    gl.store(bitmask + at, found & there[None, None, :], mask=(row < M)[:, None, None])
+
+
+@gluon.jit
+def _end_piece(piece, ends, m0, n0, PLACE: gl.constexpr, ME: gl.constexpr):
+    """A piece of consumer ME's part of the tile at (m0, n0) goes to its place, through the warpgroup's staging tile."""
+    staging, out, _bitmask, _M, _N, _least = ends
+    tma.store_wait(0)
+    tile_out = staging.index(ME)
+    tile_out.store(gl.convert_layout(piece, _accumulator(PIECE)))
+    fence_async_shared()
+    tma_store(out, [m0, n0 + PLACE * PIECE], tile_out)
+
+
+@gluon.jit
+def _mark_pieces(held, ends, m0, n0, PLACE: gl.constexpr, COLUMNS: gl.constexpr):
+    """With every second piece that has gone to memory, the bitmask of both."""
+    _staging, _out, bitmask, M, N, least = ends
+    if PLACE % 2 == 1:
+        both = _pieces(held, COLUMNS // WORDS)[PLACE // 2]
+        _store_bitmask(both, bitmask, m0, n0 + PLACE // 2 * WORDS, M, N, least)
+
+
+@gluon.jit
+def _multiply_tiles(
+    operands, ME: gl.constexpr, COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr,
+    STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Consumer ME: 64 rows of every tile of this program. A tile's pieces go to memory while the tensor cores are busy
+    with the first steps of the next one."""
+    ends, ring, bias, tiles_m, tiles_n = operands
+    _staging, out, _bitmask, _M, N, _least = ends
+    dtype: gl.constexpr = out.dtype
+    SUMS: gl.constexpr = _accumulator(COLUMNS)
+    COUNT: gl.constexpr = COLUMNS // PIECE
+    # A piece every second step, if there are as many: its bitmask follows within the other one.
+    APART: gl.constexpr = 2 if EACH >= 2 * COUNT else 1
+    n = 0  # stages consumed
+    held = gl.zeros([ROWS, COLUMNS], dtype, SUMS)
+    m_held, n_held = 0, 0
+    for t in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m0, n0 = _place_of(t, tiles_m, tiles_n, ME, COLUMNS)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, SUMS)
+        found = _pieces(held, COUNT)
+        for i in gl.static_range(EACH):
+            acc = _begin_step(acc, ring, n, i > 0, ME, STAGES)
+            if i < APART * COUNT and t > gl.program_id(0):
+                if i % APART == 0:
+                    _end_piece(found[i // APART], ends, m_held, n_held, i // APART, ME)
+                if i % APART == APART - 1:
+                    _mark_pieces(held, ends, m_held, n_held, i // APART, COLUMNS)
+            if i > 0:
+                acc = _end_step(acc, ring, n - 1, 1, STAGES)
+            n += 1
+        acc = _end_step(acc, ring, n - 1, 0, STAGES)
+        for _k in range(EACH, KBLOCKS, EACH):
+            acc, n = _multiply_steps(acc, ring, n, ME, EACH, STAGES)
+        if HAS_BIAS:
+            at = n0 + gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))
+            acc += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[None, :]
+        held, m_held, n_held = acc.to(dtype), m0, n0
+    if gl.program_id(0) < tiles_m * tiles_n:
+        found = _pieces(held, COUNT)
+        for i in gl.static_range(COUNT):
+            _end_piece(found[i], ends, m_held, n_held, i, ME)
+            _mark_pieces(held, ends, m_held, n_held, i, COLUMNS)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "least", "words"])
+def _product_kernel(
+    a, b, out, bias, bitmask, state, M, N, least, words,
+    COLUMNS: gl.constexpr, KBLOCKS: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """out [M, N] = x weight^T + bias, and its bitmask, by persistent programs. Zeros of the state, `words` of int64.
+
+    a, b: x and the weight, by TMA tiles of ROWS and of COLUMNS rows. out: by TMA tiles of PIECE x PIECE.
+    """
+    ring = _make_ring(a, b, COLUMNS, STAGES)
+    staging = gl.allocate_shared_memory(out.dtype, [CONSUMERS, PIECE, PIECE], out.layout)
+    covered = gl.cdiv(N, BITMASK_TILE) * BITMASK_TILE  # neurons past the last have bits
+    tiles_m, tiles_n = gl.cdiv(M, ROWS * CONSUMERS), gl.cdiv(covered, COLUMNS)
+    # An SM has no room for anything beside this: the next kernel starts where tiles have run out.
+    let_next_start()
+    _clear(state, words)
+    source = (a, b, ring, tiles_m, tiles_n)
+    operands = ((staging, out, bitmask, M, N, least), ring, bias, tiles_m, tiles_n)
+    gl.warp_specialize(
+        [
+            (_multiply_tiles, (operands, 0, COLUMNS, KBLOCKS, EACH, STAGES, HAS_BIAS)),
+            (_multiply_tiles, (operands, 1, COLUMNS, KBLOCKS, EACH, STAGES, HAS_BIAS)),
+            (_copy_tiles, (source, COLUMNS, KBLOCKS, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def stages(columns: int) -> int:
+    """Stages of the ring: as many as fit an SM beside the tiles that are written."""
+    rows = ROWS.value * CONSUMERS.value
+    beside = rows * PIECE.value * 2
+    return (SHARED - beside) // ((rows + columns) * DEPTH.value * 2)
+
+
+def _leaves_room(columns: int, waiting: float) -> bool:
+    """Whether tiles have 256 columns, and a third of the SMs nothing to do in their last wave."""
+    return columns == 256 and waiting >= 1 / 3
+
+
+@functools.lru_cache(maxsize=256)
+def tile_for(M: int, N: int, programs: int, room: float = 0) -> tuple[int, bool]:
+    """(columns, whether they leave room) of the tile of so many programs' product [M, N] that takes the least time.
+
+    room: what it is worth, in waves of tiles of 256 columns, if those leave room for something beside their last one.
+    """
+    found = []
+    for columns, cost in COSTS:
+        share = -(-M // (ROWS.value * CONSUMERS.value)) * -(-N // columns) / programs
+        waves = math.ceil(share)
+        leaves = _leaves_room(columns, (waves - share) * cost)
+        found.append((waves * cost - room * leaves, columns, leaves))
+    _, columns, leaves = min(found)
+    return columns, leaves
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(M: int, K: int, N: int, programs: int, room: float) -> dict[str, int]:
+    columns, _ = tile_for(M, N, programs, room)
+    # As many steps as a tile has pieces: past the last feature are zeros.
+    steps, each = unrolled(max(-(-K // DEPTH.value), columns // PIECE.value))
+    return {"COLUMNS": columns, "KBLOCKS": steps, "EACH": each, "STAGES": stages(columns)}
+
+
+@functools.cache
+def layout(dtype: torch.dtype, rows: int, columns: int) -> gl.NVMMASharedLayout:
+    """Of a TMA tile in shared memory."""
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+
+
+def _described(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """`t` by TMA tiles of rows x columns."""
+    return TensorDescriptor.from_tensor(t, [rows, columns], layout(t.dtype, rows, columns))
+
+
+def has_room(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `product_with_bitmask`, asked for room, has some beside its last wave."""
+    return tile_for(len(x), len(weight), sm_count(x.device), ROOM)[1]
+
+
+def applies(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """Whether this kernel can run: Hopper, 16-bit operands, sizes TMA can address."""
+    return (
+        x.is_cuda
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and capability(x.device)[0] == 9
+        and all(map(tma_addressable, (x, *weights)))
+        and all(len(w) % 8 == 0 for w in weights)  # of what is written too
+    )
+
+
+def may_emit_bitmask(x: torch.Tensor, gate: torch.Tensor, threshold: float) -> bool:
+    """Whether `product_with_bitmask` can run."""
+    return applies(x, gate) and math.isfinite(threshold)
+
+
+def product_with_bitmask(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    threshold: float,
+    state: torch.Tensor,
+    room: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x weight^T + bias [M, N], bitmask of what is not <= threshold). `state`, int64, becomes zeros.
+
+    room: something else is to be made beside the last tiles.
+    """
+    M, N = len(x), len(weight)
+    out = x.new_empty(M, N)
+    bitmask = torch.empty(M, 8 * -(-N // BITMASK_TILE.value), dtype=torch.int32, device=x.device)
+    programs = sm_count(x.device)
+    constants = _constants(*x.shape, N, programs, ROOM if room else 0)
+    args = (
+        _described(x, ROWS.value, DEPTH.value), _described(weight, constants["COLUMNS"], DEPTH.value),
+        _described(out, PIECE.value, PIECE.value), out if bias is None else bias, bitmask, state,
+        M, N, twice(threshold, x.dtype), len(state),
+    )  # fmt: skip
+    constants = {**constants, "HAS_BIAS": bias is not None}
+    launch_kernel(_product_kernel, (programs,), args, constants, num_warps=4)
+    return out, bitmask

@@ -1,0 +1,262 @@
+"""Sums over the entries of rows, and over those of columns, where every row has k (`ops.sparse_rows`).
+
+By rows they are those of a feed-forward block whose rows are packed with k active neurons each. By columns a program
+takes the entries of one, in the order of the rows; a column of very many is taken in pieces, whose sums are added in
+their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...ops import _sparse_rows_aten as aten
+from ..common.launch import Launcher, launch
+from ..relu_ffn.backward import TokenLists
+
+__all__ = ["addressable", "captures", "columns", "decode", "dots", "outer", "table_of"]
+
+# Columns of a weight that a program sums over, of which as many as stay in L2 (50 MB on an H100) are read for all rows
+# before the next; and bytes in flight a thread of one warp.
+WIDTHS = 1024, 512, 256
+RESIDENT = 36 << 20
+# Rows of a weight that a program multiplies by: their products are added up in registers.
+ENTRIES = 8
+# Rows in flight of a sum by columns, and columns of it.
+FLIGHT, WIDTH = 4, 1024
+# Bytes of the bit masks that `TokenLists` counts in; a sort takes their place where they would be larger.
+MASKS = 256 << 20
+# Tile of a weight that is turned: 128-byte runs of 16 bits on both sides.
+TILE = 64
+
+
+def captures() -> bool:
+    """Whether `launch.captured` takes the kernels: the interpreter's are plain Python."""
+    return isinstance(_decode_kernel, triton.JITFunction)
+
+
+def addressable(t: Tensor) -> Tensor:
+    """A matrix with unit stride along its rows."""
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+@triton.jit
+def _turn_kernel(weight, out, N, D, stride, TILE: tl.constexpr):
+    """Program (i, j) copies a tile of weight [N, D], which lies by columns, to out, which lies by rows."""
+    n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    d = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    here = (d < D)[:, None] & (n < N)[None, :]
+    w = tl.load(weight + d[:, None] * stride + n[None, :], mask=here, other=0.0)
+    tl.store(out + n[:, None] * D + d[None, :], tl.trans(w), mask=tl.trans(here))
+
+
+def table_of(weight: Tensor, run: Launcher) -> Tensor:
+    """A weight [N, D] with unit stride along its rows."""
+    if weight.stride(0) != 1 or weight.stride(1) == 1:
+        return addressable(weight)
+    N, D = weight.shape
+    out = weight.new_empty(N, D)
+    tile = TILE if weight.is_cuda else 16
+    grid = triton.cdiv(N, tile), triton.cdiv(D, tile)
+    run(_turn_kernel, grid, (weight, out, N, D, weight.stride(1)), {"TILE": tile}, 4)
+    return out
+
+
+def _width(table: Tensor) -> int:
+    """Columns of a table's rows to a program."""
+    if not table.is_cuda:
+        return 32
+    N, D = table.shape
+    fits = [w for w in WIDTHS if N * w * table.element_size() <= RESIDENT] or [WIDTHS[-1]]
+    even = [w for w in fits if D % w == 0]
+    return (even or [min(fits[0], max(WIDTHS[-1], triton.next_power_of_2(D)))])[0]
+
+
+@triton.jit
+def _decode_kernel(
+    values, indices, table, bias, out, D, stride,
+    K: tl.constexpr, HAS_BIAS: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (m, part) writes out[m, part] = bias + the sum over a row's entries of value * table row."""
+    m = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    r = tl.arange(0, FLIGHT)
+    total = tl.zeros([WIDTH], tl.float32)
+    for e in tl.range(0, K, FLIGHT, num_stages=1):
+        n = tl.load(indices + m * K + tl.minimum(e + r, K - 1)).to(tl.int64)
+        v = tl.load(values + m * K + e + r, mask=e + r < K, other=0.0).to(tl.float32)
+        at = table + n[:, None] * stride + d[None, :]
+        w = tl.load(at) if EVEN else tl.load(at, mask=(d < D)[None, :], other=0.0)
+        total += tl.sum(tl.where((e + r < K)[:, None], w.to(tl.float32) * v[:, None], 0.0), 0)
+    if HAS_BIAS:
+        total += tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out + m * D + d, total.to(out.dtype.element_ty), mask=d < D)
+
+
+def decode(
+    values: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    run: Launcher = launch,
+) -> Tensor:
+    """y[m] = bias + the sum of values[m, i] * weight[indices[m, i]]. run: what launches the kernel."""
+    table = table_of(weight, run)
+    y = values.new_empty(len(values), table.shape[1])
+    width, D = _width(table), table.shape[1]
+    constants = {
+        "K": indices.shape[1], "HAS_BIAS": bias is not None, "FLIGHT": 8 if width == WIDTHS[-1] else 4,
+        "WIDTH": width, "EVEN": D % width == 0,
+    }  # fmt: skip
+    added = y if bias is None else bias.contiguous()
+    args = values.contiguous(), indices.contiguous(), table, added, y, D, table.stride(0)
+    run(_decode_kernel, (len(y), triton.cdiv(D, width)), args, constants, max(1, width // 512))
+    return y
+
+
+@triton.jit
+def _dots_kernel(
+    x, table, indices, values, D, stride_x, stride,
+    K: tl.constexpr, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (m, part) writes ENTRIES of values[m], the products of x[m] with the table rows of its entries."""
+    m = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    n = tl.load(indices + m * K + tl.minimum(e, K - 1)).to(tl.int64)
+    total = tl.zeros([ENTRIES, WIDTH], tl.float32)
+    for first in range(0, D, WIDTH):
+        d = first + tl.arange(0, WIDTH)
+        at = table + n[:, None] * stride + d[None, :]
+        if EVEN:
+            v, w = tl.load(x + m * stride_x + d), tl.load(at)
+        else:
+            v = tl.load(x + m * stride_x + d, mask=d < D, other=0.0)
+            w = tl.load(at, mask=(d < D)[None, :], other=0.0)
+        total += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    found = tl.sum(total, 1)
+    tl.store(values + m * K + e, found.to(values.dtype.element_ty), mask=e < K)
+
+
+def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> Tensor:
+    """values[m, i] = x[m] . weight[indices[m, i]]. run: what launches the kernel."""
+    x, table = addressable(x), table_of(weight, run)
+    values = x.new_empty(indices.shape)
+    (M, k), D = indices.shape, table.shape[1]
+    width = WIDTHS[-1] if x.is_cuda else 32
+    constants = {"K": k, "ENTRIES": ENTRIES, "WIDTH": width, "EVEN": D % width == 0}
+    args = x, table, indices.contiguous(), values, D, x.stride(0), table.stride(0)
+    run(_dots_kernel, (M, triton.cdiv(k, ENTRIES)), args, constants, 2)
+    return values
+
+
+def columns(indices: Tensor, N: int) -> aten.Columns:
+    """The entries of each column, of rows whose columns differ."""
+    indices = indices.contiguous()
+    if triton.cdiv(len(indices), 32) * N * 4 > MASKS:
+        return aten.columns(indices, N)
+    count = indices.new_full((len(indices),), indices.shape[1], dtype=torch.int32)
+    lists = TokenLists(count, indices, N)
+    lists.fill()
+    return aten.cut_up(lists.entry, lists.start, lists.total)
+
+
+@triton.jit
+def _sum_entries(
+    entry, first, count, x, values, d, D, stride, side,
+    K: tl.constexpr, FLIGHT: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """(the sum over entries of value * x[row, d], that of the values)."""
+    r = tl.arange(0, FLIGHT)
+    total = tl.zeros([d.shape[0]], tl.float32)
+    for e in tl.range(0, count, FLIGHT, num_stages=1):
+        at = tl.load(entry + first + tl.minimum(e + r, count - 1))  # past the end, the last again
+        v = tl.load(values + at, mask=e + r < count, other=0.0).to(tl.float32)
+        source = x + (at // K).to(tl.int64)[:, None] * stride + d[None, :]
+        t = tl.load(source) if EVEN else tl.load(source, mask=(d < D)[None, :], other=0.0)
+        total += tl.sum(t.to(tl.float32) * v[:, None], 0)
+        side += tl.sum(v, 0)
+    return total, side
+
+
+@triton.jit
+def _add_pieces(sums, sides, first, count, d, D):
+    """The sums of some pieces, in their order."""
+    total = tl.zeros([d.shape[0]], tl.float32)
+    side = tl.zeros([], tl.float32)
+    for i in range(0, count):
+        p = (first + i).to(tl.int64)
+        total += tl.load(sums + p * D + d, mask=d < D, other=0.0)
+        side += tl.load(sides + p)
+    return total, side
+
+
+@triton.jit
+def _pieces_kernel(
+    entry, start, total, ends, x, values, sums, sides, N, D, stride,
+    K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (p, part) sums piece p of the columns that have several. ends [N]: pieces of all columns up to n."""
+    p = tl.program_id(0)
+    if p >= tl.load(ends + N - 1):
+        return
+    low = tl.zeros([], tl.int32)
+    high = tl.full([], 0, tl.int32) + N
+    while low < high:  # the first column whose pieces end behind p
+        middle = (low + high) // 2
+        behind = tl.load(ends + middle) > p
+        high = tl.where(behind, middle, high)
+        low = tl.where(behind, low, middle + 1)
+    count = tl.load(total + low)
+    piece = p - (tl.load(ends + low) - tl.cdiv(count, PIECE))
+    first = tl.load(start + low) + piece * PIECE
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    side = tl.zeros([], tl.float32)
+    found, side = _sum_entries(
+        entry, first, tl.minimum(count - piece * PIECE, PIECE), x, values, d, D, stride, side, K, FLIGHT, EVEN
+    )  # fmt: skip
+    tl.store(sums + p.to(tl.int64) * D + d, found, mask=d < D)
+    tl.store(sides + p, side, mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def _outer_kernel(
+    entry, start, total, ends, x, values, sums, sides, out, bias, D, stride,
+    K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (n, part) writes out[n, part] = the sum over the entries of column n of value * x[row], and bias[n]."""
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    count = tl.load(total + n)
+    side = tl.zeros([], tl.float32)
+    if count > PIECE:
+        pieces = tl.cdiv(count, PIECE)
+        found, side = _add_pieces(sums, sides, tl.load(ends + n) - pieces, pieces, d, D)
+    else:
+        found, side = _sum_entries(
+            entry, tl.load(start + n), count, x, values, d, D, stride, side, K, FLIGHT, EVEN
+        )  # fmt: skip
+    tl.store(out + n * D + d, found.to(out.dtype.element_ty), mask=d < D)
+    tl.store(bias + n, side.to(bias.dtype.element_ty), mask=tl.program_id(1) == 0)
+
+
+def outer(
+    values: Tensor, x: Tensor, by: aten.Columns, run: Launcher = launch
+) -> tuple[Tensor, Tensor]:
+    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). run: what launches them."""
+    values, x = values.contiguous(), addressable(x)
+    N, D = len(by.start), x.shape[1]
+    k = values.shape[1]
+    piece = aten.PIECE
+    width = min(WIDTH, max(32, triton.next_power_of_2(D))) if x.is_cuda else 32
+    # Two pieces for so many entries at the least.
+    most = max(1, 2 * values.numel() // (piece + 1))
+    sums, sides = (x.new_empty(s, dtype=torch.float32) for s in ((most, D), (most,)))
+    out, bias = x.new_empty(N, D), x.new_empty(N)
+    constants = {"K": k, "PIECE": piece, "FLIGHT": FLIGHT, "WIDTH": width, "EVEN": D % width == 0}
+    parts = triton.cdiv(D, width)
+    lists = *by, x, values, sums, sides
+    run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 2)
+    run(_outer_kernel, (N, parts), (*lists, out, bias, D, x.stride(0)), constants, 2)
+    return out, bias

@@ -1,0 +1,163 @@
+"""The best documents by their scores: the largest first, equal ones by lowest id, NaN above all numbers.
+
+Of a few documents in one launch, in which every score counts those that come before it: so many comparisons are worth
+it while they take the GPU less time than a selection takes the host. Of more by a selection among int64 keys, a block
+of documents at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.launch import relaunched
+from . import documents
+from .rescore import _key, _ordered
+from .sort import LOWEST, doc_of, score_of
+
+__all__ = ["best", "search", "selected"]
+
+_LOWEST = tl.constexpr(LOWEST)
+_NAN = tl.constexpr(0x7FC00000)  # every NaN, above infinity
+
+# Comparisons at a time: 32 a thread of 4 warps.
+_BLOCK, _OTHERS = 64, 64
+# Comparisons of all queries: some 10 us of an H200, of which a sort and its keys take a host 200.
+_COMPARED = 1 << 26
+# Documents of a query: one program goes past all of them.
+_DOCUMENTS = 1 << 12
+
+
+# Scores and queries of a tile whose keys are made; scores lie by document, keys by query.
+_TILE, _QUERIES = 64, 32
+_RESULTS = 1024
+
+
+@triton.jit
+def _key_of(x, id_):
+    """Scores as keys that sort with the lower id first."""
+    x = x.to(tl.float32)
+    return _key(tl.where(x != x, _NAN, _ordered(x)), id_)
+
+
+@triton.jit
+def _keys(scores, at, N, stride):
+    """Keys of documents of a query; LOWEST past the end."""
+    x = tl.load(scores + at.to(tl.int64) * stride, mask=at < N, other=0.0)
+    return tl.where(at < N, _key_of(x, at), _LOWEST)
+
+
+@relaunched
+@triton.jit(do_not_specialize=["N"])
+def _rank_kernel(
+    scores, best, ids, N, k, stride_q, stride_n, BLOCK: tl.constexpr, OTHERS: tl.constexpr
+):
+    """Program (q, part), parts fastest: BLOCK scores of a query, each written to its place among the first k, if any.
+
+    Reads all N scores of the query; keys are all different, so that every place is taken once.
+    """
+    parts = tl.cdiv(N, BLOCK)
+    q = (tl.program_id(0) // parts).to(tl.int64)
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    mine = scores + q * stride_q
+    key = _keys(mine, at, N, stride_n)
+    place = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, N, OTHERS):
+        other = _keys(mine, first + tl.arange(0, OTHERS), N, stride_n)
+        place += tl.sum((other[None, :] > key[:, None]).to(tl.int32), 1)
+    kept = (at < N) & (place < k)
+    tl.store(best + q * k + place, score_of(key).to(best.dtype.element_ty), mask=kept)
+    tl.store(ids + q * k + place, at.to(tl.int64), mask=kept)
+
+
+@relaunched
+@triton.jit(do_not_specialize=["N", "B", "first"])
+def _keys_kernel(
+    scores, keys, N, B, first, stride_q, stride_n, TILE: tl.constexpr, QUERIES: tl.constexpr
+):
+    """keys [B, N] of the scores of documents first, first + 1, ...: 8 bytes each."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    q = (tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
+    here = (at < N)[:, None] & (q < B)[None, :]
+    x = tl.load(
+        scores + at.to(tl.int64)[:, None] * stride_n + q[None, :] * stride_q, mask=here, other=0.0
+    )
+    key = _key_of(x, (first + at)[:, None])
+    tl.store(keys + q[None, :] * N + at[:, None], key, mask=here)
+
+
+@relaunched
+@triton.jit(do_not_specialize=["total"])
+def _results_kernel(keys, best, ids, total, BLOCK: tl.constexpr):
+    """What keys were made of."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    key = tl.load(keys + at, mask=at < total, other=0)
+    tl.store(best + at, score_of(key).to(best.dtype.element_ty), mask=at < total)
+    tl.store(ids + at, doc_of(key), mask=at < total)
+
+
+def search(
+    query: torch.Tensor,
+    ids: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    num_docs: int,
+    k: int,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best documents [B, k] of `sparse_scores`'s arguments, k > 0: scores in out_dtype, not fp64, and int64 ids."""
+    blocks = documents.blocks(query, ids, values, rows, offsets, num_docs, out_dtype)
+    if num_docs <= _DOCUMENTS and query.shape[0] * num_docs**2 <= _COMPARED:
+        ((_, scores),) = blocks  # so few are one block
+        return best(scores, k)
+    return selected(blocks, k)
+
+
+def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k best [B, k] of scores [B, N], of any strides, as `ops._top.best_of` has them: in the dtype of the scores,
+    and int64 ids."""
+    B, N = scores.shape
+    found, ids = _results(scores, B, k)
+    with torch.cuda.device_of(scores):
+        _rank_kernel[(B * triton.cdiv(N, _BLOCK),)](
+            scores, found, ids, N, k, *scores.stride(), BLOCK=_BLOCK, OTHERS=_OTHERS, num_warps=4
+        )
+    return found, ids
+
+
+def selected(
+    parts: Iterable[tuple[int, torch.Tensor]], k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same over parts (first id, scores [B, n]), at least one; holds one part's keys and k a query."""
+    kept = None
+    for first, scores in parts:
+        keys = _keys_of(scores, first)
+        if kept is not None:
+            keys = torch.cat((kept, keys), 1)
+        kept = torch.topk(keys, min(k, keys.shape[1]), dim=1).values
+    assert kept is not None, "at least one part"
+    found, ids = _results(scores, *kept.shape)
+    with torch.cuda.device_of(kept):
+        _results_kernel[(triton.cdiv(kept.numel(), _RESULTS),)](
+            kept, found, ids, kept.numel(), BLOCK=_RESULTS, num_warps=4
+        )
+    return found, ids
+
+
+def _keys_of(scores: torch.Tensor, first: int) -> torch.Tensor:
+    B, N = scores.shape
+    keys = torch.empty(B, N, dtype=torch.int64, device=scores.device)
+    width = min(_QUERIES, triton.next_power_of_2(B))
+    with torch.cuda.device_of(scores):
+        _keys_kernel[(triton.cdiv(N, _TILE), triton.cdiv(B, width))](
+            scores, keys, N, B, first, *scores.stride(), TILE=_TILE, QUERIES=width, num_warps=4
+        )
+    return keys
+
+
+def _results(scores: torch.Tensor, B: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return scores.new_empty(B, k), torch.empty(B, k, dtype=torch.int64, device=scores.device)

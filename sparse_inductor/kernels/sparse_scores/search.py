@@ -1,0 +1,701 @@
+"""Search of an index on a GPU: candidates by integer scores, the set proved, the candidates rescored exactly.
+
+    1. Queries become lists of (term, integer weight), long posting lists first, with a bound on the integer error.
+    2. A sample of documents from all over the collection gives a threshold that about k documents, and some, reach.
+    3. All chunks are scored; documents that reach the threshold are appended to their query's candidates.
+    4. The k-th best candidate less twice the error bound is a proved limit: nobody below it can be among the k best.
+       Candidates above are rescored from the rows, in fp64, rounded to fp32, and sorted with ties by lowest id.
+    5. A query of which nothing is proved (too many candidates, or too few although there are matches enough, or a limit
+       below the threshold) is answered by exact scores of all documents, in a launch that else does nothing. In a large
+       batch that is also where the few queries are sorted which the rescoring kernel does not sort itself.
+
+The [B, N] scores never exist. Launches have shapes that depend on sizes alone, and the host never looks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_inductor.layers import launches
+from sparse_inductor.ops import _sparse_scores_aten as aten
+from sparse_inductor.ops._top import best_of
+
+from ..common.arch import capability
+from ..common.launch import relaunched, sm_count
+from ..common.pdl import pdl_options
+from . import documents
+from .accumulate import (
+    CHUNK_BITS,
+    CHUNK_DOCS,
+    COUNTERS_APART,
+    MAX_SUM,
+    WEIGHT_STEPS,
+    kth_largest,
+    place_of_term,
+    portable_kernel,
+    shared_kernel,
+)
+from .ptx import READ_ANYHOW
+from .rescore import FILTERED_UP_TO, RANKED_UP_TO, everything_kernel, rescore_kernel
+from .select import select_kernel
+from .sort import sort_kernel
+
+__all__ = ["LISTS", "Packed", "pack", "search"]
+
+LISTS = 11  # of the tensors of a `Packed`; the rest are the rows
+
+_APART = tl.constexpr(COUNTERS_APART)
+_UNIT = tl.constexpr(2.0 ** (32 - CHUNK_BITS) / WEIGHT_STEPS)
+_SUM_BITS = tl.constexpr(MAX_SUM.bit_length() - 1)
+
+# Candidates of a query are selected and sorted by one program: 4 k and 2 k of them, in registers.
+_MOST_K = 2048
+# One chunk of sampled documents for so many chunks: three per cent more postings.
+_SAMPLED = 32
+# Queries that go together: their candidates take 64 MiB and more.
+_MOST_QUERIES = 2048
+# A query of more terms is scored by the rows.
+_MOST_TERMS = 4096
+# Exact scores of all documents for some queries at once: the larger part of what a search needs besides the index.
+_EVERYTHING_BYTES = 80 << 20
+# Programs on an SM that score everything, and warps of each: two fit in where all of what ran before has
+# ended. The interpreter runs one after the other; one program could do it all.
+_EVERYTHING = (2, 8)
+_EVERYTHING_ELSEWHERE = (2, 32)
+# Weights of a query read at a time, by so many warps: 8 a thread of four programs an SM, or of one that has an SM to
+# itself, where there are no more of them than SMs.
+_READ = (2048, 8)
+_READ_ALONE = (8192, 32)
+# Postings in a chunk from which a list is walked on its own.
+_LONG_LIST = 192
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Chunk-major postings: post int32 [nnz + pad], offsets int32 [chunks, V + 1] relative to bases int64 [chunks].
+
+    docs: the first document of each chunk [chunks], or the sampled documents themselves [chunks, CHUNK_DOCS].
+    """
+
+    post: torch.Tensor
+    offsets: torch.Tensor
+    bases: torch.Tensor
+    docs: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        return self.bases.numel()
+
+    def first(self, chunks: int) -> Chunks:
+        """The first of them."""
+        end = int(self.bases[chunks]) if chunks < self.count else self.post.numel()
+        return Chunks(
+            self.post[:end], self.offsets[:chunks], self.bases[:chunks], self.docs[:chunks]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """What `pack` makes; `search` gets its tensors in this order."""
+
+    chunks: Chunks
+    sample: Chunks
+    is_long: torch.Tensor  # int32 [V / 32], a bit a term: whether its lists are walked one by one
+    df: torch.Tensor  # int64 [V], documents a term
+    extremes: (
+        torch.Tensor
+    )  # fp64 [2]: the largest weight, which is a fraction of 1, and the least, or 0
+    offsets: torch.Tensor  # int64 [N + 1], of the rows
+    terms: torch.Tensor  # [nnz + READ_ANYHOW]
+    weights: torch.Tensor  # [nnz]
+    scales: torch.Tensor  # fp32 [chunks, 2]: a weight is scale * (stored - zero)
+
+    def tensors(self) -> list[torch.Tensor]:
+        c, s = self.chunks, self.sample
+        return [
+            c.post, c.offsets, c.bases, c.docs, s.post, s.offsets, s.bases, s.docs,
+            self.is_long, self.df, self.extremes, self.offsets, self.terms, self.weights, self.scales,
+        ]  # fmt: skip
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor]) -> Packed:
+        return Packed(Chunks(*tensors[:4]), Chunks(*tensors[4:8]), *tensors[8:])
+
+
+# Packing
+
+
+def pack(
+    segments: Sequence[Any], num_terms: int, kept: int = 0, old: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """The tensors of a `Packed` for an index's segments, on their device; a segment at a time.
+
+    4 bytes a posting and 4 (V + 1) a chunk, a thirtieth of that again for the sample, and the rows in one piece. The
+    chunks of the first `kept` segments are taken over from `old`, unless a larger weight has come that changes the
+    fraction all weights are kept as.
+    """
+    device = segments[0].offsets.device if segments else torch.device("cuda")
+    new = segments[kept:]
+    largest = least = 0.0
+    for s in new:
+        if s.nnz:
+            low, high = torch.stack(torch.aminmax(s.values())).tolist()
+            largest, least = max(largest, high, -low), min(least, low)
+    before = Packed.of(old) if kept else None
+    if before is not None:
+        known = before.extremes.tolist()
+        if largest > known[0]:
+            return pack(segments, num_terms)
+        largest, least = known[0], min(least, known[1])
+    parts, scales, first = [], [], 0
+    df = torch.zeros(num_terms, dtype=torch.int64, device=device)
+    if before is not None:
+        df += before.df
+        first = sum(s.count for s in segments[:kept])
+        chunks = sum(-(-s.count // CHUNK_DOCS) for s in segments[:kept])
+        parts.append(before.chunks.first(chunks))
+        scales.append(before.scales[:chunks])
+        gone = before.offsets.numel() - 1 - first
+        if gone:  # the last segment is made anew: its terms are counted again
+            start = int(before.offsets[first])
+            ids = before.terms[start : int(before.offsets[-1])].long() & (
+                0xFFFF if num_terms <= 1 << 16 else -1
+            )
+            df -= torch.bincount(ids, minlength=num_terms)
+    for s in new:
+        terms, values, lengths = s.term_ids(), s.values(), s.offsets.diff()
+        rows = torch.repeat_interleave(
+            torch.arange(s.count, device=device), lengths, output_size=s.nnz
+        )
+        made = _chunked(rows, terms, values, s.count, num_terms, largest)
+        parts.append(dataclasses.replace(made, docs=made.docs + first))
+        zero = 127.0 if s.signed else 0.0
+        scales.append(torch.tensor([[s.scale, zero]], device=device).expand(made.count, 2))
+        df += torch.bincount(terms, minlength=num_terms)
+        first += s.count
+    N = first
+    offsets, at = [torch.zeros(1, dtype=torch.int64, device=device)], 0
+    for s in segments:
+        offsets.append(s.offsets[1:].long() + at)
+        at += s.nnz
+    narrow = torch.int16 if num_terms <= 1 << 16 else torch.int32
+    empty = torch.zeros(0, device=device)
+    rows = (
+        torch.cat(offsets),
+        torch.cat(
+            [*(s.terms for s in segments), torch.zeros(READ_ANYHOW, dtype=narrow, device=device)]
+        ),
+        torch.cat([s.weights for s in segments] or [empty]),
+        torch.cat(scales or [empty.view(0, 2)]).contiguous(),
+    )
+    chunks = _joined(parts, num_terms, device)
+    sample = _sample(segments, N, num_terms, largest, device)
+    long = _bits(df.double() * CHUNK_DOCS / max(N, 1) >= _LONG_LIST)
+    extremes = torch.tensor([largest, least], dtype=torch.float64, device=device)
+    return Packed(chunks, sample, long, df, extremes, *rows).tensors()
+
+
+def _chunked(
+    rows: torch.Tensor, terms: torch.Tensor, values: torch.Tensor, n: int, V: int, largest: float
+) -> Chunks:
+    """Entries of documents 0 to n - 1 as chunks."""
+    device = rows.device
+    count = -(-n // CHUNK_DOCS)
+    key = (rows >> CHUNK_BITS) * V + terms
+    key, order = torch.sort(key, stable=True)
+    edges = torch.arange(count * V + 1, device=device)
+    starts = torch.searchsorted(key, edges)
+    bases = starts[: count * V : V] if count else starts[:0]
+    offsets = torch.empty(count, V + 1, dtype=torch.int32, device=device)
+    for c in range(count):
+        offsets[c] = (starts[c * V : (c + 1) * V + 1] - bases[c]).int()
+    fraction = values[order].double() * (WEIGHT_STEPS / largest if largest else 0.0)
+    # Never 0: a document that matches has a positive score where all weights are positive.
+    fraction = torch.where((fraction > 0) & (fraction < 1), 1.0, fraction.round())
+    post = (fraction.long() << CHUNK_BITS) | (rows[order] & (CHUNK_DOCS - 1))
+    docs = torch.arange(count, device=device, dtype=torch.int32) * CHUNK_DOCS
+    return Chunks(post.int(), offsets, bases.clone(), docs)
+
+
+def _joined(parts: Sequence[Chunks], V: int, device: torch.device) -> Chunks:
+    bases, at = [], 0
+    for p in parts:
+        bases.append(p.bases + at)
+        at += p.post.numel()
+    none = torch.zeros(0, dtype=torch.int32, device=device)
+    return Chunks(
+        torch.cat([p.post for p in parts] or [none]),
+        torch.cat([p.offsets for p in parts] or [none.view(0, V + 1)]),
+        torch.cat(bases or [none.long()]),
+        torch.cat([p.docs for p in parts] or [none]).int(),
+    )
+
+
+def sampled(N: int) -> tuple[int, int]:
+    """(chunks, documents in each) of the sample of a collection; none of less than two chunks."""
+    chunks = -(-N // CHUNK_DOCS)
+    if chunks < 2:
+        return 0, 0
+    # One chunk is enough for a small collection, a twenty-fifth of the documents; a large one has a second, wider look,
+    # of four chunks at least: fewer would leave the number of candidates at the mercy of some fifty documents.
+    if chunks <= _SAMPLED:
+        return 1, min(CHUNK_DOCS, max(N // 25, CHUNK_DOCS // 8))
+    return max(4, chunks // _SAMPLED), CHUNK_DOCS
+
+
+def _sample(
+    segments: Sequence[Any], N: int, V: int, largest: float, device: torch.device
+) -> Chunks:
+    """Chunks of documents taken at even steps from the whole collection, each chunk itself such a sample."""
+    count, size = sampled(N)
+    if not count:
+        return _joined([], V, device)
+    wanted = torch.arange(count * size, device=device)
+    # Chunk c takes every count-th of the sampled documents, so that its first is spread as widely as all of them.
+    wanted = wanted.view(size, count).t().reshape(-1)
+    docs = (wanted * N) // (count * size)
+    rows, terms, values, first = [], [], [], 0
+    for s in segments:
+        here = ((docs >= first) & (docs < first + s.count)).nonzero().squeeze(1)
+        local = docs[here] - first
+        lengths = s.offsets.diff()[local]
+        total = int(lengths.sum())
+        step = torch.arange(total, device=device)
+        ends = lengths.cumsum(0)
+        inside = step - torch.repeat_interleave(ends - lengths, lengths, output_size=total)
+        at = torch.repeat_interleave(s.offsets[local], lengths, output_size=total) + inside
+        rows.append(torch.repeat_interleave(here, lengths, output_size=total))
+        terms.append(s.term_ids()[at])
+        values.append(s.values()[at])
+        first += s.count
+    made = _chunked(
+        torch.cat(rows), torch.cat(terms), torch.cat(values), count * CHUNK_DOCS, V, largest
+    )
+    docs = torch.nn.functional.pad(docs, (0, count * CHUNK_DOCS - docs.numel()))
+    return dataclasses.replace(made, docs=docs.view(count, CHUNK_DOCS).int().contiguous())
+
+
+def _bits(flags: torch.Tensor) -> torch.Tensor:
+    """Booleans as the bits of int32 words, the first the lowest."""
+    words = torch.nn.functional.pad(flags.long(), (0, -flags.numel() % 32)).view(-1, 32)
+    packed = (words << torch.arange(32, device=flags.device)).sum(1)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+# Kernels around the scoring
+
+
+@relaunched
+@triton.jit(do_not_specialize=["V", "L"])
+def _prepare_kernel(
+    query, is_long, extremes, terms, weights, counts, long_counts, margin, unit, positive, status, threshold, found,
+    slots, progress, members, V, L, BLOCK: tl.constexpr, SORTED: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One program a query: reads its V weights once, writes its terms, 8 bytes each, and sets up what the other kernels
+    count in.
+
+    Terms of long lists are terms[q, :long_counts], the others the last ones of the row, where they are SORTED; else all
+    count as long. They come in any order, which sums of integers do not depend on: a counter gives each its place,
+    where a scan would wait for all threads. BITS: members [B, V / 32] tells the terms there are.
+
+    status: 0; 1 where integers cannot be trusted or there are more than L terms; 2 where a weight is NaN or infinite.
+    margin: twice the error bound of an integer score, in its units of `unit`. positive: whether no weight of query and
+    index is negative. counts are 0 but for status 0.
+    """
+    q = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    mine = terms + q * L
+    raw = weights + q * L
+    slot = slots + 2 * q
+    tl.store(slot, 0)
+    tl.store(slot + 1, 0)
+    tl.debug_barrier()
+    least = tl.zeros([BLOCK], tl.float32)
+    row = query + q * V + at
+    coming = tl.load(row, mask=at < V, other=0.0)
+    after = tl.load(row + BLOCK, mask=at + BLOCK < V, other=0.0)
+    for i in range(0, V, BLOCK):
+        t = i + at
+        w = coming
+        coming = after
+        after = tl.load(row + i + 2 * BLOCK, mask=t + 2 * BLOCK < V, other=0.0)
+        some = w != 0
+        if BITS:
+            bits = tl.reshape(some.to(tl.int32) << (at & 31), [BLOCK // 32, 32])
+            word = (i >> 5) + tl.arange(0, BLOCK // 32)
+            inside = word < tl.cdiv(V, 32)
+            tl.store(members + q * tl.cdiv(V, 32) + word, tl.sum(bits, axis=1), mask=inside)
+        if SORTED:
+            short = 1 - ((tl.load(is_long + (t >> 5), mask=some, other=0) >> (t & 31)) & 1)
+        else:
+            short = tl.zeros([BLOCK], tl.int32)
+        n = tl.atomic_add(slot + short, 1, mask=some, sem="relaxed")
+        place = tl.where(short != 0, L - 1 - n, n)
+        kept = some & (n < L)
+        tl.store(mine + place, t, mask=kept)
+        tl.store(raw + place, w.to(tl.int32, bitcast=True), mask=kept)
+        least = tl.minimum(least, w)
+    tl.debug_barrier()
+    all_long = tl.load(slot, cache_modifier=".cg")
+    all_short = tl.load(slot + 1, cache_modifier=".cg")
+    terms_of = all_long + all_short
+    stored = tl.minimum(terms_of, L)
+    sum_ = tl.full([], 0.0, tl.float64)
+    for i in range(0, stored, BLOCK):
+        place = place_of_term(i + at, all_long, terms_of, L)
+        w = tl.load(raw + place, mask=i + at < stored, other=0, cache_modifier=".cg")
+        sum_ += tl.sum(tl.abs(w.to(tl.float32, bitcast=True)).to(tl.float64), axis=0)
+    sound = sum_ < float("inf")
+    # Scores that overflow fp32, or lose bits to denormal numbers, are equal where integers differ.
+    most = sum_ * tl.load(extremes)
+    trusted = (most < 1e38) & ((most > 1e-24) | (most == 0)) & (terms_of <= L)
+    usable = (sound & trusted).to(tl.int32)
+    # The power of two, by its bits, that takes the sum just below MAX_SUM: scaling by it is exact.
+    bits = tl.where((usable != 0) & (sum_ > 0), sum_, 1.0).to(tl.int64, bitcast=True)
+    biased = -((bits >> 52) & 0x7FF) + (2 * 1023 + _SUM_BITS - 1)
+    scale = (biased << 52).to(tl.float64, bitcast=True)
+    # Each term: 1 by the shift and 1/4 by the rounded query weight. A step of every document weight, 2^-19 of the
+    # query's sum: half by rounding, half by never rounding to 0. As much again by the bits of the document's place.
+    bound = 1.25 * terms_of + sum_ * scale * (2.0 / (1 << 19)) + 2.0
+    tl.store(margin + q, (2.0 * tl.where(usable != 0, bound, 0.0)).to(tl.int32) + 1)
+    tl.store(status + q, tl.where(sound, tl.where(trusted, 0, 1), 2))
+    tl.store(unit + q, (tl.load(extremes) * _UNIT / scale).to(tl.float32))
+    tl.store(positive + q, (tl.min(least, axis=0) >= 0) & (tl.load(extremes + 1) >= 0))
+    tl.store(counts + q, terms_of * usable)
+    tl.store(long_counts + q, all_long * usable)
+    # Threshold 1: without a sample every document with a positive score is a candidate.
+    tl.store(threshold + q, 1)
+    tl.store(found + q * _APART, 0)
+    tl.store(found + q * _APART + 1, 0)
+    if q == 0:
+        tl.store(progress + tl.arange(0, 4), tl.zeros([4], tl.int32))
+    for i in range(0, stored, BLOCK):
+        place = place_of_term(i + at, all_long, terms_of, L)
+        keep = tl.where(usable != 0, i + at < stored, False)
+        w = tl.load(raw + place, mask=keep, other=0, cache_modifier=".cg")
+        scaled = w.to(tl.float32, bitcast=True).to(tl.float64) * scale
+        whole = tl.where(scaled < 0, scaled - 0.5, scaled + 0.5).to(tl.int32)
+        tl.store(raw + place, whole, mask=keep)
+
+
+@relaunched
+@triton.jit
+def _threshold_kernel(candidates, found, threshold, capacity, rank, BLOCK: tl.constexpr):
+    """One program a query: raise its threshold to the score of rank `rank` among the sampled candidates."""
+    q = tl.program_id(0).to(tl.int64)
+    n = tl.minimum(tl.load(found + q * _APART), capacity)
+    at = tl.arange(0, BLOCK)
+    x = tl.load(candidates + q * capacity + at, mask=at < n, other=0)
+    better = kth_largest((x >> 32).to(tl.int32), rank, 14)
+    tl.store(threshold + q, tl.maximum(tl.load(threshold + q), better))
+    tl.store(found + q * _APART, 0)
+
+
+# Searching
+
+
+def _uses_shared(device: torch.device) -> bool:
+    """Whether the PTX kernel runs here: an NVIDIA GPU from Volta on, whose shared memory adds integers natively."""
+    return device.type == "cuda" and torch.version.hip is None and capability(device) >= (7, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """Per-query state between the launches: 8 bytes a term of the longest query allowed, 8 a candidate."""
+
+    terms: torch.Tensor
+    weights: torch.Tensor
+    counts: torch.Tensor
+    long_counts: torch.Tensor
+    margin: torch.Tensor
+    positive: torch.Tensor
+    status: torch.Tensor
+    threshold: torch.Tensor
+    found: torch.Tensor
+    kept_counts: torch.Tensor
+    unit: torch.Tensor
+    candidates: torch.Tensor
+    kept: torch.Tensor
+    keys: torch.Tensor
+    begins: torch.Tensor
+    moved: torch.Tensor
+    slots: torch.Tensor
+    progress: torch.Tensor
+    members: torch.Tensor
+
+    @staticmethod
+    def of(
+        B: int, L: int, capacity: int, room: int, members: int, device: torch.device
+    ) -> _Scratch:
+        """members: how many terms the queries' bits tell of."""
+        new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=device)
+        names = (
+            "counts",
+            "long_counts",
+            "margin",
+            "positive",
+            "status",
+            "threshold",
+            "kept_counts",
+        )
+        # Rows begin at 16 bytes whatever B is: Triton compiles a kernel anew for pointers that do not.
+        numbers = new(len(names), -(-B // 4) * 4)[:, :B]
+        return _Scratch(
+            terms=new(B, L), weights=new(B, L), unit=new(B, dtype=torch.float32),
+            found=new(B, COUNTERS_APART), candidates=new(B, capacity, dtype=torch.int64), kept=new(B, room),
+            keys=new(B, room, dtype=torch.int64), begins=new(B, room), moved=new(B, room, dtype=torch.int64),
+            slots=new(B, 2), progress=new(4), members=new(B, -(-members // 32)), **dict(zip(names, numbers)),
+        )  # fmt: skip
+
+
+def rank_in_sample(expected: float, k: int) -> int:
+    """The rank to take as threshold where `expected` of the k best are expected in a sample: five deviations safe."""
+    return min(k, math.ceil(expected + 5 * math.sqrt(expected) + 8))
+
+
+def search(
+    query: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    counts: Sequence[int],
+    deleted: torch.Tensor,
+    k: int,
+    shared: bool | None = None,
+    proved: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 scores and int64 ids [B, k] of the best documents; see `SparseIndex.search`.
+
+    query fp32 [B, V]. `shared` chooses between the shared-memory kernels and the portable ones (default: by the
+    machine). Without `proved` the integer scores are the answer, near but not exact: what exactness costs is measured
+    against that.
+
+    The host never waits for the GPU, so that it can all be captured in a CUDA graph.
+    """
+    p = Packed.of(tensors)
+    B = query.shape[0]
+    N = sum(counts)
+    query = query.contiguous()
+    k_here = min(k, N)
+    scores = torch.empty(B, k_here, dtype=torch.float32, device=query.device)
+    ids = torch.empty(B, k_here, dtype=torch.int64, device=query.device)
+    if not (B and k_here):
+        return _filled(scores, ids, k)
+    if p.sample.count == 0 or k_here > _MOST_K or not launches(query):
+        _exact(query, p, counts, deleted, scores, ids)
+        return _filled(scores, ids, k)
+    shared = _uses_shared(query.device) if shared is None else shared
+    with torch.cuda.device_of(query):
+        for b in range(0, B, _MOST_QUERIES):
+            part = slice(b, b + _MOST_QUERIES)
+            _candidates(query[part], p, deleted, scores[part], ids[part], shared, proved)
+    return _filled(scores, ids, k)
+
+
+def _filled(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    more = k - scores.shape[1]
+    if not more:
+        return scores, ids
+    pad = torch.nn.functional.pad
+    lost = (ids[:, :1] == -1) & scores[:, :1].isnan() if ids.shape[1] else None
+    scores, ids = pad(scores, (0, more), value=float("-inf")), pad(ids, (0, more), value=-1)
+    return (scores if lost is None else scores.masked_fill(lost, float("nan"))), ids
+
+
+def _candidates(query, p: Packed, deleted, scores, ids, shared: bool, proved: bool) -> None:
+    B, V = query.shape
+    N = p.offsets.numel() - 1
+    k = scores.shape[1]
+    # The threshold lets 1.3 k to 2.4 k documents through, and for a small k some hundreds.
+    capacity = max(2048, triton.next_power_of_2(3 * k))
+    # All matches of a query and k documents besides, or the k best and some that may be as good.
+    room = triton.next_power_of_2(max(2 * k, k + 24))
+    s = _Scratch.of(B, min(V, _MOST_TERMS), capacity, room, 0 if shared else V, query.device)
+    alone = query.is_cuda and sm_count(query.device) >= B
+    block, warps = _READ_ALONE if alone else _READ
+    block = max(32, min(triton.next_power_of_2(V), block))
+    _prepare_kernel[(B,)](
+        query, p.is_long, p.extremes, s.terms, s.weights, s.counts, s.long_counts, s.margin, s.unit, s.positive,
+        s.status, s.threshold, s.found, s.slots, s.progress, s.members, V, s.terms.shape[1],
+        BLOCK=block, SORTED=not shared, BITS=not shared, num_warps=min(warps, max(1, block // 128)), maxnreg=64,
+    )  # fmt: skip
+    run = _Launch(s, p, deleted, capacity, shared)
+    share = sampled(N)[1] / N
+    rank = rank_in_sample(k * share, k)
+    run(p.sample, 0, 1, rank=rank, listed=True)
+    # The threshold lets through about rank / share: where that is too many, all sampled documents give a better one.
+    if rank / share > 2.2 * k and p.sample.count > 1:
+        better = rank_in_sample(k * share * p.sample.count, k)
+        run(p.sample, 0, p.sample.count, listed=True)
+        _threshold_kernel[(B,)](
+            s.candidates, s.found, s.threshold, capacity, better, BLOCK=capacity, num_warps=8
+        )
+    run(p.chunks, 0, p.chunks.count)
+    starts = pdl_options(query) if proved else {"PDL": False}
+    select_kernel[(B,)](
+        s.candidates, s.found, s.threshold, s.margin, s.positive, deleted, s.status, s.kept, s.kept_counts,
+        s.keys, N, k, capacity, BLOCK=capacity, PART=2048, ROOM=room, PROVED=proved, PDL=starts["PDL"],
+        num_warps=8, maxnreg=64,
+    )  # fmt: skip
+    if proved and _rescore(query, p, deleted, s, k, shared, scores, ids, starts):
+        return
+    sort_kernel[(B,)](
+        s.keys, s.kept_counts, s.status, s.unit, s.found, s.kept, s.begins, s.moved, scores, ids, k,
+        SMALL=triton.next_power_of_2(k), ROOM=room, PROVED=proved, num_warps=8, maxnreg=64, **starts,
+    )  # fmt: skip
+
+
+def _rescore(
+    query,
+    p: Packed,
+    deleted,
+    s: _Scratch,
+    k: int,
+    shared: bool,
+    scores,
+    ids,
+    starts: dict[str, bool],
+) -> bool:
+    """Exact keys of what is kept, and of the best of all documents for queries of which nothing is proved; whether
+    their answers are written already."""
+    B, V = query.shape
+    N = p.offsets.numel() - 1
+    room = s.kept.shape[1]
+    rows = (query, p.offsets, p.terms, p.weights, p.scales, p.chunks.docs, p.chunks.count)
+    kinds = {
+        "BYTES": p.weights.dtype == torch.uint8, "UNSIGNED16": p.terms.dtype == torch.int16, "ROOM": room,
+        "DEPTH": max(1, p.chunks.count.bit_length()),
+    }  # fmt: skip
+    aligned = (p.terms.data_ptr() | p.weights.data_ptr()) % 16 == 0  # rows are read in vectors
+    filtered = shared and V <= FILTERED_UP_TO and aligned
+    # Every program sets a filter up, a microsecond: no more of them than run at once, four blocks an SM; 16 documents
+    # at a time each.
+    slots = 4 * sm_count(query.device) if query.is_cuda else 1
+    parts = max(
+        1, min(triton.cdiv(k, 64), slots // B) if filtered else min(triton.cdiv(k, 16), 2048 // B)
+    )
+    ranked = _ranks(filtered, parts, k)
+    rescore_kernel[(B, parts)](
+        *rows, s.terms, s.counts, s.long_counts, s.members, s.kept, s.kept_counts, s.keys, s.found,
+        scores, ids, s.progress, V, s.terms.shape[1], k, DOCS=16, FILTERED=filtered, RANKED=ranked, BITS=not shared,
+        num_warps=8, maxnreg=64, **kinds, **starts,
+    )  # fmt: skip
+    group = max(1, min(4, B, _EVERYTHING_BYTES // (4 * N)))
+    group = 1 << (group.bit_length() - 1)
+    new = lambda *shape, dtype=torch.int32: torch.empty(*shape, dtype=dtype, device=query.device)
+    cuda = query.is_cuda
+    each, warps = _EVERYTHING if cuda else _EVERYTHING_ELSEWHERE
+    programs = each * (sm_count(query.device) if cuda else 1)
+    everything_kernel[(programs,)](
+        *rows, deleted, s.status, s.keys, s.kept_counts,
+        new(V, group, dtype=torch.float32), new(group, N), new(32, group), new(programs, 2), s.progress,
+        s.unit, s.found, s.kept, s.begins, s.moved, scores, ids,
+        V, N, B, k, GROUP=group, DOCS=2 * warps, WIDTH=32, READ=64 * warps, SORTED=ranked,
+        SMALL=triton.next_power_of_2(k), num_warps=warps, **kinds, **starts,
+        **({"maxnreg": 128} if cuda else {}),
+    )  # fmt: skip
+    return ranked
+
+
+def _ranks(filtered: bool, parts: int, k: int) -> bool:
+    """Whether `rescore_kernel` writes the answers of most queries, and `everything_kernel` those of the others: where
+    the only part of a query has them all, and some documents more than k, as are mostly kept, are not too many."""
+    return filtered and parts == 1 and k + 24 <= RANKED_UP_TO
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """One pass of the scoring kernel over chunks."""
+
+    s: _Scratch
+    p: Packed
+    deleted: torch.Tensor
+    capacity: int
+    shared: bool
+
+    def __call__(
+        self, c: Chunks, first: int, last: int, rank: int = 0, listed: bool = False
+    ) -> None:
+        s = self.s
+        B, L = s.terms.shape
+        V1 = self.p.df.numel() + 1
+        args = (
+            c.post, c.offsets, c.bases, c.docs, s.terms, s.weights, s.counts, s.long_counts,
+            s.threshold, s.found, s.candidates, self.deleted,
+            first, B, V1, L, self.capacity, rank,
+        )  # fmt: skip
+        size = sampled(self.p.offsets.numel() - 1)[1]
+        ranked = triton.next_power_of_2(size) if rank else 0
+        flags: dict[str, Any] = {
+            "CHUNK": CHUNK_DOCS, "RANKED": ranked, "LISTED": listed, "num_warps": 8,
+        }  # fmt: skip
+        work = (last - first) * B
+        if self.shared:
+            # 40 registers: six blocks of 8 warps an SM, as many as 32 KiB of accumulators each allow
+            shared_kernel[(work,)](*args, **flags, maxnreg=64 if rank else 40)
+            return
+        programs = work
+        if self.deleted.is_cuda:
+            # 32 KiB each: 16 MiB of scratch, well within L2
+            programs = min(work, 4 * sm_count(self.deleted.device))
+        else:
+            programs = min(work, 4)
+        scratch = torch.empty(programs, CHUNK_DOCS, dtype=torch.int32, device=self.deleted.device)
+        # 512: two postings a thread; 32 x 32 tiles keep the lanes of a warp on one short list
+        portable_kernel[(programs,)](
+            scratch, work, *args, **flags, LONG=512, LISTS=32, WIDTH=32, READ=min(2048, CHUNK_DOCS)
+        )
+
+
+def _exact(query, p: Packed, counts, deleted, scores, ids) -> None:
+    """All documents' exact scores, a block at a time, and the best of them; a query that is not finite gets NaN."""
+    table, V = documents.table_of(query, True), query.shape[1]
+    score_rows = documents.score_rows if launches(query) else _score_rows
+    sound = torch.isfinite(query).all(1, keepdim=True)
+
+    def parts():
+        values = p.weights if p.weights.dtype != torch.uint8 else None
+        step = max(1024, documents.BLOCK // query.shape[0])
+        for at in range(0, sum(counts), step):
+            n = min(step, sum(counts) - at)
+            if values is None:
+                block = _bytes_block(score_rows, table, V, p, at, n)
+            else:
+                block = score_rows(table, p.offsets, p.terms, values, at, n, torch.float32, V, True)
+            yield at, block.t().masked_fill(deleted[at : at + n], float("-inf"))
+
+    found, which = best_of(parts(), scores.shape[1])
+    which = torch.where(found == float("-inf"), -1, which)
+    scores.copy_(torch.where(sound, found, float("nan")))
+    ids.copy_(torch.where(sound, which, -1))
+
+
+def _score_rows(table, offsets, ids, values, first, count, out_dtype, V, wide) -> torch.Tensor:
+    """`documents.score_rows` by ATen, of rows with offsets."""
+    offsets = offsets[first : first + count + 1]
+    here = slice(int(offsets[0]), int(offsets[-1]))
+    terms = ids[here].long()
+    terms = terms & 0xFFFF if ids.dtype == torch.int16 else terms
+    query = table[:V].t().to(torch.float64 if wide else torch.float32)
+    docs = aten.Documents(offsets - here.start, terms, values[here])
+    return torch.cat([scores for _, scores in aten.blocks(query, docs)], 1).t().to(out_dtype)
+
+
+def _bytes_block(score_rows, table, V: int, p: Packed, first: int, n: int) -> torch.Tensor:
+    """8-bit weights are spread out to fp32 for a block of documents."""
+    offsets = p.offsets[first : first + n + 1]
+    start, end = int(offsets[0]), int(offsets[-1])
+    docs = torch.arange(first, first + n, device=offsets.device, dtype=torch.int32)
+    chunk = torch.searchsorted(p.chunks.docs, docs, right=True) - 1
+    scale, zero = p.scales[chunk].unbind(1)
+    lengths = offsets.diff()
+    spread = lambda t: torch.repeat_interleave(t, lengths, output_size=end - start)
+    values = (p.weights[start:end].float() - spread(zero)) * spread(scale)
+    return score_rows(
+        table, offsets - start, p.terms[start:end], values, 0, n, torch.float32, V, True
+    )

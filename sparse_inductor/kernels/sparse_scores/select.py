@@ -1,0 +1,91 @@
+"""Which candidates of a query may be among its k best, and whether that is proved."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..common.launch import relaunched
+from ..common.pdl import let_next_start
+from .accumulate import COUNTERS_APART, kth_largest
+
+__all__ = ["select", "select_kernel"]
+
+_DOC_MAX = tl.constexpr(0x7FFFFFFF)
+_APART = tl.constexpr(COUNTERS_APART)
+
+
+@triton.jit
+def select(
+    q, candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
+    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr,
+):  # fmt: skip
+    """The documents that may be among the k best of query q, and whether that is proved. Returns how many.
+
+    Where fewer than k documents match at all, the first k documents there are come along: they score 0 or are among
+    the matches. Reads 8 bytes a candidate, writes 4 a document kept, in any order. status: 1 where nothing is proved.
+    Without PROVED the k best by their integers are the answer: keys are written.
+    """
+    n = tl.load(found + q * _APART)
+    at = tl.arange(0, BLOCK)
+    mine = candidates + q * capacity
+    stored = tl.minimum(n, capacity)
+    score = (tl.load(mine + at, mask=at < stored, other=0) >> 32).to(tl.int32)
+    # All candidates reach the threshold: 12 steps from there, within 2^-12 of what is between it and the largest, let
+    # some in a thousand more through.
+    least = tl.load(threshold + q)
+    kth = least - 1 + kth_largest(tl.maximum(score - least + 1, 0), k, 12)
+    all_matches = (n < k) & (least == 1) & (tl.load(positive + q) != 0)
+    if PROVED:
+        # fp32 rounding may make scores equal that differ by an ulp, 2^-23 of them.
+        limit = kth - tl.load(margin + q) - (kth >> 22) - 1
+    else:
+        limit = kth
+    keep = (score >= limit) & (at < stored)
+    # A counter gives each its place: a scan of all, with its barriers, took longer than all the rest.
+    counter = found + q * _APART + 1
+    place = tl.atomic_add(counter + tl.zeros([BLOCK], tl.int32), 1, mask=keep, sem="relaxed")
+    x = tl.load(mine + at, mask=keep, other=0)
+    doc = (x & _DOC_MAX).to(tl.int32) ^ _DOC_MAX
+    if PROVED:
+        tl.store(kept + q * ROOM + place, doc, mask=keep & (place < ROOM))
+    else:
+        key = (x & -4294967296) | (4294967295 - doc.to(tl.int64))
+        tl.store(keys + q * ROOM + place, key, mask=keep & (place < ROOM))
+    tl.debug_barrier()
+    many = tl.load(counter, cache_modifier=".cg")
+    proved = (n >= k) & (n <= capacity) & (many <= ROOM)
+    if PROVED:
+        proved = proved & (limit >= least)
+    before = tl.load(status + q)
+    if all_matches & (before == 0):
+        more = 0
+        i = 0
+        while (i < N) & (more < k):
+            id_ = i + tl.arange(0, PART)
+            live = (tl.load(deleted + id_, mask=id_ < N, other=1) == 0).to(tl.int32)
+            nth = more + tl.cumsum(live, axis=0) - 1
+            tl.store(kept + q * ROOM + many + nth, id_, mask=(live != 0) & (nth < k))
+            more += tl.sum(live, axis=0)
+            i += PART
+        many += tl.minimum(more, k)
+        proved = proved | (more >= 0)
+    many = tl.where(proved & (before == 0), many, 0)
+    tl.store(kept_counts + q, many)
+    tl.store(status + q, tl.where(proved, before, tl.maximum(before, 1)))
+    return many
+
+
+@relaunched
+@triton.jit
+def select_kernel(
+    candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
+    BLOCK: tl.constexpr, PART: tl.constexpr, ROOM: tl.constexpr, PROVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`select`, a program a query. PDL: `rescore_kernel` starts while this ends."""
+    let_next_start(PDL)
+    q = tl.program_id(0).to(tl.int64)
+    select(
+        q, candidates, found, threshold, margin, positive, deleted, status, kept, kept_counts, keys, N, k, capacity,
+        BLOCK, PART, ROOM, PROVED,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The SPLADE head."""

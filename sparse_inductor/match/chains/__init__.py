@@ -1,0 +1,1 @@
+"""What stands between a linear and a reduction: heads and feed-forward blocks are read by it."""

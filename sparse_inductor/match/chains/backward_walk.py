@@ -1,0 +1,401 @@
+"""The walk from a reduction up to the linear that feeds it: what stands between, in steps and operands.
+
+`walk_back` goes up through producers and notes what it passes. It does not know yet which axis is the vocabulary;
+`chain.Chain` reads the epilogue it returns from the linear down.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from ...epilogue.steps import Step
+from ...graph.batch_norm import normalised
+from ...graph.gemm import entry_of_stack, linears
+from ...graph.mesh import redistributed
+from ...graph.names import Call
+from ...graph.no_match import NoMatch
+from ...graph.scalars import number, scalar_steps
+from ...graph.selection import SELECTIONS, Assigned, Selection, selections
+from ...graph.shapes import Combined, part_of_axis, undone
+from ...graph.values import rounds
+from ...graph.view import GraphView, fake, label, same_size
+from ...graph.vocabulary import COMPARISONS, PARTS, SHAPE_OPS
+from .comparisons import conditions, edge, gated, is_comparison
+from .epilogue_chain import Element, EpilogueChain, Fill, Term, summed
+
+__all__ = ["walk_back"]
+
+_MAX_DEPTH = 64
+
+_NOT_MONOTONE = {
+    "abs", "sin", "cos", "gelu", "silu", "mish", "hardswish", "cosh", "tan", "erfc",
+}  # fmt: skip
+
+
+def walk_back(view: GraphView, node: Any, reader: fx.Node, depth: int = 0) -> EpilogueChain:
+    """The epilogue that ends in the value `reader` sees of `node`. Raises NoMatch with the first thing in the way."""
+    if not isinstance(node, fx.Node):
+        raise NoMatch(f"{label(reader)} makes its values of the number {node}", reader)
+    seen = view.value(node, reader)
+    if seen is None:
+        raise NoMatch(f"{label(node)} is changed in place through a view of it", node)
+    # A sum goes up both ways, and every linear on a residual stream asks about all sums before it.
+    found = view.walked.get(seen)
+    if found is None:
+        cut = view.walks_cut
+        if depth > _MAX_DEPTH:
+            view.walks_cut += 1
+            raise NoMatch("the chain of operations is too long", seen)
+        try:
+            found = _walk_back(view, seen, depth)
+        except NoMatch as reason:
+            found = reason
+        if view.walks_cut == cut:  # else one from a nearer reader may come further
+            view.walked[seen] = found
+    if isinstance(found, NoMatch):
+        raise found.with_traceback(None)
+    return found
+
+
+def _walk_back(view: GraphView, node: fx.Node, depth: int) -> EpilogueChain:
+    found = linears(view, node)
+    if found is not None:
+        if not found:
+            raise NoMatch("both operands of the matmul are batched: neither is a weight", node)
+        return EpilogueChain(tuple(found), ())
+    if (one := entry_of_stack(view, node)) is not None:
+        return EpilogueChain((one,), ())
+    call = view.call(node)
+    if call is None:
+        raise NoMatch(f"cannot see through {_describe(node)}", node)
+    return _BackwardWalk(view, node, call, depth).epilogue()
+
+
+def _describe(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return "an input of the graph: no linear makes these values"
+    return label(node)
+
+
+class _BackwardWalk:
+    """One node of the backward walk."""
+
+    def __init__(self, view: GraphView, node: fx.Node, call: Call, depth: int):
+        self.view, self.node, self.call, self.depth = view, node, call, depth
+
+    def up(self, x: fx.Node) -> EpilogueChain:
+        if self.call.name not in SHAPE_OPS and not self.view.same_shape(x, self.node):
+            raise self._spread()
+        return walk_back(self.view, x, self.node, self.depth + 1)
+
+    def const(self, x: Any) -> float | None:
+        return self.view.const(x, self.node)
+
+    def decline(self, reason: str) -> NoMatch:
+        return NoMatch(reason, self.node)
+
+    def _spread(self) -> NoMatch:
+        return self.decline(f"{self.call.name} spreads the values over an axis that they lack")
+
+    def epilogue(self) -> EpilogueChain:
+        call, node, view = self.call, self.node, self.view
+        name = call.name
+        if (kept := view.kept(call)) is not None:
+            return self.up(kept).then(Element(node))
+        if (steps := scalar_steps(view, node, call)) is not None:
+            return self.up(call["input"]).then(Element(node, steps))
+        if name == "cast":
+            return self._cast()
+        if name == "detach":
+            raise self.decline("detach() cuts the gradient here")
+        if name == "dropout":
+            raise self.decline("dropout is active here")
+        if name == "redistribute":
+            if redistributed(node, call["input"]):
+                raise self.decline("the values move over the device mesh here")
+            return self.up(call["input"]).then(Element(node))
+        if name in SHAPE_OPS:
+            return self._shape()
+        if name in _HANDLERS:
+            return _HANDLERS[name](self)
+        if name in _NOT_MONOTONE:
+            self.up(call["input"])
+            if view.dtype(call["input"]).is_complex:
+                raise self.decline("the values are complex numbers")
+            raise self.decline(f"{name} is not monotone, and no step of an operator")
+        if name in COMPARISONS:
+            raise self.decline(f"a comparison ({name}) is no step of an operator")
+        if name == "scatter" and self._of_own_terms():
+            raise self.decline(
+                "every token has a weight for its own term alone: scatter_reduce of 'amax' into one row a text makes "
+                "no rows of tokens"
+            )
+        raise self.decline(f"{name} after the linear is not an elementwise step")
+
+    def _of_own_terms(self) -> bool:
+        """Whether a scatter puts one number a token into a row of the vocabulary."""
+        src, dim = self.call.get("src"), self.call["dim"]
+        return self.view.is_tensor(src) and same_size(self.view.shape(src)[dim], 1)
+
+    # Shape and dtype
+
+    def _cast(self) -> EpilogueChain:
+        x = self.call["input"]
+        if not self.view.is_tensor(x):
+            raise self.decline("cast of something that is no tensor")
+        if not self.view.dtype(self.node).is_floating_point:
+            raise self.decline(f"the values become {self.view.dtype(self.node)}")
+        if fake(self.node).device != fake(x).device:
+            raise self.decline("the values move to another device")
+        epilogue = self.up(x)
+        if rounds(self.view.dtype(self.node), self.view.dtype(epilogue.linears[0].node)):
+            raise self.decline(f"the values are rounded to {self.view.dtype(self.node)}")
+        return epilogue.then(Element(self.node))
+
+    def _shape(self) -> EpilogueChain:
+        x = self.call["input"]
+        if (same := undone(self.view, self.node, self.call)) is not None:
+            epilogue = walk_back(self.view, same[0], [self.node, *same[1]][-1], self.depth + 1)
+            return epilogue.then(Element(self.node, extra=same[1]))
+        part = part_of_axis(self.view, self.node, self.call)
+        if part is not None:
+            part_call, extra = part
+            epilogue = walk_back(self.view, part_call["input"], extra[-1], self.depth + 1)
+            return epilogue.then(Element(self.node, shape_op=part_call, extra=extra))
+        if self.view.is_tensor(x):
+            return self.up(x).then(Element(self.node, shape_op=self.call))
+        parent = self.view.call(x)
+        if parent is not None and parent.name == "autograd_function_apply":
+            raise self.decline(
+                "an autograd Function with a gradient of its own cannot be seen through"
+            )
+        if parent is None or parent.name not in PARTS:
+            raise self.decline(
+                f"takes one of the results of {_describe(x) if isinstance(x, fx.Node) else x}"
+            )
+        epilogue = walk_back(self.view, parent["input"], x, self.depth + 1)
+        return epilogue.then(Element(self.node, shape_op=self.call, extra=(x,)))
+
+    def _batch_norm(self) -> EpilogueChain:
+        factor, shift = normalised(self.view, self.node, self.call)
+        terms = Term("mul", factor), Term("add", shift)
+        return self.up(self.call["input"]).then(Element(self.node, terms))
+
+    # Two operands
+
+    def _pick(self, a: Any, b: Any) -> tuple[EpilogueChain, int]:
+        """Which of two tensor operands the logits come through: its epilogue and 0 or 1."""
+
+        def full(x: Any) -> bool:
+            return self.view.is_tensor(x) and self.view.same_shape(x, self.node)
+
+        first: NoMatch | None = None
+        found: list[tuple[EpilogueChain, int]] = []
+        for at, x in enumerate((a, b)):
+            if full(x):
+                try:
+                    found.append((self.up(x), at))
+                except NoMatch as e:
+                    # Of two reasons the one about real work beats "this is an input".
+                    if first is None or "input of the graph" in first.reason:
+                        first = e
+        if len(found) == 1:
+            return found[0]
+        if found:
+            reason = f"{self.call.name} combines two tensors that come from linears"
+            raise Combined(reason, self.node, tuple(epilogue for epilogue, _ in found))
+        raise first or self._spread()
+
+    def _arithmetic(self, a: Any, b: Any, forward: Callable, backward: Callable) -> EpilogueChain:
+        """f(a, b) with the logits in a (`forward`) or in b (`backward`); each maps (operand, constant) to terms."""
+        cb, ca = self.const(b), self.const(a)
+        if cb is not None:
+            return self.up(a).then(Element(self.node, forward(None, cb)))
+        if ca is not None:
+            return self.up(b).then(Element(self.node, backward(None, ca)))
+        epilogue, at = self._pick(a, b)
+        terms = forward(b, None) if at == 0 else backward(a, None)
+        return epilogue.then(Element(self.node, terms))
+
+    def _sum(self) -> EpilogueChain:
+        """a + k * b"""
+        k = number(self.view, self.node, self.call, "alpha", 1)
+        k = k if self.call.name == "add" else -k
+        a, b = self.call["input"], self.call["other"]
+        if self.call.name == "rsub":
+            a, b = b, a
+
+        def forward(operand: Any, c: float | None) -> tuple:
+            return (Step("add", (k * c,)),) if c is not None else (Term("add", operand, prepare=k),)
+
+        def backward(operand: Any, c: float | None) -> tuple:
+            scale = () if k == 1 else (Step("mul", (k,)),)
+            return (*scale, Step("add", (c,)) if c is not None else Term("add", operand))
+
+        if k == 1 and (rectified := self._twice_rectified(a, b)) is not None:
+            return rectified
+        try:
+            return self._arithmetic(a, b, forward, backward)
+        except Combined as both:
+            # One from further up is of other epilogues; to walk again would take twice as long at every sum on the way.
+            here = both.node is self.node
+            found = (
+                summed(self.node, tuple(zip(both.epilogues, (1.0, k))), self.view) if here else ()
+            )
+            if not found:
+                raise
+            return EpilogueChain(tuple(found), ())
+
+    def _twice_rectified(self, a: Any, b: Any) -> EpilogueChain | None:
+        """x + |x|, whose gradient at 0 is 1: half of the rectifier's, as of a maximum."""
+        for x, y in ((a, b), (b, a)):
+            call = self.view.call(y)
+            if call is None or call.name != "abs" or call.inplace or not self.view.is_tensor(x):
+                continue
+            mine, theirs = self.view.value(x, self.node), self.view.value(call["input"], y)
+            same = mine is not None and theirs is not None and self.view.same_value(mine, theirs)
+            if same and self.view.value(y, self.node) is y:
+                rectifier = Step("maximum", (0.0,)) if self.view.needs_grad(x) else Step("relu")
+                steps = (rectifier, Step("mul", (2.0,)))
+                return self.up(x).then(Element(self.node, steps, extra=(y,)))
+        return None
+
+    def _mul(self) -> EpilogueChain:
+        a, b = self.call["input"], self.call["other"]
+        for x, gate in ((a, b), (b, a)):
+            if (found := self._gate(x, gate)) is not None:
+                return found
+
+        def terms(operand: Any, c: float | None) -> tuple:
+            return (Step("mul", (c,)),) if c is not None else (Term("mul", operand),)
+
+        return self._arithmetic(a, b, terms, terms)
+
+    def _gate(self, x: Any, gate: Any) -> EpilogueChain | None:
+        """x * (x > t), or times a comparison of what x was computed from, maybe together with a mask."""
+        found = edge(self.view, self.node, gate, x)
+        if found is not None and found.above:
+            step = dataclasses.replace(found, factor=True).step(0.0)
+            assert step is not None
+            return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
+        return self._kept(x, gate, False, 0.0, factor=True)
+
+    def _kept(
+        self, x: Any, keep: Any, negate: bool, c: float, factor: bool = False
+    ) -> EpilogueChain | None:
+        """x where a comparison of what it was computed from, and maybe a mask, say so, else c; None for other masks."""
+        parts, nodes = conditions(self.view, keep, self.node, negate)
+        if not (self.view.is_tensor(x) and self._compares_each(parts, x)):
+            return None
+        epilogue, through, masks = self.up(x), False, []
+        for part in parts:
+            found = gated(self.view, self.node, epilogue, part, negate, c, factor)
+            if found is None:
+                way = "not" if negate else None
+                masks.append(Term("mul", part) if factor else Term("where", part, (c,), way))
+            else:
+                epilogue, through = found, True
+        return epilogue.then(Element(self.node, tuple(masks), extra=nodes)) if through else None
+
+    def _compares_each(self, conditions: list[Any], x: fx.Node) -> bool:
+        """Whether one of some conditions compares every element of `x`, not one number a token."""
+        view = self.view
+        return any(is_comparison(view, c) and view.same_shape(c, x) for c in conditions)
+
+    def _div(self) -> EpilogueChain:
+        if self.call.get("rounding_mode") is not None:
+            raise self.decline("division that rounds")
+
+        def forward(operand: Any, c: float | None) -> tuple:
+            if c == 0:
+                raise self.decline("division by zero")
+            return (
+                (Step("mul", (1 / c,)),)
+                if c is not None
+                else (Term("mul", operand, prepare="reciprocal"),)
+            )
+
+        def backward(operand: Any, c: float | None) -> tuple:
+            tail = Step("mul", (c,)) if c is not None else Term("mul", operand)
+            return Step("pow", (-1.0,)), tail
+
+        return self._arithmetic(self.call["input"], self.call["other"], forward, backward)
+
+    def _pow(self) -> EpilogueChain:
+        a, b = self.call["input"], self.call["other"]
+        p, base = self.const(b), self.const(a)
+        if p is not None:
+            step = {2.0: Step("square"), 0.5: Step("sqrt"), 1.0: Step("mul", (1.0,))}.get(
+                p, Step("pow", (p,))
+            )
+            return self.up(a).then(Element(self.node, (step,)))
+        if base is not None and base > 0:
+            return self.up(b).then(
+                Element(self.node, (Step("mul", (math.log(base),)), Step("exp")))
+            )
+        raise self.decline("a power whose exponent is not a constant")
+
+    def _bound(self) -> EpilogueChain:
+        def terms(operand: Any, c: float | None) -> tuple:
+            if c is None:
+                raise self.decline(f"{self.call.name} with a tensor that is not a constant")
+            return (Step(self.call.name, (c,)),)
+
+        return self._arithmetic(self.call["input"], self.call["other"], terms, terms)
+
+    # Selection
+
+    def _selected(self) -> EpilogueChain:
+        """x where a mask says so, or where nothing is assigned, and elsewhere a constant, or one number a token."""
+        one = self._selection()
+        x, keep, c = one.x, one.keep, self.const(one.other)
+        if isinstance(keep, Assigned):
+            if c is None:
+                raise self.decline("assigns a tensor into the linear's result")
+            return self.up(x).then(Element(self.node, (Term("where", keep, (c,)),)))
+        way = "not" if one.negate else None
+        if c is None:
+            # x where kept, else 0; then the other value on top of that 0.
+            fill = Term("add", Fill(keep, one.other, one.negate))
+            return self.up(x).then(Element(self.node, (Term("where", keep, (0.0,), way), fill)))
+        found = edge(self.view, self.node, keep, x, one.negate)
+        if found is not None:
+            step = found.step(c)
+            if step is None:
+                raise self.decline(
+                    "keeps the small values and replaces the large ones"
+                    if found.at != c
+                    else f"makes NaN {c:g}"
+                )
+            return self.up(x).then(Element(self.node, (step,), extra=found.nodes))
+        gate = self._kept(x, keep, one.negate, c)
+        return gate or self.up(x).then(Element(self.node, (Term("where", keep, (c,), way),)))
+
+    def _selection(self) -> Selection:
+        """Which way a selection is one of the logits."""
+        found = selections(self.view, self.call)
+        if not found:
+            raise self.decline("accumulates into the linear's result")
+        if len(found) == 1:
+            return found[0]
+        constant = next((one for one in found if self.const(one.other) is not None), None)
+        if constant is not None:
+            return constant
+        if not all(self.view.is_tensor(one.x) for one in found):
+            raise self.decline(
+                "where() chooses between a tensor and a number known only at run time"
+            )
+        return found[self._pick(found[0].x, found[1].x)[1]]
+
+
+_HANDLERS: dict[str, Callable[[_BackwardWalk], EpilogueChain]] = {
+    **dict.fromkeys(("maximum", "minimum"), _BackwardWalk._bound),
+    **dict.fromkeys(SELECTIONS, _BackwardWalk._selected),
+    **dict.fromkeys(("add", "sub", "rsub"), _BackwardWalk._sum),
+    **{name: getattr(_BackwardWalk, "_" + name) for name in "batch_norm mul div pow".split()},
+}

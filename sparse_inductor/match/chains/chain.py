@@ -1,0 +1,411 @@
+"""A epilogue read from its linear down: the program, its operands, and how to build the operator's inputs.
+
+The vocabulary axis is followed through every view, and each operand is sorted into constant, one number a token, one
+number a vocabulary entry, or neither. A vocabulary operand that meets the chain while it is still linear becomes part
+of the weight and bias; one that comes later has to stand at the end, where it is replayed after the reduction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...epilogue.ranges import REALS, Interval, prove
+from ...epilogue.steps import Program, Step, simplified
+from ...graph.batch_norm import Normalised
+from ...graph.emit import Emitter
+from ...graph.gemm import Linear
+from ...graph.indices import is_full
+from ...graph.no_match import NoMatch
+from ...graph.selection import Assigned
+from ...graph.shapes import Move, move
+from ...graph.values import not_negative
+from ...graph.view import GraphView, fake, label, same_size, static_size
+from .epilogue_chain import Element, EpilogueChain, Fill, Term
+from .kinds import Frame, Kind, kind_of
+from .terms import Pair, applied, prepared, raised, scaled, selected, widened
+
+__all__ = ["Chain"]
+
+_MORE = "more than a factor or mask of every neuron or token after the rectifier"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A per-token operand, read by `node` after `at` moves."""
+
+    at: int
+    term: Term
+    node: fx.Node
+
+
+class Chain:
+    """The program of a epilogue, with one of its linear's readings.
+
+    program: the steps up to the reduction. tail: what follows them that varies over the vocabulary and is
+    replayed on the reduced values. Raises NoMatch when an operand is none of constant, one number a token, one
+    number a vocabulary entry.
+
+    linear_after: another linear map follows, not a maximum. A token's factors may then wait until after it: they are
+    in the tail, and `factors` tells them apart.
+
+    folded: the terms that became part of weight and bias, each with its reader and the constant factor before it.
+    """
+
+    def __init__(
+        self, view: GraphView, epilogue: EpilogueChain, linear: Linear, linear_after: bool = False
+    ):
+        self.view, self.linear, self.linear_after = view, linear, linear_after
+        self.steps: list[Step] = []
+        self.tail: list[Step | Term] = []
+        self.rows: list[_Row] = []
+        self.moves: list[Move] = []
+        self.v_dim = linear.v_dim
+        self.origin: list[int | None] = list(range(len(view.shape(linear.node))))
+        self.nodes: list[fx.Node] = [*linear.within, linear.node]
+        if linear.parts and not linear_after:
+            name = view.name_of(linear.node)
+            raise NoMatch(f"{name} combines two tensors that come from linears", linear.node)
+        self.reads = [
+            (t, (*part.within, part.node)[0])
+            for part in linear.summands
+            for t in (part.source, part.weight_source, part.bias)
+            if t is not None
+        ]
+        self.folded: list[tuple[Term, fx.Node, float]] = []
+        self._folds: list[Callable[[Emitter, Pair], Pair]] = []  # what weight and bias go through
+        self.wide_bias = False  # whether what is added to 16-bit logits makes them fp32
+        self._turns: NoMatch | None = None  # why a maximum may not move past the tail
+        for element in epilogue.elements:
+            self._pass(element)
+
+    @property
+    def program(self) -> Program:
+        return tuple(self.steps)
+
+    # Down the epilogue
+
+    def _pass(self, element: Element) -> None:
+        self.nodes += [*element.extra, element.node]
+        if element.shape_op is not None:
+            self._move(move(self.view, element.node, element.shape_op, self.v_dim), element.node)
+        for term in element.terms:
+            if isinstance(term, Term):
+                self._operand(term, element.node)
+            elif self.tail and not (self.linear_after and term.fn == "mul" and self._only_scaled()):
+                self.tail.append(term)
+            else:
+                self.steps.append(term)
+                self.steps = [*simplified(tuple(self.steps))]
+
+    def _move(self, step: Move, node: fx.Node) -> None:
+        if self.tail:
+            raise NoMatch("the shape changes after a factor or term of every output", node)
+        self.moves.append(step)
+        self.v_dim = step.v_dim
+        self.origin = [None if o is None else self.origin[o] for o in step.origin]
+        if step.columns is not None:
+            columns = step.columns
+            if isinstance(columns, fx.Node):
+                self.reads.append((columns, node))
+            self._folds.append(lambda e, pair: selected(e, pair, columns))
+
+    def _operand(self, term: Term, node: fx.Node) -> None:
+        kind = self._kind(term, node)
+        if kind == "row" and self._linear_so_far() and self._is_scalar(term):
+            kind = "column"  # one number for everything: a learned scale of the logits, say
+        nodes = [term.operand] if isinstance(term.operand, fx.Node) else term.operand.nodes()
+        self.reads += [(n, node) for n in nodes]
+        learned = [n for n in nodes if self.view.needs_grad(n)]
+        if kind != "row":
+            self._column(term, node, kind)
+        elif self.linear_after and _is_factor(term):
+            self.tail.append(term)
+        elif learned and not self.linear_after:
+            what = "a number for all tokens" if self._is_scalar(term) else "a per-token operand"
+            raise NoMatch(f"{what} ({label(learned[0])}) needs a gradient", node)
+        else:
+            self._row(term, node)
+
+    def _row(self, term: Term, node: fx.Node) -> None:
+        # Factors and masks of 0 commute, so a token's may still come after a vocabulary entry's.
+        if self.tail and not (_scales(term) and self._only_scaled()):
+            if self.linear_after:
+                raise NoMatch(_MORE, node)
+            what = "term" if term.fn == "add" else "mask"
+            raise NoMatch(f"a {what} of tokens comes after a factor or term of every output", node)
+        self.rows.append(_Row(len(self.moves), term, node))
+        self.steps.append(Step("row_" + term.fn, term.const, len(self.rows) - 1))
+
+    def _column(self, term: Term, node: fx.Node, kind: Kind) -> None:
+        scale = math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
+        if kind == "column" and self._linear_so_far():
+            self.folded.append((term, node, scale))
+            self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
+            self.wide_bias |= term.fn == "add" and self._widens(node)
+            return
+        if isinstance(term.operand, Normalised):
+            raise NoMatch("batch_norm after the activation", node)
+        if term.fn == "mul" and self._turns is None:
+            self._turns = self._turning(term, node)
+        self.tail.append(term)
+
+    def _turning(self, term: Term, node: fx.Node) -> NoMatch | None:
+        if isinstance(term.operand, fx.Node) and not not_negative(self.view, term.operand):
+            return NoMatch(
+                "a factor of every output may be negative, which turns the order around", node
+            )
+        if term.prepare is not None:
+            return NoMatch("division by a number of every output after the activation", node)
+        return None
+
+    def _widens(self, node: fx.Node) -> bool:
+        narrow = fake(self.linear.node).dtype.itemsize == 2
+        return narrow and self.view.dtype(node) == torch.float32
+
+    def _only_scaled(self) -> bool:
+        """Whether what is in the tail commutes with a constant factor."""
+        return all(isinstance(t, Term) and _scales(t) for t in self.tail)
+
+    def _linear_so_far(self) -> bool:
+        """Whether the chain is still a non-zero multiple of the linear."""
+        return not self.tail and all(s.fn == "mul" and s.consts[0] != 0 for s in self.steps)
+
+    def _is_scalar(self, term: Term) -> bool:
+        numbers = self.view.shape(term.operand) if isinstance(term.operand, fx.Node) else (2,)
+        return term.fn in ("add", "mul") and all(same_size(s, 1) for s in numbers)
+
+    def _kind(self, term: Term, node: fx.Node) -> Kind:
+        frame = Frame(len(self.origin), self.v_dim)
+        return kind_of(self.view, term.operand, node, frame, self.linear_after)
+
+    def merge(self, dim: int, span: int, node: fx.Node) -> None:
+        """Make one axis of `span` neighbouring ones: a maximum over several axes is one over their product."""
+        shape = self.view.shape(node)
+        if dim <= self.v_dim < dim + span:
+            raise NoMatch("it reduces over the vocabulary too", node)
+
+        def apply(e: Emitter, t: fx.Node, row: bool) -> fx.Node:
+            axes = range(dim, dim + span)
+            if not all(same_size(fake(t).shape[a], shape[a]) for a in axes):
+                sizes = [static_size(shape[a]) if a in axes else -1 for a in range(len(shape))]
+                t = e.method("expand", t, tuple(sizes))
+            return e.method("flatten", t, dim, dim + span - 1)
+
+        if any(static_size(s) is None for s in shape[dim : dim + span]):
+            raise NoMatch("a maximum over several axes of unknown size", node)
+        origin = (*range(dim), None, *range(dim + span, len(shape)))
+        v_dim = self.v_dim - (span - 1 if self.v_dim > dim else 0)
+        self._move(Move(v_dim, origin, apply), node)
+
+    # Proofs
+
+    def flip(self) -> bool:
+        """Move the sign of a negative factor at the start of the program into the weight, where it does not turn the
+        maximum around. Whether there was one."""
+        factors = list(itertools.takewhile(lambda s: s.fn == "mul", self.steps))
+        factor = math.prod(s.consts[0] for s in factors)
+        if factor >= 0:
+            return False
+        self.steps[: len(factors)] = [] if factor == -1 else [Step("mul", (-factor,))]
+        self._folds.append(functools.partial(scaled, factor=-1.0))
+        return True
+
+    def tail_fits(self, dim: int) -> bool:
+        """Whether no operand of the tail varies along the reduced axis. Raises NoMatch where one may turn a maximum
+        around."""
+        if self._turns is not None:
+            raise self._turns
+        for item in self.tail:
+            if isinstance(item, Term) and isinstance(item.operand, fx.Node):
+                shape = self.view.shape(item.operand)
+                at = dim - (len(self.origin) - len(shape))
+                if at >= 0 and not same_size(shape[at], 1):
+                    return False
+        return True
+
+    def tail_rises(self, x: Interval) -> bool:
+        """Whether the tail is non-decreasing in the logits for every vocabulary entry, on values in `x`."""
+        for item in self.tail:
+            if isinstance(item, Step):
+                proof = prove((item,), x)
+                if proof.direction != 1:
+                    return False
+                x = proof.range
+            elif item.fn == "where":
+                x = Interval(min(x.lo, *item.const), max(x.hi, *item.const))
+            else:
+                x = REALS if item.fn == "add" or x.lo < 0 else Interval(0.0, math.inf)
+        return True
+
+    def factors(self, node: fx.Node) -> tuple[list[Term], list[Term]]:
+        """The tail where it is factors, and masks that leave zeros, alone: those of every vocabulary entry, and those
+        of every token. Raises NoMatch where it is more."""
+        columns: list[Term] = []
+        rows: list[Term] = []
+        for item in self.tail:
+            kind = self._kind(item, node) if isinstance(item, Term) else None
+            if kind == "entry":
+                raise NoMatch("an operand differs by sequence and by output", node)
+            if not (isinstance(item, Term) and _is_factor(item)):
+                raise NoMatch(_MORE, node)
+            (rows if kind == "row" else columns).append(item)
+        return columns, rows
+
+    # Building the operator's inputs
+
+    def linear_input(
+        self, e: Emitter, upto: int | None = None, part: Linear | None = None
+    ) -> fx.Node:
+        """The linear's input, or that of a part of it, in the shape of the frame, D in the place of V."""
+        t = (part or self.linear).linear_input(e)
+        for m in self.moves[:upto]:
+            t = m.apply(e, t, False)
+        return t
+
+    def weight_and_bias(self, e: Emitter) -> Pair:
+        """[V, D] and [V] or None, with what the chain did to columns while it was linear."""
+        (weight,), bias = self.weights_and_bias(e)
+        return weight, bias
+
+    def weights_and_bias(self, e: Emitter) -> tuple[list[fx.Node], fx.Node | None]:
+        """The same, the weight of every summand of the linear map apart."""
+        bias = self.linear.emit_bias(e)
+        first, *more = self.linear.summands
+        pair = self._folded_into(e, (first.weight(e), bias))
+        return [pair[0], *(self._folded_into(e, (p.weight(e), None))[0] for p in more)], pair[1]
+
+    def _folded_into(self, e: Emitter, pair: Pair) -> Pair:
+        for fold in self._folds:
+            pair = fold(e, pair)
+        return pair
+
+    def _fold(self, e: Emitter, pair: Pair, term: Term, scale: float) -> Pair:
+        """s (w x + b) with a column operand, as s (w' x + b'); what is of 16 bits is computed in fp32."""
+        weight, bias = pair
+        r = self.vector(e, term, e.size(weight, 0))
+        if term.fn == "add":
+            r = r if scale == 1 else e.call(operator.mul, widened(e, r), 1 / scale)
+            if bias is not None:
+                return weight, e.call(operator.add, widened(e, bias), r)
+            return weight, e.method("expand", r, (e.size(weight, 0),))
+        if term.fn == "mul":
+            r = widened(e, r)
+            weight = e.call(operator.mul, weight, e.method("unsqueeze", r, 1))
+            return weight, None if bias is None else e.call(operator.mul, bias, r)
+        r = e.method("bool", r)
+        weight = e.call(torch.where, e.method("unsqueeze", r, 1), weight, 0.0)
+        kept: Any = 0.0 if bias is None else widened(e, bias)
+        return weight, e.call(torch.where, r, kept, term.const[0] / scale)
+
+    def vector(self, e: Emitter, term: Term, columns: int | fx.Node) -> fx.Node:
+        """A column operand as [V], prepared."""
+        if isinstance(term.operand, Normalised):
+            return term.operand.emit(e)
+        if isinstance(term.operand, Assigned):
+            index = next(i for i in term.operand.items() if i is not None and not is_full(i))
+            ones = e.method("new_ones", self.linear.weight_source, (columns,), dtype=torch.bool)
+            e.call(operator.setitem, ones, index, False)
+            return ones
+        t = term.operand
+        t = t if len(fake(t).shape) == 1 else e.method("flatten", t)
+        return prepared(e, t, term.prepare)
+
+    def token_operand(self, e: Emitter, term: Term) -> fx.Node:
+        """A token's factor or mask from the tail, in the shape of the frame, 1 in the place of V."""
+        at = len(self.moves)
+        assert isinstance(term.operand, (fx.Node, Assigned))
+        if isinstance(term.operand, Assigned):
+            return self._assigned(e, term.operand, at)
+        return prepared(e, self._aligned(e, term.operand, at), term.prepare)
+
+    def row_operands(self, e: Emitter) -> list[fx.Node]:
+        """Every row operand in the shape of the frame, 1 in the place of V."""
+        return [self._row_operand(e, row) for row in self.rows]
+
+    def rehearse(self, anchor: fx.Node) -> None:
+        """Raises NoMatch where an operand cannot follow the moves that come after it. Leaves the graph as it is."""
+        if all(row.at == len(self.moves) for row in self.rows):
+            return
+        e = Emitter(anchor)
+        try:
+            self.row_operands(e)
+        except RuntimeError as error:  # what a fake tensor says of a view that does not fit
+            raise NoMatch(
+                "a per-token operand does not follow the views after it", anchor
+            ) from error
+        finally:
+            e.undo()
+
+    def _row_operand(self, e: Emitter, row: _Row) -> fx.Node:
+        if isinstance(row.term.operand, Assigned):
+            t = self._assigned(e, row.term.operand, row.at)
+        elif isinstance(row.term.operand, Fill):
+            mask, value = (self._aligned(e, n, row.at) for n in row.term.operand.nodes())
+            t = e.call(torch.where, mask, *((value, 0) if row.term.operand.negate else (0, value)))
+        else:
+            t = self._aligned(e, row.term.operand, row.at)
+        t = prepared(e, t, row.term.prepare)
+        for m in self.moves[row.at :]:
+            t = m.apply(e, t, True)
+        return t
+
+    def _assigned(self, e: Emitter, operand: Assigned, at: int) -> fx.Node:
+        """Which tokens an assignment leaves as they are."""
+        one = e.call(torch.narrow, self.linear_input(e, at), self._frame(at).v_dim, 0, 1)
+        t = e.call(torch.ones_like, one, dtype=torch.bool)
+        e.call(operator.setitem, t, operand.index, False)
+        return t
+
+    def _frame(self, at: int) -> Frame:
+        """The axes after `at` moves."""
+        if at == 0:
+            return Frame(len(fake(self.linear.node).shape), self.linear.v_dim)
+        return Frame(len(self.moves[at - 1].origin), self.moves[at - 1].v_dim)
+
+    def _aligned(self, e: Emitter, t: fx.Node, at: int) -> fx.Node:
+        """A per-token tensor with the axes of the frame after `at` moves, 1 in the place of V."""
+        ndim, v_dim = self._frame(at)
+        t = raised(e, t, ndim)
+        return t if same_size(fake(t).shape[v_dim], 1) else e.call(torch.narrow, t, v_dim, 0, 1)
+
+    def replay_tail(self, e: Emitter, t: fx.Node, order: list[int]) -> fx.Node:
+        """The tail on reduced values, whose axes are the frame's in this `order`, the reduced one left out."""
+        for item in self.tail:
+            if isinstance(item, Step):
+                t = applied(e, t, item)
+                continue
+            operand = self._entries(e, item, order, e.size(t, -1))
+            if item.fn == "where":
+                t = e.call(torch.where, e.method("bool", operand), t, item.const[0])
+            else:
+                t = e.call(getattr(operator, item.fn), t, operand)
+        return t
+
+    def _entries(self, e: Emitter, term: Term, order: list[int], columns: int | fx.Node) -> fx.Node:
+        """An operand of the tail, to go with values in `order`."""
+        t = term.operand
+        if not isinstance(t, fx.Node) or sum(not same_size(s, 1) for s in fake(t).shape) <= 1:
+            return self.vector(e, term, columns)
+        reduced = next(d for d in range(len(self.origin)) if d not in order)
+        t = e.method("permute", raised(e, t, len(self.origin)), (reduced, *order))
+        t = e.method("squeeze", t, 0)
+        return prepared(e, t, term.prepare)
+
+
+def _scales(term: Term) -> bool:
+    """Whether a term is a factor, or one of 0 or 1 for what it keeps."""
+    return term.fn == "mul" or (term.fn == "where" and term.const == (0.0,))
+
+
+def _is_factor(term: Term) -> bool:
+    """The same, of an operand that may wait until after a further linear map."""
+    return isinstance(term.operand, (fx.Node, Assigned)) and _scales(term)

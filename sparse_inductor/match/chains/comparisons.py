@@ -1,0 +1,214 @@
+"""A condition that compares a value with a number: relu, threshold and clamp as people write them with a mask."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...epilogue.ranges import prove
+from ...epilogue.steps import Step, run
+from ...graph.no_match import NoMatch
+from ...graph.view import GraphView, label
+from ...graph.vocabulary import COMPARISONS, COPIES, NEGATIONS
+from .epilogue_chain import Element, EpilogueChain
+
+__all__ = [
+    "COMPARISONS",
+    "NEGATIONS",
+    "Edge",
+    "compared",
+    "conditions",
+    "edge",
+    "gated",
+    "is_comparison",
+    "unwrapped",
+]
+
+_COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge:
+    """A condition that holds on one side of the number `at`, above it or below, and there too where `ties`; for a NaN
+    where `nan`. factor: its values, 0 and 1, are multiplied by.
+
+    nodes: what makes the condition.
+    """
+
+    at: float
+    above: bool
+    ties: bool
+    nan: bool
+    nodes: tuple[fx.Node, ...]
+    factor: bool = False
+
+    def step(self, other: float) -> Step | None:
+        """x where the condition holds, else a number; None where that is no step."""
+        if self.above:
+            if self.factor:  # a NaN times 0 or 1 is one, whatever the comparison says of it
+                steps = "gate_above", "gate_at_least"
+            else:
+                steps = ("threshold", "fill_below") if self.nan else ("above", "at_least")
+            return Step(steps[self.ties], (self.at, other))
+        if not self.nan or self.at != other:
+            return None
+        return Step("fill_above", (other, other)) if self.ties else Step("cap", (other,))
+
+
+def edge(
+    view: GraphView, node: fx.Node, condition: Any, x: Any, negate: bool = False
+) -> Edge | None:
+    """How `condition` (with `negate` its contrary) compares the very value that `node` reads of `x` with a constant.
+
+    None where it does not. Raises NoMatch for a comparison with anything but a constant.
+    """
+    mine = view.value(x, node) if isinstance(x, fx.Node) else None
+    return None if mine is None else compared(view, node, condition, mine, negate)
+
+
+def compared(
+    view: GraphView, node: fx.Node, condition: Any, mine: fx.Node, negate: bool = False
+) -> Edge | None:
+    """The same, of a value rather than of what is read now."""
+    condition, wrapped, negated = unwrapped(view, condition)
+    call = view.call(condition)
+    if call is None or call.name not in COMPARISONS:
+        return None
+    negate ^= negated
+    nodes = (*wrapped, condition)
+    sides = call["input"], call["other"]
+    for operand, other, less in (
+        (*sides, call.name in ("lt", "le")),
+        (*sides[::-1], call.name in ("gt", "ge")),
+    ):
+        if not view.is_tensor(operand):
+            continue
+        theirs = view.value(operand, condition)
+        if theirs is None:
+            continue
+        original, copies = _original(view, theirs)
+        same = view.same_value(mine, theirs) or view.same_value(_original(view, mine)[0], original)
+        if not same:
+            continue
+        at = view.const(other, node)
+        if at is None:
+            what = label(other) if isinstance(other, fx.Node) else "it"
+            raise NoMatch(f"the threshold ({what}) is a tensor, not a number", node)
+        ties = (call.name in ("ge", "le")) ^ negate
+        return Edge(at, not (less ^ negate), ties, negate, (*nodes, *copies))
+    return None
+
+
+def is_comparison(view: GraphView, condition: Any) -> bool:
+    """Whether a condition, or its contrary, compares something."""
+    call = view.call(unwrapped(view, condition)[0])
+    return call is not None and call.name in COMPARISONS
+
+
+def unwrapped(view: GraphView, condition: Any) -> tuple[Any, list[fx.Node], bool]:
+    """A condition without its negations, copies and casts; these, the last one first; whether they negate it."""
+    condition, wrapped = view.behind(condition, NEGATIONS | _COPIES | {"cast"})
+    return condition, wrapped, sum(view.name_of(n) in NEGATIONS for n in wrapped) % 2 == 1
+
+
+def _original(view: GraphView, node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """What a copy, detached or not, is a copy of; it and the copies between."""
+    copies: list[fx.Node] = []
+    while (call := view.call(node)) is not None and call.name in _COPIES:
+        seen = view.value(call["input"], node)
+        if seen is None:
+            break
+        copies.append(node)
+        node = seen
+    return node, copies
+
+
+# Values kept where one that they were computed from is above a number, as where(z > 0, log1p(z), 0), are a threshold
+# further up: f(z) where z > t, else c, is f of (z where z > t, else k) if f(k) = c.
+
+# What is kept where both hold, and (with `negate`) what is replaced where one does.
+_BOTH = {False: "and_", True: "or_"}
+
+
+def conditions(
+    view: GraphView, x: Any, node: fx.Node, negate: bool
+) -> tuple[list[Any], tuple[fx.Node, ...]]:
+    """The conditions that have all to hold where `node` reads `x` (with `negate`: of which none may), and the nodes
+    that combine them."""
+    below, copies = view.behind(x, _COPIES | {"cast"})
+    call = view.call(below)
+    if call is None or call.inplace or call.name != _BOTH[negate]:
+        return [x], ()
+    sides = call["input"], call["other"]
+    parts: list[Any] = []
+    nodes = [*copies, below]
+    for side in sides:
+        whole = view.is_tensor(side) and view.dtype(side) == torch.bool
+        if not whole or view.value(side, below) is not side:
+            return [x], ()
+        if not view.effects.unchanged(side, below, node):
+            return [x], ()  # the operator would read it later than it is read here
+        found, more = conditions(view, side, node, negate)
+        parts += found
+        nodes += more
+    return parts, tuple(nodes)
+
+
+def gated(
+    view: GraphView,
+    node: fx.Node,
+    epilogue: EpilogueChain,
+    condition: Any,
+    negate: bool,
+    c: float,
+    total: bool = False,
+) -> EpilogueChain | None:
+    """The epilogue of `node`, which is what `epilogue` ends in where `condition` says so of a value on it, else `c`.
+
+    None where `condition` compares no value on the epilogue with a number; raises NoMatch where it does and is no
+    threshold. total: whether what follows that value has to be a number for every number, as in a product with 0.
+    """
+    elements = epilogue.elements
+    after: tuple[Step, ...] = ()
+    for i in range(len(elements), -1, -1):
+        below = elements[i - 1].node if i else epilogue.linears[0].node
+        found = compared(view, node, condition, below, negate)
+        if found is not None:
+            if not found.above:
+                raise NoMatch("keeps the small values and replaces the large ones", node)
+            k = next((k for k in (0.0, found.at, c) if _at(after, k) == c), None)
+            if k is None:
+                raise NoMatch(
+                    f"fills in {c:g}, which the values that it keeps do not start from", node
+                )
+            if total and prove(after).direction != 1:
+                raise NoMatch("multiplies by 0 what may be no number", node)
+            if view.needs_grad(below) and (step := _without_slope(after)) is not None:
+                raise NoMatch(f"{step} has no gradient where its result is not kept", node)
+            step = dataclasses.replace(found, factor=total).step(k)
+            assert step is not None
+            nodes = (*(n for e in elements[i:] for n in (*e.extra, e.node)), *found.nodes)
+            # One element: what is compared later is compared with values before this threshold.
+            whole = Element(node, (step, *after), extra=nodes)
+            return EpilogueChain(epilogue.linears, (*elements[:i], whole))
+        terms = elements[i - 1].terms if i else ()
+        steps = tuple(t for t in terms if isinstance(t, Step))
+        if not i or elements[i - 1].shape_op is not None or len(steps) != len(terms):
+            return None
+        after = (*steps, *after)
+    return None
+
+
+def _without_slope(steps: tuple[Step, ...]) -> Step | None:
+    """The first step that gives NaN for an interval of numbers, with a slope that is NaN, too."""
+    return next((s for s in steps if s.fn == "sqrt" or (s.fn == "pow" and s.consts[0] % 1)), None)
+
+
+def _at(steps: tuple[Step, ...], x: float) -> float:
+    if not math.isfinite(x):
+        return math.nan
+    return run(steps, torch.tensor(x, dtype=torch.float64)).item()

@@ -1,0 +1,105 @@
+"""What an operand of a chain has one number for: a token, a vocabulary entry, or both."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+
+from ...graph.batch_norm import Normalised
+from ...graph.indices import is_full
+from ...graph.no_match import NoMatch
+from ...graph.selection import Assigned
+from ...graph.values import uniform
+from ...graph.view import GraphView, label, same_size
+from .backward_walk import walk_back
+from .epilogue_chain import Fill
+from .family import above
+
+__all__ = ["Frame", "Kind", "kind_of"]
+
+Kind = Literal["row", "column", "entry"]
+
+
+class Frame(NamedTuple):
+    """The axes of a value of the chain: how many, and which of them is the vocabulary."""
+
+    ndim: int
+    v_dim: int
+
+
+def kind_of(
+    view: GraphView,
+    operand: fx.Node | Assigned | Fill | Normalised,
+    node: fx.Node,
+    frame: Frame,
+    linear_after: bool,
+) -> Kind:
+    """What the operand that `node` combines with a value in `frame` has one number for.
+
+    "row": a token; "column": a vocabulary entry; "entry": both a sequence and a vocabulary entry, if it is the reduced
+    axis that has one element (see `Chain.tail_fits`). Raises NoMatch for any other; linear_after: see `Chain`.
+    """
+    if isinstance(operand, Assigned):
+        return _assigned_kind(view, operand, node, frame)
+    if isinstance(operand, Normalised):
+        if frame.v_dim != 1:
+            raise NoMatch("batch_norm of another axis than the linear's outputs", node)
+        return "column"
+    if isinstance(operand, Fill):
+        if any(kind_of(view, n, node, frame, linear_after) != "row" for n in operand.nodes()):
+            raise NoMatch("the masked value differs by output", node)
+        return "row"
+    if not view.is_tensor(operand):
+        raise NoMatch("an operand is a number known only at run time", node)
+    shape = view.shape(operand)
+    if len(shape) > frame.ndim:
+        raise NoMatch("an operand has more axes than the linear's result", node)
+    at = frame.v_dim - (frame.ndim - len(shape))
+    if at < 0 or same_size(shape[at], 1) or uniform(view, operand, len(shape) - at, node):
+        return "row"
+    if all(same_size(s, 1) for a, s in enumerate(shape) if a != at):
+        return "column"
+    if any(same_size(s, 1) for a, s in enumerate(shape) if a != at):
+        return "entry"
+    raise _unlike(view, operand, node, linear_after)
+
+
+def _unlike(view: GraphView, operand: fx.Node, node: fx.Node, linear_after: bool) -> NoMatch:
+    """Why an operand that varies with the logits is none: what is in the way to a linear of its own, if known."""
+    if linear_after and "linear" in above(view, operand):
+        try:
+            walk_back(view, operand, node)
+        except NoMatch as decline:
+            if view.call(decline.node) is not None:
+                return decline
+    return NoMatch(f"an operand ({label(operand)}) differs by token and by output", node)
+
+
+def _assigned_kind(view: GraphView, operand: Assigned, node: fx.Node, frame: Frame) -> Kind:
+    items = _aligned_items(view, operand, frame.ndim)
+    touched = [a for item, axes in items for a in axes if not is_full(item)]
+    if frame.v_dim not in touched:
+        return "row"
+    if touched == [frame.v_dim]:
+        return "column"
+    raise NoMatch("assigns to single elements of the linear's result", node)
+
+
+def _aligned_items(view: GraphView, operand: Assigned, ndim: int) -> list[tuple[Any, range]]:
+    """Every item of an index with the axes it takes."""
+    spans = [(i, _span(view, i)) for i in operand.items()]
+    rest = ndim - sum(n for i, n in spans if i is not Ellipsis)
+    out, axis = [], 0
+    for item, n in spans:
+        n = rest if item is Ellipsis else n
+        out.append((item, range(axis, axis + n)))
+        axis += n
+    return out
+
+
+def _span(view: GraphView, item: Any) -> int:
+    if isinstance(item, fx.Node) and view.is_tensor(item) and view.dtype(item) == torch.bool:
+        return len(view.shape(item))
+    return 0 if item is None else 1

@@ -1,0 +1,242 @@
+"""Poolings over the sequence: maxima, however they are written, and others, of which none is a SPLADE head's.
+
+Why one of the others is left as it is says a reason about one line of the user's: which reduction stands there, and
+what it keeps that a maximum would not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import fx
+
+from ...graph.contraction import lettered
+from ...graph.gemm import linears
+from ...graph.names import Call
+from ...graph.no_match import NoMatch
+from ...graph.view import GraphView, same_size
+from .backward_walk import walk_back
+from .chain import Chain
+from .family import above, below
+
+__all__ = [
+    "ANCHORS",
+    "LOGS",
+    "POOLED",
+    "PRODUCTS",
+    "RISES",
+    "Reduction",
+    "maximum",
+    "other_pool",
+    "weighted_sum",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """A maximum (or minimum) over one axis.
+
+    values, positions: which of the node's results they are; None where the node is the values, or has no positions.
+    """
+
+    source: fx.Node
+    dim: int
+    keepdim: bool = False
+    values: int | None = None
+    positions: int | None = None
+    minimum: bool = False
+    even: bool = False  # those that share the maximum share its gradient; else it is the first's
+    span: int = 1  # neighbouring axes reduced together, `dim` being the first
+    within: tuple[fx.Node, ...] = ()  # what else it is made of
+
+
+def maximum(view: GraphView, node: fx.Node) -> Reduction | None:
+    """The maximum (or minimum) that a node is; None where it is none, or one of windows."""
+    call = view.call(node)
+    if call is None or not view.is_tensor(call.get("input")):
+        return None
+    source = call["input"]
+    shape = view.shape(source)
+    ndim, dim, keepdim = len(shape), call.get("dim"), bool(call.get("keepdim", False))
+    span = 1
+    if isinstance(dim, (tuple, list)):
+        dims = sorted(d % ndim for d in dim)
+        together = (
+            dims
+            and dims == list(range(dims[0], dims[0] + len(dims)))
+            and (len(dims) == 1 or not keepdim)
+        )
+        dim, span = (dims[0], len(dims)) if together else (None, 1)
+    match call.name:
+        case "amax" | "amin" if isinstance(dim, int):
+            minimum = call.name == "amin"
+            return Reduction(source, dim % ndim, keepdim, minimum=minimum, even=True, span=span)
+        case "max_dim" | "min_dim" if isinstance(dim, int):
+            return Reduction(source, dim % ndim, keepdim, 0, 1, call.name == "min_dim")
+        case "aminmax" if isinstance(dim, int) and not any(
+            u.args[1] == 0 and u.users for u in node.users
+        ):
+            return Reduction(source, dim % ndim, keepdim, 1, even=True)
+        case "gather" | "take_along_dim" if isinstance(dim, int):
+            within = _where_largest(view, node, source, call["index"], dim % ndim)
+            return None if within is None else Reduction(source, dim % ndim, True, within=within)
+        case "topk" if call["k"] == 1:
+            return Reduction(
+                source, call.get("dim", -1) % ndim, True, 0, 1, not call.get("largest", True)
+            )
+        case "adaptive_max_pool1d" if _only(call["output_size"]) == 1 and not call.get(
+            "return_indices"
+        ):
+            return Reduction(source, ndim - 1, True)
+        case "max_pool1d" if same_size(_only(call["kernel_size"]), shape[-1]) and not call.get(
+            "return_indices"
+        ):
+            padded = _only(call.get("padding", 0)) != 0 or _only(call.get("dilation", 1)) != 1
+            return None if padded else Reduction(source, ndim - 1, True)
+    return None
+
+
+def _where_largest(
+    view: GraphView, node: fx.Node, source: fx.Node, index: Any, dim: int
+) -> tuple[fx.Node, ...] | None:
+    """What makes an index that says where along `dim` the largest values of `source` are; None where none does."""
+    ndim, nodes, keepdim = len(view.shape(source)), [], True
+    call = view.call(index)
+    if call is not None and _puts_axis(call, ndim) == dim:
+        nodes.append(index)
+        keepdim, index = False, call["input"]
+        call = view.call(index)
+    if call is None or call.name != "argmax" or not isinstance(call.get("dim"), int):
+        return None
+    if call["dim"] % ndim != dim or bool(call.get("keepdim", False)) != keepdim:
+        return None
+    same = view.value(call["input"], index) is view.value(source, node)
+    return (*nodes, index) if same else None
+
+
+def _puts_axis(call: Call, ndim: int) -> int | None:
+    """Where a view of `ndim` axes has one that its input lacks."""
+    if call.name == "unsqueeze":
+        return call["dim"] % ndim
+    index = call.get("index")
+    if call.name != "getitem" or not isinstance(index, tuple) or index.count(None) != 1:
+        return None
+    return index.index(None) if all(i in (None, slice(None)) for i in index) else None
+
+
+def _only(x: Any) -> Any:
+    return x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
+
+
+RISES = frozenset(
+    "relu relu6 clamp clamp_min maximum softplus leaky_relu elu celu selu gelu silu mish where threshold "
+    "hardtanh".split()
+)
+LOGS = frozenset("log log1p log2 log10".split())
+_ALL = "every position counts, so the logits of all of them are needed"
+_SUMS = {
+    "sum": f"sum pooling: {_ALL}",
+    "mean": f"mean pooling: {_ALL}",
+    "logsumexp": f"log-sum-exp pooling: {_ALL}",
+}
+_ENDS = "sequences that lie end to end, their bounds in a tensor: cut them apart by numbers, or pad them"
+_ORDERS = {
+    "median": "median pooling is no maximum",
+    "argmax": "only the positions are used, not the values",
+    "argmin": "only the positions are used, not the values",
+    "cummax": "a running maximum keeps every position",
+    "kthvalue": "the k-th smallest value is no maximum",
+    "sort": "a sort keeps every position: where its last is wanted, write amax",
+    "norm": "a norm over the sequence: where it is the largest value, write amax",
+    "vector_norm": "a norm over the sequence: where it is the largest value, write amax",
+    "topk": "the {k} largest values of every term are used, not the largest alone",
+    "max_pool1d": "a maximum over windows, not over the whole sequence",
+}
+# A maximum over the tokens of each sequence, which lie end to end: where the tokens are among the arguments.
+_PACKED = {"scatter_reduce": "src", "index_reduce": "src", "segment_reduce": "data"}
+POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
+ANCHORS = POOLS | {"getitem"}
+PRODUCTS = frozenset("einsum matmul bmm".split())
+# What is below these has one value a sequence: pooled already.
+POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | POOLS
+
+
+def other_pool(view: GraphView, node: fx.Node) -> str | None:
+    """Why this sum, mean, top-k or the like is no SPLADE head; None where it has nothing to do with one."""
+    call = view.call(node)
+    if call is not None and call.name == "getitem":
+        return _picked_token(view, node, call)
+    tokens = None if call is None else call.get(_PACKED.get(call.name, "input"))
+    if call is None or call.name not in POOLS or not view.is_tensor(tokens):
+        return None
+    found = above(view, tokens, POOLED)
+    if "linear" not in found:
+        return None
+    activated = bool(found & RISES and found & LOGS)
+    if call.name in _PACKED:
+        largest = call.get("reduce") in ("amax", "max")
+        return _ENDS if activated and largest else None
+    if call.name in _SUMS:
+        if call.name == "logsumexp":  # the activation often follows it
+            activated |= below(view, node, RISES) and below(view, node, LOGS)
+        return _SUMS[call.name] if activated and not _over_terms(view, node, call) else None
+    ndim = len(view.shape(call["input"]))
+    dim = ndim - 1 if call.name == "max_pool1d" else call.get("dim")
+    if not isinstance(dim, int) or ndim < 3:
+        return None
+    vocabulary = _vocabulary_axis(view, call["input"], node)
+    # Which of a token's terms is the largest is another question, and often asked.
+    known = vocabulary is not None and vocabulary != dim % ndim
+    if (known and (activated or call.name == "argmax")) or (vocabulary is None and activated):
+        return _ORDERS[call.name].format(k=call.get("k"))
+    return None
+
+
+def _over_terms(view: GraphView, node: fx.Node, call: Call) -> bool:
+    """Whether a sum is over the terms of each vector, or vectors of texts are added up: a norm, say."""
+    ndim, dim = len(view.shape(call["input"])), call.get("dim")
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    if ndim < 3 or not isinstance(dim, int):
+        return ndim < 3
+    return _vocabulary_axis(view, call["input"], node) == dim % ndim
+
+
+def _picked_token(view: GraphView, node: fx.Node, call: Call) -> str | None:
+    """`logits[torch.arange(B), last]`"""
+    index = call["index"] if isinstance(call["index"], tuple) else ()
+    if sum(isinstance(i, fx.Node) and view.is_tensor(i) for i in index) != 2:
+        return None
+    if not view.is_tensor(call["input"]) or "linear" not in above(view, call["input"], POOLED):
+        return None
+    if not (below(view, node, RISES) and below(view, node, LOGS)):
+        return None
+    return "one token of each sequence is picked: no maximum, and its logits alone are needed"
+
+
+def _vocabulary_axis(view: GraphView, source: fx.Node, reader: fx.Node) -> int | None:
+    try:
+        epilogue = walk_back(view, source, reader)
+        return Chain(view, epilogue, epilogue.linears[0]).v_dim
+    except NoMatch:
+        return None
+
+
+def weighted_sum(view: GraphView, node: fx.Node) -> str | None:
+    """Why a product that weighs the tokens' activations is no SPLADE head; None where it is some other product."""
+    if linears(view, node) != []:  # no product, or one with a matrix
+        return None
+    call = view.call(node)
+    reason = f"a weighted sum over the sequence: {_ALL}"
+    if call is not None and call.name == "einsum":
+        product = lettered(view, call)
+        if product is None or all(set(letters) <= set(product[2]) for letters in product[1]):
+            reason = "a product written as an einsum is not followed: write it with *"
+    operands: Any = () if call is None else call.get("operands") or (call["input"], call["other"])
+    for x in operands:
+        if view.is_tensor(x) and view.dtype(x).is_floating_point:
+            found = above(view, x, POOLED)
+            if "linear" in found and found & RISES and found & LOGS:
+                return reason
+    return None

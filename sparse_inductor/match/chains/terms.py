@@ -1,0 +1,89 @@
+"""Parts of a chain as nodes of the graph: a step, an operand, what becomes of a weight and its bias."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ...epilogue.steps import Step
+from ...graph.emit import Emitter
+from ...graph.view import fake
+
+__all__ = ["Pair", "applied", "prepared", "raised", "scaled", "selected", "widened"]
+
+Pair = tuple[fx.Node, fx.Node | None]  # a weight [V, D] and its bias [V]
+
+
+def raised(e: Emitter, t: fx.Node, ndim: int) -> fx.Node:
+    """A tensor with axes put in front, as broadcasting does."""
+    while len(fake(t).shape) < ndim:
+        t = e.method("unsqueeze", t, 0)
+    return t
+
+
+def widened(e: Emitter, t: fx.Node) -> fx.Node:
+    """A tensor in the precision that is computed in: fp32 for 16 bits, and for numbers that are none."""
+    return e.cast(t, torch.promote_types(fake(t).dtype, torch.float32))
+
+
+def scaled(e: Emitter, pair: Pair, factor: float) -> Pair:
+    """Weight and bias times a constant."""
+    weight, bias = (t if t is None else e.call(operator.mul, t, factor) for t in pair)
+    return weight, bias
+
+
+def selected(e: Emitter, pair: Pair, columns: slice | fx.Node) -> Pair:
+    """The entries of V that are kept."""
+    if isinstance(columns, slice):
+        weight, bias = (t if t is None else e.call(operator.getitem, t, columns) for t in pair)
+    else:
+        weight, bias = (t if t is None else e.method("index_select", t, 0, columns) for t in pair)
+    return weight, bias
+
+
+def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:
+    """An operand after what its term does to it first; see `epilogue.Term`."""
+    if prepare is None or prepare == 1:
+        return t
+    if prepare == "not":
+        return e.call(torch.logical_not, t)
+    return (
+        e.call(torch.reciprocal, t) if prepare == "reciprocal" else e.call(operator.mul, t, prepare)
+    )
+
+
+_TORCH_CALLS: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "mul": operator.mul, "leaky_relu": F.leaky_relu, "softplus": F.softplus,
+    "threshold": F.threshold, "logsigmoid": F.logsigmoid, "softsign": F.softsign,
+}  # fmt: skip
+
+
+# step -> its comparison with the first constant, and whether that says where to fill the last one in, or what to keep
+_CHOICES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "cap": (operator.ge, True),
+    "gate_above": (operator.le, True),
+    "fill_below": (operator.lt, True),
+    "gate_at_least": (operator.lt, True),
+    "fill_above": (operator.gt, True),
+    "above": (operator.gt, False),
+    "at_least": (operator.ge, False),
+}
+
+
+def applied(e: Emitter, t: fx.Node, step: Step) -> fx.Node:
+    """A step, of whatever has its numbers beside it."""
+    if step.fn in _CHOICES:
+        compare, fills = _CHOICES[step.fn]
+        condition, filled = e.call(compare, t, step.consts[0]), step.consts[-1]
+        return e.call(torch.where, condition, *((filled, t) if fills else (t, filled)))
+    if step.fn in ("maximum", "minimum"):
+        return e.call(getattr(torch, step.fn), t, e.call(torch.full_like, t, *step.consts))
+    if step.fn == "elu":
+        alpha, scale = step.consts
+        return e.call(operator.mul, e.call(F.elu, t, alpha), scale)
+    return e.call(_TORCH_CALLS.get(step.fn) or getattr(torch, step.fn), t, *step.consts)

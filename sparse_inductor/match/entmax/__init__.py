@@ -1,0 +1,1 @@
+"""Entmax of rows, and attention by it."""

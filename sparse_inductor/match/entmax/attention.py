@@ -1,0 +1,390 @@
+"""An attention read from the product with the values up.
+
+    out = entmax(where(mask, scale * (q @ k^T) + bias, fill)) @ v      q [B, H, Lq, D], k [B, Hkv, Lk, D]
+
+Every axis of every tensor is made of atoms (see `axes`). What an atom is follows from where it occurs: the keys are
+what the values are summed over, a batch is in queries, keys and values, and what only the queries have is a query
+position or one of the heads that share a key head. So grouped queries need no pattern of their own: a repeated key
+head is an atom that queries have and keys have not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.axes import Atom, Axis, Placed, before, flat, originals, placed
+from ...graph.contraction import Contraction, Operand, contraction
+from ...graph.no_match import NoMatch
+from ...graph.values import rounds
+from ...graph.view import GraphView, same_size
+from ...graph.vocabulary import COPIES, SPREADS, VIEWS
+from ..chains.family import above as producers
+from ..chains.family import rectified_product
+from .layout import WIDTH, Attention, Tensor
+from .masks import as_mask, conjuncts, is_triangle, keeps_all
+from .probabilities import Probabilities, check_again, read_probabilities
+from .scores import Scores, read_scores, scaled
+from .transform import transform
+
+__all__ = ["are_probabilities", "read_attention", "relu_attention"]
+
+_NORMALISED = frozenset("exp exp2 softmax log_softmax sigmoid logsumexp".split())
+_SPREADS = SPREADS | {"repeat", "repeat_interleave"}
+
+
+def read_attention(view: GraphView, node: fx.Node) -> Attention | None:
+    """The attention that ends in `node`; None if nothing there is an entmax. Raises NoMatch."""
+    product = contraction(view, node)
+    if product is None:
+        _check_operands(view, node)
+        return None
+    if not product.of_matrices or product.bias_dim != -1:
+        return None
+    if (product.a.node, product.a.axes) == (product.b.node, product.b.axes):
+        return None  # a sum of squares
+    sides = ((product.a, product.b), (product.b, product.a))
+    for p, v in sides[: 1 if product.weight else 2]:
+        atoms = {
+            letter: Atom(view.shape(o.node)[i])
+            for o in (v, p)
+            for i, letter in enumerate(o.axes)
+            if letter is not None
+        }
+        found = read_probabilities(view, p, _axes(p, atoms), told=not product.weight)
+        if found is not None and p.written:
+            raise NoMatch("the probabilities are changed in place through a view of them", p.node)
+        if found is not None:
+            return _Reader(view, node, product, p, v, atoms, found).read()
+    return None
+
+
+def _check_operands(view: GraphView, node: fx.Node) -> None:
+    """Raises NoMatch where probabilities are multiplied with several tensors at once."""
+    call = view.call(node)
+    operands = call.get("operands", ()) if call is not None and call.name == "einsum" else ()
+    for x in operands if len(operands) > 2 else ():
+        if view.is_tensor(x) and transform(view, x) is not None:
+            raise NoMatch(f"an einsum of {len(operands)} tensors: two products in one", node)
+
+
+def _axes(o: Operand | Contraction, atoms: dict[str, Atom]) -> list[Axis]:
+    return [() if letter is None else (atoms[letter],) for letter in o.axes]
+
+
+def are_probabilities(view: GraphView, node: fx.Node) -> bool:
+    """Whether a tensor is an entmax of scores, which are a product of two tensors of the batch."""
+    try:
+        found = transform(view, node)
+    except NoMatch:
+        return False
+    return found is not None and "batched matmul" in producers(view, found.source)
+
+
+def relu_attention(view: GraphView, node: fx.Node) -> str | None:
+    """Why a product whose weights are rectified scores is no entmax attention; None where they are something else."""
+    product = contraction(view, node)
+    rectified = None if product is None or product.weight else rectified_product(view, node)
+    if rectified is None:
+        return None
+    found, experts = rectified
+    if experts or found & _NORMALISED:
+        return None
+    if "sum" in found:
+        return "rectified scores divided by their sum: entmax subtracts a threshold instead"
+    return "rectified scores: nothing makes the rows sum to one, as entmax does"
+
+
+class _Reader:
+    """Reads one attention."""
+
+    def __init__(
+        self,
+        view: GraphView,
+        node: fx.Node,
+        product: Contraction,
+        p: Operand,
+        v: Operand,
+        atoms: dict[str, Atom],
+        probabilities: Probabilities,
+    ):
+        self.view, self.node, self.product = view, node, product
+        self.p, self.values, self.atoms = p, v, atoms
+        self.probabilities, self.found = probabilities, probabilities.found
+        self.axes, self.path = probabilities.axes, probabilities.nodes
+
+    def read(self) -> Attention:
+        view, found, product = self.view, self.found, self.product
+        summed = product.summed
+        if len(summed) != 1 or not summed <= {*self.p.axes} & {*self.values.axes}:
+            raise NoMatch("the values are not summed over one axis of the probabilities", self.node)
+        (letter,) = summed
+        # Atoms may be split while the scores are read: look at them afterwards.
+        scores = read_scores(view, found.source, found.reader, self.axes)
+        if found.scale != 1:
+            scores = scaled(scores, found.scale, found.node)
+            low = torch.finfo(view.dtype(found.source)).min
+            fills = [scores.fill, *(b.fill for b in scores.biases)]
+            if any(f is not None and -math.inf < f < low for f in fills):
+                raise NoMatch("what masked scores become is too large to be multiplied", found.node)
+        qk = scores.product
+        if len(qk.summed) != 1:
+            raise NoMatch("the scores are no product over one axis", qk.node)
+        operands = self._operands(scores)
+        keys = list(flat((self.atoms[letter],)))
+        if list(flat(self.axes[found.dim])) != keys:
+            raise NoMatch(
+                "it is normalised over another axis than the values are summed over", found.node
+            )
+        with_keys = [o for o in operands if set(keys) & set(o.atoms())]
+        if len(with_keys) != 1 or not set(keys) <= set(with_keys[0].atoms()):
+            raise NoMatch("the keys are in both operands of the scores, or in neither", qk.node)
+        k = with_keys[0]
+        q = operands[0] if k is operands[1] else operands[1]
+        v = Tensor(self.values.node, _axes(self.values, self.atoms), self.node)
+        k, v = self._unrepeated(k), self._unrepeated(v)
+        return self._roles(scores, q, k, v, keys)
+
+    def _operands(self, scores: Scores) -> list[Tensor]:
+        """The operands of the scores with the atoms of their axes; what is summed over is WIDTH."""
+        qk = scores.product
+        at: dict[str | None, Axis] = dict(zip(qk.axes, scores.axes))
+        (summed,) = qk.summed
+        at[None], at[summed] = (), (WIDTH,)
+        return [Tensor(o.node, [at[letter] for letter in o.axes], o.reader) for o in (qk.a, qk.b)]
+
+    def _unrepeated(self, t: Tensor) -> Tensor:
+        """Keys or values before their heads were repeated for the query heads."""
+        best = t
+        repeated, _ = self.view.behind(t.node, (VIEWS | COPIES | {"cast"}) - SPREADS)
+        if self.view.name_of(repeated) not in _SPREADS:
+            return t  # following it would split axes for nothing
+        found = originals(self.view, t.node, t.axes, t.reader, self._before, memory=True)
+        for node, axes, reader in found:
+            if self.view.name_of(reader) in _SPREADS:
+                best = Tensor(node, axes, reader)
+        return best
+
+    def _before(
+        self, view: GraphView, node: fx.Node, call: Any, axes: Sequence[Axis]
+    ) -> list[Axis]:
+        """Axes above what keeps every value, or repeats along axes of one element, or along a whole axis."""
+        sizes, after = view.shape(call["input"]), view.shape(node)
+        new = len(after) - len(sizes)
+        if call.name in SPREADS:
+            return [() if same_size(b, 1) else axis for b, axis in zip(sizes, axes[new:])]
+        if call.name == "repeat_interleave":
+            dim, times = call.get("dim"), call["repeats"]
+            if isinstance(dim, int) and isinstance(times, int):
+                return self._divided(axes, dim % len(axes), (sizes[dim], times))
+        elif call.name == "repeat":
+            many = [i for i, s in enumerate(after) if i < new or not same_size(s, sizes[i - new])]
+            if len(many) == 1 and many[0] >= new:
+                dim = many[0]
+                times = call["sizes"][dim]
+                if isinstance(times, int):
+                    return self._divided(axes, dim, (times, sizes[dim - new]), keep=1)[new:]
+        return before(view, node, call, axes)
+
+    def _divided(
+        self, axes: Sequence[Axis], dim: int, sizes: tuple[Any, Any], keep: int = 0
+    ) -> list[Axis]:
+        """The axis `dim` is two, of which the tensor before the repetition has one."""
+        parts = list(flat(axes[dim]))
+        if len(parts) == 1:
+            parts[0].parts = (Atom(sizes[0]), Atom(sizes[1]))
+            parts = list(parts[0].parts)
+        own = [atom for atom in parts if not same_size(atom.size, 1)]
+        for cut in range(len(own) + 1):
+            pieces = own[:cut], own[cut:]
+            if all(
+                same_size(math.prod(a.size for a in piece), size)
+                for piece, size in zip(pieces, sizes)
+            ):
+                return [*axes[:dim], tuple(pieces[keep]), *axes[dim + 1 :]]
+        raise NoMatch("not a repetition of heads")
+
+    def _roles(
+        self, scores: Scores, q: Tensor, k: Tensor, v: Tensor, keys: list[Atom]
+    ) -> Attention:
+        in_q, in_k, in_v = (set(t.atoms()) for t in (q, k, v))
+        rows = [
+            atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
+        ]
+        if stray := [a for a in (in_q | in_k) - {WIDTH} if a not in rows and a not in keys]:
+            raise NoMatch(
+                f"the probabilities lack an axis of size {stray[0].size} that the scores have",
+                self.node,
+            )
+        alone = [a for a in rows if a in in_q and a not in in_k and a not in in_v]
+        batch = [a for a in rows if a not in alone]
+        masks, biases, fill, added, alpha = self._beside(scores)
+        after, again = self.probabilities.by_rows(self.view, keys)
+        if again:
+            unless = bool(scores.unless)
+            check_again(self.view, self.found, again, masks, biases, fill, unless)
+            fill = -math.inf
+        query = self._query(alone, keys, [*masks, *biases])
+        group = [a for a in alone if a not in query]
+        shared = batch[-1:] if len(batch) > 1 else []
+        batch = batch[: len(batch) - len(shared)]
+        width = [a for a in v.atoms() if a not in keys and a not in rows]
+        v = dataclasses.replace(v, axes=_with_width(v.axes, width))
+        if len(width) > 1:
+            raise NoMatch("the values have more than one axis of their own", self.node)
+        if in_q & {*keys} or WIDTH not in in_q or WIDTH not in in_k:
+            raise NoMatch("queries and keys do not share one axis to be multiplied over", self.node)
+        several = {a for a in (*batch, *shared) if not same_size(a.size, 1)}
+        if not query and not several <= in_k:
+            raise NoMatch("a gate: each row has values of its own, and shares its keys", self.node)
+        causal = False
+        if not scores.unless:
+            causal, masks = _causal(self.view, masks, tuple(query), tuple(keys))
+        attention = Attention(
+            view=self.view,
+            node=self.node,
+            found=self.found,
+            scores=scores,
+            q=q,
+            k=k,
+            v=v,
+            out_axes=_axes(self.product, self.atoms),
+            out_scale=self.product.scale,
+            out_bias=self.product.bias,
+            batch=batch,
+            shared=shared,
+            group=group,
+            queries=query,
+            keys=keys,
+            width=width,
+            alpha=alpha,
+            masks=masks,
+            biases=biases,
+            fill=-math.inf if fill is None else fill,
+            causal=causal,
+            added=added,
+            undefined="" if again else self.found.undefined,
+            after=after,
+            path=self.path,
+            nodes=[
+                *self.product.nodes, *self.path, *self.found.nodes, *scores.nodes,
+            ],
+            dtype=torch.float32,
+        )  # fmt: skip
+        attention.dtype = self._settle_dtype(attention)
+        for n in (n for n in self.path if self.view.name_of(n) == "cast"):
+            to = self.view.dtype(n)
+            if not to.is_floating_point or rounds(to, attention.dtype):
+                raise NoMatch(f"the probabilities are rounded to {to}", n)
+        self._check(attention)
+        return attention
+
+    def _query(self, alone: list[Atom], keys: list[Atom], beside: Iterable[Placed]) -> list[Atom]:
+        """Which of the axes that only queries have is their position: the last, unless a mask relates another
+        one to the keys."""
+        for p in beside:
+            atoms = [a for axis in p.axes for a in flat(axis)]
+            related = [a for a in alone if a in atoms]
+            if len(related) == 1 and set(keys) <= set(atoms):
+                return self._together(related[0], alone)
+        return self._together(alone[-1], alone) if alone else []
+
+    def _together(self, atom: Atom, alone: list[Atom]) -> list[Atom]:
+        """Those of the atoms that the probabilities have in one axis with `atom`."""
+        axes = [flat(axis) for axis in _axes(self.p, self.atoms)]
+        return [a for axis in axes if atom in axis for a in axis if a in alone]
+
+    def _beside(
+        self, scores: Scores
+    ) -> tuple[list[Placed], list[Placed], float | None, bool, Placed | None]:
+        """Masks, biases, the fill, whether it was added, alpha; an added mask joins the others where that is exact."""
+        view, found = self.view, self.found
+        alpha = None
+        if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
+            seen = view.value(found.alpha, found.reader)
+            if seen is None:
+                raise NoMatch("alpha is changed in place through a view of it", found.node)
+            where = tuple(placed(view, seen, self.axes, found.node))
+            alpha = Placed(seen, found.reader, where)
+        masks, fill, added = list(scores.masks), scores.fill, False
+        biases: list[Placed] = []
+        for bias in scores.biases:
+            mask = as_mask(view, bias)
+            alike = mask is not None and (fill is None or fill == mask.fill)
+            if mask is not None and alike and mask.fill != -math.inf:
+                # min + min is -inf, not min, and so is min - inf: a number is a fill where nothing else is added.
+                # One that a floor fills in is as a mask's.
+                alike = len(scores.biases) == 1 and (fill is None or bias.floor is not None)
+                added = alike and bias.floor is None
+            if mask is not None and alike:
+                masks.append(dataclasses.replace(mask, fill=None))
+                fill = mask.fill
+            elif bias.floor is not None and view.needs_grad(scores.product.node):
+                later = scores.biases[-1].reader
+                raise NoMatch("scores that have a floor are masked or biased once more", later)
+            else:
+                biases.append(bias)
+        return masks, biases, fill, added, alpha
+
+    def _settle_dtype(self, a: Attention) -> torch.dtype:
+        """What the operator computes in: 16 bits where both products do, or their operands were only widened."""
+        view = self.view
+        first, second = view.dtype(a.scores.product.node), view.dtype(self.node)
+        if first == second:
+            return first
+        narrow, wide = sorted((first, second), key=lambda d: d.itemsize)
+        if first == wide:
+            q, k = _narrow(view, a.q, narrow), _narrow(view, a.k, narrow)
+            if q is not None and k is not None:
+                a.q, a.k = q, k
+                return narrow
+        return torch.promote_types(first, second)
+
+    def _check(self, a: Attention) -> None:
+        view = self.view
+        for t, atoms in ((a.q, a.batch + a.heads + a.queries), (a.k, a.batch + a.shared + a.keys)):
+            if any(atom not in atoms for atom in t.atoms() if atom is not WIDTH):
+                raise NoMatch(
+                    "queries or keys have an axis that does not fit", a.scores.product.node
+                )
+        for factor in a.scores.factors:
+            varies = {atom for axis in factor.axes for atom in flat(axis)}
+            if varies & {*a.keys} and varies & {*a.queries, *a.group}:
+                raise NoMatch("the scale differs by query and by key", factor.reader)
+        if a.alpha is not None and any(
+            atom in a.keys for axis in a.alpha.axes for atom in flat(axis)
+        ):
+            raise NoMatch("alpha differs by key", self.found.node)
+        for p in a.biases:
+            if p.fill is None and view.dtype(p.node) == torch.bool:
+                raise NoMatch("a boolean is added to the scores", p.reader)
+
+
+def _with_width(axes: list[Axis], width: list[Atom]) -> list[Axis]:
+    """The axis of the values' own is called WIDTH, as that of queries and keys."""
+    return [(WIDTH,) if width and flat(axis) == tuple(width) else axis for axis in axes]
+
+
+def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """An operand as it was before it was cast up from `dtype`."""
+    found = originals(view, t.node, t.axes, t.reader)
+    return next((Tensor(*one) for one in found if view.dtype(one[0]) == dtype), None)
+
+
+def _causal(
+    view: GraphView, masks: list[Placed], queries: tuple[Atom, ...], keys: tuple[Atom, ...]
+) -> tuple[bool, list[Placed]]:
+    """Whether one of the masks, or a part of one, is the causal triangle, and what is left without it."""
+    causal, rest = False, list[Placed]()
+    for mask in masks:
+        parts = conjuncts(view, mask)
+        some = [part for part in parts if not keeps_all(view, part)]
+        left = [part for part in some if not is_triangle(view, part, queries, keys)]
+        causal |= len(left) < len(some)
+        rest += [mask] if len(left) == len(parts) else left
+    return causal, rest

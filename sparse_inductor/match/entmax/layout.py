@@ -1,0 +1,273 @@
+"""The operator's layout: operands and results of an attention moved between the user's axes and [B, H, L, D].
+
+`attention` reads what is there; this builds what takes its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.axes import Atom, Axis, Placed, flat
+from ...graph.emit import Emitter
+from ...graph.view import GraphView, fake, static_size
+from .scores import ABSORBS, Scores
+from .transform import Transform, above_one
+
+__all__ = ["WIDTH", "Attention", "Tensor"]
+
+WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and keys or Dv of values
+
+
+@dataclasses.dataclass
+class Tensor:
+    """An operand and its axes."""
+
+    node: fx.Node
+    axes: list[Axis]
+    reader: fx.Node
+
+    def atoms(self) -> list[Atom]:
+        return [atom for axis in self.axes for atom in flat(axis)]
+
+
+@dataclasses.dataclass
+class Attention:
+    """A whole attention; `emit` puts the operator in."""
+
+    view: GraphView
+    node: fx.Node
+    found: Transform
+    scores: Scores
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out_axes: list[Axis]
+    out_scale: float
+    out_bias: (
+        tuple[fx.Node, float] | None
+    )  # what is added to the result, and what that is multiplied by
+    batch: list[Atom]
+    shared: list[Atom]  # key heads
+    group: list[Atom]  # query heads of one key head
+    queries: list[Atom]
+    keys: list[Atom]
+    width: list[Atom]  # of the values
+    alpha: Placed | None
+    masks: list[Placed]
+    biases: list[Placed]
+    fill: float
+    causal: bool
+    added: bool  # the fill was added to the scores, to which the gradient passes on
+    undefined: str  # what becomes of a query without scores (`ops.entmax`)
+    after: list[Placed | float]  # what rows are multiplied by, or masks that keep them
+    path: list[fx.Node]  # between the transformation and the product with the values
+    nodes: list[fx.Node]
+    dtype: torch.dtype
+
+    @property
+    def heads(self) -> list[Atom]:
+        return self.shared + self.group
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return list(dict.fromkeys(node for node, _ in self.reads))
+
+    @property
+    def reads(self) -> list[tuple[fx.Node, fx.Node]]:
+        """Inputs, each with the node that reads it."""
+        scores = self.scores
+        beside: list[Any] = [*scores.factors, *self.biases, *self.masks, *scores.unless]
+        beside += [*self.after, self.alpha]
+        operands: list[Tensor | Placed] = [self.q, self.k, self.v]
+        operands += [p for p in beside if isinstance(p, Placed)]
+        return [(t.node, t.reader) for t in operands]
+
+    # Emission
+
+    def emit(self, e: Emitter) -> fx.Node:
+        """Insert the operator; returns what has the shape and dtype of the user's result."""
+        rows = self.queries
+        head, last = self.heads, [WIDTH]
+        q = self._laid_out(e, self.q, (self.batch, head, rows, last), full=True)
+        kv = (self.batch, self.shared, self.keys, last)
+        k = self._laid_out(e, self.k, kv, full=True)
+        v = self._laid_out(e, self.v, kv, full=True)
+        q, k, v = (e.cast(t, self.dtype) for t in (q, k, v))
+        for factor in self.scores.factors:
+            q, k = self._scaled(e, q, k, factor)
+        bias, mask = self._bias(e), self._mask(e)
+        alpha, number = self._alpha(e)
+        shape = (*fake(q).shape[:3], fake(v).shape[3])
+        out = e.declared(
+            lambda: fake(q).new_empty(shape),
+            torch.ops.sparse_inductor.entmax_attention.default,
+            q, k, v, bias, mask, alpha, None, None,
+            number, self.scores.scale, None if self.fill == -math.inf else self.fill,
+            self.causal, self.added, self.undefined,
+        )  # fmt: skip
+        out = e.cast(self._changed(e, out), fake(self.node).dtype)
+        return self._as_user_has_it(e, out)
+
+    def _changed(self, e: Emitter, out: fx.Node) -> fx.Node:
+        """The result times what the rows of probabilities are multiplied by."""
+        for p in self.after:
+            if not isinstance(p, Placed):
+                out = e.call(operator.mul, out, p)
+                continue
+            t = self._beside(e, p)
+            if fake(t).dtype == torch.bool:
+                kept = e.call(operator.invert, t) if p.negate else t
+                out = e.call(torch.where, kept, out, 0.0)
+            else:
+                out = e.call(operator.truediv if p.divides else operator.mul, out, t)
+        return out
+
+    def _alpha(self, e: Emitter) -> tuple[fx.Node | None, float]:
+        """alpha as a tensor, or as a number."""
+        alpha = self.found.alpha
+        if not isinstance(alpha, fx.Node):
+            return None, alpha
+        if self.alpha is not None:
+            return above_one(e, self._beside(e, self.alpha), self.dtype), 0.0
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        one = e.method("new_full", self.q.node, (1, 1, 1, 1), alpha, dtype=dtype)
+        return above_one(e, one, self.dtype), 0.0  # a number that is known when it runs
+
+    def _scaled(
+        self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed
+    ) -> tuple[fx.Node, fx.Node]:
+        number = not self.view.is_tensor(factor.node)
+        f = factor.node if number else self._beside(e, factor)
+        combine = operator.truediv if factor.divides else operator.mul
+        if any(atom in self.keys for axis in factor.axes for atom in flat(axis)):
+            f = e.method("transpose", f, -1, -2)
+            return q, e.cast(e.call(combine, k, f), self.dtype)
+        return e.cast(e.call(combine, q, f), self.dtype), k
+
+    def _beside(self, e: Emitter, p: Placed) -> fx.Node:
+        """[B, H, Lq, Lk] with 1 where the operand does not vary."""
+        groups = (self.batch, self.heads, self.queries, self.keys)
+        return self._laid_out(e, Tensor(p.node, list(p.axes), p.reader), groups)
+
+    def _mask(self, e: Emitter) -> fx.Node | None:
+        """True where a key is kept."""
+        kept: fx.Node | None = None
+        for mask in self.masks:
+            one = self._kept(e, mask)
+            kept = one if kept is None else e.call(operator.and_, kept, one)
+        for mask in self.scores.unless:
+            assert kept is not None
+            if mask.fill is None:
+                bias = e.call(operator.mul, self._beside(e, mask), mask.factor)
+                dropped = e.call(operator.lt, bias, -ABSORBS)
+            else:
+                dropped = e.call(operator.invert, self._kept(e, mask))
+            kept = e.call(operator.or_, kept, dropped)
+        return kept
+
+    def _kept(self, e: Emitter, mask: Placed) -> fx.Node:
+        t = self._beside(e, mask)
+        if fake(t).dtype != torch.bool:
+            t = e.call(operator.ne, t, 0)
+        return e.call(operator.invert, t) if mask.negate else t
+
+    def _bias(self, e: Emitter) -> fx.Node | None:
+        total: fx.Node | None = None
+        for bias in self.biases:
+            if bias.fill is not None:
+                keep = self._kept(e, bias)
+                one = e.call(torch.where, keep, 0.0, bias.fill)
+            else:
+                one = self._beside(e, bias)
+                if not fake(one).dtype.is_floating_point:
+                    one = e.method("to", one, torch.float32)
+                if bias.factor != 1:
+                    one = e.call(operator.mul, one, bias.factor)
+                if bias.floor is not None:
+                    one = e.method("clamp_min", one, bias.floor)
+                for factor in bias.times:
+                    number = not self.view.is_tensor(factor.node)
+                    f = factor.node if number else self._beside(e, factor)
+                    one = e.call(operator.truediv if factor.divides else operator.mul, one, f)
+            total = one if total is None else e.call(operator.add, total, one)
+        return total
+
+    def _laid_out(
+        self, e: Emitter, t: Tensor, groups: Sequence[Sequence[Atom]], full: bool = False
+    ) -> fx.Node:
+        """The tensor with one axis a group. A group that it lacks has one element, or is expanded if `full`."""
+        if len(t.axes) == len(groups) and all(
+            flat(axis) == tuple(group) or not (flat(axis) or full)
+            for axis, group in zip(t.axes, groups)
+        ):
+            return t.node  # as it is
+        node, have = self._split(e, t)
+        node = e.permuted(node, [have.index(a) for group in groups for a in group if a in have])
+        # Atoms that a group has only some of, or has to have all of, are expanded.
+        whole = [group if full or any(a in have for a in group) else () for group in groups]
+        atoms = [atom for group in whole for atom in group]
+        missing = [at for at, atom in enumerate(atoms) if atom not in have]
+        for at in missing:
+            node = e.method("unsqueeze", node, at)
+        if missing:
+            sizes = [-1 if atom in have else self._size(e, atom) for atom in atoms]
+            node = e.method("expand", node, tuple(sizes))
+        for i, group in enumerate(whole):
+            if not group:
+                node = e.method("unsqueeze", node, i)
+            elif len(group) > 1:
+                node = e.method("flatten", node, i, i + len(group) - 1)
+        return node
+
+    def _split(self, e: Emitter, t: Tensor) -> tuple[fx.Node, list[Atom]]:
+        """One axis an atom: merged axes unflattened, axes of one element gone."""
+        node = t.node
+        have: list[Atom] = []
+        for at in reversed(range(len(t.axes))):
+            parts = flat(t.axes[at])
+            if not parts:
+                node = e.method("squeeze", node, at)
+            elif len(parts) > 1:
+                node = e.method("unflatten", node, at, self._sizes(e, parts))
+            have[:0] = parts
+        return node, have
+
+    def _sizes(self, e: Emitter, atoms: Sequence[Atom]) -> tuple[Any, ...]:
+        known = [static_size(atom.size) for atom in atoms]
+        if known.count(None) == 1:
+            return tuple(-1 if size is None else size for size in known)
+        return tuple(
+            self._size(e, atom) if size is None else size for atom, size in zip(atoms, known)
+        )
+
+    def _size(self, e: Emitter, atom: Atom) -> Any:
+        known = static_size(atom.size)
+        if known is not None:
+            return known
+        for t in (self.q, self.k, self.v):
+            for i, axis in enumerate(t.axes):
+                if flat(axis) == (atom,):
+                    return e.method("size", t.node, i)
+        raise RuntimeError(f"no tensor has an axis of size {atom.size}")
+
+    def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
+        """[B, H, Lq, Dv] in the axes of the user's result."""
+        groups = (self.batch, self.heads, self.queries, self.width)
+        have = Tensor(out, [tuple(group) for group in groups], self.node)
+        out = self._laid_out(e, have, [flat(axis) for axis in self.out_axes])
+        if self.out_scale != 1:
+            out = e.call(operator.mul, out, self.out_scale)
+        if self.out_bias is not None:
+            bias, factor = self.out_bias
+            bias = e.cast(bias, fake(self.node).dtype)
+            out = e.call(
+                operator.add, out, bias if factor == 1 else e.call(operator.mul, bias, factor)
+            )
+        return e.laid_out(out, fake(self.node))

@@ -1,0 +1,421 @@
+"""What a mask is made of: conjunctions, causal triangles, and masks that are added."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.axes import Placed, above, flat, placed
+from ...graph.fakes import fake, same_size, same_sizes, static_size
+from ...graph.no_match import NoMatch
+from ...graph.selection import selections
+from ...graph.trial import Untestable, region, run
+from ...graph.values import rounds
+from ...graph.view import GraphView, rounded
+from ...graph.vocabulary import COPIES, VIEWS
+
+__all__ = [
+    "as_mask",
+    "conjuncts",
+    "is_triangle",
+    "keeps_a_key",
+    "keeps_all",
+    "mixed",
+    "moderate",
+    "zero_or_one",
+]
+
+_ABOVE = 32  # nodes that a bias is made of that are looked at
+_MAX_EVALUATED = 1 << 22  # entries of a constant mask that is computed to see what it is: some ms
+_FLIPPED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
+
+
+def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
+    """The masks that all have to keep a key: `a & b` is two, and so is the negation of `a | b`."""
+    call = view.call(mask.node)
+    if call is None or call.inplace:
+        return [mask]
+    if call.name in ("invert", "logical_not"):
+        return _through(view, mask, call["input"], negate=not mask.negate)
+    if call.name == ("or_" if mask.negate else "and_") and all(
+        view.is_tensor(call[k]) and view.dtype(call[k]) == torch.bool for k in ("input", "other")
+    ):
+        return _through(view, mask, call["input"]) + _through(view, mask, call["other"])
+    if call.name in VIEWS and view.is_tensor(call["input"]):
+        try:
+            axes = above(view, mask.node, call, mask.axes)
+        except NoMatch:
+            return [mask]
+        inner = view.value(call["input"], mask.node)
+        if inner is None or view.name_of(inner) not in ("and_", "or_", "invert", "logical_not"):
+            return [mask]
+        return conjuncts(
+            view,
+            dataclasses.replace(mask, node=inner, reader=mask.node, axes=tuple(axes)),
+        )
+    return [mask]
+
+
+def _through(view: GraphView, mask: Placed, x: Any, **changes: Any) -> list[Placed]:
+    inner = view.value(x, mask.node)
+    if inner is None or view.dtype(inner) != torch.bool:
+        return [mask]
+    axes = tuple(placed(view, inner, mask.axes, mask.node))
+    return conjuncts(
+        view, dataclasses.replace(mask, node=inner, reader=mask.node, axes=axes, **changes)
+    )
+
+
+def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
+    """Whether a mask keeps exactly the keys j <= i + Lk - Lq, of whatever it has besides."""
+    if len(mask.axes) < 2:
+        return False
+    if flat(mask.axes[-2]) != queries or flat(mask.axes[-1]) != keys:
+        return False
+    return _triangle(view, mask.node, mask.negate) or _computes_triangle(view, mask)
+
+
+def keeps_all(view: GraphView, mask: Placed) -> bool:
+    """Whether a mask provably keeps every key, as one does that tells the documents of a sequence apart by positions
+    that count through."""
+    node = _bare(view, mask.node)
+    call = view.call(node)
+    if call is not None and call.name == "eq" and not mask.negate:
+        sides = call["input"], call["other"]
+        values = [_computed(view, x) if view.is_tensor(x) else None for x in sides]
+        if all(v is not None and v.numel() for v in values):
+            one = torch.cat([v.flatten() for v in values if v is not None])
+            return bool((one == one[0]).all())
+    keep = _computed(view, node)
+    return keep is not None and bool(((keep != 0) != mask.negate).all())
+
+
+def _bare(view: GraphView, node: fx.Node) -> fx.Node:
+    """What a boolean was before it was copied."""
+    while (call := view.call(node)) is not None and call.name in COPIES | {"cast"}:
+        x = view.value(call["input"], node) if view.is_tensor(call["input"]) else None
+        if call.inplace or x is None or view.dtype(x) != torch.bool:
+            break
+        node = x
+    return node
+
+
+def keeps_a_key(view: GraphView, mask: Placed) -> bool:
+    """Whether a mask provably keeps a key, the last axis, in every row."""
+    if not mask.axes or not flat(mask.axes[-1]):
+        return False
+    parts = [part for part in conjuncts(view, mask) if not keeps_all(view, part)]
+    shapes = [view.shape(part.node) for part in parts]
+    square = all(len(s) > 1 and same_size(s[-1], s[-2]) for s in shapes)
+    if square and all(_triangle(view, part.node, part.negate) for part in parts):
+        return True
+    keep = _computed(view, mask.node)
+    return keep is not None and bool(((keep != 0) != mask.negate).any(-1).all())
+
+
+def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
+    """The spellings whose sizes need not be numbers."""
+    call = view.call(node)
+    if call is None:
+        return False
+    shape = view.shape(node)
+    offset = shape[-1] - shape[-2] if len(shape) >= 2 else 0
+    x = call.get("input")
+    if view.is_tensor(x):
+        x = view.value(x, node)
+    match call.name:
+        case "invert" | "logical_not":
+            return _triangle(view, x, not negate)
+        case "eq" | "ne" | "gt" if view.const(call["other"], node) == 0 and view.is_tensor(x):
+            return _triangle(view, x, negate ^ (call.name == "eq"))
+        case name if name == "cast" or name in COPIES:
+            return view.is_tensor(x) and _triangle(view, x, negate)
+        case "unsqueeze" | "view" | "getitem" | "expand" | "expand_as":
+            if not view.is_tensor(x):
+                return False
+            inner = view.shape(x)
+            kept = len(inner) >= 2 and same_sizes(inner[-2:], shape[-2:])
+            return kept and _triangle(view, x, negate)
+        case "tril" | "triu":
+            filled = view.const(x, node)
+            diagonal = _integer(call.get("diagonal", 0))
+            if filled is None or filled == 0 or diagonal is None:
+                return False
+            wanted = offset if call.name == "tril" else offset + 1
+            return negate == (call.name == "triu") and same_size(diagonal, wanted)
+        case "le" | "lt" | "ge" | "gt":
+            return _compared(view, node, call, negate, offset)
+    return False
+
+
+def _integer(x: Any) -> Any:
+    if isinstance(x, fx.Node):
+        value = fake(x)
+        if not isinstance(value, (int, torch.SymInt)):
+            return None
+        known = static_size(value)
+        return value if known is None else known
+    return x if isinstance(x, int) else None
+
+
+def _compared(view: GraphView, node: fx.Node, call: Any, negate: bool, offset: Any) -> bool:
+    """key position <= query position"""
+    a, b = _positions(view, call["input"]), _positions(view, call["other"])
+    if a is None or b is None or {a[0], b[0]} != {1, 2}:
+        return False
+    name = call.name if a[0] == 1 else _FLIPPED[call.name]
+    keys, queries = (a, b) if a[0] == 1 else (b, a)
+    if negate:
+        name = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}[name]
+    # j + start_k <= i + start_q, or < one more
+    shift = queries[1] - keys[1] - (1 if name == "lt" else 0)
+    return name in ("le", "lt") and same_size(shift, offset)
+
+
+def _positions(view: GraphView, node: Any) -> tuple[int, Any] | None:
+    """(axis from the end, first position) of numbers that count along one axis and are the same along the others."""
+    if not view.is_tensor(node):
+        return None
+    return _of_arange(view, node) or _of_numbers(view, node)
+
+
+def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
+    """Such numbers, computed: transformers gathers the positions of every sequence."""
+    value = _computed(view, node)
+    if value is None or value.is_floating_point() or value.dim() < 2 or not value.numel():
+        return None
+    for axis in (1, 2):
+        lines = value.movedim(-axis, -1).flatten(0, -2)
+        length, first = lines.shape[1], int(lines[0, 0])
+        if length > 1 and bool((lines == torch.arange(first, first + length)).all()):
+            return axis, first
+    return None
+
+
+def _of_arange(view: GraphView, node: Any) -> tuple[int, Any] | None:
+    """An arange that lies along one axis."""
+    shape = view.shape(node)
+    along = [i for i, s in enumerate(shape) if not same_size(s, 1)]
+    if len(along) != 1:
+        return None
+    axis = len(shape) - along[0]
+    shift: Any = 0
+    for _ in range(8):
+        call = view.call(node)
+        if call is None or call.inplace:
+            return None
+        if call.name == "arange":
+            if call.get("end") is None:
+                return axis, shift
+            start = _integer(call["start"])
+            return None if start is None or call.get("step", 1) != 1 else (axis, start + shift)
+        if call.name in ("add", "sub") and view.is_tensor(call["input"]):
+            step = _integer(call["other"])
+            if step is None or call.get("alpha", 1) != 1:
+                return None
+            shift = shift + step if call.name == "add" else shift - step
+        elif call.name not in ("unsqueeze", "view", "getitem", "cast", "transpose", "t", "T", "mT"):
+            return None
+        node = call["input"]
+        if not view.is_tensor(node):
+            return None
+    return None
+
+
+def _computes_triangle(view: GraphView, mask: Placed) -> bool:
+    """A mask made of nothing but numbers is computed and looked at."""
+    keep = _computed(view, mask.node)
+    if keep is None:
+        return False
+    shape = keep.shape
+    keep = keep != 0
+    rows, columns = shape[-2:]
+    triangle = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+    return bool((keep == (~triangle if mask.negate else triangle)).all())
+
+
+def as_mask(view: GraphView, bias: Placed) -> Placed | None:
+    """A bias that is 0 where keys are kept and one large negative number elsewhere, as a mask with that `fill`."""
+    if bias.fill is not None or bias.times:
+        return bias if bias.fill is not None else None
+    found = _masked_zeros(view, bias) or _constant(view, bias)
+    if found is None or found.fill is None or bias.floor is None:
+        return found
+    return dataclasses.replace(found, fill=max(found.fill, bias.floor), floor=None)
+
+
+def moderate(view: GraphView, bias: Placed) -> bool:
+    """Whether a bias is known to be no mask: it is made of numbers that are not large, or of what is learnt."""
+    value = _computed(view, bias.node)
+    if value is not None and value.is_floating_point():
+        return bool((value.double().abs() * abs(bias.factor) < 1e4).all())
+    queue, seen = [bias.node], set[fx.Node]()
+    while queue and len(seen) <= _ABOVE:
+        node = queue.pop()
+        if node in seen or not view.is_tensor(node):
+            continue
+        seen.add(node)
+        queue += node.all_input_nodes
+        given = not node.all_input_nodes and view.dtype(node).is_floating_point
+        if view.dtype(node) == torch.bool or (given and not view.requires_grad(node)):
+            return False
+    return not queue and any(map(view.requires_grad, seen))
+
+
+def _constant(view: GraphView, bias: Placed) -> Placed | None:
+    """A bias made of nothing but numbers, of which there are two."""
+    value = _computed(view, bias.node)
+    if value is None or not value.is_floating_point():
+        return None
+    fill = rounded(float(value.min()), view.dtype(bias.node)) * bias.factor
+    two = bool(((value == 0) | (value == value.min())).all())
+    if not two or not fill <= -1e30:
+        return None
+    return dataclasses.replace(bias, factor=1.0, negate=True, fill=fill)
+
+
+def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
+    node, factor = bias.node, bias.factor
+    axes = bias.axes
+    casts: list[tuple[float, torch.dtype]] = []  # those that round, each with the factor after it
+    for _ in range(12):
+        call = view.call(node)
+        if call is None:
+            return None
+        found = _selected(view, node, call)
+        if found is not None:
+            keep, negate, fill = found
+            for after, dtype in reversed(casts):
+                fill, factor = rounded(fill * factor / after, dtype), after
+            fill *= factor
+            if not fill <= -1e30:
+                return None
+            own = tuple(placed(view, keep, axes, node))
+            return Placed(keep, node, own, negate=negate, fill=fill)
+        x = call.get("input")
+        if call.name in COPIES or (
+            call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
+        ):
+            if rounds(view.dtype(node), view.dtype(x)):
+                casts.append((factor, view.dtype(node)))
+            inner = x
+        elif call.name in ("mul", "div"):
+            other = view.const(call["other"], node)
+            if other is None or other == 0 or not view.is_tensor(x):
+                return None
+            factor *= other if call.name == "mul" else 1 / other
+            inner = x
+        elif call.name in VIEWS and view.is_tensor(x):
+            try:
+                axes = tuple(above(view, node, call, axes))
+            except NoMatch:
+                return None
+            inner = x
+        else:
+            return None
+        seen = view.value(inner, node)
+        if seen is None:
+            return None
+        node = seen
+    return None
+
+
+def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool, float] | None:
+    """(mask, whether it says what to drop, fill)"""
+
+    def number(x: Any) -> float | None:
+        return view.const(x, node)
+
+    for one in selections(view, call) if view.is_tensor(node) else ():
+        fill = number(one.other)
+        if number(one.x) == 0 and fill is not None and view.is_tensor(one.keep):
+            boolean = view.dtype(one.keep) == torch.bool
+            return (one.keep, one.negate, fill) if boolean else None
+    if call.name == "triu" and number(call["input"]) is not None:
+        # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
+        return node, True, float(number(call["input"]) or 0.0)
+    if call.name == "mul":
+        for x, c in ((call["input"], call["other"]), (call["other"], call["input"])):
+            fill = number(c)
+            if fill is None or not math.isfinite(fill) or not view.is_tensor(x):
+                continue  # 0 * -inf is NaN
+            mask = zero_or_one(view, x)
+            if mask is not None:
+                return mask[0], mask[1], fill
+    return None
+
+
+def mixed(
+    view: GraphView, kept: fx.Node, dropped: fx.Node
+) -> tuple[fx.Node, fx.Node, float] | None:
+    """(scores, mask, fill) of scores * mask + fill * (1 - mask), given the two terms: GPT's way to mask."""
+    terms = view.call(kept), view.call(dropped)
+    if terms[0] is None or terms[1] is None or not terms[0].name == terms[1].name == "mul":
+        return None
+    fill, rest = None, None
+    for x, c in ((terms[1]["input"], terms[1]["other"]), (terms[1]["other"], terms[1]["input"])):
+        if view.const(c, dropped) is not None and view.is_tensor(x):
+            fill, rest = view.const(c, dropped), x
+    inverse = view.call(rest)
+    if fill is None or inverse is None or inverse.name not in ("sub", "rsub"):
+        return None
+    one, mask = inverse.get("input"), inverse.get("other")
+    if inverse.name == "rsub":
+        one, mask = mask, one
+    if view.const(one, rest) != 1 or not view.is_tensor(mask):
+        return None
+    for x, m in ((terms[0]["input"], terms[0]["other"]), (terms[0]["other"], terms[0]["input"])):
+        if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m):
+            return x, m, fill
+    return None
+
+
+def _is_binary(view: GraphView, m: fx.Node) -> bool:
+    """Whether a tensor provably holds 0 and 1 only."""
+    if zero_or_one(view, m) is not None:
+        return True
+    constant = _computed(view, m)
+    return constant is not None and bool(((constant == 0) | (constant == 1)).all())
+
+
+def _computed(view: GraphView, node: fx.Node) -> torch.Tensor | None:
+    """The value of a tensor that is made of nothing but numbers, if it is small enough to compute here."""
+    if node not in view.computed:
+        view.computed[node] = _compute(view, node)
+    return view.computed[node]
+
+
+def _compute(view: GraphView, node: fx.Node) -> torch.Tensor | None:
+    shape = view.shape(node)
+    if not all(isinstance(s, int) for s in shape) or math.prod(shape) > _MAX_EVALUATED:
+        return None
+    piece = region(view, node, ())
+    if piece is None:
+        return None
+    try:
+        return run(view, piece, {}, None, exact=True)
+    except Untestable:
+        return None
+
+
+def zero_or_one(view: GraphView, x: fx.Node) -> tuple[fx.Node, bool] | None:
+    """(mask, whether 1 stands where it is true) of a number that is cast from a boolean, or one minus it."""
+    call = view.call(x)
+    if call is None or call.inplace:
+        return None
+    if call.name == "cast" and view.is_tensor(call["input"]):
+        inner = call["input"]
+        if view.dtype(inner) == torch.bool:
+            return inner, True
+        return zero_or_one(view, inner)
+    ones, other = call.get("input"), call.get("other")
+    if call.name == "rsub":
+        ones, other = other, ones
+    if call.name in ("sub", "rsub") and view.const(ones, x) == 1 and isinstance(other, fx.Node):
+        found = zero_or_one(view, other) if view.is_tensor(other) else None
+        return None if found is None else (found[0], not found[1])
+    return None

@@ -1,0 +1,330 @@
+"""Attention probabilities, from where they weigh the values up to the entmax that makes them.
+
+Between the two a program may change the layout, do what changes no value, and drop once more what the scores' mask
+dropped already: `p.masked_fill(mask, 0)`, which alters rows without a key only. It may divide by the rows' sums, which
+are one, or zero where such a mask has dropped the whole row. And it may multiply by what has one number a row or head
+(a mask of queries, a head mask), which does as well behind the product with the values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.axes import Atom, Axis, Placed, above, flat, placed
+from ...graph.contraction import Contraction, Operand, contraction
+from ...graph.names import Call
+from ...graph.no_match import NoMatch
+from ...graph.selection import Assigned, selections, trailing_mask
+from ...graph.view import GraphView
+from ...graph.vocabulary import VIEWS
+from .masks import conjuncts, moderate, zero_or_one
+from .transform import Transform, transform
+
+__all__ = ["Probabilities", "check_again", "read_probabilities"]
+
+_REACH = 12
+_FLOOR = 0.5  # a sum of one is above it whatever its rounding
+_NEVER = -1e9  # no score is as low: a key that got this has no probability beside any that did not
+
+
+@dataclasses.dataclass
+class Probabilities:
+    """The entmax that an operand is, and what lies between.
+
+    axes: those of the entmax's result. nodes: what lies between, the operand's node first. again: masks that drop
+    probabilities, which the scores' own have to be, unless they drop whole rows. factors: what the rows are multiplied
+    by, none of which may vary with the keys.
+    """
+
+    found: Transform
+    axes: list[Axis]
+    nodes: list[fx.Node]
+    again: list[Placed]
+    factors: list[Placed | float]
+
+    def by_rows(
+        self, view: GraphView, keys: Sequence[Atom]
+    ) -> tuple[list[Placed | float], list[Placed]]:
+        """(what rows are multiplied by, masks of whole rows among it; the masks of `again` that vary with the keys).
+        Raises NoMatch where a factor does."""
+
+        def varies(p: Placed) -> bool:
+            return any(atom in keys for axis in p.axes for atom in flat(axis))
+
+        for factor in self.factors:
+            if isinstance(factor, Placed) and varies(factor):
+                raise _changed_by(view, factor.reader)
+        rows = [p for p in self.again if not varies(p)]
+        return [*self.factors, *rows], [p for p in self.again if varies(p)]
+
+
+def read_probabilities(
+    view: GraphView, p: Operand, axes: list[Axis], told: bool = True
+) -> Probabilities | None:
+    """The entmax that an operand is, through what does not change its values; None if it is none.
+
+    Raises NoMatch. told: whether one that is changed on the way is worth a reason, as it is not of what a linear of
+    the model reads.
+    """
+    node: fx.Node | None = p.node
+    nodes: list[fx.Node] = []
+    again: list[Placed] = []
+    factors: list[Placed | float] = []
+    sums: list[_Sum] = []
+    for _ in range(_REACH):
+        if node is None or not view.is_tensor(node):
+            return None
+        found = transform(view, node)
+        if found is not None:
+            for total in sums:
+                if flat(total.axis) != flat(axes[found.dim]):
+                    raise NoMatch(_why_changed("div"), total.node)
+            return Probabilities(found, axes, nodes, again, factors)
+        call = view.call(node)
+        if call is None:
+            return None
+        x = _identity_input(view, call)
+        if x is None and (one := _own_sum(view, node, call, axes)) is not None:
+            sums.append(one)
+            nodes += one.nodes
+            x = one.of
+        if x is None and (dropped := _dropped(view, node, call)) is not None:
+            x, mask, negate = dropped
+            if any(not total.guarded for total in sums):
+                x = None  # a row that this empties is divided by zero
+            elif negate and _is_nan_of(view, mask, x):
+                nodes.append(mask)
+            elif (seen := view.value(mask, node)) is not None:
+                where = tuple(placed(view, seen, axes, node))
+                again.append(Placed(seen, node, where, negate=negate))
+            else:
+                x = None
+        # A quotient by the rows' sums takes out again what they were multiplied by.
+        if x is None and not sums and (scaled := _multiplied(view, node, call, axes)) is not None:
+            x, factor = scaled
+            factors.append(factor)
+        if call.name not in VIEWS and not view.same_shape(x, node):
+            x = None
+        if not view.is_tensor(x):
+            if told and _entmax_above(view, node) is not None:
+                raise NoMatch(_why_changed(call.name), node)
+            return None
+        if call.name in VIEWS:
+            try:
+                axes = above(view, node, call, axes)
+            except NoMatch:
+                if not told or _entmax_above(view, node) is None:
+                    return None
+                raise
+        nodes.append(node)
+        node = view.value(x, node)
+    return None
+
+
+def check_again(
+    view: GraphView,
+    found: Transform,
+    again: Sequence[Placed],
+    masks: Sequence[Placed],
+    biases: Sequence[Placed],
+    fill: float | None,
+    unless: bool,
+) -> None:
+    """Raise NoMatch unless the masks of `again` drop just the keys that the scores' masks drop.
+
+    Then they change rows without a key only, to zeros, which is what the operator gives for a fill of -inf. unless:
+    the scores have masks that win over these.
+    """
+    extra = unless or any(b.fill is not None for b in biases)
+    one = [part for mask in masks for part in conjuncts(view, mask)]
+    two = [part for mask in again for part in conjuncts(view, mask)]
+    alike = all(any(_same(view, a, b) for b in two) for a in one) and all(
+        any(_same(view, a, b) for a in one) for b in two
+    )
+    lowest = torch.finfo(view.dtype(found.source)).min
+    if extra or not alike or fill is None or not (fill <= _NEVER or fill == lowest):
+        raise _changed_by(view, again[0].reader)
+    if fill != -math.inf and not all(moderate(view, b) for b in biases):
+        raise NoMatch(
+            "probabilities are masked once more; keys that a bias makes as low as the mask does share theirs",
+            again[0].reader,
+        )
+
+
+def _same(view: GraphView, a: Placed, b: Placed) -> bool:
+    def where(mask: Placed) -> list[Axis]:
+        axes = [flat(axis) for axis in mask.axes]
+        while axes and not axes[0]:
+            axes.pop(0)
+        return axes
+
+    alike = view.same_value(a.node, b.node) or view.same_value(b.node, a.node)
+    return alike and a.negate == b.negate and where(a) == where(b)
+
+
+def _identity_input(view: GraphView, call: Call) -> Any:
+    """The input of an operation that keeps every value; None where it is none."""
+    quiet = (
+        call.name == "cast"
+        or call.name in VIEWS
+        or view.kept(call) is not None
+        or (call.name == "nan_to_num" and view.const(call.get("nan", 0.0)) == 0)
+    )
+    return call.get("input") if quiet else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sum:
+    """A division by the values' own sum over `axis`. guarded: an empty row is divided by a small number instead."""
+
+    node: fx.Node
+    of: fx.Node
+    axis: Axis
+    nodes: list[fx.Node]
+    guarded: bool
+
+
+def _own_sum(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> _Sum | None:
+    """The values that a node divides by their sum over one axis; None where it does not."""
+    x = call.get("input")
+    if call.name == "normalize":
+        dim = call.get("dim", 1)
+        if call.get("p", 2.0) != 1 or not isinstance(dim, int) or len(node.args) > 3:
+            return None
+        return None if "eps" in node.kwargs else _Sum(node, x, axes[dim % len(axes)], [], True)
+    below = call.get("other")
+    if call.name != "div" or call.get("rounding_mode") is not None or not view.is_tensor(below):
+        return None
+    nodes: list[fx.Node] = []
+    guarded = False
+    reader = node
+    for _ in range(4):
+        if (seen := view.value(below, reader)) is None or (c := view.call(seen)) is None:
+            return None
+        nodes.append(seen)
+        below, reader = c.get("input"), seen
+        if c.name in ("clamp_min", "clamp") and c.get("max") is None:
+            low = view.const(c["min"], seen)
+            if low is None or not 0 < low <= _FLOOR:
+                return None
+            guarded = True
+        elif c.name == "add" and c.get("alpha", 1) == 1:
+            small = view.const(c["other"], seen)
+            if small is None or not 0 < small <= _lost(view.dtype(node)):
+                return None
+            guarded = True
+        elif c.name == "sum" and c.get("keepdim") is True:
+            dim = c.get("dim")
+            dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+            if not isinstance(dim, int) or len(view.shape(seen)) != len(axes):
+                return None
+            mine, theirs = view.value(x, node), view.value(below, seen)
+            if mine is None or theirs is None or not view.same_value(mine, theirs):
+                return None
+            return _Sum(node, x, axes[dim % len(axes)], nodes, guarded)
+        else:
+            return None
+    return None
+
+
+def _lost(dtype: torch.dtype) -> float:
+    """The most that may be added to one so that a division by the sum shows no more than rounding."""
+    return min(10 * torch.finfo(dtype).eps, 1.1e-6)
+
+
+def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:
+    """Whether a mask is isnan(x): the operator gives no NaN where rows have no keys."""
+    call = view.call(mask)
+    return call is not None and call.name == "isnan" and view.same_value(call["input"], x)
+
+
+def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, bool] | None:
+    """(probabilities, mask, whether it says what to drop) where an operation puts 0 in the place of some."""
+    x, mask, negate = None, None, False
+    for found in selections(view, call):
+        if view.const(found.other, node) == 0:
+            x, mask, negate = found.x, found.keep, found.negate
+            break
+    if isinstance(mask, Assigned):
+        mask = trailing_mask(view, x, mask)
+    if call.name == "mul":
+        for a, b in ((call["input"], call["other"]), (call["other"], call["input"])):
+            if not (view.is_tensor(a) and isinstance(b, fx.Node) and view.is_tensor(b)):
+                continue
+            binary = (b, True) if view.dtype(b) == torch.bool else zero_or_one(view, b)
+            if binary is not None:
+                x, mask, negate = a, binary[0], not binary[1]
+                break
+    if mask is None or not view.is_tensor(mask) or view.dtype(mask) != torch.bool:
+        return None
+    return x, mask, negate
+
+
+def _multiplied(
+    view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]
+) -> tuple[Any, Placed | float] | None:
+    """(probabilities, factor) of a product or quotient with a number, or with a tensor that may lack their keys."""
+    if call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
+        return None
+    a, b = call["input"], call["other"]
+    divides = call.name == "div"
+    for x, other in ((a, b), (b, a))[: 1 if divides else 2]:
+        if not view.is_tensor(x) or not view.same_shape(x, node):
+            continue
+        known = view.const(other, node)
+        if known is not None:
+            if known <= 0:
+                return None
+            return x, 1 / known if divides else known
+        if not view.is_tensor(other) or _entmax_above(view, x) is None:
+            continue
+        if _entmax_above(view, other) is not None:  # the rows' own sums, say
+            return None
+        if (seen := view.value(other, node)) is not None:
+            where = tuple(placed(view, seen, list(axes), node))
+            return x, Placed(seen, node, where, divides=divides)
+    return None
+
+
+def _changed_by(view: GraphView, node: fx.Node) -> NoMatch:
+    return NoMatch(_why_changed(view.name_of(node) or "an operation"), node)
+
+
+def _why_changed(name: str) -> str:
+    """The reason to give where an operation between the two changes probabilities."""
+    if name == "dropout":
+        return "dropout is active between the probabilities and the values"
+    return f"{name} changes the probabilities before they weigh the values"
+
+
+def _entmax_above(view: GraphView, node: fx.Node, reach: int = 6) -> fx.Node | None:
+    """An entmax that a few operations turn into `node`; no product is crossed, but for one of heads."""
+    queue = [node]
+    seen: set[fx.Node] = set()
+    while queue and len(seen) < reach:
+        node = queue.pop(0)
+        if node in seen or not view.is_tensor(node):
+            continue
+        seen.add(node)
+        try:
+            if transform(view, node) is not None:
+                return node
+        except NoMatch:
+            return None
+        if view.call(node) is not None:
+            product = contraction(view, node)
+            queue += node.all_input_nodes if product is None else _mixed(view, product)
+    return None
+
+
+def _mixed(view: GraphView, product: Contraction) -> list[fx.Node]:
+    """The operands of a product that are probabilities and still are of the same keys after it, as where heads are
+    mixed: those that weigh values are gone."""
+    found = ((o, transform(view, o.node)) for o in product.operands)
+    return [o.node for o, t in found if t is not None and o.axes[t.dim] in product.axes]

@@ -1,0 +1,409 @@
+"""Attention scores read from where they are used up to the product that makes them.
+
+    z = where(mask, scale * (q @ k^T) + bias, fill)
+
+Whatever order a program scales, adds and masks in, it is brought into that order here as far as that is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ... import compat
+from ...graph.axes import Axis, Placed, above, placed
+from ...graph.contraction import PRODUCTS, Contraction, contraction
+from ...graph.names import Call
+from ...graph.no_match import NoMatch
+from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
+from ...graph.values import rounds
+from ...graph.view import GraphView, fake, label
+from ...graph.vocabulary import VIEWS
+from .masks import as_mask, keeps_a_key, mixed
+
+__all__ = ["ABSORBS", "Scores", "read_scores", "scaled"]
+
+_MAX_DEPTH = 48
+# Adding a score to a number this large gives the number back in any precision that has it.
+ABSORBS = 1e30
+_NOT_LINEAR = frozenset(
+    "tanh sigmoid relu clamp exp log log1p softplus abs square pow sqrt gelu silu topk sort".split()
+)
+
+
+@dataclasses.dataclass
+class Scores:
+    """The scores as far as they have been read: the product, then what was done to it.
+
+    axes: those of the product's result. factors: tensors with one number a query or a key. Masks drop to `fill`.
+    """
+
+    product: Contraction
+    axes: list[Axis]
+    scale: float
+    factors: list[Placed] = dataclasses.field(default_factory=list)
+    biases: list[Placed] = dataclasses.field(default_factory=list)
+    masks: list[Placed] = dataclasses.field(default_factory=list)
+    fill: float | None = None
+    unless: list[Placed] = dataclasses.field(default_factory=list)
+    """Masks among the biases that win over the others: where they drop, nothing is filled in. One without a fill is
+    a bias, and drops where it is a large negative number."""
+    doubled: bool = False  # the masks are among the biases, too
+    floored: bool = False
+    shifted: bool = False  # a constant was added, which only a finite fill would notice
+    nodes: list[fx.Node] = dataclasses.field(default_factory=list)
+
+
+def read_scores(
+    view: GraphView, source: fx.Node, reader: fx.Node, axes: Sequence[Axis], depth: int = 0
+) -> Scores:
+    """The scores that `reader` sees of `source`, whose axes are `axes`. Raises NoMatch."""
+    if depth > _MAX_DEPTH:
+        raise NoMatch("the chain of operations is too long", source)
+    node = view.value(source, reader)
+    if node is None:
+        raise NoMatch("the scores are changed in place through a view of them", source)
+    product = contraction(view, node)
+    if product is not None and product.of_matrices and product.bias_dim == -1:
+        return _start(view, product, list(axes))
+    call = view.call(node)
+    if call is None:
+        what = "an input of the graph" if node.op == "placeholder" else label(node)
+        raise NoMatch(f"the scores come from {what}, not from a product of queries and keys", node)
+    return _Step(view, node, call, list(axes), depth).read()
+
+
+def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
+    found = Scores(product, axes, product.scale, nodes=list(product.nodes))
+    if product.bias is not None:
+        bias, factor = product.bias
+        seen = view.value(bias, product.node)
+        if seen is None:
+            raise NoMatch("the bias is changed in place through a view of it", product.node)
+        where = tuple(placed(view, seen, axes, product.node))
+        found.biases.append(Placed(seen, product.node, where, factor))
+    return found
+
+
+def scaled(found: Scores, c: float, node: fx.Node) -> Scores:
+    """The scores times a number, by which `node` multiplies them. Raises NoMatch."""
+    if found.floored and c != 1:
+        raise NoMatch("scores that have a floor are multiplied", node)
+    if found.masks:
+        if c <= 0:
+            raise NoMatch("masked scores are multiplied by a number that is not positive", node)
+        assert found.fill is not None
+        found.fill *= c
+    found.scale *= c
+    found.biases = [
+        dataclasses.replace(b, factor=b.factor * c)
+        if b.fill is None
+        else dataclasses.replace(b, fill=b.fill * c)
+        for b in found.biases
+    ]
+    return found
+
+
+class _Step:
+    """One operation on the scores."""
+
+    def __init__(self, view: GraphView, node: fx.Node, call: Call, axes: list[Axis], depth: int):
+        self.view, self.node, self.call, self.axes, self.depth = view, node, call, axes, depth
+
+    def decline(self, reason: str) -> NoMatch:
+        return NoMatch(reason, self.node)
+
+    def up(self, x: Any, axes: list[Axis] | None = None) -> Scores:
+        """The scores that the operation is done to; axes: where they were before it, for a view."""
+        if axes is None and not self.view.same_shape(x, self.node):
+            raise self.decline(f"{self.call.name} spreads the scores over an axis that they lack")
+        found = read_scores(
+            self.view, x, self.node, self.axes if axes is None else axes, self.depth + 1
+        )
+        found.nodes.append(self.node)
+        return found
+
+    def const(self, x: Any) -> float | None:
+        return self.view.const(x, self.node)
+
+    def read(self) -> Scores:
+        call, name = self.call, self.call.name
+        x = call.get("input")
+        if (kept := self.view.kept(call)) is not None:
+            return self.up(kept)
+        if name == "cast":
+            if not self.view.is_tensor(x) or not self.view.dtype(self.node).is_floating_point:
+                raise self.decline(f"the scores become {self.view.dtype(self.node)}")
+            found = self.up(x)
+            if rounds(self.view.dtype(self.node), self.view.dtype(found.product.node)):
+                raise self.decline(f"the scores are rounded to {self.view.dtype(self.node)}")
+            return found
+        if name == "detach":
+            raise self.decline("detach() cuts the gradient here")
+        if name == "dropout":
+            raise self.decline("dropout on the scores")
+        if name in VIEWS and self.view.is_tensor(x):
+            return self.up(x, above(self.view, self.node, call, self.axes))
+        if name in SELECTIONS:
+            return self._selected()
+        if name in _HANDLERS:
+            return _HANDLERS[name](self)
+        if name == "einsum" and len(call.get("operands", ())) > 2:
+            raise self.decline(f"an einsum of {len(call['operands'])} tensors makes the scores")
+        if name in PRODUCTS:
+            raise self.decline("the scores are a product with a single vector")
+        if name in _NOT_LINEAR:
+            raise self.decline(f"{name} between the product and the normalisation is not linear")
+        raise self.decline(
+            f"the scores come from {name}, which is not followed to a product of queries and keys"
+        )
+
+    # Scale and bias
+
+    def _neg(self) -> Scores:
+        return self._scaled(self.up(self.call["input"]), -1.0)
+
+    def _maximum(self) -> Scores:
+        a, b = self.call["input"], self.call["other"]
+        return self._floored(a, b) if self.const(b) is not None else self._floored(b, a)
+
+    def _clamp_min(self) -> Scores:
+        return self._floored(self.call["input"], self.call["min"])
+
+    def _clamp(self) -> Scores:
+        least = self.call.get("min") if self.call.get("max") is None else None
+        return self._floored(self.call["input"], least)
+
+    def _floored(self, x: Any, least: Any) -> Scores:
+        """max(z, finfo.min), as of masks that were added up: no score is as low, so it is the masks that have it."""
+        low = self.const(least)
+        if low is None or not self.view.is_tensor(x) or low > -ABSORBS:
+            name = self.call.name
+            raise self.decline(f"{name} between the product and the normalisation is not linear")
+        found = self.up(x)
+        if len(found.biases) > 1 or found.unless or any(b.times for b in found.biases):
+            raise self.decline("several terms of the scores have one floor")
+        for bias in found.biases:
+            mask = as_mask(self.view, bias)
+            lowest = -math.inf if mask is None or mask.fill is None else mask.fill
+            if self.view.needs_grad(self.node):
+                # Where every key of a row is at the floor, no gradient passes it; the sum with a bias lets it through.
+                if mask is None:
+                    raise self.decline("scores with a bias that is no mask have a floor")
+                halved = lowest == low and self._slope_at_a_tie(least) == 0.5
+                if halved and not keeps_a_key(self.view, mask):
+                    raise self.decline(
+                        f"{self.call.name} halves the gradient of a row whose keys all tie"
+                    )
+            if lowest < low or (lowest == low and not self._slope_at_a_tie(least)):
+                fill = None if bias.fill is None else low
+                found.biases = [dataclasses.replace(bias, fill=fill, floor=low)]
+        if found.fill is not None:
+            found.fill = max(found.fill, low)
+        found.floored = True
+        return found
+
+    def _slope_at_a_tie(self, least: Any) -> float:
+        """The gradient of a value that equals its lower bound, which is the torch's in use."""
+        if self.call.name != "maximum" and compat.clamp_has_a_slope_at_its_bounds():
+            return 1.0
+        return 0.5 if self.view.is_tensor(least) else 0.0
+
+    def _scaled(self, found: Scores, c: float) -> Scores:
+        return scaled(found, c, self.node)
+
+    def _mul(self) -> Scores:
+        a, b = self.call["input"], self.call["other"]
+        for x, c in ((a, b), (b, a)):
+            known = self.const(c)
+            if known is not None and self.view.is_tensor(x):
+                return self._scaled(self.up(x), known)
+            if self.view.is_tensor(x) and not self.view.is_tensor(c):
+                return self._factor(self.up(x), c, divides=False)
+        found, other = self._pick(a, b)
+        return self._factor(found, other, divides=False)
+
+    def _div(self) -> Scores:
+        if self.call.get("rounding_mode") is not None:
+            raise self.decline("division that rounds")
+        a, b = self.call["input"], self.call["other"]
+        known = self.const(b)
+        if known is not None:
+            if known == 0:
+                raise self.decline("division by zero")
+            return self._scaled(self.up(a), 1 / known)
+        return self._factor(self.up(a), b, divides=True)
+
+    def _factor(self, found: Scores, other: Any, divides: bool) -> Scores:
+        if found.floored or found.masks or any(b.fill is not None for b in found.biases):
+            raise self.decline("masked scores are multiplied by a tensor")
+        if isinstance(fake(other), (torch.SymInt, torch.SymFloat)):  # a scale made of sizes
+            factor = Placed(other, self.node, (), divides=divides)
+        elif self.view.is_tensor(other):
+            factor = self._place(other, divides=divides)
+        else:
+            raise self.decline("the scale is a number known only at run time")
+        found.factors.append(factor)
+        found.biases = [dataclasses.replace(b, times=(*b.times, factor)) for b in found.biases]
+        return found
+
+    def _sum(self) -> Scores:
+        """a + k * b"""
+        a, b, k = self.call["input"], self.call["other"], self.const(self.call.get("alpha", 1))
+        if k is None:
+            raise self.decline("alpha= is not a constant")
+        if self.call.name == "rsub":
+            a, b = b, a
+        k = k if self.call.name == "add" else -k
+        for x, c, own in ((a, b, 1.0), (b, a, k)):
+            known = self.const(c)
+            if known is not None and self.view.is_tensor(x):
+                return self._shifted(self._scaled(self.up(x), own))
+        for kept, dropped, sign in ((a, b, k), (b, a, 1.0)):
+            if k != 1 and kept is b:
+                continue
+            if (way := mixed(self.view, kept, dropped)) is not None:
+                found = self._masked(way[0], way[1], way[2] * sign, False, binary=True)
+                found.nodes.append(kept)
+                return found
+        found, other = self._pick(a, b)
+        if other is a and other is not b:
+            return self._biased(self._scaled(found, k) if k != 1 else found, a, 1.0)
+        return self._biased(found, b, k)
+
+    def _shifted(self, found: Scores) -> Scores:
+        """A constant added to a whole row changes nothing, but for a mask that fills in a number."""
+        if found.masks and found.fill != -math.inf:
+            raise self.decline("a constant is added to scores that are masked with a number")
+        found.shifted = True
+        return found
+
+    def _biased(self, found: Scores, bias: Any, factor: float) -> Scores:
+        if not self.view.is_tensor(bias):
+            raise self.decline("a number known only at run time is added to the scores")
+        one = self._place(bias, factor=factor)
+        if found.masks and found.fill != -math.inf:
+            excluded = as_mask(self.view, one)
+            if excluded is not None and excluded.fill == -math.inf:
+                found.unless.append(excluded)
+            elif (self._needs_grad(found) or len(found.masks) > 1) and not self.view.needs_grad(
+                one.node
+            ):
+                # A fill, which stops the gradient and is the same for a key that two masks drop, where the bias is
+                # lost in it; a sum where both are large.
+                found.biases += [] if found.doubled else self._filled(found)
+                found.doubled = True
+                found.unless.append(excluded or one)
+            else:
+                self._masks_to_biases(found)
+        found.biases.append(one)
+        return found
+
+    def _needs_grad(self, found: Scores) -> bool:
+        return self.view.needs_grad(found.product.node)
+
+    def _filled(self, found: Scores) -> list[Placed]:
+        """Masks as biases: adding a number so large that the score is lost is the same as filling it in."""
+        assert found.fill is not None
+        if found.fill > -ABSORBS:
+            raise self.decline(
+                f"scores that are masked with {found.fill:g} are masked or biased once more"
+            )
+        return [dataclasses.replace(m, fill=found.fill) for m in found.masks]
+
+    def _masks_to_biases(self, found: Scores) -> None:
+        """z where kept, else fill: the same as adding fill, but that a sum passes the gradient on."""
+        biases = self._filled(found)
+        if len(found.masks) > 1:
+            raise self.decline(
+                f"scores that several masks set to {found.fill:g} are masked or biased once more; in a row that "
+                "they empty, keys that two of them drop are as good as keys that one does"
+            )
+        if self._needs_grad(found) and not keeps_a_key(self.view, found.masks[0]):
+            raise self.decline(
+                f"scores that are masked with {found.fill:g} are masked or biased once more; a row "
+                "that they empty has another gradient"
+            )
+        if found.doubled:
+            raise self.decline("scores that are masked twice are masked or biased once more")
+        found.biases += biases
+        found.masks, found.fill, found.unless = [], None, []
+
+    def _place(self, node: Any, **fields: Any) -> Placed:
+        seen = self.view.value(node, self.node)
+        if seen is None:
+            raise self.decline(f"{label(node)} is changed in place through a view of it")
+        return Placed(
+            seen, self.node, tuple(placed(self.view, seen, self.axes, self.node)), **fields
+        )
+
+    def _pick(self, a: Any, b: Any) -> tuple[Scores, Any]:
+        """Which of two operands the scores come through, and the other one."""
+        first: NoMatch | None = None
+        for x, other in ((a, b), (b, a)):
+            if self.view.is_tensor(x) and self.view.same_shape(x, self.node):
+                try:
+                    return self.up(x), other
+                except NoMatch as decline:
+                    if first is None or "comes from an input" in first.reason:
+                        first = decline
+        raise first or self.decline(f"{self.call.name} of operands that are not scores")
+
+    # Masks
+
+    def _selected(self) -> Scores:
+        """The scores where a mask keeps them, else a number."""
+        ways = selections(self.view, self.call)
+        found = next((one for one in ways if self.const(one.other) is not None), None)
+        if found is None:
+            what = "where() puts" if self.call.name == "where" else f"{self.call.name} puts"
+            raise self.decline(f"{what} numbers known only at run time into the scores")
+        mask = found.keep
+        if isinstance(mask, Assigned):
+            mask = trailing_mask(self.view, found.x, mask)
+        if mask is None:
+            raise self.decline("assigns into a part of the scores")
+        return self._masked(found.x, mask, found.other, found.negate)
+
+    def _masked(self, x: Any, mask: Any, value: Any, negate: bool, binary: bool = False) -> Scores:
+        """binary: the mask is not boolean, but holds 0 and 1."""
+        fill = self.const(value)
+        if fill is None:
+            raise self.decline("the masked scores get a number known only at run time")
+        if not binary and not (self.view.is_tensor(mask) and self.view.dtype(mask) == torch.bool):
+            raise self.decline("the mask is not boolean")
+        found = self.up(x)
+        if fill > -1e3:
+            raise self.decline(f"masked scores become {fill:g}, which is no exclusion")
+        # In 16 bits a number is rounded before it is filled in.
+        dtype = self.view.dtype(x)  # an assignment has no type of its own
+        fill = float(torch.tensor(fill, dtype=torch.float64).to(dtype))
+        if found.shifted and fill != -math.inf:
+            raise self.decline("a constant is added to scores that are masked with a number")
+        if found.unless and fill != -math.inf:
+            raise self.decline("scores that are masked twice are masked or biased once more")
+        if found.masks and found.fill != fill:
+            if fill == -math.inf and (found.fill or 0.0) > -ABSORBS:
+                excluded = self._place(mask, negate=negate, fill=fill)
+                found.unless.append(excluded)
+                found.biases.append(excluded)
+                return found
+            if found.fill == -math.inf:
+                found.biases += [dataclasses.replace(m, fill=-math.inf) for m in found.masks]
+                found.masks = []
+            else:
+                self._masks_to_biases(found)
+        found.masks.append(self._place(mask, negate=negate))
+        found.fill = fill
+        return found
+
+
+_HANDLERS: dict[str, Callable[[_Step], Scores]] = {
+    **dict.fromkeys(("add", "sub", "rsub"), _Step._sum),
+    **{name: getattr(_Step, "_" + name) for name in "neg mul div maximum clamp_min clamp".split()},
+}

@@ -1,0 +1,355 @@
+"""Recognising the row transformation: calls of the entmax package, and the many ways to write it out.
+
+    p_i = [(alpha - 1) z_i - tau]_+ ^ (1 / (alpha - 1)),   sum_i p_i = 1
+
+For a written-out version the structure is checked first: a clamp at zero of scores, times alpha - 1, less a threshold
+that has one value a row, raised to 1 / (alpha - 1). Given that, p is entmax exactly where its rows sum to one, for
+there is only one such threshold; how the threshold is found (sorting, bisection) does not matter. That last point, and
+the gradient in training, are tried on concrete rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.axes import flat, fresh, originals
+from ...graph.emit import Emitter
+from ...graph.fakes import attribute
+from ...graph.no_match import NoMatch
+from ...graph.trial import Region, region
+from ...graph.values import rounds
+from ...graph.view import GraphView, fake, same_size
+from ...graph.vocabulary import COPIES, SPREADS
+from .form import ENDS, Candidate, Form, form, unshifted
+from .trial import Trial
+
+__all__ = ["LEAVES", "NOT_ENTMAX", "Transform", "above_one", "transform"]
+
+LEAVES = frozenset("entmax15 sparsemax entmax_bisect sparsemax_bisect".split())
+_LOSS = "a Fenchel-Young loss of entmax is one number a row; there is no operator for it"
+_OTHERS = {
+    **dict.fromkeys(
+        "sparsemax_loss entmax15_loss sparsemax_bisect_loss entmax_bisect_loss".split(), _LOSS
+    ),
+    "normmax_bisect": "normmax keeps the norm of the probabilities at one, not their sum",
+    "budget_bisect": "the probabilities sum to a budget, not to one",
+}
+NOT_ENTMAX = frozenset(_OTHERS)
+# 1 - d ** (1 - alpha) < 1 is halved `n_iter` times; what is left has to be below the rounding errors.
+_STEPS = {torch.float64: 45, torch.float32: 19, torch.float16: 10, torch.bfloat16: 7}
+_SEARCHES = frozenset("sort topk cumsum where kthvalue".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """probabilities = entmax(scale * source, alpha, dim)
+
+    node: the probabilities. source: the scores as they are read by `reader`. alpha: a number, or a tensor that
+    broadcasts to the scores with one element along `dim`. nodes: what the operator takes the place of.
+    note: how it was recognised, where that was no call of the package. scale: other than 1 for some written-out ones.
+    settled: of the nodes, those whose gradient as a whole is known to be the operator's.
+    undefined: what becomes of a row without a largest score (`ops.entmax`). written_out: it is made of operations,
+    which do not save its result, rather than a call of the package.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    reader: fx.Node
+    dim: int
+    alpha: float | fx.Node
+    nodes: tuple[fx.Node, ...]
+    note: str = ""
+    scale: float = 1.0
+    settled: tuple[fx.Node, ...] = ()
+    undefined: str = ""
+    written_out: bool = False
+
+    @property
+    def alpha_text(self) -> str:
+        """What a record says of alpha."""
+        text = "alpha is a tensor" if isinstance(self.alpha, fx.Node) else f"alpha {self.alpha:g}"
+        return text if self.scale == 1 else f"{text}, scores times {self.scale:g}"
+
+
+def transform(view: GraphView, node: fx.Node) -> Transform | None:
+    """The transformation that `node` is the result of; None if it is nothing of the kind.
+
+    Raises NoMatch where it nearly is.
+    """
+    memo: dict[fx.Node, Any] = view.__dict__.setdefault("_transforms", {})
+    if node not in memo:
+        try:
+            memo[node] = _not_empty(view, _transform(view, node))
+        except NoMatch as decline:
+            memo[node] = decline
+    found = memo[node]
+    if isinstance(found, NoMatch):
+        raise found
+    return found
+
+
+def _not_empty(view: GraphView, found: Transform | None) -> Transform | None:
+    if found is not None and same_size(view.shape(found.source)[found.dim], 0):
+        raise NoMatch("the rows are empty, which PyTorch refuses", found.node)
+    return found
+
+
+def _transform(view: GraphView, node: fx.Node) -> Transform | None:
+    if not view.is_tensor(node) or not view.dtype(node).is_floating_point:
+        return None
+    call = view.call(node)
+    if call is None:
+        return None
+    if call.name in _OTHERS:
+        raise NoMatch(_OTHERS[call.name], node)
+    if call.name in LEAVES:
+        return _leaf(view, node)
+    if call.name == "entmax_op":  # called by the user, or put in before
+        alpha = call["alpha_value"] if call["alpha"] is None else call["alpha"]
+        dim = call["dim"] % max(1, len(view.shape(node)))
+        undefined = call["undefined"] if "undefined" in call.args else ""
+        return Transform(node, call["input"], node, dim, alpha, (node,), undefined=undefined)
+    if call.name == "autograd_function_apply":
+        return _function(view, node, node, 0)
+    if call.name == "getitem" and view.name_of(call["input"]) == "autograd_function_apply":
+        return _function(view, node, call["input"], call["index"])
+    if call.name in ENDS:
+        return _written(view, node)
+    return None
+
+
+def _leaf(view: GraphView, node: fx.Node) -> Transform:
+    call = view.call(node)
+    assert call is not None
+    x = call["input"]
+    dim = call.get("dim", -1)
+    if not isinstance(dim, int):
+        raise NoMatch("the dimension is known only at run time", node)
+    dim %= max(1, len(view.shape(x)))
+    bisects = call.name.endswith("_bisect")
+    undefined = "nan absorbed" if bisects else "refused"
+    alpha: Any = {"entmax15": 1.5, "entmax_bisect": call.get("alpha", 1.5)}.get(call.name, 2.0)
+    if call.name == "entmax_bisect":
+        if call.get("ensure_sum_one", True) is not True:
+            raise NoMatch("ensure_sum_one=False leaves the sum as the bisection found it", node)
+        steps, enough = call.get("n_iter", 50), _STEPS.get(view.dtype(x), 50)
+        power = view.const(alpha, node)
+        if (
+            power is not None and power > 2
+        ):  # p is a root of what is left: it takes as many times more of them
+            enough = min(50, math.ceil(enough * (power - 1)))
+        if not isinstance(steps, int) or steps < enough:
+            raise NoMatch(
+                f"n_iter={steps} stops before {view.dtype(x)} is exact (about {enough} steps), so "
+                "the result is another",
+                node,
+            )
+    if isinstance(alpha, fx.Node):
+        known = view.const(alpha, node)
+        run_time = isinstance(fake(alpha), (torch.SymFloat, torch.SymInt))
+        if known is None and not (view.is_tensor(alpha) or run_time):
+            raise NoMatch("alpha is a number known only at run time", node)
+        alpha = alpha if known is None else known
+    if view.is_tensor(alpha) and not view.dtype(alpha).is_floating_point:
+        raise NoMatch(f"alpha is a tensor of {view.dtype(alpha)}", node)
+    if not isinstance(alpha, fx.Node):
+        alpha = _sane(float(alpha), node)
+    # A value a row that the user subtracts first changes nothing.
+    shifts = unshifted(view, x, node, dim)
+    chosen = shifts[-1]
+    if chosen.source is not x:
+        piece = region(
+            view, node, (chosen.source, *([alpha] if isinstance(alpha, fx.Node) else []))
+        )
+        if piece is not None:
+            nodes = _replaced(piece)
+            undefined = "nan" if bisects else undefined
+            # What is subtracted may be detached; what it is subtracted from may not.
+            settled = tuple(n for n in nodes if n not in {s.reader for s in shifts[1:]})
+            return Transform(
+                node, chosen.source, chosen.reader, dim, alpha, nodes, settled=settled, undefined=undefined
+            )  # fmt: skip
+    return Transform(node, x, node, dim, alpha, (node,), undefined=undefined)
+
+
+def _sane(alpha: float, node: fx.Node) -> float:
+    if not alpha > 1:
+        what = "is softmax, which has no zeros" if alpha == 1 else "is no sparse transformation"
+        raise NoMatch(f"alpha={alpha:g} {what}", node)
+    return alpha
+
+
+def above_one(e: Emitter, alpha: fx.Node, computed: torch.dtype) -> fx.Node:
+    """A tensor alpha as the operators take it: where a learned one has been rounded to 1, which is softmax, it is the
+    number above 1 whose probabilities, computed in that dtype, are nearest to softmax's, and has no gradient."""
+    computed = torch.promote_types(computed, torch.float32)
+    alpha = e.cast(alpha, torch.promote_types(fake(alpha).dtype, computed))
+    above = 1 + (2**-34 if computed == torch.float64 else 2**-20)
+    return e.call(torch.where, e.call(operator.eq, alpha, 1), above, alpha)
+
+
+# Written out
+
+
+def _written(view: GraphView, node: fx.Node) -> Transform | None:
+    found = form(view, node)
+    if found is None:
+        return None
+    beside = () if found.alpha is None else (found.alpha,)
+    closed = [
+        (candidate, piece)
+        for candidate in found.candidates
+        if (piece := region(view, node, (candidate.source, *beside))) is not None
+    ]
+    if not closed:
+        return None
+    searched = found.clamp is not node or bool(
+        {view.name_of(n) for n in closed[0][1].nodes} & _SEARCHES
+    )
+    try:
+        chosen, alpha, piece, scale = _scaled_right(view, node, found, closed)
+        _check_rounding(view, piece, view.dtype(chosen.source))
+        needs_grad = view.needs_grad(chosen.source)
+        trial = Trial(view, chosen.source, found.dim, alpha, node, scale)
+        if scale != 1:
+            _check_scaled(trial, piece, found, chosen.factor)
+        trial.check(piece, needs_grad)
+    except NoMatch:
+        if searched:
+            raise
+        return None  # relu(x - mean) and the like are no near misses
+    note = "written out; that its rows sum to one was tried"
+    if trial.learned:
+        note += ", as was its gradient"
+    nodes = _replaced(piece)
+    settled = nodes if trial.learned else ()
+    return Transform(
+        node, chosen.source, chosen.reader, found.dim, alpha, nodes, note, scale, settled,
+        trial.undefined(piece), written_out=True,
+    )  # fmt: skip
+
+
+def _check_rounding(view: GraphView, piece: Region, computed: torch.dtype) -> None:
+    """Raises NoMatch where something on the way is rounded, which a trial in double does not see."""
+    for n in piece.nodes:
+        if view.name_of(n) != "cast" or not view.is_tensor(n) or n is piece.output:
+            continue
+        if view.dtype(n).is_floating_point and rounds(view.dtype(n), computed):
+            raise NoMatch(f"it is rounded to {view.dtype(n)} on the way", n)
+
+
+def _scaled_right(
+    view: GraphView, node: fx.Node, found: Form, closed: list[tuple[Candidate, Region]]
+) -> tuple[Candidate, float | fx.Node, Region, float]:
+    """The furthest candidate whose factor is alpha - 1, else the furthest one, and what it is to be multiplied by.
+    Raises NoMatch where none will do."""
+    if found.alpha is not None:
+        for candidate, piece in reversed(closed):
+            if candidate.gaps == 1 and math.isclose(candidate.factor, 1, rel_tol=1e-6):
+                return candidate, found.alpha, piece, 1.0
+        raise NoMatch("the scores are not multiplied by alpha - 1 before the threshold", node)
+    assert found.power is not None
+    if not found.power > 0:
+        raise NoMatch(f"the power is {found.power:g}", node)
+    alpha = _sane(round(1 + 1 / found.power, 9), node)
+    for candidate, piece in reversed(closed):
+        if math.isclose(candidate.factor, alpha - 1, rel_tol=1e-6) and not candidate.gaps:
+            return candidate, alpha, piece, 1.0
+    for candidate, piece in reversed(closed):
+        if candidate.factor > 0 and not candidate.gaps:
+            return candidate, alpha, piece, candidate.factor / (alpha - 1)
+    raise _unlike(found, closed[-1][0].factor)
+
+
+def _check_scaled(trial: Trial, piece: Region, found: Form, factor: float) -> None:
+    """Raises NoMatch where the factor is not alpha - 1 and entmax of other scores is not what results, either."""
+    try:
+        trial.check(piece, needs_grad=False)
+    except NoMatch:
+        raise _unlike(found, factor) from None
+
+
+def _unlike(found: Form, factor: float) -> NoMatch:
+    assert found.power is not None
+    return NoMatch(
+        f"the scores are multiplied by {factor:g} before the threshold; with the power "
+        f"{found.power:g} entmax has {1 / found.power:g}",
+        found.clamp,
+    )
+
+
+def _replaced(piece: Region) -> tuple[fx.Node, ...]:
+    """What depends on the leaves, and what nobody else has a use for: constants may be shared."""
+    inside, depend = set(piece.nodes), set(piece.leaves)
+    for node in piece.nodes:
+        if any(a in depend for a in node.all_input_nodes):
+            depend.add(node)
+    depend -= set(piece.leaves)
+    for node in reversed(piece.nodes):
+        if node not in depend and node.users and all(u in depend for u in node.users):
+            depend.add(node)
+    return tuple(n for n in piece.nodes if n in depend and n in inside)
+
+
+# A Function of the user's
+
+
+def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Transform | None:
+    """One result of an autograd Function with forward and backward of its own."""
+    call = view.call(hop)
+    # The Function's own result comes first; intermediates follow where Dynamo saw side effects in its forward
+    # (torch 2.11: always).
+    if call is None or which != 0:
+        return None
+    body = attribute(call["forward"])
+    if not isinstance(body, fx.GraphModule):
+        return None
+    inner = GraphView(body.graph)
+    output = next(n for n in body.graph.nodes if n.op == "output").args[0]
+    result = output[0] if isinstance(output, (tuple, list)) else output
+    result = result[0] if isinstance(result, (tuple, list)) and result else result
+    if not isinstance(result, fx.Node) or not inner.is_tensor(result):
+        return None
+    axes = fresh(inner.shape(result))
+    with torch.no_grad():  # the body's own mode: what it does not record needs no check
+        rows = originals(inner, result, axes, result)
+        found, at = next(((f, at) for n, at, _ in rows if (f := transform(inner, n))), (None, axes))
+    if found is None:
+        return None
+    *_, (given, given_axes, _) = originals(inner, found.source, at, found.reader)
+    dim = next((d for d, axis in enumerate(axes) if axis and axis == at[found.dim]), None)
+    operands = list(call.get("operands", ()))
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+    inputs = inputs[len(inputs) - len(operands) :]
+    alpha: Any = found.alpha
+    if isinstance(alpha, fx.Node):
+        alpha, _ = inner.behind(alpha, SPREADS | COPIES | {"cast"})  # before it was expanded
+    moved = dim is None or list(map(flat, given_axes)) != list(map(flat, axes))
+    if given not in inputs or moved or (isinstance(alpha, fx.Node) and alpha not in inputs):
+        raise NoMatch("the Function does more than an entmax of its argument", hop)
+    assert dim is not None
+    source = operands[inputs.index(given)]
+    if isinstance(alpha, fx.Node):
+        alpha = operands[inputs.index(alpha)]
+    if not view.is_tensor(source):
+        return None
+    nodes = tuple(dict.fromkeys((hop, node)))
+    nodes += tuple(a for a in hop.args if isinstance(a, fx.Node) and a.op == "get_attr")
+    nodes += tuple(u for u in hop.users if u is not node and not u.users)
+    trial = Trial(view, source, dim, alpha, node, found.scale)
+    piece = region(view, node, (source, *([alpha] if isinstance(alpha, fx.Node) else [])))
+    if piece is None:
+        raise NoMatch("the Function reads more than its scores", hop)
+    trial.check(piece, needs_grad=view.needs_grad(source))
+    note = f"autograd Function; {found.note or 'a call of the package'}"
+    if trial.learned:
+        note += ", its backward was tried"
+    return Transform(
+        node, source, hop, dim, alpha, nodes, note, found.scale, undefined=found.undefined
+    )

@@ -1,0 +1,414 @@
+"""Trying a written-out entmax on concrete rows: does each row sum to one, is its gradient right?
+
+The structure (see `entmax`) leaves one thing open: whether the threshold is the one that makes a row sum to one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...graph.fakes import attribute, bounds, fake, same_size, static_size
+from ...graph.no_match import NoMatch
+from ...graph.trial import Region, Untestable, run
+from ...graph.view import GraphView
+
+__all__ = ["Trial"]
+
+# How far from entmax a program may be, by the precision it computes in: what its own rounding hides.
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.float16: 1e-3,
+    torch.bfloat16: 4e-3,
+}
+_tried: dict[tuple, str | None] = {}
+_MAX_TRIED = 1024
+_WIDEST = 1 << 16
+_WIDTHS = (2, 3, 5, 8, 20, 67, 200)  # that rows are tried with whose size is not known
+_MAX_SEARCHED = 1 << 16  # random scores of a trial
+_MOST = 2.0**24  # beyond it fp32 has no numbers less than 1 apart, by which a row's scores differ
+# Arguments that are no values, and functions that have no others.
+_SIZES = frozenset("dim dims k size shape start end step steps repeats index".split())
+_COUNTS = frozenset("arange linspace metadata getitem".split())
+_MAX_NUMEL = 1 << 21  # scores of a trial in the program's own shape: about a second for a bisection
+
+
+class Trial:
+    """One written-out transformation, run on rows of many kinds: entmax of `scale` times its source."""
+
+    def __init__(
+        self,
+        view: GraphView,
+        source: fx.Node,
+        dim: int,
+        alpha: float | fx.Node,
+        node: fx.Node,
+        scale: float = 1.0,
+    ):
+        self.view, self.source, self.dim, self.node = view, source, dim, node
+        self.scale = scale
+        self.tensor = alpha if isinstance(alpha, fx.Node) else None
+        self.alphas = (1.3, 1.8) if isinstance(alpha, fx.Node) else (alpha,)
+        self.alpha = self.alphas[0]
+        self.tolerance = _TOLERANCE.get(view.dtype(node), 1e-5)
+        self.learned = False
+        self.levels: tuple[float, ...] = ()
+        self.leaf_alpha: torch.Tensor | None = None
+
+    def check(self, piece: Region, needs_grad: bool) -> None:
+        """Raises NoMatch where the result or the gradient, of the scores or of alpha, is not entmax's."""
+        needs_grad = self.learned = needs_grad or (
+            self._alpha_needs_grad() and self.view.grad_enabled
+        )
+        if static_size(self.view.shape(self.source)[self.dim]) == 0:
+            raise NoMatch("its rows have no scores to try it with", self.node)
+        fills = tuple(self.scale * fill for fill in sorted(_fills(self.view, self.source)))
+        self.levels = tuple(self.scale * level for level in _levels(self.view, piece.nodes))
+        how = self.dim, self.alphas, self.scale, needs_grad, fills, self._alpha_needs_grad()
+        key = (_key(self.view, piece), *how)
+        tried = _tried
+        if any(static_size(s) is None for n in piece.leaves for s in self.view.shape(n)):
+            # What a symbol stands for is another graph's affair.
+            tried = self.view.__dict__.setdefault("_tried", {})
+        if key not in tried:
+            if len(tried) >= _MAX_TRIED:
+                tried.clear()
+            with torch.device("cpu"):
+                tried[key] = self._outcome(piece, fills, needs_grad)
+        if tried[key] is not None:
+            raise NoMatch(tried[key] or "", self.node)
+
+    def undefined(self, piece: Region) -> str:
+        """What becomes of a row of -inf (`ops.entmax`), once the others are known to be right."""
+        found = self._outcome_of(piece, -torch.inf)
+        same = found and self._outcome_of(piece, torch.finfo(torch.float32).min) == found
+        return f"{found} absorbed" if same else found
+
+    def _outcome_of(self, piece: Region, score: float) -> str:
+        """What becomes of a row whose scores are all the same low one."""
+        generator = torch.Generator().manual_seed(6)
+        rows = torch.randn(2, self._widths()[0], generator=generator, dtype=torch.float64)
+        rows[1] = score
+        try:
+            with torch.device("cpu"), torch.no_grad():
+                p = self._run(piece, rows)
+        except Untestable:
+            return "refused"
+        return "nan" if bool(p[1].isnan().any()) else ""
+
+    def _outcome(self, piece: Region, fills: tuple[float, ...], needs_grad: bool) -> str | None:
+        """What is wrong, if anything; with a tensor alpha for two values of it."""
+        try:
+            for alpha in self.alphas:
+                self.alpha = alpha
+                with torch.no_grad():
+                    wrong = self._forward(piece, fills) or self._not_a_number(piece)
+                if wrong is None and needs_grad:
+                    wrong = self._backward(piece, -torch.inf in fills)
+                if wrong is not None:
+                    return wrong
+        except Untestable as error:
+            return f"it could not be tried on concrete rows ({error})"
+        return None
+
+    def _forward(self, piece: Region, fills: tuple[float, ...]) -> str | None:
+        own, *others = self._widths()
+        wrong = self._forward_of(piece, own, fills)
+        for width in others if wrong is None else ():
+            with contextlib.suppress(Untestable):  # of that size the program may not be
+                wrong = wrong or self._forward_of(piece, width, fills)
+        return wrong
+
+    def _forward_of(self, piece: Region, width: int, fills: tuple[float, ...]) -> str | None:
+        for rows, fill in _rows(width, self.alpha, fills, self.levels):
+            p = self._run(piece, rows)
+            if not p.isfinite().all():
+                return self._reason("has no finite result", fill)
+            sums = p.sum(-1).flatten()
+            worst = float(sums[(sums - 1).abs().argmax()])
+            if abs(worst - 1) > self.tolerance:
+                return self._reason(f"has a row that sums to {worst:.4g}", fill)
+            z = (self.alpha - 1) * rows
+            top, at = p.max(-1, keepdim=True)
+            tau = z.gather(-1, at) - top ** (self.alpha - 1)
+            gap = (p - (z - tau).clamp(min=0) ** (1 / (self.alpha - 1))).abs().max()
+            if float(gap) > 2 * self.tolerance:
+                return self._reason(f"differs from entmax by {float(gap):.2g}", fill)
+        return None
+
+    def _not_a_number(self, piece: Region) -> str | None:
+        """What is wrong with a row that holds a NaN: entmax makes NaN of all of it, or refuses it."""
+        generator = torch.Generator().manual_seed(7)
+        rows = torch.randn(2, self._widths()[0], generator=generator, dtype=torch.float64)
+        rows[1, 0] = torch.nan
+        try:
+            p = self._run(piece, rows)
+        except Untestable:
+            return None
+        return None if p[1].isnan().all() else self._reason("is finite in a row with a NaN", None)
+
+    def _reason(self, what: str, fill: float | None) -> str:
+        where = "" if fill is None else f" where scores are masked with {fill:g}"
+        return f"this looks like entmax with alpha {self.alpha:g} but {what}{where}"
+
+    def _backward(self, piece: Region, masked: bool) -> str | None:
+        generator = torch.Generator().manual_seed(5)
+        rows = torch.randn(4, self._widths()[0], generator=generator, dtype=torch.float64) * 1.5
+        if masked:
+            rows[:2, 1:] = -torch.inf
+        rows = rows.requires_grad_()
+        self.leaf_alpha = None
+        with torch.enable_grad():
+            p = self._run(piece, rows)
+            if not p.requires_grad:
+                return "no gradient goes through it, and entmax has one"
+            g = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            alpha = self.leaf_alpha if self._alpha_needs_grad() else None
+            leaves = (rows,) if alpha is None else (rows, alpha)
+            got = torch.autograd.grad(p, leaves, g, allow_unused=True)
+        with torch.no_grad():
+            want, want_alpha = _gradients(p, g, self.alpha)
+            if not _close(got[0], want):
+                if masked and got[0] is not None and got[0].isnan().any():
+                    return "its gradient is NaN where scores are masked with -inf"
+                return (
+                    "its gradient is not entmax's: what finds the threshold is not differentiated "
+                    "through, or it has a backward of another kind"
+                )
+            if alpha is not None and not _close(got[1], want_alpha.sum()):
+                return "the gradient of alpha is not entmax's"
+        return None
+
+    def _alpha_needs_grad(self) -> bool:
+        return self.tensor is not None and self.view.requires_grad(self.tensor)
+
+    def _widths(self) -> list[int]:
+        """The rows' size; of one that is not known, the one it is compiled for and others that it may have."""
+        size = self.view.shape(self.source)[self.dim]
+        known = static_size(size)
+        if known is None:
+            hint = int(size.node.hint) if size.node.has_hint() else 8
+            least, most = bounds(size)
+            others = [n for n in _WIDTHS if n != hint and least <= n <= most]
+            return [hint, *others] if hint <= _WIDEST else others
+        if known > _WIDEST:
+            raise Untestable(f"rows of {known}")
+        return [known]
+
+    def _run(self, piece: Region, rows: torch.Tensor) -> torch.Tensor:
+        """p for `rows` [R, n], put into the shape that the graph was made for as far as that matters: a few rows,
+        and as many as the program has where it has their number written in it."""
+        if self.tensor is not None:
+            self.leaf_alpha = torch.tensor(self.alpha, dtype=torch.float64)
+            self.leaf_alpha.requires_grad_(torch.is_grad_enabled())
+        try:
+            return self._in_shape(piece, rows, self._few(rows))
+        except Untestable:
+            every = self._every(rows)
+            if every is None:
+                raise
+            return self._in_shape(piece, rows, every)
+
+    def _few(self, rows: torch.Tensor) -> list[int]:
+        """Sizes for these rows: an axis of one element keeps it, any other has two or more."""
+        sizes = [1 if same_size(s, 1) else 2 for s in self.view.shape(self.source)]
+        sizes[self.dim] = rows.shape[-1]
+        others = [i for i, s in enumerate(sizes) if s == 2 and i != self.dim]
+        if others:
+            sizes[others[0]] = max(2, math.ceil(rows.shape[0] / 2 ** (len(others) - 1)))
+        return sizes
+
+    def _every(self, rows: torch.Tensor) -> list[int] | None:
+        """The sizes that the graph was made for, where they are known and not too large to be run in passing."""
+        sizes = [static_size(s) for s in self.view.shape(self.source)]
+        known = [s for s in sizes if s is not None]
+        if len(known) < len(sizes) or math.prod(known) > _MAX_NUMEL:
+            return None
+        return known if known[self.dim] == rows.shape[-1] and math.prod(known) else None
+
+    def _in_shape(self, piece: Region, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        """p for `rows`, run as tensors of these sizes: rows are repeated to fill one, and spread over several."""
+        at_once = math.prod(sizes) // rows.shape[-1]
+        last = [*sizes[: self.dim], *sizes[self.dim + 1 :], rows.shape[-1]]
+        found = []
+        for start in range(0, rows.shape[0], at_once):
+            filled = rows[(start + torch.arange(at_once)) % rows.shape[0]]
+            values = {self.source: filled.reshape(last).movedim(-1, self.dim) / self.scale}
+            if self.tensor is not None:
+                values[self.tensor] = self._alpha_like(sizes)
+            p = run(self.view, piece, values, self.source, self.dim)
+            if list(p.shape) != sizes:
+                raise Untestable(f"the result has shape {tuple(p.shape)}")
+            found.append(p.movedim(self.dim, -1).reshape(filled.shape))
+        return torch.cat(found)[: rows.shape[0]].to(torch.float64)
+
+    def _alpha_like(self, sizes: list[int]) -> torch.Tensor:
+        """alpha in the shape that it has beside scores of `sizes`."""
+        assert self.leaf_alpha is not None
+        own, scores = self.view.shape(self.tensor), self.view.shape(self.source)
+        scores, sizes = scores[len(scores) - len(own) :], sizes[len(sizes) - len(own) :]
+        shape = [new if same_size(a, s) else 1 for a, s, new in zip(own, scores, sizes)]
+        return self.leaf_alpha * torch.ones(shape, dtype=torch.float64)
+
+
+def _gradients(p: torch.Tensor, g: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of scores and of alpha (Correia et al. 2019, Sec. 3)."""
+    inside = p > 0
+    safe = p.clamp(min=1e-300)
+    s = torch.where(inside, safe ** (2 - alpha), 0.0)
+    skewed = s / s.sum(-1, keepdim=True)
+    entropy = torch.where(inside, p * safe.log(), 0.0)
+    scores = s * (g - (g * skewed).sum(-1, keepdim=True))
+    own = (p - skewed) / (alpha - 1) ** 2
+    own -= (entropy - skewed * entropy.sum(-1, keepdim=True)) / (alpha - 1)
+    return scores, (g * own).sum(-1)
+
+
+def _close(got: torch.Tensor | None, want: torch.Tensor) -> bool:
+    if got is None:
+        return False
+    return torch.allclose(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def _rows(
+    width: int, alpha: float, fills: tuple[float, ...], levels: tuple[float, ...]
+) -> Iterator[tuple[torch.Tensor, float | None]]:
+    """Rows that a search for the threshold may fail on; then rows beyond the numbers in the program, which may be
+    bounds; then rows with masked scores, a few or all but one."""
+    generator = torch.Generator().manual_seed(4)
+    yield _searched(width, alpha, generator), None
+    noise = torch.randn(4, width, generator=generator, dtype=torch.float64)
+    if levels:
+        beyond = 4 / min(1.0, alpha - 1) * torch.tensor(levels, dtype=torch.float64)[:, None, None]
+        yield torch.cat([noise + beyond, noise - beyond, noise * beyond]).flatten(0, 1), None
+    for fill in fills:
+        keep = torch.rand(4, width, generator=generator) > torch.tensor(
+            [[0.1], [0.5], [0.9], [0.97]]
+        )
+        keep[:, width // 2] = True
+        yield torch.where(keep, noise * 2, fill), fill
+
+
+def _searched(width: int, alpha: float, generator: torch.Generator) -> torch.Tensor:
+    """Rows with supports of all sizes, peaked and flat, with ties and offsets.
+
+    A search of few steps fails where each step leaves out one score: in geometric rows, whose mean is near their least.
+    A bisection that stops early fails where scores are just below the threshold. One that knows the largest few scores
+    alone fails in flat rows.
+    """
+    count = max(1, min(64, _MAX_SEARCHED // width // 4))
+    noise = torch.randn(4, count, width, generator=generator, dtype=torch.float64)
+    scales = torch.tensor([0.3, 1.0, 3.0, 30.0], dtype=torch.float64)
+    at = torch.arange(width, dtype=torch.float64)
+    slopes = torch.logspace(-4, 1, 24, dtype=torch.float64).unsqueeze(-1)
+    bases = torch.tensor([1.05, 1.1, 1.3, 1.6, 2.0, 3.0, 5.0, 9.0, 17.0], dtype=torch.float64)
+    bases = bases.clamp(max=10 ** (30 / width)).unsqueeze(-1)
+    edge = torch.zeros(2, width, dtype=torch.float64)
+    edge[:, width // 3] = torch.tensor([1.0, 2.0]) / (alpha - 1)
+    sizes = torch.linspace(1, width, min(width, 24)).long().unsqueeze(-1)
+    ties = torch.where(at < sizes, 0.0, -1.0 / (alpha - 1))
+    few = noise[1, :1]
+    return torch.cat(
+        [
+            (noise * scales.view(-1, 1, 1)).flatten(0, 1), few * 0.01, few * 0.5 + 8,
+            (few * 2).round(), edge, ties, -slopes * at, -0.01 * bases**at, -0.3 * bases**at,
+            torch.linspace(-3, 3, width, dtype=torch.float64).unsqueeze(0), _slowest(width) / (alpha - 1),
+        ]
+    )  # fmt: skip
+
+
+def _slowest(width: int) -> torch.Tensor:
+    """[1, width]: a row of which a threshold that is the mean of what is above the last one leaves out one score a
+    step. In fp32 that goes on for some 40 steps."""
+    below = [0.0]  # by how much more than 1 each score is below the largest
+    while len(below) < width - 1:
+        far = 1.001 * ((len(below) + 2) * below[-1] - sum(below)) + 1e-6
+        below.append(min(far, 1e38))
+    return -torch.tensor([[0.0, *(1.0 + far for far in below)][:width]], dtype=torch.float64)
+
+
+def _fills(view: GraphView, source: fx.Node) -> set[float]:
+    """The values that scores are masked with on their way to `source`, as far as the graph says."""
+    found: set[float] = set()
+    queue = [source]
+    seen: set[fx.Node] = set()
+    while queue and len(seen) < 24:
+        node = queue.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        call = view.call(node)
+        if call is None or call.name in ("matmul", "bmm", "einsum", "linear", "baddbmm"):
+            continue
+        for key in ("value", "other", "input", "fill_value", "values"):
+            value = view.const(call.args.get(key), node) if key in call.args else None
+            if value is not None and value < -1e3:
+                found.add(value)
+        if call.name == "add" and view.is_tensor(call["other"]) and not found:
+            mask = call["other"]
+            if not view.requires_grad(mask) and mask.op == "placeholder":
+                found |= {-1e9, -torch.inf}
+        queue += node.all_input_nodes
+    return found
+
+
+def _levels(view: GraphView, nodes: Iterable[fx.Node]) -> list[float]:
+    """How large the numbers are that a program adds to its values, multiplies them by, or compares them with."""
+    found: set[float] = set()
+    for node in nodes:
+        if isinstance(body := attribute(node), fx.GraphModule):
+            found |= {*_levels(GraphView(body.graph), body.graph.nodes)}
+        call = view.call(node)
+        tensors = [t for t in (node, *node.all_input_nodes) if view.is_tensor(t)]
+        if not any(view.dtype(t).is_floating_point for t in tensors):
+            continue
+        if call is None:
+            found |= {float(a) for a in node.args if isinstance(a, (int, float))}
+        elif call.name not in _COUNTS:
+            given = (v for name, v in call.args.items() if name not in _SIZES)
+            values = (view.const(v, node) for v in given if isinstance(v, (int, float, fx.Node)))
+            found |= {v for v in values if v is not None}
+    return sorted({abs(v) for v in found if 1 <= abs(v) <= _MOST})
+
+
+def _key(view: GraphView, piece: Region) -> tuple:
+    """The structure of a region: two layers of a model are tried once."""
+    leaves = tuple((str(tuple(view.shape(n))), str(view.dtype(n))) for n in piece.leaves)
+    return _structure(piece.nodes, piece.leaves), tuple(map(view.records, piece.nodes)), leaves
+
+
+def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tuple:
+    """What nodes do to each other, whatever they are called."""
+    number = {leaf: -1 - i for i, leaf in enumerate(leaves)}
+
+    def name(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return ("n", number.get(x, str(fake(x))))
+        if isinstance(x, (tuple, list)):
+            return tuple(name(v) for v in x)
+        if isinstance(x, dict):
+            return tuple((k, name(v)) for k, v in x.items())
+        if isinstance(x, slice):
+            return ("s", name(x.start), name(x.stop), name(x.step))
+        return (type(x).__name__, str(x))
+
+    rows = []
+    for at, n in enumerate(nodes):
+        target: Any = str(n.target) if n.op in ("call_function", "call_method") else n.op
+        if n.op == "get_attr":
+            value = getattr(n.graph.owning_module, str(n.target), None)
+            if isinstance(value, fx.GraphModule):
+                target = _structure(value.graph.nodes)
+            elif isinstance(value, torch.Tensor) and value.numel() <= 4096:
+                target = (str(value.dtype), str(tuple(value.shape)), str(value.flatten().tolist()))
+            else:
+                target = object()  # like nothing else: tried each time
+        rows.append((target, name(n.args), name(n.kwargs)))
+        number[n] = at
+    return tuple(rows)

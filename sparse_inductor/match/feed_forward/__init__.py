@@ -1,0 +1,1 @@
+"""Feed-forward blocks with sparse activations, autoencoders among them."""

@@ -1,0 +1,294 @@
+"""A feed-forward block read from the tensor that its down projection takes: gate, up, and what scales their product."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from ...epilogue.ranges import undefined
+from ...epilogue.zero_threshold import zero_threshold
+from ...graph.contraction import all_lettered
+from ...graph.emit import Emitter
+from ...graph.gemm import Linear
+from ...graph.mesh import is_distributed
+from ...graph.no_match import NoMatch
+from ...graph.view import GraphView, fake, static_size
+from ..chains.chain import Chain
+from ..chains.epilogue_chain import EpilogueChain, Term
+from ..chains.family import above
+from .branches import Branch, branches, merged, same_map, same_summand
+from .indicators import is_flat, said
+
+__all__ = [
+    "RECTIFIERS",
+    "Factor",
+    "Joined",
+    "Reading",
+    "activation",
+    "check_joined",
+    "is_activation",
+    "joined",
+    "product_in_einsum",
+    "read_block",
+    "resembles",
+]
+
+# What makes one number of many, or of all tokens: what comes after it is no block of what came before.
+_OTHERS = frozenset(
+    "amax max_dim amin min_dim aminmax sum mean max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "scaled_dot_product_attention".split()
+)
+RECTIFIERS = frozenset(
+    (
+        "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign heaviside gt ge lt le "
+        "autograd_function_apply"
+    ).split()
+)
+
+
+class Factor(NamedTuple):
+    """A factor, or a mask that leaves zeros, of every neuron or of every token, and the chain that it follows."""
+
+    chain: Chain
+    term: Term
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        operand = self.term.operand
+        return [operand] if isinstance(operand, fx.Node) else operand.nodes()
+
+
+@dataclasses.dataclass
+class Reading:
+    """One way to read the graph above a matmul as a block. `factors`, of every neuron after the rectifier, go into the
+    weight of `down`; `tokens`, factors and masks of every token there, wait until after it."""
+
+    down: Linear
+    gate: Branch
+    up: Branch | None
+    factors: list[Factor]
+    tokens: list[Factor]
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return (self.gate,) if self.up is None else (self.gate, self.up)
+
+
+def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -> Reading:
+    """The gate and up branches of a value. Raises NoMatch."""
+    found, factors, tokens = _branches(view, value, reader, down.d_dim)
+    thresholds = [zero_threshold(b.program) for b in found]
+    _check_tokens(view, found, tokens)
+    for branch in found if len(found) > 1 else ():
+        _check_defined(branch, value)
+    if all(c is None for c in thresholds):
+        for source in (s for token in tokens for s in token.sources):
+            if above(view, source) & RECTIFIERS:
+                raise NoMatch("rectifies a factor of every token, none of every neuron", source)
+        raise NoMatch("no factor is zero below some number: " + _programs(found), value)
+    if len(found) > 2:
+        raise NoMatch(f"a product of {len(found)} projections", value)
+    at = next(i for i, c in enumerate(thresholds) if c is not None)
+    at = next(
+        (i for i, b in enumerate(found) if is_flat(b.program) and thresholds[i] is not None), at
+    )
+    rest = [b for i, b in enumerate(found) if i != at]
+    return Reading(down, found[at], rest[0] if rest else None, factors, tokens)
+
+
+def _check_tokens(view: GraphView, found: Sequence[Branch], tokens: Sequence[Factor]) -> None:
+    """Raises NoMatch where a token's factor is made of the activations that it scales."""
+    own = {b.linear.node for b in found}
+    first = min(view.order[n] for n in own)
+    for source in (s for token in tokens for s in token.sources):
+        queue, seen = [source], set(own)
+        while queue:
+            node = queue.pop()
+            if node in own:
+                raise NoMatch("a factor of every token made of the activations: a norm", source)
+            if node not in seen and view.order[node] > first:
+                seen.add(node)
+                queue += node.all_input_nodes
+
+
+def _check_defined(branch: Branch, value: fx.Node) -> None:
+    """Raises NoMatch where a factor may be no number: 0 times it is none, either."""
+    if (step := undefined(branch.program)) is not None:
+        raise NoMatch(f"multiplies by 0 what may be no number: {step}", value)
+
+
+def _programs(found: Sequence[Branch]) -> str:
+    return ", ".join(said(b.program) or "a projection as it is" for b in found)
+
+
+def _branches(
+    view: GraphView, value: fx.Node, reader: fx.Node, neurons: int
+) -> tuple[list[Branch], list[Factor], list[Factor]]:
+    """The branches whose product a value is, and the factors of every neuron and of every token that follow them."""
+    chains = [_chain(view, s, neurons) for s in branches(view, value, reader)]
+    rows = [row for c in chains for row in c.rows]
+    if rows:
+        what = "a term of every token" if rows[0].term.fn == "add" else "a number filled in"
+        raise NoMatch(f"{what} between the projections", rows[0].node)
+    found = merged(view, chains, reader)
+    parts = [(c, c.factors(value)) for c in chains]
+    factors, tokens = ([Factor(c, t) for c, part in parts for t in part[i]] for i in (0, 1))
+    if any(is_distributed(fake(s)) for token in tokens for s in token.sources):
+        raise NoMatch("a factor of every token that is a DTensor", value)
+    return found, factors, tokens
+
+
+def _chain(view: GraphView, epilogue: EpilogueChain, neurons: int) -> Chain:
+    """The chain whose outputs are on the axis of the neurons, where either operand may be the weight."""
+    first: NoMatch | None = None
+    found: list[Chain] = []
+    for linear in epilogue.linears:
+        try:
+            found.append(Chain(view, epilogue, linear, linear_after=True))
+        except NoMatch as e:
+            first = first or e
+    if first is not None and not found:
+        raise first
+    return next((c for c in found if c.v_dim == neurons), found[0])
+
+
+def activation(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
+) -> tuple[str, bool]:
+    """Which activation a matched_nodes node is: ("gate" or "hidden", whether only its zeros are the same)."""
+    other = read_block(view, reading.down, source, reader)
+    gate = reading.gate
+    if other.factors or other.tokens:
+        raise NoMatch("scaled activations", source)
+    if not same_map(view, other.gate.chain, gate.chain, reader):
+        raise NoMatch("another branch, or other tokens of it", source)
+    if other.up is not None:
+        same = reading.up is not None and (
+            (other.gate.program, other.up.program) == (gate.program, reading.up.program)
+            and same_map(view, other.up.chain, reading.up.chain, reader)
+        )
+        if not same:
+            raise NoMatch("another product", source)
+        return "hidden", False
+    if zero_threshold(other.gate.program) != zero_threshold(gate.program):
+        raise NoMatch("another rectifier", source)
+    return "gate", other.gate.program != gate.program
+
+
+def is_activation(view: GraphView, value: fx.Node, reader: fx.Node) -> bool:
+    """Whether what `reader` sees of a tensor is what a block's down projection takes: rectified projections."""
+    try:
+        found, _, _ = _branches(view, value, reader, fake(value).dim() - 1)
+    except NoMatch:
+        return False
+    return any(zero_threshold(b.program) is not None for b in found)
+
+
+def resembles(view: GraphView, source: fx.Node, reader: fx.Node) -> bool:
+    """Whether what `reader` sees of a tensor comes from a linear and a rectifier: worth a reason where it is no
+    block."""
+    seen = view.value(source, reader)
+    # An assignment is no tensor: what it assigns to, and where.
+    sources = [source] if seen is None or view.is_tensor(seen) else seen.all_input_nodes
+    found = set[str]().union(*(above(view, s, _OTHERS) for s in sources))
+    return "linear" in found and bool(found & RECTIFIERS)
+
+
+def product_in_einsum(view: GraphView, node: fx.Node) -> str | None:
+    """Why an einsum of more than two tensors, one of which is rectified, is no block; None for others."""
+    call = view.call(node)
+    found = all_lettered(view, call) if call is not None and call.name == "einsum" else None
+    operands = found[0] if found else ()
+    if len(operands) < 3 or not any(resembles(view, t, node) for t in operands):
+        return None
+    return f"an einsum of {len(operands)} tensors: a product and a projection in one"
+
+
+# Branches whose linear maps may be sums: f(W x + V t) * g(U x) is of [x t], with the weights [W V] and [U 0].
+
+# Weights are joined for so many tokens of inference (1.33x where few neurons are active, 0.91x where half of them are;
+# about 0.8x at a quarter of them), or where they are so small that only launches count.
+_TOKENS, _BYTES = 8192, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """inputs: of every input, which summand of each chain's linear map takes it; None where none does."""
+
+    chains: tuple[Chain, ...]
+    inputs: tuple[tuple[int | None, ...], ...]
+
+    def emit(
+        self, e: Emitter, dtype: torch.dtype
+    ) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node | None]]]:
+        """The input in the shape of the frame, and of every chain the weight [V, D] and the bias."""
+        tokens = [e.cast(self._input(e, at), dtype) for at in self.inputs]
+        axis = self.chains[0].v_dim
+        sizes = [fake(t).shape[axis] for t in tokens]
+        pairs = []
+        for which, chain in enumerate(self.chains):
+            weights, bias = chain.weights_and_bias(e)
+            rows, columns = fake(weights[0]).shape[0], []
+            for at, size in zip(self.inputs, sizes):
+                i = at[which]
+                w = e.method("new_zeros", weights[0], (rows, size)) if i is None else weights[i]
+                columns.append(e.cast(w, dtype))
+            weight = columns[0] if len(columns) == 1 else e.call(torch.cat, columns, 1)
+            pairs.append((weight, None if bias is None else e.cast(bias, dtype)))
+        x = tokens[0] if len(tokens) == 1 else e.call(torch.cat, tokens, axis)
+        return x, pairs
+
+    def _input(self, e: Emitter, at: Sequence[int | None]) -> fx.Node:
+        chain, i = next((c, i) for c, i in zip(self.chains, at) if i is not None)
+        return chain.linear_input(e, part=chain.linear.summands[i])
+
+    @property
+    def parts(self) -> list[Linear]:
+        """What is copied to stand beside others: nothing where there is one input."""
+        several = len(self.inputs) > 1
+        return [p for c in self.chains for p in c.linear.summands] if several else []
+
+
+def joined(view: GraphView, gate: Chain, up: Chain | None, anchor: fx.Node) -> Joined | None:
+    """The two branches, `up` maybe missing, as maps of one input; None where they have no input in common."""
+    of_gate = range(len(gate.linear.summands))
+    if up is None:
+        return Joined((gate,), tuple((i,) for i in of_gate))
+    left = list(range(len(up.linear.summands)))
+    inputs: list[tuple[int | None, int | None]] = []
+    for i in of_gate:
+        j = next((j for j in left if same_summand(view, (gate, i), (up, j), anchor)), None)
+        inputs.append((i, j))
+        left = [k for k in left if k != j]
+    if all(None in at for at in inputs):
+        return None
+    return Joined((gate, up), (*inputs, *((None, j) for j in left)))
+
+
+def check_joined(
+    view: GraphView, groups: Sequence[Sequence[Linear]], down: Linear, node: fx.Node
+) -> None:
+    """Raises NoMatch where weights of one group would have to be joined at every call of the block that ends in `node`,
+    and that would take too long."""
+    groups = [g for g in groups if len(g) > 1]
+    weights = [p.weight_source for g in groups for p in g]
+    sizes = [static_size(n) for w in weights for n in fake(w).shape]
+    if None in sizes:
+        raise NoMatch("weights of a size that is not known would be joined", node)
+    size = sum(fake(w).numel() for w in weights) * fake(node).dtype.itemsize
+    if size <= _BYTES:
+        return
+    what = f"{size >> 20} MiB of weights would be joined at every call"
+    if any(map(view.needs_grad, weights)):
+        # What stays as it is gets a gradient, too: 1.34x where few neurons are active, 0.75x where half of them are.
+        raise NoMatch(f"a sum of linear maps that learn: {what}, and get gradients", node)
+    tokens = [n for d, n in enumerate(view.shape(down.source)) if d != down.d_dim]
+    known = all(isinstance(n, int) for n in tokens)
+    if not known or math.prod(tokens) < _TOKENS:
+        few = f"{math.prod(tokens)}" if known else "a number of"
+        raise NoMatch(f"{what}, too many for {few} tokens: merge the adapters", node)

@@ -1,0 +1,237 @@
+"""Activations of an autoencoder: those of which a row holds the k entries of a top-k and zeros, and others.
+
+People write `zeros_like(x).scatter_(-1, indices, values)`, `scatter`, `scatter_add`, or `f[rows, indices] = values`,
+and behind it what leaves zeros: a rectifier. Of other activations nothing is proved but where they are: products with
+what is mostly zeros are exact for any tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from ...graph.fakes import expected
+from ...graph.gemm import Linear, linears
+from ...graph.names import Call
+from ...graph.no_match import NoMatch
+from ...graph.values import counting
+from ...graph.view import GraphView, fake, label, same_size, same_sizes
+from ...graph.vocabulary import COPIES
+from .block import RECTIFIERS
+
+__all__ = [
+    "Activated",
+    "Entries",
+    "activated",
+    "by_column",
+    "decoders_below",
+    "entries",
+    "is_last",
+    "topk_of",
+]
+
+# What maps zeros to zeros, and every other entry by itself, and takes one argument.
+KEEPS_ZEROS = COPIES | frozenset("relu abs square tanh".split())
+_SCATTERS = frozenset("scatter scatter_add setitem index_put".split())
+_LONGEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """values, indices [..., k] of each row of a tensor, as `scatter` reads them. after: what is applied to the tensor
+    then, in order, and behind that `scaled`, products with a number for each column. base: the zeros."""
+
+    values: fx.Node
+    indices: fx.Node
+    scatter: fx.Node
+    base: fx.Node
+    after: tuple[fx.Node, ...]
+    scaled: tuple[tuple[fx.Node, fx.Node], ...] = ()
+    """Each product with its factor, the last one first."""
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """What makes the tensor of its entries, from its end."""
+        return (*(n for n, _ in self.scaled), *reversed(self.after), self.scatter, self.base)
+
+
+def is_last(view: GraphView, node: fx.Node, dim: object) -> bool:
+    """Whether a dimension of a tensor is its last one."""
+    n = len(view.shape(node))
+    return isinstance(dim, int) and n > 0 and dim % n == n - 1
+
+
+def entries(view: GraphView, source: fx.Node, reader: fx.Node) -> Entries | None:
+    """The entries of what `reader` sees of a tensor; None where nothing is scattered. Raises NoMatch where the rest may
+    not be zero, or a row's columns not differ."""
+    after: list[fx.Node] = []
+    scaled: list[tuple[fx.Node, fx.Node]] = []
+    node: fx.Node | None = view.value(source, reader)
+    while node is not None and len(after) < _LONGEST:
+        call = view.call(node)
+        if call is None:
+            return None
+        if call.name in _SCATTERS:
+            found = _scattered(view, node, call, tuple(reversed(after)))
+            return None if found is None else dataclasses.replace(found, scaled=tuple(scaled))
+        if call.name == "mul" and not after and not call.inplace:
+            product = by_column(view, node)
+            if product is None:
+                return None
+            scaled.append((node, product[1]))
+            node = view.value(product[0], node)
+            continue
+        if call.name not in KEEPS_ZEROS or call.inplace or not view.is_tensor(call["input"]):
+            return None
+        after.append(node)
+        node = view.value(call["input"], node)
+    return None
+
+
+def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(tensor, vector) of a sum or product of a tensor with a number for each of its last dimension."""
+    call = view.call(node)
+    if call is None or view.const(call.get("alpha", 1)) != 1:
+        return None
+    columns = view.shape(node)[-1:]
+    for tensor, vector in ((call["input"], call["other"]), (call["other"], call["input"])):
+        if not (view.is_tensor(tensor) and view.is_tensor(vector)):
+            return None
+        *ones, last = view.shape(vector) or (1,)
+        flat = same_size(last, columns[0]) and all(same_size(s, 1) for s in ones)
+        if flat and view.same_shape(tensor, node) and len(ones) < len(view.shape(node)):
+            return tensor, vector
+    return None
+
+
+def _scattered(
+    view: GraphView, node: fx.Node, call: Call, after: tuple[fx.Node, ...]
+) -> Entries | None:
+    base = call["input"]
+    if call.name in ("scatter", "scatter_add"):
+        values, indices = call["src"], call["index"]
+        along = is_last(view, base, call["dim"])
+    else:
+        found = _assigned(view, node, call)
+        if found is None:
+            return None
+        values, indices = found
+        along = True
+    zero = view.const(base, node) == 0
+    if not isinstance(indices, fx.Node) or topk_of(view, indices, node) is None:
+        if not (zero and along):
+            return None
+        raise NoMatch(
+            "the indices are not those of a topk along the last axis: they may repeat", node
+        )
+    if not along:
+        raise NoMatch("is scattered along another axis than the decoder sums over", node)
+    if call.get("reduce") is not None or call.get("accumulate"):
+        raise NoMatch(f"{label(node)} combines what it scatters with what is there", node)
+    if not view.is_tensor(values):
+        raise NoMatch("a number is scattered, no values", node)
+    if not view.same_shape(values, indices):
+        raise NoMatch("the values that are scattered are not one for each index", node)
+    if not zero:
+        raise NoMatch("what the entries are scattered into is not zero", node)
+    rows, given = view.shape(base)[:-1], view.shape(indices)[:-1]
+    if not same_sizes(rows, given):
+        raise NoMatch("only some rows have entries", node)
+    return Entries(values, indices, node, base, after)
+
+
+def _assigned(view: GraphView, node: fx.Node, call: Call) -> tuple[fx.Node, fx.Node] | None:
+    """(values, indices) of `f[rows, indices] = values` where rows are 0, 1, 2, ..., of two dimensions."""
+    index = call["index"] if call.name == "setitem" else call["indices"]
+    values = call["value"] if call.name == "setitem" else call["values"]
+    if not isinstance(index, (tuple, list)) or len(index) != 2:
+        return None
+    rows, indices = index
+    if not (
+        view.is_tensor(rows) and view.is_tensor(indices) and len(view.shape(call["input"])) == 2
+    ):
+        return None
+    if counting(view, rows, node) != 2 or len(view.shape(rows)) != 2:
+        return None
+    return values, indices
+
+
+def topk_of(view: GraphView, indices: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The topk along its last dimension whose indices a tensor is, as `reader` sees it."""
+    node = view.value(indices, reader)
+    call = view.call(node)
+    while call is not None and call.name in COPIES | {"cast", "detach"}:
+        if call.inplace or fake(node).is_floating_point():
+            return None
+        node = view.value(call["input"], node)
+        call = view.call(node)
+    if call is None or call.name != "getitem" or call["index"] != 1:
+        return None
+    top = view.call(call["input"])
+    if top is None or top.name != "topk" or not is_last(view, top["input"], top.get("dim", -1)):
+        return None
+    return call["input"]
+
+
+_KEEPING = frozenset("scatter scatter_add setitem index_put autograd_function_apply".split())
+_FURTHEST = 48
+# Neurons for each output of the decoder, from which on they are taken for a dictionary of many, few of them active. A
+# feed-forward block has four, and if its activations are read, a reason why it is none.
+_WIDE = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Activated:
+    """encoders: the linears at its upper end. nodes: all from there to the decoder, which is not among them."""
+
+    encoders: tuple[fx.Node, ...]
+    nodes: frozenset[fx.Node]
+
+
+def activated(view: GraphView, down: Linear) -> Activated | None:
+    """What `down` multiplies, where many neurons are rectified, or chosen from, and something else reads it on the way:
+    a loss, or whoever is given it. What nobody reads is a block whose activations need not exist."""
+    *rows, neurons = view.shape(down.source)
+    if expected(neurons) < _WIDE * expected(down.outputs):
+        return None
+    encoders: list[fx.Node] = []
+    nodes: set[fx.Node] = set()
+    names: set[str | None] = set()
+    stack = [view.value(down.source, down.node)]
+    while stack:
+        node = stack.pop()
+        if node is None or node in nodes or node.op in ("placeholder", "get_attr"):
+            continue
+        if len(nodes) == _FURTHEST:
+            return None
+        readings = linears(view, node)
+        if readings is None:
+            nodes.add(node)
+            names.add(view.name_of(node))
+            stack += [view.value(n, node) for n in node.all_input_nodes]
+        elif readings and same_sizes(view.shape(node)[:-1], rows):
+            nodes.add(node)
+            encoders.append(node)
+    if not encoders or not names & (RECTIFIERS | _KEEPING):
+        return None
+    inside = {*nodes, down.node}
+    read = any(reader not in inside for n in nodes for reader in view.readers(n))
+    return Activated(tuple(encoders), frozenset(nodes)) if read or names & _KEEPING else None
+
+
+def decoders_below(view: GraphView, node: fx.Node) -> list[fx.Node]:
+    """The products that are reached from a linear without crossing another."""
+    found: list[fx.Node] = []
+    seen = {node}
+    stack = [*node.users]
+    while stack and len(seen) <= _FURTHEST:
+        user = stack.pop()
+        if user in seen or user.op == "output":
+            continue
+        seen.add(user)
+        if linears(view, user) is None:
+            stack += user.users
+        else:
+            found.append(user)
+    return found

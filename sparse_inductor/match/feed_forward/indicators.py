@@ -1,0 +1,127 @@
+"""A comparison as a branch of a product: [z > t], 1 where it holds and 0 elsewhere, t a number of every neuron.
+
+JumpReLU is [z > t] * relu(z), the gate of a gated sparse autoencoder [z + b > 0]. What is compared is a linear map less
+what it is compared with, so that the thresholds become part of its bias; the comparison itself is a program of steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...epilogue.steps import Program, Step, render
+from ...graph.no_match import NoMatch
+from ...graph.view import GraphView
+from ...graph.vocabulary import COMPARISONS, COPIES
+from ..chains.backward_walk import walk_back
+from ..chains.comparisons import unwrapped
+from ..chains.epilogue_chain import Element, EpilogueChain, Term
+
+__all__ = ["compared_dtype", "indicator", "is_flat", "lone", "said"]
+
+# What is equal, less what it is equal to, is above -_LEAST, flushed denormals or not.
+_LEAST = 2.0**-126
+# Its exponential is 0 in every precision.
+_NOTHING = -1000.0
+_ONE = (Step("clamp_max", (0.0,)), Step("exp"))
+_COPIES = COPIES | {"detach"}  # a comparison passes no gradient on
+
+
+def indicator(
+    view: GraphView, node: fx.Node, negate: bool = False, factor: fx.Node | None = None
+) -> EpilogueChain:
+    """The epilogue of a comparison (with `negate` of its contrary). Raises NoMatch where it is none of a linear map.
+
+    factor: what it is multiplied by. relu(z) * [relu(z) > t] is relu(z) * [z > t], whatever t is.
+    """
+    node, extra, negated = unwrapped(view, node)
+    call, negate = view.call(node), negate ^ negated
+    if call is None or call.name not in COMPARISONS:
+        raise NoMatch("the condition compares nothing", node)
+    large, small = call["input"], call["other"]
+    if (call.name in ("lt", "le")) ^ negate:
+        large, small = small, large
+    ties = (call.name in ("ge", "le")) ^ negate
+    steps = (Step("threshold", (-_LEAST if ties else 0.0, _NOTHING)), *_ONE)
+    first: NoMatch | None = None
+    for z, other, sign in ((large, small, 1.0), (small, large, -1.0)):
+        try:
+            epilogue = _compared(view, node, z, factor if sign == 1 else None)
+        except NoMatch as decline:
+            first = first or decline
+            continue
+        turned = () if sign == 1 else (Step("mul", (-1.0,)),)
+        terms = (*turned, *_less(view, node, other, sign), *steps)
+        return epilogue.then(Element(node, terms, extra=tuple(extra)))
+    raise first or NoMatch("the condition compares no linear map", node)
+
+
+def _compared(view: GraphView, node: fx.Node, z: Any, factor: fx.Node | None) -> EpilogueChain:
+    """The epilogue of a side of a comparison that has its shape; of its input where the rectifier does not matter."""
+    if not (view.is_tensor(z) and view.same_shape(z, node)):
+        raise NoMatch("a comparison of what is no linear map", node)
+    z, passed = view.behind(z, _COPIES)
+    reader, call = [node, *passed][-1], view.call(z)
+    if call is not None and call.name == "relu" and factor is not None:
+        seen, theirs = view.value(z, reader), view.value(factor, node)
+        if seen is z and theirs is not None and view.same_value(z, theirs):
+            passed.append(z)
+            reader, z = z, call["input"]
+    epilogue = walk_back(view, z, reader)
+    return epilogue.then(Element(passed[0], extra=tuple(passed[1:]))) if passed else epilogue
+
+
+def _less(view: GraphView, node: fx.Node, other: Any, sign: float) -> tuple[Step | Term, ...]:
+    """What is left of the difference of both sides, the linear map's apart."""
+    c = view.const(other, node)
+    if c is None:
+        return (Term("add", other, prepare=-sign),)
+    return (Step("add", (-sign * c,)),) if c else ()
+
+
+def lone(program: Program) -> float | None:
+    """The number above which a program that is nothing but a comparison is 1; None for others."""
+    if len(program) == 3 and is_flat(program):
+        return program[0].consts[0]
+    if len(program) == 4 and program[0].fn == "add" and lone(program[1:]) == 0.0:
+        return -program[0].consts[0]  # x - t > 0 where x > t, to the last bit
+    return None
+
+
+def is_flat(program: Program) -> bool:
+    """Whether a program has a comparison in it, through which no gradient goes."""
+    return any(map(_is_comparison, zip(program, program[1:], program[2:])))
+
+
+def _is_comparison(steps: Program) -> bool:
+    first, *rest = steps
+    return (*rest,) == _ONE and first.fn == "threshold" and first.consts[1] == _NOTHING
+
+
+def compared_dtype(view: GraphView, node: fx.Node) -> torch.dtype:
+    """What a comparison compares in."""
+    call = view.call(node)
+    assert call is not None
+    sides = [view.dtype(t) for t in (call["input"], call["other"]) if view.is_tensor(t)]
+    return torch.promote_types(sides[0], sides[-1])
+
+
+def said(program: Program) -> str:
+    """A program as a reader is told of it; a bound is one, whatever gradient it has at a tie in the torch in use, or
+    at a NaN."""
+    text = render(tuple(map(_bound, program)))
+    for at, what in ((0.0, "is above 0"), (-_LEAST, "is at least 0")):
+        text = text.replace(render((Step("threshold", (at, _NOTHING)), *_ONE)), what)
+    return text
+
+
+_GATES = {"gate_above": "threshold", "gate_at_least": "fill_below"}
+
+
+def _bound(step: Step) -> Step:
+    step = Step(_GATES.get(step.fn, step.fn), step.consts, step.row)
+    if step.fn == "threshold" and step.consts[0] == step.consts[1]:
+        return Step("clamp_min", step.consts[:1])
+    return Step("clamp_max", step.consts) if step.fn == "cap" else step

@@ -1,0 +1,340 @@
+"""Who else reads the activations of a feed-forward block: statistics of them, and adapters of its down projection.
+
+LoRA computes W h + s B (A h): what reads h is one projection, of W with A behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...epilogue.ranges import prove
+from ...epilogue.steps import Program
+from ...graph.checks import outside_readers
+from ...graph.emit import Emitter, made_again
+from ...graph.gemm import Linear, linears
+from ...graph.names import Call
+from ...graph.no_match import NoMatch
+from ...graph.values import matched_nodes, not_negative
+from ...graph.view import GraphView, fake, label, same_size, same_sizes
+from ...graph.vocabulary import COPIES, PARTS, SHAPE_OPS
+from .block import Reading, activation
+
+__all__ = ["Others", "Statistic", "other_readers", "statistics"]
+
+_ADAPTERS = COPIES | {"mul", "div", "cast"}
+_LENGTH = 8  # steps of an adapter
+_PASSED = SHAPE_OPS | PARTS | COPIES | {"detach", "cast"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Others:
+    """statistics: each with the activation that it is of, "gate" or "hidden". downs: adapters' first projections."""
+
+    statistics: tuple[tuple[Statistic, str], ...] = ()
+    downs: tuple[Linear, ...] = ()
+
+    @property
+    def ends(self) -> list[fx.Node]:
+        return [*(s.node for s, _ in self.statistics), *(d.node for d in self.downs)]
+
+
+def other_readers(
+    view: GraphView, reading: Reading, nodes: tuple[fx.Node, ...], anchor: fx.Node
+) -> tuple[Others, tuple[fx.Node, ...]]:
+    """Everybody else who reads the activations, if it is for a statistic or an adapter, and the nodes with theirs.
+
+    Raises NoMatch for others.
+    """
+    found: list[tuple[Statistic, str]] = []
+    downs: list[Linear] = []
+    for source, reader in outside_readers(view, nodes, set(nodes), {anchor}):
+        down = _further_down(view, reading, source, reader, anchor)
+        down = down or _weighted_sum(view, reading, source, reader, anchor)
+        if down is not None:
+            downs.append(down)
+        else:
+            found += _statistics(view, reading, source, reader)
+    others = Others(tuple(found), tuple(downs))
+    taken = [n for s, _ in found for n in s.nodes] + [n for d in downs for n in d.within]
+    nodes = matched_nodes(view, [*nodes, *taken, *others.ends])
+    for source, reader in outside_readers(view, nodes, set(nodes), {anchor, *others.ends}):
+        raise _read_by(view, source, reader)
+    return others, nodes
+
+
+def _is_theirs(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
+) -> bool:
+    """Whether a reader reads what the block's own down projection does."""
+    mine, theirs = view.value(reading.down.source, anchor), view.value(source, reader)
+    return mine is not None and theirs is not None and view.same_value(mine, theirs)
+
+
+def _further_down(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
+) -> Linear | None:
+    """The first projection of an adapter, where a reader is one: of what the block's own reads, over the same axes."""
+    down = reading.down
+    if not _is_theirs(view, reading, source, reader, anchor):
+        return None
+    passed: list[fx.Node] = []
+    while _changes_nothing(view, reader) and len(readers := list(view.readers(reader))) == 1:
+        passed.append(reader)
+        source, reader = reader, readers[0]
+    for one in linears(view, reader) or ():
+        same = one.source is source and (one.v_dim, one.order) == (down.v_dim, down.order)
+        plain = one.bias is None and not one.within and not one.also
+        same = same and fake(reader).dtype == fake(down.node).dtype
+        if same and plain and _adapts(view, reader, anchor):
+            return dataclasses.replace(one, within=tuple(passed))
+    return None
+
+
+def _weighted_sum(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node, anchor: fx.Node
+) -> Linear | None:
+    """The activations, each times a number of its neuron, added up: one more row of the down weight. Sparse
+    autoencoders weigh their L1 term by the norms of the decoder's rows."""
+    down, call, shape = reading.down, view.call(reader), view.shape(source)
+    axis = down.d_dim
+    if call is None or call.name != "mul" or call.inplace or down.order is not None:
+        return None
+    w = call["other"] if call["input"] is source else call["input"]
+    if not view.is_tensor(w) or not _is_theirs(view, reading, source, reader, anchor):
+        return None
+    at = axis - (len(shape) - len(view.shape(w)))
+    sizes = [shape[axis] if d == at else 1 for d in range(len(view.shape(w)))]
+    if at < 0 or not same_sizes(view.shape(w), sizes):
+        return None
+    plain = not (reading.factors or reading.tokens)
+    positive = plain and all(_not_negative(b.program) for b in reading.branches)
+    # |h| has no slope at 0, where a bound of h may have one.
+    tied = any(s.fn in ("clamp_min", "maximum") for b in reading.branches for s in b.program)
+    positive = positive and not tied and not_negative(view, w)
+    passed, node = [reader], reader
+    while len(readers := list(view.readers(node))) == 1 and len(passed) < _LENGTH:
+        node = readers[0]
+        call = view.call(node)
+        if call is None or call.inplace:
+            return None
+        norm = call.name in ("norm", "vector_norm") and call.get("p") in (1, 1.0)
+        if call.name == "sum" or (norm and positive):
+            break
+        if not ((call.name == "abs" and positive) or _changes_nothing(view, node)):
+            return None
+        passed.append(node)
+    else:
+        return None
+    dims = call.get("dim")
+    dims = list(range(len(shape))) if dims is None else dims
+    dims = [d % len(shape) for d in (dims if isinstance(dims, (tuple, list)) else [dims])]
+    made = made_again(view, w, min(anchor, node, key=view.order.__getitem__))
+    if axis not in dims or view.dtype(node) != fake(down.node).dtype or made is None:
+        return None
+    keeps = bool(call.get("keepdim"))
+    leaves, make = made
+    return Linear(
+        node,
+        source,
+        leaves[0],
+        down.v_dim,
+        lambda e: source,
+        lambda e: e.method("reshape", make(e), (1, -1)),
+        within=tuple(passed),
+        finish=lambda e, y: e.method("sum", y, tuple(dims), keeps),
+        also=tuple(leaves[1:]),
+        width=1,
+    )
+
+
+def _changes_nothing(view: GraphView, node: fx.Node) -> bool:
+    call = view.call(node)
+    return call is not None and not call.inplace and view.kept(call) is not None
+
+
+def _adapts(view: GraphView, node: fx.Node, anchor: fx.Node) -> bool:
+    """Whether what a projection gives, projected and scaled, is added to the block's result and read by nobody else."""
+    projected = False
+    for _ in range(_LENGTH):
+        readers = list(view.readers(node))
+        call = view.call(readers[0]) if len(readers) == 1 else None
+        if call is None:
+            return False
+        if call.name == "add":
+            return projected and anchor in (call["input"], call["other"])
+        again = bool(linears(view, readers[0]))
+        if not again and call.name not in _ADAPTERS:
+            return False
+        node, projected = readers[0], projected or again
+    return False
+
+
+def _statistics(
+    view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
+) -> Sequence[tuple[Statistic, str]]:
+    try:
+        of, counts_only = activation(view, reading, source, reader)
+    except NoMatch:
+        raise _read_by(view, source, reader) from None
+    positive = of == "gate" or reading.up is None or _not_negative(reading.up.program)
+    positive = positive and _not_negative(reading.gate.program)
+    found = statistics(view, source, reader, positive, reading.down.d_dim)
+    for s in found:
+        if counts_only and s.norm == 1:
+            raise _read_by(view, source, reader)
+        if len(view.shape(source)) != len(view.shape(reading.down.source)):
+            raise NoMatch("a statistic of the activations in another shape", reader)
+    return [(s, of) for s in found]
+
+
+def _not_negative(program: Program) -> bool:
+    proof = prove(program)
+    return proof.direction == 1 and proof.range.lo >= 0
+
+
+def _read_by(view: GraphView, source: fx.Node, reader: fx.Node) -> NoMatch:
+    """Why a block is none whose tensors somebody else reads: whoever makes something of them, not who takes a part."""
+    split = view.call(source)
+    of = source if split is None or split.name not in PARTS else split["input"]
+    what = f"the result of {label(of)} is"
+    while view.name_of(reader) in _PASSED and reader.users:
+        reader = next(iter(reader.users))
+    if reader.op == "output":
+        return NoMatch(f"{what} also returned", source)
+    return NoMatch(f"{what} also read by {label(reader)}", reader)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistic:
+    """A reduction over (at least) the neurons of |a|, or of [a != 0].
+
+    node: the reduction. source: the activation it is of. norm: 1 for |a|, 0 for [a != 0], -1 for [a == 0]. dims: the
+    axes reduced. detached: whether a gradient is cut on the way.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    nodes: tuple[fx.Node, ...]
+    norm: int
+    dims: tuple[int, ...]
+    keepdim: bool
+    mean: bool
+    detached: bool
+
+    def emit(self, e: Emitter, per_token: fx.Node, axis: int, neurons: Any) -> fx.Node:
+        """The user's result from one number a token, whose axes are the activation's without `axis`."""
+        result = fake(self.node)
+        t = e.method("detach", per_token) if self.detached else per_token
+        if self.norm == -1:
+            t = e.call(torch.sub, neurons, t)
+        if self.mean:
+            t = e.call(torch.div, t, neurons)
+        rest = tuple(d - (d > axis) for d in self.dims if d != axis)
+        if rest:
+            t = e.method("mean" if self.mean else "sum", t, rest)
+        if self.keepdim:
+            for d in sorted(self.dims):
+                t = e.method("unsqueeze", t, d)
+        return e.cast(t, result.dtype)
+
+
+def statistics(
+    view: GraphView, source: fx.Node, reader: fx.Node, positive: bool, axis: int
+) -> list[Statistic]:
+    """The statistics that a reader of the activation `source` leads to, `axis` being the neurons'.
+
+    positive: the activation is nowhere negative. Raises NoMatch where the reader wants more than that.
+    """
+    return _Reader(view, source, positive, axis).follow(source, reader, (), None, False)
+
+
+class _Reader:
+    def __init__(self, view: GraphView, source: fx.Node, positive: bool, axis: int):
+        self.view, self.source, self.positive, self.axis = view, source, positive, axis
+
+    def follow(
+        self,
+        x: fx.Node,
+        node: fx.Node,
+        passed: tuple[fx.Node, ...],
+        norm: int | None,
+        detached: bool,
+    ) -> list[Statistic]:
+        """norm is None while the value is still the activation."""
+        call = self.view.call(node)
+        if call is None or call.inplace or self.view.value(x, node) is not x:
+            raise self._decline(node)
+        name = call.name
+        if name in ("sum", "mean"):
+            return [self._reduction(node, call, passed, norm, name == "mean", detached)]
+        if norm is None and name == "count_nonzero":
+            return [self._reduction(node, call, passed, 0, False, True)]
+        if norm is None and name in ("norm", "vector_norm") and call.get("p") in (1, 1.0):
+            return [self._reduction(node, call, passed, 1, False, detached)]
+        if norm is None and name == "l1_loss" and self._loss_against_zeros(x, node, call):
+            mean = call.get("reduction", "mean") == "mean"
+            return [self._reduction(node, call, passed, 1, mean, detached)]
+        if name == "abs":
+            norm = 1 if norm is None else norm
+        elif name in ("ne", "gt", "eq", "le") and norm is None:
+            if self.view.const(call["other"], node) != 0 or call["input"] is not x:
+                raise self._decline(node)
+            if name in ("gt", "le") and not self.positive:
+                raise self._decline(node)
+            norm, detached = (0 if name in ("ne", "gt") else -1), True
+        elif name == "bool" and norm is None:
+            norm, detached = 0, True
+        elif name == "detach":
+            detached = True
+        elif name == "cast" and call["input"] is x:
+            dtype = self.view.dtype(node)
+            if norm is None and dtype == torch.bool:
+                norm, detached = 0, True
+            elif norm in (None, 1) and not dtype.is_floating_point:
+                raise self._decline(node)
+        elif name not in COPIES:
+            raise self._decline(node)
+        found: list[Statistic] = []
+        for reader in self.view.readers(node):
+            found += self.follow(node, reader, (*passed, node), norm, detached)
+        return found
+
+    def _loss_against_zeros(self, x: fx.Node, node: fx.Node, call: Call) -> bool:
+        """Whether l1_loss is the mean or sum of |x|."""
+        a, b = call["input"], call["target"]
+        zeros = b if a is x else a
+        usual = all(call.get(old) is None for old in ("size_average", "reduce", "weight"))
+        whole = self.view.is_tensor(zeros) and self.view.same_shape(zeros, x)
+        reduced = call.get("reduction", "mean") in ("mean", "sum")
+        return usual and reduced and whole and self.view.const(zeros, node) == 0
+
+    def _reduction(self, node, call, passed, norm, mean, detached) -> Statistic:
+        if norm is None:
+            if not self.positive:
+                raise self._decline(node)
+            norm = 1
+        ndim = len(self.view.shape(self.source))
+        dim = call.get("dim")
+        dims = tuple(range(ndim)) if dim is None or dim == () else dim
+        dims = tuple(d % ndim for d in (dims if isinstance(dims, (tuple, list)) else (dims,)))
+        if self.axis not in dims:
+            raise NoMatch("a statistic of every neuron over the tokens needs the activations", node)
+        size = self.view.shape(self.source)[self.axis]
+        if not isinstance(size, int) or same_size(size, 0):
+            raise self._decline(node)
+        detached = detached or not self.view.requires_grad(
+            node
+        )  # under no_grad, or of what is frozen
+        return Statistic(
+            node, self.source, passed, norm, dims, bool(call.get("keepdim")), mean, detached
+        )
+
+    def _decline(self, node: fx.Node) -> NoMatch:
+        if node.op == "output":
+            return NoMatch("the activations are also returned", self.source)
+        return NoMatch(f"the activations are also read by {label(node)}", node)

@@ -1,0 +1,1 @@
+"""Sparse dot-product scoring, and the selection of the best documents."""

@@ -1,0 +1,169 @@
+"""Every spelling of "multiply and add up over an axis": sums, einsum, matrix products, vecdot."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from ...graph.contraction import all_lettered, matmul_axes
+from ...graph.emit import Emitter
+from ...graph.names import Call
+from ...graph.no_match import NoMatch
+from ...graph.view import GraphView, same_size
+from .contributions import Factor, OfRows, Weighted, check_shared
+from .scored import Scores
+from .weighted import gathered_among, preference, weighted
+
+__all__ = ["READERS"]
+
+Letters = Sequence[str]
+
+
+def _sum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    try:
+        w = weighted(view, call["input"], node)
+    except OfRows as rows:
+        raise _dense(rows) if call.get("dim") in (-1, [-1], (-1,)) else rows from None
+    return None if w is None else _summed(node, w, call.get("dim"), call.get("keepdim", False))
+
+
+def _dense(rows: OfRows) -> NoMatch:
+    """Why a product of rows with vectors that is summed up is no scoring."""
+    return NoMatch(rows.reason, rows.node)
+
+
+def _summed(node: fx.Node, w: Weighted, dim: Any, keepdim: bool) -> Scores | None:
+    n = len(w.shape)
+    dims = range(n) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    reduced = {d % n for d in dims}
+    kept = tuple(a for a in range(n) if a not in reduced)
+    return _reduction(node, w, kept, sorted(reduced) if keepdim else ())
+
+
+def _reduction(
+    node: fx.Node, w: Weighted, kept: tuple[int, ...], units: Sequence[int] = ()
+) -> Scores | None:
+    """units: the places of the result that have size 1 beside the kept axes."""
+    if w.batch is not None and w.batch not in kept:
+        if not same_size(w.shape[w.batch], 1):
+            raise NoMatch("it adds up over the queries", node)
+        w = w.of_one_query()
+    docs = [a for a in kept if a != w.batch]
+    if not docs:
+        return None  # a single document: a dot product
+    if all(same_size(s, 1) for a, s in enumerate(w.shape) if a not in kept):
+        return None
+    order: list[int | None] = list(kept)
+    for place in units:
+        order.insert(place, None)
+    batch = None if w.batch is None else order.index(w.batch)
+    return Scores(node, w, math.prod(w.shape[a] for a in docs), batch, kept)
+
+
+def _labelled(
+    view: GraphView,
+    node: fx.Node,
+    operands: Sequence[Any],
+    letters: Sequence[Letters],
+    out: Letters,
+) -> Scores | None:
+    """A product of operands with lettered axes, summed over the letters that `out` lacks."""
+    found = gathered_among(operands, lambda x: weighted(view, x, node))
+    if not found:
+        return None
+    mine, w = min(found, key=lambda f: preference(view, f[1]))
+    xs = letters[mine]
+    if len(set(xs)) != len(xs) or len(xs) != len(w.shape):
+        return None
+    for i, other in enumerate(operands):
+        if i == mine:
+            continue
+        try:
+            timed = _times(view, node, w, xs, other, letters[i])
+        except OfRows as rows:
+            raise rows if w.batch is None or xs[w.batch] in out else _dense(rows) from None
+        if timed is None:
+            return None
+        w = timed
+    kept = tuple(xs.index(c) for c in out if c in xs)
+    units = [p for p, c in enumerate(out) if c not in xs]
+    return _reduction(node, w, kept, units)
+
+
+def _times(
+    view: GraphView, node: fx.Node, w: Weighted, xs: Letters, other: Any, ys: Letters
+) -> Weighted | None:
+    """Contributions with the axes `xs`, times an operand with the axes `ys`."""
+    sizes = dict(zip(ys, view.shape(other)))
+    extra = [c for c in ys if c not in xs]
+    if len(set(ys)) != len(ys):
+        return None
+    if any(not same_size(sizes[c], 1) for c in extra):
+        if w.gather.features:
+            return None  # rows that were looked up, through a linear
+        raise NoMatch(
+            "a product with a matrix: the document weights have an axis of their own", node
+        )
+    if any(
+        same_size(w.shape[xs.index(c)], 1) and not same_size(sizes[c], 1) for c in ys if c in xs
+    ):
+        return None  # the gathered weights are the ones that repeat themselves
+    shared = None if w.batch is None or xs[w.batch] not in ys else xs[w.batch]
+    check_shared(view, w, other, node, None if shared is None else len(ys) - ys.index(shared))
+
+    def aligned(e: Emitter) -> fx.Node:
+        t, have = other, list(ys)
+        for c in [*extra, *([] if w.batch is None else [xs[w.batch]])]:
+            if c in have:
+                t = e.method("select", t, have.index(c), 0)
+                have.remove(c)
+        order = [have.index(c) for c in xs if c in have]
+        t = e.permuted(t, order)
+        for at, c in enumerate(xs):
+            if c not in have:
+                t = e.method("unsqueeze", t, at)
+        return t
+
+    factor = Factor("mul", other, w.shape, w.batch, aligned)
+    reads = (*w.reads, (other, node))
+    return dataclasses.replace(w, factors=(*w.factors, factor), reads=reads)
+
+
+def _einsum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    found = all_lettered(view, call)
+    return None if found is None else _labelled(view, node, *found)
+
+
+def _matmul(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    a, b = call["input"], call.get("other", call.get("weight"))
+    if not (view.is_tensor(a) and view.is_tensor(b)):
+        return None
+    n, m = len(view.shape(a)), len(view.shape(b))
+    if n < 2 and m < 2:
+        return None
+    xs, ys, out = matmul_axes(n, m)
+    return _labelled(view, node, (a, b), (xs, ys), out)
+
+
+def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    a, b = call["input"], call["other"]
+    n, m = len(view.shape(a)), len(view.shape(b))
+    if call.get("dim", -1) != -1:
+        return None
+    letters = "abcdefghijk"[: max(n, m)]
+    out = letters[:-1]
+    return _labelled(view, node, (a, b), (letters[-n:], letters[-m:]), out)
+
+
+READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
+    "sum": _sum,
+    "einsum": _einsum,
+    "matmul": _matmul,
+    "bmm": _matmul,
+    "mm": _matmul,
+    "vecdot": _vecdot,
+}

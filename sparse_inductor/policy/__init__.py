@@ -1,0 +1,1 @@
+"""Which recognised blocks are rewritten: tables of break-even points, profiles, decisions."""

@@ -1,0 +1,260 @@
+"""Break-even points: at which sizes and densities each operator is faster than the operations that it replaces.
+
+A row is a measurement with its date; the first that fits decides. What no row fits was not measured and is left as
+written: on a GPU other than those named only what avoids writing large intermediate tensors is put in, where portable
+kernels gained on an H100 with a margin. Sizes that are symbols are judged by their hints, which adds no guard.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from ..kernels.common.arch import capability
+from .worth import Worth
+
+__all__ = ["TABLE", "Row", "look_up"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    where: "sm90" (H100, H200), "cuda" (any GPU) or "cpu". below: the share of active elements below which the operator
+    is faster; 1 where it is whatever the data, 0 where it never is. least: the sizes from which on the row holds, most:
+    up to which.
+    """
+
+    operator: str
+    where: str
+    below: float
+    reason: str
+    date: str
+    least: dict[str, int] = dataclasses.field(default_factory=dict)
+    most: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def fits(self, sizes: dict[str, int]) -> bool:
+        return all(sizes[n] >= v for n, v in self.least.items()) and all(
+            sizes[n] <= v for n, v in self.most.items()
+        )
+
+
+_MILLION = 1_000_000
+_FLAGS = frozenset(("training", "constant", "shared"))
+
+TABLE: Sequence[Row] = (
+    # SPLADE head. logits: tokens x vocabulary.
+    Row(
+        "splade_head", "sm90", 1, "1.6x to 2.1x in inference and 0.98x to 4.9x in training on an H100",
+        "2026-11-26", least={"logits": _MILLION, "tokens": 1024},
+    ),
+    Row(
+        "splade_head", "sm90", 0, "one query of 32 tokens: 0.64x to 0.90x on an H100",
+        "2026-11-26",
+    ),
+    Row(
+        "splade_head", "cuda", 1, "portable kernels: 1.2x in inference, 2.6x in training on an H100",
+        "2026-11-25", least={"logits": 30 * _MILLION},
+    ),
+    Row(
+        "splade_head", "cpu", 1, "16 bits: 1.2x to 5.6x in inference, 19x in training on an AMD EPYC",
+        "2026-11-26", most={"bits": 16},
+    ),
+    Row(
+        "splade_head", "cpu", 1, "fp32: 1.04x in inference from 8 x 128 tokens on an AMD EPYC",
+        "2026-11-26", least={"logits": 30 * _MILLION},
+    ),
+    Row(
+        "splade_head", "cpu", 1, "fp32: 1.12x in training from 8 x 64 tokens on an AMD EPYC",
+        "2026-11-26", least={"logits": 15 * _MILLION, "training": 1},
+    ),
+    Row(
+        "splade_head", "cpu", 0, "few tokens in fp32: 0.34x to 1x on an AMD EPYC", "2026-11-26",
+    ),
+    # Entmax attention. scores: elements of queries @ keys.
+    Row(
+        "entmax_attention", "sm90", 1, "3x to 18x on an H100, with and without a mask", "2026-11-25"
+    ),
+    Row(
+        "entmax_attention", "cuda", 1, "portable kernels were faster at this size on an H100",
+        "2026-11-25", least={"scores": 4 * _MILLION},
+    ),
+    Row(
+        "entmax_attention", "cpu", 1, "1.2x to 5.7x from 131,072 scores on an AMD EPYC",
+        "2026-11-26", least={"scores": 131_072},
+    ),
+    Row("entmax_attention", "cpu", 0, "few scores: 0.24x to 0.51x on an AMD EPYC", "2026-11-26"),
+    # Entmax of rows. elements: of the scores.
+    Row("entmax", "sm90", 1, "faster than sorting or bisection on an H100", "2026-11-25"),
+    Row(
+        "entmax", "cuda", 1, "sorting or bisection passes over the scores many times",
+        "2026-11-25", least={"elements": _MILLION},
+    ),
+    Row(
+        "entmax", "cpu", 1, "2x to 5x from 262,144 elements on an AMD EPYC", "2026-11-26",
+        least={"elements": 262_144},
+    ),
+    Row("entmax", "cpu", 0, "few elements: 0.28x on an AMD EPYC", "2026-11-26"),
+    # Sparse scores. products: queries x documents x terms; entries: documents x terms; best: how many are wanted.
+    # constant: the documents stay the same from call to call, and an index is faster than what compile makes and than
+    # the operator, with a checksum of the documents at each call.
+    Row(
+        "sparse_scores", "sm90", 1, "an index of 100,000 documents: 2.0x to 2.5x for 8 queries, 5.1x to 7.4x for 32; of"
+        " 1,000,000 4.4x for 8 on an H100", "2026-11-26",
+        least={"constant": 1, "queries": 8, "entries": 12 * _MILLION, "documents": 10_000}, most={"best": 2048},
+    ),
+    Row(
+        "sparse_scores", "sm90", 1, "an index of 10,000 documents, 32 queries, top-100: 1.1x to 1.4x on an H100",
+        "2026-11-26", least={"constant": 1, "queries": 32, "entries": 1_280_000, "documents": 10_000},
+        most={"best": 100},
+    ),
+    Row(
+        "sparse_scores", "sm90", 0, "an index of few documents, or for few queries: 0.6x to 1.2x on an H100, for a"
+        " checksum reads what the program reads", "2026-11-26", least={"constant": 1},
+    ),
+    Row(
+        "sparse_scores", "cpu", 1, "an index: 1.4x to 5x over the operator from 4,000 documents of 128 terms on an AMD"
+        " EPYC", "2026-11-26", least={"constant": 1, "documents": 2048, "entries": 512_000},
+    ),
+    Row(
+        "sparse_scores", "cpu", 0, "an index of few documents: 0.6x to 0.9x on an AMD EPYC", "2026-11-26",
+        least={"constant": 1},
+    ),
+    Row(
+        "sparse_scores", "sm90", 1, "2.1x at 100,000 documents and 32 queries on an H100",
+        "2026-11-25", least={"queries": 32, "scores": 3_200_000},
+    ),
+    Row(
+        "sparse_scores", "sm90", 0,
+        "few queries or documents: 0.67x to 1.1x on an H100; a SparseIndex is faster", "2026-11-25",
+    ),
+    Row(
+        "sparse_scores", "cpu", 1, "1.2x to 14x from 6 million products on an AMD EPYC",
+        "2026-11-26", least={"products": 6 * _MILLION},
+    ),
+    Row(
+        "sparse_scores", "cpu", 0, "few products: 0.13x to 1.1x on an AMD EPYC", "2026-11-26",
+    ),
+    # Feed-forward blocks. weight: elements of the down projection; shared: whether both factors are of one product.
+    Row(
+        "relu_ffn", "sm90", 0, "both factors of one product, as in JumpReLU: 0.78x to 0.83x at 0.3 % active on an H100",
+        "2026-11-26", least={"shared": 1},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0, "products this small: 0.57x to 0.9x at every density on an H100",
+        "2026-11-25", most={"weight": (1 << 22) - 1},
+    ),
+    Row(
+        "relu_ffn", "sm90", 1, "gated, a few rows: 0.99x to 1.7x at every density on an H200",
+        "2026-11-26", least={"branches": 2}, most={"tokens": 16, "training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0,
+        "plain, a few rows: 0.85x to 1.4x on an H200, where counting takes longer than the gain",
+        "2026-11-26", most={"tokens": 16, "training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.008, "gated: 1.02x to 1.25x at 0.8 % active on an H100, less from 1 % on",
+        "2026-11-26", least={"tokens": 4096, "branches": 2}, most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.008, "gated, large weights: 1.02x at 0.8 % active on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION, "branches": 2}, most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.005, "plain: 1.28x to 1.49x at 0.4 % active, 1.15x to 1.32x at 0.6 % on an H100",
+        "2026-11-26", least={"tokens": 4096}, most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.005, "plain, large weights: 1.11x at 0.4 % active on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION}, most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0,
+        "17 to 2,047 rows: no gain at any density on an H200; up to 4,095 of small weights the host is "
+        "waited for, 0.86x to 1.10x on an H100",
+        "2026-11-26", most={"training": 0},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.006, "training, gated: 1.31x to 1.50x at 0.6 % active, 0.69x at 50 % on an H100",
+        "2026-11-26", least={"tokens": 8192, "branches": 2},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.006, "training, large weights: 1.09x to 1.50x at 0.6 % active on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.005, "training, plain: 1.19x to 1.67x at 0.4 % active, 0.94x at 0.6 % on an H100",
+        "2026-11-26", least={"tokens": 8192},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0, "training on few tokens: 0.79x to 1.06x at every density on an H100",
+        "2026-11-26",
+    ),
+    Row(
+        "relu_ffn", "cpu", 0.01, "decoding one row in fp32: 1.1x to 1.8x up to 1 % active on an AMD EPYC",
+        "2026-11-26", least={"bits": 32, "weight": 1 << 22}, most={"tokens": 1, "training": 0},
+    ),
+    Row(
+        "relu_ffn", "cpu", 0, "0.7x to 1.2x on an AMD EPYC, whatever is active", "2026-11-26",
+    ),
+    # TopK autoencoders. ratio: neurons for each entry of a row; width: of the input, or of the decoder's result.
+    *(
+        row
+        for operator in ("topk_encode", "sparse_decode")
+        for row in (
+            Row(
+                operator, "sm90", 1, "1.25x to 2.9x in training, 1.8x to 2.0x in inference on an H100", "2026-11-26",
+                least={"tokens": 4096, "neurons": 16_384, "width": 768, "ratio": 512}, most={"bits": 16},
+            ),
+            Row(
+                operator, "sm90", 1, "fp32: 2.9x in training with TF32, 4.6x without on an H100", "2026-11-26",
+                least={"tokens": 4096, "neurons": 24_576, "width": 768, "ratio": 512, "bits": 32, "training": 1},
+            ),
+            Row(
+                operator, "sm90", 0, "2,048 tokens or 12,288 neurons in training: 0.93x on an H100, which waits for"
+                " the host", "2026-11-26", most={"bits": 16},
+            ),
+        )
+    ),
+    # Autoencoders whose activations are kept.
+    Row(
+        "sparse_product", "sm90", 0, "0.63x to 0.92x in training at 0.3 % active on an H100: finding the entries takes"
+        " what the products saved", "2026-11-26",
+    ),
+    Row(
+        "topk_encode", "cpu", 1, "training in fp32: 1.8x to 1.9x with the decoder on an AMD EPYC", "2026-11-26",
+        least={"tokens": 256, "neurons": 4096, "width": 512, "ratio": 128, "bits": 32, "training": 1},
+    ),
+    Row(
+        "topk_encode", "cpu", 0, "in inference topk is as fast on an AMD EPYC", "2026-11-26",
+        most={"training": 0},
+    ),
+    Row(
+        "sparse_decode", "cpu", 1, "fp32: 1.2x to 1.9x with the encoder on an AMD EPYC", "2026-11-26",
+        least={"tokens": 256, "neurons": 4096, "width": 512, "ratio": 128, "bits": 32},
+    ),
+)  # fmt: skip
+
+
+def look_up(operator: str, device: torch.device, **sizes: int) -> Worth:
+    """When an operator is faster at these sizes."""
+    where = _places(device)
+    for row in TABLE:
+        if row.operator == operator and row.where in where and row.fits(sizes):
+            return Worth(row.below, row.reason)
+    shown = ", ".join(f"{n:,} {name}" for name, n in sizes.items() if name not in _FLAGS)
+    return Worth(0.0, f"not measured on {where[0]} for {shown}")
+
+
+def _places(device: torch.device) -> tuple[str, ...]:
+    """The names that rows may have a device under, the most special first."""
+    if device.type != "cuda":
+        return (device.type,)
+    try:
+        major, minor = capability(device)
+    except (RuntimeError, AssertionError):  # exported for a GPU on a machine without one
+        return ("cuda",)
+    return (f"sm{major}{minor}", "cuda") if major else ("cuda",)

@@ -1,0 +1,143 @@
+"""Decides by policy which matches of one graph are rewritten now, and has the graph count for the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from .. import compat
+from ..graph.fakes import fake, static_size, tensors_in
+from ..pattern import Match, Pattern, Sparse
+from ..reporting.findings import Pending
+from ..reporting.source import Source, source_of
+from ..snapshot import Snapshot
+from .profile import Kept, Profile, Site, counters_for, profile_of, watch
+from .worth import Worth
+
+__all__ = ["Decisions"]
+
+log = logging.getLogger("sparse_inductor")
+
+
+class _Candidate(Protocol):
+    @property
+    def pattern(self) -> Pattern: ...
+    @property
+    def match(self) -> Match: ...
+
+
+class Decisions:
+    """What is decided about one graph.
+
+    `pending` and `profile` are what the report is told of it. dry: nothing is put into the graph to count
+    (`explain`, which looks at the values itself); `watched` is then what would be.
+    """
+
+    def __init__(self, policy: Mapping[str, str], dry: bool = False) -> None:
+        self._policy = policy
+        self._dry = dry
+        self.watched: list[tuple[Site, Sparse]] = []
+        self.pending: list[Pending] = []
+        self._kept: Kept | None = None
+
+    @property
+    def as_written(self) -> frozenset[str]:
+        """Names of the patterns of which a match is left as it is."""
+        return frozenset({p.pattern for p in self.pending} | {s.pattern for s, _ in self.watched})
+
+    @property
+    def profile(self) -> Profile | None:
+        return None if self._kept is None else self._kept.profile
+
+    def take(self, candidates: Sequence[_Candidate], view: Any) -> list[bool]:
+        """Whether each is rewritten now. Those that depend on what runs are so if their profile says that they gain."""
+        now = [False] * len(candidates)
+        sites: list[tuple[int, Site, Sparse]] = []
+        where = _countable(view.graph) if "auto" in self._policy.values() else ""
+        for at, candidate in enumerate(candidates):
+            worth = self._worth(candidate, view)
+            if worth.below >= 1:
+                now[at] = True
+                continue
+            sparse = next(iter(getattr(candidate.match, "sparse", ())), None)
+            source = source_of(candidate.match.anchor, *reversed(candidate.match.matched_nodes))
+            if worth.below > 0 and sparse is not None and (self._dry or not where):
+                sites.append((at, _site(candidate, worth, sparse, source), sparse))
+                continue
+            reason = worth.reason
+            if worth.below > 0:
+                pays = f"pays below {worth.below:.2%} active here"
+                reason = f"{pays}, and nothing can be counted {where or 'of it'}"
+            self.pending.append(
+                Pending(
+                    candidate.pattern.name, source.location, None, worth.below, reason, source.text
+                )
+            )
+        if self._dry:
+            self.watched = [(site, sparse) for _, site, sparse in sites]
+        elif sites:
+            device = next(tensors_in(fake(candidates[sites[0][0]].match.anchor))).device
+            self._kept = profile_of([site for _, site, _ in sites], _inputs(view.graph), device)
+            profile = self._kept.profile
+            for (at, _, sparse), site, yes in zip(sites, profile.sites, profile.version):
+                now[at] = yes
+                if not yes:
+                    self.watched.append((site, sparse))
+        return now
+
+    def _worth(self, candidate: _Candidate, view: Any) -> Worth:
+        choice = self._policy.get(candidate.pattern.name, "always")
+        if choice != "auto":
+            return Worth(float(choice == "always"), f"the policy is {choice!r}")
+        ask = getattr(candidate.pattern, "worth", None)
+        if ask is None:
+            return Worth(1.0)
+        try:
+            return ask(candidate.match, view)
+        except Exception as error:
+            log.debug("nothing is known about the gain of a match", exc_info=error)
+            return Worth(0.0, f"its size cannot be told ({type(error).__name__}: {error})")
+
+    def watch(self, graph: fx.Graph) -> None:
+        """Have the graph count where blocks run as written, and its code ask the profile; both are optional."""
+        if self._kept is None:
+            return
+        before = Snapshot(graph)
+        try:
+            watch(graph, self._kept, self.watched)
+            graph.lint()
+        except Exception as error:
+            before.restore()
+            log.debug("nothing is counted in this graph", exc_info=error)
+
+
+def _countable(graph: fx.Graph) -> str:
+    """Where nothing can be counted; empty text where it can."""
+    if compat.current_code() is None:
+        return "in what is exported or compiled without Dynamo"
+    if compat.graph_end(graph.owning_module) is None:  # a body runs again in the backward
+        return "within a checkpoint or another function that the graph calls"
+    return ""
+
+
+def _inputs(graph: fx.Graph) -> tuple[Hashable, ...]:
+    """What tells the versions of one frame apart that Dynamo keeps for several kinds of arguments."""
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    return modes + tuple(
+        (t.dtype, t.requires_grad, tuple(map(static_size, t.shape)))
+        for n in graph.find_nodes(op="placeholder")
+        if isinstance(t := fake(n), torch.Tensor)
+    )
+
+
+def _site(candidate: _Candidate, worth: Worth, sparse: Sparse, source: Source) -> Site:
+    value = fake(sparse.node)
+    value = value if sparse.result is None else value[sparse.result]
+    return Site(
+        candidate.pattern.name, source.location, source.text, sparse.what,
+        static_size(value.shape[sparse.dim]), worth.below, counters_for(sparse),
+    )  # fmt: skip

@@ -1,0 +1,345 @@
+"""The report: everything that was rewritten and what nearly was, of the process or of one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .. import compat, layers
+from .findings import (
+    Check,
+    Density,
+    NearMiss,
+    Pending,
+    Rewrite,
+    at_line,
+    bytes_text,
+    count_text,
+    place_of,
+    rewrite_dict,
+    rewrite_lines,
+    times_text,
+)
+
+if TYPE_CHECKING:
+    from ..ops._collections import Collection
+
+__all__ = ["Report", "report"]
+
+log = logging.getLogger("sparse_inductor")
+
+JSON_VERSION = 1
+
+
+class _Watch:
+    """Graph breaks that a pattern has to explain although no pass ever sees them."""
+
+    def __init__(self) -> None:
+        self.on = 0
+        self.reports: weakref.WeakSet[Report] = weakref.WeakSet()
+
+
+_watch = _Watch()
+_SPARSE_WAY_OUT = (
+    "torch.sparse tensors end the graph before any pass can run: keep the collection in a "
+    "sparse_inductor.SparseIndex, whose search() and scores() stand in a compiled program"
+)
+
+
+def watch_sparse_breaks(pattern: str) -> Callable[[], None]:
+    """Until the result is called, graphs that end because of a torch.sparse tensor are near misses of `pattern`."""
+    _watch.on += 1
+
+    def stop() -> None:
+        for one in list(_watch.reports):
+            one.settle(pattern)
+        _watch.on -= 1
+
+    return stop
+
+
+class Report:
+    """Everything since the last `clear()`, of the whole process; safe to read while other threads
+    compile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._clear()
+        _watch.reports.add(self)
+
+    def _clear(self) -> None:
+        self._rewrites: list[Rewrite] = []
+        self._near_misses: list[NearMiss] = []
+        self._pending: list[Pending] = []
+        self._profiles: dict[int, Any] = {}
+        self._checks: list[Check] = []
+        self._densities: list[Density] = []
+        self._compile: weakref.ref[object] | None = None
+        self._seen: set[NearMiss] = set()
+        self._pattern_ms: Counter[str] = Counter()
+        self._pass_ms = 0.0
+        self._graphs = 0
+        self._sparse_breaks = compat.sparse_graph_breaks()
+
+    def settle(self, pattern: str = "sparse_scores") -> None:
+        """Record what only Dynamo knows: that it ended graphs because of torch.sparse tensors."""
+        if not _watch.on:
+            return
+        now = compat.sparse_graph_breaks()
+        with self._lock:
+            if now > self._sparse_breaks:
+                self._near_misses.append(NearMiss(pattern, "dynamo", "?", _SPARSE_WAY_OUT))
+            self._sparse_breaks = now
+
+    @property
+    def rewrites(self) -> list[Rewrite]:
+        """The rewrites, oldest first."""
+        with self._lock:
+            return list(self._rewrites)
+
+    @property
+    def near_misses(self) -> list[NearMiss]:
+        """The near misses, oldest first; the same one is listed once a compile."""
+        self.settle()
+        with self._lock:
+            return list(self._near_misses)
+
+    @property
+    def pending(self) -> list[Pending]:
+        """Blocks that were recognised and run as written for now, with what was counted last."""
+        with self._lock:
+            live = [one for profile in self._profiles.values() for one in profile.pending()]
+            return [*self._pending, *live]
+
+    def add_pending(self, pending: Iterable[Pending], profile: Any = None) -> None:
+        """Record blocks of one graph that run as written; those of a profile as it finds them when it is asked."""
+        with self._lock:
+            self._pending.extend(pending)
+            if profile is not None:
+                self._profiles[id(profile)] = profile
+
+    @property
+    def checks(self) -> list[Check]:
+        """What `verify=True` found, oldest first; empty without it."""
+        with self._lock:
+            return list(self._checks)
+
+    @property
+    def densities(self) -> list[Density]:
+        """What `explain` counted, oldest first; empty in the report of the process."""
+        with self._lock:
+            return list(self._densities)
+
+    def add_density(self, density: Density) -> None:
+        """Record what was counted in a rewrite's subgraph."""
+        with self._lock:
+            self._densities.append(density)
+
+    def add_check(self, check: Check) -> None:
+        """Record what was found of a rewrite when it ran."""
+        with self._lock:
+            self._checks.append(check)
+
+    @property
+    def pass_ms(self) -> float:
+        """Milliseconds spent in the pass, over all graphs."""
+        with self._lock:
+            return self._pass_ms
+
+    @property
+    def pattern_ms(self) -> dict[str, float]:
+        """Milliseconds spent in each pattern's own matching and replacing."""
+        with self._lock:
+            return dict(self._pattern_ms)
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs the pass has looked at."""
+        with self._lock:
+            return self._graphs
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._clear()
+
+    def unseen(self, near_misses: Iterable[NearMiss], compile: object | None) -> list[NearMiss]:
+        """The near misses that this compile (any object) has not shown before."""
+        with self._lock:
+            # One line can reach the pass several times within a compile: a body called twice is two
+            # graphs.
+            same = compile is not None and self._compile is not None and self._compile() is compile
+            seen = self._seen if same else ()
+            return [miss for miss in dict.fromkeys(near_misses) if miss not in seen]
+
+    def add(
+        self,
+        rewrites: Iterable[Rewrite],
+        near_misses: Iterable[NearMiss],
+        pass_ms: float,
+        pattern_ms: Mapping[str, float],
+        compile: object | None = None,
+    ) -> None:
+        """Record one graph of a compile (any object), which shows a near miss once."""
+        with self._lock:
+            new = self.unseen(near_misses, compile)
+            if compile is None or self._compile is None or self._compile() is not compile:
+                self._compile = None if compile is None else weakref.ref(compile)
+                self._seen = set()
+            self._seen.update(new)
+            self._rewrites.extend(rewrites)
+            self._near_misses.extend(new)
+            self._pass_ms += pass_ms
+            self._pattern_ms.update(pattern_ms)
+            self._graphs += 1
+
+    def __bool__(self) -> bool:
+        self.settle()
+        with self._lock:
+            return bool(self._rewrites or self._near_misses)
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return (
+                f"<sparse_inductor report: {count_text(self._rewrites, 'rewrite')}, "
+                f"{count_text(self._near_misses, 'near miss')}, {count_text(self._graphs, 'graph')}>"
+            )
+
+    def __str__(self) -> str:
+        with self._lock:
+            return "\n".join(_render(self))
+
+    def to_json(self) -> str:
+        """The report as JSON text.
+
+        `{"version": 1, "graphs", "pass_ms", "pattern_ms", "rewrites": [...], "near_misses": [...],
+        "pending": [...], "checks": [...], "densities": [...], "fallbacks": [...], "collections": [...]}`; the entries
+        have the fields of `Rewrite`, `NearMiss`, `Check`, `Density` and `layers.Fallback`, an input is
+        `{"shape": [...], "dtype": "bfloat16"}`. Fields may be added within a version; none is
+        removed or changes its meaning.
+        """
+        return json.dumps(self.as_dict(), indent=2)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `to_json` writes, as plain dictionaries and lists."""
+        self.settle()
+        with self._lock:
+            return {
+                "version": JSON_VERSION,
+                "graphs": self._graphs,
+                "pass_ms": round(self._pass_ms, 3),
+                "pattern_ms": {name: round(ms, 3) for name, ms in sorted(self._pattern_ms.items())},
+                "rewrites": [rewrite_dict(r) for r in self._rewrites],
+                "near_misses": [dataclasses.asdict(m) for m in self._near_misses],
+                "pending": [dataclasses.asdict(p) for p in self.pending],
+                "checks": [dataclasses.asdict(c) for c in self._checks],
+                "densities": [dataclasses.asdict(d) for d in self._densities],
+                "fallbacks": [f.as_dict() for f in layers.fallbacks()],
+                "collections": [c.as_dict() for c in _collections(self)],
+            }
+
+
+_process_wide = Report()
+
+
+def report() -> Report:
+    """The process-wide report: everything since the start or the last `clear()`."""
+    return _process_wide
+
+
+def log_graph(
+    rewrites: Iterable[Rewrite],
+    near_misses: Iterable[NearMiss],
+    pass_ms: float,
+    pattern_ms: Mapping[str, float],
+) -> None:
+    """One INFO line a pattern that found something in a graph, and an artifact in the structured
+    trace."""
+    rewrites, near_misses = list(rewrites), list(near_misses)
+    if not rewrites and not near_misses:
+        log.debug("nothing to rewrite in this graph (%.1f ms)", pass_ms)
+        return
+    for name in dict.fromkeys([*(r.pattern for r in rewrites), *(m.pattern for m in near_misses)]):
+        done = [r for r in rewrites if r.pattern == name]
+        missed = [m for m in near_misses if m.pattern == name]
+        parts = []
+        if done:
+            saved = _saved(done)
+            parts.append(
+                f"{count_text(done, 'rewrite')} ({', '.join(dict.fromkeys(r.location for r in done))})"
+                + (f", {bytes_text(saved)} no longer kept for backward" if saved else "")
+            )
+        if missed:
+            reasons = dict.fromkeys(f"{m.location}: {m.reason}" for m in missed)
+            parts.append(f"{count_text(missed, 'near miss')} ({'; '.join(reasons)})")
+        log.info("%s: %s, %.1f ms", name, ", ".join(parts), pattern_ms.get(name, 0.0))
+    compat.trace_artifact(
+        "sparse_inductor",
+        {
+            "version": JSON_VERSION,
+            "pass_ms": round(pass_ms, 3),
+            "rewrites": [rewrite_dict(r) for r in rewrites],
+            "near_misses": [dataclasses.asdict(m) for m in near_misses],
+        },
+    )
+
+
+def _render(report: Report) -> list[str]:
+    kept = [f"  {c}" for c in _collections(report)]
+    kept = ["", "collections", *kept] if kept else []
+    fallen = layers.fallbacks()
+    slower = ["", "slower, because a kernel fails", *(f"  {f}" for f in fallen)] if fallen else []
+    return [*_found(report), *kept, *slower]
+
+
+def _collections(report: Report) -> list[Collection]:
+    """Documents that compiled programs score."""
+    if not report.graphs:
+        return []
+    from ..ops._collections import collections
+
+    return collections()
+
+
+def _found(report: Report) -> list[str]:
+    rewrites, near_misses = report.rewrites, report.near_misses
+    if not report.graphs and not near_misses:
+        return [
+            "sparse_inductor: no graph seen yet "
+            "(enable() before torch.compile, then call the compiled function)"
+        ]
+    lines = [
+        f"sparse_inductor: {count_text(rewrites, 'rewrite')}, {count_text(near_misses, 'near miss')} in "
+        f"{count_text(report.graphs, 'graph')}; the pass took {report.pass_ms:.1f} ms"
+    ]
+    wrong = [c for c in report.checks if c.verdict == "differs"]
+    if wrong:
+        lines += ["", "caught by verify: the unrewritten result is used"]
+        for check in wrong:
+            lines += at_line(check, check.detail)
+    for name in dict.fromkeys(r.pattern for r in rewrites):
+        mine = Counter(r for r in rewrites if r.pattern == name)
+        lines += ["", name]
+        for rewrite, times in mine.items():
+            checks = [c for c in report.checks if place_of(c) == place_of(rewrite)]
+            counted = [d for d in report.densities if place_of(d) == place_of(rewrite)]
+            lines += rewrite_lines(rewrite, times, checks, counted)
+    if pending := report.pending:
+        lines += ["", "as written for now"]
+        for one, times in Counter(pending).items():
+            lines += at_line(one, one.reason, times_text(times))
+    if near_misses:
+        lines += ["", "not rewritten, but nearly"]
+        for miss, times in Counter(near_misses).items():
+            lines += at_line(miss, miss.reason, times_text(times))
+    return lines
+
+
+def _saved(rewrites: Iterable[Rewrite]) -> int:
+    return sum(r.bytes_saved or 0 for r in rewrites)

@@ -1,0 +1,1 @@
+"""Rewritten programs checked against an fp64 reference."""

@@ -1,0 +1,363 @@
+"""verify=True: the first real call of each rewritten graph checks every rewrite in it.
+
+A rewrite is put behind an operator, `sparse_inductor::verified`, that holds both subgraphs: the operations as written,
+and what the pattern put in. At its first call it runs both on the same inputs, and the written one in fp64, and
+compares values and, where a gradient is needed, gradients for random cotangents (`accuracy`). If they agree it runs
+the rewritten subgraph from then on. If not, it returns the written one's result and runs that from then on, and the
+report says so; every other rewrite has a check of its own. Where no order of equal values is promised, in a `topk` and
+in a maximum on a GPU, gradients that differ are compared once more on inputs that have been moved a little.
+
+What it costs: at the first call all three programs run, with the intermediate results that a rewrite avoids. Later
+calls pay for a border that Inductor does not fuse across and, in training, for the subgraph's forward once more in its
+backward. Such graphs are in no cache.
+
+What counts as written is what the user wrote, not what the pattern understood of it (`region`): with whoever may write
+to a result, inputs as they were when they were read, gradient modes, casts that round, and whether a result requires a
+gradient at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from ..region import Subgraph, Watch
+from ..reporting.findings import Check
+from ..reporting.records import Report
+from .accuracy import (
+    Chosen,
+    Comparison,
+    InDouble,
+    LowestPrecision,
+    compare,
+    cotangents,
+    gradients,
+    to_double,
+)
+
+__all__ = ["guard"]
+
+log = logging.getLogger("sparse_inductor")
+
+SHOWN = 3  # complaints a check
+NUDGE = 1e-2  # relative; more than the rounding of bf16
+TIED = "; compared on inputs moved by 1 %, because gradients differ on these: equal values"
+
+
+@dataclasses.dataclass
+class Region:
+    """The two subgraphs of one rewrite, and what is known of them."""
+
+    check: Check
+    report: Report
+    written: Subgraph
+    rewritten: Subgraph
+    origins: Sequence[int]
+    """By tensor: the one that its gradient belongs to, another one for a copy of what is written to later."""
+    top: bool = False
+    """Whether the results are the values and the indices of a topk, which does not say what it takes of equal ones."""
+    chosen: Subgraph | None = None
+    lock: Any = dataclasses.field(default_factory=threading.RLock)
+
+    def forward(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+        """The result; the first call decides by which subgraph."""
+        with self.lock:
+            if self.chosen is None:
+                return self._first(values, needs)
+        return _run(self.chosen, values)
+
+    def backward(
+        self, values: Sequence[Any], needs: Sequence[bool], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs in `needs`, by the forward once more."""
+        outputs, leaves = self._run_with_grad(self.chosen or self.rewritten, values, needs)
+        return self._gradients(outputs, leaves, needs, grads)
+
+    def _run_with_grad(
+        self, subgraph: Subgraph, values: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        """Results, and by place the leaves that a gradient is wanted of."""
+        inputs, leaves = list(values), {}
+        for at, origin in enumerate(self.origins):
+            if needs[origin]:
+                leaves[at] = inputs[at] = values[at].detach().requires_grad_()
+        with compat.autograd_on():
+            # Operations may not write to a leaf, which a region's first operation might.
+            inputs = [v.view_as(v) if at in leaves else v for at, v in enumerate(inputs)]
+            return list(subgraph(inputs)), leaves
+
+    def _gradients(
+        self,
+        outputs: Sequence[Tensor],
+        leaves: dict[int, Tensor],
+        needs: Sequence[bool],
+        cotangent: Sequence[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Gradients of the inputs in `needs`, those of their copies added."""
+        sums: dict[int, Tensor | None] = {at: None for at, need in enumerate(needs) if need}
+        for at, grad in zip(leaves, gradients(outputs, [*leaves.values()], cotangent)):
+            if grad is not None:
+                so_far = sums[self.origins[at]]
+                sums[self.origins[at]] = grad if so_far is None else so_far + grad
+        return list(sums.values())
+
+    def _first(self, values: Sequence[Any], needs: Sequence[bool]) -> tuple[Tensor, ...]:
+        try:
+            got, plain, found = self._compare(values, needs)
+        except torch.OutOfMemoryError:
+            self.chosen = self.rewritten
+            self._say("unchecked", "there was not enough memory to check it", [])
+            return _run(self.rewritten, values)
+        wrong = [c for c in found if not c.ok]
+        tied = bool(wrong) and all(c.what.startswith("gradient") for c in wrong)
+        tied = tied and (self.written.chooses or any(t.is_cuda for t in got))
+        if tied:
+            _, _, found = self._compare(_nudged(values, needs), needs)
+            tied = all(c.ok for c in found)
+        if not wrong or tied:
+            self.chosen = self.rewritten
+            text = _summary(found, any(needs))
+            self._say("agrees", f"{text}{TIED if tied else ''}", found)
+            return got
+        self.chosen = self.written
+        reason = "; ".join(map(str, wrong[:SHOWN]))
+        reason += f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        self._say("differs", reason, found)
+        log.warning(
+            "verify: %s at %s is wrong; its result is not used: %s",
+            self.check.pattern,
+            self.check.location,
+            reason,
+        )
+        return plain
+
+    def _compare(
+        self, values: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], list[Comparison]]:
+        """Results of the rewritten and the written subgraph, and all comparisons."""
+        drawn: list[Tensor | None] = []
+        grads: list[Tensor | None] = []
+        plain_grads: list[Tensor | None] = []
+        got: Sequence[Tensor]
+        plain: Sequence[Tensor]
+        found = []
+        if any(needs):
+            got, leaves = self._run_with_grad(self.rewritten, values, needs)
+            with self._choice(got) as choice, LowestPrecision() as precision:
+                plain, plain_leaves = self._run_with_grad(self.written, values, needs)
+            drawn = cotangents(plain)
+            plain_grads = self._gradients(plain, plain_leaves, needs, drawn)
+            grads = self._gradients(got, leaves, needs, drawn)
+            found += [_needs_grad(i, *pair) for i, pair in enumerate(zip(got, plain, strict=True))]
+        else:
+            got = _run(self.rewritten, values)
+            with self._choice(got) as choice, LowestPrecision() as precision:
+                plain = _run(self.written, values)
+        if choice is not None and not choice.right:
+            found.append(Comparison("the choice", "is not of the largest"))
+        truth, truth_grads = self._reference(values, needs, drawn, got)
+        for i, three in enumerate(zip(got, plain, truth, strict=True)):
+            ties = not three[0].is_floating_point()
+            found.append(compare(f"result {i}", *three, ties=ties, precision=precision.dtype))
+        for i, gradient in enumerate(zip(grads, plain_grads, truth_grads, strict=True)):
+            found.append(compare(f"gradient {i}", *gradient, ties=True, precision=precision.dtype))
+        return (
+            tuple(t.detach() for t in got),
+            tuple(t.detach() for t in plain),
+            found,
+        )
+
+    def _choice(self, got: Sequence[Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """Has the written subgraph choose what the rewritten one has chosen, if it is a topk."""
+        if not self.top:
+            return contextlib.nullcontext()
+        return Chosen(next((t for t in got if not t.is_floating_point()), None))
+
+    def _reference(
+        self,
+        values: Sequence[Any],
+        needs: Sequence[bool],
+        drawn: list[Tensor | None],
+        got: Sequence[Tensor],
+    ) -> tuple[Sequence[Tensor], list[Tensor | None]]:
+        """The written subgraph in fp64; in fp32 where that does not fit."""
+        for wide in (True, False):
+            try:
+                inputs = [to_double(v) if wide else _single(v) for v in values]
+                # Autograd's own threads do not know the mode when an operator's kernel starts them.
+                with (
+                    torch.autograd.set_multithreading_enabled(False),
+                    self._choice(got),
+                    InDouble() if wide else contextlib.nullcontext(),
+                ):
+                    if not any(needs):
+                        return _run(self.written, inputs), []
+                    outputs, leaves = self._run_with_grad(self.written, inputs, needs)
+                    return outputs, self._gradients(outputs, leaves, needs, drawn)
+            except torch.OutOfMemoryError:
+                if not wide:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _say(self, verdict: str, detail: str, found: list[Comparison]) -> None:
+        errors = [c.error for c in found if c.error is not None]
+        plain = [c.plain_error for c in found if c.plain_error is not None]
+        self.report.add_check(
+            dataclasses.replace(
+                self.check,
+                verdict=verdict,
+                detail=detail,
+                error=max(errors, default=None),
+                plain_error=max(plain, default=None),
+            )
+        )
+
+
+def _single(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _nudged(values: Sequence[Any], needs: Sequence[bool]) -> list[Any]:
+    """The values with those that a gradient is needed of moved a little, each element by its own share."""
+    generator = torch.Generator().manual_seed(0)
+    moved = list(values)
+    for at, need in enumerate(needs):
+        if need:
+            noise = torch.randn(values[at].shape, generator=generator).to(values[at].device)
+            moved[at] = (values[at] * (1 + NUDGE * noise)).to(values[at].dtype)
+    return moved
+
+
+def _summary(found: list[Comparison], with_gradients: bool) -> str:
+    what = "values and gradients" if with_gradients else "values"
+    ours = max((c.error for c in found if c.error is not None), default=0.0)
+    plain = max((c.plain_error for c in found if c.plain_error is not None), default=0.0)
+    return f"{what} agree with a reference: error {ours:.2g}, unrewritten {plain:.2g}"
+
+
+def _run(subgraph: Subgraph, values: Sequence[Any]) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        return subgraph(values)
+
+
+def _needs_grad(number: int, got: Tensor, plain: Tensor) -> Comparison:
+    """Whether a result requires a gradient in both programs."""
+    what = f"result {number}"
+    if got.requires_grad == plain.requires_grad:
+        return Comparison(what)
+    return Comparison(
+        what, f"gradient required: {got.requires_grad}, unrewritten {plain.requires_grad}"
+    )
+
+
+# --- The operator ---------------------------------------------------------------------------------
+
+_regions: dict[str, Region] = {}
+_numbers = itertools.count()
+
+_lib = torch.library.Library("sparse_inductor", "FRAGMENT")
+_lib.define(
+    "verified(Tensor[] tensors, SymInt[] sizes, str key, bool[]? needs=None) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_lib.define(
+    "verified_backward(Tensor[] grads, Tensor[] tensors, SymInt[] sizes, str key, bool[] needs) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_OP, _BACKWARD = torch.ops.sparse_inductor.verified, torch.ops.sparse_inductor.verified_backward
+
+
+def guard(watch: Watch, check: Check, report: Report, top: bool = False) -> None:
+    """Put the operator around a replacement that `watch` has seen; `report` is where it says what it found. top: its
+    results are those of a topk (`Region.top`)."""
+    key = f"{check.pattern} {next(_numbers)}"
+    _regions[key] = Region(check, report, watch.written, watch.rewritten, watch.origins, top)
+    watch.enclose(_OP.default, key)
+
+
+def _verified(tensors, sizes, key, needs=None):
+    values = [*tensors, *sizes]
+    found = _regions[key].forward(values, needs or [False] * len(tensors))
+    return _owned(found, tensors)
+
+
+def _verified_backward(grads, tensors, sizes, key, needs):
+    found = _regions[key].backward([*tensors, *sizes], needs, grads)
+    wanted = (t for t, need in zip(tensors, needs) if need)
+    return [torch.zeros_like(t) if g is None else g.contiguous() for t, g in zip(wanted, found)]
+
+
+def _owned(outputs, inputs):
+    """The outputs contiguous and each in memory of its own, as the operator promises."""
+    taken = {compat.storage_key(t) for t in inputs}
+    owned = []
+    for t in outputs:
+        t = t.detach().contiguous()
+        t = t.clone() if compat.storage_key(t) in taken else t
+        taken.add(compat.storage_key(t))
+        owned.append(t)
+    return owned
+
+
+def _fake(tensors, sizes, key, needs=None):
+    found = _run(_regions[key].rewritten, [*tensors, *sizes])
+    return [t.new_empty(t.shape) for t in found]
+
+
+def _fake_backward(grads, tensors, sizes, key, needs):
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needs) if need]
+
+
+class _Verified(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, keyset, sizes, key, needs, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.sizes, ctx.key, ctx.needs = sizes, key, needs
+        out = _OP.default.redispatch(keyset, list(tensors), sizes, key, needs)
+        ctx.mark_non_differentiable(*(t for t in out if not t.is_floating_point()))
+        return tuple(out)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        found = iter(
+            _BACKWARD(
+                [g.contiguous() for g in grads],
+                list(ctx.saved_tensors),
+                ctx.sizes,
+                ctx.key,
+                ctx.needs,
+            )
+        )
+        return None, None, None, None, *(next(found) if need else None for need in ctx.needs)
+
+
+def _autograd(keyset, tensors, sizes, key, needs=None):
+    keyset = compat.after_autograd(keyset)
+    wanted = [t.requires_grad and torch.is_grad_enabled() for t in tensors]
+    if any(wanted):
+        return list(_Verified.apply(keyset, sizes, key, wanted, *tensors))
+    return _OP.default.redispatch(keyset, tensors, sizes, key, needs)
+
+
+def _autograd_backward(keyset, *args):
+    return _BACKWARD.default.redispatch(compat.after_autograd(keyset), *args)
+
+
+for _name, _kernel, _meta, _differentiable in (
+    ("verified", _verified, _fake, _autograd),
+    ("verified_backward", _verified_backward, _fake_backward, _autograd_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"sparse_inductor::{_name}", _meta, lib=_lib)
+    _lib.impl(_name, _differentiable, "Autograd", with_keyset=True)

@@ -1,0 +1,71 @@
+"""Folders and top modules of the package import one way: none reaches itself through others."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+from collections.abc import Iterator
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = "sparse_inductor"
+# Each of their folders has a place of its own in the order.
+DIVIDED = ("match", "kernels")
+
+
+def modules() -> dict[str, pathlib.Path]:
+    files = [*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "patterns").glob("*.py")]
+    found = {}
+    for file in files:
+        parts = [*file.relative_to(ROOT).with_suffix("").parts]
+        if parts[0] == "patterns":
+            parts.insert(0, PACKAGE)
+        found[".".join(parts).removesuffix(".__init__")] = file
+    return found
+
+
+def folder(module: str) -> str:
+    parts = module.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] and parts[0] in DIVIDED else 1])
+
+
+def imported(module: str, file: pathlib.Path) -> Iterator[str]:
+    """Modules of the package that are imported when this one is: what functions import comes later, and types are no
+    imports."""
+    for node in ast.parse(file.read_text()).body:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        target = node.module or ""
+        if node.level:
+            parts = module.split(".")
+            up = node.level - (file.name == "__init__.py")
+            target = ".".join(filter(None, [*parts[: len(parts) - up], target]))
+        if target.split(".")[0] == PACKAGE:
+            yield from (f"{target}.{alias.name}" for alias in node.names)
+
+
+def order() -> dict[str, set[str]]:
+    known = modules()
+    found: dict[str, set[str]] = {}
+    for module, file in known.items():
+        here = found.setdefault(folder(module), set())
+        for name in imported(module, file):
+            target = name if name in known else name.rpartition(".")[0]
+            here |= {folder(target)} - {folder(module)}
+    return found
+
+
+def test_imports_go_one_way():
+    found = order()
+    assert "graph" in found["match.chains"] and "kernels.common" in found["kernels.relu_ffn"]
+    graphlib.TopologicalSorter(found).prepare()
+
+
+def test_what_is_below_does_not_know_what_is_above():
+    found = order()
+    recognition = {name for name in found if name.split(".")[0] in ("graph", "match", "patterns")}
+    for name, targets in found.items():
+        if name.startswith(("kernels", "ops", "index", "epilogue", "compat")):
+            assert not targets & recognition, name
+        if name.startswith("graph"):
+            assert not any(t.startswith(("match", "patterns")) for t in targets), name
