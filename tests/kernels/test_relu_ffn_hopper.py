@@ -21,9 +21,7 @@ from sparse_inductor.kernels.relu_ffn import tiles as tile_rounds
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "zero_threshold", [0.0, 0.1, -0.2, 1.0, 3e-5, -1.0, 1e5, -1e5, 1e39, -1e39]
-)
+@pytest.mark.parametrize("threshold", [0.0, 0.1, -0.2, 1.0, 3e-5, -1.0, 1e5, -1e5, 1e39, -1e39])
 def test_the_zero_threshold_is_the_last_number_that_is_not_active(dtype, threshold):
     both = torch.tensor([packer.twice(threshold, dtype)], dtype=torch.int32).view(dtype)
     assert both[0] == both[1]
