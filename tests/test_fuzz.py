@@ -66,7 +66,8 @@ def test_a_tensor_alpha_of_one_is_compared_with_softmax():
     pytest.importorskip("entmax")
     step = Step("p1 = entmax_bisect(z0, alpha0, dim=-1)")
     alpha = torch.tensor([1.0, 1.5])[:, None].requires_grad_()
-    names = {**vars(vocabulary), "z0": torch.randn(2, 5), "alpha0": alpha}
+    scores = torch.tensor([[0.3, -0.1, 0.2, 0.0, 0.5], [0.4, 0.1, -0.2, 0.3, 0.0]])
+    names = {**vars(vocabulary), "z0": scores, "alpha0": alpha}
     exec(Program(0, (), (step,), ("p1",)).documented().steps[0].text, names)
     got, z = names["p1"], names["z0"]
     torch.testing.assert_close(got[0], z[0].softmax(-1))

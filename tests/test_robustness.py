@@ -75,7 +75,7 @@ def test_kernels_are_imported_for_what_is_rewritten(policy, monkeypatch):
 
 
 def test_a_device_without_kernels_leaves_the_program_as_it_is(monkeypatch, caplog):
-    monkeypatch.setattr(admission, "missing", lambda device: "triton is not installed")
+    monkeypatch.setattr(admission, "unsupported_reason", lambda device: "triton is not installed")
     monkeypatch.setattr(admission, "_told", set())
     sparse_inductor.enable()
     for _ in range(2):

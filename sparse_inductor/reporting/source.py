@@ -18,7 +18,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PASSING_ON = tuple(
     os.path.join(*parts)
     for parts in (
-        ("sparse_inductor", "match", "leaves.py"),
+        ("sparse_inductor", "match", "entmax", "leaves.py"),
         ("entmax", "activations.py"),
         ("entmax", "root_finding.py"),
     )
