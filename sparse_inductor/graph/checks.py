@@ -282,7 +282,7 @@ def outside_readers(
     inside: Collection[fx.Node],
     ends: Collection[fx.Node],
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """(node, reader) for every reader that is not `inside` of a matched_nodes node that is not one of `ends`."""
+    """(node, reader) for every reader that is not `inside` of a matched node that is not one of `ends`."""
     for n in nodes:
         if n not in ends:
             yield from ((n, reader) for reader in view.readers(n) if reader not in inside)
@@ -291,7 +291,7 @@ def outside_readers(
 def without_outside_readers(
     matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str]
 ) -> tuple[list[M], list[Miss]]:
-    """Matches whose matched_nodes nodes nobody else reads, and misses for the rest.
+    """Matches whose nodes nobody else reads, and misses for the rest.
 
     Matches may share nodes. `name(match, node)` is what the user calls the result of a node ("the scores are"). A
     miss points at the reader, or at the node where that is returned as it is.

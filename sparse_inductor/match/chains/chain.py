@@ -1,4 +1,4 @@
-"""A epilogue read from its linear down: the program, its operands, and how to build the operator's inputs.
+"""An epilogue read from its linear down: the program, its operands, and how to build the operator's inputs.
 
 The vocabulary axis is followed through every view, and each operand is sorted into constant, one number a token, one
 number a vocabulary entry, or neither. A vocabulary operand that meets the chain while it is still linear becomes part
@@ -48,7 +48,7 @@ class _Row:
 
 
 class Chain:
-    """The program of a epilogue, with one of its linear's readings.
+    """The program of an epilogue, with one of its linear's readings.
 
     program: the steps up to the reduction. tail: what follows them that varies over the vocabulary and is
     replayed on the reduced values. Raises NoMatch when an operand is none of constant, one number a token, one

@@ -160,7 +160,7 @@ def _chain(view: GraphView, epilogue: EpilogueChain, neurons: int) -> Chain:
 def activation(
     view: GraphView, reading: Reading, source: fx.Node, reader: fx.Node
 ) -> tuple[str, bool]:
-    """Which activation a matched_nodes node is: ("gate" or "hidden", whether only its zeros are the same)."""
+    """Which activation a matched node is: ("gate" or "hidden", whether only its zeros are the same)."""
     other = read_block(view, reading.down, source, reader)
     gate = reading.gate
     if other.factors or other.tokens:
