@@ -59,7 +59,7 @@ fuzz: $(READY)
 planted: $(READY)
 	PYTHONPATH=tests:. $(PYTHON) -m planted.table $(ARGS)
 
-# 2 000 training steps of ever new shapes; `make test` runs 40.
+# 2 000 training steps of ever new shapes; `make test-all` runs 40.
 long-run: $(READY)
 	STEPS=2000 $(PYTEST) tests/test_robustness.py -k long_run $(ARGS)
 

@@ -122,7 +122,7 @@ def test_explain_as_json(tmp_path):
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("head", ["rewritten", "mine.py:12", "sparse_inductor::splade_head", "values and"]),
+        heavy("head", ["rewritten", "mine.py:12", "sparse_inductor::splade_head", "values and"]),
         heavy("both", ["not rewritten, but nearly", "the logits are also", "mine.py:16"]),
     ],
 )

@@ -144,6 +144,7 @@ def test_two_patterns_share_what_makes_the_package_visible():
         assert _graphs(lambda x: entmax.sparsemax(x) * 2, x) == 1
 
 
+@pytest.mark.heavy
 def test_a_substitute_of_the_users_own_is_kept():
     code = """
 import torch, entmax, sparse_inductor

@@ -164,6 +164,7 @@ def test_without_a_compiler_torch_says_so_and_eager_still_works(tmp_path):
 # A long run
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:sparse_inductor was enabled after")
 def test_a_long_run_does_not_grow():
     """Training steps of ever new shapes: after the first quarter no graph is compiled, nothing is kept.

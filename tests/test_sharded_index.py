@@ -108,6 +108,7 @@ def _fail(rank: int, world: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.heavy
 def test_what_fails_on_one_process_fails_on_all(tmp_path):
     mp.spawn(_fail, (2, str(tmp_path)), nprocs=2)
 

@@ -54,6 +54,7 @@ def test_any_alpha(alpha, device):
     check(*operands(device, **sizes(device)), alpha_value=alpha, tolerance=1e-5)
 
 
+@pytest.mark.heavy
 def test_alpha_tensor_has_a_gradient(device):
     alpha = torch.tensor([1.4, 1.9]).view(1, 2, 1, 1).to(device)
     check(*operands(device, **sizes(device, H=2)), alpha=alpha, tolerance=1e-5)
@@ -102,6 +103,7 @@ def test_each_row_goes_its_own_way(causal, device):
     assert flat[..., 2::3].all() and not flat[..., ::3].any() and not flat[..., 1::3].any()
 
 
+@pytest.mark.heavy
 def test_variable_lengths(device):
     lengths = {
         "query_lengths": torch.tensor([20, 0, 40]).to(device),
