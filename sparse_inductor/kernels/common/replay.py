@@ -285,20 +285,19 @@ class _Recording(TorchDispatchMode):
             raise _Unplannable("too much memory")
 
     def _called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        stream = self._stream(compat.raw_stream(self._device))
         if func in _OF_DTYPES:
             return
+        if self._stream(compat.raw_stream(self._device)):
+            raise _Unplannable("ATen on another stream")
         if func.namespace != "aten" or not _SIZES_FROM_DATA.isdisjoint(func.tags):
             raise _Unplannable("what it returns is not known beforehand")
         named = {name: self._views(v) for name, v in kwargs.items()}
-        call = _Call(func, self._views(args), named, stream)
+        call = _Call(func, self._views(args), named)
         results = out if isinstance(out, (tuple, list)) else (out,)
         for i, t in enumerate(results):
             if not isinstance(t, Tensor):
                 raise _Unplannable("a number: what follows may depend on it")
             if not self._known(t):
-                if stream:
-                    raise _Unplannable("a new tensor on another stream")
                 self._results.add(len(self._made))
                 self._keep(t)
                 call.new.append(i)
@@ -515,7 +514,6 @@ class _Writer:
             "piece": _piece_of,
             "handle_of": compat.stream_getter(device),
             "stream_of": functools.partial(torch.cuda.current_stream, device),
-            "on": torch.cuda.stream,
             "event": torch.cuda.Event,
             "join": _join,
         }
@@ -655,8 +653,8 @@ def _piece_of(scratch: Tensor, start: int, size: Any, stride: Any, dtype: torch.
 class _Call:
     """An ATen operator's call; `new` are those of its results that it allocated."""
 
-    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], stream: int) -> None:
-        self._func, self._args, self._kwargs, self._stream = func, args, kwargs, stream
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        self._func, self._args, self._kwargs = func, args, kwargs
         self.new: list[int] = []
 
     def move(self, moved: Callable[[_At], _At]) -> None:
@@ -677,8 +675,6 @@ class _Call:
         given = [*map(expression, self._args)]
         given += [f"{name}={expression(v)}" for name, v in self._kwargs.items()]
         lines = [f"out = {writer.named(self._func)}({', '.join(given)})"]
-        if self._stream:
-            return [f"with on(stream{self._stream}): {lines[0]}"]
         several = len(compat.schema(self._func).returns) > 1
         for i in self.new:
             n = writer.result()
