@@ -154,7 +154,7 @@ def test_a_call_that_depends_on_more_than_its_arguments_goes_its_usual_way(betwe
     assert call.planned == 5
 
 
-class Line:
+class Stream:
     """Stands for a stream; the current one's handle is 0 on a CPU."""
 
     def __init__(self, number: int) -> None:
@@ -174,20 +174,20 @@ class Event:
 
     log: list[tuple[str, int, int]]
 
-    def record(self, line: Line) -> None:
-        self.log.append(("record", id(self), line.cuda_stream))
+    def record(self, stream: Stream) -> None:
+        self.log.append(("record", id(self), stream.cuda_stream))
 
-    def wait(self, line: Line) -> None:
-        self.log.append(("wait", id(self), line.cuda_stream))
+    def wait(self, stream: Stream) -> None:
+        self.log.append(("wait", id(self), stream.cuda_stream))
 
 
-def two_lines(kernel: Kernel, wait_for: Event | None = None):
-    """A call whose second line begins behind its first launch, and is waited for behind the second."""
-    main, side = Line(0), Line(7)
+def two_streams(kernel: Kernel, wait_for: Event | None = None):
+    """A call whose second stream begins behind its first launch, and is waited for behind the second."""
+    main, side = Stream(0), Stream(7)
 
-    def note_event(what: str, line: Line, event: Event) -> None:
-        getattr(event, what)(line)
-        launching.note_event(what, line, event)
+    def note_event(what: str, stream: Stream, event: Event) -> None:
+        getattr(event, what)(stream)
+        launching.note_event(what, stream, event)
 
     def fn(x: Tensor) -> Tensor:
         scratch, out = torch.empty(x.numel()), x.new_empty(x.shape)
@@ -203,12 +203,12 @@ def two_lines(kernel: Kernel, wait_for: Event | None = None):
     return fn
 
 
-def test_lines_of_kernels_wait_for_each_other(monkeypatch):
+def test_streams_wait_for_each_other(monkeypatch):
     """Each call has events of its own."""
     monkeypatch.setattr(Event, "log", [], raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Line(0))
-    call = replay.replayed(two_lines(Kernel(double)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0))
+    call = replay.replayed(two_streams(Kernel(double)))
     kept = []
     for x in draws(5):
         monkeypatch.setattr(Event, "log", [])
@@ -216,16 +216,16 @@ def test_lines_of_kernels_wait_for_each_other(monkeypatch):
         kept.append(Event.log)
     assert type(*replay._plans.values()) is replay._Plan
     for log in kept:
-        assert [(what, line) for what, _, line in log] == [
+        assert [(what, stream) for what, _, stream in log] == [
             ("record", 0), ("wait", 7), ("record", 7), ("wait", 0),
         ]  # fmt: skip
         assert log[0][1] == log[1][1] != log[2][1] == log[3][1]
 
 
-def test_a_second_line_is_waited_for_where_a_call_ends_by_an_error(monkeypatch):
+def test_a_second_stream_is_waited_for_where_a_call_ends_by_an_error(monkeypatch):
     monkeypatch.setattr(Event, "log", [], raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Line(0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0))
     calls = []
 
     def fails_at_last(*args) -> None:
@@ -234,20 +234,20 @@ def test_a_second_line_is_waited_for_where_a_call_ends_by_an_error(monkeypatch):
             raise MemoryError
         double(*args)
 
-    call = replay.replayed(two_lines(Kernel(fails_at_last)))
+    call = replay.replayed(two_streams(Kernel(fails_at_last)))
     for x in draws(2):
         call(x)
     monkeypatch.setattr(Event, "log", [])
     with pytest.raises(MemoryError):
         call(draws(1)[0])
-    assert [(what, line) for what, _, line in Event.log] == [
+    assert [(what, stream) for what, _, stream in Event.log] == [
         ("record", 0), ("wait", 7), ("record", 7), ("wait", 0),
     ]  # fmt: skip
 
 
 def test_an_event_from_before_is_not_written_into_a_plan(monkeypatch):
     monkeypatch.setattr(Event, "log", [], raising=False)
-    call = replay.replayed(two_lines(Kernel(double), Event()))
+    call = replay.replayed(two_streams(Kernel(double), Event()))
     for x in draws(3):
         torch.testing.assert_close(call(x), 4 * x)
     assert [*replay._plans.values()] == [None]
