@@ -71,7 +71,7 @@ class RewritePass:
 
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
-        with compat.saving_unobserved():
+        with compat.unobserved():
             return self._run(graph)
 
     def _run(self, graph: fx.Graph) -> Outcome:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_inductor
 from programs import LAYERS, D
+from sparse_inductor import compat, rewrite
 from sparse_inductor.testing import compile_without_codegen
 
 FAMILIES = ("entmax_attention", "relu_ffn", "sparse_scores", "splade_head")
@@ -370,3 +371,32 @@ def compile_without_codegen_as_module(fn: Any) -> Any:
         compiled = compile_without_codegen(fn)
         return compiled._fn
     return compile_without_codegen(fn)._fn
+
+
+def sparsemax(z: Tensor) -> Tensor:
+    ordered = z.sort(dim=-1, descending=True).values
+    above = ordered.cumsum(-1) - 1
+    number = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype)
+    size = (ordered * number > above).sum(-1, keepdim=True)
+    return torch.relu(z - above.gather(-1, size - 1) / size)
+
+
+def test_what_a_pass_tries_passes_through_no_mode():
+    """A mode that a failed compile left behind, or the caller's, would refuse or count the rows that are tried."""
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} was seen")
+
+    def passes(gm, inputs):
+        with Refuses():
+            return compat.pre_grad_passes(gm, inputs).forward
+
+    q, k, v = torch.randn(3, 2, 4, 6, 8)
+    torch._dynamo.reset()
+    rewrite.failures.clear()
+    with sparse_inductor.enabled(policy="always"):
+        found = torch.compile(lambda: sparsemax(q @ k.mT) @ v, backend=passes)()
+    assert [r.pattern for r in sparse_inductor.report().rewrites] == ["entmax_attention"]
+    assert not rewrite.failures
+    torch.testing.assert_close(found, sparsemax(q @ k.mT) @ v)

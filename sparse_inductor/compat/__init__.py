@@ -78,10 +78,10 @@ from .runtime import (
     plain_when_traced,
     raw_stream,
     read_outside_modes,
-    saving_unobserved,
     storage_key,
     stream_getter,
     transforms_active,
+    unobserved,
     works_beside_captures,
 )
 from .settings import (

@@ -66,15 +66,21 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
-def saving_unobserved() -> contextlib.AbstractContextManager[Any]:
-    """Tensors that autograd saves meanwhile are passed to no hook of the caller's.
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """What is computed meanwhile passes through no dispatch mode of the caller's, and what autograd saves through no
+    hook.
 
-    A checkpoint around a compiled function counts what its forward saves: what a pass computes while the function is
-    compiled is not part of it.
+    A checkpoint around a compiled function counts what its forward saves, and a mode counts or replaces what it
+    computes: what a pass computes while the function is compiled is not part of it.
     """
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
-        return contextlib.nullcontext()  # inside a transform, where hooks are refused
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if torch._C._autograd._saved_tensors_hooks_is_enabled():  # inside a transform they are refused
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks, _disable_current_modes():
+        yield
 
 
 def transforms_active() -> bool:

@@ -154,12 +154,14 @@ def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:
 
 
 def _as_it_was() -> bool:
-    """Whether a program finds the process as the first did: a compile that fails within inference_mode leaves it on,
-    and so does Dynamo's graph with autocast when a function in it raises."""
+    """Whether a program finds the process as the first did: a compile that fails within inference_mode or a fake
+    mode leaves it on, and so does Dynamo's graph with autocast when a function in it raises."""
     import torch
 
     try:
-        ordinary = not torch.randn(1).is_inference() and torch.is_grad_enabled()
+        tensor = torch.randn(1)
+        ordinary = type(tensor) is torch.Tensor and not tensor.is_inference()
+        ordinary = ordinary and torch.is_grad_enabled()
     except RuntimeError:  # of a dispatch key that is left behind
         return False
     return ordinary and not torch.is_autocast_enabled("cpu")

@@ -111,9 +111,12 @@ def check(program: Program, verify: bool = False) -> Outcome:
     if findings:
         plain = compiled(program, fn, enabled=False)
         if any(p.error is not None and ours.error is None for p, ours in zip(plain, got)):
-            # One that raises and ours does not decides nothing: what Dynamo alone does, does.
-            alone = compiled(dataclasses.replace(program, stage="graph"), fn, enabled=False)
-            plain = [a if p.error is not None else p for p, a in zip(plain, alone)]
+            # One that raises and ours does not decides nothing: what Dynamo alone makes of both, does.
+            alone = dataclasses.replace(program, stage="graph")
+            raises = [p.error is not None for p in plain]
+            for results, enabled in ((plain, False), (got, True)):
+                again = compiled(alone, fn, enabled)
+                results[:] = [a if r else b for a, b, r in zip(again, results, raises)]
         if raised := [p for p in plain if p.error is not None]:
             # Dynamo runs a program that no backend compiles eagerly from then on, or tries again.
             refused = {type(p.error): p for p in raised}
