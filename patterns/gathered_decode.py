@@ -1,0 +1,240 @@
+"""The decoder of a TopK autoencoder as a sum over gathered rows of its weight -> `sparse_decode`.
+
+    values, indices = topk(...)                      [..., k]
+    y = the sum over i of values[..., i] * W[indices[..., i]]          [..., D]
+        ->  sparse_decode(values, indices, W)
+
+W[indices] is [..., k, D], which a training step writes, and its gradient is added up entry by entry. The product is
+read in every form: a multiplication that is summed up, an einsum, a batched matmul, `embedding_bag` with weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.example import Layers, example_of
+from sparse_inductor.graph.checks import check_followed, check_operands
+from sparse_inductor.graph.contraction import PRODUCTS, Contraction, Operand, contraction
+from sparse_inductor.graph.emit import Emitter
+from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
+from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.view import GraphView, fake, same_size
+from sparse_inductor.match.feed_forward.entries import topk_of
+from sparse_inductor.match.scoring.gathers import rows_of, table_gradient
+from sparse_inductor.policy.break_even import look_up
+from sparse_inductor.policy.worth import Worth
+
+NAME = "gathered_decode"
+OP = "sparse_inductor::sparse_decode"
+
+
+@dataclasses.dataclass
+class GatheredMatch:
+    """A recognised decoder, ready to be replaced. gather: the node that is weight[indices], or the anchor itself.
+    ones: axes of one element that the values have beside those of the indices, and the anchor beside [..., D]."""
+
+    anchor: fx.Node
+    gather: fx.Node
+    values: fx.Node
+    indices: fx.Node
+    weight: fx.Node
+    matched_nodes: tuple[fx.Node, ...]
+    bytes_saved: int | None
+    ones: tuple[Sequence[int], Sequence[int]] = ((), ())
+    pattern: str = NAME
+    op: str = OP
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return (self.values, self.indices, self.weight)
+
+    @property
+    def reads(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        return ((self.weight, self.gather), (self.indices, self.gather))
+
+    @property
+    def note(self) -> str:
+        return f"{fake(self.indices).shape[-1]} entries a row"
+
+    def replace(self) -> None:
+        e = Emitter(self.anchor)
+        y, values = fake(self.anchor), self.values
+        for axis in reversed(self.ones[0]):
+            values = e.method("squeeze", values, axis)
+        found = e.call(
+            torch.ops.sparse_inductor.sparse_decode.default,
+            e.cast(values, y.dtype), self.indices, e.cast(self.weight, y.dtype), None,
+        )  # fmt: skip
+        for axis in self.ones[1]:
+            found = e.method("unsqueeze", found, axis)
+        self.anchor.replace_all_uses_with(e.laid_out(found, y))
+
+
+class GatheredDecode(Recogniser):
+    """The pattern; see the module docstring."""
+
+    name = NAME
+    op = OP
+    summary = "(values[..., None] * W[indices]).sum(-2) -> sparse_decode(values, indices, W)"
+    anchors = PRODUCTS | {"sum", "embedding_bag"}
+
+    def _match(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
+        if view.name_of(node) == "embedding_bag":
+            return self._bag(node, view)
+        product = contraction(view, node)
+        if product is None or product.bias is not None or product.scale != 1:
+            return None
+        for rows, values in (product.operands, product.operands[::-1]):
+            gather = None if rows.written or values.written else rows_of(view, rows.node)
+            if gather is not None and topk_of(view, gather.index, gather.node) is not None:
+                ones = _added_axes(view, product, rows, values)
+                call = view.call(gather.node)
+                if call is not None and call.name == "embedding" and (why := table_gradient(call)):
+                    raise NoMatch(why, gather.node)
+                parts = (values.node, gather.index, gather.source)
+                return self._checked(view, product.nodes, gather.node, *parts, ones)
+        return None
+
+    def _bag(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
+        call = view.call(node)
+        if call is None or node.target is torch.embedding_bag or call.get("mode") != "sum":
+            return None
+        indices, weight, values = call["input"], call["weight"], call.get("per_sample_weights")
+        if not (view.is_tensor(indices) and view.is_tensor(values) and view.is_tensor(weight)):
+            return None
+        if len(view.shape(indices)) != 2 or topk_of(view, indices, node) is None:
+            return None
+        if call.get("max_norm") is not None:
+            raise NoMatch("the bags renormalise the rows of the weight", node)
+        if why := table_gradient(call):
+            raise NoMatch(why, node)
+        return self._checked(view, (node,), node, values, indices, weight)
+
+    def _checked(
+        self,
+        view: GraphView,
+        nodes: tuple[fx.Node, ...],
+        gather: fx.Node,
+        values: fx.Node,
+        indices: fx.Node,
+        weight: fx.Node,
+        ones: tuple[Sequence[int], Sequence[int]] = ((), ()),
+    ) -> GatheredMatch | None:
+        """nodes: what multiplies and sums up, the anchor last."""
+        anchor = nodes[-1]
+        check_operands(anchor, values, weight)
+        dtype = fake(anchor).dtype
+        if not (dtype.is_floating_point and fake(values).dtype.is_floating_point):
+            raise NoMatch(f"the decoder computes in {dtype}", anchor)
+        top = view.call(topk_of(view, indices, gather))
+        if top is None or len(view.shape(weight)) != 2:
+            return None
+        if not same_size(view.shape(weight)[0], view.shape(top["input"])[-1]):
+            raise NoMatch("the weight has not one row for each column that topk chose from", gather)
+        learnt = view.needs_grad(weight)
+        check_followed(view, {gather} - {anchor}, anchor, learnt)
+        check_followed(view, nodes, anchor, learnt or view.needs_grad(values))
+        inside = {gather, *nodes}
+        if any(not {*view.readers(n)} <= inside for n in inside - {anchor}):
+            raise NoMatch("the gathered rows, or their products, are read elsewhere, too", gather)
+        saved = bytes_of(gather) if gather is not anchor and view.needs_grad(values) else 0
+        ordered = tuple(sorted(inside, key=view.order.__getitem__))
+        return GatheredMatch(anchor, gather, values, indices, weight, ordered, saved, ones)
+
+    def worth(self, match: GatheredMatch, view: GraphView) -> Worth:
+        indices = fake(match.indices).shape
+        training = view.needs_grad(match.values) or view.needs_grad(match.weight)
+        return look_up(
+            NAME,
+            fake(match.anchor).device,
+            entries=expected_elements(indices),
+            width=expected(fake(match.weight).shape[1]),
+            bits=8 * fake(match.anchor).dtype.itemsize,
+            training=int(training),
+            bag=int(match.gather is match.anchor),
+        )
+
+
+def _added_axes(
+    view: GraphView, product: Contraction, rows: Operand, values: Operand
+) -> tuple[list[int], list[int]]:
+    """The axes of one element that the values have beside those of the indices, and the product beside [..., D]. Raises
+    NoMatch where it is not a sum over the entries of each row."""
+    *entries, column = rows.axes
+    wanted = (values.axes, entries), (product.axes, [*entries[:-1], column])
+    if None in rows.axes or any([a for a in axes if a in rows.axes] != of for axes, of in wanted):
+        raise NoMatch("the gathered rows are not summed over the entries of each row", product.node)
+    first, second = ([i for i, a in enumerate(axes) if a not in of] for axes, of in wanted)
+    sizes = [view.shape(values.node)[i] for i in first]
+    sizes += [view.shape(product.node)[i] for i in second]
+    if not all(same_size(s, 1) for s in sizes):
+        raise NoMatch("the same rows are summed up with several values", product.node)
+    return first, second
+
+
+# Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.
+
+
+_example = example_of(
+    lambda forward, training: (
+        Layers(forward, decoder=nn.Linear(8, 24, bias=False)),
+        (torch.randn(6, 24, requires_grad=training),),
+    )
+)
+
+
+def _summed(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return (values.relu().unsqueeze(-1) * decoder.weight[indices]).sum(dim=-2)
+
+
+def _einsum(pre, decoder):
+    values, indices = pre.relu().topk(4, dim=-1, sorted=False)
+    return torch.einsum("bk,bkd->bd", values, decoder.weight[indices])
+
+
+def _matmul(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return (values[:, None] @ F.embedding(indices, decoder.weight)).squeeze(1)
+
+
+def _bags(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return F.embedding_bag(indices, decoder.weight, per_sample_weights=values, mode="sum")
+
+
+def _not_summed(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return torch.einsum("bk,bkd->bk", values, decoder.weight[indices])
+
+
+def _read_twice(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    rows = decoder.weight[indices]
+    return (values.unsqueeze(-1) * rows).sum(1), rows.norm(dim=-1)
+
+
+def _fewer_rows(pre, decoder):
+    values, indices = pre[:, :20].topk(4, dim=-1)
+    return (values.unsqueeze(-1) * decoder.weight[indices]).sum(-2)
+
+
+GatheredDecode.examples = (
+    _example("summed", _summed, True),
+    _example("einsum", _einsum, True),
+    _example("matmul", _matmul),
+    _example("bags", _bags, True),
+)
+GatheredDecode.near_misses = (
+    _example("not_summed", _not_summed, reason="not summed over the entries"),
+    _example("read_twice", _read_twice, reason="are read elsewhere"),
+    _example("fewer_rows", _fewer_rows, reason="has not one row for each column"),
+)
+
+PATTERN = GatheredDecode()

@@ -1,0 +1,155 @@
+"""Decoders of TopK autoencoders that gather the rows of their weight: what is rewritten, and their numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sparse_inductor.testing import (
+    assert_matches_reference,
+    assert_rewrites,
+    compile_without_codegen,
+)
+from support import only
+from test_topk_autoencoders import Autoencoder
+
+ONE = {"gathered_decode": 1}
+
+
+def as_sparsify_does(s, x):
+    top = (x @ s.W_enc + s.b_enc).relu().flatten(0, 1).topk(4, sorted=False)
+    y = F.embedding_bag(top.indices, s.W_dec, per_sample_weights=top.values, mode="sum")
+    return y.view(*x.shape[:-1], 8) + s.b_dec
+
+
+def over_positions(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    return (s.W_dec[indices] * values.relu()[..., None]).sum(dim=-2) + s.b_dec
+
+
+def kept_axis(s, x):
+    values, indices = torch.topk(x @ s.W_enc, 1)
+    return (F.embedding(indices, s.W_dec) * values.unsqueeze(-1)).sum(2, keepdim=True)
+
+
+def one_row_matrices(s, x):
+    values, indices = (x @ s.W_enc).flatten(0, 1).topk(4)
+    rows = torch.index_select(s.W_enc.T, 0, indices.flatten()).view(12, 4, 8)  # tied
+    return torch.bmm(values.unsqueeze(1), s.W_enc.T[indices]), rows.sum()
+
+
+def letters(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    return torch.einsum("...kd,...k->...d", s.W_dec[indices], values)
+
+
+@pytest.mark.parametrize(
+    "program", [as_sparsify_does, over_positions, kept_axis, one_row_matrices, letters]
+)
+def test_it_is_rewritten_and_keeps_its_numbers(program):
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
+    with only("gathered_decode"):
+        explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
+    assert {r.pattern for r in explanation.report.rewrites} == {"gathered_decode"}
+
+
+def test_the_whole_step_of_such_an_autoencoder_is_rewritten():
+    x = torch.randn(2, 6, 8)
+    expected = {"topk_encode": 1, "gathered_decode": 1}
+    assert_rewrites(Autoencoder(over_positions), (x,), expected=expected)
+
+
+def declined(program, x=None):
+    """The reasons why a decoder is left as it is."""
+    x = torch.randn(2, 6, 8) if x is None else x
+    with only("gathered_decode") as report:
+        model = Autoencoder(program)
+        torch.testing.assert_close(compile_without_codegen(model)(x), model(x))
+        assert not report.rewrites
+        return [m.reason for m in report.near_misses]
+
+
+def test_a_weight_written_after_it_is_gathered_from():
+    def program(s, x):
+        weight = s.W_dec * 1
+        values, indices = (x @ s.W_enc).topk(4)
+        rows = weight[indices]
+        weight.zero_()
+        return (rows * values.unsqueeze(-1)).sum(-2)
+
+    assert any("changed in place" in reason for reason in declined(program))
+
+
+@pytest.mark.parametrize(
+    "gathered, reason",
+    [
+        (lambda w, i: F.embedding(i, w, padding_idx=3), "padding_idx"),
+        (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (lambda w, i: w[:20][i % 20], ""),  # no indices of a topk
+        (lambda w, i: torch.cat((w, w))[i], "one row for each column"),
+    ],
+)
+def test_rows_that_are_others_or_learn_otherwise(gathered, reason):
+    def program(s, x):
+        values, indices = (x @ s.W_enc).topk(4)
+        return (gathered(s.W_dec, indices) * values.unsqueeze(-1)).sum(-2)
+
+    assert any(reason in r for r in declined(program)) or not reason
+
+
+@pytest.mark.parametrize(
+    "options, reason", [({"padding_idx": 3}, "padding_idx"), ({"max_norm": 1.0}, "renormalise")]
+)
+def test_bags_that_are_more_than_sums(options, reason):
+    def program(s, x):
+        values, indices = (x @ s.W_enc).topk(4)
+        return F.embedding_bag(
+            indices, s.W_dec.detach().clone(), per_sample_weights=values, mode="sum", **options
+        )
+
+    assert any(reason in r for r in declined(program, torch.randn(12, 8)))
+
+
+def test_several_values_for_the_same_rows():
+    def program(s, x):
+        values, indices = (x @ s.W_enc).topk(4)
+        return torch.stack((values, -values), -2) @ s.W_dec[indices]
+
+    assert declined(program) == ["the same rows are summed up with several values"]
+
+
+def test_gradients_go_where_the_program_sends_them():
+    def program(s, x):
+        values, indices = (x @ s.W_enc).topk(4)
+        with torch.no_grad():
+            rows = s.W_dec[indices]
+        return (rows * values.unsqueeze(-1)).sum(-2)
+
+    assert any("no gradient" in reason for reason in declined(program))
+
+
+def test_numbers_of_another_precision_are_widened_as_the_program_does():
+    def program(s, x):
+        values, indices = (x @ s.W_enc).topk(4)
+        return (values.unsqueeze(-1) * s.W_dec.bfloat16()[indices]).sum(-2)
+
+    model, x = Autoencoder(program), torch.randn(2, 6, 8)
+    with only("gathered_decode") as report:
+        y = compile_without_codegen(model)(x)
+        assert len(report.rewrites) == 1
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, model(x))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_any_number_of_rows(rows):
+    model = Autoencoder(over_positions)
+    x = torch.randn(rows, 3, 8)
+    with only("gathered_decode"):
+        compiled = compile_without_codegen(model, dynamic=True)
+        torch.testing.assert_close(compiled(torch.randn(4, 3, 8)).shape, (4, 3, 8))
+        got = torch.autograd.grad(compiled(x).square().sum(), (model.W_dec, model.W_enc))
+    torch.testing.assert_close(
+        got, torch.autograd.grad(model(x).square().sum(), (model.W_dec, model.W_enc))
+    )
