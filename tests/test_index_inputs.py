@@ -185,6 +185,14 @@ def test_num_terms_may_be_known_from_rows_and_matrices():
         SparseIndex.build([])
 
 
+def test_a_matrix_of_scipy_may_have_room_for_more_entries():
+    dense = collection()[:1]
+    row = csr(dense)
+    row.indices, row.data = (np.append(a, a[:2]) for a in (row.indices, row.data))
+    for given in (row, [row]):
+        assert holds(SparseIndex.build(given, num_terms=V), dense)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int64])
 def test_weights_may_be_whole_numbers(dtype):
     dense = (collection() * 8).to(dtype)
@@ -192,7 +200,10 @@ def test_weights_may_be_whole_numbers(dtype):
     assert holds(SparseIndex.build(dense.to_sparse()), dense.float())
 
 
-@pytest.mark.parametrize("form", ["scipy", "csr", "coo", "pairs", "rows", "numpy", "generator"])
+@pytest.mark.parametrize(
+    "form",
+    ["scipy", "csr", "coo", "pairs", "rows", "numpy", "generator", "generator of pairs"],
+)
 @pytest.mark.parametrize("weights", ["float32", "float16", "int8"])
 def test_the_caller_may_change_what_it_gave(form, weights):
     """At once, or while a generator goes on with the same buffers."""
@@ -225,6 +236,15 @@ def test_the_caller_may_change_what_it_gave(form, weights):
                 yield row
 
         given, buffers, dense = refilled(), [row], dense[:8]
+    elif form == "generator of pairs":
+        terms, held = np.arange(V), np.zeros(V, np.float32)
+
+        def pairs():
+            for row in dense:
+                held[:] = row
+                yield terms, held
+
+        given, buffers = pairs(), [held]
     elif form == "rows":
         given = list(values)
     index, alone = SparseIndex.build(given, num_terms=V, weights=weights), None

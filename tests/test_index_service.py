@@ -178,6 +178,7 @@ def test_a_forked_child_goes_on(tmp_path):
         assert torch.equal(index.search(q[0], 5)[1], want[1][0])
 
     def change():
+        assert len(SparseIndex.build(matrix)) == 40_000
         index.append(matrix)
         index.delete(range(100, 40_100))
         index.vacuum()

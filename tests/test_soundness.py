@@ -205,6 +205,13 @@ def _rectified_under_no_grad(m, x):
     return z.amax(1)
 
 
+def _assigned_under_no_grad(m, x):
+    z = m.a(x)
+    with torch.no_grad():
+        z[..., 0] = 0.3
+    return z.relu().amax(1)
+
+
 def _weighted_under_no_grad(m, x):
     gathered = x.flatten(1)[:, m.ids]
     with torch.no_grad():
@@ -259,7 +266,8 @@ def _shifted_under_no_grad(m, x):
     [
         _threshold_under_no_grad, _shifted_under_no_grad, _scaled_under_no_grad, _clipped_through_detach,
         _linear_in_an_island, _rectified_under_no_grad,
-        _weighted_under_no_grad, _statistic_of_a_frozen_map, _statistic_in_an_island, _frozen_later,
+        _assigned_under_no_grad, _weighted_under_no_grad,
+        _statistic_of_a_frozen_map, _statistic_in_an_island, _frozen_later,
     ],
 )  # fmt: skip
 def test_gradients_are_those_of_eager(program):
@@ -293,6 +301,19 @@ def test_a_cast_that_narrows_rounds(dtype):
 
     for program in (head, block, attention, scores, threshold):
         _assert_as_eager(program, torch.randn(2, 5, 6) * 3)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda m, round, x: entmax.sparsemax(round(m.a(x)), -1),
+        lambda m, round, x: entmax.entmax15(round(m.q(x) @ m.k(x).mT), -1) @ x,
+    ],
+    ids=["entmax", "attention"],
+)
+def test_a_sum_that_rounds_scores_is_no_shift(program):
+    to_whole_numbers = lambda z: z * 9 + 12582912.0 - 12582912.0
+    _assert_as_eager(lambda m, x: program(m, to_whole_numbers, x), torch.randn(2, 5, 6))
 
 
 def test_numbers_are_folded_in_the_precision_of_the_products():

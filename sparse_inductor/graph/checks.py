@@ -241,13 +241,14 @@ def _differentiable(view: GraphView, node: fx.Node) -> bool:
 
 def _cuts(view: GraphView, node: fx.Node) -> bool:
     """Whether a node computes numbers from some that a gradient is asked of, and passes none on."""
-    if not view.is_tensor(node) or not view.dtype(node).is_floating_point:
+    whole = node.args[0] if view.name_of(node) == "setitem" else node  # an assignment is no tensor
+    if not view.is_tensor(whole) or not view.dtype(whole).is_floating_point:
         return False
     if view.name_of(node) in CONSTANT_LIKE or not any(
         map(view.requires_grad, node.all_input_nodes)
     ):
         return False
-    return not (view.records(node) and view.requires_grad(node))
+    return not (view.records(node) and view.requires_grad(whole))
 
 
 def _cut(view: GraphView, node: fx.Node) -> NoMatch:

@@ -15,6 +15,7 @@ from .vocabulary import COMPARISONS, COPIES, NEGATIONS, SPREADS, VIEWS
 
 __all__ = [
     "counting",
+    "drowns",
     "is_parameter",
     "matched_nodes",
     "not_negative",
@@ -47,6 +48,11 @@ def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
     """Whether a cast to a precision takes something from what was computed in another one."""
     to, of = torch.finfo(dtype), torch.finfo(computed)
     return to.eps > of.eps or to.max < of.max
+
+
+def drowns(number: float, dtype: torch.dtype) -> bool:
+    """Whether a sum with a number rounds the other operand, as `x + 12582912 - 12582912` does to whole numbers."""
+    return dtype.is_floating_point and abs(number) * torch.finfo(dtype).eps > 0.1
 
 
 _ELEMENTWISE = (

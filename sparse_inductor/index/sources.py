@@ -127,7 +127,11 @@ def _batches(items: Iterator[Any], num_terms: int, first: int) -> Iterator[Rows]
         if entries.count == 1:
             if entries.width is not None and entries.width > num_terms:
                 raise ValueError(_too_wide(f"document {first + len(pending)}", entries, num_terms))
-            pending.append(entries)
+            # A generator may fill its buffers anew for the next one.
+            own = dataclasses.replace(
+                entries, terms=entries.terms.clone(), weights=entries.weights.clone()
+            )
+            pending.append(own)
             if len(pending) < _LISTS:
                 continue
             entries = None
@@ -174,8 +178,9 @@ def entries_of(source: Any) -> Entries | None:
             terms, weights = (torch.from_numpy(_native(a)) for a in (coo.coords[0], coo.data))
             return Entries(_offsets_of_one(terms), terms, weights, source.shape[0])
         csr = source.tocsr()
+        used = int(csr.indptr[-1])  # there may be room for more behind it
         offsets, terms, weights = (
-            torch.from_numpy(_native(a)) for a in (csr.indptr, csr.indices, csr.data)
+            torch.from_numpy(_native(a)) for a in (csr.indptr, csr.indices[:used], csr.data[:used])
         )
         return Entries(offsets, terms, weights, csr.shape[1])
     return None

@@ -87,6 +87,7 @@ class SparseIndex(nn.Module):
     # Building
 
     @classmethod
+    @apart
     def build(
         cls,
         documents: Any,

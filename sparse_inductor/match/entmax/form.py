@@ -16,6 +16,7 @@ from torch import fx
 
 from ...graph.no_match import NoMatch
 from ...graph.scalars import RECTIFIERS, scalar_steps
+from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS
 
@@ -305,9 +306,10 @@ def _shift(view: GraphView, node: fx.Node, dim: int) -> fx.Node | None:
     if call is None or call.name not in ("sub", "add") or not view.is_tensor(call["input"]):
         return None
     shift = call["other"]
-    uniform = view.const(shift, node) is not None or (
-        view.is_tensor(shift) and row_axis(view, call["input"], shift) == dim
-    )
+    number = view.const(shift, node)
+    if number is not None:
+        return None if drowns(number, view.dtype(node)) else call["input"]
+    uniform = view.is_tensor(shift) and row_axis(view, call["input"], shift) == dim
     return call["input"] if uniform else None
 
 

@@ -21,7 +21,7 @@ from ...graph.contraction import PRODUCTS, Contraction, contraction
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
-from ...graph.values import rounds
+from ...graph.values import drowns, rounds
 from ...graph.view import GraphView, fake, label
 from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
@@ -263,7 +263,7 @@ class _Step:
         for x, c, own in ((a, b, 1.0), (b, a, k)):
             known = self.const(c)
             if known is not None and self.view.is_tensor(x):
-                return self._shifted(self._scaled(self.up(x), own))
+                return self._shifted(self._scaled(self.up(x), own), known)
         for kept, dropped, sign in ((a, b, k), (b, a, 1.0)):
             if k != 1 and kept is b:
                 continue
@@ -276,8 +276,10 @@ class _Step:
             return self._biased(self._scaled(found, k) if k != 1 else found, a, 1.0)
         return self._biased(found, b, k)
 
-    def _shifted(self, found: Scores) -> Scores:
+    def _shifted(self, found: Scores, number: float) -> Scores:
         """A constant added to a whole row changes nothing, but for a mask that fills in a number."""
+        if drowns(number, self.view.dtype(self.node)):
+            raise self.decline(f"the scores are rounded by adding {number:g}")
         if found.masks and found.fill != -math.inf:
             raise self.decline("a constant is added to scores that are masked with a number")
         found.shifted = True
