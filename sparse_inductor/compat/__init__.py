@@ -64,6 +64,8 @@ from .runtime import (
     clamp_has_a_slope_at_its_bounds,
     computes_as_tensors_do,
     coo_entries,
+    cuda_driver,
+    cuda_error,
     current_device,
     exporting,
     first_derivative_only,

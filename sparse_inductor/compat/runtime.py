@@ -148,12 +148,24 @@ def launch_settings() -> tuple[Any, ...]:
     return torch._C._get_float32_matmul_precision(), torch._C._get_cublas_allow_tf32()
 
 
+def cuda_driver() -> ctypes.CDLL:
+    """The CUDA driver; raises OSError where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def cuda_error(code: int) -> str:
+    """What the driver says of an error."""
+    text = ctypes.c_char_p()
+    cuda_driver().cuGetErrorString(code, ctypes.byref(text))
+    return (text.value or b"unknown").decode()
+
+
 def works_beside_captures() -> bool:
     """Let this thread allocate on GPUs while another captures a CUDA graph, which would otherwise end in an error, for
     both; whether the driver does so."""
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     try:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        exchange = cuda_driver().cuThreadExchangeStreamCaptureMode
     except (OSError, AttributeError):
         return False
     return exchange(ctypes.byref(relaxed)) == 0

@@ -8,18 +8,20 @@ its test.
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
+import ctypes
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
-    "DirectLaunch",
+    "KernelLaunch",
     "LaunchSeen",
-    "direct_launch",
+    "headers",
     "interprets",
+    "kernel_launch",
+    "kernel_parameters",
     "launch_hooks_set",
     "launches_seen",
     "load",
@@ -30,6 +32,8 @@ LaunchSeen = Callable[[Any, tuple[int, ...], int, Sequence[Any]], None]
 
 # What a compiled kernel's `run` takes in front of the parameters: grid, stream, function, metadata twice, two hooks.
 _BEFORE = 9
+# Bytes of a tensor map.
+_TENSOR_MAP = 128
 
 
 def interprets() -> bool:
@@ -96,59 +100,81 @@ def launches_seen(see: LaunchSeen, unseen: Callable[[str], None]) -> Iterator[Ca
         kind.run = usual
 
 
-class DirectLaunch(NamedTuple):
-    """`launch(grid x, y, z, stream, *more, *arguments)`; encoded: by parameter, what takes a tensor descriptor to the
-    arguments that stand for it, where the launch would do so anew each time."""
+class KernelLaunch(NamedTuple):
+    """A compiled kernel and how it is launched: grid, threads and bytes of shared memory of a program, programs of a
+    cluster, whether all are on the GPU at once, whether it starts before the kernel in front of it has ended."""
 
-    launch: Callable[..., None]
-    more: tuple[Any, ...]
-    encoded: Mapping[int, Callable[[Any], Sequence[Any]]]
+    kernel: Any
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    cluster: int
+    cooperative: bool
+    early: bool
 
 
-def direct_launch(compiled: Any) -> DirectLaunch | None:
-    """What a compiled kernel's `run` calls in the end, with what it puts in front of the arguments; None where `run`
-    does more than that, or hands the arguments on in another form.
+def kernel_launch(compiled: Any, grid: tuple[int, ...]) -> KernelLaunch:
+    """How Triton launches a kernel.
 
-    `run` itself is asked, by a copy whose launch function launches nothing.
+    Raises ValueError or AttributeError where it does more than launch it, or does so in a way that is not known here.
     """
-    run = compiled.run
-    # A kernel that needs scratch memory gets it allocated at each launch.
-    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if scratch != [0, 0] or not hasattr(run, "launch"):
-        return None
-    grid, stream, first, last = (1, 1, 1), object(), object(), object()
-    calls: list[tuple[Any, ...]] = []
-    asked = copy.copy(run)
-    asked.launch = lambda *given: calls.append(given)
-    metadata = compiled.packed_metadata
-    try:
-        asked(*grid, stream, compiled.function, metadata, None, None, None, first, last)
-    except Exception:
-        return None
-    if len(calls) != 1 or calls[0][:3] != grid:
-        return None
-    _, _, _, given, *more = calls[0]
-    if given is not stream or len(more) < 2 or more[-2] is not first or more[-1] is not last:
-        return None
-    launch, encoded = _encoders(run.launch)
-    return DirectLaunch(launch, tuple(more[:-2]), encoded)
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise ValueError("scratch memory is allocated at each launch")
+    if getattr(metadata, "instrumentation_mode", ""):
+        raise ValueError("instrumented")
+    cluster = getattr(metadata, "num_ctas", 1)
+    if cluster > 8 or metadata.shared > 228 * 1024:
+        raise ValueError("a launch with attributes of its own")
+    x, y, z = (*grid, 1, 1)[:3]
+    return KernelLaunch(
+        compiled, (x, y, z), 32 * metadata.num_warps, metadata.shared, cluster,
+        bool(metadata.launch_cooperative_grid), bool(metadata.launch_pdl),
+    )  # fmt: skip
 
 
-def _encoders(
-    launcher: Callable[..., None],
-) -> tuple[Callable[..., None], dict[int, Callable[[Any], Sequence[Any]]]]:
-    """What the launcher of a kernel with tensor descriptors calls once they are encoded, which takes the host longer
-    than the launch, and what encodes them; another launcher is as it is."""
-    if not inspect.isfunction(launcher):
-        return launcher, {}
-    held = inspect.getclosurevars(launcher)
-    encode = held.globals.get("make_tensordesc_arg")
-    try:
-        direct, places, kinds = (
-            held.nonlocals[name] for name in ("launcher", "tensordesc_indices", "tensordesc_meta")
-        )
-    except KeyError:
-        return launcher, {}
-    if encode is None:
-        return launcher, {}
-    return direct, {i: functools.partial(encode, metadata=m) for i, m in zip(sorted(places), kinds)}
+def kernel_parameters(compiled: Any, args: Sequence[Any]) -> Iterator[Any]:
+    """What a kernel is given of its arguments: without constants, tuples taken apart. A tensor descriptor is
+    (base tensor, bytes of its tensor map), then its sizes and strides."""
+    kinds = [*compiled.src.signature.values()]
+    if len(kinds) != len(args):
+        raise ValueError("arguments that its signature does not name")
+    described = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    for kind, a in _flat(kinds, args):
+        if kind.startswith("tensordesc"):
+            tensor_map, *numbers = _encoded(a, next(described, None))
+            yield a.base, tensor_map
+            yield from numbers
+        elif kind != "constexpr":
+            yield 0 if a is None else a
+
+
+def _flat(kinds: Sequence[Any], args: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for kind, a in zip(kinds, args, strict=True):
+        if isinstance(kind, (tuple, list)):
+            yield from _flat(kind, a)
+        else:
+            yield kind, a
+
+
+def _encoded(descriptor: Any, metadata: Any) -> tuple[Any, ...]:
+    """A descriptor's tensor map, sizes and strides, as Triton gives them to a kernel."""
+    from triton.backends.nvidia import driver
+
+    if metadata is None:
+        raise ValueError("a tensor descriptor without a tensor map")
+    encode: Any = driver.make_tensordesc_arg
+    more = (
+        len(inspect.signature(encode).parameters) - 2
+    )  # since Triton 3.7 there is another one, which is not used
+    tensor_map, *numbers = encode(descriptor, metadata, *[None] * more)
+    # The object ends with the map.
+    at = id(tensor_map) + type(tensor_map).__basicsize__ - _TENSOR_MAP
+    return ctypes.string_at(at, _TENSOR_MAP), *numbers
+
+
+def headers() -> Path:
+    """The folder of the CUDA driver's headers that Triton brings."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "include"

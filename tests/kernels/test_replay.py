@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import types
 from typing import Any, NamedTuple
 
@@ -14,9 +15,10 @@ import triton
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from sparse_inductor import compat
 from sparse_inductor.compat import triton as private
 from sparse_inductor.kernels.common import launch as launching
-from sparse_inductor.kernels.common import replay
+from sparse_inductor.kernels.common import launches, replay
 from sparse_inductor.kernels.common.launch import launch
 
 
@@ -28,22 +30,69 @@ class Kernel:
 
     def __getitem__(self, grid):
         def first(*args, num_warps, **constants):
-            compiled = Compiled(self)
+            compiled = Compiled(self, args, tuple(constants.values()))
             compiled[grid](*args, *constants.values())
             return compiled
 
         return first
 
 
-class Compiled:
-    function = packed_metadata = None
-    name = "a kernel"
+class Config(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("number", ctypes.c_uint),
+    ]  # fmt: skip
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+
+def kind_of(a) -> Any:
+    if isinstance(a, tuple):
+        return tuple(map(kind_of, a))
+    if isinstance(a, Tensor):
+        return "*fp32"
+    if hasattr(a, "block_shape"):
+        return "tensordesc<fp32[2, 5]>"
+    return {int: "i64", float: "fp32"}.get(type(a), "constexpr")
+
+
+def flat(a) -> list:
+    return [e for part in a for e in flat(part)] if isinstance(a, tuple) else [a]
+
+
+class Compiled:
+    """Stands for a compiled kernel, which the driver knows by its function's number."""
+
+    name = "a kernel"
+    packed_metadata = None
+    known: dict[int, Compiled] = {}
+    options: dict[str, Any] = {}
+
+    def __init__(self, kernel: Kernel, args: tuple, constants: tuple = ()) -> None:
+        self.kernel, self.constants = kernel, constants
+        kinds = [*map(kind_of, args), *("constexpr" for _ in constants)]
+        self.src = types.SimpleNamespace(signature=dict(enumerate(kinds)))
+        usual = {
+            "num_warps": 4, "num_ctas": 1, "shared": 256, "launch_pdl": False,
+            "launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0,
+            "tensordesc_meta": ["a box"],
+        }  # fmt: skip
+        self.metadata = types.SimpleNamespace(**usual | self.options)
+        self.function = len(Compiled.known) + 1
+        Compiled.known[self.function] = self
+
+    def types(self) -> list:
+        """Of its parameters, as the driver sees them."""
+        found: list = []
+        for kind in flat(tuple(self.src.signature.values())):
+            if kind.startswith("tensordesc"):
+                found += [Map, *[ctypes.c_int32] * 2, *[ctypes.c_int64] * 2]
+            elif kind != "constexpr":
+                found.append(ctypes.c_float if kind == "fp32" else ctypes.c_uint64)
+        return found
 
     def __getitem__(self, grid):
-        return lambda *args: self.run(*(*grid, 1, 1)[:3], 0, *(None,) * 5, *args)
+        return lambda *args: self.run(
+            *(*grid, 1, 1)[:3], 0, self.function, self.packed_metadata, *(None,) * 3, *args
+        )
 
     @property
     def run(self):
@@ -55,6 +104,76 @@ class Compiled:
         self.kernel.body(*(a.data_ptr() if isinstance(a, Tensor) else a for a in args))
 
 
+class Map(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_uint64), ("more", ctypes.c_char * 120)]
+
+
+Pointers = ctypes.POINTER(ctypes.c_void_p)
+Sizes = ctypes.POINTER(ctypes.c_size_t)
+
+
+class Driver:
+    """Stands for CUDA's: launches are calls of the kernels' bodies; events are written down."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int, int]] = []
+        self.configs: list[Config] = []
+        self.code = 0
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        made = ctypes.CFUNCTYPE
+        self.functions = [
+            made(number, ctypes.POINTER(Config), pointer, Pointers, pointer)(self.launch),
+            made(number, pointer, ctypes.c_ubyte, ctypes.c_size_t, pointer)(lambda *_: 1),
+            made(number, pointer, pointer)(lambda e, s: self.note("record", e, s)),
+            made(number, pointer, pointer, ctypes.c_uint)(lambda s, e, _: self.note("wait", e, s)),
+            made(number, pointer, ctypes.c_size_t, Sizes, Sizes)(self.parameter),
+            made(number, ctypes.POINTER(Map), pointer)(self.replace),
+            made(number, Pointers)(self.context),
+            made(number, pointer)(lambda context: 0),
+        ]
+
+    def launch(self, config, function, given, _) -> int:
+        compiled = Compiled.known[function]
+        values = [kind.from_address(given[i]) for i, kind in enumerate(compiled.types())]
+        numbers = [v if isinstance(v, Map) else v.value for v in values]
+        self.configs.append(Config.from_buffer_copy(config[0]))
+        compiled.kernel.launched += 1
+        compiled.kernel.body(*numbers, *compiled.constants)
+        return self.code
+
+    def note(self, what: str, event: int, stream: int | None) -> int:
+        self.log.append((what, event, stream or 0))
+        return 0
+
+    def parameter(self, function, i, at, size) -> int:
+        kinds = [*Compiled.known[function].types(), *[ctypes.c_void_p] * 2]
+        if i >= len(kinds):
+            return 1
+        size[0] = ctypes.sizeof(kinds[i])
+        return 0
+
+    def replace(self, box, address) -> int:
+        box[0].address = address
+        return 0
+
+    def context(self, context) -> int:
+        context[0] = 1
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    for name in ("_compiled", "_seen", "_sorts"):
+        monkeypatch.setattr(launching, name, {})
+    monkeypatch.setattr(replay, "_plans", {})
+    monkeypatch.setattr(Compiled, "known", {})
+    monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
+    made = Driver()
+    library = launches.library([ctypes.cast(f, ctypes.c_void_p) for f in made.functions])
+    monkeypatch.setattr(replay, "available", lambda: library)
+    return made
+
+
 def floats(address: int, n: int):
     return (ctypes.c_float * n).from_address(address)
 
@@ -62,14 +181,6 @@ def floats(address: int, n: int):
 def double(source: int, target: int, n: int, factor: int) -> None:
     for i, value in enumerate(floats(source, n)):
         floats(target, n)[i] = factor * value
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch):
-    for name in ("_compiled", "_seen", "_sorts"):
-        monkeypatch.setattr(launching, name, {})
-    monkeypatch.setattr(replay, "_plans", {})
-    monkeypatch.setattr(triton.compiler, "CompiledKernel", Compiled)
 
 
 def operator(kernel: Kernel, between=lambda t: t, end=lambda out: out):
@@ -157,97 +268,102 @@ def test_a_call_that_depends_on_more_than_its_arguments_goes_its_usual_way(betwe
 class Stream:
     """Stands for a stream; the current one's handle is 0 on a CPU."""
 
-    def __init__(self, number: int) -> None:
-        self.cuda_stream = number
+    def __init__(self, number: int, log: list) -> None:
+        self.cuda_stream, self.log = number, log
 
     def record_event(self) -> Event:
         event = Event()
-        event.record(self)
+        self.log.append(("record", event.cuda_event, self.cuda_stream))
         return event
 
     def wait_event(self, event: Event) -> None:
-        event.wait(self)
+        self.log.append(("wait", event.cuda_event, self.cuda_stream))
 
 
 class Event:
-    """Stands for an event, and writes down what becomes of it."""
+    """Stands for an event."""
 
-    log: list[tuple[str, int, int]]
+    numbers = itertools.count(1)
 
-    def record(self, stream: Stream) -> None:
-        self.log.append(("record", id(self), stream.cuda_stream))
+    def __init__(self) -> None:
+        self.cuda_event = next(self.numbers)
 
-    def wait(self, stream: Stream) -> None:
-        self.log.append(("wait", id(self), stream.cuda_stream))
+    def record(self) -> None: ...
 
 
-def two_streams(kernel: Kernel, wait_for: Event | None = None):
+def two_streams(kernel: Kernel, driver: Driver, wait_for: Event | None = None):
     """A call whose second stream begins behind its first launch, and is waited for behind the second."""
-    main, side = Stream(0), Stream(7)
-
-    def note_event(what: str, stream: Stream, event: Event) -> None:
-        getattr(event, what)(stream)
-        launching.note_event(what, stream, event)
+    main, side = Stream(0, driver.log), Stream(7, driver.log)
 
     def fn(x: Tensor) -> Tensor:
         scratch, out = torch.empty(x.numel()), x.new_empty(x.shape)
         launch(kernel, (1,), (x, scratch, x.numel()), {"F": 2}, 4)
         forked, joined = Event(), Event()
-        note_event("record", main, forked)
-        note_event("wait", side, wait_for or forked)
+        launching.note_event("record", main, forked)
+        launching.note_event("wait", side, wait_for or forked)
         launch(kernel, (1,), (scratch, out, x.numel()), {"F": 2}, 4)
-        note_event("record", side, joined)
-        note_event("wait", main, joined)
+        launching.note_event("record", side, joined)
+        launching.note_event("wait", main, joined)
         return out
 
     return fn
 
 
-def test_streams_wait_for_each_other(monkeypatch):
-    """Each call has events of its own."""
-    monkeypatch.setattr(Event, "log", [], raising=False)
+FORK_AND_JOIN = [("record", 0), ("wait", 7), ("record", 7), ("wait", 0)]
+
+
+@pytest.fixture
+def streams(driver, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0))
-    call = replay.replayed(two_streams(Kernel(double)))
-    kept = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0, driver.log))
+
+
+def test_streams_wait_for_each_other(driver, streams):
+    call = replay.replayed(two_streams(Kernel(double), driver))
     for x in draws(5):
-        monkeypatch.setattr(Event, "log", [])
+        driver.log.clear()
         torch.testing.assert_close(call(x), 4 * x)
-        kept.append(Event.log)
     assert type(*replay._plans.values()) is replay._Plan
-    for log in kept:
-        assert [(what, stream) for what, _, stream in log] == [
-            ("record", 0), ("wait", 7), ("record", 7), ("wait", 0),
-        ]  # fmt: skip
-        assert log[0][1] == log[1][1] != log[2][1] == log[3][1]
+    assert [(what, stream) for what, _, stream in driver.log] == FORK_AND_JOIN
+    forked, waited, joined, last = (event for _, event, _ in driver.log)
+    assert forked == waited != joined == last
 
 
-def test_a_second_stream_is_waited_for_where_a_call_ends_by_an_error(monkeypatch):
-    monkeypatch.setattr(Event, "log", [], raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(0))
-    calls = []
+def test_calls_under_way_at_once_have_events_of_their_own(driver, streams):
+    """In another thread, say: here the second call begins within the first one."""
+    inner: list[Tensor] = []
+    x, other = draws(2)
 
-    def fails_at_last(*args) -> None:
-        calls.append(args)
-        if len(calls) == 6:
-            raise MemoryError
+    def twice(*args) -> None:
         double(*args)
+        if len(driver.log) == 2 and not inner:
+            inner.append(other)
+            inner.append(call(other))
 
-    call = replay.replayed(two_streams(Kernel(fails_at_last)))
-    for x in draws(2):
+    call = replay.replayed(two_streams(Kernel(twice), driver))
+    for given in draws(2):
+        call(given)
+    driver.log.clear()
+    torch.testing.assert_close(call(x), 4 * x)
+    torch.testing.assert_close(inner[1], 4 * inner[0])
+    events = [event for _, event, _ in driver.log]
+    assert len(set(events[2:6])) == 2 and not {*events[2:6]} & {*events[:2], *events[6:]}
+
+
+def test_a_second_stream_is_waited_for_where_a_call_ends_by_an_error(driver, streams, monkeypatch):
+    monkeypatch.setattr(compat, "cuda_error", lambda code: "out of memory")
+    call = replay.replayed(two_streams(Kernel(double), driver))
+    for x in draws(3):
         call(x)
-    monkeypatch.setattr(Event, "log", [])
-    with pytest.raises(MemoryError):
+    driver.log.clear()
+    driver.code = 2
+    with pytest.raises(RuntimeError, match="error 2: out of memory"):
         call(draws(1)[0])
-    assert [(what, stream) for what, _, stream in Event.log] == [
-        ("record", 0), ("wait", 7), ("record", 7), ("wait", 0),
-    ]  # fmt: skip
+    assert [(what, stream) for what, _, stream in driver.log] == [("record", 7), ("wait", 0)]
 
 
-def test_an_event_from_before_is_not_written_into_a_plan(monkeypatch):
-    monkeypatch.setattr(Event, "log", [], raising=False)
-    call = replay.replayed(two_streams(Kernel(double), Event()))
+def test_an_event_from_before_is_not_written_into_a_plan(driver):
+    call = replay.replayed(two_streams(Kernel(double), driver, Event()))
     for x in draws(3):
         torch.testing.assert_close(call(x), 4 * x)
     assert [*replay._plans.values()] == [None]
@@ -371,120 +487,75 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("kind", [lambda *pair: pair, Pair])
-def test_tuples_and_descriptors_get_the_new_addresses(kind):
+def test_tuples_and_descriptors_get_the_new_addresses(kind, monkeypatch):
+    like = bytes(8) + b"a box".ljust(120)
+    monkeypatch.setattr(private, "_encoded", lambda box, metadata: (like, *box.shape, 5, 1))
     seen = []
-    kernel = Kernel(lambda pair, box, out: seen.append((pair, box.base.data_ptr(), box.shape)))
+    kernel = Kernel(lambda *given: seen.append(given))
 
     def fn(x):
         out = torch.empty_like(x)
         box = types.SimpleNamespace(base=x, shape=[4, 5], block_shape=[2, 5])
-        launch(kernel, (1,), (kind(x, 3), box, out), {}, 4)
+        launch(kernel, (1,), (kind(x, 3), box, out, 0.5), {"F": 2}, 4)
         return out
 
     call = replay.replayed(fn)
     for x in draws(4):
-        call(x)
-        pair, address, shape = seen[-1]
-        assert (address, shape) == (x.data_ptr(), [4, 5])
-        assert pair[0] is x or pair == (x.data_ptr(), 3)
-
-
-ENCODED: list[int] = []
-
-
-def make_tensordesc_arg(box, metadata) -> list:
-    ENCODED.append(box.base.data_ptr())
-    return [(metadata, box.base.data_ptr()), *box.shape]
-
-
-class Run:
-    """As Triton 3.6 launches a kernel whose second parameter is a tensor descriptor."""
-
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid = launch_pdl = False
-
-    def __init__(self, kernel: Kernel) -> None:
-        launcher = lambda *args: kernel.body(*args[13:])
-        tensordesc_indices, tensordesc_meta = {1}, ["a box"]
-
-        def inner(*args):
-            given = list(args[:13])
-            for i, a in enumerate(args[13:]):
-                box = i in tensordesc_indices
-                given += make_tensordesc_arg(a, tensordesc_meta[0]) if box else [a]
-            launcher(*given)
-
-        self.launch = inner
-
-    def __call__(self, x, y, z, stream, function, *args) -> None:
-        early = self.launch_cooperative_grid, self.launch_pdl, None, None
-        self.launch(x, y, z, stream, function, *early, *args)
-
-
-def test_a_descriptor_is_encoded_once_an_address(monkeypatch):
-    seen = []
-    kernel = Kernel(lambda x, box, *rest: seen.append((box, rest)))
-    monkeypatch.setattr(Compiled, "run", property(lambda compiled: Run(compiled.kernel)))
-
-    def fn(x):
-        out = torch.empty_like(x)
-        box = types.SimpleNamespace(base=x, shape=[4, 5], block_shape=[2, 5])
-        launch(kernel, (1,), (x, box, out), {"F": 2}, 4)
-        return out
-
-    call = replay.replayed(fn)
-    held = draws(2)
-    for x in held:
-        call(x)
-    ENCODED.clear()
-    for x in held * 3:
         out = call(x)
-        box, rest = seen[-1]
-        assert box == ("a box", x.data_ptr())
-        assert rest == (4, 5, out.data_ptr(), 2)
-    assert [x.data_ptr() for x in held] == ENCODED
+    address, three, box, *sizes, to, half, two = seen[-1]
+    assert (address, three, to, half, two) == (x.data_ptr(), 3, out.data_ptr(), 0.5, 2)
+    assert (box.address, box.more, sizes) == (x.data_ptr(), like[8:], [4, 5, 5, 1])
+    assert len(seen) == 4
 
 
-def test_a_launcher_of_triton_is_taken_apart():
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    if not hasattr(driver, "make_tensordesc_arg"):
-        pytest.skip("this Triton encodes tensor descriptors elsewhere")
-    launcher = lambda *args: None
-    signature = {"x": "*bf16", "box": "tensordesc<bf16[32, 64]>", "n": "i32"}
-    wrapped = driver.wrap_handle_tensordesc(launcher, signature, [{"a": 1}])
-    direct, encoded = private._encoders(wrapped)
-    if direct is wrapped:
-        assert encoded == {}
-        pytest.skip("this Triton's launcher keeps what it calls under other names")
-    assert direct is launcher
-    assert [*encoded] == [1]
-    assert encoded[1].keywords == {"metadata": {"a": 1}}
+@pytest.mark.parametrize("early", [False, True])
+def test_a_kernel_is_launched_as_triton_does(early, driver, monkeypatch):
+    monkeypatch.setattr(Compiled, "options", {"launch_pdl": early, "num_ctas": 2})
+    call = operator(Kernel(double))
+    for x in draws(3):
+        call(x, [], "a")
+    config = driver.configs[-1]
+    assert (config.x, config.y, config.z, config.threads, config.shared) == (2, 1, 1, 128, 256)
+    assert config.number == 2 + early
 
 
-class Packed(Run):
-    """As later ones do: what a kernel is given goes on in one tuple."""
+@pytest.mark.parametrize(
+    "name, value", [("global_scratch_size", 8), ("num_ctas", 16), ("instrumentation_mode", "gsan")]
+)
+def test_a_launch_of_which_triton_makes_more_is_not_replayed(name, value, monkeypatch):
+    monkeypatch.setattr(Compiled, "options", {name: value})
+    call = operator(Kernel(double))
+    for x in draws(4):
+        torch.testing.assert_close(call(x, [], "a"), 4 * x)
+    assert [*replay._plans.values()] == [None]
 
-    def __call__(self, x, y, z, stream, function, *args) -> None:
-        self.launch(x, y, z, stream, function, False, False, *args[:4], None, None, args[4:])
+
+@pytest.mark.parametrize("more", [[ctypes.c_int32], [ctypes.c_uint64], []])
+def test_a_kernel_whose_parameters_the_driver_sees_otherwise_is_not_replayed(more, monkeypatch):
+    usual = Compiled.types
+    monkeypatch.setattr(Compiled, "types", lambda compiled: (usual(compiled) + more)[not more :])
+    call = operator(Kernel(double))
+    for x in draws(4):
+        torch.testing.assert_close(call(x, [], "a"), 4 * x)
+    assert [*replay._plans.values()] == [None]
 
 
-class Failing(Run):
-    def __call__(self, *args) -> None:
-        raise TypeError("the arguments are looked at")
+def test_without_a_compiler_nothing_is_replayed(monkeypatch):
+    monkeypatch.setattr(replay, "available", lambda: None)
+    call = operator(Kernel(double))
+    for x in draws(4):
+        torch.testing.assert_close(call(x, [], "a"), 4 * x)
+    assert [*replay._plans.values()] == [None]
 
 
-@pytest.mark.parametrize("how", [Run, Packed, Failing, object])
-def test_a_launch_is_made_directly_only_where_it_hands_on_what_it_is_given(how, monkeypatch):
-    run = how(Kernel(double)) if how is not object else lambda *args: None
-    compiled = types.SimpleNamespace(run=run, function="f", packed_metadata="m")
-    direct = private.direct_launch(compiled)
-    if how is Run:
-        assert direct.more == ("f", False, False, None, None, "m", None, None, None)
-    else:
-        assert direct is None
-        launch, first, more, encoded = launching.bound(compiled, (3,))
-        assert (launch, first, encoded) == (run, (3, 1, 1), {})
-        assert more == ("f", "m", None, None, None)
+def test_a_tensor_map_is_the_end_of_what_triton_makes(monkeypatch):
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    made = type("Made", (bytes,), {"__slots__": ()})
+    monkeypatch.setattr(nvidia, "make_tensordesc_arg", lambda box, metadata: [made, *box, metadata])
+    found, *numbers = private._encoded((4, 5), "metadata")
+    end = type(made).__basicsize__
+    assert found == ctypes.string_at(id(made) + end - 128, 128)
+    assert numbers == [4, 5, "metadata"]
 
 
 class Elsewhere(Kernel):
@@ -492,7 +563,7 @@ class Elsewhere(Kernel):
 
     def __getitem__(self, grid):
         def first(*args, num_warps, **constants):
-            compiled = Compiled(self)
+            compiled = Compiled(self, args, tuple(constants.values()))
             compiled._run(*grid, 1, 1, 0, *(None,) * 5, *args, *constants.values())
             return compiled
 
@@ -504,9 +575,9 @@ class Reordered(Kernel):
 
     def __getitem__(self, grid):
         def first(*args, num_warps, **constants):
-            compiled = Compiled(self)
-            compiled.function = "the function"
-            compiled.run(*grid, 1, 1, 0, *(None,) * 4, "the function", *args, *constants.values())
+            compiled = Compiled(self, args, tuple(constants.values()))
+            first = (*grid, 1, 1, 0, *(None,) * 4, compiled.function)
+            compiled.run(*first, *args, *constants.values())
             return compiled
 
         return first

@@ -10,19 +10,17 @@ import contextlib
 import functools
 import operator
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ...compat.triton import LaunchSeen, direct_launch, launch_hooks_set, launches_seen, load
+from ...compat.triton import LaunchSeen, launch_hooks_set, launches_seen, load
 
 __all__ = [
-    "Bound",
     "Launcher",
-    "bound",
     "captured",
     "collected",
     "launch",
@@ -240,29 +238,6 @@ def note_event(what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) ->
     observer = _observer
     if _on_event is not None and observer is not None and observer.thread == threading.get_ident():
         _on_event(what, stream, event)
-
-
-class Bound(NamedTuple):
-    """`launch(*first, stream, *more, *arguments)` launches a kernel and tells nobody: see `profiler_attached`.
-
-    Arguments are addresses for tensors and include the constants. encoded: by parameter, what takes a tensor descriptor
-    to the arguments that stand for it, of one that does so anew at each launch; a descriptor of the same memory gives
-    the same ones.
-    """
-
-    launch: Callable[..., None]
-    first: tuple[Any, ...]
-    more: tuple[Any, ...]
-    encoded: Mapping[int, Callable[[Any], Sequence[Any]]]
-
-
-def bound(compiled: Any, grid: tuple[int, ...]) -> Bound:
-    """How `compiled` is launched from now on."""
-    sizes, direct = (*grid, 1, 1)[:3], direct_launch(compiled)
-    if direct is not None:
-        return Bound(direct.launch, sizes, direct.more, direct.encoded)
-    more = compiled.function, compiled.packed_metadata, None, None, None
-    return Bound(compiled.run, sizes, more, {})
 
 
 @functools.cache

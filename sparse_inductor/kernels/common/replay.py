@@ -3,7 +3,8 @@
 Between a call and its kernels lie checks, plans, allocations and views: 0.1 to 0.5 ms of the host's time, which is more
 than the kernels of a small batch take. None of it depends on what the tensors hold. So the second call with the same
 shapes, strides, dtypes, alignments and options is recorded, as what it allocates, launches and calls of ATen; from the
-third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned.
+third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned, and
+with one call of C++ for all launches between two calls of ATen (`launches`).
 
 A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `SideStream` or
 a tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to
@@ -13,9 +14,9 @@ do, and next to nothing is freed on the way: for them there are limits of their 
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
+import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -25,8 +26,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import compat
-from . import launch as launches
+from ...compat.triton import KernelLaunch, kernel_launch, kernel_parameters
+from . import launch as launching
 from .ahead import compile_ahead
+from .launches import Address, LaunchList, Parameter, TensorMap, available
 
 __all__ = ["Site", "forget", "replayed"]
 
@@ -53,6 +56,12 @@ _ALLOCATES = {
     _aten.new_empty_strided.default,
 }
 
+_ZEROS = {
+    _aten.zero_.default,
+    _aten.zeros.default,
+    _aten.zeros_like.default,
+    _aten.new_zeros.default,
+}
 # Numbers that follow from what a plan is looked up by.
 _OF_DTYPES = {_aten.promote_types.default, _aten.can_cast.default}
 _SIZES_FROM_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -93,7 +102,7 @@ def replayed(fn: Callable[..., Any], multistream: bool = False) -> Callable[...,
             if type(plan) is not _Plan:
                 return _first(fn, args, settled, plan, inputs, multistream)
             last = key, plan
-        return fn(*args) if launches.profiler_attached() else plan.run(inputs, addresses)
+        return fn(*args) if launching.profiler_attached() else plan.run(inputs, addresses)
 
     return call
 
@@ -157,7 +166,7 @@ class Site:
         self._fn, self._usual = fn, replayed(fn, multistream)
         self._plan: _Plan | None = None
         self._hopeful = True  # until there turns out to be no plan
-        self._tensors: Callable[[Any], Sequence[Tensor]] = tuple
+        self._tensors: Callable[[Any], Sequence[Tensor]] = _tensors_in
         self._settings: Any = None
 
     def __call__(self, *args: Any) -> Any:
@@ -168,7 +177,7 @@ class Site:
             together = 0
             for address in addresses:
                 together |= address
-            if not together & 15 and not launches.profiler_attached():
+            if not together & 15 and not launching.profiler_attached():
                 return plan.run(inputs, addresses)
         out = self._usual(*args)
         if self._hopeful:
@@ -182,20 +191,20 @@ class Site:
         plan = _plans.get((self._fn, *key), _ONCE)
         self._hopeful = plan is not None
         if type(plan) is _Plan:
-            # Lists in the arguments are not longer in the next call either.
-            places = ", ".join(_places(args, "args"))
-            self._tensors = eval(f"lambda args: ({places},)")
+            if not any(isinstance(a, (list, tuple)) for a in args):
+                places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+                self._tensors = lambda args: [args[i] for i in places]
             self._plan, self._settings = plan, key[0]
 
 
-def _places(args: Sequence[Any], name: str) -> list[str]:
-    """Where the tensors are, in the order of `_describe`."""
-    found: list[str] = []
-    for i, a in enumerate(args):
+def _tensors_in(args: Sequence[Any]) -> list[Tensor]:
+    """The tensors, in the order of `_describe`."""
+    found: list[Tensor] = []
+    for a in args:
         if isinstance(a, Tensor):
-            found.append(f"{name}[{i}]")
+            found.append(a)
         elif isinstance(a, (list, tuple)):
-            found += _places(a, f"{name}[{i}]")
+            found += _tensors_in(a)
     return found
 
 
@@ -206,18 +215,15 @@ class _Unplannable(Exception):
     """The call does what a plan cannot repeat; the message says what."""
 
 
-class _At(NamedTuple):
-    """A place in memory: bytes after the beginning of a base. The bases are the inputs, then what the call makes; in a
-    finished plan the inputs, what it allocates to return, its scratch memory, then what ATen operators returned."""
-
-    base: int
-    offset: int
+def _unplannable(why: str) -> Any:
+    raise _Unplannable(why)
 
 
 class _View(NamedTuple):
-    """A tensor somewhere."""
+    """A tensor somewhere. The bases of addresses are the inputs, then what the call makes; in a finished plan the
+    inputs, what it allocates to return, its scratch memory, then what ATen operators returned."""
 
-    at: _At
+    at: Address
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -231,7 +237,7 @@ def _record(
         return fn(*args)
     try:
         recording = _Recording(inputs, multistream)
-        with recording, launches.observing(recording.launched, recording.event, recording.unknown):
+        with recording, launching.observing(recording.launched, recording.event, recording.unknown):
             result = fn(*args)
         try:
             _plans[key] = recording.plan(result)
@@ -291,8 +297,15 @@ class _Recording(TorchDispatchMode):
             raise _Unplannable("ATen on another stream")
         if func.namespace != "aten" or not _SIZES_FROM_DATA.isdisjoint(func.tags):
             raise _Unplannable("what it returns is not known beforehand")
+        if func in _ZEROS and self._device.type == "cuda" and out.is_contiguous() and out.numel():
+            if not self._known(out):
+                self._keep(out)
+            view = self._view(out)
+            self._steps.append(_Zeros(view.at, _bytes(out)))
+            return
         named = {name: self._views(v) for name, v in kwargs.items()}
-        call = _Call(func, self._views(args), named)
+        new: list[int] = []
+        call = _Call(func, self._views(args), named, new, isinstance(out, (tuple, list)))
         results = out if isinstance(out, (tuple, list)) else (out,)
         for i, t in enumerate(results):
             if not isinstance(t, Tensor):
@@ -300,7 +313,7 @@ class _Recording(TorchDispatchMode):
             if not self._known(t):
                 self._results.add(len(self._made))
                 self._keep(t)
-                call.new.append(i)
+                new.append(i)
         self._steps.append(call)
 
     def _views(self, args: Any) -> Any:
@@ -313,9 +326,7 @@ class _Recording(TorchDispatchMode):
         return args
 
     def _view(self, t: Tensor) -> _View:
-        at = self._locate(t)
-        if at is None:
-            raise _Unplannable("an empty tensor")
+        at = self._locate(t) or _unplannable("an empty tensor")
         return _View(at, tuple(t.shape), tuple(t.stride()), t.dtype)
 
     def _give_up(self, why: str) -> None:
@@ -342,9 +353,24 @@ class _Recording(TorchDispatchMode):
             return
         try:
             number = self._stream(stream)
-            self._steps.append(_Launch(compiled, grid, args, self._locate, number))
-        except _Unplannable as why:
+            kernel = kernel_launch(compiled, grid)
+            given = [self._placed(a) for a in kernel_parameters(compiled, args)]
+            self._steps.append(_Launch(kernel, given, number))
+        except (
+            Exception
+        ) as why:  # the launch is made: whatever cannot be told of it ends the recording alone
             self._give_up(f"{compiled.name}: {why}")
+
+    def _placed(self, a: Any) -> Parameter:
+        """A launch's argument with places instead of tensors."""
+        if isinstance(a, tuple):
+            base, like = a
+            return TensorMap(self._locate(base) or _unplannable("an empty descriptor"), like)
+        if isinstance(a, Tensor):
+            return self._locate(a) or 0  # an empty tensor's address
+        if not isinstance(a, (int, float)):
+            raise _Unplannable(f"an argument of type {type(a).__name__}")
+        return a
 
     def event(self, what: str, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """An event is recorded in a stream, or a stream waits for it, which is how a second one begins."""
@@ -370,7 +396,7 @@ class _Recording(TorchDispatchMode):
         storage = t.untyped_storage().data_ptr()
         return any(storage == x.untyped_storage().data_ptr() for x in (*self._inputs, *self._made))
 
-    def _locate(self, t: Tensor) -> _At | None:
+    def _locate(self, t: Tensor) -> Address | None:
         """Where the tensor's first element is; None for an empty one."""
         address = t.data_ptr()
         if address == 0:
@@ -380,13 +406,13 @@ class _Recording(TorchDispatchMode):
             if made.untyped_storage().data_ptr() == storage:
                 if address != made.data_ptr():
                     self._divided.add(i)
-                return _At(len(self._inputs) + i, address - made.data_ptr())
+                return Address(len(self._inputs) + i, address - made.data_ptr())
         given = [i for i, x in enumerate(self._inputs) if x.untyped_storage().data_ptr() == storage]
         if len(given) > 1:  # inputs that share a storage today may not do so in the next call
             given = [i for i in given if self._inputs[i].data_ptr() == address]
         if len(given) != 1:
             raise _Unplannable("a tensor from elsewhere")
-        return _At(given[0], address - self._inputs[given[0]].data_ptr())
+        return Address(given[0], address - self._inputs[given[0]].data_ptr())
 
     def plan(self, result: Any) -> _Plan:
         """What was recorded, of a call that returned `result`."""
@@ -406,39 +432,40 @@ class _Recording(TorchDispatchMode):
             if i >= 0 and _storage_bytes(self._made[i]) == _bytes(self._made[i])
         }
         allocated += sorted(single - self._results - self._divided - {*allocated})
-        bases: dict[int, _At] = {}
+        at: dict[int, Address] = {}
         size = kept = 0
         for i, t in enumerate(self._made):
             if i in self._results:
                 place = sorted(self._results).index(i)
-                bases[count + i] = _At(count + len(allocated) + 1 + place, 0)
+                at[count + i] = Address(count + len(allocated) + 1 + place, 0)
                 kept += _storage_bytes(t)
             elif i in allocated:
-                bases[count + i] = _At(count + allocated.index(i), 0)
+                at[count + i] = Address(count + allocated.index(i), 0)
                 kept += _storage_bytes(t) if i not in own else 0
             else:
                 size += (t.data_ptr() - size) % _PAGE
-                bases[count + i] = _At(count + len(allocated), size)
+                at[count + i] = Address(count + len(allocated), size)
                 size += _storage_bytes(t)
         if size + kept > self._most_scratch:
             raise _Unplannable(f"{size + kept} bytes of scratch memory")
 
-        def moved(at: _At) -> _At:
-            to = bases.get(at.base, _At(at.base, 0))
-            return _At(to.base, to.offset + at.offset)
+        def moved(place: Address) -> Address:
+            to = at.get(place.base, Address(place.base, 0))
+            return Address(to.base, to.offset + place.offset)
 
-        for step in self._steps:
-            step.move(moved)
         views = [None if v is None else v._replace(at=moved(v.at)) for v in returned]
         owned = {v.at.base: v for v in views if v is not None}
         made = [
             owned[count + n][1:] if i in own else _layout(self._made[i])
             for n, i in enumerate(allocated)
         ]
-        given = [_layout(t) for t in self._inputs]
-        results = [_layout(self._made[i]) for i in sorted(self._results)]
-        writer = _Writer(self._device, given, made, size, results, self._streams)
-        return _Plan(writer.function(self._steps, views, shape))
+        bases = [*map(_layout, self._inputs), *made, None]
+        bases += [_layout(self._made[i]) for i in sorted(self._results)]
+        layouts = _Layouts(count, len(made), size, bases)
+        return _Plan(
+            self._device, layouts, _moved(self._steps, moved), _built(shape, views, layouts),
+            self._streams, len(self._events),
+        )  # fmt: skip
 
     def _returned(self, result: Any, found: list[_View | None]) -> Any:
         """The result with its tensors replaced by their numbers in `found`, where an empty one is None."""
@@ -479,334 +506,234 @@ class _Empty(tuple):
     """The layout of an empty tensor that is returned."""
 
 
-# --- Replaying --------------------------------------------------------------------------------------------------------
+class _Launch(NamedTuple):
+    kernel: KernelLaunch
+    parameters: list[Parameter]
+    stream: int
 
 
-class _Plan:
-    """`run(inputs, addresses)` makes the call; inputs and their addresses are lists."""
+class _Zeros(NamedTuple):
+    """Bytes that become zero, on the current stream."""
 
-    def __init__(self, run: Callable[[Sequence[Tensor], list[int]], Any]) -> None:
-        self.run = run
-        self.current = True  # until `forget`
-
-
-class _Writer:
-    """Writes a plan's function: what has no loop and looks nothing up costs the host the launches and little more.
-
-    Bases are tensors t0, t1, ... that begin at addresses b0, b1, ...: the inputs, what is allocated, scratch memory of
-    so many bytes, what ATen operators return. given, allocated, results: their layouts. streams: those
-    beside the current one, stream0; their handles are handle0, handle1, ...
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        given: list[Any],
-        allocated: list[Any],
-        scratch: int,
-        results: list[Any],
-        streams: Sequence[torch.cuda.Stream],
-    ) -> None:
-        self._device, self._beside = device, range(1, len(streams) + 1)
-        self._names: dict[str, Any] = {
-            "empty": compat.allocator(device),
-            "view": _view_of,
-            "piece": _piece_of,
-            "handle_of": compat.stream_getter(device),
-            "stream_of": functools.partial(torch.cuda.current_stream, device),
-            "event": torch.cuda.Event,
-            "join": _join,
-        }
-        for i, stream in enumerate(streams, 1):
-            self._names |= {f"stream{i}": stream, f"handle{i}": stream.cuda_stream}
-        self._inputs, self._allocated, self._size = len(given), allocated, scratch
-        self._layouts = dict(enumerate([*given, *allocated, None, *results]))
-        self._scratch = len(given) + len(allocated)
-        self._results = self._scratch + 1
-
-    def function(
-        self, steps: Sequence[_Step], views: Sequence[_View | None], shape: Any
-    ) -> Callable[[Sequence[Tensor], list[int]], Any]:
-        """The function of these steps that returns `shape`."""
-        calls = any(isinstance(step, _Call) for step in steps)
-        given = range(self._inputs)
-        lines = [f"{_listed('b', given)} = addresses"]
-        if calls:
-            lines.append(f"{_listed('t', given)} = inputs")
-        for i, layout in enumerate(self._allocated, self._inputs):
-            lines += [f"t{i} = empty({self._all(layout)})", f"b{i} = t{i}.data_ptr()"]
-        if self._size:
-            # It begins at a multiple of _PAGE within its allocation.
-            i = self._scratch
-            layout = (self._size + _PAGE,), (1,), torch.uint8
-            lines += [
-                f"t{i} = empty({self._all(layout)})",
-                f"b{i} = -(-t{i}.data_ptr() // {_PAGE}) * {_PAGE}",
-            ]
-        lines.append("handle0 = handle_of()")
-        if any(isinstance(step, _Event) for step in steps):
-            lines.append("stream0 = stream_of()")
-        work = [line for step in steps for line in step.written(self)]
-        if self._beside:
-            # What the other streams use is not freed before they are done, where a call ends by an error either.
-            lines += ["try:", *(f"    {line}" for line in work)]
-            work = [
-                "except BaseException:",
-                f"    join(stream0, {_listed('stream', self._beside)})",
-                "    raise",
-            ]
-        lines += work
-        lines.append(f"return {self._returned(shape, views)}")
-        body = "".join(f"    {line}\n" for line in lines)
-        exec(f"def run(inputs, addresses):\n{body}", self._names)
-        run = self._names["run"]
-        device, current_device = self._device, compat.current_device
-        if not calls and device.type != "cuda":
-            return run
-
-        def guarded(inputs: Sequence[Tensor], addresses: list[int]) -> Any:
-            if not torch.is_autocast_enabled(device.type):
-                return run(inputs, addresses)
-            # Autocast had its say when the call was recorded.
-            with torch.amp.autocast(device.type, enabled=False):
-                return run(inputs, addresses)
-
-        made = guarded if calls else run
-        if device.type != "cuda":
-            return made
-
-        def on_device(inputs: Sequence[Tensor], addresses: list[int]) -> Any:
-            if current_device() == device.index:
-                return made(inputs, addresses)
-            with torch.cuda.device(device):
-                return made(inputs, addresses)
-
-        return on_device
-
-    def named(self, value: Any) -> str:
-        """The value as an expression."""
-        if value is None or isinstance(value, (bool, int, str)):
-            return repr(value)
-        if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
-            return f"({''.join(f'{self.named(v)}, ' for v in value)})"
-        name = f"c{len(self._names)}"
-        self._names[name] = value
-        return name
-
-    def _all(self, values: Sequence[Any]) -> str:
-        return ", ".join(map(self.named, values))
-
-    def address(self, at: _At) -> str:
-        """The address as an expression."""
-        return f"b{at.base} + {at.offset}" if at.offset else f"b{at.base}"
-
-    def tensor(self, view: _View) -> str:
-        """A tensor that is seen so, as an expression."""
-        (base, offset), *layout = view
-        if base == self._scratch:
-            start = f"b{base} - t{base}.data_ptr() + {offset}"
-            return f"piece(t{base}, {start}, {self._all(layout)})"
-        if self._layouts[base] == tuple(layout) and not offset:
-            return f"t{base}"
-        return f"view(t{base}, {offset}, {self._all(layout)})"
-
-    def result(self) -> str:
-        """The number of the next tensor that an ATen operator makes."""
-        self._results += 1
-        return str(self._results - 1)
-
-    def _returned(self, shape: Any, views: Sequence[_View | None]) -> str:
-        kind = type(shape)
-        if kind is _Number:
-            view = views[shape]
-            assert view is not None
-            return self.tensor(view)
-        if kind is _Empty:
-            return f"empty({self._all(shape)})"
-        if shape is None:
-            return "None"
-        parts = "".join(f"{self._returned(s, views)}, " for s in shape)
-        return f"[{parts}]" if kind is list else f"({parts})"
-
-
-def _listed(letter: str, numbers: Sequence[int]) -> str:
-    return "".join(f"{letter}{i}, " for i in numbers)
-
-
-def _join(stream: torch.cuda.Stream, *others: torch.cuda.Stream) -> None:
-    for other in others:
-        stream.wait_event(other.record_event())
-
-
-def _view_of(t: Tensor, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    if t.dtype != dtype:
-        t = t.view(-1).view(dtype)  # what has been allocated is dense
-    return t.as_strided(size, stride, t.storage_offset() + offset // dtype.itemsize)
-
-
-def _piece_of(scratch: Tensor, start: int, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    last = sum((n - 1) * s for n, s in zip(size, stride))
-    end = start + (last + 1) * dtype.itemsize
-    return scratch[start:end].view(dtype).as_strided(size, stride)
-
-
-class _Call:
-    """An ATen operator's call; `new` are those of its results that it allocated."""
-
-    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        self._func, self._args, self._kwargs = func, args, kwargs
-        self.new: list[int] = []
-
-    def move(self, moved: Callable[[_At], _At]) -> None:
-        """Where things are in the plan."""
-        self._args = _moved(self._args, moved)
-        self._kwargs = {name: _moved(v, moved) for name, v in self._kwargs.items()}
-
-    def written(self, writer: _Writer) -> list[str]:
-        """The call as lines of code."""
-
-        def expression(a: Any) -> str:
-            if isinstance(a, _View):
-                return writer.tensor(a)
-            if isinstance(a, list):
-                return f"[{', '.join(map(expression, a))}]"
-            return writer.named(a)
-
-        given = [*map(expression, self._args)]
-        given += [f"{name}={expression(v)}" for name, v in self._kwargs.items()]
-        lines = [f"out = {writer.named(self._func)}({', '.join(given)})"]
-        several = len(compat.schema(self._func).returns) > 1
-        for i in self.new:
-            n = writer.result()
-            lines += [f"t{n} = out[{i}]" if several else f"t{n} = out", f"b{n} = t{n}.data_ptr()"]
-        return lines
-
-
-# These are no functions within others that call themselves: such a one and its closure hold each other, and what else
-# the closure holds, a call's tensors, until Python looks for cycles. Memory would be held, and Inductor's CUDA graphs
-# take tensors for alive that are not.
-
-
-def _placed(a: Any, locate: Callable[[Tensor], _At | None]) -> Any:
-    """A launch's argument with places instead of tensors."""
-    if isinstance(a, Tensor):
-        return locate(a) or 0  # an empty tensor's address
-    if isinstance(a, tuple):  # by name or not
-        return tuple(_placed(e, locate) for e in a)
-    if hasattr(a, "block_shape"):
-        at = locate(a.base)
-        if at is None:
-            raise _Unplannable("an empty descriptor")
-        return _Descriptors(a, at)
-    return a
-
-
-def _moved(a: Any, moved: Callable[[_At], _At]) -> Any:
-    """Places that are elsewhere, in an argument of a launch or of an ATen operator."""
-    if isinstance(a, _At):
-        return moved(a)
-    if isinstance(a, _View):
-        return a._replace(at=moved(a.at))
-    if isinstance(a, _Descriptors):
-        a.at = moved(a.at)
-    if type(a) in (list, tuple):
-        return type(a)(_moved(e, moved) for e in a)
-    return a
-
-
-class _Launch:
-    """A launch: its arguments, of which some are addresses and some hold addresses."""
-
-    def __init__(
-        self,
-        compiled: Any,
-        grid: tuple[int, ...],
-        args: Sequence[Any],
-        locate: Callable[[Tensor], _At | None],
-        stream: int,
-    ) -> None:
-        self._compiled, self._grid, self._stream = compiled, grid, stream
-        self._args = [_placed(a, locate) for a in args]
-
-    def move(self, moved: Callable[[_At], _At]) -> None:
-        """Where things are in the plan."""
-        self._args = [_moved(a, moved) for a in self._args]
-
-    def written(self, writer: _Writer) -> list[str]:
-        """The launch as a line of code."""
-
-        def expression(a: Any) -> str:
-            if isinstance(a, _At):
-                return writer.address(a)
-            if isinstance(a, _Descriptors):
-                return f"{writer.named(a.from_address)}({writer.address(a.at)})"
-            if type(a) is tuple:
-                return f"({''.join(f'{expression(e)}, ' for e in a)})"
-            return writer.named(a)
-
-        launch, first, more, encoded = launches.bound(self._compiled, self._grid)
-        given = [*map(writer.named, first), f"handle{self._stream}", *map(writer.named, more)]
-        for i, a in enumerate(self._args):
-            if i in encoded and isinstance(a, _Descriptors):
-                a.encode = encoded[i]
-                given.append(f"*{expression(a)}")
-            else:
-                given.append(expression(a))
-        return [f"{writer.named(launch)}({', '.join(given)})"]
+    at: Address
+    size: int
 
 
 class _Event(NamedTuple):
-    """An event that is recorded in a stream, or that a stream waits for: of each call its own, as calls of several
-    threads may be under way."""
+    """An event that is recorded in a stream, or that a stream waits for."""
 
     what: str
     number: int
     stream: int
 
-    def move(self, moved: Callable[[_At], _At]) -> None:
-        """It has no place in memory."""
 
-    def written(self, writer: _Writer) -> list[str]:
-        """As lines of code."""
-        if self.what == "wait":
-            return [f"e{self.number}.wait(stream{self.stream})"]
-        return [f"e{self.number} = event()", f"e{self.number}.record(stream{self.stream})"]
+class _Call(NamedTuple):
+    """An ATen operator's call; `new` are those of its results that it allocated, which may be one of several."""
 
-
-_Step = _Launch | _Call | _Event
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+    new: list[int]
+    several: bool
 
 
-class _Descriptors:
-    """A tensor descriptor at other addresses; the allocator hands out the same few."""
-
-    MOST = 64
-
-    def __init__(self, like: Any, at: _At) -> None:
-        self.at = at
-        self.encode: Callable[[Any], Any] = lambda descriptor: descriptor
-        self._like = copy.copy(like)
-        self._like.base = None
-        self._dtype = like.base.dtype
-        self._kept: dict[int, Any] = {}
-
-    def from_address(self, address: int) -> Any:
-        """The descriptor of what is there, encoded."""
-        found = self._kept.get(address)
-        if found is None:
-            if len(self._kept) >= self.MOST:
-                self._kept.clear()
-            made = copy.copy(self._like)
-            made.base = _Address(address, self._dtype)
-            found = self._kept[address] = self.encode(made)
-        return found
+_Step = _Launch | _Zeros | _Event | _Call
 
 
-class _Address:
-    """As much of a tensor as a descriptor's launch looks at."""
+def _moved(a: Any, moved: Callable[[Address], Address]) -> Any:
+    """Steps, and what is in them, with places that are elsewhere."""
+    if isinstance(a, Address):
+        return moved(a)
+    if isinstance(a, KernelLaunch):
+        return a
+    if isinstance(a, dict):
+        return {name: _moved(v, moved) for name, v in a.items()}
+    if isinstance(a, tuple) and type(a) not in (tuple, torch.Size):  # a named one
+        return type(a)(*(_moved(e, moved) for e in a))
+    if type(a) in (list, tuple):
+        return type(a)(_moved(e, moved) for e in a)
+    return a
 
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._address = address
 
-    def data_ptr(self) -> int:
-        return self._address
+# --- Replaying --------------------------------------------------------------------------------------------------------
+
+
+class _Layouts(NamedTuple):
+    """What there is at the bases: inputs, tensors that are allocated, scratch memory, what ATen operators return."""
+
+    inputs: int
+    allocated: int
+    scratch: int
+    of: list[Any]
+
+
+class _Plan:
+    """`run(inputs, addresses)` makes the call; inputs and their addresses are lists.
+
+    result: makes what the call returns of the tensors at all bases. streams: those beside the current one.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        layouts: _Layouts,
+        steps: Sequence[_Step],
+        result: Callable[[list[Any]], Any],
+        streams: Sequence[torch.cuda.Stream],
+        events: int,
+    ) -> None:
+        self.current = True  # until `forget`
+        self._device, self._result, self._streams = device, result, streams
+        inputs, allocated, self._scratch, of = layouts
+        self._allocated = of[inputs : inputs + allocated]
+        self._results = len(of) - inputs - allocated - 1
+        self._empty = compat.allocator(device)
+        self._handle = compat.stream_getter(device)
+        self._beside = [s.cuda_stream for s in streams]
+        # Events of calls that have ended: those of several threads may be under way.
+        self._events = events
+        self._unused: list[list[torch.cuda.Event]] = []
+        self._calls = any(isinstance(step, _Call) for step in steps)
+        self._parts = self._written(steps, layouts)
+
+    def _written(
+        self, steps: Sequence[_Step], layouts: _Layouts
+    ) -> list[Callable[[list[Any], list[int]], None]]:
+        """Launches in front of, between and behind calls of ATen."""
+        calls = [step for step in steps if isinstance(step, _Call)]
+        new = layouts.inputs + layouts.allocated + 1
+        stream = len(layouts.of)
+        event = stream + 1 + len(self._streams)
+        launches = None
+        if len(calls) < len(steps):
+            library = available() or _unplannable("launches cannot be made again here")
+            launches = LaunchList(library, event + self._events)
+        parts: list[Callable[[list[Any], list[int]], None]] = []
+        first = 0
+        for step in (*steps, None):
+            if step is None or isinstance(step, _Call):
+                if launches is not None and len(launches) > first:
+                    parts.append(launches.part(first, len(launches)))
+                    first = len(launches)
+                if step is not None:
+                    parts.append(_Again(step, layouts, new))
+                    new += len(step.new)
+                continue
+            assert launches is not None
+            if isinstance(step, _Event):
+                launches.event(step.what == "wait", stream + step.stream, event + step.number)
+            elif isinstance(step, _Zeros):
+                launches.zeros(step.at, step.size, stream)
+            elif not launches.launch(step.kernel, stream + step.stream, step.parameters):
+                raise _Unplannable(f"{step.kernel.kernel.name} has other parameters")
+        return parts
+
+    def run(self, inputs: Sequence[Tensor], addresses: list[int]) -> Any:
+        device = self._device
+        if device.type == "cuda" and compat.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self.run(inputs, addresses)
+        if self._calls and torch.is_autocast_enabled(device.type):
+            # Autocast had its say when the call was recorded.
+            with torch.amp.autocast(device.type, enabled=False):
+                return self._made(inputs, addresses)
+        return self._made(inputs, addresses)
+
+    def _made(self, inputs: Sequence[Tensor], words: list[int]) -> Any:
+        tensors: list[Any] = [*inputs]
+        for layout in self._allocated:
+            t = self._empty(*layout)
+            tensors.append(t)
+            words.append(t.data_ptr())
+        scratch, start = None, 0
+        if self._scratch:
+            scratch = self._empty((self._scratch + _PAGE,), (1,), torch.uint8)
+            start = -(-scratch.data_ptr() // _PAGE) * _PAGE
+        tensors.append(scratch)
+        words += (start, *[0] * self._results, self._handle(), *self._beside)
+        events = None
+        if self._events:
+            events = self._unused.pop() if self._unused else _new_events(self._events)
+            words += [e.cuda_event for e in events]
+        try:
+            for part in self._parts:
+                part(tensors, words)
+        except BaseException:
+            # What the other streams use is not freed before they are done.
+            for stream in self._streams:
+                torch.cuda.current_stream(self._device).wait_event(stream.record_event())
+            raise
+        if events is not None:
+            self._unused.append(events)
+        return self._result(tensors)
+
+
+def _new_events(number: int) -> list[torch.cuda.Event]:
+    events = [torch.cuda.Event() for _ in range(number)]
+    for event in events:
+        event.record()  # which makes it
+    return events
+
+
+class _Again:
+    """An ATen operator's call, made again; `first` is the base of the first tensor that it makes."""
+
+    def __init__(self, call: _Call, layouts: _Layouts, first: int) -> None:
+        self._func, self._new, self._several, self._first = call.func, call.new, call.several, first
+        self._given = _built((call.args, tuple(call.kwargs.values())), None, layouts)
+        self._names = tuple(call.kwargs)
+
+    def __call__(self, tensors: list[Any], words: list[int]) -> None:
+        args, named = self._given(tensors)
+        out = self._func(*args, **dict(zip(self._names, named)))
+        for base, i in enumerate(self._new, self._first):
+            t = out[i] if self._several else out
+            tensors.append(t)
+            words[base] = t.data_ptr()
+
+
+def _built(
+    shape: Any, views: Sequence[_View | None] | None, layouts: _Layouts
+) -> Callable[[list[Any]], Any]:
+    """What makes something of the tensors at the bases: shape with tensors for its views, which are in `views` where
+    it has numbers for them."""
+    if views is not None and type(shape) is _Number:
+        shape = views[shape]
+    kind = type(shape)
+    if kind is _View:
+        return _seen(shape, layouts)
+    if kind is _Empty:
+        size, stride, dtype = shape
+        return lambda tensors: tensors[0].new_empty_strided(size, stride, dtype=dtype)
+    if kind not in (list, tuple) or (views is None and not _has_views(shape)):
+        return lambda tensors: shape
+    parts = [_built(s, views, layouts) for s in shape]
+    return lambda tensors: kind([part(tensors) for part in parts])
+
+
+def _has_views(args: Any) -> bool:
+    if isinstance(args, _View):
+        return True
+    return type(args) in (list, tuple) and any(map(_has_views, args))
+
+
+def _seen(view: _View, layouts: _Layouts) -> Callable[[list[Any]], Tensor]:
+    """What makes the view of the tensors at the bases."""
+    (base, offset), size, stride, dtype = view
+    if layouts.of[base] == (size, stride, dtype) and not offset:
+        return operator.itemgetter(base)
+    last = sum((n - 1) * s for n, s in zip(size, stride))
+    end = offset + (last + 1) * dtype.itemsize
+
+    def of_scratch(tensors: list[Any]) -> Tensor:
+        t = tensors[base]
+        start = -t.data_ptr() % _PAGE
+        return t[start + offset : start + end].view(dtype).as_strided(size, stride)
+
+    def of_tensor(tensors: list[Any]) -> Tensor:
+        t = tensors[base]
+        if t.dtype != dtype:
+            t = t.view(-1).view(dtype)  # what has been allocated is dense
+        return t.as_strided(size, stride, t.storage_offset() + offset // dtype.itemsize)
+
+    return of_scratch if layouts.of[base] is None else of_tensor

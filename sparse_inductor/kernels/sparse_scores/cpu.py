@@ -8,12 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import shutil
-import subprocess
-import tempfile
 import threading
 from pathlib import Path
 
@@ -21,13 +16,14 @@ import torch
 from torch import Tensor
 
 from ...ops._threads import workers
+from ..common.native import compiled
 
 __all__ = ["best_keys", "checksum", "ready"]
 
 log = logging.getLogger("sparse_inductor")
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=off", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off")
 
 _PART = 1 << 19  # words that a thread adds up at a time: 4 MiB
 
@@ -93,7 +89,7 @@ def checksum(t: Tensor, keys: Tensor) -> tuple[int, int]:
 def _load() -> None:
     global _library
     try:
-        library = ctypes.CDLL(str(_compiled()))
+        library = compiled(SOURCE, *FLAGS, depends_on=_processor())
     except Exception as error:  # no compiler, no folder to write to: ATen serves
         log.debug("the search of a SparseIndex is not compiled: %s", error, exc_info=True)
         return
@@ -105,25 +101,6 @@ def _load() -> None:
     add.argtypes = [pointer, number, number, number, pointer, number, pointer]
     add.restype = None
     _library = library
-
-
-def _compiled() -> Path:
-    """The library, compiled if this machine has not done so before."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler: set CXX")
-    what = [compiler, *FLAGS, _processor(), SOURCE.read_text()]
-    name = hashlib.sha256("\0".join(what).encode()).hexdigest()[:32]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    library = Path(base) / "sparse_inductor" / f"{name}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, timeout=300)
-            made.replace(library)
-    return library
 
 
 def _processor() -> str:

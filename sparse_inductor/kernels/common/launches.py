@@ -1,0 +1,142 @@
+"""A list of launches that is made again with other addresses, in one call of C++ (launches.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import logging
+import struct
+import subprocess
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ... import compat
+from ...compat.triton import KernelLaunch, headers
+from .native import compiled
+
+__all__ = ["Address", "LaunchList", "Library", "TensorMap", "available", "library"]
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+# What launches.cpp calls of the driver, in its order.
+FUNCTIONS = (
+    "cuLaunchKernelEx",
+    "cuMemsetD8Async",
+    "cuEventRecord",
+    "cuStreamWaitEvent",
+    "cuFuncGetParamInfo",
+    "cuTensorMapReplaceAddress",
+    "cuCtxGetCurrent",
+    "cuCtxSetCurrent",
+)
+
+
+class Address(NamedTuple):
+    """A parameter that is given an address: bytes behind the one in a word."""
+
+    base: int
+    offset: int
+
+
+class TensorMap(NamedTuple):
+    """A parameter that is given a tensor map of what is at the address."""
+
+    address: Address
+    like: bytes
+
+
+Parameter = int | float | Address | TensorMap
+
+
+class Library(NamedTuple):
+    """What is compiled of launches.cpp, and the functions that it calls."""
+
+    calls: ctypes.CDLL
+    driver: ctypes.Array[ctypes.c_void_p]
+
+
+@functools.cache
+def available() -> Library | None:
+    """The library; None where it cannot be compiled or the driver has not all functions."""
+    try:
+        driver = compat.cuda_driver()
+        return library([ctypes.cast(driver[name], ctypes.c_void_p) for name in FUNCTIONS])
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        log.debug("no launch is made again: %s", error, exc_info=True)
+        return None
+
+
+def library(functions: Sequence[ctypes.c_void_p]) -> Library:
+    """The library that calls these functions."""
+    calls = compiled(SOURCE, "-O2", f"-I{headers()}")
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    calls.sparse_launches_new.argtypes, calls.sparse_launches_new.restype = [pointer], pointer
+    calls.sparse_launches_free.argtypes = [pointer]
+    calls.sparse_launches_count.argtypes = [pointer]
+    calls.sparse_launches_event.argtypes = [pointer, number, number, number]
+    calls.sparse_launches_zeros.argtypes = [pointer, number, number, size, size]
+    calls.sparse_launches_add.argtypes = [
+        pointer, pointer, number, pointer, number, pointer, pointer, number
+    ]  # fmt: skip
+    calls.sparse_launches_run.argtypes = [pointer, number, number, ctypes.c_char_p]
+    return Library(calls, (pointer * len(functions))(*functions))
+
+
+class LaunchList:
+    """Launches, and events between streams, in order. Addresses, streams and events are words, given to a `part`."""
+
+    def __init__(self, library: Library, words: int) -> None:
+        self._library = library.calls
+        self._plan = self._library.sparse_launches_new(library.driver)
+        weakref.finalize(self, self._library.sparse_launches_free, self._plan)
+        self._pack = struct.Struct(f"={words}Q").pack
+        self._kernels: list[Any] = []  # what is launched stays loaded
+
+    def __len__(self) -> int:
+        return int(self._library.sparse_launches_count(self._plan))
+
+    def launch(self, kernel: KernelLaunch, stream: int, parameters: Sequence[Parameter]) -> bool:
+        """Add a launch on the stream in a word; False where the driver says that the kernel has other parameters."""
+        described = [_described(p) for p in parameters]
+        maps = [p.like for p in parameters if isinstance(p, TensorMap)]
+        flat = struct.pack(f"={3 * len(described)}q", *itertools.chain(*described))
+        numbers = struct.pack("=8q", *kernel.grid, *kernel[2:])
+        self._kernels.append(kernel.kernel)
+        return not self._library.sparse_launches_add(
+            self._plan, kernel.kernel.function, stream, numbers, len(described), flat, b"".join(maps), len(maps)
+        )  # fmt: skip
+
+    def zeros(self, at: Address, size: int, stream: int) -> None:
+        """Add that bytes at an address become zero, on the stream in a word."""
+        self._library.sparse_launches_zeros(self._plan, stream, *at, size)
+
+    def event(self, waits: bool, stream: int, event: int) -> None:
+        """Add that the event in a word is recorded in the stream in another one, or that the stream waits for it."""
+        self._library.sparse_launches_event(self._plan, waits, stream, event)
+
+    def part(self, first: int, last: int) -> Callable[[Any, Sequence[int]], None]:
+        """What makes the launches from one up to another, called with something and the words."""
+        run, plan, pack = self._library.sparse_launches_run, self._plan, self._pack
+
+        def made(_: Any, words: Sequence[int], of: LaunchList = self) -> None:
+            error = run(plan, first, last, pack(*words))
+            if error:
+                raise RuntimeError(f"CUDA error {error}: {compat.cuda_error(error)}")
+
+        return made
+
+
+def _described(p: Parameter) -> tuple[int, int, int]:
+    """Kind, word and value, as launches.cpp takes them."""
+    if isinstance(p, Address):
+        return 2, *p
+    if isinstance(p, TensorMap):
+        return 3, *p.address
+    if isinstance(p, float):
+        return 1, 0, struct.unpack("=q", struct.pack("=d", p))[0]
+    return 0, 0, p if p < 2**63 else p - 2**64
