@@ -164,6 +164,10 @@ TABLE: Sequence[Row] = (
         "2026-11-26", least={"tokens": 2048, "weight": 40 * _MILLION, "branches": 2}, most={"training": 0},
     ),
     Row(
+        "relu_ffn", "sm90", 0.006, "gated: 1.46x at 0.3 % active, 1.10x at 0.6 % on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 11 * _MILLION, "branches": 2}, most={"training": 0},
+    ),
+    Row(
         "relu_ffn", "sm90", 0.005, "plain: 1.28x to 1.49x at 0.4 % active, 1.15x to 1.32x at 0.6 % on an H100",
         "2026-11-26", least={"tokens": 4096}, most={"training": 0},
     ),
@@ -173,8 +177,8 @@ TABLE: Sequence[Row] = (
     ),
     Row(
         "relu_ffn", "sm90", 0,
-        "17 to 2,047 rows: no gain at any density on an H200; up to 4,095 of small weights the host is "
-        "waited for, 0.86x to 1.10x on an H100",
+        "17 to 2,047 rows: no gain at any density on an H200; up to 4,095 of small weights 0.86x to 1.10x on an "
+        "H100, which waited for the host",
         "2026-11-26", most={"training": 0},
     ),
     Row(
@@ -188,6 +192,10 @@ TABLE: Sequence[Row] = (
     Row(
         "relu_ffn", "sm90", 0.005, "training, plain: 1.19x to 1.67x at 0.4 % active, 0.94x at 0.6 % on an H100",
         "2026-11-26", least={"tokens": 8192},
+    ),
+    Row(
+        "relu_ffn", "sm90", 0.006, "training, gated: 1.41x at 0.4 % active, 1.15x at 0.6 % on an H100",
+        "2026-11-26", least={"tokens": 2048, "weight": 11 * _MILLION, "branches": 2},
     ),
     Row(
         "relu_ffn", "sm90", 0, "training on few tokens: 0.79x to 1.06x at every density on an H100",
