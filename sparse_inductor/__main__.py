@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument(
             "target",
             metavar="package.module:name",
-            help="a function without arguments, or a factory of a function or (function, arguments)",
+            help="a function without arguments, or a factory of a function or (function, *arguments)",
         )
         as_json(added)
 
@@ -124,11 +124,11 @@ def _explained(options: argparse.Namespace, verify: bool) -> Any:
     """What `explain` says of the target, printed; None, and a line of why, where it cannot be loaded or run."""
     doing = "load"
     try:
-        fn, args = load(options.target)
+        fn, args, kwargs = load(options.target)
         doing = "run"
-        from .explanation.explain import explain
+        from .explanation.explain import explained
 
-        explanation = explain(fn, *args, verify=verify)
+        explanation = explained(fn, args, kwargs, verify=verify)
     except Exception as error:  # of the target: whatever its author's program raises
         said = str(error).strip().partition("\n")[0]
         print(f"cannot {doing} {options.target}: {type(error).__name__}: {said}", file=sys.stderr)
@@ -190,11 +190,12 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
-def load(target: str) -> tuple[Any, tuple[Any, ...]]:
+def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The function and arguments that `package.module:name` names.
 
-    A factory is called; it returns the function or module to compile, alone or with its arguments
-    as `(function, arguments)`. Anything else that it returns means that it is the function itself.
+    A factory is called; it returns the function or module to compile, alone or in front of its arguments:
+    `(function, *arguments)`, `(function, (arguments))` or `(function, {keyword: argument})`. Anything else that it
+    returns means that it is the function itself.
     Raises ValueError, ImportError or AttributeError when there is no such thing.
     """
     module_name, separator, name = target.partition(":")
@@ -208,18 +209,19 @@ def load(target: str) -> tuple[Any, tuple[Any, ...]]:
     named: Any = importlib.import_module(module_name)
     for part in name.split("."):
         named = getattr(named, part)
-    if isinstance(named, tuple) and len(named) == 2 and callable(named[0]):
-        return named[0], tuple(named[1])
-    if not callable(named):
-        raise ValueError(f"{name} is {type(named).__name__}, not a function")
     from torch import nn
 
-    if isinstance(named, nn.Module):
-        return named, ()
-    made = named()
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[0]):
-        return made[0], tuple(made[1])
-    return (made, ()) if callable(made) else (named, ())
+    made = named if isinstance(named, nn.Module) or not callable(named) else named()
+    fn, *args = made if isinstance(made, tuple) and made else (made,)
+    if not callable(fn):
+        fn, args = named, []
+    if not callable(fn):
+        raise ValueError(f"{name} is {type(named).__name__}, not a function")
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        return fn, (), dict(args[0])
+    if len(args) == 1 and isinstance(args[0], (tuple, list)):
+        args = [*args[0]]
+    return fn, tuple(args), {}
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 import sparse_inductor
 from planted import bug_named
 from sparse_inductor import compat, doctor
-from sparse_inductor.__main__ import main
+from sparse_inductor.__main__ import load, main
 from sparse_inductor.reporting import console
 from support import heavy
 
@@ -108,6 +108,25 @@ def test_explain_as_plain_text(tmp_path):
     done = command("explain", "mine:head", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("sparse_inductor: 1 rewrite") and "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("returned", "args", "kwargs"),
+    [
+        ("model", (), {}),
+        ("(model, 1, 2)", (1, 2), {}),
+        ("(model, (1, 2))", (1, 2), {}),
+        ("(model, [1, 2])", (1, 2), {}),
+        ("(model, 1)", (1,), {}),
+        ("(model, {'mask': 1})", (), {"mask": 1}),
+    ],
+)
+def test_what_a_factory_returns(tmp_path, monkeypatch, returned, args, kwargs):
+    (tmp_path / "factories.py").write_text(f"def model(): pass\ndef factory(): return {returned}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "factories", raising=False)
+    fn, *given = load("factories:factory")
+    assert fn.__name__ == "model" and given == [args, kwargs]
 
 
 @pytest.mark.heavy

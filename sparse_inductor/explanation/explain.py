@@ -21,7 +21,7 @@ from ..policy.profile import Site
 from ..policy.worth import Policy
 from ..reporting.findings import Density, Pending, bytes_text
 from ..reporting.graphs import GraphNode, describe
-from ..reporting.records import Report
+from ..reporting.records import AS_WRITTEN, Report
 from ..reporting.source import source_at
 from ..rewrite import Applied, RewritePass
 from ..slots import slot_value
@@ -125,7 +125,7 @@ class Explanation:
             for p in dict.fromkeys(report.pending)
         ]
         if waiting:
-            print_table(("pattern", "where", "because"), waiting, "as written for now")
+            print_table(("pattern", "where", "because"), waiting, AS_WRITTEN)
         missed = [
             (m.pattern, f"{m.location}\n{m.source}", m.reason)
             for m in dict.fromkeys(report.near_misses)

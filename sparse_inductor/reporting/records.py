@@ -245,6 +245,9 @@ class Report:
             }
 
 
+# Over the blocks of `Report.pending`.
+AS_WRITTEN = 'as written for now (policy="always" rewrites it)'
+
 _process_wide = Report()
 
 
@@ -331,7 +334,7 @@ def _found(report: Report) -> list[str]:
             counted = [d for d in report.densities if place_of(d) == place_of(rewrite)]
             lines += rewrite_lines(rewrite, times, checks, counted)
     if pending := report.pending:
-        lines += ["", "as written for now"]
+        lines += ["", AS_WRITTEN]
         for one, times in Counter(pending).items():
             lines += at_line(one, one.reason, times_text(times))
     if near_misses:
