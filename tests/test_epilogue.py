@@ -11,8 +11,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_inductor.epilogue.plan import lower, plan
-from sparse_inductor.epilogue.ranges import REALS, Interval, hoistable_suffix, prove
-from sparse_inductor.epilogue.steps import ROW, SCALAR, Step, dual, parse, render, run, simplified
+from sparse_inductor.epilogue.ranges import hoistable_suffix, prove
+from sparse_inductor.epilogue.steps import (
+    REALS,
+    ROW,
+    SCALAR,
+    Interval,
+    Step,
+    dual,
+    parse,
+    render,
+    run,
+    simplified,
+)
 
 INF = math.inf
 QUICK = settings(

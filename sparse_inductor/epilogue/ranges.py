@@ -15,86 +15,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import compat
-from .steps import ROW, SCALAR, Program, Step, scalar_steps
+from .steps import POSITIVE, REALS, ROW, SCALAR, Interval, Program, Step, guarded, scalar_steps
 
 __all__ = [
-    "BOUNDED_BELOW", "REALS", "Interval", "Proof", "hoistable_suffix", "prove", "shared_bounds", "steep", "undefined",
+    "BOUNDED_BELOW", "Proof", "hoistable_suffix", "prove", "shared_bounds", "steep", "undefined",
 ]  # fmt: skip
 
 _INF = math.inf
 _TINY = 2.0**-24  # what is undefined at 0 is taken to be so up to here
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """A closed interval of the extended reals."""
-
-    lo: float
-    hi: float
-
-    def within(self, other: Interval) -> bool:
-        return other.lo <= self.lo and self.hi <= other.hi
-
-    def __str__(self) -> str:
-        return f"[{self.lo:g}, {self.hi:g}]"
-
-
-REALS = Interval(-_INF, _INF)
-
-
-def _guard(f: Callable[[float], float]) -> Callable[[float], float]:
-    """Python's math raises where IEEE arithmetic overflows."""
-
-    def g(x: float) -> float:
-        try:
-            return f(x)
-        except OverflowError:
-            return _INF
-
-    return g
-
-
-def _log(base: float | None) -> Callable[[float], float]:
-    def f(x: float) -> float:
-        if x == 0:
-            return -_INF
-        return _INF if x == _INF else (math.log(x) if base is None else math.log(x, base))
-
-    return f
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
-
-
-def _softplus(x: float, beta: float) -> float:
-    return x if x * beta > 30 else math.log1p(math.exp(x * beta)) / beta
-
-
-# name -> (domain on which the scalar function below is non-decreasing, the function of (x, *constants)).
-_RISING: dict[str, tuple[Interval, Callable[..., float]]] = {
-    "add": (REALS, lambda x, c: x + c),
-    "clamp_min": (REALS, lambda x, c: max(x, c)),
-    "clamp_max": (REALS, lambda x, c: min(x, c)),
-    **dict.fromkeys("cap minimum".split(), (REALS, lambda x, c: min(x, c))),
-    "maximum": (REALS, lambda x, c: max(x, c)),
-    "relu": (REALS, lambda x: max(x, 0.0)),
-    "log": (Interval(0.0, _INF), _log(None)),
-    "log1p": (Interval(-1.0, _INF), lambda x: -_INF if x == -1 else math.log1p(x)),
-    "log2": (Interval(0.0, _INF), _log(2.0)),
-    "log10": (Interval(0.0, _INF), _log(10.0)),
-    "exp": (REALS, _guard(math.exp)),
-    "expm1": (REALS, _guard(math.expm1)),
-    "sqrt": (Interval(0.0, _INF), math.sqrt),
-    "square": (Interval(0.0, _INF), _guard(lambda x: x * x)),
-    "tanh": (REALS, math.tanh),
-    "sigmoid": (REALS, _sigmoid),
-    "logsigmoid": (REALS, lambda x: -_softplus(-x, 1.0)),
-    "atan": (REALS, math.atan),
-    "asinh": (REALS, math.asinh),
-    "erf": (REALS, math.erf),
-    "softplus": (REALS, lambda x, b, t: _softplus(x, b)),
-}
 
 
 # where a step keeps x, and does not fill in its second constant
@@ -117,18 +45,17 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
     if fn == "add" and math.isinf(c[0]):
         return None
     if fn == "square" and x.hi <= 0:
-        return -1, Interval(-_INF, 0.0), _guard(lambda v: v * v)
+        return -1, Interval(-_INF, 0.0), guarded(lambda v: v * v)
     if fn == "pow":
         p = c[0]
         if p == 0:
             return 1, REALS, lambda v: 1.0
         if p > 0 and p == int(p) and int(p) % 2 == 1:
-            return 1, REALS, lambda v: math.copysign(_guard(lambda u: u**p)(abs(v)), v)
-        positive = Interval(0.0, _INF)
+            return 1, REALS, lambda v: math.copysign(guarded(lambda u: u**p)(abs(v)), v)
         if p > 0:
-            return 1, positive, _guard(lambda v: v**p)
+            return 1, POSITIVE, guarded(lambda v: v**p)
         # 1 / -0.0 is -inf, so 0 is out of the domain.
-        return -1, Interval(math.ulp(0.0), _INF), _guard(lambda v: v**p)
+        return -1, Interval(math.ulp(0.0), _INF), guarded(lambda v: v**p)
     if fn in _JUMPS:  # from v up to t at t, so v may not exceed t
         t, v = c
         return (1, REALS, lambda s: s if _JUMPS[fn](s, t) else v) if v <= t else None
@@ -145,9 +72,10 @@ def _piece(step: Step, x: Interval) -> tuple[int, Interval, Callable[[float], fl
         return (1, REALS, lambda v: s * (v if v > 0 else a * math.expm1(v))) if rises else None
     if fn == "softplus" and (c[0] <= 0 or c[1] < 15):
         return None  # it drops by log1p(exp(-threshold)) / beta where it turns linear: from 15 on, under half an ulp
-    if fn not in _RISING:
+    rising = SCALAR[fn].rises
+    if rising is None:
         return None
-    domain, f = _RISING[fn]
+    domain, f = rising
     return 1, domain, lambda v: f(v, *c)
 
 

@@ -26,25 +26,83 @@ import torch.nn.functional as F
 from .. import compat
 
 __all__ = [
-    "DROPS_NAN", "ROW", "SCALAR", "Program", "Step", "apply", "dual", "dual_parts", "parse", "render", "run",
-    "scalar_steps", "simplified",
+    "DROPS_NAN", "PLAIN", "POSITIVE", "REALS", "ROW", "SCALAR", "Interval", "Program", "Step", "apply", "dual",
+    "dual_parts", "guarded", "parse", "render", "run", "scalar_steps", "simplified",
 ]  # fmt: skip
 
-# name -> (number of constants, value, derivative). `x` is the step's input, `y` its output. A derivative of
-# None marks a step that is flat there; `dual` treats flat as final, as PyTorch's select-based backwards do.
+_INF = math.inf
 _LN2, _LN10 = math.log(2.0), math.log(10.0)
 _SQRT_PI = math.sqrt(math.pi)
 Unary = Callable[..., torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
+class Interval:
+    """A closed interval of the extended reals."""
+
+    lo: float
+    hi: float
+
+    def within(self, other: Interval) -> bool:
+        return other.lo <= self.lo and self.hi <= other.hi
+
+    def __str__(self) -> str:
+        return f"[{self.lo:g}, {self.hi:g}]"
+
+
+REALS, POSITIVE = Interval(-_INF, _INF), Interval(0.0, _INF)
+
+
+@dataclasses.dataclass(frozen=True)
 class Scalar:
-    """One scalar function: `value(x, *c)`, `slope(x, y, *c)` and, if it has flat pieces, `flat(x, *c)`."""
+    """One scalar function, of `x` and `arity` constants `c`; `y` is its result.
+
+    value(x, *c) and slope(x, y, *c) are PyTorch's. flat(x, *c): where no gradient passes, whatever follows, as in
+    PyTorch's backwards that select.
+    rises: the domain on which it is non-decreasing, and what it is of a Python float there, infinity included. None: on
+    none, or on one that depends on the constants (`ranges._piece`).
+    keeps_sign: whether it is 0 at 0, and above 0 exactly where x is.
+    """
 
     arity: int
     value: Unary
     slope: Unary | None = None
     flat: Unary | None = None
+    rises: tuple[Interval, Callable[..., float]] | None = None
+    keeps_sign: bool = False
+
+
+def guarded(f: Callable[[float], float]) -> Callable[[float], float]:
+    """Python's math raises where IEEE arithmetic overflows."""
+
+    def g(x: float) -> float:
+        try:
+            return f(x)
+        except OverflowError:
+            return _INF
+
+    return g
+
+
+def _log(base: float | None) -> Callable[[float], float]:
+    def f(x: float) -> float:
+        if x == 0:
+            return -_INF
+        return _INF if x == _INF else (math.log(x) if base is None else math.log(x, base))
+
+    return f
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+def _softplus(x: float, beta: float) -> float:
+    return x if x * beta > 30 else math.log1p(math.exp(x * beta)) / beta
+
+
+_MAX = REALS, lambda x, c: max(x, c)
+_MIN = REALS, lambda x, c: min(x, c)
 
 
 def _one(x: torch.Tensor, y: torch.Tensor, *_: float) -> torch.Tensor:
@@ -62,17 +120,17 @@ def _at_or(beyond: Unary, x: torch.Tensor, c: float) -> torch.Tensor:
 
 
 SCALAR: dict[str, Scalar] = {
-    "add": Scalar(1, lambda x, c: x + c, _one),
+    "add": Scalar(1, lambda x, c: x + c, _one, rises=(REALS, lambda x, c: x + c)),
     "mul": Scalar(1, lambda x, c: x * c, lambda x, y, c: torch.full_like(x, c)),
     # clamp: a NaN stays, and has no slope; c has the one that it has in the torch in use.
-    "clamp_min": Scalar(1, lambda x, c: x.clamp_min(c), _one, lambda x, c: ~_at_or(torch.gt, x, c)),
-    "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: ~_at_or(torch.lt, x, c)),
+    "clamp_min": Scalar(1, lambda x, c: x.clamp_min(c), _one, lambda x, c: ~_at_or(torch.gt, x, c), _MAX),
+    "clamp_max": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: ~_at_or(torch.lt, x, c), _MIN),
     # torch.maximum and torch.minimum: at a tie each operand has half of the gradient.
-    "maximum": Scalar(1, lambda x, c: x.clamp_min(c), _halved, lambda x, c: x < c),
-    "minimum": Scalar(1, lambda x, c: x.clamp_max(c), _halved, lambda x, c: x > c),
+    "maximum": Scalar(1, lambda x, c: x.clamp_min(c), _halved, lambda x, c: x < c, _MAX),
+    "minimum": Scalar(1, lambda x, c: x.clamp_max(c), _halved, lambda x, c: x > c, _MIN),
     # relu6, hardtanh: no slope at c, nor at a NaN
-    "cap": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: ~(x < c)),
-    "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0),
+    "cap": Scalar(1, lambda x, c: x.clamp_max(c), _one, lambda x, c: ~(x < c), _MIN),
+    "relu": Scalar(0, torch.relu, _one, lambda x: x <= 0, (REALS, lambda x: max(x, 0.0))),
     # v where x <= t (x < t, x > t), else x: a NaN stays
     "threshold": Scalar(2, lambda x, t, v: torch.where(x <= t, v, x), _one, lambda x, t, v: x <= t),
     "fill_below": Scalar(2, lambda x, t, v: torch.where(x < t, v, x), _one, lambda x, t, v: x < t),
@@ -104,24 +162,48 @@ SCALAR: dict[str, Scalar] = {
         2,
         lambda x, b, t: F.softplus(x, b, t),
         lambda x, y, b, t: torch.where(x * b > t, 1.0, torch.sigmoid(x * b)),
+        rises=(REALS, lambda x, b, t: _softplus(x, b)),
     ),
-    "log": Scalar(0, torch.log, lambda x, y: 1 / x),
-    "log1p": Scalar(0, torch.log1p, lambda x, y: 1 / (1 + x)),
-    "log2": Scalar(0, torch.log2, lambda x, y: 1 / (x * _LN2)),
-    "log10": Scalar(0, torch.log10, lambda x, y: 1 / (x * _LN10)),
-    "exp": Scalar(0, torch.exp, lambda x, y: y),
-    "expm1": Scalar(0, torch.expm1, lambda x, y: y + 1),
-    "sqrt": Scalar(0, torch.sqrt, lambda x, y: 0.5 / y),
-    "square": Scalar(0, torch.square, lambda x, y: 2 * x),
+    "log": Scalar(0, torch.log, lambda x, y: 1 / x, rises=(POSITIVE, _log(None))),
+    "log1p": Scalar(
+        0, torch.log1p, lambda x, y: 1 / (1 + x),
+        rises=(Interval(-1.0, _INF), lambda x: -_INF if x == -1 else math.log1p(x)),
+    ),
+    "log2": Scalar(0, torch.log2, lambda x, y: 1 / (x * _LN2), rises=(POSITIVE, _log(2.0))),
+    "log10": Scalar(0, torch.log10, lambda x, y: 1 / (x * _LN10), rises=(POSITIVE, _log(10.0))),
+    "exp": Scalar(0, torch.exp, lambda x, y: y, rises=(REALS, guarded(math.exp))),
+    "expm1": Scalar(
+        0, torch.expm1, lambda x, y: y + 1, rises=(REALS, guarded(math.expm1)), keeps_sign=True
+    ),
+    "sqrt": Scalar(0, torch.sqrt, lambda x, y: 0.5 / y, rises=(POSITIVE, math.sqrt)),
+    "square": Scalar(
+        0, torch.square, lambda x, y: 2 * x, rises=(POSITIVE, guarded(lambda x: x * x))
+    ),
     "pow": Scalar(1, lambda x, p: x.pow(p), lambda x, y, p: p * x.pow(p - 1)),
-    "tanh": Scalar(0, torch.tanh, lambda x, y: 1 - y * y),
-    "sigmoid": Scalar(0, torch.sigmoid, lambda x, y: y * (1 - y)),
-    "logsigmoid": Scalar(0, F.logsigmoid, lambda x, y: torch.sigmoid(-x)),
-    "softsign": Scalar(0, F.softsign, lambda x, y: 1 / (1 + x.abs()).square()),
-    "atan": Scalar(0, torch.atan, lambda x, y: 1 / (1 + x * x)),
-    "asinh": Scalar(0, torch.asinh, lambda x, y: torch.rsqrt(1 + x * x)),
-    "erf": Scalar(0, torch.erf, lambda x, y: 2 / _SQRT_PI * torch.exp(-x * x)),
-}
+    "tanh": Scalar(
+        0, torch.tanh, lambda x, y: 1 - y * y, rises=(REALS, math.tanh), keeps_sign=True
+    ),
+    "sigmoid": Scalar(0, torch.sigmoid, lambda x, y: y * (1 - y), rises=(REALS, _sigmoid)),
+    "logsigmoid": Scalar(
+        0, F.logsigmoid, lambda x, y: torch.sigmoid(-x), rises=(REALS, lambda x: -_softplus(-x, 1.0))
+    ),
+    "softsign": Scalar(  # NaN at infinity, so it does not rise on all reals
+        0, F.softsign, lambda x, y: 1 / (1 + x.abs()).square(), keeps_sign=True
+    ),
+    "atan": Scalar(
+        0, torch.atan, lambda x, y: 1 / (1 + x * x), rises=(REALS, math.atan), keeps_sign=True
+    ),
+    "asinh": Scalar(
+        0, torch.asinh, lambda x, y: torch.rsqrt(1 + x * x), rises=(REALS, math.asinh), keeps_sign=True
+    ),
+    "erf": Scalar(
+        0, torch.erf, lambda x, y: 2 / _SQRT_PI * torch.exp(-x * x), rises=(REALS, math.erf),
+        keeps_sign=True,
+    ),
+}  # fmt: skip
+
+# Functions of one number and nothing else; PyTorch has each under the same name.
+PLAIN = tuple(name for name, function in SCALAR.items() if not function.arity)
 
 # Steps that replace a NaN by their constant.
 DROPS_NAN = frozenset(("above", "at_least"))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .ranges import BOUNDED_BELOW
-from .steps import ROW, Step, run
+from .steps import ROW, SCALAR, Step, run
 
 __all__ = ["zero_threshold"]
 
@@ -79,7 +79,7 @@ _BEFORE: dict[str, Callable[..., float | None]] = {
     "fill_above": lambda c, v, t: t if t < min(c, v) else None,
     "elu": lambda alpha, scale, t: _sign(t) if alpha > 0 and scale > 0 else None,
     "sigmoid": lambda t: 0.0 if t == 0.5 else None,
-    **dict.fromkeys("tanh softsign atan asinh erf expm1".split(), _sign),
+    **{name: _sign for name, function in SCALAR.items() if function.keeps_sign},
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .. import compat
+from ..epilogue.steps import PLAIN
 from .fakes import fake
 
 __all__ = ["INPLACE_OPERATORS", "Call", "canonical", "is_plain", "name_of", "trailing_inplace"]
@@ -43,9 +44,8 @@ class Call:
 
 # name: parameters in positional order. "*x" takes the remaining positional arguments as one tuple.
 _UNARY = (
-    "relu relu6 log log1p log2 log10 exp expm1 exp2 sqrt rsqrt square tanh sigmoid reciprocal neg abs "
-    "atan asinh erf sin cos sign invert logical_not contiguous clone detach alias softsign tanhshrink isnan "
-    "T t mT H mH conj view_as_real sinh cosh tan positive hardsigmoid hardswish silu mish logsigmoid selu erfc "
+    "relu6 exp2 rsqrt reciprocal neg abs sin cos sign invert logical_not contiguous clone detach alias tanhshrink "
+    "isnan T t mT H mH conj view_as_real sinh cosh tan positive hardsigmoid hardswish silu mish selu erfc "
     "floor ceil round trunc zero isinf isfinite lift_fresh max_all min_all zeros_like ones_like"
 ).split()
 _BINARY = (
@@ -53,7 +53,7 @@ _BINARY = (
     "dot copy view_as expand_as"
 ).split()
 _SIGNATURES: dict[str, str] = {
-    **dict.fromkeys(_UNARY, "input"),
+    **dict.fromkeys((*PLAIN, *_UNARY), "input"),
     **dict.fromkeys(_BINARY, "input other"),
     "div": "input other rounding_mode=None",
     **dict.fromkeys("add sub rsub".split(), "input other alpha=1"),

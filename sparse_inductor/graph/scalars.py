@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from .. import compat
-from ..epilogue.steps import Step
+from ..epilogue.steps import PLAIN, Step
 from .names import Call
 from .no_match import NoMatch
 from .view import GraphView
@@ -27,12 +27,7 @@ RECTIFIERS = (
 # Functions without arguments that are one step, or a fixed sequence of steps.
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 _FIXED: dict[str, tuple[Step, ...]] = {
-    **{
-        n: (Step(n),)
-        for n in (
-            "relu log log1p log2 log10 exp expm1 sqrt square tanh sigmoid atan asinh erf logsigmoid softsign"
-        ).split()
-    },
+    **{name: (Step(name),) for name in PLAIN},
     "neg": (Step("mul", (-1.0,)),),
     "reciprocal": (Step("pow", (-1.0,)),),
     "rsqrt": (Step("pow", (-0.5,)),),

@@ -57,12 +57,6 @@ def prepared(e: Emitter, t: fx.Node, prepare: str | float | None) -> fx.Node:
     )
 
 
-_TORCH_CALLS: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "mul": operator.mul, "leaky_relu": F.leaky_relu, "softplus": F.softplus,
-    "threshold": F.threshold, "logsigmoid": F.logsigmoid, "softsign": F.softsign,
-}  # fmt: skip
-
-
 # step -> its comparison with the first constant, and whether that says where to fill the last one in, or what to keep
 _CHOICES: dict[str, tuple[Callable[..., Any], bool]] = {
     "cap": (operator.ge, True),
@@ -86,4 +80,5 @@ def applied(e: Emitter, t: fx.Node, step: Step) -> fx.Node:
     if step.fn == "elu":
         alpha, scale = step.consts
         return e.call(operator.mul, e.call(F.elu, t, alpha), scale)
-    return e.call(_TORCH_CALLS.get(step.fn) or getattr(torch, step.fn), t, *step.consts)
+    where = operator if step.fn in ("add", "mul") else torch if hasattr(torch, step.fn) else F
+    return e.call(getattr(where, step.fn), t, *step.consts)
