@@ -13,6 +13,7 @@ from recognition import check
 from sparse_inductor import SparseIndex
 from sparse_inductor.kernels.common import replay
 from sparse_inductor.kernels.sparse_scores import search as kernel
+from sparse_inductor.ops import _checked_index as checked
 from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops import sparse_scores
 from support import index_pays, only
@@ -297,6 +298,27 @@ def test_documents_that_stay_the_same_are_searched(monkeypatch):
     assert searches() == before
     q[2, 1] = float("inf")
     assert search()[0][2].isinf().any() and searches() == before
+    cached.forget()
+
+
+def test_queries_of_many_sizes(monkeypatch):
+    """Launches are kept for few of them, and planned again for the others."""
+    monkeypatch.setattr(cached, "ON_THE_SPOT", 1 << 40)
+    monkeypatch.setattr(checked, "MOST_SIZES", 2)
+    index_pays(monkeypatch)
+    cached.forget()
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, V, (40000, 16), generator=g).cuda()
+    values, q = torch.rand(40000, 16, generator=g).cuda(), queries().cuda()
+    args = ids, values, None, None, 40000, 50, torch.float32, "index", 3
+    search = torch.ops.sparse_inductor.sparse_scores_topk_cached
+    for _ in range(cached.PATIENCE + 1):
+        expected, _ = search(q, *args)
+    for _ in range(3):  # planned, recorded, replayed
+        for rows in range(1, 5):
+            assert torch.equal(search(q[:rows], *args)[0], expected[:rows])
+    (known,) = cached.collections()
+    assert known.searches == 13 and 0 < len(known._built._sites) <= 2
     cached.forget()
 
 

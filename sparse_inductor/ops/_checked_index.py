@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import compat
 from . import _sparse_scores_aten as aten
 from ._csr import csr
 from ._dispatch import call_below_autograd
@@ -24,6 +25,9 @@ __all__ = ["CheckedIndex", "Documents", "Found"]
 
 TILE = 1024
 """Words of a checksum's tile, for each half of which there are two keys."""
+
+MOST_SIZES = 64
+"""Sizes of queries and k whose launches are kept."""
 
 Documents = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """ids, values, rows and offsets, as `sparse_scores` takes them."""
@@ -48,7 +52,7 @@ class CheckedIndex:
         device = documents[0].device
         self._slots: list[Slot] = []
         self._sites: dict[Any, tuple[Any, Any]] = {}
-        self._streams: set[int] = set()
+        self._streams: dict[int, torch.cuda.Stream] = {}
         stream = None if ready is None else torch.cuda.Stream(device)
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
             if stream is not None:
@@ -101,11 +105,13 @@ class CheckedIndex:
         from ..kernels.sparse_scores import checksum as kernel
 
         sizes = query.shape, k
-        if sizes not in self._sites:
-            self._sites[sizes] = Site(kernel.checksum), Site(search_cuda)
-        checksum, search = self._sites[sizes]
-        stream = torch.cuda.current_stream(query.device)
-        self._keep_on(stream)
+        sites = self._sites.get(sizes)
+        if sites is None:
+            if len(self._sites) >= MOST_SIZES:
+                self._sites.clear()
+            sites = self._sites[sizes] = Site(kernel.checksum), Site(search_cuda)
+        checksum, search = sites
+        stream = self._stream(query.device)
         slot = self._slots.pop() if self._slots else kernel.Slot.on(query.device)
         checksum(query, documents, self._keys, slot.totals, slot.result)
         slot.event.record(stream)
@@ -117,13 +123,16 @@ class CheckedIndex:
         self._slots.append(slot)
         return sums, not lost, found
 
-    def _keep_on(self, stream: torch.cuda.Stream) -> None:
-        """Keep the index's memory until a stream that searches it is done with it."""
-        if stream.cuda_stream in self._streams:
-            return
-        for t in (*self._operands[0], self._operands[2]):
-            t.record_stream(stream)
-        self._streams.add(stream.cuda_stream)
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The current stream; the index's memory is kept until it is done with it."""
+        handle = compat.raw_stream(device)
+        stream = self._streams.get(handle)
+        if stream is None:
+            stream = torch.cuda.current_stream(device)
+            for t in (*self._operands[0], self._operands[2]):
+                t.record_stream(stream)
+            self._streams[handle] = stream
+        return stream
 
 
 def _plain(query: Tensor) -> Tensor:

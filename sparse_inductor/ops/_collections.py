@@ -141,6 +141,7 @@ class Collection:
         self._storages = [weakref.ref(t.untyped_storage()) for t in _held(documents, held)]
         self._versions = self._versions_of(documents)
         self._calls, self._patience = 0, PATIENCE
+        self.unrest = self._find_unrest()
         self._built: CheckedIndex | None = None
         self._building = False
         self._why = ""  # there is no index, and none will be built
@@ -153,9 +154,8 @@ class Collection:
     def _versions_of(self, documents: Documents) -> tuple[int, ...]:
         return tuple(0 if t.is_inference() else t._version for t in _held(documents, self._held))
 
-    @property
-    def unrest(self) -> Unrest:
-        """Of documents of this shape."""
+    def _find_unrest(self) -> Unrest:
+        """That of documents of this shape, looked up where they change: a search only counts in it."""
         return unrest_of(self.device, self.num_terms, self._shape)
 
     @property
@@ -219,6 +219,7 @@ class Collection:
                 self.changes += 1
                 self._patience *= 2
             self._built, self._calls, self._versions, self._why = None, 0, versions, ""
+            self.unrest = self._find_unrest()
             self.unrest.changed += 1
 
     def _count(self, query: Tensor, documents: Documents, k: int) -> None:
