@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+import re
 
 import pytest
 import torch
@@ -297,6 +299,21 @@ def test_a_device_without_a_row_is_left_alone():
 def test_every_pattern_has_break_even_points():
     assert {row.operator for row in break_even.TABLE} == {*registered()}
     assert all(callable(getattr(p, "worth", None)) for p in registered().values())
+
+
+def test_every_row_can_be_reached():
+    """The first row that fits decides: none may stand behind one that fits wherever it does."""
+    for at, row in enumerate(break_even.TABLE):
+        assert re.fullmatch(r"sm\d{2,3}|cuda|cpu", row.where), row
+        assert 0 <= row.below <= 1, row
+        for earlier in break_even.TABLE[:at]:
+            if earlier.operator == row.operator and earlier.where in (
+                row.where,
+                "cuda" if row.where.startswith("sm") else "",
+            ):
+                narrower = [row.least.get(n, -1) < v for n, v in earlier.least.items()]
+                narrower += [row.most.get(n, math.inf) > v for n, v in earlier.most.items()]
+                assert any(narrower), (earlier, row)
 
 
 @pytest.mark.parametrize(("gated", "below"), [(False, 0), (True, 0.008)])

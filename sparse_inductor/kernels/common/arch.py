@@ -8,7 +8,7 @@ import torch
 
 from ... import layers
 
-__all__ = ["capability", "compute_capability"]
+__all__ = ["capability", "compute_capability", "shared_memory"]
 
 
 def capability(device: torch.device) -> tuple[int, int]:
@@ -20,3 +20,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """The GPU's own, whatever is asked for."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have of the GPU's: 227 KiB on an H100, 163 on an A100, 99 on an RTX 4090."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from ..common.arch import shared_memory
 from ..common.epilogue import encode, evaluate
 from ..common.launch import relaunched
 from ..common.pdl import pdl_options, wait_for_previous
@@ -140,8 +141,8 @@ def _listed_tile(t: torch.Tensor, found: list) -> tuple[list, bool, dict[str, in
     if not able:
         tile["BN"] = tile["PART"]
         if t.is_cuda and t.dtype != torch.float32:
-            # A few tiles of long sums, which wait for memory: six stages of 24 KB are as much as three of BN columns.
-            tile["num_stages"] = 6
+            # A few tiles of long sums, which wait for memory: six stages of 24 KiB are as much as three of BN columns.
+            tile["num_stages"] = min(6, shared_memory(t.device) // (24 * 1024))
     return found if able else [None] * len(found), able, tile
 
 

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
+from ..common.arch import shared_memory
 from ..common.epilogue import encode, evaluate, evaluate_rows, row_arguments
 from ..common.launch import relaunched, sm_count
 from .positions import Positions
@@ -61,13 +62,14 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
     """The tile for this dtype, program and machine."""
     if hidden.device.type != "cuda":
         return Tile(32, 32, 32, 4, 1)  # interpreter: small, so that small shapes take several tiles
-    shared = torch.cuda.get_device_properties(hidden.device).shared_memory_per_block_optin
     if hidden.dtype == torch.float32:
         if torch.get_float32_matmul_precision() == "highest":
             # FMA units: 32 accumulators a thread leave room for operands
             return Tile(64, 64, 32, 4, 2, quarters=False)
         return Tile(128, 128, 32, 8, 2)  # tf32: 4-byte operands, 64 KiB of stages
-    if shared < 160 * 1024:  # consumer cards: 3 stages of 128 x 256 x 64 need 144 KiB
+    if (
+        shared_memory(hidden.device) < 160 * 1024
+    ):  # consumer cards: 3 stages of 128 x 256 x 64 need 144 KiB
         return Tile(128, 128, 32, 8, 3)
     if (
         inner
