@@ -241,6 +241,16 @@ def test_rows_without_keys_pass_an_added_masks_gradient_on(dtype, causal, device
     assert without.any(-1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, heavy(torch.float32)])
+@pytest.mark.parametrize("causal", [False, heavy(True)])
+def test_padding_of_keys(dtype, causal, device):
+    """On the right, on the left, with a key dropped in between, and of all keys: alike for the rows of a sequence."""
+    tensors = operands(device, B=4, H=1, dtype=dtype, variance=0.5)
+    j = torch.arange(tensors[1].shape[2], device=device)
+    keep = torch.stack([j < 38, j >= 9, (j > 2) & (j != 17), j < 0])[:, None, None]
+    check(*tensors, mask=keep, causal=causal)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [16, 64, 128])

@@ -203,7 +203,9 @@ def forward_few(
 ) -> None:
     """Fill out [B, H, Lq, Dv], reference and shift fp32 [B, H, Lq]; tau = reference + shift."""
     x, tile = problem.operands(), _tile(problem)
-    C, tiles = problem.fixed(tile), triton.cdiv(x.Lk, tile.keys)
+    # A tile's rows are of several heads.
+    C = problem.fixed(tile)._replace(BIAS_ROWS=tl.constexpr(True), MASK_ROWS=tl.constexpr(True))
+    tiles = triton.cdiv(x.Lk, tile.keys)
     scores = shift.new_empty((*shift.shape, x.Lk))
     maxima = shift.new_empty((*shift.shape, tiles))
     columns = torch.empty_like(scores, dtype=torch.int32)

@@ -83,6 +83,9 @@ class Fixed(NamedTuple):
     KIND: int
     HAS_BIAS: bool
     HAS_MASK: bool
+    BIAS_ROWS: bool
+    """Whether a bias, or in the next a mask, may differ from row to row of a head."""
+    MASK_ROWS: bool
     HAS_ALPHA: bool
     CAUSAL: bool
     FINITE_FILL: bool
@@ -130,8 +133,8 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
     if problem.interpreted:
         return Tile(16, 16, 4, 1)  # small, so that small shapes take several tiles
     width = max(problem.width, problem.value_width)
-    # Operands beside the scores take registers.
-    busy = problem.bias is not None or problem.mask is not None
+    # Tiles of operands beside the scores take registers.
+    busy = any(problem.by_row)
     if problem.q.dtype == torch.float32:
         # FMA units: few accumulators a thread, 4-byte operands in shared memory.
         return Tile(64, 32, 4, 2) if width <= 64 else Tile(32, 32, 4, 1)
@@ -261,6 +264,12 @@ class Problem:
         return 4 if self.q.element_size() == 2 and not busy else 1
 
     @property
+    def by_row(self) -> tuple[bool, bool]:
+        """Whether there is a bias, and a mask, that may differ from row to row; padding of keys does not."""
+        bias, mask = (t is not None and t.stride(2) != 0 for t in (self.bias, self.mask))
+        return bias, mask
+
+    @property
     def kind(self) -> int:
         """What `powers` are computed by."""
         general = HARDWARE if self.q.is_cuda and self.q.element_size() == 2 else GENERAL
@@ -291,6 +300,7 @@ class Problem:
             self.kind,
             self.bias is not None,
             self.mask is not None,
+            *self.by_row,
             self.alpha is not None,
             self.causal,
             self.finite_fill,
@@ -391,6 +401,17 @@ def entry_pointers(m, i, j):
 
 
 @triton.jit
+def load_entries(m, i, j, head, ROWS: tl.constexpr):
+    """Entries [len(i), len(j)] of a bias or a mask, zeros outside; [1, len(j)] unless they differ by ROWS."""
+    inside = (j < head.last_key)[None, :]
+    if ROWS:
+        x = tl.load(entry_pointers(m, i, j), mask=(i < head.Lq)[:, None] & inside, other=0)
+    else:
+        x = tl.load(m.start + j.to(tl.int64)[None, :] * m.column, mask=inside, other=0)
+    return x
+
+
+@triton.jit
 def load_tile(m, i, limit, EDGE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     """[len(i), BD] of a matrix [., D]; zeros beyond D and, at an EDGE, from row `limit` on."""
     d = tl.arange(0, BD)
@@ -468,11 +489,11 @@ def tile_scores(q, k, i, j, row, head, EDGE: tl.constexpr, C: tl.constexpr):
     inside = (i < head.Lq)[:, None] & (j < head.last_key)[None, :]
     kept = inside
     if C.HAS_BIAS:
-        bias = tl.load(entry_pointers(head.bias, i, j), mask=inside, other=0.0)
+        bias = load_entries(head.bias, i, j, head, C.BIAS_ROWS)
         x += bias.to(tl.float32) * row.am1[:, None]
     x = x - row.reference[:, None]
     if C.HAS_MASK:
-        kept = kept & (tl.load(entry_pointers(head.mask, i, j), mask=inside, other=0) != 0)
+        kept = kept & (load_entries(head.mask, i, j, head, C.MASK_ROWS) != 0)
         x = tl.where(kept, x, row.fill[:, None])
     if EDGE:
         if C.CAUSAL:
