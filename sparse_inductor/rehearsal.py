@@ -49,7 +49,7 @@ def rehearse(inserted: Iterable[fx.Node], env: Any | None) -> None:
 def _forward_and_backward(op: Any, args: Any, kwargs: Any) -> None:
     leaves = [t for t in pytree.tree_leaves((args, kwargs)) if getattr(t, "requires_grad", False)]
     mode = next((t.fake_mode for t in leaves if hasattr(t, "fake_mode")), contextlib.nullcontext())
-    with differentiating_fakes(), mode:
+    with differentiating_fakes(), mode, compat.symbolic_sizes():
         results = [t for t in tensors_in(op(*args, **kwargs)) if t.requires_grad]
         if results:
             given = [torch.empty_like(t) for t in results]

@@ -50,7 +50,7 @@ def whole(t: Tensor | None) -> Tensor | None:
 
 
 def assert_steps_alike(got: list[Tensor | None], wanted: list[Tensor | None]) -> None:
-    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)  # of gradients up to 30
 
 
 # Higher-order operators

@@ -82,6 +82,7 @@ from .runtime import (
     read_outside_modes,
     storage_key,
     stream_getter,
+    symbolic_sizes,
     transforms_active,
     unobserved,
     works_beside_captures,

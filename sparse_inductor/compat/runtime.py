@@ -83,6 +83,14 @@ def unobserved() -> Iterator[None]:
         yield
 
 
+def symbolic_sizes() -> contextlib.AbstractContextManager[None]:
+    """Operators that are made of others take fake tensors of symbolic sizes: that of a linear in torch 2.11 asks for
+    their number of elements, unless its Python decomposition is used."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()
+
+
 def transforms_active() -> bool:
     """Whether a transform of torch.func is under way."""
     return torch._C._are_functorch_transforms_active()

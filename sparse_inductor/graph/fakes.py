@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .. import compat
+
 __all__ = [
     "attribute",
     "bounds",
@@ -50,7 +52,7 @@ def evaluated(node: fx.Node) -> Any:
     """What a call gives on the fake values of its arguments; autograd records nothing of it."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
     mode = next((t.fake_mode for t in tensors_in((args, kwargs)) if hasattr(t, "fake_mode")), None)
-    with mode or contextlib.nullcontext(), torch.no_grad():
+    with mode or contextlib.nullcontext(), compat.symbolic_sizes(), torch.no_grad():
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         assert callable(node.target)
