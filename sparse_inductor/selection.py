@@ -12,6 +12,7 @@ from . import compat
 from .fingerprint import fingerprint, package_hash
 from .pattern import Pattern, registered, unknown_pattern
 from .policy.worth import Policy, policies
+from .reporting.findings import count_text
 from .rewrite import Outcome, RewritePass
 
 __all__ = ["SKIP_VARIABLE", "Names", "Session", "StrictError"]
@@ -108,7 +109,9 @@ class Session:
         else:
             names = frozenset() if self.matched else frozenset(self.patterns)
         if self.graphs:
-            otherwise = f"nothing resembles it in what was compiled ({self.graphs} graphs)"
+            otherwise = (
+                f"nothing resembles it in what was compiled ({count_text(self.graphs, 'graph')})"
+            )
         else:
             otherwise = "nothing was compiled"
         return {name: self.nearly.get(name, otherwise) for name in sorted(names)}

@@ -283,7 +283,7 @@ def _switch(session: Session | None, late: bool = True, keep_equal: bool = True)
             raise
         _state.session = session
     if late:
-        _warn_of_the_past()
+        _warn_of_the_past(4 if keep_equal else 5)  # `enabled` is entered through contextlib
 
 
 def _install() -> None:
@@ -310,16 +310,16 @@ def _set_up(pattern: Pattern, teardowns: contextlib.ExitStack) -> None:
         teardowns.callback(setup())
 
 
-def _warn_of_the_past() -> None:
+def _warn_of_the_past(stacklevel: int) -> None:
     if not compat.runs_pre_grad_passes():
         warn(
             "torch._inductor.config.use_pre_grad_passes is False: "
             "sparse_inductor can rewrite nothing",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
     if compat.anything_compiled():
         warn(
             "sparse_inductor was enabled after something had been compiled: that code stays as it "
             "is. Call torch._dynamo.reset() to have it compiled again, or enable before the first call.",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )

@@ -263,8 +263,11 @@ def test_a_block_ends_after_an_exception_too():
 
 def test_enable_after_a_compile_warns_and_says_what_to_do():
     captured(relu_of_sum, X)
-    with pytest.warns(UserWarning, match=r"torch._dynamo.reset\(\)"):
+    with pytest.warns(UserWarning, match=r"torch._dynamo.reset\(\)") as warned:
+        with sparse_inductor.enabled():
+            pass
         sparse_inductor.enable()
+    assert [w.filename for w in warned] == [__file__] * 2  # of the caller
 
 
 def test_where_warnings_are_errors_it_is_logged(caplog):

@@ -58,7 +58,6 @@ def compile_all() -> None:
 
 
 @pytest.mark.heavy
-@pytest.mark.newest
 def test_listed_rows_fit() -> None:
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = str(ROOT)
