@@ -18,7 +18,7 @@ from sparse_inductor.graph.fakes import complete, fake
 from sparse_inductor.graph.names import name_of
 from sparse_inductor.graph.selection import Assigned, selections
 from sparse_inductor.graph.shapes import order_of
-from sparse_inductor.graph.view import GraphView
+from sparse_inductor.graph.view import GraphView, label
 from sparse_inductor.graph.vocabulary import COPIES, PARTS, REGROUPS, REORDERS, SHAPE_OPS, SPREADS
 from test_match import capture, returned, tensor
 
@@ -48,6 +48,21 @@ def run_up_to(node: fx.Node, *args: Any) -> torch.Tensor:
         if n.op == "placeholder" and n not in known:
             known[n] = graph.node_copy(n)
     return fx.GraphModule(node.graph.owning_module, graph)(*args)
+
+
+def test_a_call_that_no_table_knows_has_its_own_name():
+    """Dynamo calls the node as the program calls the variable."""
+
+    def assigned(x):
+        mine = x.masked_scatter(x > 0, x)
+        return mine
+
+    def of_torch(x):
+        mine = torch.masked_scatter(x, x > 0, x)
+        return mine
+
+    for fn in (assigned, of_torch):
+        assert label(returned(capture(fn, X))) == "masked_scatter"
 
 
 # Copies, views

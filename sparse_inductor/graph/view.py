@@ -39,8 +39,11 @@ def label(node: fx.Node) -> str:
         name = re.sub(r"^[lL]_|_$", "", str(node.target))
         name = re.sub(r"^self_", "", name)
         return re.sub(r"_?(modules|parameters|buffers)_", ".", name).strip(".")
-    call = canonical(node)
-    return call.name if call is not None else getattr(node.target, "__name__", node.name)
+    if (call := canonical(node)) is not None:
+        return call.name
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", node.name)
 
 
 class Unknown(Exception):
