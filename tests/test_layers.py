@@ -20,9 +20,9 @@ from triton.runtime.jit import JITFunction
 
 import sparse_inductor
 from sparse_inductor import ability, doctor, layers
+from sparse_inductor.aten import sparse_scores as scoring
 from sparse_inductor.layers import KernelWarning, Layer, Operator
 from sparse_inductor.ops import _dispatch, _merge
-from sparse_inductor.ops import _sparse_scores_aten as scoring
 from sparse_inductor.pattern import registered
 from sparse_inductor.testing import compile_without_codegen
 from support import Promises, one_in
@@ -501,8 +501,8 @@ def test_compiled_training_goes_on_where_kernels_fail(name, request):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """ATen implementations ask nothing of a CPU's tensors either."""
-    for module in ("_linear_max_aten", "_relu_ffn_aten", "_sparse_scores_aten"):
-        aten = importlib.import_module(f"sparse_inductor.ops.{module}")
+    for module in ("ops._linear_max_aten", "ops._relu_ffn_aten", "aten.sparse_scores"):
+        aten = importlib.import_module(f"sparse_inductor.{module}")
         monkeypatch.setattr(aten, "looks_at", lambda t: False)
 
 

@@ -7,19 +7,18 @@ import graphlib
 import pathlib
 from collections.abc import Iterator
 
-ROOT = pathlib.Path(__file__).parent.parent
-PACKAGE = "sparse_inductor"
+from sources import PACKAGE, ROOT, source_files
+
 # Each of their folders has a place of its own in the order.
 DIVIDED = ("match", "kernels")
 
 
 def modules() -> dict[str, pathlib.Path]:
-    files = [*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "patterns").glob("*.py")]
     found = {}
-    for file in files:
+    for file in source_files():
         parts = [*file.relative_to(ROOT).with_suffix("").parts]
         if parts[0] == "patterns":
-            parts.insert(0, PACKAGE)
+            parts.insert(0, PACKAGE.name)
         found[".".join(parts).removesuffix(".__init__")] = file
     return found
 
@@ -40,7 +39,7 @@ def imported(module: str, file: pathlib.Path) -> Iterator[str]:
             parts = module.split(".")
             up = node.level - (file.name == "__init__.py")
             target = ".".join(filter(None, [*parts[: len(parts) - up], target]))
-        if target.split(".")[0] == PACKAGE:
+        if target.split(".")[0] == PACKAGE.name:
             yield from (f"{target}.{alias.name}" for alias in node.names)
 
 
@@ -67,5 +66,7 @@ def test_what_is_below_does_not_know_what_is_above():
     for name, targets in found.items():
         if name.startswith(("kernels", "ops", "index", "epilogue", "compat")):
             assert not targets & recognition, name
+        if name.startswith("kernels"):
+            assert "ops" not in targets, name
         if name.startswith("graph"):
             assert not any(t.startswith(("match", "patterns")) for t in targets), name

@@ -8,14 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
-PACKAGE = ROOT / "sparse_inductor"
-FILES = [
-    path
-    for folder in (PACKAGE, ROOT / "patterns")
-    for path in sorted(folder.rglob("*.py"))
-    if PACKAGE / "compat" not in path.parents
-]
+from sources import PACKAGE, ROOT, source_files
+
+FILES = [path for path in source_files() if PACKAGE / "compat" not in path.parents]
 
 LIBRARIES = ("torch", "triton", "functorch")
 # Without a public name, but documented for use outside of torch.

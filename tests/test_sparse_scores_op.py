@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_inductor.ops import _sparse_scores_aten as aten
+from sparse_inductor.aten import sparse_scores as aten
 from sparse_inductor.ops import sparse_scores
 
 B, N, V, L = 3, 25, 17, 6

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparse_inductor
-from sparse_inductor.ops import _sparse_rows_aten as aten
+from sparse_inductor.aten import sparse_rows as aten
 from sparse_inductor.testing import (
     assert_matches_reference,
     assert_rewrites,

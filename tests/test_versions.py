@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
+from sources import ROOT, source_files
 from sparse_inductor.doctor import TESTED_TORCH, TESTED_TRITON
 
-ROOT = Path(__file__).resolve().parents[1]
 NAMED = {"torch": TESTED_TORCH, "triton": TESTED_TRITON}
 
 
@@ -33,16 +32,15 @@ def test_make_versions_runs_the_oldest_and_the_newest_torch():
 
 
 def test_sources_parse_as_python_3_10():
-    for folder in ("sparse_inductor", "patterns"):
-        for path in (ROOT / folder).rglob("*.py"):
-            ast.parse(path.read_text(), str(path), feature_version=(3, 10))
+    for path in source_files():
+        ast.parse(path.read_text(), str(path), feature_version=(3, 10))
 
 
 @pytest.mark.parametrize("private", [r"triton\.knobs", r"triton\.compiler", r"triton\.__version__"])
 def test_triton_is_reached_into_in_one_module(private):
     found = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "sparse_inductor").rglob("*.py")
+        for path in source_files()
         if re.search(private, path.read_text())
     }
     assert found <= {"sparse_inductor/compat/triton.py"}

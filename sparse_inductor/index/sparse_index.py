@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sparse_inductor import compat
 from sparse_inductor.ops._dispatch import autocast_off
-from sparse_inductor.ops._threads import apart
 from sparse_inductor.ops.index_search import enrol
+from sparse_inductor.threads import apart
 
 from . import storage
 from .contents import Contents, segments_of

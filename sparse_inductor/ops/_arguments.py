@@ -18,19 +18,12 @@ __all__ = [
     "differ",
     "fits",
     "known",
-    "looks_at",
     "same",
 ]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 IMPACTS = (torch.uint8, torch.int8, torch.int16, *INTEGERS)  # quantised weights
-
-
-def looks_at(t: torch.Tensor) -> bool:
-    """Whether an ATen implementation may decide by what a tensor holds: for a GPU's the host would wait, and no CUDA
-    graph could be captured."""
-    return t.device.type == "cpu"
 
 
 def as_rows(t: torch.Tensor) -> torch.Tensor:

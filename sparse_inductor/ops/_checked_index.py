@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import compat
-from . import _sparse_scores_aten as aten
-from ._csr import csr
+from ..aten import sparse_scores as aten
+from ..aten.csr import csr
 from ._dispatch import call_below_autograd
 from .index_search import search_cuda
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ..aten import looks_at
+from ..aten.csr import csr
 from ..epilogue.plan import Lowered, Plan
 from ..epilogue.steps import Program, apply, dual, dual_parts, run
-from ._arguments import looks_at
-from ._csr import csr
 
 # One tile of logits is this many tokens by columns: 4 MiB in fp32, about a core's share of the outer caches.
 # Smaller tiles make the GEMM itself slower, larger ones send the reduction to memory.

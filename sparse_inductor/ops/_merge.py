@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..aten.top import keys_with_ids, scores_and_ids
 from ..layers import Operator, has_kernels, launches
-from ._top import keys_with_ids, scores_and_ids
 
 __all__ = ["keys", "merged"]
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..aten import looks_at
 from ..epilogue.steps import Program, dual_parts, run
-from ._arguments import looks_at
 
 __all__ = ["Block", "Packed", "backward", "forward"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import looks_at
+from ..aten import looks_at
 
 __all__ = ["matmul", "outer"]
 

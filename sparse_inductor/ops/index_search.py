@@ -21,9 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..aten.top import keys_of, keys_with_ids, scores_and_ids
+from ..threads import apart, workers
 from ._dispatch import define, register_on_gpu
-from ._threads import apart, workers
-from ._top import keys_of, keys_with_ids, scores_and_ids
 
 __all__ = ["Searched", "enrol", "search_cuda"]
 

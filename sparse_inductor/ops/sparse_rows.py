@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _sparse_rows_aten as aten
+from ..aten import sparse_rows as aten
 from ._arguments import FLOATS, INTEGERS, as_rows, differ, known, same, turned_as
 from ._dispatch import (
     as_autocast,

@@ -19,12 +19,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..aten import sparse_scores as aten
+from ..aten.top import best_of
 from ..compat import below_autograd
-from . import _sparse_scores_aten as aten
 from ._arguments import FLOATS, INTEGERS, known, same
 from ._dispatch import autocast_off, define, first_order, launches, outside_transforms, register
 from ._sharding import Rule, dims
-from ._top import best_of
 
 __all__ = [
     "DOCS",

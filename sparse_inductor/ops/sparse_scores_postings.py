@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from . import _sparse_scores_aten as aten
+from ..aten import sparse_scores as aten
 from ._arguments import FLOATS, IMPACTS, INTEGERS, fits
 from ._dispatch import define, register
 from ._sharding import Rule, dims

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparse_inductor.aten.top import best_of
 from sparse_inductor.index.segment import Segment
 from sparse_inductor.index.sources import collection_of
 from sparse_inductor.kernels.common import replay
@@ -13,7 +14,6 @@ from sparse_inductor.kernels.sparse_scores import accumulate, documents, merge, 
 from sparse_inductor.kernels.sparse_scores import best as best_documents
 from sparse_inductor.kernels.sparse_scores import checksum as checksums
 from sparse_inductor.kernels.sparse_scores import cpu as native
-from sparse_inductor.ops._top import best_of
 from support import heavy
 
 CHUNK = 256

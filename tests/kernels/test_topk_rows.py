@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparse_inductor.aten import sparse_rows as aten
 from sparse_inductor.kernels.sparse_rows import sums as topk_sums
 from sparse_inductor.kernels.sparse_rows import topk as topk_rows
-from sparse_inductor.ops import _sparse_rows_aten as aten
 from support import heavy
 
 INF, NAN = float("inf"), float("nan")

@@ -22,6 +22,7 @@ from fuzz.kept import kept, tensor
 from fuzz.program import Program
 from fuzz.vocabulary import entmax15, negate_
 from planted.bug import Plant, instead, result
+from sparse_inductor.aten import sparse_scores as scores
 from sparse_inductor.graph import checks, effects
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.comparisons import Edge
@@ -29,7 +30,6 @@ from sparse_inductor.match.entmax.layout import Attention
 from sparse_inductor.match.scoring.scored import Scores
 from sparse_inductor.ops import _linear_max_aten as head
 from sparse_inductor.ops import _relu_ffn_aten as block
-from sparse_inductor.ops import _sparse_scores_aten as scores
 
 __all__ = ["OVERLOOKED", "Overlooked"]
 

@@ -10,8 +10,8 @@ import torch
 
 from planted import bug
 from planted.bug import Plant, Program, instead, result
+from sparse_inductor.aten import sparse_scores as aten
 from sparse_inductor.match.scoring.scored import Scores
-from sparse_inductor.ops import _sparse_scores_aten as aten
 
 PATTERN = "sparse_scores"
 N, L, V, B = 12, 5, 30, 3

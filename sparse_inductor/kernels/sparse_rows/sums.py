@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops import _sparse_rows_aten as aten
+from ...aten import sparse_rows as aten
 from ..common.launch import Launcher, launch
 from ..relu_ffn.backward import TokenLists
 

@@ -118,7 +118,7 @@ def search(
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best [B, k] of scores [B, N], of any strides, as `ops._top.best_of` has them: in the dtype of the scores,
+    """The k best [B, k] of scores [B, N], of any strides, as `aten.top.best_of` has them: in the dtype of the scores,
     and int64 ids."""
     B, N = scores.shape
     found, ids = _results(scores, B, k)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...ops._threads import workers
+from ...threads import workers
 from ..common.native import compiled
 
 __all__ = ["best_keys", "checksum", "ready"]
@@ -53,7 +53,7 @@ def best_keys(
     first: int,
     k: int,
 ) -> Tensor:
-    """int64 keys (`sparse_inductor.ops._top`) of the k best documents of a segment, in no order.
+    """int64 keys (`sparse_inductor.aten.top`) of the k best documents of a segment, in no order.
 
     postings: offsets int64 [V + 1], docs int32, weights fp32. query: fp32 [V], finite. barred: bool [documents], or
     None. first: the id of the segment's first document.

@@ -24,9 +24,9 @@ import triton
 import triton.language as tl
 
 from sparse_inductor.layers import launches
-from sparse_inductor.ops import _sparse_scores_aten as aten
-from sparse_inductor.ops._top import best_of
 
+from ...aten import sparse_scores as aten
+from ...aten.top import best_of
 from ..common.arch import capability
 from ..common.launch import relaunched, sm_count
 from ..common.pdl import pdl_options

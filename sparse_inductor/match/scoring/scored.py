@@ -47,7 +47,7 @@ class Scores:
 
     kept: for a plain sum the axes of the contributions that stay, in the order of the result. rows,
     offsets: how the entries of the other layouts belong to documents. rule: by which PyTorch reads the offsets
-    (`ops._sparse_scores_aten`). num_docs: a size, batch: the
+    (`aten.sparse_scores`). num_docs: a size, batch: the
     axis of the result that is the batch. accumulator: the tensor they were added to, if any, or into: the part of one.
     """
 
@@ -176,7 +176,7 @@ _REFUSALS = {
 
 
 def _refusal(node: fx.Node) -> str:
-    """By whose rules a look-up or a scattered sum refuses an index (`ops._sparse_scores_aten`); empty: not known."""
+    """By whose rules a look-up or a scattered sum refuses an index (`aten.sparse_scores`); empty: not known."""
     name = name_of(node) or ""
     if (
         name == "index_add"

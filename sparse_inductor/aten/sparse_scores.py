@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import looks_at
-from ._csr import csr
+from . import looks_at
+from .csr import csr
 
 __all__ = ["Documents", "blocks", "compute_dtype", "documents", "transposed"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._arguments import looks_at
+from . import looks_at
 
 __all__ = ["PIECE", "Columns", "columns", "cut_up", "decode", "dots", "encode", "outer", "top"]
 
