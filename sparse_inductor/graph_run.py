@@ -18,13 +18,14 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from . import compat
 from .admission import unrewritable, without_kernels
 from .graph.fakes import complete, fake, tensors_in
 from .graph.saved import copying_what_is_written
-from .layouts import keep_layouts, layouts
+from .layouts import keep_apart, keep_layouts, layouts
 from .pattern import Match, Miss, Pattern, Sparse
 from .policy.decisions import Decisions
 from .rehearsal import rehearse
@@ -113,6 +114,8 @@ class GraphRun:
             self._done = self._replace(accepted, records_of)
             if self._done:
                 keep_layouts(self.graph, before)
+                if torch.is_grad_enabled():
+                    keep_apart(self.graph)
             self.decisions.watch(self.graph)
         self.rewrites = [records_of[id(c)] for c in reversed(self._done)]
         if self.trace:

@@ -1,4 +1,4 @@
-"""A graph's results keep their strides: whoever called the compiled function can see them.
+"""A graph's results keep their strides and are tensors of their own: whoever called the compiled function sees both.
 
 Operators return contiguous tensors. Where a replaced operation's result was laid out otherwise (documents first, say,
 and then transposed) and is returned as it is, it is copied into that order of dimensions.
@@ -6,14 +6,16 @@ and then transposed) and is returned as it is, it is copied into that order of d
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import fx
 
-from .graph.fakes import fake, same_size
+from .graph.fakes import fake, same_size, same_sizes
+from .graph.vocabulary import COPIES, VIEWS
 
-__all__ = ["keep_layouts", "layouts"]
+__all__ = ["keep_apart", "keep_layouts", "layouts"]
 
 
 def layouts(graph: fx.Graph) -> list[list[int] | None]:
@@ -48,12 +50,71 @@ def _laid_out(graph: fx.Graph, output: fx.Node, node: fx.Node, order: list[int])
     return node
 
 
+def keep_apart(graph: fx.Graph) -> None:
+    """Tell apart calls of an operator that are equal, `detach()` and the like aside, and whose results are returned.
+
+    AOTAutograd computes equal calls once, but for functions of a single tensor that is returned. The operators here
+    have several in training, and one tensor in the place of two results would get the gradients of both.
+    """
+    made = {_made_by(n) for n in _results(graph) if isinstance(n, fx.Node)}
+    returned = {n for n in made if getattr(n.target, "namespace", "") == "sparse_inductor"}
+    if len({n.target for n in returned}) == len(returned):
+        return
+    first: dict[str, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    equal: Counter[fx.Node] = Counter()
+    for node in list(graph.nodes):
+        if _changes_nothing(node):
+            same[node] = same[node.args[0]]
+            continue
+        given = fx.map_arg((node.args, node.kwargs), lambda n: same[n])
+        same[node] = first.setdefault(f"{node.op} {node.target} {given}", node)
+        if node in returned:
+            for _ in range(equal[same[node]]):
+                node.args = (_seen_anew(graph, node), *node.args[1:])
+            equal[same[node]] += 1
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether AOTAutograd may take a node for its argument."""
+    if _name(node) not in _SHOWS or not node.args or node.all_input_nodes != [node.args[0]]:
+        return False
+    new, old = fake(node), fake(node.args[0])
+    if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)):
+        return False
+    return new.dtype == old.dtype and same_sizes(new.shape, old.shape)
+
+
+def _seen_anew(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The first argument of a call, by two views that undo each other."""
+    given: Any = node.args[0]
+    for method in ("unsqueeze", "squeeze"):
+        value = getattr(fake(given), method)(0)
+        with graph.inserting_before(node):
+            new = graph.call_method(method, (given, 0))
+        new.meta = {**given.meta, "example_value": value}
+        given = new
+    return given
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """Whose memory a node shows."""
+    while _name(node) in _SHOWS and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+_SHOWS = VIEWS | COPIES | frozenset("getattr reshape detach _get_data_attr to float".split())
 _MOVES = frozenset(("t", "transpose", "permute", "swapaxes", "movedim", "T", "mT"))
 
 
 def _actual(node: fx.Node) -> Any:
     """The fake value of a node as it is now: transposed by the program, it still has the strides that it had."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = _name(node)
     if name == "getattr" and node.args[1] in _MOVES:
         return getattr(_actual(node.args[0]), node.args[1])
     moves = name in _MOVES and node.op in ("call_method", "call_function")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import sparse_inductor
 from sparse_inductor.testing import compile_without_codegen
@@ -50,3 +51,25 @@ def test_results_have_the_strides_of_the_program(fn, dynamic):
     for e, g in zip(*((t,) if isinstance(t, torch.Tensor) else t for t in (expected, got))):
         assert g.stride() == e.stride()
         torch.testing.assert_close(g, e)
+
+
+@pytest.mark.parametrize("family", ["head", "block"])
+def test_equal_calls_return_tensors_of_their_own(family):
+    """AOTAutograd computes them once, and each result has its own gradient."""
+    up, down = nn.Linear(6, 16), nn.Linear(16, 6)
+    f = (lambda t: up(t).relu().amax(1)) if family == "head" else (lambda t: down(up(t).relu()))
+    program = lambda x: (f(x), f(x.detach()), f(x.view_as(x).data), f(x), f(x * 2))
+
+    def gradient(fn):
+        x = torch.linspace(-1, 1, 60).view(2, 5, 6).requires_grad_()
+        results = fn(x)
+        assert len({r.untyped_storage().data_ptr() for r in results}) == len(results)
+        sum((n + 1) * r.square().sum() for n, r in enumerate(results)).backward()
+        return x.grad
+
+    expected = gradient(program)
+    with sparse_inductor.enabled(policy="always"):
+        sparse_inductor.report().clear()
+        compiled = gradient(compile_without_codegen(program))
+        assert len(sparse_inductor.report().rewrites) == 5
+    torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-4)
