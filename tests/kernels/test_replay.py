@@ -44,6 +44,10 @@ class Config(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
 def kind_of(a) -> Any:
     if isinstance(a, tuple):
         return tuple(map(kind_of, a))
@@ -137,6 +141,8 @@ class Driver:
         values = [kind.from_address(given[i]) for i, kind in enumerate(compiled.types())]
         numbers = [v if isinstance(v, Map) else v.value for v in values]
         self.configs.append(Config.from_buffer_copy(config[0]))
+        given_attributes = (Attribute * config[0].number).from_address(config[0].attributes)
+        self.attributes = {a.id: tuple(a.value) for a in given_attributes}
         compiled.kernel.launched += 1
         compiled.kernel.body(*numbers, *compiled.constants)
         return self.code
@@ -516,7 +522,9 @@ def test_a_kernel_is_launched_as_triton_does(early, driver, monkeypatch):
         call(x, [], "a")
     config = driver.configs[-1]
     assert (config.x, config.y, config.z, config.threads, config.shared) == (2, 1, 1, 128, 256)
-    assert config.number == 2 + early
+    nothing = (0,) * 13
+    wanted = {4: (2, 1, 1, *nothing), 5: (1, 0, 0, *nothing)}  # clusters, spread over the GPU
+    assert driver.attributes == wanted | ({6: (1, 0, 0, *nothing)} if early else {})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A list of launches that is made again with other addresses, in one call of C++ (launches.cpp)."""
+"""A list of launches that is made again with other addresses, in one call of C (launches.c)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Address", "LaunchList", "Library", "TensorMap", "available", "librar
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_suffix(".c")
 
-# What launches.cpp calls of the driver, in its order.
+# What launches.c calls of the driver, in its order.
 FUNCTIONS = (
     "cuLaunchKernelEx",
     "cuMemsetD8Async",
@@ -54,7 +54,7 @@ Parameter = int | float | Address | TensorMap
 
 
 class Library(NamedTuple):
-    """What is compiled of launches.cpp, and the functions that it calls."""
+    """What is compiled of launches.c, and the functions that it calls."""
 
     calls: ctypes.CDLL
     driver: ctypes.Array[ctypes.c_void_p]
@@ -132,7 +132,7 @@ class LaunchList:
 
 
 def _described(p: Parameter) -> tuple[int, int, int]:
-    """Kind, word and value, as launches.cpp takes them."""
+    """Kind, word and value, as launches.c takes them."""
     if isinstance(p, Address):
         return 2, *p
     if isinstance(p, TensorMap):

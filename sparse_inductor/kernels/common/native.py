@@ -1,4 +1,5 @@
-"""C++ that is compiled on the machine that runs it, once, by the compiler that torch.compile and Triton need."""
+"""C and C++ that is compiled once on the machine that runs it, by the compilers that Triton (C) and torch.compile on a
+CPU (C++) need."""
 
 from __future__ import annotations
 
@@ -12,16 +13,23 @@ from pathlib import Path
 
 __all__ = ["compiled"]
 
+# By a source's suffix: the variable that names the compiler, the language, and compilers to look for.
+_COMPILERS = {
+    ".c": ("CC", "gnu11", "gcc", "clang"),
+    ".cpp": ("CXX", "c++17", "g++", "clang++"),
+}
+
 
 def compiled(source: Path, *flags: str, depends_on: str = "") -> ctypes.CDLL:
     """The library of a source file; depends_on: what else its code depends on.
 
     Raises OSError or subprocess.SubprocessError where there is no compiler or no folder to write to.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    variable, standard, *names = _COMPILERS[source.suffix]
+    compiler = os.environ.get(variable) or next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
-        raise FileNotFoundError("there is no C++ compiler: set CXX")
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", *flags]
+        raise FileNotFoundError(f"there is no compiler of {source.suffix} files: set {variable}")
+    command = [compiler, f"-std={standard}", "-shared", "-fPIC", *flags]
     what = [*command, depends_on, source.read_text()]
     name = hashlib.sha256("\0".join(what).encode()).hexdigest()[:32]
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

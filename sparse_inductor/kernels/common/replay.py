@@ -4,7 +4,7 @@ Between a call and its kernels lie checks, plans, allocations and views: 0.1 to 
 than the kernels of a small batch take. None of it depends on what the tensors hold. So the second call with the same
 shapes, strides, dtypes, alignments and options is recorded, as what it allocates, launches and calls of ATen; from the
 third on that is done again with the new tensors' addresses, out of one allocation for all that is not returned, and
-with one call of C++ for all launches between two calls of ATen (`launches`).
+with one call of C for all launches between two calls of ATen (`launches`).
 
 A call that does anything else on the way (reads a number off the GPU, uses another stream than those of `SideStream` or
 a tensor of its own from before) is not recorded and goes its usual way; so does one with more than `MOST_SCRATCH` to

@@ -1,0 +1,229 @@
+// The launches of a recorded call (replay.py), made one after the other with new addresses.
+//
+// A step launches a kernel, writes zeros, records an event in a stream or has a stream wait for one. What differs from
+// call to call is in one array of 64-bit words: addresses, then handles of streams and events.
+
+#include <cuda.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Functions of the CUDA driver, in the order of `launches.py`.
+typedef struct {
+    __typeof__(&cuLaunchKernelEx) launch;
+    __typeof__(&cuMemsetD8Async) set;
+    __typeof__(&cuEventRecord) record;
+    __typeof__(&cuStreamWaitEvent) wait;
+    __typeof__(&cuFuncGetParamInfo) parameter;
+    __typeof__(&cuTensorMapReplaceAddress) replace_address;
+    __typeof__(&cuCtxGetCurrent) context;
+    __typeof__(&cuCtxSetCurrent) set_context;
+} Driver;
+
+enum { NUMBER, FLOAT, ADDRESS, TENSOR_MAP };
+
+// What a kernel's parameter is given: a number's bits, or the address `value` bytes behind the one in word `base`, by
+// itself or in the next of the step's tensor maps.
+typedef struct {
+    int64_t kind;
+    int64_t base;
+    int64_t value;
+} Parameter;
+
+enum { MOST_PARAMETERS = 256, MOST_MAPS = 16, MOST_ATTRIBUTES = 4 };
+// Behind its parameters a kernel of Triton has two pointers to scratch memory, here null.
+enum { SCRATCH = 2 };
+
+enum { LAUNCH, ZEROS, RECORD, WAIT };
+
+typedef struct {
+    int kind;
+    int stream, other;  // words: the stream, and the event or the address that zeros are behind
+    size_t offset, bytes;
+    CUfunction function;
+    CUlaunchConfig config;
+    CUlaunchAttribute attributes[MOST_ATTRIBUTES];
+    int count;
+    Parameter* parameters;
+    CUtensorMap* maps;
+} Step;
+
+typedef struct {
+    Driver driver;
+    CUcontext context;
+    int count;
+    Step** steps;
+} Plan;
+
+static CUresult launch(const Driver* driver, Step* step, const uint64_t* words) {
+    void* given[MOST_PARAMETERS + SCRATCH];
+    uint64_t values[MOST_PARAMETERS + SCRATCH];
+    CUtensorMap maps[MOST_MAPS];
+    int used = 0;
+    for (int i = 0; i < step->count + SCRATCH; i++) {
+        given[i] = &values[i];
+        values[i] = 0;
+        if (i >= step->count) continue;
+        const Parameter* p = &step->parameters[i];
+        values[i] = p->kind < ADDRESS ? (uint64_t)p->value : words[p->base] + p->value;
+        if (p->kind == TENSOR_MAP) {
+            maps[used] = step->maps[used];
+            CUresult failed = driver->replace_address(&maps[used], (void*)values[i]);
+            if (failed) return failed;
+            given[i] = &maps[used++];
+        }
+    }
+    CUlaunchConfig config = step->config;
+    config.hStream = (CUstream)words[step->stream];
+    config.attrs = step->attributes;
+    return driver->launch(&config, step->function, given, NULL);
+}
+
+// Whether the driver knows the kernel with these parameters; floats get the bits of their size.
+static int fits(const Driver* driver, Step* step) {
+    size_t at, size;
+    for (int i = 0; i < step->count + SCRATCH; i++) {
+        if (driver->parameter(step->function, i, &at, &size)) return 0;
+        if (i >= step->count) {
+            if (size != sizeof(CUdeviceptr)) return 0;
+            continue;
+        }
+        Parameter* p = &step->parameters[i];
+        int known = p->kind == NUMBER    ? size <= 8
+                    : p->kind == FLOAT   ? size == 4 || size == 8
+                    : p->kind == ADDRESS ? size == sizeof(CUdeviceptr)
+                                         : size == sizeof(CUtensorMap);
+        if (!known) return 0;
+        if (p->kind == FLOAT && size == 4) {
+            double exact;
+            memcpy(&exact, &p->value, sizeof exact);
+            float rounded = (float)exact;
+            p->value = 0;
+            memcpy(&p->value, &rounded, sizeof rounded);
+        }
+    }
+    return driver->parameter(step->function, step->count + SCRATCH, &at, &size) != CUDA_SUCCESS;
+}
+
+static CUlaunchAttributeValue* attribute(Step* step, CUlaunchAttributeID id) {
+    CUlaunchAttribute* made = &step->attributes[step->config.numAttrs++];
+    made->id = id;
+    return &made->value;
+}
+
+// A new step with room for parameters and tensor maps; NULL without memory.
+static Step* step_of(int kind, int stream, int other, int count, int map_count) {
+    size_t maps = (sizeof(Step) + 63) / 64 * 64;  // at a multiple of what a tensor map is aligned to
+    size_t parameters = maps + map_count * sizeof(CUtensorMap);
+    size_t bytes = parameters + count * sizeof(Parameter);
+    char* memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    if (!memory) return NULL;
+    memset(memory, 0, bytes);
+    Step* step = (Step*)memory;
+    step->kind = kind;
+    step->stream = stream;
+    step->other = other;
+    step->count = count;
+    step->maps = (CUtensorMap*)(memory + maps);
+    step->parameters = (Parameter*)(memory + parameters);
+    return step;
+}
+
+// Takes the step; 0 where it was added.
+static int add(Plan* plan, Step* step) {
+    Step** steps = step ? realloc(plan->steps, (plan->count + 1) * sizeof *steps) : NULL;
+    if (!steps) {
+        free(step);
+        return 1;
+    }
+    steps[plan->count++] = step;
+    plan->steps = steps;
+    return 0;
+}
+
+Plan* sparse_launches_new(const Driver* driver) {
+    Plan* plan = calloc(1, sizeof *plan);
+    if (plan) {
+        plan->driver = *driver;
+        driver->context(&plan->context);
+    }
+    return plan;
+}
+
+void sparse_launches_free(Plan* plan) {
+    for (int i = 0; i < plan->count; i++) free(plan->steps[i]);
+    free(plan->steps);
+    free(plan);
+}
+
+// numbers: grid, threads, shared memory, programs of a cluster, whether it is cooperative, whether it starts early.
+// parameters: `count` of them. maps: of those that are tensor maps. 0 where it was added.
+int sparse_launches_add(Plan* plan, CUfunction function, int stream, const int64_t* numbers, int count,
+                        const void* parameters, const void* maps, int map_count) {
+    if (count > MOST_PARAMETERS || map_count > MOST_MAPS) return 1;
+    Step* step = step_of(LAUNCH, stream, 0, count, map_count);
+    if (!step) return 1;
+    step->function = function;
+    memcpy(step->parameters, parameters, count * sizeof(Parameter));
+    memcpy(step->maps, maps, map_count * sizeof(CUtensorMap));
+    int nothing = !numbers[0] || !numbers[1] || !numbers[2];
+    if (nothing || !fits(&plan->driver, step)) {
+        free(step);
+        return !nothing;
+    }
+    const unsigned cluster = numbers[5];
+    CUlaunchConfig* config = &step->config;
+    config->gridDimX = numbers[0] * cluster;
+    config->gridDimY = numbers[1];
+    config->gridDimZ = numbers[2];
+    config->blockDimX = numbers[3];
+    config->blockDimY = config->blockDimZ = 1;
+    config->sharedMemBytes = numbers[4];
+    if (numbers[7])
+        attribute(step, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)->programmaticStreamSerializationAllowed = 1;
+    if (numbers[6]) attribute(step, CU_LAUNCH_ATTRIBUTE_COOPERATIVE)->cooperative = 1;
+    if (cluster != 1) {
+        CUlaunchAttributeValue* size = attribute(step, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION);
+        size->clusterDim.x = cluster;
+        size->clusterDim.y = size->clusterDim.z = 1;
+        attribute(step, CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE)->clusterSchedulingPolicyPreference =
+            CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
+    }
+    return add(plan, step);
+}
+
+int sparse_launches_zeros(Plan* plan, int stream, int base, size_t offset, size_t bytes) {
+    Step* step = step_of(ZEROS, stream, base, 0, 0);
+    if (step) {
+        step->offset = offset;
+        step->bytes = bytes;
+    }
+    return add(plan, step);
+}
+
+int sparse_launches_event(Plan* plan, int wait, int stream, int event) {
+    return add(plan, step_of(wait ? WAIT : RECORD, stream, event, 0, 0));
+}
+
+int sparse_launches_count(const Plan* plan) { return plan->count; }
+
+// Steps from `first` up to `last`; 0, or the error with which one of them failed.
+int sparse_launches_run(Plan* plan, int first, int last, const uint64_t* words) {
+    const Driver* driver = &plan->driver;
+    CUcontext current = NULL;
+    CUresult failed = driver->context(&current);
+    if (!failed && !current) failed = driver->set_context(plan->context);
+    for (int i = first; i < last && !failed; i++) {
+        Step* step = plan->steps[i];
+        CUstream stream = (CUstream)words[step->stream];
+        if (step->kind == LAUNCH)
+            failed = launch(driver, step, words);
+        else if (step->kind == ZEROS)
+            failed = driver->set(words[step->other] + step->offset, 0, step->bytes, stream);
+        else if (step->kind == RECORD)
+            failed = driver->record((CUevent)words[step->other], stream);
+        else
+            failed = driver->wait(stream, (CUevent)words[step->other], 0);
+    }
+    return failed;
+}
