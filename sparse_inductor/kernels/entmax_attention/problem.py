@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.arch import shared_memory
 from .tau import GENERAL, HARDWARE, exponent_kind
 
 __all__ = [
@@ -135,6 +136,7 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
     width = max(problem.width, problem.value_width)
     # Tiles of operands beside the scores take registers.
     busy = any(problem.by_row)
+    small = shared_memory(problem.q.device) < 160 * 1024  # consumer cards: 99 KiB
     if problem.q.dtype == torch.float32:
         # FMA units: few accumulators a thread, 4-byte operands in shared memory.
         return Tile(64, 32, 4, 2) if width <= 64 else Tile(32, 32, 4, 1)
@@ -159,7 +161,7 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
         }[kernel]
     if width <= 128:
         return {
-            "threshold": Tile(128, 64, 8, 3),
+            "threshold": Tile(128, 64, 8, 2 if busy and small else 3),
             "output": Tile(128, 64, 8, 2),
             "solve": Tile(64, 64, 4, 2),
             "rows": Tile(128, 32, 8, 2),
@@ -170,7 +172,7 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
         "threshold": Tile(64, 64, 8, 2),
         "output": Tile(64, 64, 8, 1),
         "rows": Tile(64, 32, 8, 1),
-        "keys": Tile(32, 64, 8, 1),
+        "keys": Tile(32, 32, 4, 1) if small else Tile(32, 64, 8, 1),
     }[kernel]
 
 
