@@ -50,6 +50,15 @@ def one_is_shifted():
     return theirs <= mine + ahead
 
 
+def column():
+    return torch.arange(L)[:, None]
+
+
+def wrapping(positions):
+    """The last ones are 0, 1, ... again."""
+    return (positions + 250).to(torch.uint8)
+
+
 MASKS = {
     "positions of every sequence": (lambda: not_after(in_order()), "causal"),
     "positions from seven on": (lambda: not_after(in_order() + 7), "causal"),
@@ -61,6 +70,10 @@ MASKS = {
     "positions of two documents": (lambda: not_after(packed()), "mask"),
     "one sequence sees more": (one_is_shifted, "mask"),
     "strictly before": (lambda: gathered(in_order())[1] < gathered(in_order())[0], "mask"),
+    "keys without the first": (lambda: torch.arange(L + 1)[None, 1:] <= column(), "mask"),
+    "rows in another order": (lambda: torch.ones(L, L).tril()[torch.arange(L).flip(0)] > 0, "mask"),
+    "positions that wrap": (lambda: wrapping(torch.arange(L)) <= wrapping(column()), "mask"),
+    "both without the first": (lambda: torch.arange(L + 1)[None, 1:] <= column() + 1, "causal"),
 }
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from .. import compat
-from .indices import only_slices
-from .view import CONSTANT_LIKE, GraphView, fake, same_size
-from .vocabulary import COMPARISONS, COPIES, NEGATIONS, SPREADS, VIEWS
+from .fakes import bounds
+from .indices import expanded_index, only_slices
+from .view import CONSTANT_LIKE, GraphView, fake, same_size, same_sizes, static_size
+from .vocabulary import COMPARISONS, COPIES, NEGATIONS, REGROUPS, REORDERS, SPREADS, VIEWS
 
 __all__ = [
+    "Progression",
     "counting",
     "drowns",
+    "integer",
     "is_parameter",
     "matched_nodes",
     "not_negative",
+    "progression",
     "rounds",
     "uniform",
 ]
@@ -99,30 +103,111 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
     return False
 
 
-_PUTS_ONES = COPIES | {"view", "unsqueeze", "getitem", "select", "squeeze", "cast"}
+_MOVES = COPIES | REORDERS | REGROUPS | {"select", "getitem", "cast"}
+# What holds every position exactly: of 16 bits the positions from 257 or 2,049 on are rounded, of 8 bits they wrap.
+_EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
+
+
+class Progression(NamedTuple):
+    """start, start + step, start + 2 step, ... along one axis, and the same along all others.
+
+    axis: counted from the end; None where the tensor has a single number.
+    """
+
+    axis: int | None
+    start: Any
+    step: Any
+
+
+def progression(view: GraphView, x: Any, reader: fx.Node) -> Progression | None:
+    """The progression that a tensor provably is as `reader` sees it: an arange, moved, cut, and times and plus
+    integers."""
+    if not view.is_tensor(x) or view.value(x, reader) is not x:
+        return None
+    result = view.shape(x)
+    x, passed = view.behind(x, SPREADS | {"repeat"})
+    if passed and view.value(x, passed[-1]) is not x:
+        return None
+    shape = view.shape(x)
+    wide = _wide(shape)
+    if len(wide) > 1 or any(not same_size(result[a - len(shape)], shape[a]) for a in wide):
+        return None
+    axis = len(shape) - wide[0] if wide else None
+    start, step, skipped = 0, 1, 0
+    while (call := view.call(x)) is not None and not call.inplace and view.dtype(x) in _EXACT:
+        if call.name == "arange":
+            first, by = (0, 1) if call.get("end") is None else (call["start"], call.get("step", 1))
+            first, by = integer(view, first, x), integer(view, by, x)
+            if first is None or by is None:
+                return None
+            return Progression(axis, start + step * (first + by * skipped), step * by)
+        inner, other = call.get("input"), call.get("other")
+        if call.name in ("add", "mul") and not view.is_tensor(inner):
+            inner, other = other, inner
+        if not view.is_tensor(inner) or view.value(inner, x) is not inner:
+            return None
+        if call.name != "getitem" and not _alike(view.shape(inner), view.shape(x)):
+            return None
+        if call.name in ("add", "sub", "mul"):
+            number = integer(view, other, x)
+            if number is None or call.get("alpha", 1) != 1:
+                return None
+            if call.name == "mul":
+                step = step * number
+            else:
+                start = start + step * (number if call.name == "add" else -number)
+        elif call.name == "getitem":
+            more = _skipped(view, inner, call["index"])
+            if more is None:
+                return None
+            skipped = skipped + more
+        elif call.name not in _MOVES:
+            return None
+        x = inner
+    return None
+
+
+def _wide(shape: Sequence[Any]) -> list[int]:
+    return [a for a, size in enumerate(shape) if not same_size(size, 1)]
+
+
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are the same but for axes of one element, and at most one of another size."""
+    of_a, of_b = ([s[i] for i in _wide(s)] for s in (a, b))
+    return len(of_a) < 2 and same_sizes(of_a, of_b)
+
+
+def _skipped(view: GraphView, x: fx.Node, index: Any) -> Any:
+    """How many entries of the only axis of x with several lie before those that an index takes, of which it leaves
+    none out; None for other indices."""
+    shape = view.shape(x)
+    items, wide = expanded_index(index, len(shape)), _wide(shape)
+    if items is None or len(wide) > 1 or not only_slices(tuple(items)):
+        return None
+    own = [i for i in items if i is not None]
+    item = own[wide[0]] if wide else slice(None)
+    if not isinstance(item, slice) or item.step not in (None, 1):
+        return None
+    first = integer(view, item.start or 0, x)
+    known = isinstance(first, int) or (first is not None and bounds(first)[0] >= 0)
+    return first if known and not (isinstance(first, int) and first < 0) else None
+
+
+def integer(view: GraphView, x: Any, reader: fx.Node) -> Any:
+    """The integer, a SymInt perhaps, that an argument is; else None."""
+    if isinstance(x, fx.Node) and not view.is_tensor(x):
+        x = fake(x)
+    if isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool):
+        known = static_size(x)
+        return x if known is None else known
+    number = view.const(x, reader)
+    return int(number) if number is not None and number.is_integer() else None
 
 
 def counting(view: GraphView, x: Any, reader: fx.Node) -> int | None:
     """The axis, counted from the end, along which a tensor is provably 0, 1, 2, ..., and the same along all others."""
-    if not view.is_tensor(x) or view.value(x, reader) is not x:
-        return None
-    result = view.shape(x)
-    x, _ = view.behind(x, SPREADS | {"repeat"})
-    shape, call = view.shape(x), view.call(x)
-    wide = [a for a in range(len(shape)) if not same_size(shape[a], 1)]
-    if len(wide) != 1 or not same_size(result[wide[0] - len(shape)], shape[wide[0]]):
-        return None
-    while call is not None and call.name in _PUTS_ONES and not call.inplace:
-        inner = call["input"]
-        if not view.is_tensor(inner) or sum(not same_size(s, 1) for s in view.shape(inner)) != 1:
-            return None
-        if not any(same_size(shape[wide[0]], s) for s in view.shape(inner)):
-            return None  # a part of it
-        if call.name == "getitem" and not only_slices(call["index"]):
-            return None  # in another order
-        x, call = inner, view.call(inner)
-    from_zero = len(x.args) == 1 or (len(x.args) == 2 and x.args[0] == 0)
-    return len(shape) - wide[0] if x.target is torch.arange and from_zero else None
+    found = progression(view, x, reader)
+    return None if found is None or found[1:] != (0, 1) else found.axis
 
 
 def matched_nodes(view: GraphView, nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:

@@ -10,11 +10,12 @@ import torch
 from torch import fx
 
 from ...graph.axes import Placed, above, flat, placed
-from ...graph.fakes import fake, same_size, same_sizes, static_size
+from ...graph.fakes import same_size, same_sizes
+from ...graph.indices import only_slices
 from ...graph.no_match import NoMatch
 from ...graph.selection import selections
 from ...graph.trial import Untestable, region, run
-from ...graph.values import rounds
+from ...graph.values import integer, progression, rounds
 from ...graph.view import GraphView, rounded
 from ...graph.vocabulary import COPIES, VIEWS
 
@@ -135,14 +136,15 @@ def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
         case name if name == "cast" or name in COPIES:
             return view.is_tensor(x) and _triangle(view, x, negate)
         case "unsqueeze" | "view" | "getitem" | "expand" | "expand_as":
-            if not view.is_tensor(x):
+            ordered = call.name != "getitem" or only_slices(call["index"])
+            if not view.is_tensor(x) or not ordered:
                 return False
             inner = view.shape(x)
             kept = len(inner) >= 2 and same_sizes(inner[-2:], shape[-2:])
             return kept and _triangle(view, x, negate)
         case "tril" | "triu":
             filled = view.const(x, node)
-            diagonal = _integer(call.get("diagonal", 0))
+            diagonal = integer(view, call.get("diagonal", 0), node)
             if filled is None or filled == 0 or diagonal is None:
                 return False
             wanted = offset if call.name == "tril" else offset + 1
@@ -152,19 +154,9 @@ def _triangle(view: GraphView, node: fx.Node, negate: bool) -> bool:
     return False
 
 
-def _integer(x: Any) -> Any:
-    if isinstance(x, fx.Node):
-        value = fake(x)
-        if not isinstance(value, (int, torch.SymInt)):
-            return None
-        known = static_size(value)
-        return value if known is None else known
-    return x if isinstance(x, int) else None
-
-
 def _compared(view: GraphView, node: fx.Node, call: Any, negate: bool, offset: Any) -> bool:
     """key position <= query position"""
-    a, b = _positions(view, call["input"]), _positions(view, call["other"])
+    a, b = (_positions(view, call[k], node) for k in ("input", "other"))
     if a is None or b is None or {a[0], b[0]} != {1, 2}:
         return False
     name = call.name if a[0] == 1 else _FLIPPED[call.name]
@@ -176,11 +168,14 @@ def _compared(view: GraphView, node: fx.Node, call: Any, negate: bool, offset: A
     return name in ("le", "lt") and same_size(shift, offset)
 
 
-def _positions(view: GraphView, node: Any) -> tuple[int, Any] | None:
+def _positions(view: GraphView, node: Any, reader: fx.Node) -> tuple[int, Any] | None:
     """(axis from the end, first position) of numbers that count along one axis and are the same along the others."""
     if not view.is_tensor(node):
         return None
-    return _of_arange(view, node) or _of_numbers(view, node)
+    found = progression(view, node, reader)
+    if found is not None and found.step == 1 and found.axis is not None:
+        return found.axis, found.start
+    return _of_numbers(view, node)
 
 
 def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
@@ -193,36 +188,6 @@ def _of_numbers(view: GraphView, node: fx.Node) -> tuple[int, int] | None:
         length, first = lines.shape[1], int(lines[0, 0])
         if length > 1 and bool((lines == torch.arange(first, first + length)).all()):
             return axis, first
-    return None
-
-
-def _of_arange(view: GraphView, node: Any) -> tuple[int, Any] | None:
-    """An arange that lies along one axis."""
-    shape = view.shape(node)
-    along = [i for i, s in enumerate(shape) if not same_size(s, 1)]
-    if len(along) != 1:
-        return None
-    axis = len(shape) - along[0]
-    shift: Any = 0
-    for _ in range(8):
-        call = view.call(node)
-        if call is None or call.inplace:
-            return None
-        if call.name == "arange":
-            if call.get("end") is None:
-                return axis, shift
-            start = _integer(call["start"])
-            return None if start is None or call.get("step", 1) != 1 else (axis, start + shift)
-        if call.name in ("add", "sub") and view.is_tensor(call["input"]):
-            step = _integer(call["other"])
-            if step is None or call.get("alpha", 1) != 1:
-                return None
-            shift = shift + step if call.name == "add" else shift - step
-        elif call.name not in ("unsqueeze", "view", "getitem", "cast", "transpose", "t", "T", "mT"):
-            return None
-        node = call["input"]
-        if not view.is_tensor(node):
-            return None
     return None
 
 

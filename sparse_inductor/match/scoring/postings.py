@@ -20,7 +20,7 @@ from ...graph.emit import Emitter
 from ...graph.indices import only_new_axes
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.values import counting
+from ...graph.values import counting, progression
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, REGROUPS
 from .contributions import Weighted, reshaped
@@ -272,7 +272,11 @@ def _placed(
     shape = view.shape(split)
     if len(shape) != 2 or not same_size(shape[0], found[0]) or not isinstance(shape[1], int):
         raise NoMatch("the accumulators of several queries are not split up by query", node)
-    if not _steps(view, shift, shape[0], shape[1], len(found), path[-1]):
+    steps = progression(view, shift, node)
+    first = steps is not None and (
+        steps.axis == len(found) == len(view.shape(shift)) or same_size(shape[0], 1)
+    )
+    if steps is None or not first or steps.start != 0 or not same_size(steps.step, shape[1]):
         raise NoMatch("the documents are shifted in a way that is not followed", node)
     more = (node, *(() if target is None else (target,)))
     return Postings(split, w, docs, shape[1], 0, (*inner, *more), reads, None)
@@ -310,38 +314,3 @@ def _peeled(view: GraphView, x: Any, reader: fx.Node) -> tuple[list[fx.Node], An
         path.append(x)
         reader, x = x, call["input"]
     return path, x
-
-
-def _steps(view: GraphView, x: Any, count: Any, step: int, ndim: int, reader: fx.Node) -> bool:
-    """Whether `x` is 0, step, 2 step, ... along the first of `ndim` axes and the same along the others."""
-    if not view.is_tensor(x):
-        return False
-    shape = view.shape(x)
-    if len(shape) != ndim or not same_size(shape[0], count):
-        return False
-    if not all(same_size(s, 1) for s in shape[1:]):
-        return False
-    while True:
-        call = view.call(x)
-        if call is not None and call.name == "mul":
-            a, b = call["input"], call["other"]
-            if view.const(b, x) == step:
-                x, step = a, 1
-            elif view.const(a, x) == step:
-                x, step = b, 1
-            else:
-                return False
-        elif call is not None and call.name in _VIEWS and not call.inplace:
-            x = call["input"]
-        else:
-            return _is_range(x, step)
-
-
-def _is_range(x: Any, step: int) -> bool:
-    """arange(count), or arange(0, stop, step); its length is known from its shape."""
-    if not isinstance(x, fx.Node) or x.target is not torch.arange:
-        return False
-    args = x.args
-    if len(args) == 1:
-        return step == 1
-    return args[0] == 0 and (args[2] if len(args) > 2 else 1) == step
