@@ -94,6 +94,8 @@ class GatheredDecode(Recogniser):
             gather = None if rows.written or values.written else rows_of(view, rows.node)
             if gather is not None and topk_of(view, gather.index, gather.node) is not None:
                 ones = _added_axes(view, product, rows, values)
+                if ones is None:
+                    continue
                 call = view.call(gather.node)
                 if call is not None and call.name == "embedding" and (why := table_gradient(call)):
                     raise NoMatch(why, gather.node)
@@ -163,13 +165,13 @@ class GatheredDecode(Recogniser):
 
 def _added_axes(
     view: GraphView, product: Contraction, rows: Operand, values: Operand
-) -> tuple[list[int], list[int]]:
-    """The axes of one element that the values have beside those of the indices, and the product beside [..., D]. Raises
-    NoMatch where it is not a sum over the entries of each row."""
+) -> tuple[list[int], list[int]] | None:
+    """The axes of one element that the values have beside those of the indices, and the product beside [..., D]; None
+    where it is not a sum over the entries of each row. Raises NoMatch where several sums are made of the same rows."""
     *entries, column = rows.axes
     wanted = (values.axes, entries), (product.axes, [*entries[:-1], column])
     if None in rows.axes or any([a for a in axes if a in rows.axes] != of for axes, of in wanted):
-        raise NoMatch("the gathered rows are not summed over the entries of each row", product.node)
+        return None
     first, second = ([i for i, a in enumerate(axes) if a not in of] for axes, of in wanted)
     sizes = [view.shape(values.node)[i] for i in first]
     sizes += [view.shape(product.node)[i] for i in second]
@@ -209,11 +211,6 @@ def _bags(pre, decoder):
     return F.embedding_bag(indices, decoder.weight, per_sample_weights=values, mode="sum")
 
 
-def _not_summed(pre, decoder):
-    values, indices = pre.topk(4, dim=-1)
-    return torch.einsum("bk,bkd->bk", values, decoder.weight[indices])
-
-
 def _read_twice(pre, decoder):
     values, indices = pre.topk(4, dim=-1)
     rows = decoder.weight[indices]
@@ -232,7 +229,6 @@ GatheredDecode.examples = (
     _example("bags", _bags, True),
 )
 GatheredDecode.near_misses = (
-    _example("not_summed", _not_summed, reason="not summed over the entries"),
     _example("read_twice", _read_twice, reason="are read elsewhere"),
     _example("fewer_rows", _fewer_rows, reason="has not one row for each column"),
 )

@@ -387,6 +387,23 @@ def test_what_is_made_under_inference_mode_is_saved_by_nobody():
     assert report.near_misses
 
 
+def test_probabilities_that_are_multiplied_in_inference_mode():
+    """There AOTAutograd takes no views of tensors from outside, such as the operands of attention."""
+
+    def program(q, k, v):
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in (q, k, v))
+        p = entmax.sparsemax(q @ k.transpose(-2, -1) / 8**0.5, dim=-1)
+        with torch.inference_mode():
+            return torch.matmul(p, v)
+
+    q, k, v = torch.randn(3, 2, 5, 8)
+    with only("entmax_attention") as report, torch.no_grad():
+        found = compile_without_codegen(program)(q, k, v)
+    torch.testing.assert_close(found, program(q, k, v))
+    assert not report.rewrites
+    assert any("inference mode" in miss.reason for miss in report.near_misses)
+
+
 def test_a_caller_may_write_to_the_result_of_a_threshold():
     def run(compiled):
         z = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -114,3 +114,22 @@ def test_a_shared_maximum_in_the_longest_sequence_of_a_width():
         )
         (grad,) = torch.autograd.grad(values.sum(), hidden)
         torch.testing.assert_close(grad, torch.full_like(grad, 3 / length))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bounded", [lambda z: z.clamp(min=0), lambda z: z.clamp_min(0)])
+def test_zeros_of_a_block_that_is_clamped_pass_their_gradient_on(dtype, bounded):
+    """A row of padding, whose projection is exactly 0; in 16 bits the threshold below it is no number of its own."""
+    up, down = nn.Linear(8, 32, bias=False, dtype=dtype), nn.Linear(32, 8, dtype=dtype)
+    x = torch.zeros(4, 8, dtype=dtype, requires_grad=True)
+
+    def block(x):
+        return down(bounded(up(x)))
+
+    (wanted,) = torch.autograd.grad(block(x).sum(), x)
+    torch._dynamo.reset()
+    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
+        (got,) = torch.autograd.grad(compile_without_codegen(block)(x).sum(), x)
+        assert len(sparse_inductor.report().rewrites) >= 1
+    assert wanted.abs().max() > 0
+    torch.testing.assert_close(got, wanted)

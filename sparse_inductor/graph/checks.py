@@ -92,6 +92,9 @@ def check_match(view: GraphView, match: _Swallows) -> None:
     known to be the operator's, whatever they do to single values.
     """
     inside = {*match.matched_nodes, match.anchor}
+    if len({view.in_inference_mode(n) for n in inside if n.op.startswith("call")}) > 1:
+        # AOTAutograd takes no views there of tensors from outside, which an operator's operands may be.
+        raise NoMatch("a part of it is computed in inference mode, the rest is not", match.anchor)
     at = getattr(match, "at", match.anchor)
     reads = [
         (source, n)

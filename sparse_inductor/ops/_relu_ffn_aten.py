@@ -40,6 +40,15 @@ class Block:
     g: Program
     zero_threshold: float
 
+    def active(self, gate: Tensor) -> Tensor:
+        """Where the gate is above the zero threshold, or NaN. A comparison rounds a number to the tensor's dtype, and
+        zeros of a clamp at 0, which passes their gradient on, are to stay above it."""
+        at = self.zero_threshold
+        if at and gate.element_size() == 2:
+            info = torch.finfo(gate.dtype)
+            at -= max(abs(at) * info.eps, info.tiny)
+        return ~(gate <= at)
+
     def wide(self, x: Tensor) -> Tensor:
         """fp32 for the elementwise arithmetic, fp64 for fp64."""
         return x if x.dtype == torch.float64 else x.float()
@@ -77,14 +86,14 @@ def _rows(x: Tensor, b: Block, part: slice, stats: Tensor | None, packed: Packed
     gate = F.linear(x, b.gate, b.gate_bias)
     if packed is None and stats is None and len(x) <= _DECODE_ROWS and looks_at(x):
         top = gate if len(x) == 1 else gate.amax(0, keepdim=True)  # a NaN stays
-        columns = (~(top[0] <= b.zero_threshold)).nonzero().squeeze(1)
+        columns = b.active(top[0]).nonzero().squeeze(1)
         if len(columns) <= _DECODE_SHARE * b.gate.shape[0]:
             return _few(x, gate, columns, b)
     up = None if b.up is None else F.linear(x, b.up, b.up_bias)
     if packed is not None and not looks_at(x):
         packed.count[part] = packed.cap + 1
     elif packed is not None:
-        _pack(~(gate <= b.zero_threshold), gate, up, packed, part)
+        _pack(b.active(gate), gate, up, packed, part)
         packed.count[part].masked_fill_(_not_finite(x), packed.cap + 1)
     a = _inplace(b.f, b.wide(gate))
     h = a
@@ -152,7 +161,7 @@ def _unpack(
     if not looks_at(x):
         gate = F.linear(x, b.gate, b.gate_bias)
         up = None if b.up is None else F.linear(x, b.up, b.up_bias)
-        return ~(gate <= b.zero_threshold), gate, up
+        return b.active(gate), gate, up
     count = packed.count[part]
     N = b.gate.shape[0]
     spoiled = _not_finite(d_rows)
@@ -172,7 +181,7 @@ def _unpack(
     if len(again):
         gate[again] = F.linear(x[again], b.gate, b.gate_bias)
         everything = spoiled[again] | _not_finite(x[again])
-        active[again] = ~(gate[again] <= b.zero_threshold) | everything.unsqueeze(1)
+        active[again] = b.active(gate[again]) | everything.unsqueeze(1)
         if up is not None:
             up[again] = F.linear(x[again], b.up, b.up_bias)
     return active, gate, up
