@@ -269,7 +269,7 @@ def _reach(q, largest, head, C: tl.constexpr):
         most = tl.maximum(most, head.fill / head.scale)
     if C.HAS_BIAS:
         reach = tl.sum(tl.abs(q.to(tl.float32)), 1) * tl.load(largest).to(tl.float32)
-        most = tl.maximum(most, LOW / head.scale + reach, propagate_nan=tl.PropagateNan.ALL)
+        most = tl.maximum(most, reach + LOW / head.scale, propagate_nan=tl.PropagateNan.ALL)
     return most
 
 
