@@ -217,6 +217,11 @@ def _read_twice(pre, decoder):
     return (values.unsqueeze(-1) * rows).sum(1), rows.norm(dim=-1)
 
 
+def _several(pre, decoder):
+    values, indices = pre.topk(4, dim=-1)
+    return torch.stack((values, values.relu()), -2) @ decoder.weight[indices]
+
+
 def _fewer_rows(pre, decoder):
     values, indices = pre[:, :20].topk(4, dim=-1)
     return (values.unsqueeze(-1) * decoder.weight[indices]).sum(-2)
@@ -230,6 +235,7 @@ GatheredDecode.examples = (
 )
 GatheredDecode.near_misses = (
     _example("read_twice", _read_twice, reason="are read elsewhere"),
+    _example("several", _several, reason="summed up with several values"),
     _example("fewer_rows", _fewer_rows, reason="has not one row for each column"),
 )
 

@@ -24,6 +24,7 @@ from fuzz.vocabulary import entmax15, negate_
 from planted.bug import Plant, instead, result
 from sparse_inductor.aten import sparse_scores as scores
 from sparse_inductor.graph import checks, effects
+from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.comparisons import Edge
 from sparse_inductor.match.entmax.layout import Attention
@@ -251,8 +252,9 @@ _LEARNT = {
 
 @contextlib.contextmanager
 def _gradients_unasked() -> Any:
-    """Nobody asks where gradients are cut."""
+    """Nobody asks where gradients are cut, by inference mode either."""
     with (
+        mock.patch.object(GraphView, "in_inference_mode", lambda self, node: False),
         mock.patch.object(checks, "_check_gradient", lambda *args: None),
         mock.patch.object(effects.Effects, "regraded", lambda self, node: None),
     ):
