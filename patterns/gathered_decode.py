@@ -92,7 +92,8 @@ class GatheredDecode(Recogniser):
             return None
         for rows, values in (product.operands, product.operands[::-1]):
             gather = None if rows.written or values.written else rows_of(view, rows.node)
-            if gather is not None and topk_of(view, gather.index, gather.node) is not None:
+            top = None if gather is None else topk_of(view, gather.index, gather.node)
+            if gather is not None and top is not None:
                 ones = _added_axes(view, product, rows, values)
                 if ones is None:
                     continue
@@ -100,7 +101,7 @@ class GatheredDecode(Recogniser):
                 if call is not None and call.name == "embedding" and (why := table_gradient(call)):
                     raise NoMatch(why, gather.node)
                 parts = (values.node, gather.index, gather.source)
-                return self._checked(view, product.nodes, gather.node, *parts, ones)
+                return self._checked(view, product.nodes, gather.node, top, *parts, ones)
         return None
 
     def _bag(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
@@ -110,34 +111,36 @@ class GatheredDecode(Recogniser):
         indices, weight, values = call["input"], call["weight"], call.get("per_sample_weights")
         if not (view.is_tensor(indices) and view.is_tensor(values) and view.is_tensor(weight)):
             return None
-        if len(view.shape(indices)) != 2 or topk_of(view, indices, node) is None:
+        top = topk_of(view, indices, node) if len(view.shape(indices)) == 2 else None
+        if top is None:
             return None
         if call.get("max_norm") is not None:
             raise NoMatch("the bags renormalise the rows of the weight", node)
         if why := table_gradient(call):
             raise NoMatch(why, node)
-        return self._checked(view, (node,), node, values, indices, weight)
+        return self._checked(view, (node,), node, top, values, indices, weight)
 
     def _checked(
         self,
         view: GraphView,
         nodes: tuple[fx.Node, ...],
         gather: fx.Node,
+        top: fx.Node,
         values: fx.Node,
         indices: fx.Node,
         weight: fx.Node,
         ones: tuple[Sequence[int], Sequence[int]] = ((), ()),
     ) -> GatheredMatch | None:
-        """nodes: what multiplies and sums up, the anchor last."""
+        """nodes: what multiplies and sums up, the anchor last. top: the topk that the indices are of."""
         anchor = nodes[-1]
         check_operands(anchor, values, weight)
         dtype = fake(anchor).dtype
         if not (dtype.is_floating_point and fake(values).dtype.is_floating_point):
             raise NoMatch(f"the decoder computes in {dtype}", anchor)
-        top = view.call(topk_of(view, indices, gather))
-        if top is None or len(view.shape(weight)) != 2:
+        if len(view.shape(weight)) != 2:
             return None
-        if not same_size(view.shape(weight)[0], view.shape(top["input"])[-1]):
+        chosen = view.call(top)["input"]
+        if not same_size(view.shape(weight)[0], view.shape(chosen)[-1]):
             raise NoMatch("the weight has not one row for each column that topk chose from", gather)
         learnt = view.needs_grad(weight)
         check_followed(view, {gather} - {anchor}, anchor, learnt)
