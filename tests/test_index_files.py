@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import stat
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -154,7 +156,7 @@ def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(tmp_p
     others = ["x.notes.part", "y.0123abcd.part", "x.0123abcd.part.bak"]
     for name in others:
         (tmp_path / name).write_text("mine")
-    writing = index_of(4)._pending_file(path, {})
+    writing = index_of(4)._pending_file(path)
     index_of(3).save(path)
     assert len(names(tmp_path)) == len(others) + 2
     writing.commit()
@@ -170,9 +172,9 @@ def damaged(path, change, **facts):
     pending = storage.PendingFile
     with pytest.MonkeyPatch.context() as patch:
 
-        def write(path, tensors, kind, version, about):
+        def write(path, tensors, kind, version, about, *seen):
             change(tensors)
-            return pending(path, tensors, kind, version, about | facts)
+            return pending(path, tensors, kind, version, about | facts, *seen)
 
         patch.setattr(storage, "PendingFile", write)
         index.save(path)
@@ -328,3 +330,40 @@ def test_many_killed_saves_lose_nothing(tmp_path):
     unfinished = kill_while_saving(tmp_path / "x", KILLS, 1)
     print(f"{KILLS} kills, {unfinished} of them in the middle of a save")
     assert unfinished > KILLS // 20, "the kills have to interrupt saves"
+
+
+# A file that version 0.1.0 wrote: 8-bit weights, some negative; the second of four documents deleted
+FORMAT_1 = (
+    "c-noEO=`n15QUwlwAV0N77-*_QsOMT3lv%?UB$u3);KZLcCeNH5ORU8dx`FQl%A(lvYn6+=qw~gZ@zi*$PX7@8(Tz1RhBhi8Z_M^ZQj>_rf4QP"
+    "!l+p(m(9fjBdv^z50!I*Ia%zmr47`@DNE%MJ3ePQ!Gd@2E9A@7srA$3e_C)XsiQSKg8_Za-rnEe9nt)pmK00j=r}IGs8)?#i>#^(Wo(aTt?CBi"
+    "ywsc2RQ2ew&1a>CH{1FJ>L#yBTSsk{snm5v+X$7LB5p?!p{XyhAEEx+TpppkG?NIq;|7)ml->D!PDX?Uk}<-^R7esEK`d<Q4Pf7DB%E+2C=WwA"
+    "mW0`{Eq2y7t<!*YzK7@Qd^C|k7LIA>)xS<B5gKGcLSZkR+%FM2OKFmHVn5nWVq_u{!K~!0SD-Z1@%{#ysVvYCqTSAS;q}q~Uf!_ZuloJE-v{1h"
+    "TQjih(EI%U{kr-1v6=S=&-=IC"
+)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_of_format_1_opens(tmp_path, verify):
+    path = tmp_path / "old.index"
+    path.write_bytes(zlib.decompress(base64.b85decode(FORMAT_1)))
+    index = SparseIndex.load(path, verify=verify)
+    given = torch.tensor([[0, 0.5, 0, 0, 1.25], [0] * 5, [1, -2, 0.25, 0, 0], [0, 0, 0, 2, 0]])
+    scores = index.scores(torch.eye(5)).T
+    assert scores[1].eq(-float("inf")).all() and (len(index), index.num_live) == (4, 3)
+    off = (scores - given)[[0, 2, 3]].abs().max()
+    assert 0 < off <= index.weight_error < 0.01
+    index.append([{0: 1.0}])
+    index.save(path)
+    assert torch.equal(SparseIndex.load(path).scores(torch.eye(5)).T[:4], scores)
+
+
+@pytest.mark.parametrize("bar", [True, False])
+def test_saving_and_loading_show_progress(tmp_path, capsys, monkeypatch, bar):
+    if not bar:
+        monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    index = index_of(5)
+    index.save(tmp_path / "x", progress=True)
+    assert "MiB" in capsys.readouterr().err
+    SparseIndex.load(tmp_path / "x", progress=True)
+    said = capsys.readouterr().err
+    assert "5.00 documents" in said if bar else said == "5 documents loaded\n"

@@ -13,8 +13,8 @@ from scipy import sparse
 
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import IndexFileError
+from sparse_inductor.index import files as files_module
 from sparse_inductor.index import segment as segment_module
-from sparse_inductor.index import sparse_index as index_module
 
 V = 30
 
@@ -407,9 +407,9 @@ def test_a_foreign_file_says_what_it_is(tmp_path):
 
 
 def test_a_newer_file_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "_VERSION", 9)
+    monkeypatch.setattr(files_module, "_VERSION", 9)
     SparseIndex.build(collection(3)).save(tmp_path / "new")
-    monkeypatch.setattr(index_module, "_VERSION", 1)
+    monkeypatch.setattr(files_module, "_VERSION", 1)
     with pytest.raises(IndexFileError, match="newer version"):
         SparseIndex.load(tmp_path / "new")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Contents:
         return Contents(num_terms, deleted.device, (), (), deleted)
 
     @staticmethod
-    def of(num_terms: int, segments: Sequence[Segment], deleted: Tensor) -> Contents:
+    def of(num_terms: int, segments: Iterable[Segment], deleted: Tensor) -> Contents:
         """These segments, on the device that they are on."""
         empty = Contents.empty(num_terms, deleted.device)
         return dataclasses.replace(empty._with(segments), deleted=deleted)
@@ -88,20 +88,21 @@ class Contents:
         merged = _merged((), segments, always=device.type == "cuda")
         return Contents.of(self.num_terms, merged, self.deleted.to(device))
 
-    def _with(self, segments: Sequence[Segment]) -> Contents:
+    def _with(self, segments: Iterable[Segment]) -> Contents:
         """These segments, with the postings of those that are here already."""
-        segments = tuple(segments)
         if self.device.type == "cuda":
-            return self._packed(segments)
+            return self._packed(tuple(segments))
         known = {id(s): self.postings[3 * i : 3 * i + 3] for i, s in enumerate(self.segments)}
+        done: list[Segment] = []
         postings: list[Tensor] = []
         for s in segments:
+            done.append(s)
             if id(s) in known:
                 postings += known[id(s)]
             else:
                 made = s.postings(self.num_terms)
                 postings += (made.offsets, made.docs, made.weights)
-        return dataclasses.replace(self, segments=segments, postings=tuple(postings))
+        return dataclasses.replace(self, segments=tuple(done), postings=tuple(postings))
 
     def _packed(self, segments: tuple[Segment, ...]) -> Contents:
         """The GPU's tensors, and the segments as views of the rows in them."""

@@ -1,22 +1,32 @@
-"""What building and appending show of how far they have come."""
+"""What building, saving and loading show of how far they have come."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
-
-from .segment import CAPACITY
-from .sources import Rows
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
 
 __all__ = ["Progress"]
 
+_STEP = 1 << 17  # documents after which a line says so
+
+
+class _Counted(Protocol):
+    @property
+    def count(self) -> int: ...
+
+
+C = TypeVar("C", bound=_Counted)
+
 
 class Progress:
-    """Documents read so far: tqdm where it is installed, else a line now and then."""
+    """What has been done so far, in units: tqdm where it is installed, else a line now and then."""
 
-    def __init__(self, wanted: bool) -> None:
+    def __init__(
+        self, wanted: bool, unit: str = "documents", done: str = "indexed", step: int = _STEP
+    ) -> None:
         self._bar: Any = None
-        self._wanted = wanted
+        self._wanted, self._unit, self._done, self._step = wanted, unit, done, step
         self._seen = self._said = 0
 
     def __enter__(self) -> Progress:
@@ -26,21 +36,26 @@ class Progress:
             except ImportError:
                 pass
             else:
-                self._bar = tqdm(unit=" documents", unit_scale=True)
+                self._bar = tqdm(unit=f" {self._unit}", unit_scale=True)
         return self
 
-    def seen(self, rows: Rows) -> Rows:
-        """The rows, counted."""
-        self._seen += rows.count
+    def add(self, count: int) -> None:
+        """So many more units."""
+        self._seen += count
         if self._bar is not None:
-            self._bar.update(rows.count)
-        elif self._wanted and self._seen - self._said >= CAPACITY:
+            self._bar.update(count)
+        elif self._wanted and self._seen - self._said >= self._step:
             self._said = self._seen
-            print(f"{self._seen:,} documents", file=sys.stderr, flush=True)
-        return rows
+            print(f"{self._seen:,} {self._unit}", file=sys.stderr, flush=True)
+
+    def each(self, items: Iterable[C]) -> Iterator[C]:
+        """Rows or segments, the documents of each counted when the next is asked for."""
+        for item in items:
+            yield item
+            self.add(item.count)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
         elif self._wanted:
-            print(f"{self._seen:,} documents indexed", file=sys.stderr, flush=True)
+            print(f"{self._seen:,} {self._unit} {self._done}", file=sys.stderr, flush=True)

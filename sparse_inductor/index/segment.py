@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .documents import as_int
 from .sources import Rows
 
 try:
@@ -15,7 +17,7 @@ try:
 except ImportError:  # sorting with torch then, some five times slower
     scipy_sparse = None
 
-__all__ = ["CAPACITY", "WEIGHTS", "Postings", "Segment", "term_dtype"]
+__all__ = ["CAPACITY", "WEIGHTS", "Postings", "Segment", "checked_kind", "term_dtype"]
 
 # Documents in a segment. 2 ** 17 fp64 accumulators are 1 MiB, which stays in a core's cache while a query's posting
 # lists go by; and it is 16 of the chunks that the GPU kernels work on.
@@ -28,6 +30,7 @@ WEIGHTS = {
     "float16": torch.float16,
     "int8": torch.uint8,
 }
+_MOST_TERMS = (1 << 31) - 1  # term ids are stored in 32 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +164,19 @@ class Segment:
         ordered, order = torch.sort(terms, stable=True)
         offsets = torch.searchsorted(ordered, torch.arange(num_terms + 1, device="cpu"))
         return Postings(offsets, rows_[order], values[order])
+
+
+def checked_kind(num_terms: Any, weights: str) -> tuple[int, str]:
+    """The number of terms and the precision of an index.
+
+    Raises ValueError where there is no such index.
+    """
+    num_terms = as_int(num_terms, "num_terms")
+    if not 0 < num_terms <= _MOST_TERMS:
+        raise ValueError(f"num_terms must be from 1 to {_MOST_TERMS}, got {num_terms}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {sorted(WEIGHTS)}, got {weights!r}")
+    return num_terms, weights
 
 
 def term_dtype(num_terms: int) -> torch.dtype:

@@ -136,7 +136,7 @@ class ShardedIndex(nn.Module):
 
         def written() -> PendingFile:
             path.mkdir(parents=True, exist_ok=True)
-            return self.local._pending_file(path / self._part(), {})
+            return self.local._pending_file(path / self._part())
 
         pending: list[PendingFile] = []
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import weakref
@@ -19,19 +18,15 @@ from sparse_inductor.ops._dispatch import autocast_off
 from sparse_inductor.ops.index_search import enrol
 from sparse_inductor.threads import apart
 
-from . import storage
+from . import files, storage
 from .contents import Contents, segments_of
 from .documents import as_int, as_tensor, document_ids, marked
 from .progress import Progress
 from .queries import queries_of
-from .segment import WEIGHTS, Segment, term_dtype
+from .segment import Segment, checked_kind
 from .sources import Rows, collection_of
 
 __all__ = ["SparseIndex"]
-
-_KIND = "sparse_inductor.SparseIndex"
-_VERSION = 1
-_MOST_TERMS = (1 << 31) - 1  # term ids are stored in 32 bits
 
 
 class SparseIndex(nn.Module):
@@ -58,13 +53,7 @@ class SparseIndex(nn.Module):
     def __init__(self, num_terms: int, weights: str = "float32") -> None:
         """An empty index of `num_terms` terms; `weights` is "float32", "float16" or "int8" (see `weight_error`)."""
         super().__init__()
-        num_terms = as_int(num_terms, "num_terms")
-        if not 0 < num_terms <= _MOST_TERMS:
-            raise ValueError(f"num_terms must be from 1 to {_MOST_TERMS}, got {num_terms}")
-        if weights not in WEIGHTS:
-            raise ValueError(f"weights must be one of {sorted(WEIGHTS)}, got {weights!r}")
-        self.num_terms = num_terms
-        self.weights = weights
+        self.num_terms, self.weights = checked_kind(num_terms, weights)
         self._contents = Contents.empty(num_terms, torch.device("cpu"))
         self._open()
 
@@ -113,7 +102,7 @@ class SparseIndex(nn.Module):
             TypeError: something that is no collection.
         """
         if num_terms is not None:
-            num_terms = cls(num_terms, weights).num_terms
+            num_terms, _ = checked_kind(num_terms, weights)
         with _own_settings():
             num_terms, batches = collection_of(documents, num_terms)
             index = cls(num_terms, weights)
@@ -172,7 +161,7 @@ class SparseIndex(nn.Module):
         with Progress(progress) as shown:
             last = contents.segments[-1] if contents.segments else None
             return segments_of(
-                map(shown.seen, batches), self.num_terms, self.weights, contents.device, last
+                shown.each(batches), self.num_terms, self.weights, contents.device, last
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> SparseIndex:
@@ -328,72 +317,42 @@ class SparseIndex(nn.Module):
 
     # Files
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
         """Write the index to a safetensors file with checksums, which appears only when it is complete.
 
         As with `open(path, "w")`: a symbolic link is followed, an old file's mode is kept, a new file's is what the
         umask leaves. A save that fails or is killed leaves the old file; what a killed one wrote is removed by the next
-        save.
+        save. `progress` shows how far it has come.
         """
-        self._pending_file(path, {}).commit()
+        self._pending_file(path, progress).commit()
 
     def _pending_file(
-        self, path: str | os.PathLike[str], more_facts: dict[str, Any]
+        self, path: str | os.PathLike[str], progress: bool = False
     ) -> storage.PendingFile:
-        contents = self._contents
-        tensors = {"deleted": contents.deleted}
-        for i, s in enumerate(contents.segments):
-            tensors.update(
-                {f"{i}.offsets": s.offsets, f"{i}.terms": s.terms, f"{i}.weights": s.weights}
-            )
-        facts = {
-            "num_terms": self.num_terms,
-            "weights": self.weights,
-            "segments": [[s.scale, s.signed, s.error] for s in contents.segments],
-        }
-        return storage.PendingFile(path, tensors, _KIND, _VERSION, facts | more_facts)
+        return files.pending(path, self._contents, self.weights, progress)
 
     @classmethod
+    @apart
     def load(
         cls,
         path: str | os.PathLike[str],
         *,
         device: torch.device | str = "cpu",
         verify: bool = True,
+        progress: bool = False,
     ) -> SparseIndex:
         """Read an index; on a CPU its rows stay memory-mapped. `verify=False` skips the checksums of the data, but not
-        that it makes an index.
+        that it makes an index. `progress` shows how far it has come.
 
         The file is opened once: of a file that is saved over meanwhile the old or the new index is read.
 
         Raises FileNotFoundError, and IndexFileError (a ValueError) for a foreign, truncated, damaged or newer file.
         """
-        return cls._load(path, device, verify)[0]
-
-    @classmethod
-    @apart
-    def _load(
-        cls, path: str | os.PathLike[str], device: torch.device | str, verify: bool
-    ) -> tuple[SparseIndex, dict[str, Any]]:
-        """An index and all facts in its file."""
         with _own_settings():
-            tensors, facts = storage.read(path, _KIND, _VERSION, verify)
-            try:
-                index = cls(facts["num_terms"], facts["weights"])
-                segments = [
-                    _sound_segment(tensors, i, index, *about)
-                    for i, about in enumerate(facts["segments"])
-                ]
-                deleted = _sound_marks(tensors["deleted"], sum(s.count for s in segments))
-            except (KeyError, TypeError, ValueError) as error:
-                raise storage.IndexFileError(
-                    f"{path} is damaged: what it holds is no index ({error})"
-                ) from error
-            where = torch.device(device)
-            index._contents = Contents.of(
-                index.num_terms, [s.to(where) for s in segments], deleted.to(where)
-            )
-        return index, facts
+            contents, weights = files.contents(path, torch.device(device), verify, progress)
+            index = cls(contents.num_terms, weights)
+            index._contents = contents
+        return index
 
 
 @contextlib.contextmanager
@@ -402,43 +361,6 @@ def _own_settings() -> Iterator[None]:
     could not be written to or searched with a gradient outside it."""
     with torch.inference_mode(False), torch.no_grad(), autocast_off("cpu"), autocast_off("cuda"):
         yield
-
-
-def _sound_segment(
-    tensors: dict[str, Tensor],
-    number: int,
-    index: SparseIndex,
-    scale: float,
-    signed: bool,
-    error: float,
-) -> Segment:
-    """A segment from a file that nothing in it leads out of bounds: reading it costs little beside the postings."""
-    offsets, terms, weights = (
-        tensors[f"{number}.{name}"] for name in ("offsets", "terms", "weights")
-    )
-    s = Segment(offsets, terms, weights, float(scale), bool(signed), float(error))
-    dtypes = torch.int64, term_dtype(index.num_terms), WEIGHTS[index.weights]
-    if (offsets.dtype, terms.dtype, weights.dtype) != dtypes or not offsets.numel():
-        raise ValueError(f"segment {number} has other dtypes than its index")
-    if not terms.numel() == weights.numel() == int(offsets[-1]):
-        raise ValueError(f"segment {number} has other numbers of terms and weights than it says")
-    if int(offsets[0]) or bool((offsets.diff() < 0).any()):
-        raise ValueError(f"offsets of segment {number} fall")
-    if (
-        terms.numel()
-        and not 0 <= int(s.term_ids().min()) <= int(s.term_ids().max()) < index.num_terms
-    ):
-        raise ValueError(f"a term of segment {number} is not in [0, {index.num_terms})")
-    if not (math.isfinite(s.scale) and math.isfinite(s.error)):
-        raise ValueError(f"the scale of segment {number} is {scale}")
-    return s
-
-
-def _sound_marks(deleted: Tensor, count: int) -> Tensor:
-    """Marks of deleted documents from a file, in memory of their own."""
-    if deleted.dtype != torch.bool or deleted.shape != (count,):
-        raise ValueError(f"there are {count} documents and marks of {tuple(deleted.shape)}")
-    return deleted.view(torch.uint8) != 0  # other bytes than 0 and 1 are no booleans
 
 
 # Indexes whose locks a forked child makes anew: the thread that held one there does not exist.

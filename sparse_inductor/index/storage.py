@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,8 +62,9 @@ class PendingFile:
         kind: str,
         version: int,
         facts: Any,
+        seen: Callable[[int], object] = lambda size: None,
     ) -> None:
-        """Write tensors (copied to the CPU one at a time) and JSON-able facts."""
+        """Write tensors (copied to the CPU one at a time) and JSON-able facts; `seen` is told the bytes written."""
         self._target = Path(os.path.realpath(path))
         old = _replaceable(self._target)
         _remove_abandoned(self._target)
@@ -74,7 +75,7 @@ class PendingFile:
                 if hasattr(os, "chown"):
                     with contextlib.suppress(OSError):
                         os.chown(self._part, old.st_uid, old.st_gid)
-            _write_tensors(self._file, tensors, kind, version, facts)
+            _write_tensors(self._file, tensors, kind, version, facts, seen)
             self._file.flush()
             os.fsync(self._file.fileno())
         except BaseException:
@@ -186,7 +187,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _write_tensors(
-    file: BinaryIO, tensors: Mapping[str, Tensor], kind: str, version: int, facts: Any
+    file: BinaryIO,
+    tensors: Mapping[str, Tensor],
+    kind: str,
+    version: int,
+    facts: Any,
+    seen: Callable[[int], object],
 ) -> None:
     # Wide elements first: every tensor is then aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -218,6 +224,7 @@ def _write_tensors(
         t = _on_cpu(tensors[name])
         if t.numel():
             file.write(_bytes(t))
+            seen(t.numel() * t.element_size())
 
 
 # Reading

@@ -1,0 +1,98 @@
+"""The file of an index: its segments as tensors, and a check that what a file holds is an index."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from . import storage
+from .contents import Contents
+from .progress import Progress
+from .segment import WEIGHTS, Segment, checked_kind, term_dtype
+
+__all__ = ["contents", "pending"]
+
+_KIND = "sparse_inductor.SparseIndex"
+_VERSION = 1
+
+
+def pending(
+    path: str | os.PathLike[str], contents: Contents, weights: str, progress: bool
+) -> storage.PendingFile:
+    """The file of an index of this precision, complete but not in place."""
+    tensors = {"deleted": contents.deleted}
+    for i, s in enumerate(contents.segments):
+        tensors.update(
+            {f"{i}.offsets": s.offsets, f"{i}.terms": s.terms, f"{i}.weights": s.weights}
+        )
+    facts = {
+        "num_terms": contents.num_terms,
+        "weights": weights,
+        "segments": [[s.scale, s.signed, s.error] for s in contents.segments],
+    }
+    with Progress(progress, "MiB", "written", step=256) as shown:
+        return storage.PendingFile(
+            path, tensors, _KIND, _VERSION, facts, lambda size: shown.add(size >> 20)
+        )
+
+
+def contents(
+    path: str | os.PathLike[str], device: torch.device, verify: bool, progress: bool
+) -> tuple[Contents, str]:
+    """What the file of an index holds, on a device, and its precision.
+
+    Raises FileNotFoundError and IndexFileError.
+    """
+    with Progress(progress, "documents", "loaded") as shown:
+        tensors, facts = storage.read(path, _KIND, _VERSION, verify)
+        try:
+            num_terms, weights = checked_kind(facts["num_terms"], facts["weights"])
+            segments = [
+                _sound_segment(tensors, i, num_terms, weights, *about).to(device)
+                for i, about in enumerate(facts["segments"])
+            ]
+            deleted = _sound_marks(tensors["deleted"], sum(s.count for s in segments))
+        except (KeyError, TypeError, ValueError) as error:
+            raise storage.IndexFileError(
+                f"{path} is damaged: what it holds is no index ({error})"
+            ) from error
+        return Contents.of(num_terms, shown.each(segments), deleted.to(device)), weights
+
+
+def _sound_segment(
+    tensors: Mapping[str, Tensor],
+    number: int,
+    num_terms: int,
+    precision: str,
+    scale: float,
+    signed: bool,
+    error: float,
+) -> Segment:
+    """A segment from a file that nothing in it leads out of bounds: reading it costs little beside the postings."""
+    offsets, terms, weights = (
+        tensors[f"{number}.{name}"] for name in ("offsets", "terms", "weights")
+    )
+    s = Segment(offsets, terms, weights, float(scale), bool(signed), float(error))
+    dtypes = torch.int64, term_dtype(num_terms), WEIGHTS[precision]
+    if (offsets.dtype, terms.dtype, weights.dtype) != dtypes or not offsets.numel():
+        raise ValueError(f"segment {number} has other dtypes than its index")
+    if not terms.numel() == weights.numel() == int(offsets[-1]):
+        raise ValueError(f"segment {number} has other numbers of terms and weights than it says")
+    if int(offsets[0]) or bool((offsets.diff() < 0).any()):
+        raise ValueError(f"offsets of segment {number} fall")
+    if terms.numel() and not 0 <= int(s.term_ids().min()) <= int(s.term_ids().max()) < num_terms:
+        raise ValueError(f"a term of segment {number} is not in [0, {num_terms})")
+    if not (math.isfinite(s.scale) and math.isfinite(s.error)):
+        raise ValueError(f"the scale of segment {number} is {scale}")
+    return s
+
+
+def _sound_marks(deleted: Tensor, count: int) -> Tensor:
+    """Marks of deleted documents from a file, in memory of their own."""
+    if deleted.dtype != torch.bool or deleted.shape != (count,):
+        raise ValueError(f"there are {count} documents and marks of {tuple(deleted.shape)}")
+    return deleted.view(torch.uint8) != 0  # other bytes than 0 and 1 are no booleans
