@@ -21,8 +21,9 @@ import torch
 from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
+from sparse_inductor.epilogue.functions import Interval
 from sparse_inductor.epilogue.ranges import prove, shared_bounds, steep, undefined
-from sparse_inductor.epilogue.steps import Interval, Program, Step, render, run, scalar_steps
+from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.example import example_of
 from sparse_inductor.graph.checks import check_device, without_outside_readers
 from sparse_inductor.graph.emit import Emitter

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 
 import torch
 
+from .functions import DROPS_NAN
 from .ranges import hoistable_suffix, prove, shared_bounds
-from .steps import DROPS_NAN, ROW, Program, Step, apply, parse, scalar_steps
+from .steps import ROW, Program, Step, apply, parse, scalar_steps
 
 __all__ = ["Lowered", "Plan", "lower", "plan"]
 

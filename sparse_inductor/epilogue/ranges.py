@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .. import compat
-from .steps import POSITIVE, REALS, ROW, SCALAR, Interval, Program, Step, guarded, scalar_steps
+from .functions import POSITIVE, REALS, SCALAR, Interval, guarded
+from .steps import ROW, Program, Step, scalar_steps
 
 __all__ = [
     "BOUNDED_BELOW", "Proof", "hoistable_suffix", "prove", "shared_bounds", "steep", "undefined",

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .functions import SCALAR
 from .ranges import BOUNDED_BELOW
-from .steps import ROW, SCALAR, Step, run
+from .steps import ROW, Step, run
 
 __all__ = ["zero_threshold"]
 
@@ -37,8 +38,8 @@ def zero_threshold(program: Sequence[Step]) -> float | None:
         if step.fn in _BEFORE:
             before.append(functools.partial(_BEFORE[step.fn], *step.consts))
             exact = exact and step.fn not in ("mul", "add", "sigmoid")
-        elif step.fn in _RECTIFIERS:
-            bound, value = _RECTIFIERS[step.fn](step.consts)
+        elif (constant_to := SCALAR[step.fn].constant_to) is not None:
+            bound, value = constant_to(*step.consts)
             if _at(program[at + 1 :], value) == 0.0:
                 t: float | None = bound
                 for undo in reversed(before):
@@ -53,16 +54,6 @@ def zero_threshold(program: Sequence[Step]) -> float | None:
         else:
             break
     return found
-
-
-# step -> of its constants: the number up to which it is constant, and what it is there
-_RECTIFIERS: dict[str, Callable[[Sequence[float]], Sequence[float]]] = {
-    "relu": lambda c: (0.0, 0.0),
-    **dict.fromkeys(
-        "threshold above gate_above fill_below at_least gate_at_least".split(), lambda c: c
-    ),
-    **dict.fromkeys("clamp_min maximum".split(), lambda c: (c[0], c[0])),
-}
 
 
 def _sign(t: float) -> float | None:

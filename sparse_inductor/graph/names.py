@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from .. import compat
-from ..epilogue.steps import PLAIN
+from ..epilogue.functions import FUNCTIONS
 from .fakes import fake
 
 __all__ = ["INPLACE_OPERATORS", "Call", "canonical", "is_plain", "name_of", "trailing_inplace"]
@@ -44,8 +44,8 @@ class Call:
 
 # name: parameters in positional order. "*x" takes the remaining positional arguments as one tuple.
 _UNARY = (
-    "relu6 exp2 rsqrt reciprocal neg abs sin cos sign invert logical_not contiguous clone detach alias tanhshrink "
-    "isnan T t mT H mH conj view_as_real sinh cosh tan positive hardsigmoid hardswish silu mish selu erfc "
+    "abs sin cos sign invert logical_not contiguous clone detach alias tanhshrink "
+    "isnan T t mT H mH conj view_as_real sinh cosh tan positive hardswish silu mish erfc "
     "floor ceil round trunc zero isinf isfinite lift_fresh max_all min_all zeros_like ones_like"
 ).split()
 _BINARY = (
@@ -53,18 +53,13 @@ _BINARY = (
     "dot copy view_as expand_as"
 ).split()
 _SIGNATURES: dict[str, str] = {
-    **dict.fromkeys((*PLAIN, *_UNARY), "input"),
+    **dict.fromkeys(_UNARY, "input"),
+    **{name: f"input {function.parameters}" for name, function in FUNCTIONS.items()},
     **dict.fromkeys(_BINARY, "input other"),
     "div": "input other rounding_mode=None",
     **dict.fromkeys("add sub rsub".split(), "input other alpha=1"),
-    "leaky_relu": "input negative_slope=0.01",
-    "elu": "input alpha=1.0 scale=1.0 input_scale=1.0",
-    "celu": "input alpha=1.0",
     "gelu": "input approximate='none'",
-    "softplus": "input beta=1 threshold=20",
     **dict.fromkeys("softmax log_softmax count_nonzero squeeze".split(), "input dim=None"),
-    "threshold": "input threshold value",
-    "hardtanh": "input min_val=-1.0 max_val=1.0",
     "clamp": "input min=None max=None",
     "clamp_min": "input min",
     "clamp_max": "input max",
@@ -222,10 +217,7 @@ _MODULES = ("torch", "_operator", "operator", "builtins", "math", "")
 _ENTMAX = ("entmax.activations", "entmax.root_finding", "sparse_inductor.match.entmax.leaves")
 # functions whose last positional parameter is `inplace`, and how many come before it at least
 _TRAILING_INPLACE = {
-    **dict.fromkeys(
-        "relu relu6 elu leaky_relu threshold hardtanh celu selu silu mish hardswish hardsigmoid".split(),
-        1,
-    ),
+    **dict.fromkeys((*FUNCTIONS, "silu", "mish", "hardswish"), 1),
     **dict.fromkeys(
         "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split(), 3
     ),

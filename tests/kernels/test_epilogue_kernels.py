@@ -7,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_inductor.epilogue.steps import SCALAR, Step, dual, parse
+from sparse_inductor.epilogue.functions import FUNCTIONS, SCALAR
+from sparse_inductor.epilogue.steps import Step, dual, parse
 from sparse_inductor.kernels.common import epilogue
 
 INF = math.inf
@@ -36,7 +37,8 @@ def kernel_dual(program, x):
     return value[: x.numel()], slope[: x.numel()]
 
 
-# One or more settings of every scalar step, with the interval its random points are drawn from.
+# One or more settings of every scalar step, with the interval its random points are drawn from. Steps of a function in
+# FUNCTIONS that are not listed are added with its defaults.
 CASES = [
     (Step("add", (0.3,)), -5, 5),
     (Step("mul", (-1.7,)), -5, 5),
@@ -74,6 +76,14 @@ CASES = [
     (Step("atan"), -20, 20),
     (Step("asinh"), -20, 20),
     (Step("erf"), -4, 4),
+]
+_LISTED = {step.fn for step, _, _ in CASES}
+CASES += [
+    (step, -6, 6)
+    for function in FUNCTIONS.values()
+    if None not in function.defaults.values()
+    for step in parse(function.steps(*function.defaults.values()))
+    if step.fn not in _LISTED
 ]
 
 

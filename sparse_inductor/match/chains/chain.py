@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...epilogue.functions import REALS, Interval
 from ...epilogue.ranges import prove
-from ...epilogue.steps import REALS, Interval, Program, Step, simplified
+from ...epilogue.steps import Program, Step, simplified
 from ...graph.batch_norm import Normalised
 from ...graph.emit import Emitter
 from ...graph.gemm import Linear

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from ...epilogue.functions import FUNCTIONS
 from ...graph.contraction import lettered
 from ...graph.gemm import linears
 from ...graph.names import Call
@@ -130,8 +131,10 @@ def _only(x: Any) -> Any:
 
 
 RISES = frozenset(
-    "relu relu6 clamp clamp_min maximum softplus leaky_relu elu celu selu gelu silu mish where threshold "
-    "hardtanh".split()
+    (
+        *"clamp clamp_min maximum gelu silu mish where".split(),
+        *(name for name, function in FUNCTIONS.items() if function.kind),
+    )
 )
 LOGS = frozenset("log log1p log2 log10".split())
 _ALL = "every position counts, so the logits of all of them are needed"

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from ...epilogue.functions import FUNCTIONS
 from ...epilogue.ranges import undefined
 from ...epilogue.zero_threshold import zero_threshold
 from ...graph.contraction import all_lettered
@@ -45,9 +46,9 @@ _OTHERS = frozenset(
 )
 RECTIFIERS = frozenset(
     (
-        "relu relu6 threshold clamp clamp_min maximum where leaky_relu sign heaviside gt ge lt le "
-        "autograd_function_apply"
-    ).split()
+        *"clamp clamp_min maximum where sign heaviside gt ge lt le autograd_function_apply".split(),
+        *(name for name, function in FUNCTIONS.items() if function.kind == "rectifier"),
+    )
 )
 
 
