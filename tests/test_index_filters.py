@@ -66,6 +66,7 @@ FORMS = {
     "list": lambda mask: mask.nonzero().squeeze(1).tolist(),
     "mask": lambda mask: mask,
     "numpy": lambda mask: mask.numpy(),
+    "numpy, backwards": lambda mask: mask.flip(0).numpy()[::-1],
     "for each": lambda mask: mask.expand(B, N),
 }
 

@@ -201,6 +201,15 @@ def test_weights_may_be_whole_numbers(dtype):
 
 
 @pytest.mark.parametrize(
+    "dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_weights_may_be_of_dtypes_that_torch_computes_little_in(dtype):
+    dense = (collection() * 8).to(dtype)
+    assert holds(SparseIndex.build(dense), dense.float())
+    assert holds(SparseIndex.build(list(dense)), dense.float())
+
+
+@pytest.mark.parametrize(
     "form",
     ["scipy", "csr", "coo", "pairs", "rows", "numpy", "generator", "generator of pairs"],
 )
@@ -262,7 +271,11 @@ QUERIES = {
     "bf16": lambda q: q,
     "csc": lambda q: q.to_sparse_csc(),
     "uncoalesced": uncoalesced,
+    "numpy, backwards": lambda q: q.flip(1).numpy()[:, ::-1],
+    "numpy, big endian": lambda q: q.numpy().astype(">f8"),
+    "numpy, read-only": lambda q: read_only(q.numpy().copy()),
     "scipy": csr,
+    "scipy dok": lambda q: sparse.dok_matrix(q.numpy()),
     "requires grad": requiring,
     "transposed": lambda q: q.t().contiguous().t(),
     "rows, sparse": lambda q: [r.to_sparse() for r in q],
@@ -274,6 +287,9 @@ QUERIES = {
     "mappings": lambda q: [dict(enumerate(r.tolist())) for r in q],
     "terms and weights": lambda q: (torch.arange(V).expand(len(q), V), q),
     "terms and weights of numpy": lambda q: (np.arange(V)[None].repeat(len(q), 0), q.numpy()),
+    "terms and weights of numpy, backwards": lambda q: (
+        np.arange(V)[None].repeat(len(q), 0)[:, ::-1], q.numpy()[:, ::-1],
+    ),
     "terms twice": lambda q: (torch.arange(V).repeat(2).expand(len(q), -1), torch.cat((q, q), 1) / 2),
 }  # fmt: skip
 
@@ -298,6 +314,7 @@ def test_queries_in_every_form(form):
 @pytest.mark.parametrize("one", [
     lambda r: r, lambda r: r.to_sparse(), lambda r: r.numpy(), lambda r: sparse.coo_array(r.numpy()),
     lambda r: dict(enumerate(r.tolist())), lambda r: (torch.arange(V), r), lambda r: (list(range(V)), r.tolist()),
+    lambda r: (np.arange(V, dtype=">u2"), r.numpy()),
 ])  # fmt: skip
 def test_one_query_in_every_form(one):
     index, q = SparseIndex.build(collection()), queries_of()
@@ -402,6 +419,7 @@ def test_a_bad_document_of_a_later_batch_has_its_number():
     (lambda: (torch.zeros(3).long(), torch.zeros(3, dtype=torch.complex64)), TypeError, "must be real"),
     (lambda: "text", TypeError, "got str"),
     (lambda: [("cat", 1.0)], TypeError, "query 0"),
+    (lambda: [torch.rand(V), torch.rand(2, V)], ValueError, "query 1 must be one row"),
     (lambda: (r for r in queries_of()), TypeError, "got generator"),
 ])  # fmt: skip
 def test_bad_queries_are_named(given, error, message):
@@ -425,13 +443,15 @@ def test_sparse_queries_that_are_not_finite_have_no_result():
     lambda m: m, lambda m: m.numpy(), lambda m: m.tolist(), lambda m: m.nonzero()[:, 0], lambda m: m.nonzero(),
     lambda m: m.nonzero()[:, 0].numpy(), lambda m: m.nonzero()[:, 0].int(), lambda m: range(3, 6), lambda m: {3, 4, 5},
     lambda m: (n for n in (3, 4, 5, 5)), lambda m: [np.int64(3), np.uint8(4), torch.tensor(5)],
-    lambda m: {3: "a", 4: "b", 5: "c"}.keys(),
+    lambda m: {3: "a", 4: "b", 5: "c"}.keys(), lambda m: m.flip(0).numpy()[::-1],
+    lambda m: m.nonzero()[:, 0].numpy().astype(">i4")[::-1],
 ])  # fmt: skip
 def test_documents_are_deleted_by_ids_or_by_a_mask(ids):
     mask = torch.zeros(9, dtype=torch.bool)
     mask[3:6] = True
-    index = SparseIndex.build(collection())
-    assert index.delete(ids(mask)) == 3
+    index, given = SparseIndex.build(collection()), ids(mask)
+    with settings_of_others():
+        assert index.delete(given) == 3
     assert sorted(index.search(queries_of()[0], 6)[1].tolist()) == [0, 1, 2, 6, 7, 8]
     assert index.delete(ids(mask)) == 0
 

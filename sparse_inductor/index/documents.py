@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .sources import from_array
+
 __all__ = ["as_int", "as_tensor", "document_ids", "marked"]
 
 
@@ -32,7 +34,7 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
                 if not 0 <= i < count:  # before it has to fit 64 bits
                     raise IndexError(_no_document(i, count))
             ids = torch.tensor(whole, dtype=torch.int64, device="cpu")
-    ids = torch.as_tensor(ids, device=None if isinstance(ids, torch.Tensor) else "cpu").detach()
+    ids = (ids if isinstance(ids, torch.Tensor) else from_array(ids)).detach()
     ids = ids.to_dense() if ids.layout != torch.strided else ids
     if ids.dtype == torch.bool:
         if ids.shape != (count,):
@@ -52,7 +54,9 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
 
 def as_tensor(documents: Any) -> Tensor | None:
     """An argument of `search` as a compiled program hands it on."""
-    return None if documents is None else torch.as_tensor(documents)
+    if documents is None or isinstance(documents, Tensor):
+        return documents
+    return torch.as_tensor(documents, device="cpu")
 
 
 def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
@@ -66,7 +70,7 @@ def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
         marks = torch.zeros(count, dtype=torch.bool, device=like.device)
         marks[document_ids(documents, count).to(like.device)] = True
         return marks
-    mask = torch.as_tensor(documents).to(like.device)
+    mask = (documents if isinstance(documents, Tensor) else from_array(documents)).to(like.device)
     if mask.dim() not in (1, 2) or mask.shape[-1] > count:
         raise IndexError(
             f"{argument}: a mask of documents has shape (N,) or (B, N), N at most {count}; got {tuple(mask.shape)}"

@@ -14,10 +14,12 @@ from torch import Tensor
 from .sources import (
     Entries,
     Rows,
+    as_ids,
     as_weights,
     check_offsets,
     entries_of,
     entries_of_all,
+    from_array,
     merged,
     to_dense,
 )
@@ -86,7 +88,7 @@ def queries_of(queries: Any, V: int, device: torch.device, differentiable: bool 
     Raises ValueError and TypeError for other shapes and types.
     """
     if isinstance(queries, np.ndarray) and queries.dtype != object:
-        queries = torch.as_tensor(queries, device="cpu")
+        queries = from_array(queries)
     if isinstance(queries, torch.Tensor):
         _check_shape(queries.shape, V)
         if queries.is_complex():
@@ -98,12 +100,12 @@ def queries_of(queries: Any, V: int, device: torch.device, differentiable: bool 
     if _is_pair(queries):
         terms, weights = queries
         return _pair(terms, weights, V, device, differentiable)
-    if isinstance(queries, Mapping):
-        return _sparse(entries_of_all([queries], "query"), V, single=True)
     entries = entries_of(queries)
     if entries is not None:
         _check_shape(queries.shape, V)
         return _sparse(entries, V, single=len(queries.shape) == 1)
+    if isinstance(queries, Mapping):  # no dok_matrix
+        return _sparse(entries_of_all([queries], "query"), V, single=True)
     if not isinstance(queries, (list, tuple)) and not isinstance(queries, np.ndarray):
         raise TypeError(
             "queries must be a tensor, an array or a sparse matrix [B, V], a pair (terms, weights), a mapping, or a "
@@ -150,7 +152,7 @@ def _is_pair(queries: Any) -> bool:
 
 def _pair(terms: Any, weights: Any, V: int, device: torch.device, differentiable: bool) -> Queries:
     if not isinstance(terms, torch.Tensor):
-        terms = torch.as_tensor(terms, dtype=torch.int64, device=device)
+        terms = as_ids(terms, "queries")
     if not isinstance(weights, torch.Tensor):
         weights = as_weights(weights, "queries")
     if terms.shape != weights.shape or terms.dim() not in (1, 2):

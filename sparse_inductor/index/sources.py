@@ -19,11 +19,13 @@ from .. import compat
 __all__ = [
     "Entries",
     "Rows",
+    "as_ids",
     "as_weights",
     "check_offsets",
     "collection_of",
     "entries_of",
     "entries_of_all",
+    "from_array",
     "merged",
     "to_dense",
 ]
@@ -151,6 +153,8 @@ def entries_of_all(items: Sequence[Any], noun: str) -> Entries:
     given = []
     for number, item in enumerate(items):
         entries = entries_of(item)
+        if entries is not None and entries.count != 1:
+            raise ValueError(f"{noun} {number} must be one row, got shape {tuple(item.shape)}")
         given.append(entries if entries is not None else _document(item, f"{noun} {number}"))
     widths = {e.width for e in given if e.width is not None}
     if len(widths) > 1:
@@ -169,18 +173,18 @@ def entries_of(source: Any) -> Entries | None:
             return None  # perhaps of documents
         if source.dtype.kind not in "biufc":
             raise TypeError(f"weights must be numbers, got an array of {source.dtype}")
-        source = torch.from_numpy(_native(source))
+        source = from_array(source)
     if isinstance(source, torch.Tensor):
         return _entries_of_tensor(source.detach())
     if hasattr(source, "tocsr") and hasattr(source, "shape"):
         if len(source.shape) == 1:
             coo = source.tocoo()
-            terms, weights = (torch.from_numpy(_native(a)) for a in (coo.coords[0], coo.data))
+            terms, weights = (from_array(a) for a in (coo.coords[0], coo.data))
             return Entries(_offsets_of_one(terms), terms, weights, source.shape[0])
         csr = source.tocsr()
         used = int(csr.indptr[-1])  # there may be room for more behind it
         offsets, terms, weights = (
-            torch.from_numpy(_native(a)) for a in (csr.indptr, csr.indices[:used], csr.data[:used])
+            from_array(a) for a in (csr.indptr, csr.indices[:used], csr.data[:used])
         )
         return Entries(offsets, terms, weights, csr.shape[1])
     return None
@@ -203,7 +207,8 @@ def _entries_of_tensor(t: Tensor) -> Entries:
         terms = torch.repeat_interleave(columns, t.ccol_indices().diff(), output_size=row.numel())
     else:
         dense = to_dense(t)
-        row, terms = (dense if dense.dim() == 2 else dense[None]).nonzero().unbind(1)
+        there = (dense if dense.dim() == 2 else dense[None]).bool()  # torch has nonzero for few dtypes
+        row, terms = there.nonzero().unbind(1)
         weights = dense[row, terms] if dense.dim() == 2 else dense[terms]
     if row is None:
         return Entries(_offsets_of_one(terms), terms, weights, width)
@@ -233,7 +238,7 @@ def _document(item: Any, name: str) -> Entries:
         raise TypeError(
             f"{name} must be a row [V], a pair (terms, weights) or a mapping, got {_describe(item)}"
         )
-    terms, weights = _as_ids(item[0], name), as_weights(item[1], name)
+    terms, weights = as_ids(item[0], name), as_weights(item[1], name)
     if terms.dim() != 1 or terms.shape != weights.shape:
         raise ValueError(
             f"{name}: terms and weights must be lists of one length, got {tuple(terms.shape)} and "
@@ -242,14 +247,14 @@ def _document(item: Any, name: str) -> Entries:
     return Entries(_offsets_of_one(terms), terms, weights, None)
 
 
-def _as_ids(ids: Any, name: str) -> Tensor:
+def as_ids(ids: Any, name: str) -> Tensor:
     if not isinstance(ids, torch.Tensor):
         array = _as_array(ids, f"{name}: term ids must be integers")
         if not array.size:
             array = array.astype(np.int64)
         if array.dtype.kind not in "iu":
             raise TypeError(f"{name}: term ids must be integers, got {_describe(ids)}")
-        ids = torch.from_numpy(_native(array))
+        ids = from_array(array)
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise TypeError(f"{name}: term ids must be integers, got {ids.dtype}")
     return ids.detach()
@@ -261,7 +266,7 @@ def as_weights(weights: Any, name: str) -> Tensor:
         array = _as_array(weights, f"{name}: weights must be real numbers")
         if array.dtype.kind not in "biuf":
             raise TypeError(f"{name}: weights must be real numbers, got {_describe(weights)}")
-        weights = torch.from_numpy(_native(array))
+        weights = from_array(array)
     return weights.detach()
 
 
@@ -275,14 +280,16 @@ def _as_array(values: Any, otherwise: str) -> np.ndarray:
         raise TypeError(f"{otherwise}, got {_describe(values)}") from error
 
 
-def _native(array: np.ndarray) -> np.ndarray:
-    """What torch can take: one of its dtypes in this machine's byte order, strides that do not run backwards, and a
-    writable array, of which it would warn."""
+def from_array(array: np.ndarray) -> Tensor:
+    """An array as a tensor of the CPU; a copy where torch has no such dtype, byte order or strides, or would warn
+    because the array is read-only."""
+    if torch.compiler.is_compiling():
+        return torch.as_tensor(array, device="cpu")
     dtype = array.dtype.newbyteorder("=")
     if dtype.kind == "f" and dtype.itemsize > 8:
         dtype = np.dtype(np.float64)
     needed = array.dtype != dtype or not array.flags.writeable or min(array.strides, default=0) < 0
-    return np.array(array, dtype) if needed else array
+    return torch.from_numpy(np.array(array, dtype) if needed else array)
 
 
 def _describe(value: Any) -> str:
@@ -343,7 +350,10 @@ def _checked(entries: Entries, num_terms: int, first: int) -> Iterator[Rows]:
     for row in range(0, max(entries.count, 1), _BLOCK):
         edges = offsets[row : row + _BLOCK + 1]
         here = slice(int(edges[0]), int(edges[-1]))
-        block = Entries(edges - edges[0], entries.terms[here].long(), entries.weights[here], None)
+        weights = entries.weights[here]
+        if weights.is_floating_point() and weights.itemsize == 1:
+            weights = weights.float()  # isfinite does not know 8 bits
+        block = Entries(edges - edges[0], entries.terms[here].long(), weights, None)
         _check_values(block, num_terms, first + row)
         rows = merged(block, num_terms)
         _check_sums(rows, first + row)
