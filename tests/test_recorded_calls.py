@@ -54,6 +54,28 @@ def test_a_recorded_call_gives_the_bits_of_the_function(how, bias):
     assert [type(p) for p in replay._plans.values()] == [replay._Plan]
 
 
+def test_a_site_keeps_arguments_that_are_the_same_at_each_call():
+    _, *kept = arguments(0)
+    call = replay.Site(products, kept=kept)
+    for seed in range(5):
+        x = arguments(seed)[0]
+        assert all(map(torch.equal, call(x), products(x, *kept)))
+    assert call._plan is not None
+
+
+@pytest.mark.parametrize("kept", [(), (None,), (torch.ones(5, 6), 2.0)])
+def test_a_site_takes_its_tensors_from_among_other_arguments(kept):
+    def fn(factor, x, _, y, *more):
+        return x @ y * factor + (more[0] if more and more[0] is not None else 0)
+
+    call = replay.Site(fn, kept=kept)
+    for seed in range(4):
+        x, (_, _), _, _ = arguments(seed)
+        y = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(call(0.5, x, None, y), fn(0.5, x, None, y, *kept))
+    assert call._plan is not None
+
+
 def test_a_site_takes_tensors_that_are_aligned_otherwise_and_new_plans():
     call = replay.Site(products)
     x, *rest = arguments(0)

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from sparse_inductor.kernels.sparse_scores import cpu as native
 from sparse_inductor.ops import _collections as cached
+from sparse_inductor.ops._direct import site
 from support import compile_without_codegen, index_pays, only
 
 N, L, V, K = 60, 5, 40, 7
@@ -36,8 +38,11 @@ def small(monkeypatch):
 class Held(nn.Module):
     """A program that keeps its documents."""
 
-    def __init__(self, layout: str = "padded", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, layout: str = "padded", dtype: torch.dtype = torch.float32, op=CACHED
+    ) -> None:
         super().__init__()
+        self.op = op
         g = torch.Generator().manual_seed(0)
         ids = torch.stack([torch.randperm(V, generator=g)[:L] for _ in range(N)])
         ids[:, -1] = V  # padding
@@ -49,7 +54,8 @@ class Held(nn.Module):
         self.rows = torch.arange(N).repeat_interleave(L).flip(0) if layout == "rows" else None
         self.offsets = torch.arange(0, N * L + 1, L) if layout == "offsets" else None
 
-    def forward(self, q: torch.Tensor, op=CACHED):
+    def forward(self, q: torch.Tensor, op=None):
+        op = op or self.op
         held = () if op is TOP else (15,)
         documents = self.ids, self.values, self.rows, self.offsets
         return op(q, *documents, N, K, torch.float32, "", *held)
@@ -120,11 +126,18 @@ WRITES = {
 }
 
 
+def at_a_site():
+    return site("sparse_scores_topk_cached", "cpu", True)
+
+
+@pytest.mark.parametrize("op", [lambda: CACHED, at_a_site], ids=["operator", "site"])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_seen(write):
-    m, q = Held(), queries()
+def test_a_write_is_seen(write, op):
+    """By the operator, and where generated code calls it, which looks documents up once."""
+    m, q = Held(op=op()), queries()
     while not m.used(q):
         pass
+    assert m.used(q)
     WRITES[write](m)
     assert not m.used(q), "the first call after a write is scored"
     assert any(m.used(q) for _ in range(8)), "documents that hold still are indexed again"
@@ -161,14 +174,17 @@ def test_weights_that_are_not_finite_are_scored():
 
 
 def test_the_index_goes_with_the_documents():
-    m, q = Held(), queries()
+    call, q = at_a_site(), queries()
+    m = Held(op=call)
     other = copy.deepcopy(m)
     while not (m.used(q) and other.used(q)):
         pass
-    assert len(cached.collections()) == 2
+    gone, kept = (weakref.ref(c._built) for c in cached.collections())
     del m
     gc.collect()
-    assert len(cached.collections()) == 1 and other.used(q)
+    assert len(cached.collections()) == 1 and other.used(q) and gone() is None
+    cached.forget()
+    assert kept() is None and not other.used(q)
 
 
 @pytest.mark.parametrize(

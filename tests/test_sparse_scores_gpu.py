@@ -16,6 +16,7 @@ from sparse_inductor.kernels.sparse_scores import search as kernel
 from sparse_inductor.ops import _checked_index as checked
 from sparse_inductor.ops import _collections as cached
 from sparse_inductor.ops import sparse_scores
+from sparse_inductor.ops._direct import site
 from support import index_pays, only
 
 pytestmark = pytest.mark.gpu
@@ -252,74 +253,107 @@ def test_queries_of_many_terms_and_large_vocabularies(terms):
     assert torch.equal(got[1].cpu(), want[1]) and torch.equal(got[0].cpu(), want[0])
 
 
-def test_documents_that_stay_the_same_are_searched(monkeypatch):
-    """By an index, on any stream, until a write; a CUDA graph captures the operator itself."""
+class Constant:
+    """Documents that stay the same, searched as generated code does."""
+
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(0, V, (40000, 16), generator=g).cuda()
+        self.values, self.q = torch.rand(40000, 16, generator=g).cuda(), queries().cuda()
+        self.call = site("sparse_scores_topk_cached", "cuda", True)
+
+    def search(self, rows=None):
+        args = self.ids, self.values, None, None, 40000, 50, torch.float32, "index", 3
+        return self.call(self.q[:rows], *args)
+
+    def agree(self, found):
+        exact = (self.q.double()[:, self.ids] * self.values.double()).sum(-1).topk(50).values
+        torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-5)
+
+    @property
+    def known(self):
+        (known,) = cached.collections()
+        return known
+
+
+@pytest.fixture
+def constant(monkeypatch):
     monkeypatch.setattr(cached, "ON_THE_SPOT", 1 << 40)
     index_pays(monkeypatch)
     cached.forget()
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, V, (40000, 16), generator=g).cuda()
-    values, q = torch.rand(40000, 16, generator=g).cuda(), queries().cuda()
-    args = None, None, 40000, 50, torch.float32, "index"
-    ops = torch.ops.sparse_inductor
+    yield Constant()
+    cached.forget()
 
-    def search():
-        return ops.sparse_scores_topk_cached(q, ids, values, *args, 3)
 
-    def agrees(found):
-        exact = (q.double()[:, ids] * values.double()).sum(-1).topk(50).values
-        torch.testing.assert_close(found[0].double(), exact, rtol=1e-5, atol=1e-5)
-
-    def searches():
-        return cached.collections()[0].searches
-
+def test_documents_that_stay_the_same_are_searched(constant):
+    """By an index, on any stream, until a write; a CUDA graph captures the operator itself."""
+    ids, values, q, search = constant.ids, constant.values, constant.q, constant.search
     for write in (None, lambda: values.data.mul_(2), lambda: ids.data[7, 3].fill_(5)):
         if write is not None:
             write()
-            before = searches()
-            agrees(search())
-            assert searches() == before, "scored, for the documents have changed"
+            before = constant.known.searches
+            constant.agree(search())
+            assert constant.known.searches == before, "scored, for the documents have changed"
         for _ in range(40):
             found = search()
-        agrees(found)
-        assert searches() > 1
+        constant.agree(found)
+        assert constant.known.searches > 1
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        agrees(search())
+        constant.agree(search())
     side.synchronize()
-    before = searches()
+    before = constant.known.searches
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = search()
     values.data.mul_(0.5)
     graph.replay()
-    agrees(found)
-    assert searches() == before
+    constant.agree(found)
+    assert constant.known.searches == before
     q[2, 1] = float("inf")
-    assert search()[0][2].isinf().any() and searches() == before
-    cached.forget()
+    assert search()[0][2].isinf().any() and constant.known.searches == before
 
 
-def test_queries_of_many_sizes(monkeypatch):
-    """Launches are kept for few of them, and planned again for the others."""
-    monkeypatch.setattr(cached, "ON_THE_SPOT", 1 << 40)
+def test_queries_of_many_sizes_on_several_streams(constant, monkeypatch):
+    """Launches are kept for few sizes, and planned again for the others; calls of several streams are under way at
+    once."""
     monkeypatch.setattr(checked, "MOST_SIZES", 2)
-    index_pays(monkeypatch)
-    cached.forget()
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, V, (40000, 16), generator=g).cuda()
-    values, q = torch.rand(40000, 16, generator=g).cuda(), queries().cuda()
-    args = ids, values, None, None, 40000, 50, torch.float32, "index", 3
-    search = torch.ops.sparse_inductor.sparse_scores_topk_cached
     for _ in range(cached.PATIENCE + 1):
-        expected, _ = search(q, *args)
+        expected, _ = constant.search()
     for _ in range(3):  # planned, recorded, replayed
         for rows in range(1, 5):
-            assert torch.equal(search(q[:rows], *args)[0], expected[:rows])
-    (known,) = cached.collections()
-    assert known.searches == 13 and 0 < len(known._built._sites) <= 2
-    cached.forget()
+            constant.call = site("sparse_scores_topk_cached", "cuda", True)
+            assert torch.equal(constant.search(rows)[0], expected[:rows])
+    assert constant.known.searches == 13 and 0 < len(constant.known._built._searches) <= 2
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    wrong = []
+
+    def call(stream):
+        with torch.cuda.stream(stream):
+            found = [constant.search()[0] for _ in range(20)]
+            wrong.extend(f for f in found if not torch.equal(f, expected))
+
+    constant.call = site("sparse_scores_topk_cached", "cuda", True)
+    threads = [threading.Thread(target=call, args=(stream,)) for stream in streams]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong and constant.known.searches > 60
+
+
+@pytest.mark.multigpu
+def test_documents_on_another_gpu_than_the_current_one(constant):
+    for name in ("ids", "values", "q"):
+        setattr(constant, name, getattr(constant, name).to("cuda:1"))
+    for _ in range(cached.PATIENCE + 4):
+        constant.agree(constant.search())
+    assert constant.known.searches == 4
+    constant.values.data.mul_(2)
+    constant.agree(constant.search())
+    assert constant.known.searches == 4 and torch.cuda.current_device() == 0
 
 
 def test_an_index_is_built_beside_the_capture_of_a_cuda_graph(monkeypatch):

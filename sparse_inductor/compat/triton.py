@@ -47,8 +47,10 @@ def launch_hooks_set() -> bool:
     """Whether somebody (a profiler) has asked Triton to call a function at each launch."""
     import triton
 
-    hooks = (getattr(triton.knobs.runtime, f"launch_{at}_hook", None) for at in ("enter", "exit"))
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    runtime = triton.knobs.runtime
+    enter = getattr(runtime, "launch_enter_hook", None)
+    leave = getattr(runtime, "launch_exit_hook", None)
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def load(compiled: Any) -> None:

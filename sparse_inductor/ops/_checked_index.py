@@ -1,11 +1,12 @@
 """An index of a program's documents that is used only where a checksum proves that they are what it was built of.
 
-On a GPU the host launches the search while the documents are read, and waits for the checksum; on a CPU that comes
-first.
+On a GPU the host plans and launches the search while the documents are read, and waits for the checksum; on a CPU that
+comes first.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +20,15 @@ from ._dispatch import call_below_autograd
 from .index_search import search_cuda
 
 if TYPE_CHECKING:
-    from ..kernels.sparse_scores.checksum import Slot
+    from ..kernels.common.replay import Site
 
-__all__ = ["CheckedIndex", "Documents", "Found"]
+__all__ = ["CheckedIndex", "Documents", "Found", "Search"]
 
 TILE = 1024
 """Words of a checksum's tile, for each half of which there are two keys."""
 
 MOST_SIZES = 64
-"""Sizes of queries and k whose launches are kept."""
+"""Kinds of queries and k whose launches are kept."""
 
 Documents = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """ids, values, rows and offsets, as `sparse_scores` takes them."""
@@ -50,89 +51,122 @@ class CheckedIndex:
         from ..index import SparseIndex
 
         device = documents[0].device
-        self._slots: list[Slot] = []
-        self._sites: dict[Any, tuple[Any, Any]] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._searches: dict[Any, Search] = {}
         stream = None if ready is None else torch.cuda.Stream(device)
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(stream):
             if stream is not None:
                 stream.wait_event(ready)
             matrix = _matrix(documents, num_docs, query.shape[-1], lookup)
-            self._keys = _keys(device)
-            self._index = SparseIndex.build(matrix, device=device)
-            postings, counts, barred = self._index.operands()
-            self._operands = list(postings), list(counts), barred
-            self._sums: list[int] = []
-            query = _plain(query)
+            index = SparseIndex.build(matrix, device=device)
+            postings, counts, barred = index.operands()
+            self._held = _Held(_keys(device), list(postings), list(counts), barred)
+            search = self.search(query, k)
             for _ in range(2):  # the second time launches are recorded
-                sums, _, _ = self._read(query, documents, k)
-            self._sums = sums
+                sums, _, _ = search.read(_plain(query), documents)
+            self._held.sums[:] = sums
             if stream is not None:
                 stream.synchronize()
-        self.nbytes = sum(self._index.nbytes.values())
+        self.nbytes = sum(index.nbytes.values())
 
-    def search(self, query: Tensor, documents: Documents, k: int) -> tuple[Found | None, bool]:
+    def search(self, query: Tensor, k: int) -> Search:
+        """What finds the k best for queries that lie as this one does."""
+        sizes = query.shape, query.stride(), query.dtype, k
+        found = self._searches.get(sizes)
+        if found is None:
+            if len(self._searches) >= MOST_SIZES:
+                self._searches.clear()
+            found = self._searches[sizes] = Search(self._held, query, k)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What searches of an index share; `sums` are the documents' checksums."""
+
+    keys: Tensor
+    postings: list[Tensor]
+    counts: list[int]
+    barred: Tensor
+    sums: list[int] = dataclasses.field(default_factory=list)
+    streams: dict[int, torch.cuda.Stream] = dataclasses.field(default_factory=dict)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The current stream; the index's memory is kept until it is done with it."""
+        handle = compat.raw_stream(device)
+        stream = self.streams.get(handle)
+        if stream is None:
+            stream = torch.cuda.current_stream(device)
+            for t in (*self.postings, self.barred):
+                t.record_stream(stream)
+            self.streams[handle] = stream
+        return stream
+
+
+class Search:
+    """Searches for queries that lie alike. On a GPU their launches are kept."""
+
+    def __init__(self, held: _Held, query: Tensor, k: int) -> None:
+        self.k, self._held, self._device = k, held, query.device
+        self._as_it_is, self._single = _plain(query) is query, query.dim() == 1
+        self._operands = held.postings, held.counts, held.barred, k
+        self._idle: list[_Checksum] = []
+        self._best: Site | None = None
+        if query.is_cuda:
+            from ..kernels.common.replay import Site
+
+            self._best = Site(search_cuda, kept=self._operands)
+
+    def __call__(self, query: Tensor, documents: Documents) -> tuple[Found | None, bool]:
         """The k best, or None for a query with weights that are not finite; and whether the documents are those that
         the index was built of, without which nothing is found."""
-        sums, finite, found = self._read(_plain(query), documents, k)
-        same = sums == self._sums
+        sums, finite, found = self.read(query if self._as_it_is else _plain(query), documents)
+        same = sums == self._held.sums
         if found is None or not (same and finite):
             return None, same
-        return (found if query.dim() == 2 else (found[0][0], found[1][0])), same
+        return ((found[0][0], found[1][0]) if self._single else found), same
 
-    def _read(
-        self, query: Tensor, documents: Documents, k: int
-    ) -> tuple[list[int], bool, Found | None]:
+    def read(self, query: Tensor, documents: Documents) -> tuple[list[int], bool, Found | None]:
         """The checksums of documents, whether the query is finite, and what is found if both are as they have to be."""
-        if query.is_cuda:
-            return self._read_on_gpu(query, documents, k)
+        if self._best is not None:
+            return self._read_on_gpu(self._best, query, documents)
         from ..kernels.sparse_scores import cpu as native
 
         if not native.ready(wait=True):
             raise RuntimeError("there is no C++ compiler for checksums")
-        sums = [s for t in documents if t is not None for s in native.checksum(t, self._keys)]
+        sums = [s for t in documents if t is not None for s in native.checksum(t, self._held.keys)]
         finite = bool(query.abs().amax() < float("inf"))
-        if not finite or sums != self._sums:
+        if not finite or sums != self._held.sums:
             return sums, finite, None
         op = torch.ops.sparse_inductor.index_search
-        found: Found = call_below_autograd(op, search_cuda, (query, *self._operands, k))
+        found: Found = call_below_autograd(op, search_cuda, (query, *self._operands))
         return sums, finite, found
 
     def _read_on_gpu(
-        self, query: Tensor, documents: Documents, k: int
-    ) -> tuple[list[int], bool, Found]:
-        from ..kernels.common.replay import Site
-        from ..kernels.sparse_scores import checksum as kernel
-
-        sizes = query.shape, k
-        sites = self._sites.get(sizes)
-        if sites is None:
-            if len(self._sites) >= MOST_SIZES:
-                self._sites.clear()
-            sites = self._sites[sizes] = Site(kernel.checksum), Site(search_cuda)
-        checksum, search = sites
-        stream = self._stream(query.device)
-        slot = self._slots.pop() if self._slots else kernel.Slot.on(query.device)
-        checksum(query, documents, self._keys, slot.totals, slot.result)
-        slot.event.record(stream)
-        found: Found = search(
-            query, *self._operands, k
-        )  # launched while the GPU reads the documents
-        slot.event.synchronize()
-        *sums, lost = slot.result.tolist()
-        self._slots.append(slot)
+        self, best: Site, query: Tensor, documents: Documents
+    ) -> tuple[list[int], bool, Found | None]:
+        made = self._idle.pop() if self._idle else _Checksum(self._held.keys)
+        # What the GPU waits for comes first: whatever else there is, the host does while the documents are read.
+        made.launch(query, *documents)
+        made.event.record(self._held.stream(self._device))
+        try:
+            found: Found = best(query)
+        finally:  # before what the checksum is written to may be freed
+            made.event.synchronize()
+        *sums, lost = made.result.tolist()
+        self._idle.append(made)
         return sums, not lost, found
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The current stream; the index's memory is kept until it is done with it."""
-        handle = compat.raw_stream(device)
-        stream = self._streams.get(handle)
-        if stream is None:
-            stream = torch.cuda.current_stream(device)
-            for t in (*self._operands[0], self._operands[2]):
-                t.record_stream(stream)
-            self._streams[handle] = stream
-        return stream
+
+class _Checksum:
+    """What one checksum at a time is made in, and an event behind it."""
+
+    def __init__(self, keys: Tensor) -> None:
+        from ..kernels.common.replay import Site
+        from ..kernels.sparse_scores.checksum import buffers, checksum
+
+        totals, self.result = buffers(keys.device)
+        self.launch = Site(checksum, kept=(totals, self.result, keys))
+        self.event = torch.cuda.Event()
 
 
 def _plain(query: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """Indexes of collections that programs hold as tensors, built beside them where they stay as they are.
 
-A collection that was scored unchanged some calls in a row is copied, and an index is built of the copy (`SparseIndex`;
-in the background where that takes long). From then on a search reads the documents only for a checksum, which is what
-proves that the index is theirs: storages and version counters say whether looking is worth it, but a write through
-`.data`, NumPy, DLPack or a kernel changes neither. Where the checksum is another, what was found is dropped, and so is
-the index; the next needs twice as many calls in a row.
+A collection whose version counters stay the same for some calls in a row is copied, and an index is built of the copy
+(`SparseIndex`; in the background where that takes long). From then on a search reads the documents only for a checksum,
+which is what proves that the index is theirs: a write through `.data`, NumPy, DLPack or a kernel changes no version.
+Where the checksum is another, what was found is dropped, and so is the index; the next needs twice as many calls in a
+row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import compat
 from ..policy.break_even import look_up
 from ..reporting.findings import bytes_text, count_text
-from ._checked_index import CheckedIndex, Documents, Found
+from ._checked_index import CheckedIndex, Documents, Found, Search
 
 __all__ = [
     "MEMORY_VARIABLE",
@@ -33,6 +33,7 @@ __all__ = [
     "collection_of",
     "collections",
     "forget",
+    "held_of",
     "unrest_of",
 ]
 
@@ -71,15 +72,13 @@ def collection_of(
     queries = query.shape[0] if query.dim() == 2 else 1
     if not _pays(query.device, queries, num_docs, ids.numel(), k):
         return None
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    storages = [t.untyped_storage() for t in _held(documents, held)]
+    storages = [t.untyped_storage() for t in held_of(documents, held)]
     key = (
         query.device, query.shape[-1], num_docs, lookup, held, *map(id, storages),
         *(None if t is None else (t.storage_offset(), t.shape, t.stride(), t.dtype) for t in documents),
     )  # fmt: skip
     found = _known.get(key)
-    if found is not None and found.lies_in(storages):
+    if found is not None:
         return found
     if memory_limit() == 0 or not storages:
         return None
@@ -90,7 +89,7 @@ def collection_of(
     with _lock:
         _known[key] = found
     for storage in storages:  # the index goes with the documents
-        weakref.finalize(storage, _drop, key, found).atexit = False
+        weakref.finalize(storage, _drop, key, weakref.ref(found)).atexit = False
     return found
 
 
@@ -138,7 +137,6 @@ class Collection:
         self.device = documents[0].device
         self.searches = self.changes = 0
         self._shape, self._held = documents[0].shape, held
-        self._storages = [weakref.ref(t.untyped_storage()) for t in _held(documents, held)]
         self._versions = self._versions_of(documents)
         self._calls, self._patience = 0, PATIENCE
         self.unrest = self._find_unrest()
@@ -147,12 +145,8 @@ class Collection:
         self._why = ""  # there is no index, and none will be built
         self._lock = threading.Lock()
 
-    def lies_in(self, storages: Sequence[torch.UntypedStorage]) -> bool:
-        """Whether the documents are in these."""
-        return all(ref() is storage for ref, storage in zip(self._storages, storages))
-
     def _versions_of(self, documents: Documents) -> tuple[int, ...]:
-        return tuple(0 if t.is_inference() else t._version for t in _held(documents, self._held))
+        return tuple(0 if t.is_inference() else t._version for t in held_of(documents, self._held))
 
     def _find_unrest(self) -> Unrest:
         """That of documents of this shape, looked up where they change: a search only counts in it."""
@@ -190,28 +184,35 @@ class Collection:
             "searches": self.searches, "changes": self.changes, "note": self.note,
         }  # fmt: skip
 
+    def search(self, query: Tensor, k: int) -> Search | None:
+        """What finds the k best for queries that lie as this one does; None where there is no index."""
+        built = self._built
+        return None if built is None else built.search(query, k)
+
     def topk(
-        self, query: Tensor, documents: Documents, k: int, written: Callable[[], Found]
+        self,
+        query: Tensor,
+        documents: Documents,
+        k: int,
+        search: Search | None,
+        written: Callable[[], Found],
     ) -> Found:
-        """The k best documents: from the index where it is that of these documents, else what `written` finds."""
-        built, versions = self._built, self._versions_of(documents)
-        if versions != self._versions:
-            self._changed(versions)
-        elif built is None:
+        """The k best documents: by a search where the index is that of these documents, else what `written` finds."""
+        if search is None:
             self._count(query, documents, k)
-        else:
-            try:
-                found, same = built.search(query, documents, k)
-            except Exception as error:
-                self._refuse(f"searching its index failed: {type(error).__name__}: {error}")
-                return written()
-            if not same:
-                self._changed(versions)
-            elif found is not None:
-                self.searches += 1
-                self.unrest.searches += 1
-                return found
-        return written()
+            return written()
+        try:
+            found, same = search(query, documents)
+        except Exception as error:
+            self._refuse(f"searching its index failed: {type(error).__name__}: {error}")
+            return written()
+        if not same:
+            self._changed(self._versions_of(documents))
+        if found is None:
+            return written()
+        self.searches += 1
+        self.unrest.searches += 1
+        return found
 
     def _changed(self, versions: tuple[int, ...]) -> None:
         with self._lock:
@@ -223,7 +224,11 @@ class Collection:
             self.unrest.changed += 1
 
     def _count(self, query: Tensor, documents: Documents, k: int) -> None:
-        """Note a call without an index; the last of enough in a row builds one."""
+        """Note a call without an index; the last of enough in a row with the same versions builds one."""
+        versions = self._versions_of(documents)
+        if versions != self._versions:
+            self._changed(versions)
+            return
         with self._lock:
             self._calls += 1
             if self._calls < self._patience or self._building or self._why:
@@ -232,7 +237,7 @@ class Collection:
         beside = documents[0].numel() > ON_THE_SPOT
         beside = beside and not torch.are_deterministic_algorithms_enabled()
         try:
-            args = *_copied(query, documents), k, self._versions, beside
+            args = *_copied(query, documents), k, versions, beside
             if beside:
                 threading.Thread(target=self._build, args=args, name="sparse_index_build").start()
             else:
@@ -318,7 +323,8 @@ def _is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or t.permute(order).is_contiguous()
 
 
-def _held(documents: Documents, held: int) -> list[Tensor]:
+def held_of(documents: Documents, held: int) -> list[Tensor]:
+    """Those of the documents' tensors that may be the same ones at the next call."""
     return [t for i, t in enumerate(documents) if t is not None and held >> i & 1]
 
 
@@ -342,9 +348,9 @@ def unrest_of(device: torch.device, num_terms: int, ids: Sequence[int]) -> Unres
     return _unrest.setdefault(key, Unrest())
 
 
-def _drop(key: Hashable, collection: Collection) -> None:
+def _drop(key: Hashable, collection: weakref.ref[Collection]) -> None:
     with _lock:
-        if _known.get(key) is collection:
+        if key in _known and _known[key] is collection():
             del _known[key]
 
 

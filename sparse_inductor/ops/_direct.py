@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import compat
-from ._dispatch import functions, has_layers, layered, multistream, on_gpu, replays
+from ._dispatch import functions, has_layers, layered, multistream, on_gpu, replays, sites
 
 __all__ = ["install", "site"]
 
@@ -55,7 +55,9 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
     get to see the operator.
     """
     op, fn = getattr(torch.ops.sparse_inductor, name).default, functions[name]
-    if device != "cuda" or not has_layers(fn):
+    if settled and name in sites:
+        run = sites[name]()
+    elif device != "cuda" or not has_layers(fn):
         run = fn
     elif settled and replays():
         from ..kernels.common.replay import Site

@@ -33,6 +33,7 @@ __all__ = [
     "register",
     "register_on_gpu",
     "replays",
+    "sites",
 ]
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,8 @@ def define(*schemas: str) -> torch.library.Library:
 
 # What computes the operators, by name.
 functions: dict[str, Callable[..., Any]] = {}
+# What makes a function of one's own for each place in generated code where sizes are known, by name.
+sites: dict[str, Callable[[], Callable[..., Any]]] = {}
 
 
 def register(
@@ -131,11 +134,15 @@ def register(
     autograd: Callable[..., Any] | None = None,
     follows: str | None = None,
     composed: bool = False,
+    site: Callable[[], Callable[..., Any]] | None = None,
 ) -> None:
     """Registers what computes an operator on a CPU and on a GPU, as `register_on_gpu`; its shapes; how it is spread
     over a mesh. autograd: what calls pass first, which asks `outside_transforms`; vmap is declined before it.
-    composed: it calls other operators, which have layers and replay their launches, and may call others each time."""
+    composed: it calls other operators, which have layers and replay their launches, and may call others each time.
+    site: makes what computes it at one place in generated code where sizes are known."""
     functions[name] = fn
+    if site is not None:
+        sites[name] = site
     lib.impl(name, fn, "CPU")
     if composed:
         lib.impl(name, fn, "CUDA")

@@ -12,11 +12,13 @@ fp64, rounded to fp32.
 from __future__ import annotations
 
 import functools
+import weakref
+from typing import Any
 
 import torch
 
 from ._arguments import FLOATS
-from ._collections import collection_of
+from ._collections import collection_of, held_of
 from ._dispatch import call_below_autograd, define, functions, register
 from .sparse_scores import DOCS, LOOKUP, autograd_topk, fake_topk, shared
 
@@ -26,22 +28,47 @@ _lib = define(
 )
 
 
-def _topk(query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup="", held=3):
-    N = ids.shape[0] if num_docs == -1 else num_docs
-    dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
-    documents = ids, values, rows, offsets
+class _Site:
+    """The operator at one place of a program, where calls differ only in where tensors are and what they hold: those on
+    documents that are where they were look nothing up."""
 
-    def written():
-        args = query, *documents, num_docs, k, out_dtype, lookup
-        op = torch.ops.sparse_inductor.sparse_scores_topk
-        return call_below_autograd(op, functions["sparse_scores_topk"], args)
+    def __init__(self) -> None:
+        # The collection, where its tensors are, and the search in its index: all of it goes with the documents.
+        self._last: tuple[Any, list[int], Any] = _none, [], _none
 
-    if not (0 < k <= N and query.dim() in (1, 2) and query.numel() and query.dtype in FLOATS):
-        return written()
-    collection = collection_of(query, documents, held, N, k, dtype, lookup)
-    if collection is None:
-        return written()
-    return collection.topk(query, documents, k, written)
+    def __call__(
+        self, query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup="", held=3
+    ):
+        documents = ids, values, rows, offsets
+        known, addresses, kept = self._last
+        collection, search = known(), kept()
+        if search is None or addresses != [t.data_ptr() for t in held_of(documents, held)]:
+            N = ids.shape[0] if num_docs == -1 else num_docs
+            dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
+            collection = search = None
+            if 0 < k <= N and query.dim() in (1, 2) and query.numel() and query.dtype in FLOATS:
+                collection = collection_of(query, documents, held, N, k, dtype, lookup)
+            if collection is not None:
+                search = collection.search(query, k)
+            if search is not None:
+                addresses = [t.data_ptr() for t in held_of(documents, held)]
+                self._last = weakref.ref(collection), addresses, weakref.ref(search)
+
+        def written():
+            args = query, *documents, num_docs, k, out_dtype, lookup
+            op = torch.ops.sparse_inductor.sparse_scores_topk
+            return call_below_autograd(op, functions["sparse_scores_topk"], args)
+
+        if collection is None or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return written()
+        return collection.topk(query, documents, k, search, written)
+
+
+def _none() -> None: ...
+
+
+def _topk(*args, **named):
+    return _Site()(*args, **named)
 
 
 register(
@@ -52,4 +79,5 @@ register(
     shared,
     functools.partial(autograd_topk, "sparse_scores_topk_cached"),
     composed=True,
+    site=_Site,
 )

@@ -331,14 +331,14 @@ def test_checksums_are_those_of_the_c_code(device, sizes):
     ids = torch.randint(-(2**62), 2**62, sizes[:1], generator=g)
     values = torch.randn(2 * sizes[1], generator=g)
     query = torch.tensor([[1.0, float("nan"), float("-inf"), 0.0]])
-    slot = checksums.Slot.on(device)
-    for _ in range(2):  # a slot is as it was
+    totals, result = checksums.buffers(device)
+    for _ in range(2):  # the totals are as they were
         ids[-1] ^= 1
         given = [t.to(device) for t in (ids, values)]
-        checksums.checksum(query.to(device), given, keys.to(device), slot.totals, slot.result)
+        checksums.checksum(query.to(device), *given, None, None, totals, result, keys.to(device))
         if device.type == "cuda":
             torch.cuda.synchronize()
-        *sums, lost = (s % 2**64 for s in slot.result.tolist())
+        *sums, lost = (s % 2**64 for s in result.tolist())
         assert lost == 2 and sums[4:] == [0] * 4
         assert sums[:4] == [*native.checksum(ids, keys), *native.checksum(values, keys)]
     odd = torch.zeros(7, dtype=torch.half, device=device)  # no whole number of 64-bit words

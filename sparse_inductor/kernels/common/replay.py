@@ -158,12 +158,17 @@ def _describe(
 class Site:
     """A call in generated code, whose arguments never differ but in the tensors' addresses and what they hold.
 
-    fn, multistream: what `replayed` takes. Once there is a plan it is looked up no more: only the addresses' alignment
-    is, and what else a plan depends on.
+    fn, multistream: what `replayed` takes. kept: the last arguments, where they are the same at each call, down to the
+    tensors' addresses. Once there is a plan it is looked up no more: only the addresses' alignment is, and what else a
+    plan depends on.
     """
 
-    def __init__(self, fn: Callable[..., Any], multistream: bool = False) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], multistream: bool = False, kept: Sequence[Any] = ()
+    ) -> None:
         self._fn, self._usual = fn, replayed(fn, multistream)
+        self._kept, self._kept_tensors = tuple(kept), _tensors_in(kept)
+        self._kept_addresses = [t.data_ptr() for t in self._kept_tensors]
         self._plan: _Plan | None = None
         self._hopeful = True  # until there turns out to be no plan
         self._tensors: Callable[[Any], Sequence[Tensor]] = _tensors_in
@@ -174,26 +179,27 @@ class Site:
         if plan is not None and plan.current and compat.launch_settings() == self._settings:
             inputs = self._tensors(args)
             addresses = [t.data_ptr() for t in inputs]
-            together = 0
-            for address in addresses:
-                together |= address
+            together = functools.reduce(operator.or_, addresses, 0)
             if not together & 15 and not launching.profiler_attached():
-                return plan.run(inputs, addresses)
-        out = self._usual(*args)
+                return plan.run((*inputs, *self._kept_tensors), addresses + self._kept_addresses)
+        out = self._usual(*args, *self._kept)
         if self._hopeful:
             self._look_up(args)
         return out
 
     def _look_up(self, args: Any) -> None:
-        key, inputs, addresses = _described(args)
+        key, inputs, addresses = _described((*args, *self._kept))
         if not inputs or any(address & 15 for address in addresses):
             return
         plan = _plans.get((self._fn, *key), _ONCE)
         self._hopeful = plan is not None
         if type(plan) is _Plan:
-            if not any(isinstance(a, (list, tuple)) for a in args):
-                places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-                self._tensors = lambda args: [args[i] for i in places]
+            places = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+            if places and not any(isinstance(a, (list, tuple)) for a in args):
+                together = slice(places[0], places[-1] + 1)
+                self._tensors = operator.itemgetter(
+                    *([together] if len(args[together]) == len(places) else places)
+                )
             self._plan, self._settings = plan, key[0]
 
 
@@ -590,6 +596,7 @@ class _Plan:
         self._empty = compat.allocator(device)
         self._handle = compat.stream_getter(device)
         self._beside = [s.cuda_stream for s in streams]
+        self._index = device.index if device.type == "cuda" else None
         # Events of calls that have ended: those of several threads may be under way.
         self._events = events
         self._unused: list[list[torch.cuda.Event]] = []
@@ -629,13 +636,12 @@ class _Plan:
         return parts
 
     def run(self, inputs: Sequence[Tensor], addresses: list[int]) -> Any:
-        device = self._device
-        if device.type == "cuda" and compat.current_device() != device.index:
-            with torch.cuda.device(device):
+        if self._index is not None and compat.current_device() != self._index:
+            with torch.cuda.device(self._device):
                 return self.run(inputs, addresses)
-        if self._calls and torch.is_autocast_enabled(device.type):
+        if self._calls and torch.is_autocast_enabled(self._device.type):
             # Autocast had its say when the call was recorded.
-            with torch.amp.autocast(device.type, enabled=False):
+            with torch.amp.autocast(self._device.type, enabled=False):
                 return self._made(inputs, addresses)
         return self._made(inputs, addresses)
 

@@ -10,46 +10,28 @@ One launch reads all tensors; its last program writes the sums where the host ca
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from ..common.launch import relaunched, sm_count
 
-__all__ = ["Slot", "checksum"]
+__all__ = ["buffers", "checksum"]
 
 # Programs on an SM, and their warps: enough reads under way. Of 100,000 x 128 entries 62 us on an H100 (66 by three,
-# 67 to 74 by one that has two or four tiles at a time); beside the search, on a stream of its own, nothing is gained.
+# 67 to 74 by one that has two or four tiles at a time); on a stream of its own, beside the search, it ends later, and
+# the host waits for it.
 _PROGRAMS, _WARPS = 4, 8
 _TENSORS = 4
 _COUNTER = tl.constexpr(2 * _TENSORS + 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """What one checksum at a time is made in.
-
-    totals: int64, 0 before and after. result: what the host reads, two sums of each tensor, then how many weights of
-    the query are not finite. event: of a GPU, after which it is there.
-    """
-
-    totals: torch.Tensor
-    result: torch.Tensor
-    event: Any
-
-    @staticmethod
-    def on(device: torch.device) -> Slot:
-        """A new one."""
-        size = 2 * _TENSORS + 1
-        result = torch.zeros(
-            size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
-        )
-        totals = torch.zeros(size + 1, dtype=torch.int64, device=device)
-        return Slot(totals, result, torch.cuda.Event() if device.type == "cuda" else None)
+def buffers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What one checksum at a time is made in: totals, int64, 0 before and after; and result, which the host reads: two
+    sums of each tensor, then how many weights of the query are not finite."""
+    size = 2 * _TENSORS + 1
+    result = torch.zeros(size, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return torch.zeros(size + 1, dtype=torch.int64, device=device), result
 
 
 @triton.jit
@@ -111,18 +93,20 @@ def _checksum_kernel(
 
 def checksum(
     query: torch.Tensor,
-    tensors: Sequence[torch.Tensor | None],
-    keys: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    third: torch.Tensor | None,
+    fourth: torch.Tensor | None,
     totals: torch.Tensor,
     result: torch.Tensor,
+    keys: torch.Tensor,
 ) -> None:
-    """Have a GPU write a slot's `result` of at most four tensors, whose elements lie without gaps, and a query in fp32.
+    """Have a GPU write the `result` of `buffers`, for tensors whose elements lie without gaps and a query in fp32.
 
     keys: int32 [2, words of a tile, 2], random.
     """
     device, tile = keys.device, keys.shape[1]
-    words = [None if t is None else _words(t) for t in tensors]
-    words += [None] * (_TENSORS - len(words))
+    words = [None if t is None else _words(t) for t in (first, second, third, fourth)]
     sizes = [0 if w is None else w.numel() for w in words]
     programs = _PROGRAMS * (sm_count(device) if device.type == "cuda" else 1)
     args = [a for w, size in zip(words, sizes) for a in (keys if w is None else w, size)]
