@@ -1,7 +1,18 @@
 """An exact top-k index over sparse documents; see `SparseIndex`."""
 
+from .ciff import read_ciff, write_ciff
+from .impacts import Imported, read_impacts, write_impacts
 from .sharded import ShardedIndex
 from .sparse_index import SparseIndex
 from .storage import IndexFileError
 
-__all__ = ["IndexFileError", "ShardedIndex", "SparseIndex"]
+__all__ = [
+    "Imported",
+    "IndexFileError",
+    "ShardedIndex",
+    "SparseIndex",
+    "read_ciff",
+    "read_impacts",
+    "write_ciff",
+    "write_impacts",
+]

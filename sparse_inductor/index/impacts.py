@@ -1,0 +1,198 @@
+"""An index as impacts, weights that are whole numbers, and the JSON vectors in which Anserini (Lucene) takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NamedTuple, cast
+
+import torch
+
+from .sources import Rows
+from .sparse_index import SparseIndex
+
+__all__ = [
+    "FilePath",
+    "Imported",
+    "ids_of",
+    "impacts_of",
+    "labels_of",
+    "read_impacts",
+    "replacing",
+    "write_impacts",
+]
+
+FilePath = str | os.PathLike[str]
+_BITS = 24  # of an impact: fp32 holds it
+
+
+class Imported(NamedTuple):
+    """What a file of another engine holds: the index, the documents' names and the terms, by their ids."""
+
+    index: SparseIndex
+    names: list[str]
+    terms: list[str]
+
+
+def write_impacts(
+    index: SparseIndex,
+    path: FilePath,
+    *,
+    terms: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    bits: int = 8,
+    scale: float | None = None,
+) -> float:
+    """Write what Anserini indexes as a JsonVectorCollection with `-impact -pretokenized`: a line
+    `{"id": ..., "contents": "", "vector": {term: impact, ...}}` for each document. Deleted documents have no line.
+
+    Takes, loses, returns and raises what `write_ciff` does; `path` is compressed where it ends with ".gz". A term with
+    white space, which Anserini would take apart, is a ValueError, too.
+    """
+    words, labels = (
+        labels_of(terms, index.num_terms, "terms"),
+        labels_of(names, len(index), "names"),
+    )
+    if terms is not None:
+        for word in terms:
+            if word.split() != [word]:
+                raise ValueError(f"the term {word!r} is empty or has white space")
+    gone = index.operands()[2].tolist()
+    scale, parts = impacts_of(index, bits, scale)
+    number = 0
+    with replacing(path) as raw, _as_text(raw, path) as file:
+        for rows in parts:
+            edges, ids, impacts = (
+                t.tolist() for t in (rows.offsets, rows.terms, rows.weights.int())
+            )
+            for low, high in itertools.pairwise(edges):
+                if not gone[number]:
+                    vector = {words[t]: w for t, w in zip(ids[low:high], impacts[low:high])}
+                    line = {"id": labels[number], "contents": "", "vector": vector}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                number += 1
+    return scale
+
+
+def read_impacts(
+    path: FilePath,
+    *,
+    terms: Sequence[str] | None = None,
+    scale: float = 1.0,
+    weights: str = "float32",
+    device: torch.device | str = "cpu",
+) -> Imported:
+    """Read documents `{"id": ..., "vector": {term: weight, ...}}`, one a line, as Anserini's JsonVectorCollection has
+    them. The file is read twice where `terms` are not given; they are then those of the file in its order.
+
+    Takes and raises what `read_ciff` does; compressed where `path` ends with ".gz". Weights need not be whole numbers.
+    """
+    known = ids_of(terms) if terms is not None else {}
+    if terms is None:
+        for _, vector in _lines(path):
+            for word in vector:
+                known.setdefault(word, len(known))
+    names: list[str] = []
+
+    def documents() -> Iterator[tuple[list[int], list[float]]]:
+        for name, vector in _lines(path):
+            names.append(name)
+            lost = next((word for word in vector if word not in known), None)
+            if lost is not None:
+                raise ValueError(f"{path} has the term {lost!r}, which is not in terms")
+            yield [known[word] for word in vector], [w / scale for w in vector.values()]
+
+    index = SparseIndex.build(
+        documents(), num_terms=max(len(known), 1), weights=weights, device=device
+    )
+    return Imported(index, names, list(known))
+
+
+@contextlib.contextmanager
+def _as_text(raw: BinaryIO, path: FilePath) -> Iterator[IO[str]]:
+    with contextlib.ExitStack() as opened:
+        if os.fspath(path).endswith(".gz"):
+            raw = cast(BinaryIO, opened.enter_context(gzip.open(raw, "wb")))
+        yield opened.enter_context(io.TextIOWrapper(raw, "utf-8"))
+
+
+def _lines(path: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
+    opened = gzip.open if os.fspath(path).endswith(".gz") else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+                name, vector = str(line["id"]), line["vector"].items()
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise ValueError(
+                    f'{path}, line {number}: no document {{"id": ..., "vector": {{...}}}}'
+                ) from None
+            yield name, dict(vector)
+
+
+# What other formats need too
+
+
+def labels_of(given: Sequence[str] | None, count: int, what: str) -> list[str]:
+    """The strings of so many ids."""
+    labels = [str(i) for i in range(count)] if given is None else list(given)
+    if len(labels) != count or len({*labels}) != count:
+        raise ValueError(f"{what} must be {count} different strings, got {len({*labels})}")
+    return labels
+
+
+def ids_of(terms: Sequence[str]) -> dict[str, int]:
+    return {word: at for at, word in enumerate(labels_of(terms, len(terms), "terms"))}
+
+
+def impacts_of(index: SparseIndex, bits: int, scale: float | None) -> tuple[float, Iterator[Rows]]:
+    """The scale, and the rows of each segment with whole numbers as weights, without those that are 0."""
+    contents = index._contents.to(torch.device("cpu"))
+    segments = contents.vacuumed().segments
+    low, high = 0.0, 0.0
+    for s in segments:
+        if s.nnz:
+            least, most = torch.aminmax(s.values())
+            low, high = min(low, float(least)), max(high, float(most))
+    if low < 0:
+        raise ValueError(f"impacts are at least 0, the index has a weight of {low}")
+    if not 1 <= bits <= _BITS:
+        raise ValueError(f"bits must be 1 to {_BITS}, got {bits}")
+    if scale is None:
+        scale = (2**bits - 1) / high if high else 1.0
+    if not (0 < scale < math.inf) or round(scale * high) >= 1 << _BITS:
+        raise ValueError(f"a scale of {scale} makes an impact of {scale * high:g} of {high:g}")
+
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    def parts(scale: float) -> Iterator[Rows]:
+        if not segments:
+            yield Rows(zero, zero[:0], zero[:0].float())
+        for s in segments:
+            impacts = (s.values().double() * scale).round().float()
+            kept = torch.cat((zero, (impacts > 0).cumsum(0)))
+            here = impacts > 0
+            yield Rows(kept[s.offsets], s.term_ids()[here], impacts[here])
+
+    return scale, parts(scale)
+
+
+@contextlib.contextmanager
+def replacing(path: FilePath) -> Iterator[BinaryIO]:
+    """A file that takes the place of another when it is complete."""
+    part = Path(f"{os.fspath(path)}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
