@@ -39,8 +39,8 @@ def _work(rank: int, world: int, folder: str, device: str) -> None:
         mine = dense[:35] if rank == 0 else dense[35:]
         index, one = ShardedIndex(SparseIndex.build(mine, device=where)), SparseIndex.build(dense)
 
-        def same(k: int) -> None:
-            got, want = index.search(q.to(where), k), one.search(q, k)
+        def same(k: int, **options) -> None:
+            got, want = index.search(q.to(where), k, **options), one.search(q, k, **options)
             assert torch.equal(got[1].cpu(), want[1]) and torch.equal(got[0].cpu(), want[0])
 
         assert len(index) == 90
@@ -51,6 +51,9 @@ def _work(rank: int, world: int, folder: str, device: str) -> None:
         same(10)
         assert index.append(collection(4, 7)) == one.append(collection(4, 7)) == range(90, 94)
         same(94)
+        odd = torch.arange(94) % 2 == 1
+        same(9, allow=odd, deny=[5, 36, 91], offset=3, min_score=0.5)
+        same(9, deny=torch.stack([odd] * len(q)), offset=30)
         index.save(f"{folder}/saved")
         index = ShardedIndex.load(f"{folder}/saved", device=where)
         same(20)

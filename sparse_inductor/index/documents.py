@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .sources import from_array
 
-__all__ = ["as_int", "as_tensor", "document_ids", "marked"]
+__all__ = ["as_count", "as_int", "as_tensor", "candidate_ids", "document_ids", "marked"]
 
 
 def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor:
@@ -52,6 +52,25 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
     return ids
 
 
+def candidate_ids(documents: Any, count: int) -> Tensor:
+    """int64 ids [M] or [B, M] below `count`, or -1.
+
+    Raises what `SparseIndex.scores` documents.
+    """
+    ids = documents if isinstance(documents, Tensor) else from_array(np.asarray(documents))
+    if not ids.numel():
+        ids = ids.long()
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"document ids must be integers, got {ids.dtype}")
+    if ids.dim() not in (1, 2):
+        raise ValueError(f"documents must be ids [M] or [B, M], got shape {tuple(ids.shape)}")
+    ids = ids.long()
+    bad = (ids < -1) | (ids >= count)
+    if bool(bad.any()):
+        raise IndexError(_no_document(int(ids[bad][0]), count))
+    return ids
+
+
 def as_tensor(documents: Any) -> Tensor | None:
     """An argument of `search` as a compiled program hands it on."""
     if documents is None or isinstance(documents, Tensor):
@@ -81,6 +100,15 @@ def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
 def _no_document(number: int, count: int) -> str:
     which = f"ids are 0 to {count - 1}" if count else "there are none"
     return f"there is no document {number}: {which}"
+
+
+def as_count(value: Any, name: str) -> int:
+    """An int of at least 0, also where a compiler traces."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        value = as_int(value, name)
+    if value < 0:
+        raise ValueError(f"{name} must be an int of at least 0, got {value!r}")
+    return value
 
 
 def as_int(value: Any, name: str) -> int:

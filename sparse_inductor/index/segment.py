@@ -139,6 +139,17 @@ class Segment:
             self, offsets=offsets, terms=self.terms[kept], weights=self.weights[kept]
         )
 
+    def taken(self, rows: Tensor) -> Segment:
+        """The rows with these numbers, int64 [m], in this order."""
+        starts = self.offsets[rows]
+        offsets = torch.nn.functional.pad((self.offsets[rows + 1] - starts).cumsum(0), (1, 0))
+        lengths, total = offsets.diff(), int(offsets[-1])
+        shift = torch.repeat_interleave(starts - offsets[:-1], lengths, output_size=total)
+        at = shift + torch.arange(total, device=shift.device)
+        return dataclasses.replace(
+            self, offsets=offsets, terms=self.terms[at], weights=self.weights[at]
+        )
+
     def to(self, device: torch.device) -> Segment:
         """The same on another device."""
         move = lambda t: t.to(device)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from sparse_inductor.ops._merge import keys, merged
 
-from .documents import document_ids
+from .answers import page
+from .documents import as_count, document_ids
 from .sparse_index import SparseIndex
 from .storage import PendingFile
 
@@ -79,13 +80,42 @@ class ShardedIndex(nn.Module):
         """Where this process's part lives."""
         return self.local.device
 
-    def search(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:
+    def search(
+        self,
+        queries: Any,
+        k: int,
+        *,
+        allow: Any = None,
+        deny: Any = None,
+        offset: int = 0,
+        min_score: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """The k best documents of all processes; see `SparseIndex.search`."""
-        scores, ids = self.local.search(queries, k)
+        first = as_count(offset, "offset")
+        filters = {"allow": self._own(allow), "deny": self._own(deny)}
+        scores, ids = self.local.search(queries, as_count(k, "k") + first, **filters)
         own = scores.reshape(-1, ids.shape[-1])
         mine = keys(own, ids.view_as(own), self.first)
         found, which = merged(self._stacked(mine), own)
-        return found.view_as(scores), which.view_as(ids)
+        return page(found.view_as(scores), which.view_as(ids), first, min_score)
+
+    def _own(self, documents: Any) -> Any:
+        """A filter of `search`, of this process's documents."""
+        if documents is None:
+            return None
+        if isinstance(documents, (Tensor, np.ndarray)) and documents.dtype in (
+            torch.bool,
+            np.bool_,
+        ):
+            if documents.shape[-1] > self._total:
+                raise IndexError(f"a mask of {documents.shape[-1]} for {self._total} documents")
+            return documents[..., self.first : self.first + len(self.local)]
+        return self._here(document_ids(documents, self._total))
+
+    def _here(self, ids: Tensor) -> Tensor:
+        """Those of ids that are this process's, as it numbers them."""
+        ids = ids.to(self.device)
+        return ids[(ids >= self.first) & (ids < self.first + len(self.local))] - self.first
 
     def _stacked(self, t: Tensor) -> Tensor:
         """Everybody's tensor, [world, ...]."""
@@ -122,9 +152,7 @@ class ShardedIndex(nn.Module):
         """Take documents out; returns how many were there. See `SparseIndex.delete`."""
 
         def mine() -> Tensor:
-            named = document_ids(ids, self._total).to(self.device)
-            here = (named >= self.first) & (named < self.first + len(self.local))
-            return named[here] - self.first
+            return self._here(document_ids(ids, self._total))
 
         gone = torch.tensor([self.local.delete(self._together(mine))], device=self.device)
         return int(torch.stack(self._gather(gone)).sum())

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparse_inductor import compat
 from sparse_inductor.ops._dispatch import autocast_off
 from sparse_inductor.ops.index_search import enrol
 from sparse_inductor.threads import apart
 
-from . import files, storage
+from . import answers, files, storage
 from .contents import Contents, segments_of
-from .documents import as_int, as_tensor, document_ids, marked
+from .documents import as_count, document_ids, marked
 from .progress import Progress
 from .queries import queries_of
 from .segment import Segment, checked_kind
@@ -113,13 +112,16 @@ class SparseIndex(nn.Module):
         return index
 
     @apart
-    def append(self, documents: Any, *, progress: bool = False) -> range:
+    def append(self, documents: Any, *, replacing: Any = None, progress: bool = False) -> range:
         """Add documents, given as to `build`; returns their ids. Costs little for a few: small segments are merged as
         documents come.
 
-        Raises what `build` raises; the index is then as it was.
+        `replacing` names documents, as `delete` takes them, that go at the same moment: every search finds either the
+        old or the new ones.
+
+        Raises what `build` and `delete` raise; the index is then as it was.
         """
-        return self._publish(self._prepare(documents, len(self), progress))
+        return self._publish(self._prepare(documents, len(self), progress), replacing)
 
     def _prepare(self, documents: Any, first: int, progress: bool = False) -> list[Segment]:
         """Documents as segments, for `_publish` to add; `first` numbers them in messages."""
@@ -127,10 +129,12 @@ class SparseIndex(nn.Module):
             _, batches = collection_of(documents, self.num_terms, first)
             return self._segments_of(batches, progress)
 
-    def _publish(self, segments: Sequence[Segment]) -> range:
+    def _publish(self, segments: Sequence[Segment], replacing: Any = None) -> range:
         with self._writing, _own_settings():
-            first = len(self)
-            self._contents = self._contents.appended(segments)
+            first, after = len(self), self._contents.appended(segments)
+            if replacing is not None:
+                after = after.marked(document_ids(replacing, first))
+            self._contents = after
             return range(first, len(self))
 
     @apart
@@ -232,7 +236,14 @@ class SparseIndex(nn.Module):
         return contents.postings, contents.counts, barred
 
     def search(
-        self, queries: Any, k: SupportsIndex, *, allow: Any = None, deny: Any = None
+        self,
+        queries: Any,
+        k: SupportsIndex,
+        *,
+        allow: Any = None,
+        deny: Any = None,
+        offset: SupportsIndex = 0,
+        min_score: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The k best documents of every query, or of those that a filter leaves.
 
@@ -245,6 +256,9 @@ class SparseIndex(nn.Module):
             allow, deny: the documents that alone may be found, and those that may not: ids, or a boolean mask, [N] for
                 all queries or [B, N] with a row for each. Documents that came after a mask was made, which is then
                 shorter, are not marked in it.
+            offset: how many of the best are passed over, for a page of results: the k after them. Costs what a search
+                for `offset + k` costs.
+            min_score: the lowest score that is a result.
 
         Returns:
             scores fp32 and document ids int64, [B, k] or [k], in descending order, equal scores by lowest id. Where
@@ -252,57 +266,41 @@ class SparseIndex(nn.Module):
             scores NaN and ids -1. No gradient.
 
         Raises:
-            ValueError, TypeError: k < 0, and queries, ids or masks of another shape or type.
+            ValueError, TypeError: k or offset < 0, and queries, ids or masks of another shape or type.
             IndexError: an id that was never given, a mask of more documents than there are or of other queries.
         """
-        if not isinstance(k, int) or isinstance(k, bool):
-            k = as_int(k, "k")
-        if k < 0:
-            raise ValueError(f"k must be an int of at least 0, got {k!r}")
-        return self._search(queries, k, allow, deny)
+        first = as_count(offset, "offset")
+        found = self._search(queries, as_count(k, "k") + first, allow, deny)
+        return answers.page(*found, first, min_score)
 
     @apart
     def _search(self, queries: Any, k: int, allow: Any, deny: Any) -> tuple[Tensor, Tensor]:
-        ops = torch.ops.sparse_inductor
         given = queries_of(queries, self.num_terms, self.device)
-        if compat.exporting():
-            q = given.dense(self.device).detach()
-            postings, counts, barred = self.operands(allow, deny)
-            scores, ids = ops.index_search(q, list(postings), counts, barred, k)
-        elif torch.compiler.is_compiling():
-            q = given.dense(self.device).detach()
-            scores, ids = ops.index_search_live(
-                q, self._handle, k, as_tensor(allow), as_tensor(deny)
-            )
-        else:
-            postings, counts, barred = self.operands(allow, deny)
-            if barred.dim() == 2 and len(barred) != given.count:
-                raise IndexError(f"a mask has {len(barred)} rows for {given.count} queries")
-            found, first = [], 0
-            for q in given.blocks(self.device):
-                own = barred if barred.dim() == 1 else barred[first : first + len(q)]
-                first += len(q)
-                found.append(ops.index_search(q.detach(), postings, counts, own, k))
-            scores, ids = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
-        return (scores[0], ids[0]) if given.single else (scores, ids)
+        return answers.search(self, given, k, allow, deny)
 
     @apart
-    def scores(self, queries: Any) -> Tensor:
-        """The scores of all documents, fp32 [B, N] or [N]; -inf for deleted ones. Differentiable in the queries.
+    def scores(self, queries: Any, documents: Any = None) -> Tensor:
+        """The scores of all documents, or of those that are given. Differentiable in the queries.
 
-        Takes queries as `search` does.
+        Args:
+            queries: as `search` takes them.
+            documents: ids of candidates, [M] for all queries or [B, M] with a row for each, which alone are read. -1,
+                with which `search` fills up its results, scores -inf. Not within a compiled program.
+
+        Returns:
+            fp32 [B, N] or [N], with candidates [B, M] or [M]; -inf for deleted documents.
+
+        Raises:
+            ValueError, TypeError: queries as in `search`; documents that are no integers or of another shape.
+            IndexError: an id that was never given.
         """
         contents = self._contents
         given = queries_of(queries, self.num_terms, contents.device, differentiable=True)
-        q = given.dense(contents.device)
-        parts = [
-            torch.ops.sparse_inductor.sparse_scores(
-                q.double(), s.term_ids(), s.values(), None, s.offsets, s.count, torch.float32
-            )
-            for s in contents.segments
-        ]
-        found = torch.cat(parts, 1) if parts else q.new_zeros(q.shape[0], 0)
-        found = found.masked_fill(contents.deleted, float("-inf"))
+        q = given.dense(contents.device).double()
+        if documents is None:
+            found = answers.all_scores(contents, q)
+        else:
+            found = answers.candidate_scores(contents, q, documents, given.single)
         return found[0] if given.single else found
 
     def forward(self, queries: Any, k: int) -> tuple[Tensor, Tensor]:

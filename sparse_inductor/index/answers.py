@@ -1,0 +1,98 @@
+"""What an index answers: the best documents of queries, and scores."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import compat
+from .contents import Contents
+from .documents import as_tensor, candidate_ids
+from .queries import Queries
+
+if TYPE_CHECKING:
+    from .sparse_index import SparseIndex
+
+__all__ = ["all_scores", "candidate_scores", "page", "search"]
+
+
+def search(
+    index: SparseIndex, given: Queries, k: int, allow: Any, deny: Any
+) -> tuple[Tensor, Tensor]:
+    """See `SparseIndex.search`."""
+    ops = torch.ops.sparse_inductor
+    if compat.exporting():
+        q = given.dense(index.device).detach()
+        postings, counts, barred = index.operands(allow, deny)
+        scores, ids = ops.index_search(q, list(postings), counts, barred, k)
+    elif torch.compiler.is_compiling():
+        q = given.dense(index.device).detach()
+        scores, ids = ops.index_search_live(q, index._handle, k, as_tensor(allow), as_tensor(deny))
+    else:
+        postings, counts, barred = index.operands(allow, deny)
+        if barred.dim() == 2 and len(barred) != given.count:
+            raise IndexError(f"a mask has {len(barred)} rows for {given.count} queries")
+        found, first = [], 0
+        for q in given.blocks(index.device):
+            own = barred if barred.dim() == 1 else barred[first : first + len(q)]
+            first += len(q)
+            found.append(ops.index_search(q.detach(), postings, counts, own, k))
+        scores, ids = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
+    return (scores[0], ids[0]) if given.single else (scores, ids)
+
+
+def page(scores: Tensor, ids: Tensor, first: int, min_score: float | None) -> tuple[Tensor, Tensor]:
+    """Results from `first` on, of which those below `min_score` are none."""
+    if not (isinstance(first, int) and first == 0):
+        scores, ids = scores[..., first:], ids[..., first:]
+    if min_score is not None:
+        if isinstance(min_score, float) and math.isnan(min_score):
+            raise ValueError("min_score is NaN")
+        low = scores < min_score  # not of a query that is not finite, whose scores are NaN
+        scores, ids = scores.masked_fill(low, float("-inf")), ids.masked_fill(low, -1)
+    return scores, ids
+
+
+def all_scores(contents: Contents, q: Tensor) -> Tensor:
+    """fp32 [B, N] of queries fp64 [B, V]; -inf for deleted documents."""
+    parts = [
+        torch.ops.sparse_inductor.sparse_scores(
+            q, s.term_ids(), s.values(), None, s.offsets, s.count, torch.float32
+        )
+        for s in contents.segments
+    ]
+    found = torch.cat(parts, 1) if parts else q.new_zeros(q.shape[0], 0, dtype=torch.float32)
+    return found.masked_fill(contents.deleted, float("-inf"))
+
+
+def candidate_scores(contents: Contents, q: Tensor, documents: Any, single: bool) -> Tensor:
+    """fp32 [B, M] of documents [M], or of [B, M] with a row for each query."""
+    ids = candidate_ids(documents, contents.count).to(contents.device)
+    if ids.dim() == 1:
+        return _scores_of(contents, q, ids)
+    if single or len(ids) != len(q):
+        raise ValueError(f"candidates of shape {tuple(ids.shape)} for {len(q)} queries")
+    if not len(q):
+        return q.new_zeros(ids.shape, dtype=torch.float32)
+    return torch.cat([_scores_of(contents, q[b : b + 1], ids[b]) for b in range(len(q))])
+
+
+def _scores_of(contents: Contents, q: Tensor, ids: Tensor) -> Tensor:
+    found = q.new_zeros(len(q), len(ids), dtype=torch.float32)
+    first = 0
+    for whole in contents.segments:
+        here = ((ids >= first) & (ids < first + whole.count)).nonzero().squeeze(1)
+        if here.numel():
+            s = whole.taken(ids[here] - first)
+            scores = torch.ops.sparse_inductor.sparse_scores(
+                q, s.term_ids(), s.values(), None, s.offsets, s.count, torch.float32
+            )
+            found = found.index_copy(1, here, scores)
+        first += whole.count
+    gone = ids < 0
+    if contents.count:
+        gone = gone | contents.deleted[ids.clamp(min=0)]
+    return found.masked_fill(gone, float("-inf"))
