@@ -1,6 +1,7 @@
 """The command line: `sparse-inductor COMMAND`, or `python -m sparse_inductor COMMAND`.
 
-The exit status is 0 where all is well, 1 where a check failed (doctor, verify), 2 where the arguments make no sense.
+The exit status is 0 on success, 1 if a check failed (doctor, verify) or there was nothing to check (verify), and 2 if
+the arguments are wrong or the target cannot be loaded or run.
 """
 
 from __future__ import annotations
@@ -75,8 +76,20 @@ def _parser() -> argparse.ArgumentParser:
     explained.add_argument(
         "--verify", action="store_true", help="run every rewrite beside the operations it replaces"
     )
-    about = "run every rewrite beside what it replaces; the exit status is 1 if one differs"
-    on_target(command("verify", _verify, about))
+    about = (
+        "run every rewrite beside what it replaces; the exit status is 1 if one differs, or if nothing "
+        "was rewritten"
+    )
+    verified = command("verify", _verify, about)
+    on_target(verified)
+    for added, default in ((explained, None), (verified, "always")):
+        added.add_argument(
+            "--policy",
+            choices=("auto", "always", "never"),
+            default=None if os.environ.get("SPARSE_INDUCTOR_POLICY") else default,
+            help="which recognised blocks are rewritten; the default is SPARSE_INDUCTOR_POLICY where it is set, else "
+            f'"{default or "auto"}"',
+        )
 
     index = command("index", _index, "say what a saved SparseIndex holds")
     index.add_argument("file", metavar="FILE", type=Path)
@@ -128,7 +141,7 @@ def _explained(options: argparse.Namespace, verify: bool) -> Any:
         doing = "run"
         from .explanation.explain import explained
 
-        explanation = explained(fn, args, kwargs, verify=verify)
+        explanation = explained(fn, args, kwargs, verify=verify, policy=options.policy)
     except Exception as error:  # of the target: whatever its author's program raises
         said = str(error).strip().partition("\n")[0]
         print(f"cannot {doing} {options.target}: {type(error).__name__}: {said}", file=sys.stderr)
@@ -144,7 +157,10 @@ def _verify(options: argparse.Namespace) -> int:
     explanation = _explained(options, verify=True)
     if explanation is None:
         return 2
-    return int(any(check.verdict != "agrees" for check in explanation.report.checks))
+    checks = explanation.report.checks
+    if not checks:
+        print("nothing was rewritten, so nothing was checked", file=sys.stderr)
+    return int(not checks or any(check.verdict != "agrees" for check in checks))
 
 
 def _index(options: argparse.Namespace) -> int:
@@ -154,7 +170,8 @@ def _index(options: argparse.Namespace) -> int:
     try:
         index = SparseIndex.load(options.file)
     except (OSError, ValueError) as error:
-        print(f"cannot load {options.file}: {error}", file=sys.stderr)
+        said = error.strerror if isinstance(error, OSError) else None
+        print(f"cannot load {options.file}: {said or error}", file=sys.stderr)
         return 2
     facts: dict[str, Any] = {
         "documents": len(index),
@@ -196,7 +213,7 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     A factory is called; it returns the function or module to compile, alone or in front of its arguments:
     `(function, *arguments)`, `(function, (arguments))` or `(function, {keyword: argument})`. Anything else that it
     returns means that it is the function itself.
-    Raises ValueError, ImportError or AttributeError when there is no such thing.
+    Raises ValueError, ImportError or AttributeError if there is no such object.
     """
     module_name, separator, name = target.partition(":")
     if not separator or not name:
@@ -208,6 +225,9 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         sys.path.insert(0, os.getcwd())
     named: Any = importlib.import_module(module_name)
     for part in name.split("."):
+        if not hasattr(named, part):
+            own = (n for n, v in vars(named).items() if callable(v) and not n.startswith("_"))
+            raise AttributeError(f"there is no {part!r}, but {', '.join(sorted(own)) or 'nothing to call'}")
         named = getattr(named, part)
     from torch import nn
 
