@@ -82,13 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     verified = command("verify", _verify, about)
     on_target(verified)
-    for added, default in ((explained, None), (verified, "always")):
+    for added, default in ((explained, "auto"), (verified, "always")):
         added.add_argument(
             "--policy",
             choices=("auto", "always", "never"),
-            default=None if os.environ.get("SPARSE_INDUCTOR_POLICY") else default,
-            help="which recognised blocks are rewritten; the default is SPARSE_INDUCTOR_POLICY where it is set, else "
-            f'"{default or "auto"}"',
+            help="which recognised blocks are rewritten: SPARSE_INDUCTOR_POLICY where it is set, else "
+            f'"{default}"',
         )
 
     index = command("index", _index, "say what a saved SparseIndex holds")
@@ -133,7 +132,7 @@ def _patterns(options: argparse.Namespace) -> int:
     return 0
 
 
-def _explained(options: argparse.Namespace, verify: bool) -> Any:
+def _explained(options: argparse.Namespace, verify: bool, policy: str | None) -> Any:
     """What `explain` says of the target, printed; None, and a line of why, where it cannot be loaded or run."""
     doing = "load"
     try:
@@ -141,7 +140,7 @@ def _explained(options: argparse.Namespace, verify: bool) -> Any:
         doing = "run"
         from .explanation.explain import explained
 
-        explanation = explained(fn, args, kwargs, verify=verify, policy=options.policy)
+        explanation = explained(fn, args, kwargs, verify=verify, policy=policy)
     except Exception as error:  # of the target: whatever its author's program raises
         said = str(error).strip().partition("\n")[0]
         print(f"cannot {doing} {options.target}: {type(error).__name__}: {said}", file=sys.stderr)
@@ -154,7 +153,8 @@ def _explained(options: argparse.Namespace, verify: bool) -> Any:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    explanation = _explained(options, verify=True)
+    policy = None if os.environ.get("SPARSE_INDUCTOR_POLICY") else "always"
+    explanation = _explained(options, True, options.policy or policy)
     if explanation is None:
         return 2
     checks = explanation.report.checks
@@ -198,7 +198,7 @@ def _explain(options: argparse.Namespace) -> int:
     if options.html is not None and not options.html.parent.is_dir():
         print(f"--html: there is no folder {options.html.parent}", file=sys.stderr)
         return 2
-    explanation = _explained(options, options.verify)
+    explanation = _explained(options, options.verify, options.policy)
     if explanation is None:
         return 2
     if options.html is not None:
@@ -227,7 +227,8 @@ def load(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     for part in name.split("."):
         if not hasattr(named, part):
             own = (n for n, v in vars(named).items() if callable(v) and not n.startswith("_"))
-            raise AttributeError(f"there is no {part!r}, but {', '.join(sorted(own)) or 'nothing to call'}")
+            what = ", ".join(sorted(own)[:8]) or "no function"
+            raise AttributeError(f"there is no {part!r} in it; it has {what}")
         named = getattr(named, part)
     from torch import nn
 

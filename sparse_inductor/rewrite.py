@@ -8,13 +8,14 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from . import compat
 from .graph_run import Applied, GraphRun, described, failures
+from .notices import warn
 from .pattern import Pattern, Sparse
 from .policy.profile import Site
 from .reporting import records
@@ -106,10 +107,23 @@ class RewritePass:
         records.log_graph(run.rewrites, new, pass_ms, run.pattern_ms)
         for name, times in Counter(r.pattern for r in run.rewrites).items():
             compat.count(f"sparse_inductor_{name}", times)
+        if run.rewrites and compat.compiling_ahead():
+            warn(_in_a_package(run.rewrites))
         self._report.add(run.rewrites, run.near_misses, pass_ms, run.pattern_ms, compile)
         self._report.add_pending(run.decisions.pending, run.decisions.profile)
         for check in run.checks:
             self._report.add_check(check)
+
+
+def _in_a_package(rewrites: Sequence[Rewrite]) -> str:
+    """What a package made by AOTInductor needs where it is loaded."""
+    operators = ", ".join(sorted({r.op for r in rewrites}))
+    names = ", ".join(sorted({repr(r.pattern) for r in rewrites}))
+    return (
+        f"the AOTInductor package calls {operators}, which are Python operators: a process that loads it has to "
+        "import sparse_inductor.ops first, and a C++ program without Python cannot run it. "
+        f"skip=[{names}] leaves {'them' if ',' in names else 'it'} out."
+    )
 
 
 def _text(graph: fx.Graph) -> str:

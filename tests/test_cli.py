@@ -191,11 +191,29 @@ def test_the_exit_status_says_whether_a_rewrite_is_right(
     assert check["verdict"] == ("differs" if wrong else "agrees")
 
 
+def test_verify_fails_where_nothing_is_rewritten(tmp_path, monkeypatch, capsys):
+    (tmp_path / "nothing.py").write_text("def f(): return 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["verify", "nothing:f", "--policy", "never"]) == 1
+    assert capsys.readouterr().err.endswith("nothing was rewritten, so nothing was checked\n")
+
+
+def test_verify_rewrites_what_gains_nothing_unless_told_otherwise(tmp_path, monkeypatch, capsys):
+    (tmp_path / "small.py").write_text(MODEL)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("SPARSE_INDUCTOR_POLICY", raising=False)
+    assert main(["verify", "small:head", "--json"]) == 0
+    assert main(["verify", "small:head", "--json", "--policy", "never"]) == 1
+    monkeypatch.setenv("SPARSE_INDUCTOR_POLICY", "never")
+    assert main(["verify", "small:head", "--json"]) == 1
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [
         ("no_such_module:f", "load no_such_module:f: ModuleNotFoundError: No module named"),
         ("odd.py:f", "load odd.py:f: ValueError: did you mean odd:f?"),
+        ("odd:absent", "load odd:absent: AttributeError: there is no 'absent' in it; it has fails"),
         ("odd:takes", "load odd:takes: TypeError: takes() missing 1 required"),
         ("odd:raises", "load odd:raises: RuntimeError: no weights"),
         ("odd:fails", "run odd:fails: TorchRuntimeError: "),

@@ -125,7 +125,7 @@ def test_every_scalar_step_is_tested():
 
 
 def check_program(program, function, domain):
-    """Values and slopes in fp64, NaN included, beside PyTorch's function; its slope of hardsigmoid holds 1 / 6 in fp32."""
+    """Values and slopes in fp64, NaN included, beside PyTorch's, which multiplies by 1 / 6 in fp32 in hardsigmoid."""
     x = torch.cat([torch.tensor([math.nan]), points(domain).detach()]).requires_grad_()
     y = function(x)
     (slope,) = torch.autograd.grad(y.sum(), x)

@@ -67,9 +67,13 @@ def test_an_aotinductor_package_runs_in_a_fresh_process(tmp_path):
     model = encoder().eval()
     program = exported(model)
     sparse_inductor.enable()
-    package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "encoder.pt2")
-    )
+    with pytest.warns(
+        UserWarning, match=r"calls sparse_inductor::entmax_attention, .*splade_head"
+    ) as warned:
+        package = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(tmp_path / "encoder.pt2")
+        )
+    assert any("skip=['entmax_attention', 'splade_head']" in str(w.message) for w in warned)
     patterns = {r.pattern for r in sparse_inductor.report().rewrites}
     assert patterns == {"splade_head", "entmax_attention"}
     with torch.no_grad():

@@ -58,7 +58,7 @@ def contents(
             deleted = _sound_marks(tensors["deleted"], sum(s.count for s in segments))
         except (KeyError, TypeError, ValueError) as error:
             raise storage.IndexFileError(
-                f"{path} is damaged: what it holds is no index ({error})"
+                f"{path} is damaged: its contents are not an index ({error})"
             ) from error
         return Contents.of(num_terms, shown.each(segments), deleted.to(device)), weights
 

@@ -283,13 +283,13 @@ def _header(file: BinaryIO, path: Path, size: int, kind: str) -> tuple[dict[str,
     length = int.from_bytes(file.read(8), "little") if size >= 8 else -1
     if not 2 <= length <= _LARGEST_HEADER:
         raise IndexFileError(
-            f"{path} is no {kind} file: it does not begin with a safetensors header"
+            f"{path} is not a {kind} file: it does not begin with a safetensors header"
         )
     text = file.read(length)
     if len(text) < length:
         # A foreign file also looks so: its first bytes are then no plausible start of a header.
         cut = text[:1] == b"{"
-        why = f"truncated: its header of {length} bytes is cut off" if cut else f"no {kind} file"
+        why = f"truncated: its header of {length} bytes is cut off" if cut else f"not a {kind} file"
         raise IndexFileError(f"{path} is {why}")
     try:
         header = json.loads(text)
@@ -297,11 +297,11 @@ def _header(file: BinaryIO, path: Path, size: int, kind: str) -> tuple[dict[str,
         found = metadata.get("format")
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise IndexFileError(
-            f"{path} is no {kind} file, or its header is damaged: it cannot be read"
+            f"{path} is not a {kind} file, or its header is damaged: it cannot be read"
         ) from None
     if found != kind:
         what = f"of the kind {found!r}" if found else "a safetensors file of something else"
-        raise IndexFileError(f"{path} is no {kind} file: it is {what}")
+        raise IndexFileError(f"{path} is not a {kind} file: it is {what}")
     if metadata.pop("header_crc32", None) != _header_checksum(header):
         raise IndexFileError(f"{path} is damaged: the checksum of its header does not fit")
     return header, 8 + length

@@ -369,7 +369,9 @@ class _Step:
         if isinstance(mask, Assigned):
             mask = trailing_mask(self.view, found.x, mask)
         if mask is None:
-            raise self.decline("assigns into a part of the scores")
+            raise self.decline(
+                "assigns into a part of the scores: masked_fill with a boolean mask would be followed"
+            )
         return self._masked(found.x, mask, found.other, found.negate)
 
     def _masked(self, x: Any, mask: Any, value: Any, negate: bool, binary: bool = False) -> Scores:
