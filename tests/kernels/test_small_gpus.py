@@ -19,7 +19,7 @@ def attention() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
 
-    from sparse_inductor.kernels.common import launch
+    from sparse_inductor.kernels.common import launch, tiles
     from sparse_inductor.kernels.entmax_attention import attention, problem
 
     class Absent:
@@ -39,7 +39,7 @@ def attention() -> None:
 
     driver.set_active(Absent())
     launch.launch = compiled
-    problem.shared_memory = lambda device: 99 * 1024
+    tiles.shared_memory, tiles.compute_capability = lambda device: 99 * 1024, lambda device: (8, 9)
     problem.Problem.interpreted = False
     seen: list[str] = []
     for width, masked in ((128, True), (256, False)):
@@ -64,6 +64,7 @@ def listed_rows() -> None:
     from triton.compiler import ASTSource
 
     from sparse_inductor.epilogue.steps import parse
+    from sparse_inductor.kernels.common import tiles
     from sparse_inductor.kernels.common.epilogue import encode
     from sparse_inductor.kernels.relu_ffn import dense
 
@@ -72,8 +73,10 @@ def listed_rows() -> None:
         (dense._hidden_kernel.kernel, {**relu, "K": 2048, "stride_xk": 1, "stride_uk": 1}),
         (dense._product_kernel.kernel, {"K": 5632, "stride_ak": 1, "stride_bk": 1}),
     ]
-    for capability, kib in ((80, 163), (89, 99)):  # A100, RTX 4090
-        dense.shared_memory = lambda device, kib=kib: kib * 1024
+    for capability, kib in ((80, 163), (89, 99), (120, 99)):  # A100, RTX 4090, RTX 5090
+        dense.shared_memory = tiles.shared_memory = lambda device, kib=kib: kib * 1024
+        tiles.row_of.cache_clear()
+        tiles.compute_capability = lambda device, found=capability: divmod(found, 10)
         on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=None)
         _, able, tile = dense._listed_tile(on_gpu, [None])
         options = {n: tile.pop(n) for n in ("num_warps", "num_stages")}

@@ -1,11 +1,11 @@
-"""Tensor descriptors for TMA, the bulk copies of Hopper GPUs."""
+"""Tensor descriptors for TMA, the bulk copies of Hopper and later GPUs."""
 
 from __future__ import annotations
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .arch import capability
+from .arch import capability, shared_memory
 
 __all__ = ["tma_addressable", "tma_descriptor"]
 
@@ -15,7 +15,13 @@ def tma_descriptor(t: torch.Tensor, rows: int, columns: int) -> TensorDescriptor
     aligned = (
         t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0
     )
-    able = t.is_cuda and capability(t.device)[0] >= 9 and t.element_size() == 2
+    # Consumer cards from compute capability 12.0 on have TMA, and not the shared memory that its tiles take here.
+    able = (
+        t.is_cuda
+        and t.element_size() == 2
+        and capability(t.device)[0] >= 9
+        and shared_memory(t.device) >= 160 * 1024
+    )
     return TensorDescriptor.from_tensor(t, [rows, columns]) if able and aligned else None
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.arch import shared_memory
+from ..common.tiles import sizes_of
 from .tau import GENERAL, HARDWARE, exponent_kind
 
 __all__ = [
@@ -134,46 +134,11 @@ def tile_for(problem: Problem, kernel: str) -> Tile:
     if problem.interpreted:
         return Tile(16, 16, 4, 1)  # small, so that small shapes take several tiles
     width = max(problem.width, problem.value_width)
-    # Tiles of operands beside the scores take registers.
-    busy = any(problem.by_row)
-    small = shared_memory(problem.q.device) < 160 * 1024  # consumer cards: 99 KiB
-    if problem.q.dtype == torch.float32:
-        # FMA units: few accumulators a thread, 4-byte operands in shared memory.
-        return Tile(64, 32, 4, 2) if width <= 64 else Tile(32, 32, 4, 1)
-    if kernel == "bias":
-        return Tile(64, 64 if width <= 128 else 32, 8, 1)
-    # A product that another takes in gives each warp 16 rows of its own: of 64 rows four warps have some,
-    # and four more would do the same work again.
-    if width <= 64:
-        # 128 registers a thread let two programs share an SM.
-        shared = None if busy else 128
-        return {
-            "threshold": Tile(128, 64, 8, 3, shared),
-            "output": Tile(128, 64, 8, 3, shared),
-            # as an output with two sums; programs in turn keep the matrix and special function units busy
-            "solve": Tile(64, 64, 4, 3, None if busy else 168),
-            # scores, dp and two sums of width 64; dalpha's sums beside them go quicker in smaller programs: a step with
-            # broad rows, [2, 16, 8192, 64], in 13.1 ms instead of 13.6
-            "rows": Tile(64, 64, 4, 2)
-            if problem.alpha is not None and not busy
-            else Tile(128, 64, 8, 2 if busy else 3),
-            "keys": Tile(64, 64, 4, 2),
-        }[kernel]
-    if width <= 128:
-        return {
-            "threshold": Tile(128, 64, 8, 2 if busy and small else 3),
-            "output": Tile(128, 64, 8, 2),
-            "solve": Tile(64, 64, 4, 2),
-            "rows": Tile(128, 32, 8, 2),
-            "keys": Tile(64, 64, 8, 2),
-        }[kernel]
-    # 32 KiB a tile of 64 keys or rows: one stage of each of four operands.
-    return {
-        "threshold": Tile(64, 64, 8, 2),
-        "output": Tile(64, 64, 8, 1),
-        "rows": Tile(64, 32, 8, 1),
-        "keys": Tile(32, 32, 4, 1) if small else Tile(32, 64, 8, 1),
-    }[kernel]
+    facts = ["busy" if any(problem.by_row) else "not busy"]
+    facts += ["fp32"] if problem.q.dtype == torch.float32 else []
+    facts += ["alpha"] if problem.alpha is not None else []
+    found: dict[str, Any] = sizes_of(f"entmax_attention/{kernel}", problem.q.device, width, *facts)
+    return Tile(**found)
 
 
 def _block(width: int) -> int:

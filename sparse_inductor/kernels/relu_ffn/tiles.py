@@ -3,12 +3,15 @@ how several programs share what is left past the last round of all programs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from ..common.launch import sm_count
 from ..common.tile_order import tile_last
+from ..common.tiles import sizes_of
 
 __all__ = [
     "STAGES_HALF",
@@ -42,10 +45,9 @@ def tile_of(t: torch.Tensor) -> dict[str, int]:
     """BM rows x BN columns, BK deep, and how to run it."""
     if not t.is_cuda:
         return {"BM": 16, "BN": 32, "BK": 16, "num_warps": 4, "num_stages": 1}
-    if t.dtype == torch.float32:
-        return {"BM": 64, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2}
-    # 128 x 256 has the fewest operand bytes a flop of what fits the registers of 8 warps; three stages are 147 KB.
-    return {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3}
+    facts = ["fp32"] if t.dtype == torch.float32 else []
+    found: dict[str, Any] = sizes_of("relu_ffn", t.device, 0, *facts)
+    return found
 
 
 def narrow(tile: dict[str, int]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -23,9 +24,9 @@ import triton.language as tl
 
 from sparse_inductor.epilogue.steps import Program
 
-from ..common.arch import shared_memory
 from ..common.epilogue import encode, evaluate, evaluate_rows, row_arguments
 from ..common.launch import relaunched, sm_count
+from ..common.tiles import sizes_of
 from .positions import Positions
 
 try:
@@ -62,22 +63,11 @@ def _tile(hidden: torch.Tensor, inner: Program) -> Tile:
     """The tile for this dtype, program and machine."""
     if hidden.device.type != "cuda":
         return Tile(32, 32, 32, 4, 1)  # interpreter: small, so that small shapes take several tiles
+    facts = ["steps"] if inner else []
     if hidden.dtype == torch.float32:
-        if torch.get_float32_matmul_precision() == "highest":
-            # FMA units: 32 accumulators a thread leave room for operands
-            return Tile(64, 64, 32, 4, 2, quarters=False)
-        return Tile(128, 128, 32, 8, 2)  # tf32: 4-byte operands, 64 KiB of stages
-    if (
-        shared_memory(hidden.device) < 160 * 1024
-    ):  # consumer cards: 3 stages of 128 x 256 x 64 need 144 KiB
-        return Tile(128, 128, 32, 8, 3)
-    if (
-        inner
-    ):  # steps on every element need registers beside the accumulator: 64 of it a thread, not 128
-        return Tile(128, 128, 64, 8, 3)
-    # 128 x 256: at 16 bits the widest tile whose fp32 accumulator (128 registers a thread) still
-    # fits 8 warps; the fewest operand bytes a flop.
-    return Tile(128, 256, 64, 8, 3)
+        facts += ["fp32", "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"]
+    found: dict[str, Any] = sizes_of("splade_head", hidden.device, 0, *facts)
+    return Tile(**found, quarters="ieee" not in facts)
 
 
 @triton.jit
