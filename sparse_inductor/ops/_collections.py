@@ -33,7 +33,6 @@ __all__ = [
     "collection_of",
     "collections",
     "forget",
-    "held_of",
     "unrest_of",
 ]
 
@@ -72,7 +71,7 @@ def collection_of(
     queries = query.shape[0] if query.dim() == 2 else 1
     if not _pays(query.device, queries, num_docs, ids.numel(), k):
         return None
-    storages = [t.untyped_storage() for t in held_of(documents, held)]
+    storages = [t.untyped_storage() for t in _held(documents, held)]
     key = (
         query.device, query.shape[-1], num_docs, lookup, held, *map(id, storages),
         *(None if t is None else (t.storage_offset(), t.shape, t.stride(), t.dtype) for t in documents),
@@ -146,7 +145,7 @@ class Collection:
         self._lock = threading.Lock()
 
     def _versions_of(self, documents: Documents) -> tuple[int, ...]:
-        return tuple(0 if t.is_inference() else t._version for t in held_of(documents, self._held))
+        return tuple(0 if t.is_inference() else t._version for t in _held(documents, self._held))
 
     def _find_unrest(self) -> Unrest:
         """That of documents of this shape, looked up where they change: a search only counts in it."""
@@ -323,8 +322,7 @@ def _is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or t.permute(order).is_contiguous()
 
 
-def held_of(documents: Documents, held: int) -> list[Tensor]:
-    """Those of the documents' tensors that may be the same ones at the next call."""
+def _held(documents: Documents, held: int) -> list[Tensor]:
     return [t for i, t in enumerate(documents) if t is not None and held >> i & 1]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ._arguments import FLOATS
-from ._collections import collection_of, held_of
+from ._collections import collection_of
 from ._dispatch import call_below_autograd, define, functions, register
 from .sparse_scores import DOCS, LOOKUP, autograd_topk, fake_topk, shared
 
@@ -40,9 +40,10 @@ class _Site:
         self, query, ids, values, rows, offsets, num_docs, k, out_dtype=None, lookup="", held=3
     ):
         documents = ids, values, rows, offsets
-        known, addresses, kept = self._last
+        addresses = [t.data_ptr() for t in documents if t is not None]
+        known, before, kept = self._last
         collection, search = known(), kept()
-        if search is None or addresses != [t.data_ptr() for t in held_of(documents, held)]:
+        if search is None or addresses != before:
             N = ids.shape[0] if num_docs == -1 else num_docs
             dtype = out_dtype or torch.promote_types(query.dtype, values.dtype)
             collection = search = None
@@ -51,7 +52,6 @@ class _Site:
             if collection is not None:
                 search = collection.search(query, k)
             if search is not None:
-                addresses = [t.data_ptr() for t in held_of(documents, held)]
                 self._last = weakref.ref(collection), addresses, weakref.ref(search)
 
         def written():
