@@ -129,13 +129,11 @@ def _rehearse(found: Attention) -> None:
 
     Raises NoMatch.
     """
-    e = Emitter(found.node)
     try:
-        found.emit(e)
+        with Emitter(found.node) as e:
+            found.emit(e)
     except Exception as error:
         raise NoMatch(f"its layout cannot be followed ({error})", found.node) from None
-    finally:
-        e.undo()
 
 
 def _name(match: AttentionMatch, node: fx.Node) -> str:

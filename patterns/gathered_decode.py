@@ -97,9 +97,8 @@ class GatheredDecode(Recogniser):
                 ones = _added_axes(view, product, rows, values)
                 if ones is None:
                     continue
-                call = view.call(gather.node)
-                if call is not None and call.name == "embedding" and (why := table_gradient(call)):
-                    raise NoMatch(why, gather.node)
+                if gather.gradient:
+                    raise NoMatch(gather.gradient, gather.node)
                 parts = (values.node, gather.index, gather.source)
                 return self._checked(view, product.nodes, gather.node, top, *parts, ones)
         return None

@@ -25,10 +25,11 @@ from sparse_inductor.graph.fakes import expected, expected_elements, static_size
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.vocabulary import REORDERS
 from sparse_inductor.match.scoring.accumulate import ANCHORS, scores_of
 from sparse_inductor.match.scoring.contributions import ROWS, OfRows
 from sparse_inductor.match.scoring.postings import Postings, postings_of
-from sparse_inductor.match.scoring.scored import TURNS, Scores, names_of
+from sparse_inductor.match.scoring.scored import Scores, names_of
 from sparse_inductor.match.scoring.topk import Top, top_of
 from sparse_inductor.match.scoring.weighted import weighted
 from sparse_inductor.ops._collections import Unrest, unrest_of
@@ -213,25 +214,20 @@ class SparseScores(Recogniser):
     def _rehearse(self, s: Scores | Postings, anchor: fx.Node, top: Top | None) -> Unrest | None:
         """Emit once, so that what cannot be emitted is a reason and no error. Returns what is known of the changes of
         documents that an index may be built of."""
-        e = Emitter(anchor)
         try:
-            s.shaped(e, s.emit(e))
-            if top is None:
-                return None
-            found = s.emit(e, top.k)
-            if found.target is not torch.ops.sparse_inductor.sparse_scores_topk_cached.default:
-                return None
-            query, ids = map(fake, found.args[:2])
-            sizes = [*map(static_size, (*query.shape, *ids.shape))]
-            if None in sizes:
-                return None
-            return unrest_of(query.device, query.shape[-1], ids.shape)
+            with Emitter(anchor) as e:
+                s.shaped(e, s.emit(e))
+                found = None if top is None else s.emit(e, top.k)
+                cached = torch.ops.sparse_inductor.sparse_scores_topk_cached.default
+                if found is None or found.target is not cached:
+                    return None
+                query, ids = map(fake, found.args[:2])
+                known = None not in map(static_size, (*query.shape, *ids.shape))
+                return unrest_of(query.device, query.shape[-1], ids.shape) if known else None
         except IndexError:  # the first of what all queries share is taken
             raise NoMatch("the batch of queries is empty", anchor) from None
         except (RuntimeError, TypeError, ValueError) as error:
             raise NoMatch(f"the operator does not take it: {error}", anchor) from error
-        finally:
-            e.undo()
 
     def resolve(
         self, matches: Sequence[ScoresMatch], view: GraphView
@@ -280,7 +276,7 @@ def _documents_first(view: GraphView, s: Scores | Postings, top: Top | None) -> 
     if top is not None:
         return True
     readers = list(view.readers(s.node))
-    return bool(readers) and all(view.name_of(r) in TURNS for r in readers)
+    return bool(readers) and all(view.name_of(r) in REORDERS for r in readers)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

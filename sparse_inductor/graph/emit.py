@@ -71,11 +71,13 @@ class Emitter:
         t = self.method("contiguous", self.permuted(t, order))
         return self.permuted(t, [order.index(d) for d in range(len(order))])
 
-    def undo(self) -> None:
-        """Take out everything that was inserted; nothing may use it yet."""
+    def __enter__(self) -> Emitter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A with block tries something out: take out everything that was inserted; nothing may use it."""
         for node in reversed(self.inserted):
             self._graph.erase_node(node)
-        self.inserted.clear()
 
     def _annotate(self, node: fx.Node, make: Callable[[], Any] | None = None) -> fx.Node:
         self.inserted.append(node)

@@ -336,15 +336,13 @@ class Chain:
         """Raises NoMatch where an operand cannot follow the moves that come after it. Leaves the graph as it is."""
         if all(row.at == len(self.moves) for row in self.rows):
             return
-        e = Emitter(anchor)
         try:
-            self.row_operands(e)
+            with Emitter(anchor) as e:
+                self.row_operands(e)
         except RuntimeError as error:  # what a fake tensor says of a view that does not fit
             raise NoMatch(
                 "a per-token operand does not follow the views after it", anchor
             ) from error
-        finally:
-            e.undo()
 
     def _row_operand(self, e: Emitter, row: _Row) -> fx.Node:
         if isinstance(row.term.operand, Assigned):

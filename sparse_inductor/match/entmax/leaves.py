@@ -1,9 +1,9 @@
 """What stands in a graph for the functions of the entmax package.
 
 The package's autograd Functions have `forward` as a class method, at which Dynamo breaks the graph in training; and
-with `k=` they look at values. While patterns that know entmax are enabled, Dynamo traces the functions below in their
-place. Each becomes one node, which the patterns replace; a node that they leave runs the package's own code. Copies of
-the package in other repositories keep the class methods: those Dynamo can trace meanwhile.
+with `k=` they look at values. While patterns that know entmax are enabled, Dynamo traces functions of this module in
+their place. Each becomes one node, which the patterns replace; a node that they leave runs the package's own code.
+Copies of the package in other repositories keep the class methods: those Dynamo can trace meanwhile.
 """
 
 from __future__ import annotations
@@ -21,88 +21,45 @@ from ...graph.fakes import same_size
 __all__ = ["show_entmax"]
 
 
-def _steps(input, n_iter):
-    """Steps of a bisection; one of them tells the result's shape and dtype, and takes a compile less time than all."""
-    return min(n_iter, 1) if compat.asked_for_shapes(input) else n_iter
+# Each function with how many of its arguments its leaf takes. Those left out are `k`, a hint about speed, and both of
+# the last of sparsemax_bisect, which the package ignores. Dynamo cannot trace the losses at all.
+_LEAVES = {
+    "entmax15": 2,
+    "sparsemax": 2,
+    "entmax_bisect": 5,
+    "sparsemax_bisect": 2,
+    "normmax_bisect": 4,
+    "budget_bisect": 4,
+    "sparsemax_loss": 2,
+    "entmax15_loss": 2,
+    "sparsemax_bisect_loss": 3,
+    "entmax_bisect_loss": 4,
+}
+# Of empty rows PyTorch refuses to look for the maximum when it runs; these divide by their size when they are traced.
+_DIVIDES = ("entmax_bisect", "sparsemax_bisect", "normmax_bisect")
 
 
-def _empty(input, dim):
-    """Whether rows are empty: PyTorch refuses to look for their maximum when it runs, the package divides by their size
-    when it is traced."""
-    return same_size(input.shape[dim], 0)
+def _leaf(name):
+    """A function of this module that calls one of the package."""
+
+    def leaf(*args):
+        import entmax
+
+        own = getattr(entmax, name)
+        given = dict(zip(inspect.signature(own).parameters, args))
+        x, dim = args[0], given.get("dim")
+        if name in _DIVIDES and same_size(x.shape[dim], 0):
+            return x * x.max(dim, keepdim=True).values * given.get("alpha", 1)
+        if dim is not None and "n_iter" in given and compat.asked_for_shapes(x):
+            # One step of a bisection tells the result's shape and dtype, and takes a compile less time than all.
+            given["n_iter"] = min(given["n_iter"], 1)
+        return own(**given)
+
+    leaf.__name__ = leaf.__qualname__ = name
+    return leaf
 
 
-def _of_no_scores(input, dim):
-    return input * input.max(dim, keepdim=True).values
-
-
-def entmax15(input, dim):
-    import entmax
-
-    return entmax.entmax15(input, dim)
-
-
-def sparsemax(input, dim):
-    import entmax
-
-    return entmax.sparsemax(input, dim)
-
-
-def entmax_bisect(input, alpha, dim, n_iter, ensure_sum_one):
-    import entmax
-
-    if _empty(input, dim):
-        return _of_no_scores(input, dim) * alpha
-    return entmax.entmax_bisect(input, alpha, dim, _steps(input, n_iter), ensure_sum_one)
-
-
-def sparsemax_bisect(input, dim):
-    import entmax
-
-    if _empty(input, dim):
-        return _of_no_scores(input, dim)
-    return entmax.sparsemax_bisect(input, dim)
-
-
-def normmax_bisect(input, alpha, dim, n_iter):
-    import entmax
-
-    if _empty(input, dim):
-        return _of_no_scores(input, dim) * alpha
-    return entmax.normmax_bisect(input, alpha, dim, _steps(input, n_iter))
-
-
-def budget_bisect(input, budget, dim, n_iter):
-    import entmax
-
-    return entmax.budget_bisect(input, budget, dim, _steps(input, n_iter))
-
-
-# The losses stay what they are, but Dynamo cannot trace them at all.
-
-
-def sparsemax_loss(input, target):
-    import entmax
-
-    return entmax.sparsemax_loss(input, target)
-
-
-def entmax15_loss(input, target):
-    import entmax
-
-    return entmax.entmax15_loss(input, target)
-
-
-def sparsemax_bisect_loss(input, target, n_iter):
-    import entmax
-
-    return entmax.sparsemax_bisect_loss(input, target, n_iter)
-
-
-def entmax_bisect_loss(input, target, alpha, n_iter):
-    import entmax
-
-    return entmax.entmax_bisect_loss(input, target, alpha, n_iter)
+globals().update({name: _leaf(name) for name in _LEAVES})
 
 
 @torch.compiler.assume_constant_result
@@ -138,21 +95,6 @@ def _traced(own, leaf, count):
     traced.__signature__ = signature
     return traced
 
-
-# Each leaf with how many of the package's arguments it takes. Those left out are `k`, a hint about speed, and both of
-# the last of sparsemax_bisect, which the package ignores.
-_LEAVES: dict[Callable[..., Any], int] = {
-    entmax15: 2,
-    sparsemax: 2,
-    entmax_bisect: 5,
-    sparsemax_bisect: 2,
-    normmax_bisect: 4,
-    budget_bisect: 4,
-    sparsemax_loss: 2,
-    entmax15_loss: 2,
-    sparsemax_bisect_loss: 3,
-    entmax_bisect_loss: 4,
-}
 
 _users = 0
 _undo: list[Callable[[], None]] = []
@@ -190,8 +132,8 @@ def _install() -> None:
         import entmax
     except ImportError:
         return
-    for leaf, count in _LEAVES.items():
-        function = getattr(entmax, leaf.__name__, None)
+    for name, count in _LEAVES.items():
+        function, leaf = getattr(entmax, name, None), globals()[name]
         if isinstance(function, types.FunctionType):
             traced = _traced(_copy(function), leaf, count)
             _undo.append(compat.keep_in_graph(leaf))

@@ -283,14 +283,11 @@ def same_summand(
     view: GraphView, first: tuple[Chain, int], second: tuple[Chain, int], anchor: fx.Node
 ) -> bool:
     """The same of a summand of each one's linear map."""
-    e = Emitter(anchor)
     (a, i), (b, j) = first, second
-    try:
+    with Emitter(anchor) as e:
         x = a.linear_input(e, part=a.linear.summands[i])
         y = b.linear_input(e, part=b.linear.summands[j])
         return _same(view, x, y, set(e.inserted), a, b)
-    finally:
-        e.undo()
 
 
 def _same(view: GraphView, x: Any, y: Any, new: set[fx.Node], a: Chain, b: Chain) -> bool:

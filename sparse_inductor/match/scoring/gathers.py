@@ -58,9 +58,7 @@ def gather_of(view: GraphView, node: Any) -> Gather | None:
     if found is None or len(found.others) > 1 or not all(map(_basic, found.others)):
         return None
     gather = _lookup(view, node, found.table, found.axis, found.ids, *found.others)
-    if gather is None or call.name != "embedding":
-        return gather
-    return dataclasses.replace(gather, gradient=table_gradient(call))
+    return gather and dataclasses.replace(gather, gradient=table_gradient(call))
 
 
 def rows_of(view: GraphView, node: Any) -> Gather | None:
@@ -71,7 +69,10 @@ def rows_of(view: GraphView, node: Any) -> Gather | None:
     found = _indexed(view, node, call)
     if found is None or found.axis != 0 or any(i != slice(None) for i in found.others):
         return None
-    return Gather(node, found.table, found.ids, lambda e: found.table, lambda e: found.ids, None)
+    return Gather(
+        node, found.table, found.ids, lambda e: found.table, lambda e: found.ids, None,
+        gradient=table_gradient(call),
+    )  # fmt: skip
 
 
 class _Indexed(NamedTuple):
@@ -195,7 +196,7 @@ def _row_by_row(view: GraphView, node: fx.Node, call: Call) -> Gather | None:
 
 
 def table_gradient(call: Call) -> str | None:
-    """Why the gradient of an embedding's table is not that of indexing it; None where it is."""
+    """Why the gradient of the table is not that of indexing it, as an embedding's may be; None where it is."""
     if call.get("padding_idx") is not None:
         return "padding_idx keeps the gradient of one entry out"
     if call.get("scale_grad_by_freq"):

@@ -20,7 +20,6 @@ from ...graph.vocabulary import COPIES, REGROUPS, REORDERS
 from .contributions import Weighted, reshaped
 
 __all__ = [
-    "TURNS",
     "Addition",
     "Scores",
     "accumulator_of",
@@ -35,7 +34,6 @@ _CLEARS = frozenset(("zero", "fill"))
 _PARTS = frozenset("getitem select narrow".split())
 _VIEWS = REGROUPS | REORDERS | {"getitem", "narrow", "select", "detach"}
 _ALIASES = COPIES | REGROUPS | {"cast", "detach"}
-TURNS = frozenset("t T mT transpose permute".split())
 _SUMS = frozenset("index_add index_put scatter_add scatter_reduce".split())
 
 Make = Callable[[Emitter], fx.Node]
@@ -152,7 +150,7 @@ def _strides_matter(node: fx.Node) -> bool:
     `layouts`."""
     return any(
         _strides_matter(user)
-        if name_of(user) in TURNS
+        if name_of(user) in REORDERS
         else user.op != "output" and name_of(user) not in _OF_THEIR_OWN_LAYOUT
         for user in node.users
     )

@@ -10,10 +10,11 @@ from torch import fx
 
 from ...graph.emit import Emitter
 from ...graph.indices import expanded_index, only_slices
+from ...graph.shapes import order_of
 from ...graph.view import GraphView, fake, same_size
-from ...graph.vocabulary import COPIES, REGROUPS
+from ...graph.vocabulary import COPIES, REGROUPS, REORDERS
 from .postings import Postings
-from .scored import TURNS, Scores, names_of
+from .scored import Scores, names_of
 
 __all__ = ["Top", "top_of"]
 
@@ -93,7 +94,7 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
         call = view.call(reader)
         if call is None or call.inplace or call.args.get("input") not in (node, *written):
             return None
-        if call.name in COPIES | TURNS | _VIEWS:
+        if call.name in COPIES | REORDERS | _VIEWS:
             moved = _moved(view, axes, call, reader)
             if moved is None:
                 return None
@@ -107,13 +108,10 @@ def top_of(view: GraphView, s: Scores | Postings) -> Top | None:
 def _moved(view: GraphView, axes: list[str], call: Any, node: fx.Node) -> list[str] | None:
     """The axes after a view. A view of all elements keeps them in their order, and may drop or add axes of size 1,
     the batch axis of a single query among them."""
-    n = len(axes)
     if call.name in COPIES:
         return axes
-    if call.name in TURNS:
-        if call.name == "permute":
-            return [axes[d % n] for d in call["dims"]]
-        return axes[::-1] if n == 2 else None
+    if (order := order_of(call, len(axes))) is not None:
+        return [axes[d] for d in order]
     if call.name == "getitem" and not only_slices(call["index"]):
         return None
     before, after = view.shape(call["input"]), view.shape(node)
