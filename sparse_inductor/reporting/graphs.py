@@ -15,7 +15,7 @@ from ..graph.view import label
 from .findings import tensor_text
 from .source import Source, source_of
 
-__all__ = ["GraphNode", "describe", "listing"]
+__all__ = ["GraphNode", "describe"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +52,6 @@ def describe(graph: fx.Graph) -> tuple[GraphNode, ...]:
         names[node] = name if name and name not in taken else node.name
         taken.add(names[node])
     return tuple(_describe(node, names) for node in graph.nodes)
-
-
-def listing(graph: fx.Graph) -> str:
-    """The graph as text, a line a node; inputs that nothing reads are left out."""
-    described = zip(graph.nodes, describe(graph), strict=True)
-    return "\n".join(
-        str(text) for node, text in described if node.op != "placeholder" or node.users
-    )
 
 
 def _describe(node: fx.Node, names: dict[fx.Node, str]) -> GraphNode:

@@ -693,32 +693,15 @@ class SpladeOnLlama(nn.Module):
 
 _HF, _ST_CLIENT = ("transformers",), ("transformers", "sentence_transformers")
 CLIENTS = Group("published.splade_head", dense=B * S * 64)
-CLIENTS.add(
-    "lib_naver_on_hf_bert",
-    "naver/splade pooling on BertForMaskedLM",
-    lambda: (NaverOnBert(), _ids()),
-    requires=_HF,
-)
-CLIENTS.add(
-    "lib_naver_on_hf_bert__train",
-    "naver/splade pooling on BertForMaskedLM",
-    lambda: (NaverOnBert(), _ids()),
-    training=True,
-    requires=_HF,
-)
-CLIENTS.add(
-    "lib_st_sparseencoder_bert",
-    "SparseEncoder with SpladePooling",
-    lambda: (SparseEncoderOnBert(), _ids()),
-    requires=_ST_CLIENT,
-)
-CLIENTS.add(
-    "lib_st_sparseencoder_bert__train",
-    "SparseEncoder with SpladePooling",
-    lambda: (SparseEncoderOnBert(), _ids()),
-    training=True,
-    requires=_ST_CLIENT,
-)
+for _name, _source, _client, _needs in (
+    ("naver_on_hf_bert", "naver/splade pooling on BertForMaskedLM", NaverOnBert, _HF),
+    ("st_sparseencoder_bert", "SparseEncoder with SpladePooling", SparseEncoderOnBert, _ST_CLIENT),
+):
+    for _training in (False, True):
+        CLIENTS.add(
+            f"lib_{_name}" + ("__train" if _training else ""), _source,
+            lambda client=_client: (client(), _ids()), training=_training, requires=_needs,
+        )  # fmt: skip
 CLIENTS.add(
     "lib_st_sparseencoder_bert_2xlog",
     "SparseEncoder with activation log1p_relu",
