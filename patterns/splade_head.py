@@ -34,18 +34,7 @@ from sparse_inductor.graph.values import is_parameter, matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label, same_size, same_sizes
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
-from sparse_inductor.match.chains.family import above, below
-from sparse_inductor.match.chains.pooling import (
-    ANCHORS,
-    LOGS,
-    POOLED,
-    PRODUCTS,
-    RISES,
-    Reduction,
-    maximum,
-    other_pool,
-    weighted_sum,
-)
+from sparse_inductor.match.chains.pooling import ANCHORS, Reduction, maximum, other_pool, resembles
 from sparse_inductor.pattern import Miss, Sparse
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
@@ -66,8 +55,7 @@ class HeadMatch:
     program: Program
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
@@ -162,29 +150,22 @@ class SpladeHead(Recogniser):
     name = NAME
     op = OP
     summary = "max_s program(linear(hidden), mask) -> splade_head(hidden, weight, bias, mask)"
-    anchors = (
-        frozenset(
-            "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d gather take_along_dim".split()
-        )
-        | ANCHORS
-        | PRODUCTS
-    )
+    anchors = ANCHORS
 
     def _match(self, node: fx.Node, view: GraphView) -> HeadMatch | Miss | None:
         red = maximum(view, node)
         if red is None:
-            ask = weighted_sum if view.name_of(node) in PRODUCTS else other_pool
-            reason = ask(view, node)
+            reason = other_pool(view, node)
             return None if reason is None else Miss(reason, node)
         if len(view.shape(red.source)) < 2:
             return None
         dtype = view.dtype(red.source)
         if not dtype.is_floating_point:
-            return Miss(f"the logits are {dtype}", node) if _resembles(view, node, red) else None
+            return Miss(f"the logits are {dtype}", node) if resembles(view, node, red) else None
         try:
             return self._head(node, view, red)
         except NoMatch as e:
-            return e.miss(node) if _resembles(view, node, red) else None
+            return e.miss(node) if resembles(view, node, red) else None
 
     def worth(self, match: HeadMatch, view: GraphView) -> Worth:
         logits = fake(match.reduction.source)
@@ -244,7 +225,7 @@ class SpladeHead(Recogniser):
             _check_slopes(program)
         if chain.tail:
             self._check_tail(chain, red, proof.range, node)
-        if not (is_parameter(view, linear.weight_source) or _resembles(view, node, red)):
+        if not (is_parameter(view, linear.weight_source) or resembles(view, node, red)):
             raise NoMatch(
                 "neither operand of the matmul is a parameter and no activation follows", node
             )
@@ -345,18 +326,6 @@ def _bytes_saved(view: GraphView, linear: Linear, red: Reduction) -> int | None:
     return max(
         0, logits - 6 * entries
     )  # a peak (fp32) and a winning position (int16) for each entry
-
-
-def _resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
-    """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
-    an activation before or after it."""
-    found = above(view, red.source, POOLED)  # what is pooled already is no head once more
-    ndim = len(view.shape(red.source))
-    if "linear" in found:
-        over_tokens = ndim > 2 and red.dim < ndim - 1 and not red.minimum
-        return over_tokens or bool(found & (RISES | LOGS)) or below(view, node, RISES | LOGS)
-    # Attention scores are batched on both sides too, but do not go through a logarithm.
-    return "batched matmul" in found and bool(found & RISES) and bool(found & LOGS)
 
 
 # Examples: what is rewritten and what is declined, as people write it. Tests and documentation are built from these.

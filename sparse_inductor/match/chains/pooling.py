@@ -21,17 +21,11 @@ from .backward_walk import walk_back
 from .chain import Chain
 from .family import above, below
 
-__all__ = [
-    "ANCHORS",
-    "LOGS",
-    "POOLED",
-    "PRODUCTS",
-    "RISES",
-    "Reduction",
-    "maximum",
-    "other_pool",
-    "weighted_sum",
-]
+__all__ = ["ANCHORS", "Reduction", "maximum", "other_pool", "resembles"]
+
+_MAXIMA = frozenset(
+    "max_dim amax min_dim amin aminmax topk max_pool1d adaptive_max_pool1d gather take_along_dim".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +124,13 @@ def _only(x: Any) -> Any:
     return x[0] if isinstance(x, (tuple, list)) and len(x) == 1 else x
 
 
-RISES = frozenset(
+_RISES = frozenset(
     (
         *"clamp clamp_min maximum gelu silu mish where".split(),
         *(name for name, function in FUNCTIONS.items() if function.kind),
     )
 )
-LOGS = frozenset("log log1p log2 log10".split())
+_LOGS = frozenset("log log1p log2 log10".split())
 _ALL = "every position counts, so the logits of all of them are needed"
 _SUMS = {
     "sum": f"sum pooling: {_ALL}",
@@ -158,31 +152,33 @@ _ORDERS = {
 }
 # A maximum over the tokens of each sequence, which lie end to end: where the tokens are among the arguments.
 _PACKED = {"scatter_reduce": "src", "index_reduce": "src", "segment_reduce": "data"}
-POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
-ANCHORS = POOLS | {"getitem"}
-PRODUCTS = frozenset("einsum matmul bmm".split())
+_POOLS = frozenset({*_SUMS, *_ORDERS, *_PACKED})
+_PRODUCTS = frozenset("einsum matmul bmm".split())
+ANCHORS = _MAXIMA | _POOLS | _PRODUCTS | {"getitem"}
 # What is below these has one value a sequence: pooled already.
-POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | POOLS
+_POOLED = frozenset("amax amin max_dim min_dim aminmax".split()) | _POOLS
 
 
 def other_pool(view: GraphView, node: fx.Node) -> str | None:
     """Why this sum, mean, top-k or the like is no SPLADE head; None where it has nothing to do with one."""
     call = view.call(node)
+    if call is not None and call.name in _PRODUCTS:
+        return _weighted_sum(view, node)
     if call is not None and call.name == "getitem":
         return _picked_token(view, node, call)
     tokens = None if call is None else call.get(_PACKED.get(call.name, "input"))
-    if call is None or call.name not in POOLS or not view.is_tensor(tokens):
+    if call is None or call.name not in _POOLS or not view.is_tensor(tokens):
         return None
-    found = above(view, tokens, POOLED)
+    found = above(view, tokens, _POOLED)
     if "linear" not in found:
         return None
-    activated = bool(found & RISES and found & LOGS)
+    activated = bool(found & _RISES and found & _LOGS)
     if call.name in _PACKED:
         largest = call.get("reduce") in ("amax", "max")
         return _ENDS if activated and largest else None
     if call.name in _SUMS:
         if call.name == "logsumexp":  # the activation often follows it
-            activated |= below(view, node, RISES) and below(view, node, LOGS)
+            activated |= below(view, node, _RISES) and below(view, node, _LOGS)
         return _SUMS[call.name] if activated and not _over_terms(view, node, call) else None
     ndim = len(view.shape(call["input"]))
     dim = ndim - 1 if call.name == "max_pool1d" else call.get("dim")
@@ -211,9 +207,9 @@ def _picked_token(view: GraphView, node: fx.Node, call: Call) -> str | None:
     index = call["index"] if isinstance(call["index"], tuple) else ()
     if sum(isinstance(i, fx.Node) and view.is_tensor(i) for i in index) != 2:
         return None
-    if not view.is_tensor(call["input"]) or "linear" not in above(view, call["input"], POOLED):
+    if not view.is_tensor(call["input"]) or "linear" not in above(view, call["input"], _POOLED):
         return None
-    if not (below(view, node, RISES) and below(view, node, LOGS)):
+    if not (below(view, node, _RISES) and below(view, node, _LOGS)):
         return None
     return "one token of each sequence is picked: no maximum, and its logits alone are needed"
 
@@ -226,7 +222,7 @@ def _vocabulary_axis(view: GraphView, source: fx.Node, reader: fx.Node) -> int |
         return None
 
 
-def weighted_sum(view: GraphView, node: fx.Node) -> str | None:
+def _weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     """Why a product that weighs the tokens' activations is no SPLADE head; None where it is some other product."""
     if linears(view, node) != []:  # no product, or one with a matrix
         return None
@@ -239,7 +235,19 @@ def weighted_sum(view: GraphView, node: fx.Node) -> str | None:
     operands: Any = () if call is None else call.get("operands") or (call["input"], call["other"])
     for x in operands:
         if view.is_tensor(x) and view.dtype(x).is_floating_point:
-            found = above(view, x, POOLED)
-            if "linear" in found and found & RISES and found & LOGS:
+            found = above(view, x, _POOLED)
+            if "linear" in found and found & _RISES and found & _LOGS:
                 return reason
     return None
+
+
+def resembles(view: GraphView, node: fx.Node, red: Reduction) -> bool:
+    """Whether the looser signature of the family is there: a linear and a maximum over what is not its last axis, or
+    an activation before or after it."""
+    found = above(view, red.source, _POOLED)  # what is pooled already is no head once more
+    ndim = len(view.shape(red.source))
+    if "linear" in found:
+        over_tokens = ndim > 2 and red.dim < ndim - 1 and not red.minimum
+        return over_tokens or bool(found & (_RISES | _LOGS)) or below(view, node, _RISES | _LOGS)
+    # Attention scores are batched on both sides too, but do not go through a logarithm.
+    return "batched matmul" in found and bool(found & _RISES) and bool(found & _LOGS)
