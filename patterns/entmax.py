@@ -49,8 +49,7 @@ class RowsMatch:
     found: Transform
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
 
     @property
     def anchor(self) -> fx.Node:

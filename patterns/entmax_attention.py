@@ -45,8 +45,7 @@ class AttentionMatch:
     found: Attention
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
 
     @property
     def anchor(self) -> fx.Node:
@@ -112,7 +111,7 @@ class EntmaxAttention(Recogniser):
         nodes = matched_nodes(view, found.nodes)
         if not all(isinstance(s, int) for t in inputs for s in view.shape(t)):
             _rehearse(found)
-        return AttentionMatch(found, nodes, _bytes_saved(view, found))
+        return AttentionMatch(found, nodes, _bytes_saved(found))
 
     def worth(self, match: AttentionMatch, view: GraphView) -> Worth:
         probabilities = fake(match.found.found.node)
@@ -144,7 +143,7 @@ def _name(match: AttentionMatch, node: fx.Node) -> str:
     return f"the result of {label(node)} is"
 
 
-def _bytes_saved(view: GraphView, found: Attention) -> int | None:
+def _bytes_saved(found: Attention) -> int | None:
     """What a training step keeps of the probabilities."""
     if not torch.is_grad_enabled() or not fake(found.node).requires_grad:
         return 0

@@ -47,8 +47,7 @@ class GatheredMatch:
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
     ones: tuple[Sequence[int], Sequence[int]] = ((), ())
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:

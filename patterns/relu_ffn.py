@@ -77,8 +77,7 @@ class BlockMatch:
     matched_nodes: tuple[fx.Node, ...]
     saves: Callable[[], int | None]
     residual: fx.Node | None = None
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
 
     @property
     def bytes_saved(self) -> int | None:

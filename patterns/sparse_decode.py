@@ -18,7 +18,7 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.graph.checks import check_followed, check_operands
+from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
@@ -41,8 +41,7 @@ class DecoderMatch:
     found: Entries
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
 
     @property
     def anchor(self) -> fx.Node:
@@ -156,15 +155,11 @@ class SparseDecode(Recogniser):
 
 def _only_here(view: GraphView, found: Entries, anchor: fx.Node) -> tuple[fx.Node, ...]:
     """The anchor and, from the end, what is read for it alone."""
-    nodes = {anchor}
-    for n in found.nodes:
-        if n is found.base and (n is found.scatter or n.op in ("placeholder", "get_attr")):
-            break
-        if not {*view.readers(n)} <= nodes:
-            if n is found.base:  # it is written, and lives on
-                nodes.discard(found.scatter)
-            break
-        nodes.add(n)
+    base = found.base
+    given = base is found.scatter or base.op in ("placeholder", "get_attr")
+    nodes = only_read_by(view, anchor, found.nodes[:-1] if given else found.nodes)
+    if not given and base not in nodes:  # it may be written, and live on
+        nodes.discard(found.scatter)
     return tuple(sorted(nodes, key=view.order.__getitem__))
 
 

@@ -61,8 +61,7 @@ class ScoresMatch:
     held: Unrest | None = None  # of documents that an index may be built of
     guarded: bool = False  # whether it pays only with an index
     bytes_saved: int | None = None
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
 
     @property
     def anchor(self) -> fx.Node:

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import Layers, example_of
-from sparse_inductor.graph.checks import check_followed, check_operands
+from sparse_inductor.graph.checks import check_followed, check_operands, only_read_by
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear, linears
@@ -62,8 +62,7 @@ class EncoderMatch:
     given: bool
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
-    pattern: str = NAME
-    op: str = OP
+    pattern, op = NAME, OP
     top: bool = True
 
     @property
@@ -150,13 +149,9 @@ class TopkEncode(Recogniser):
             if not taken and user.users:
                 raise NoMatch(f"the pair that topk returns is also read by {label(user)}", user)
         check_followed(view, product.nodes, node, any(map(view.needs_grad, _inputs(product))))
-        nodes, left = {node}, product.mixed
-        for n in product.nodes:
-            left = left or not {*view.readers(n)} <= nodes
-            if not left:
-                nodes.add(n)
+        nodes = only_read_by(view, node, () if product.mixed else product.nodes)
         matched = tuple(sorted(nodes, key=view.order.__getitem__))
-        return EncoderMatch(node, product, k, left, matched)
+        return EncoderMatch(node, product, k, not nodes.issuperset(product.nodes), matched)
 
     def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
         product = match.product

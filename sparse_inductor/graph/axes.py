@@ -19,10 +19,10 @@ from .names import Call
 from .no_match import NoMatch
 from .shapes import order_of
 from .values import rounds
-from .view import GraphView
+from .view import GraphView, label
 from .vocabulary import COPIES, VIEWS
 
-__all__ = ["Atom", "Axis", "Placed", "above", "before", "flat", "fresh", "originals", "placed"]
+__all__ = ["Atom", "Axis", "Placed", "above", "before", "beside", "flat", "fresh", "originals"]
 
 
 class Atom:
@@ -40,10 +40,10 @@ Axis = tuple[Atom, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A tensor that is read beside the scores, and where its axes lie.
+    """A tensor and its axes: an operand, or one that is read beside the scores.
 
-    factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask among the
-    biases, what it adds where it drops. floor: the least that is added.
+    Of the latter, factor: what it is multiplied by. negate: it says what to drop, not what to keep. fill: for a mask
+    among the biases, what it adds where it drops. floor: the least that is added.
     """
 
     node: fx.Node
@@ -55,6 +55,10 @@ class Placed:
     fill: float | None = None
     times: tuple[Placed, ...] = ()  # tensors that it is multiplied by, after `factor`
     floor: float | None = None
+
+    @property
+    def atoms(self) -> list[Atom]:
+        return [atom for axis in self.axes for atom in flat(axis)]
 
 
 def fresh(shape: Sequence[Any]) -> list[Axis]:
@@ -70,15 +74,19 @@ def flat(axis: Axis) -> Axis:
     return tuple(found)
 
 
-def placed(view: GraphView, node: fx.Node, axes: Sequence[Axis], reader: fx.Node) -> list[Axis]:
-    """The axes of a tensor that broadcasts to one with `axes`."""
-    shape = view.shape(node)
+def beside(
+    view: GraphView, node: fx.Node, axes: Sequence[Axis], reader: fx.Node, **fields: Any
+) -> Placed:
+    """A tensor as `reader` sees it, which broadcasts to one with `axes`. Raises NoMatch."""
+    seen = view.value(node, reader)
+    if seen is None:
+        raise NoMatch(f"{label(node)} is changed in place through a view of it", reader)
+    shape = view.shape(seen)
     if len(shape) > len(axes):
         raise NoMatch("an operand has more axes than the scores", reader)
-    return [
-        () if same_size(s, 1) else axis
-        for s, axis in zip(shape, axes[len(axes) - len(shape) :] if shape else [])
-    ]
+    last = axes[len(axes) - len(shape) :]
+    own = tuple(() if same_size(s, 1) else axis for s, axis in zip(shape, last))
+    return Placed(seen, reader, own, **fields)
 
 
 def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:

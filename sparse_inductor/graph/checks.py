@@ -22,6 +22,7 @@ __all__ = [
     "check_followed",
     "check_match",
     "check_operands",
+    "only_read_by",
     "outside_no_grad",
     "outside_readers",
     "unsound",
@@ -278,6 +279,17 @@ def outside_no_grad(
         (n for n in view.graph.nodes if view.records(n) and view.order[n] < view.order[at]),
         key=view.order.__getitem__,
     )
+
+
+def only_read_by(view: GraphView, anchor: fx.Node, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The anchor with those of the nodes above it, the nearest first, that are read for it alone, up to the first that
+    is not."""
+    found = {anchor}
+    for n in nodes:
+        if not {*view.readers(n)} <= found:
+            break
+        found.add(n)
+    return found
 
 
 def outside_readers(

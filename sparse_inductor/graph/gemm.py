@@ -22,8 +22,8 @@ from .emit import Emitter
 from .indices import items_of, only_new_axes
 from .mesh import local_part, settled, shared_bias, spread_alike, spread_by_row, summand
 from .shapes import entry_of_axis, order_of
-from .values import uniform
-from .view import GraphView, fake, same_size, same_sizes
+from .values import only_along, uniform
+from .view import GraphView, fake, same_sizes
 from .vocabulary import COPIES, SPREADS
 
 __all__ = ["Linear", "added", "entry_of_stack", "linears", "summed_over_processes"]
@@ -113,7 +113,7 @@ def linears(view: GraphView, node: fx.Node) -> list[Linear] | None:
     return [
         dataclasses.replace(f, bias=bias, make_bias=_vector(view, bias, beta))
         for f in found
-        if _one_per_column(view, bias, f)
+        if only_along(view, bias, view.shape(node), f.v_dim)
     ]
 
 
@@ -186,15 +186,6 @@ def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> L
         lambda e: e.permuted(x.node, order),
         weight,
         order=None if order == sorted(order) else tuple(order),
-    )
-
-
-def _one_per_column(view: GraphView, bias: fx.Node, linear: Linear) -> bool:
-    """Whether a tensor that broadcasts to the result varies over the axis V alone, and covers it."""
-    shape, sizes = view.shape(linear.node), view.shape(bias)
-    at = linear.v_dim - (len(shape) - len(sizes))
-    return at >= 0 and all(
-        same_size(size, shape[linear.v_dim] if d == at else 1) for d, size in enumerate(sizes)
     )
 
 
@@ -299,7 +290,7 @@ def summed_over_processes(view: GraphView, node: fx.Node) -> Linear | None:
 def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
     """The linear map that a node is, if it takes one of several that are computed together; else None."""
     call = view.call(node)
-    entry = None if call is None else entry_of_axis(view, node, call)
+    entry = None if call is None else entry_of_axis(view, call)
     if entry is None:
         return None
     stack, dim, index, between = entry

@@ -36,6 +36,12 @@ class Call:
         return self.args.get(key, default)
 
     @property
+    def both_ways(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        """Its two operands, and the other way round."""
+        a, b = self["input"], self["other"]
+        return (a, b), (b, a)
+
+    @property
     def drops(self) -> bool:
         """Whether it is a dropout that is active, as it is unless the call says otherwise."""
         active = self.get("training", True) and self.get("p", 0.5) != 0

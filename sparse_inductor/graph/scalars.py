@@ -14,7 +14,7 @@ from .names import Call
 from .no_match import NoMatch
 from .view import GraphView
 
-__all__ = ["RECTIFIERS", "number", "scalar_steps"]
+__all__ = ["RECTIFIERS", "constant_factor", "number", "scalar_steps"]
 
 # A power above 1 of any of them has the gradient 0 at 0.
 RECTIFIERS = (
@@ -53,6 +53,18 @@ def scalar_steps(view: GraphView, node: fx.Node, call: Call) -> tuple[Step, ...]
         return parse(function.steps(*itertools.starmap(const, function.defaults.items())))
     except ValueError as e:
         raise NoMatch(str(e), node) from None
+
+
+def constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | None:
+    """(x, c) where a node is x * c, c * x or x / (1 / c), c a constant; None for anything else."""
+    call = view.call(node)
+    if call is None or call.name not in ("mul", "div") or call.get("rounding_mode") is not None:
+        return None
+    for x, other in call.both_ways[: 1 if call.name == "div" else 2]:
+        c = view.const(other, node)
+        if c is not None and view.is_tensor(x) and (c or call.name == "mul"):
+            return x, c if call.name == "mul" else 1 / c
+    return None
 
 
 def number(view: GraphView, node: fx.Node, call: Call, key: str, default: Any = None) -> float:

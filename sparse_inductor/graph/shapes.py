@@ -26,6 +26,7 @@ __all__ = [
     "Combined",
     "Move",
     "entry_of_axis",
+    "kept_axis",
     "move",
     "order_of",
     "part_of_axis",
@@ -124,19 +125,11 @@ def _expand_index(index: Any, ndim: int, node: fx.Node) -> list[Any]:
 def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: int) -> Move:
     """reshape: V must survive as an axis of its own."""
     n = len(after)
-    if v == len(before) - 1 and n and same_size(after[-1], before[v]):
-        new_v = n - 1
-    else:
-        new_v = next(
-            (
-                p
-                for p in range(n)
-                if same_size(after[p], before[v]) and _same_split(before, v, after, p)
-            ),
-            -1,
-        )
-        if new_v < 0:
-            raise NoMatch("reshapes the linear's output axis away", node)
+    last = v == len(before) - 1 and n and same_size(after[-1], before[v])
+    kept = n - 1 if last else kept_axis(before, v, after)
+    if kept is None:
+        raise NoMatch("reshapes the linear's output axis away", node)
+    new_v = kept
     if len(args) != n or not all(isinstance(a, (int, fx.Node)) for a in args):
         raise NoMatch("has a shape that the walk does not understand", node)
     # Axes on either side that did not change keep their identity.
@@ -165,12 +158,14 @@ def _view(node: fx.Node, args: Sequence[Any], before: tuple, after: tuple, v: in
     return Move(new_v, origin, apply)
 
 
-def _same_split(before: tuple, v: int, after: tuple, p: int) -> bool:
-    """Whether the axes left of V hold as many elements in both shapes (static sizes only)."""
-    left, right = before[:v], after[:p]
-    if not all(isinstance(s, int) for s in (*left, *right)):
-        return same_sizes(left, right)
-    return math.prod(left) == math.prod(right)
+def kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | None:
+    """Where an axis of a reshaped tensor is: as many elements before it and after it."""
+
+    def split(sizes: Sequence[Any], at: int) -> tuple[Any, ...]:
+        return math.prod(sizes[:at]), sizes[at], math.prod(sizes[at + 1 :])
+
+    wanted = split(before, axis)
+    return next((p for p in range(len(after)) if same_sizes(split(after, p), wanted)), None)
 
 
 def _squeeze(node: fx.Node, before: tuple, dims: Sequence[int], v: int) -> Move:
@@ -228,7 +223,7 @@ def order_of(call: Call, n: int) -> list[int] | None:
 
 
 def entry_of_axis(
-    view: GraphView, node: fx.Node, call: Call
+    view: GraphView, call: Call
 ) -> tuple[fx.Node, int, int, tuple[fx.Node, ...]] | None:
     """(x, dim, index, nodes passed over) where a call takes one entry of one axis of x and all of the others: select,
     an index of one number, one result of unbind. None for anything else."""
@@ -264,7 +259,7 @@ def part_of_axis(
     may be brought to another place before, as by `.permute(2, 0, 1, 3)[0]`. Returns the slice and the nodes passed
     over, the nearest first; None for anything else.
     """
-    entry = entry_of_axis(view, node, call)
+    entry = entry_of_axis(view, call)
     if entry is None:
         return None
     x, dim, index, extra = entry

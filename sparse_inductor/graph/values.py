@@ -22,6 +22,7 @@ __all__ = [
     "is_parameter",
     "matched_nodes",
     "not_negative",
+    "only_along",
     "progression",
     "rounds",
     "uniform",
@@ -101,6 +102,14 @@ def uniform(view: GraphView, x: Any, from_end: int, reader: fx.Node) -> bool:
         ]
         return bool(tensors) and all(uniform(view, a, from_end, x) for a in tensors)
     return False
+
+
+def only_along(view: GraphView, t: fx.Node, shape: Sequence[Any], axis: int) -> bool:
+    """Whether a tensor that broadcasts to a shape varies over one axis of it alone, and covers it."""
+    sizes = view.shape(t)
+    at = axis - (len(shape) - len(sizes))
+    wanted = [shape[axis] if d == at else 1 for d in range(len(sizes))]
+    return at >= 0 and same_sizes(sizes, wanted)
 
 
 _MOVES = COPIES | REORDERS | REGROUPS | {"select", "getitem", "cast"}

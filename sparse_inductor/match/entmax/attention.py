@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.axes import Atom, Axis, Placed, before, flat, originals, placed
+from ...graph.axes import Atom, Axis, Placed, before, beside, flat, originals
 from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.no_match import NoMatch
 from ...graph.values import rounds
@@ -26,7 +26,7 @@ from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS, VIEWS
 from ..chains.family import above as producers
 from ..chains.family import rectified_product
-from .layout import WIDTH, Attention, Tensor
+from .layout import WIDTH, Attention
 from .masks import as_mask, conjuncts, is_triangle, keeps_all
 from .probabilities import Probabilities, check_again, read_probabilities
 from .scores import Scores, read_scores, scaled
@@ -73,8 +73,8 @@ def _check_operands(view: GraphView, node: fx.Node) -> None:
             raise NoMatch(f"an einsum of {len(operands)} tensors: two products in one", node)
 
 
-def _axes(o: Operand | Contraction, atoms: dict[str, Atom]) -> list[Axis]:
-    return [() if letter is None else (atoms[letter],) for letter in o.axes]
+def _axes(o: Operand | Contraction, atoms: dict[str, Atom]) -> tuple[Axis, ...]:
+    return tuple(() if letter is None else (atoms[letter],) for letter in o.axes)
 
 
 def are_probabilities(view: GraphView, node: fx.Node) -> bool:
@@ -141,24 +141,25 @@ class _Reader:
             raise NoMatch(
                 "it is normalised over another axis than the values are summed over", found.node
             )
-        with_keys = [o for o in operands if set(keys) & set(o.atoms())]
-        if len(with_keys) != 1 or not set(keys) <= set(with_keys[0].atoms()):
+        with_keys = [o for o in operands if set(keys) & set(o.atoms)]
+        if len(with_keys) != 1 or not set(keys) <= set(with_keys[0].atoms):
             raise NoMatch("the keys are in both operands of the scores, or in neither", qk.node)
         k = with_keys[0]
         q = operands[0] if k is operands[1] else operands[1]
-        v = Tensor(self.values.node, _axes(self.values, self.atoms), self.node)
+        v = Placed(self.values.node, self.node, _axes(self.values, self.atoms))
         k, v = self._unrepeated(k), self._unrepeated(v)
         return self._roles(scores, q, k, v, keys)
 
-    def _operands(self, scores: Scores) -> list[Tensor]:
+    def _operands(self, scores: Scores) -> list[Placed]:
         """The operands of the scores with the atoms of their axes; what is summed over is WIDTH."""
         qk = scores.product
         at: dict[str | None, Axis] = dict(zip(qk.axes, scores.axes))
         (summed,) = qk.summed
         at[None], at[summed] = (), (WIDTH,)
-        return [Tensor(o.node, [at[letter] for letter in o.axes], o.reader) for o in (qk.a, qk.b)]
+        both = (qk.a, qk.b)
+        return [Placed(o.node, o.reader, tuple(at[letter] for letter in o.axes)) for o in both]
 
-    def _unrepeated(self, t: Tensor) -> Tensor:
+    def _unrepeated(self, t: Placed) -> Placed:
         """Keys or values before their heads were repeated for the query heads."""
         best = t
         repeated, _ = self.view.behind(t.node, (VIEWS | COPIES | {"cast"}) - SPREADS)
@@ -167,7 +168,7 @@ class _Reader:
         found = originals(self.view, t.node, t.axes, t.reader, self._before, memory=True)
         for node, axes, reader in found:
             if self.view.name_of(reader) in _SPREADS:
-                best = Tensor(node, axes, reader)
+                best = Placed(node, reader, tuple(axes))
         return best
 
     def _before(
@@ -210,9 +211,9 @@ class _Reader:
         raise NoMatch("not a repetition of heads")
 
     def _roles(
-        self, scores: Scores, q: Tensor, k: Tensor, v: Tensor, keys: list[Atom]
+        self, scores: Scores, q: Placed, k: Placed, v: Placed, keys: list[Atom]
     ) -> Attention:
-        in_q, in_k, in_v = (set(t.atoms()) for t in (q, k, v))
+        in_q, in_k, in_v = (set(t.atoms) for t in (q, k, v))
         rows = [
             atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
         ]
@@ -233,8 +234,10 @@ class _Reader:
         group = [a for a in alone if a not in query]
         shared = batch[-1:] if len(batch) > 1 else []
         batch = batch[: len(batch) - len(shared)]
-        width = [a for a in v.atoms() if a not in keys and a not in rows]
-        v = dataclasses.replace(v, axes=_with_width(v.axes, width))
+        width = [a for a in v.atoms if a not in keys and a not in rows]
+        # The axis of the values' own is called WIDTH, as that of queries and keys.
+        own = ((WIDTH,) if width and flat(axis) == (*width,) else axis for axis in v.axes)
+        v = dataclasses.replace(v, axes=tuple(own))
         if len(width) > 1:
             raise NoMatch("the values have more than one axis of their own", self.node)
         if in_q & {*keys} or WIDTH not in in_q or WIDTH not in in_k:
@@ -246,35 +249,11 @@ class _Reader:
         if not scores.unless:
             causal, masks = _causal(self.view, masks, tuple(query), tuple(keys))
         attention = Attention(
-            view=self.view,
-            node=self.node,
-            found=self.found,
-            scores=scores,
-            q=q,
-            k=k,
-            v=v,
-            out_axes=_axes(self.product, self.atoms),
-            out_scale=self.product.scale,
-            out_bias=self.product.bias,
-            batch=batch,
-            shared=shared,
-            group=group,
-            queries=query,
-            keys=keys,
-            width=width,
-            alpha=alpha,
-            masks=masks,
-            biases=biases,
-            fill=-math.inf if fill is None else fill,
-            causal=causal,
-            added=added,
-            undefined="" if again else self.found.undefined,
-            after=after,
-            path=self.path,
-            nodes=[
-                *self.product.nodes, *self.path, *self.found.nodes, *scores.nodes,
-            ],
-            dtype=torch.float32,
+            view=self.view, product=self.product, found=self.found, scores=scores, q=q, k=k, v=v,
+            out_axes=_axes(self.product, self.atoms), batch=batch, shared=shared, group=group, queries=query,
+            keys=keys, width=width, alpha=alpha, masks=masks, biases=biases,
+            fill=-math.inf if fill is None else fill, causal=causal, added=added,
+            undefined="" if again else self.found.undefined, after=after, path=self.path, dtype=torch.float32,
         )  # fmt: skip
         attention.dtype = self._settle_dtype(attention)
         for n in (n for n in self.path if self.view.name_of(n) == "cast"):
@@ -288,9 +267,8 @@ class _Reader:
         """Which of the axes that only queries have is their position: the last, unless a mask relates another
         one to the keys."""
         for p in beside:
-            atoms = [a for axis in p.axes for a in flat(axis)]
-            related = [a for a in alone if a in atoms]
-            if len(related) == 1 and set(keys) <= set(atoms):
+            related = [a for a in alone if a in p.atoms]
+            if len(related) == 1 and set(keys) <= set(p.atoms):
                 return self._together(related[0], alone)
         return self._together(alone[-1], alone) if alone else []
 
@@ -306,11 +284,7 @@ class _Reader:
         view, found = self.view, self.found
         alpha = None
         if isinstance(found.alpha, fx.Node) and view.is_tensor(found.alpha):
-            seen = view.value(found.alpha, found.reader)
-            if seen is None:
-                raise NoMatch("alpha is changed in place through a view of it", found.node)
-            where = tuple(placed(view, seen, self.axes, found.node))
-            alpha = Placed(seen, found.reader, where)
+            alpha = beside(view, found.alpha, self.axes, found.reader)
         masks, fill, added = list(scores.masks), scores.fill, False
         biases: list[Placed] = []
         for bias in scores.biases:
@@ -348,32 +322,25 @@ class _Reader:
     def _check(self, a: Attention) -> None:
         view = self.view
         for t, atoms in ((a.q, a.batch + a.heads + a.queries), (a.k, a.batch + a.shared + a.keys)):
-            if any(atom not in atoms for atom in t.atoms() if atom is not WIDTH):
+            if any(atom not in atoms for atom in t.atoms if atom is not WIDTH):
                 raise NoMatch(
                     "queries or keys have an axis that does not fit", a.scores.product.node
                 )
         for factor in a.scores.factors:
-            varies = {atom for axis in factor.axes for atom in flat(axis)}
+            varies = {*factor.atoms}
             if varies & {*a.keys} and varies & {*a.queries, *a.group}:
                 raise NoMatch("the scale differs by query and by key", factor.reader)
-        if a.alpha is not None and any(
-            atom in a.keys for axis in a.alpha.axes for atom in flat(axis)
-        ):
+        if a.alpha is not None and any(atom in a.keys for atom in a.alpha.atoms):
             raise NoMatch("alpha differs by key", self.found.node)
         for p in a.biases:
             if p.fill is None and view.dtype(p.node) == torch.bool:
                 raise NoMatch("a boolean is added to the scores", p.reader)
 
 
-def _with_width(axes: list[Axis], width: list[Atom]) -> list[Axis]:
-    """The axis of the values' own is called WIDTH, as that of queries and keys."""
-    return [(WIDTH,) if width and flat(axis) == tuple(width) else axis for axis in axes]
-
-
-def _narrow(view: GraphView, t: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _narrow(view: GraphView, t: Placed, dtype: torch.dtype) -> Placed | None:
     """An operand as it was before it was cast up from `dtype`."""
     found = originals(view, t.node, t.axes, t.reader)
-    return next((Tensor(*one) for one in found if view.dtype(one[0]) == dtype), None)
+    return next((Placed(n, r, tuple(a)) for n, a, r in found if view.dtype(n) == dtype), None)
 
 
 def _causal(

@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from ...graph.no_match import NoMatch
-from ...graph.scalars import RECTIFIERS, scalar_steps
+from ...graph.scalars import RECTIFIERS, constant_factor, scalar_steps
 from ...graph.values import drowns
 from ...graph.view import GraphView, same_size
 from ...graph.vocabulary import COPIES, SPREADS
@@ -89,7 +89,7 @@ def _find(view: GraphView, node: fx.Node) -> Form | None:
         if call.name == "pow":
             exponent = call["other"]
             power = view.const(exponent, node)
-            alpha = None if power is not None else _alpha_of_power(view, exponent, node)
+            alpha = None if power is not None else _alpha_of_power(view, exponent)
             if power is None and alpha is None:
                 return None
         elif call.name == "mul" and call["input"] is not call["other"]:
@@ -109,7 +109,7 @@ def _find(view: GraphView, node: fx.Node) -> Form | None:
         if seen is None or not view.is_tensor(seen):
             return None
         difference, call = seen, view.call(seen)
-        step = _constant_factor(view, difference)
+        step = constant_factor(view, difference)
         if step is None:
             break
         reader, difference, factor = difference, step[0], factor * step[1]
@@ -128,7 +128,7 @@ def _find(view: GraphView, node: fx.Node) -> Form | None:
     return Form(node, candidates, dim, power, alpha)
 
 
-def _alpha_of_power(view: GraphView, exponent: Any, reader: fx.Node) -> fx.Node | None:
+def _alpha_of_power(view: GraphView, exponent: Any) -> fx.Node | None:
     """alpha of 1 / (alpha - 1)"""
     call = view.call(exponent)
     if call is None:
@@ -190,7 +190,7 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
             return call["input"] if len(steps) == 1 and steps[0] in RECTIFIERS else None
     match call.name:
         case "maximum":
-            for x, other in ((call["input"], call["other"]), (call["other"], call["input"])):
+            for x, other in call.both_ways:
                 if zero(other) and isinstance(x, fx.Node):
                     return x
         case "where" if zero(call["other"]) and _says_positive(
@@ -198,7 +198,7 @@ def _clamped(view: GraphView, node: fx.Node) -> fx.Node | None:
         ):
             return call["input"]
         case "mul":
-            for x, gate in ((call["input"], call["other"]), (call["other"], call["input"])):
+            for x, gate in call.both_ways:
                 if isinstance(x, fx.Node) and _says_positive(view, gate, x):
                     return x
     return None
@@ -222,26 +222,6 @@ def _says_positive(view: GraphView, gate: Any, x: Any) -> bool:
         and view.same_value(difference["input"], large)
         and view.same_value(*(view.behind(t, SPREADS)[0] for t in (difference["other"], small)))
     )
-
-
-def _constant_factor(view: GraphView, node: fx.Node) -> tuple[fx.Node, float] | None:
-    """(x, c) of x * c, x / c."""
-    call = view.call(node)
-    if call is None or call.name not in ("mul", "div"):
-        return None
-    a, b = call["input"], call["other"]
-    if call.name == "mul":
-        for x, c in ((a, b), (b, a)):
-            known = view.const(c, node)
-            if known is not None and view.is_tensor(x):
-                seen = view.value(x, node)
-                return None if seen is None else (seen, known)
-    elif call.get("rounding_mode") is None and view.is_tensor(a):
-        known = view.const(b, node)
-        if known:
-            seen = view.value(a, node)
-            return None if seen is None else (seen, 1 / known)
-    return None
 
 
 def row_axis(view: GraphView, a: fx.Node, tau: fx.Node) -> int | None:
@@ -273,11 +253,11 @@ def _scores(
         if call is None:
             return
         if call.name in ("mul", "div"):
-            step = _constant_factor(view, a)
+            step = constant_factor(view, a)
             if step is not None:
-                reader, seen, factor = a, step[0], factor * step[1]
+                reader, seen, factor = a, view.value(step[0], a), factor * step[1]
                 continue
-            x = _times_gap(view, a, call, alpha)
+            x = _times_gap(view, call, alpha)
             if x is None:
                 return
             reader, seen, gaps = a, view.value(x, a), gaps + 1
@@ -289,11 +269,11 @@ def _scores(
             return
 
 
-def _times_gap(view: GraphView, node: fx.Node, call: Any, alpha: fx.Node | None) -> fx.Node | None:
+def _times_gap(view: GraphView, call: Any, alpha: fx.Node | None) -> fx.Node | None:
     """x of x * (alpha - 1)"""
     if alpha is None or call.name != "mul":
         return None
-    for x, gap in ((call["input"], call["other"]), (call["other"], call["input"])):
+    for x, gap in call.both_ways:
         found = _alpha_of_gap(view, gap)
         if found is not None and view.same_value(found, alpha) and isinstance(x, fx.Node):
             return x

@@ -15,26 +15,15 @@ import torch
 from torch import fx
 
 from ...graph.axes import Atom, Axis, Placed, flat
+from ...graph.contraction import Contraction
 from ...graph.emit import Emitter
 from ...graph.view import GraphView, fake, static_size
 from .scores import ABSORBS, Scores
 from .transform import Transform, above_one
 
-__all__ = ["WIDTH", "Attention", "Tensor"]
+__all__ = ["WIDTH", "Attention"]
 
 WIDTH = Atom(0)  # stands for the axis of an operand that is D of queries and keys or Dv of values
-
-
-@dataclasses.dataclass
-class Tensor:
-    """An operand and its axes."""
-
-    node: fx.Node
-    axes: list[Axis]
-    reader: fx.Node
-
-    def atoms(self) -> list[Atom]:
-        return [atom for axis in self.axes for atom in flat(axis)]
 
 
 @dataclasses.dataclass
@@ -42,17 +31,13 @@ class Attention:
     """A whole attention; `emit` puts the operator in."""
 
     view: GraphView
-    node: fx.Node
+    product: Contraction  # of probabilities and values
     found: Transform
     scores: Scores
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out_axes: list[Axis]
-    out_scale: float
-    out_bias: (
-        tuple[fx.Node, float] | None
-    )  # what is added to the result, and what that is multiplied by
+    q: Placed
+    k: Placed
+    v: Placed
+    out_axes: tuple[Axis, ...]
     batch: list[Atom]
     shared: list[Atom]  # key heads
     group: list[Atom]  # query heads of one key head
@@ -68,8 +53,15 @@ class Attention:
     undefined: str  # what becomes of a query without scores (`ops.entmax`)
     after: list[Placed | float]  # what rows are multiplied by, or masks that keep them
     path: list[fx.Node]  # between the transformation and the product with the values
-    nodes: list[fx.Node]
     dtype: torch.dtype
+
+    @property
+    def node(self) -> fx.Node:
+        return self.product.node
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [*self.product.nodes, *self.path, *self.found.nodes, *self.scores.nodes]
 
     @property
     def heads(self) -> list[Atom]:
@@ -85,8 +77,7 @@ class Attention:
         scores = self.scores
         beside: list[Any] = [*scores.factors, *self.biases, *self.masks, *scores.unless]
         beside += [*self.after, self.alpha]
-        operands: list[Tensor | Placed] = [self.q, self.k, self.v]
-        operands += [p for p in beside if isinstance(p, Placed)]
+        operands = [self.q, self.k, self.v, *(p for p in beside if isinstance(p, Placed))]
         return [(t.node, t.reader) for t in operands]
 
     # Emission
@@ -121,13 +112,17 @@ class Attention:
             if not isinstance(p, Placed):
                 out = e.call(operator.mul, out, p)
                 continue
-            t = self._beside(e, p)
-            if fake(t).dtype == torch.bool:
-                kept = e.call(operator.invert, t) if p.negate else t
-                out = e.call(torch.where, kept, out, 0.0)
+            if fake(p.node).dtype == torch.bool:
+                out = e.call(torch.where, self._kept(e, p), out, 0.0)
             else:
-                out = e.call(operator.truediv if p.divides else operator.mul, out, t)
+                out = self._times(e, out, p)
         return out
+
+    def _times(self, e: Emitter, t: fx.Node, p: Placed, turned: bool = False) -> fx.Node:
+        """A tensor times an operand, or divided by it; turned: the tensor has keys in the place of queries."""
+        factor = self._beside(e, p) if self.view.is_tensor(p.node) else p.node
+        factor = e.method("transpose", factor, -1, -2) if turned else factor
+        return e.call(operator.truediv if p.divides else operator.mul, t, factor)
 
     def _alpha(self, e: Emitter) -> tuple[fx.Node | None, float]:
         """alpha as a tensor, or as a number."""
@@ -143,18 +138,14 @@ class Attention:
     def _scaled(
         self, e: Emitter, q: fx.Node, k: fx.Node, factor: Placed
     ) -> tuple[fx.Node, fx.Node]:
-        number = not self.view.is_tensor(factor.node)
-        f = factor.node if number else self._beside(e, factor)
-        combine = operator.truediv if factor.divides else operator.mul
-        if any(atom in self.keys for axis in factor.axes for atom in flat(axis)):
-            f = e.method("transpose", f, -1, -2)
-            return q, e.cast(e.call(combine, k, f), self.dtype)
-        return e.cast(e.call(combine, q, f), self.dtype), k
+        if any(atom in self.keys for atom in factor.atoms):
+            return q, e.cast(self._times(e, k, factor, turned=True), self.dtype)
+        return e.cast(self._times(e, q, factor), self.dtype), k
 
     def _beside(self, e: Emitter, p: Placed) -> fx.Node:
         """[B, H, Lq, Lk] with 1 where the operand does not vary."""
         groups = (self.batch, self.heads, self.queries, self.keys)
-        return self._laid_out(e, Tensor(p.node, list(p.axes), p.reader), groups)
+        return self._laid_out(e, p, groups)
 
     def _mask(self, e: Emitter) -> fx.Node | None:
         """True where a key is kept."""
@@ -193,14 +184,12 @@ class Attention:
                 if bias.floor is not None:
                     one = e.method("clamp_min", one, bias.floor)
                 for factor in bias.times:
-                    number = not self.view.is_tensor(factor.node)
-                    f = factor.node if number else self._beside(e, factor)
-                    one = e.call(operator.truediv if factor.divides else operator.mul, one, f)
+                    one = self._times(e, one, factor)
             total = one if total is None else e.call(operator.add, total, one)
         return total
 
     def _laid_out(
-        self, e: Emitter, t: Tensor, groups: Sequence[Sequence[Atom]], full: bool = False
+        self, e: Emitter, t: Placed, groups: Sequence[Sequence[Atom]], full: bool = False
     ) -> fx.Node:
         """The tensor with one axis a group. A group that it lacks has one element, or is expanded if `full`."""
         if len(t.axes) == len(groups) and all(
@@ -226,7 +215,7 @@ class Attention:
                 node = e.method("flatten", node, i, i + len(group) - 1)
         return node
 
-    def _split(self, e: Emitter, t: Tensor) -> tuple[fx.Node, list[Atom]]:
+    def _split(self, e: Emitter, t: Placed) -> tuple[fx.Node, list[Atom]]:
         """One axis an atom: merged axes unflattened, axes of one element gone."""
         node = t.node
         have: list[Atom] = []
@@ -260,12 +249,12 @@ class Attention:
     def _as_user_has_it(self, e: Emitter, out: fx.Node) -> fx.Node:
         """[B, H, Lq, Dv] in the axes of the user's result."""
         groups = (self.batch, self.heads, self.queries, self.width)
-        have = Tensor(out, [tuple(group) for group in groups], self.node)
+        have = Placed(out, self.node, tuple(tuple(group) for group in groups))
         out = self._laid_out(e, have, [flat(axis) for axis in self.out_axes])
-        if self.out_scale != 1:
-            out = e.call(operator.mul, out, self.out_scale)
-        if self.out_bias is not None:
-            bias, factor = self.out_bias
+        if self.product.scale != 1:
+            out = e.call(operator.mul, out, self.product.scale)
+        if self.product.bias is not None:
+            bias, factor = self.product.bias
             bias = e.cast(bias, fake(self.node).dtype)
             out = e.call(
                 operator.add, out, bias if factor == 1 else e.call(operator.mul, bias, factor)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.axes import Placed, above, flat, placed
+from ...graph.axes import Placed, above, beside, flat
 from ...graph.fakes import same_size, same_sizes
 from ...graph.indices import only_slices
 from ...graph.no_match import NoMatch
+from ...graph.scalars import constant_factor
 from ...graph.selection import selections
 from ...graph.trial import Untestable, region, run
 from ...graph.values import integer, progression, rounds
@@ -62,13 +63,11 @@ def conjuncts(view: GraphView, mask: Placed) -> list[Placed]:
 
 
 def _through(view: GraphView, mask: Placed, x: Any, **changes: Any) -> list[Placed]:
-    inner = view.value(x, mask.node)
-    if inner is None or view.dtype(inner) != torch.bool:
+    if view.value(x, mask.node) is None or view.dtype(x) != torch.bool:
         return [mask]
-    axes = tuple(placed(view, inner, mask.axes, mask.node))
-    return conjuncts(
-        view, dataclasses.replace(mask, node=inner, reader=mask.node, axes=axes, **changes)
-    )
+    inner = beside(view, x, mask.axes, mask.node)
+    changes |= {"node": inner.node, "reader": mask.node, "axes": inner.axes}
+    return conjuncts(view, dataclasses.replace(mask, **changes))
 
 
 def is_triangle(view: GraphView, mask: Placed, queries: tuple, keys: tuple) -> bool:
@@ -259,8 +258,8 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
             fill *= factor
             if not fill <= -1e30:
                 return None
-            own = tuple(placed(view, keep, axes, node))
-            return Placed(keep, node, own, negate=negate, fill=fill)
+            own = beside(view, keep, axes, keep, negate=negate, fill=fill)
+            return dataclasses.replace(own, reader=node)
         x = call.get("input")
         if call.name in COPIES or (
             call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
@@ -268,12 +267,9 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
             if rounds(view.dtype(node), view.dtype(x)):
                 casts.append((factor, view.dtype(node)))
             inner = x
-        elif call.name in ("mul", "div"):
-            other = view.const(call["other"], node)
-            if other is None or other == 0 or not view.is_tensor(x):
-                return None
-            factor *= other if call.name == "mul" else 1 / other
-            inner = x
+        elif (scaled := constant_factor(view, node)) is not None:
+            inner = scaled[0]
+            factor *= scaled[1]
         elif call.name in VIEWS and view.is_tensor(x):
             try:
                 axes = tuple(above(view, node, call, axes))
@@ -304,13 +300,10 @@ def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool,
         # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
         return node, True, float(number(call["input"]) or 0.0)
     if call.name == "mul":
-        for x, c in ((call["input"], call["other"]), (call["other"], call["input"])):
-            fill = number(c)
-            if fill is None or not math.isfinite(fill) or not view.is_tensor(x):
-                continue  # 0 * -inf is NaN
-            mask = zero_or_one(view, x)
-            if mask is not None:
-                return mask[0], mask[1], fill
+        scaled = constant_factor(view, node)
+        if scaled is not None and math.isfinite(scaled[1]):  # 0 * -inf is NaN
+            mask = zero_or_one(view, scaled[0])
+            return None if mask is None else (*mask, scaled[1])
     return None
 
 
@@ -321,19 +314,19 @@ def mixed(
     terms = view.call(kept), view.call(dropped)
     if terms[0] is None or terms[1] is None or not terms[0].name == terms[1].name == "mul":
         return None
-    fill, rest = None, None
-    for x, c in ((terms[1]["input"], terms[1]["other"]), (terms[1]["other"], terms[1]["input"])):
-        if view.const(c, dropped) is not None and view.is_tensor(x):
-            fill, rest = view.const(c, dropped), x
+    scaled = constant_factor(view, dropped)
+    if scaled is None:
+        return None
+    rest, fill = scaled
     inverse = view.call(rest)
-    if fill is None or inverse is None or inverse.name not in ("sub", "rsub"):
+    if inverse is None or inverse.name not in ("sub", "rsub"):
         return None
     one, mask = inverse.get("input"), inverse.get("other")
     if inverse.name == "rsub":
         one, mask = mask, one
     if view.const(one, rest) != 1 or not view.is_tensor(mask):
         return None
-    for x, m in ((terms[0]["input"], terms[0]["other"]), (terms[0]["other"], terms[0]["input"])):
+    for x, m in terms[0].both_ways:
         if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m):
             return x, m, fill
     return None

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...graph.axes import Atom, Axis, Placed, above, flat, placed
+from ...graph.axes import Atom, Axis, Placed, above, beside, flat
 from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -43,7 +43,7 @@ class Probabilities:
     """
 
     found: Transform
-    axes: list[Axis]
+    axes: Sequence[Axis]
     nodes: list[fx.Node]
     again: list[Placed]
     factors: list[Placed | float]
@@ -55,7 +55,7 @@ class Probabilities:
         Raises NoMatch where a factor does."""
 
         def varies(p: Placed) -> bool:
-            return any(atom in keys for axis in p.axes for atom in flat(axis))
+            return any(atom in keys for atom in p.atoms)
 
         for factor in self.factors:
             if isinstance(factor, Placed) and varies(factor):
@@ -65,7 +65,7 @@ class Probabilities:
 
 
 def read_probabilities(
-    view: GraphView, p: Operand, axes: list[Axis], told: bool = True
+    view: GraphView, p: Operand, axes: Sequence[Axis], told: bool = True
 ) -> Probabilities | None:
     """The entmax that an operand is, through what does not change its values; None if it is none.
 
@@ -100,11 +100,8 @@ def read_probabilities(
                 x = None  # a row that this empties is divided by zero
             elif negate and _is_nan_of(view, mask, x):
                 nodes.append(mask)
-            elif (seen := view.value(mask, node)) is not None:
-                where = tuple(placed(view, seen, axes, node))
-                again.append(Placed(seen, node, where, negate=negate))
             else:
-                x = None
+                again.append(beside(view, mask, axes, node, negate=negate))
         # A quotient by the rows' sums takes out again what they were multiplied by.
         if x is None and not sums and (scaled := _multiplied(view, node, call, axes)) is not None:
             x, factor = scaled
@@ -254,7 +251,7 @@ def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, 
     if isinstance(mask, Assigned):
         mask = trailing_mask(view, x, mask)
     if call.name == "mul":
-        for a, b in ((call["input"], call["other"]), (call["other"], call["input"])):
+        for a, b in call.both_ways:
             if not (view.is_tensor(a) and isinstance(b, fx.Node) and view.is_tensor(b)):
                 continue
             binary = (b, True) if view.dtype(b) == torch.bool else zero_or_one(view, b)
@@ -286,9 +283,7 @@ def _multiplied(
             continue
         if _entmax_above(view, other) is not None:  # the rows' own sums, say
             return None
-        if (seen := view.value(other, node)) is not None:
-            where = tuple(placed(view, seen, list(axes), node))
-            return x, Placed(seen, node, where, divides=divides)
+        return x, beside(view, other, axes, node, divides=divides)
     return None
 
 

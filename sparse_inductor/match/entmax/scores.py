@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from ... import compat
-from ...graph.axes import Axis, Placed, above, placed
+from ...graph.axes import Axis, Placed, above, beside
 from ...graph.contraction import PRODUCTS, Contraction, contraction
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.scalars import constant_factor
 from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
 from ...graph.values import drowns, rounds
 from ...graph.view import GraphView, fake, label
@@ -82,11 +83,7 @@ def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
     found = Scores(product, axes, product.scale, nodes=list(product.nodes))
     if product.bias is not None:
         bias, factor = product.bias
-        seen = view.value(bias, product.node)
-        if seen is None:
-            raise NoMatch("the bias is changed in place through a view of it", product.node)
-        where = tuple(placed(view, seen, axes, product.node))
-        found.biases.append(Placed(seen, product.node, where, factor))
+        found.biases.append(beside(view, bias, axes, product.node, factor=factor))
     return found
 
 
@@ -151,6 +148,8 @@ class _Step:
             return self.up(x, above(self.view, self.node, call, self.axes))
         if name in SELECTIONS:
             return self._selected()
+        if (by := constant_factor(self.view, self.node)) is not None:
+            return self._scaled(self.up(by[0]), by[1])
         if name in _HANDLERS:
             return _HANDLERS[name](self)
         if name == "einsum" and len(call.get("operands", ())) > 2:
@@ -168,22 +167,17 @@ class _Step:
     def _neg(self) -> Scores:
         return self._scaled(self.up(self.call["input"]), -1.0)
 
-    def _maximum(self) -> Scores:
-        a, b = self.call["input"], self.call["other"]
-        return self._floored(a, b) if self.const(b) is not None else self._floored(b, a)
-
-    def _clamp_min(self) -> Scores:
-        return self._floored(self.call["input"], self.call["min"])
-
-    def _clamp(self) -> Scores:
-        least = self.call.get("min") if self.call.get("max") is None else None
-        return self._floored(self.call["input"], least)
-
-    def _floored(self, x: Any, least: Any) -> Scores:
+    def _floored(self) -> Scores:
         """max(z, finfo.min), as of masks that were added up: no score is as low, so it is the masks that have it."""
+        call = self.call
+        if call.name == "maximum":
+            one, other = call.both_ways
+            x, least = one if self.const(one[1]) is not None else other
+        else:
+            x, least = call["input"], call.get("min") if call.get("max") is None else None
         low = self.const(least)
         if low is None or not self.view.is_tensor(x) or low > -ABSORBS:
-            name = self.call.name
+            name = call.name
             raise self.decline(f"{name} between the product and the normalisation is not linear")
         found = self.up(x)
         if len(found.biases) > 1 or found.unless or any(b.times for b in found.biases):
@@ -218,26 +212,17 @@ class _Step:
         return scaled(found, c, self.node)
 
     def _mul(self) -> Scores:
-        a, b = self.call["input"], self.call["other"]
-        for x, c in ((a, b), (b, a)):
-            known = self.const(c)
-            if known is not None and self.view.is_tensor(x):
-                return self._scaled(self.up(x), known)
+        for x, c in self.call.both_ways:
             if self.view.is_tensor(x) and not self.view.is_tensor(c):
                 return self._factor(self.up(x), c, divides=False)
-        found, other = self._pick(a, b)
-        return self._factor(found, other, divides=False)
+        return self._factor(*self._pick(*self.call.both_ways[0]), divides=False)
 
     def _div(self) -> Scores:
         if self.call.get("rounding_mode") is not None:
             raise self.decline("division that rounds")
-        a, b = self.call["input"], self.call["other"]
-        known = self.const(b)
-        if known is not None:
-            if known == 0:
-                raise self.decline("division by zero")
-            return self._scaled(self.up(a), 1 / known)
-        return self._factor(self.up(a), b, divides=True)
+        if self.const(self.call["other"]) == 0:
+            raise self.decline("division by zero")
+        return self._factor(self.up(self.call["input"]), self.call["other"], divides=True)
 
     def _factor(self, found: Scores, other: Any, divides: bool) -> Scores:
         if found.floored or found.masks or any(b.fill is not None for b in found.biases):
@@ -337,12 +322,7 @@ class _Step:
         found.masks, found.fill, found.unless = [], None, []
 
     def _place(self, node: Any, **fields: Any) -> Placed:
-        seen = self.view.value(node, self.node)
-        if seen is None:
-            raise self.decline(f"{label(node)} is changed in place through a view of it")
-        return Placed(
-            seen, self.node, tuple(placed(self.view, seen, self.axes, self.node)), **fields
-        )
+        return beside(self.view, node, self.axes, self.node, **fields)
 
     def _pick(self, a: Any, b: Any) -> tuple[Scores, Any]:
         """Which of two operands the scores come through, and the other one."""
@@ -352,7 +332,7 @@ class _Step:
                 try:
                     return self.up(x), other
                 except NoMatch as decline:
-                    if first is None or "comes from an input" in first.reason:
+                    if first is None or "an input of the graph" in first.reason:
                         first = decline
         raise first or self.decline(f"{self.call.name} of operands that are not scores")
 
@@ -409,5 +389,6 @@ class _Step:
 
 _HANDLERS: dict[str, Callable[[_Step], Scores]] = {
     **dict.fromkeys(("add", "sub", "rsub"), _Step._sum),
-    **{name: getattr(_Step, "_" + name) for name in "neg mul div maximum clamp_min clamp".split()},
+    **dict.fromkeys(("maximum", "clamp_min", "clamp"), _Step._floored),
+    **{name: getattr(_Step, "_" + name) for name in "neg mul div".split()},
 }

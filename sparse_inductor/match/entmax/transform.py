@@ -213,7 +213,7 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
         {view.name_of(n) for n in closed[0][1].nodes} & _SEARCHES
     )
     try:
-        chosen, alpha, piece, scale = _scaled_right(view, node, found, closed)
+        chosen, alpha, piece, scale = _scaled_right(node, found, closed)
         _check_rounding(view, piece, view.dtype(chosen.source))
         needs_grad = view.needs_grad(chosen.source)
         trial = Trial(view, chosen.source, found.dim, alpha, node, scale)
@@ -245,7 +245,7 @@ def _check_rounding(view: GraphView, piece: Region, computed: torch.dtype) -> No
 
 
 def _scaled_right(
-    view: GraphView, node: fx.Node, found: Form, closed: list[tuple[Candidate, Region]]
+    node: fx.Node, found: Form, closed: list[tuple[Candidate, Region]]
 ) -> tuple[Candidate, float | fx.Node, Region, float]:
     """The furthest candidate whose factor is alpha - 1, else the furthest one, and what it is to be multiplied by.
     Raises NoMatch where none will do."""

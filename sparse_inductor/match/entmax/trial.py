@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...graph.contraction import PRODUCTS
 from ...graph.fakes import attribute, bounds, fake, same_size, static_size
 from ...graph.no_match import NoMatch
 from ...graph.trial import Region, Untestable, run
@@ -344,7 +345,7 @@ def _fills(view: GraphView, source: fx.Node) -> set[float]:
             continue
         seen.add(node)
         call = view.call(node)
-        if call is None or call.name in ("matmul", "bmm", "einsum", "linear", "baddbmm"):
+        if call is None or call.name in PRODUCTS:
             continue
         for key in ("value", "other", "input", "fill_value", "values"):
             value = view.const(call.args.get(key), node) if key in call.args else None
@@ -388,15 +389,8 @@ def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tupl
     number = {leaf: -1 - i for i, leaf in enumerate(leaves)}
 
     def name(x: Any) -> Any:
-        if isinstance(x, fx.Node):
-            return ("n", number.get(x, str(fake(x))))
-        if isinstance(x, (tuple, list)):
-            return tuple(name(v) for v in x)
-        if isinstance(x, dict):
-            return tuple((k, name(v)) for k, v in x.items())
-        if isinstance(x, slice):
-            return ("s", name(x.start), name(x.stop), name(x.step))
-        return (type(x).__name__, str(x))
+        known = isinstance(x, fx.Node)
+        return ("n", number.get(x, str(fake(x)))) if known else (type(x).__name__, str(x))
 
     rows = []
     for at, n in enumerate(nodes):
@@ -409,6 +403,6 @@ def _structure(nodes: Iterable[fx.Node], leaves: Iterable[fx.Node] = ()) -> tupl
                 target = (str(value.dtype), str(tuple(value.shape)), str(value.flatten().tolist()))
             else:
                 target = object()  # like nothing else: tried each time
-        rows.append((target, name(n.args), name(n.kwargs)))
+        rows.append((target, str(fx.node.map_aggregate((n.args, n.kwargs), name))))
         number[n] = at
     return tuple(rows)

@@ -19,7 +19,7 @@ from ...graph.emit import Emitter
 from ...graph.gemm import Linear
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.scalars import RECTIFIERS
+from ...graph.scalars import RECTIFIERS, constant_factor
 from ...graph.selection import Assigned, selections
 from ...graph.shapes import Combined, undone
 from ...graph.values import rounds
@@ -97,12 +97,10 @@ def _parts(
 
     name = call.name
     x = call.get("input")
+    if (scaled := constant_factor(view, seen)) is not None and scaled[1]:
+        return _times(up(scaled[0]), seen, Step("mul", (scaled[1],)))
     if name == "mul":
         other = call["other"]
-        for a, b in ((x, other), (other, x)):
-            c = view.const(b, seen)
-            if c is not None:
-                return _times(up(a), seen, Step("mul", (c,)))
         full = [_full(view, t, seen) for t in (x, other)]
         if all(full):
             try:
@@ -114,10 +112,6 @@ def _parts(
         ):  # a factor of every neuron, or of every token
             product, factor = (x, other) if full[0] else (other, x)
             return _times(up(product), seen, Term("mul", factor))
-    elif name == "div" and call.get("rounding_mode") is None:
-        c = view.const(call["other"], seen)
-        if c:
-            return _times(up(x), seen, Step("mul", (1 / c,)))
     elif name == "square":
         return [s.then(Element(seen, (Step("square"),))) for s in up(x)]
     elif name == "pow":

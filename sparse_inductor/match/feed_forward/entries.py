@@ -15,8 +15,8 @@ from ...graph.fakes import expected
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.values import counting
-from ...graph.view import GraphView, fake, label, same_size, same_sizes
+from ...graph.values import counting, only_along
+from ...graph.view import GraphView, fake, label, same_sizes
 from ...graph.vocabulary import COPIES
 from .block import RECTIFIERS
 
@@ -94,13 +94,11 @@ def by_column(view: GraphView, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     call = view.call(node)
     if call is None or view.const(call.get("alpha", 1)) != 1:
         return None
-    columns = view.shape(node)[-1:]
-    for tensor, vector in ((call["input"], call["other"]), (call["other"], call["input"])):
+    shape = view.shape(node)
+    for tensor, vector in call.both_ways:
         if not (view.is_tensor(tensor) and view.is_tensor(vector)):
             return None
-        *ones, last = view.shape(vector) or (1,)
-        flat = same_size(last, columns[0]) and all(same_size(s, 1) for s in ones)
-        if flat and view.same_shape(tensor, node) and len(ones) < len(view.shape(node)):
+        if view.same_shape(tensor, node) and only_along(view, vector, shape, len(shape) - 1):
             return tensor, vector
     return None
 

@@ -19,8 +19,8 @@ from ...graph.emit import Emitter, made_again
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.values import matched_nodes, not_negative
-from ...graph.view import GraphView, fake, label, same_size, same_sizes
+from ...graph.values import matched_nodes, not_negative, only_along
+from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COPIES, PARTS, SHAPE_OPS
 from .block import Reading, activation
 
@@ -107,9 +107,7 @@ def _weighted_sum(
     w = call["other"] if call["input"] is source else call["input"]
     if not view.is_tensor(w) or not _is_theirs(view, reading, source, reader, anchor):
         return None
-    at = axis - (len(shape) - len(view.shape(w)))
-    sizes = [shape[axis] if d == at else 1 for d in range(len(view.shape(w)))]
-    if at < 0 or not same_sizes(view.shape(w), sizes):
+    if not only_along(view, w, shape, axis):
         return None
     plain = not (reading.factors or reading.tokens)
     positive = plain and all(_not_negative(b.program) for b in reading.branches)

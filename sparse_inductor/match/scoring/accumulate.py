@@ -215,10 +215,7 @@ def _embedding_bag(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     def starts(e: Emitter) -> fx.Node:
         if call.get("include_last_offset", False):
             return offsets
-        if not isinstance(entries[0], int):
-            last = e.method("new_full", offsets, (1,), e.method("size", ids, 0))
-        else:
-            last = e.method("new_full", offsets, (1,), entries[0])
+        last = e.method("new_full", offsets, (1,), e.size(ids, 0))
         return e.call(torch.cat, (offsets, last))
 
     reads = ((offsets, node),)

@@ -20,13 +20,14 @@ from ...graph.emit import Emitter
 from ...graph.indices import only_new_axes
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
+from ...graph.shapes import kept_axis
 from ...graph.values import counting, progression
 from ...graph.view import GraphView, fake, same_size
 from ...graph.vocabulary import COPIES, REGROUPS
 from .contributions import Weighted, reshaped
 from .gathers import Gather, rows_of
 from .scored import accumulator_of, addition, check_rows, check_zero, part_of
-from .weighted import kept_axis, weighted
+from .weighted import weighted
 
 __all__ = ["Postings", "postings_of"]
 
@@ -140,10 +141,7 @@ def postings_of(view: GraphView, node: fx.Node) -> Postings | None:
     shift = None
     added = view.call(inner)
     if added is not None and added.name == "add" and added.get("alpha", 1) == 1:
-        for docs_side, shift_side in (
-            (added["input"], added["other"]),
-            (added["other"], added["input"]),
-        ):
+        for docs_side, shift_side in added.both_ways:
             more, below = _peeled(view, docs_side, inner)
             if rows_of(view, below) is not None:
                 path, shift, inner = [*path, inner, *more], shift_side, below

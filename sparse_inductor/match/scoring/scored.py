@@ -123,10 +123,8 @@ class Scores:
         order = [axes.index(a) for a in [*kept, *(a for a in axes if a not in kept)]]
         sizes = [w.entries[i] for i in order]
         shape = (math.prod(sizes[: len(kept)]), math.prod(sizes[len(kept) :]))
-        out = []
-        for t in (ids, values):
-            out.append(reshaped(e, e.permuted(t, order), shape))
-        return out[0], out[1]
+        ids, values = (reshaped(e, e.permuted(t, order), shape) for t in (ids, values))
+        return ids, values
 
     def shaped(self, e: Emitter, scores: fx.Node) -> fx.Node:
         """[N] or [B, N] in the shape of the user's result."""

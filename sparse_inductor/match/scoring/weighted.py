@@ -19,14 +19,14 @@ from ...graph.indices import only_new_axes
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
-from ...graph.shapes import order_of
+from ...graph.shapes import kept_axis, order_of
 from ...graph.values import is_parameter, rounds
 from ...graph.view import GraphView, fake, same_size, same_sizes
 from ...graph.vocabulary import COPIES, VIEWS
 from .contributions import Weighted
 from .gathers import Gather, gather_of
 
-__all__ = ["gathered_among", "kept_axis", "preference", "weighted"]
+__all__ = ["gathered_among", "preference", "weighted"]
 
 Read = Callable[[GraphView, Any], Gather | None]
 
@@ -231,19 +231,6 @@ def _viewed(view: GraphView, node: fx.Node, call: Call, up: Up) -> Weighted | No
     if batch is None:
         raise NoMatch("merges queries and documents into one axis", node)
     return w.then(node, shape=after, batch=batch)
-
-
-def kept_axis(before: Sequence[Any], axis: int, after: Sequence[Any]) -> int | None:
-    """Where an axis of a reshaped tensor is: as many elements before it and after it."""
-    left, right = math.prod(before[:axis]), math.prod(before[axis + 1 :])
-    for p, size in enumerate(after):
-        if (
-            same_size(size, before[axis])
-            and same_size(math.prod(after[:p]), left)
-            and same_size(math.prod(after[p + 1 :]), right)
-        ):
-            return p
-    return None
 
 
 Up = Callable[[Any], Weighted | None]
