@@ -14,6 +14,7 @@ from corpus.splade_head.registry import (
     S,
     V,
     Vocabulary,
+    encoder,
     hidden,
     ids,
     mask,
@@ -50,32 +51,22 @@ def csplade():
     return Model(bias=False), (hidden(), mask())
 
 
-@program()
-def sparse_embed_recomputed():
+@encoder()
+def sparse_embed_recomputed(self, h, attention_mask):
     """SparseEmbed: the top terms of the head, their embeddings from the hidden states."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            pooled = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).amax(dim=1)
-            values, terms = pooled.topk(4, dim=-1)
-            attention = torch.einsum("bkd,bsd->bks", self.decoder.weight[terms], h)
-            attention = attention.masked_fill(attention_mask[:, None] == 0, -1e9).softmax(-1)
-            return values, attention @ h
-
-    return Model(), (hidden(), mask())
+    pooled = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).amax(dim=1)
+    values, terms = pooled.topk(4, dim=-1)
+    attention = torch.einsum("bkd,bsd->bks", self.decoder.weight[terms], h)
+    attention = attention.masked_fill(attention_mask[:, None] == 0, -1e9).softmax(-1)
+    return values, attention @ h
 
 
-@program()
-def pruned_by_ratio():
+@encoder()
+def pruned_by_ratio(self, h, attention_mask):
     """OpenSearch: terms below a share of the largest are dropped."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            values, _ = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1)
-            largest, _ = values.max(dim=-1, keepdim=True)
-            return values * (values > 0.1 * largest)
-
-    return Model(), (hidden(), mask())
+    values, _ = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1)
+    largest, _ = values.max(dim=-1, keepdim=True)
+    return values * (values > 0.1 * largest)
 
 
 @program()
@@ -96,30 +87,20 @@ def opensearch_inference_free():
     return Model(), (hidden(), mask(), ids())
 
 
-@program(modes=INFER)
-def elser_quantised():
+@encoder(modes=INFER)
+def elser_quantised(self, h, attention_mask):
     """ELSER-like serving: weights rounded to integers after the pooling."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            pooled = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
-            return (pooled * 100).round().to(torch.int32)
-
-    return Model(), (hidden(), mask())
+    pooled = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+    return (pooled * 100).round().to(torch.int32)
 
 
-@program()
-def text_embeddings_server():
+@encoder(inputs=(lambda: {"hidden_states": hidden(), "attention_mask": mask()},))
+def text_embeddings_server(self, batch):
     """A Python port of a Rust server: (1 + relu).log(), mask broadcast, max over dim 1."""
-
-    class Model(Vocabulary):
-        def forward(self, batch):
-            logits = self.decoder(batch["hidden_states"])
-            attention = batch["attention_mask"].unsqueeze(-1).broadcast_to(logits.shape)
-            weights = (1.0 + logits.relu()).log() * attention.to(logits)
-            return {"embeddings": weights.max(1).values}
-
-    return Model(), ({"hidden_states": hidden(), "attention_mask": mask()},)
+    logits = self.decoder(batch["hidden_states"])
+    attention = batch["attention_mask"].unsqueeze(-1).broadcast_to(logits.shape)
+    weights = (1.0 + logits.relu()).log() * attention.to(logits)
+    return {"embeddings": weights.max(1).values}
 
 
 @program(rewrites=2)
@@ -201,17 +182,12 @@ def triplets_flattened():
     return Model(), (hidden(shape=(B, 3, S, D)), attention_mask)
 
 
-@program()
-def dense_and_sparse():
+@encoder()
+def dense_and_sparse(self, h, attention_mask):
     """Hybrid encoders: the normalised [CLS] vector and the sparse one from the same states."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            dense = F.normalize(h[:, 0], dim=-1)
-            sparse = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
-            return {"dense_vecs": dense, "lexical_weights": sparse, "last_hidden_state": h}
-
-    return Model(), (hidden(), mask())
+    dense = F.normalize(h[:, 0], dim=-1)
+    sparse = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+    return {"dense_vecs": dense, "lexical_weights": sparse, "last_hidden_state": h}
 
 
 @program()
@@ -237,32 +213,22 @@ def rms_norm_then_tied_head():
     return Model(), (ids(), mask())
 
 
-@program()
-def mlm_on_other_states():
+@encoder(inputs=(hidden, hidden, mask, ids))
+def mlm_on_other_states(self, clean, corrupted, attention_mask, labels):
     """Multi-task: MLM logits of corrupted states, the SPLADE head on clean ones."""
-
-    class Model(Vocabulary):
-        def forward(self, clean, corrupted, attention_mask, labels):
-            pooled = (tokens(self.decoder(clean)) * attention_mask.unsqueeze(-1)).amax(1)
-            loss = F.cross_entropy(self.decoder(corrupted[:, 0]), labels[:, 0])
-            return pooled, loss
-
-    return Model(), (hidden(), hidden(), mask(), ids())
+    pooled = (tokens(self.decoder(clean)) * attention_mask.unsqueeze(-1)).amax(1)
+    loss = F.cross_entropy(self.decoder(corrupted[:, 0]), labels[:, 0])
+    return pooled, loss
 
 
-@program()
-def regularised_batch():
+@encoder()
+def regularised_batch(self, h, attention_mask):
     """L1, FLOPS and anti-zero penalties computed on the pooled vectors."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            reps = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
-            l1 = reps.abs().sum(dim=-1).mean()
-            flops = (reps.mean(dim=0) ** 2).sum()
-            anti_zero = 1.0 / (reps.sum(dim=-1) ** 2 + 1e-3)
-            return reps, l1 + flops + anti_zero.mean()
-
-    return Model(), (hidden(), mask())
+    reps = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+    l1 = reps.abs().sum(dim=-1).mean()
+    flops = (reps.mean(dim=0) ** 2).sum()
+    anti_zero = 1.0 / (reps.sum(dim=-1) ** 2 + 1e-3)
+    return reps, l1 + flops + anti_zero.mean()
 
 
 @program()
@@ -298,49 +264,39 @@ def output_tuple_of_a_model():
     return Model(), (hidden(), mask())
 
 
-@program(modes=TRAIN)
-def dropout_before_the_decoder():
+@encoder(modes=TRAIN)
+def dropout_before_the_decoder(self, h, attention_mask):
     """Active dropout on the hidden states: upstream of the head."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            h = F.dropout(h, p=0.2, training=self.training)
-            return (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    h = F.dropout(h, p=0.2, training=self.training)
+    return (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program(modes=TRAIN)
-def negatives_detached():
+@encoder(modes=TRAIN)
+def negatives_detached(self, h, attention_mask):
     """Documents of the other side detached after the head."""
-
-    class Model(Vocabulary):
-        def forward(self, h, attention_mask):
-            reps = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
-            return reps @ reps.detach().T
-
-    return Model(), (hidden(), mask())
+    reps = (tokens(self.decoder(h)) * attention_mask.unsqueeze(-1)).max(dim=1).values
+    return reps @ reps.detach().T
 
 
-@program("maybe", "one head a sequence, each [S, V] without a batch", INFER)
-def server_with_ragged_requests():
+@encoder(
+    "maybe",
+    "one head a sequence, each [S, V] without a batch",
+    INFER,
+    inputs=(lambda: [hidden(shape=(n, D)) for n in (7, 4, 2)],),
+)
+def server_with_ragged_requests(self, requests):
     """A server that gets a list of requests of different lengths."""
-
-    class Model(Vocabulary):
-        def forward(self, requests):
-            return [tokens(self.decoder(h)).amax(dim=0) for h in requests]
-
-    return Model(), ([hidden(shape=(n, D)) for n in (7, 4, 2)],)
+    return [tokens(self.decoder(h)).amax(dim=0) for h in requests]
 
 
-@program("maybe", "packed sequences reduced by a scatter", INFER)
-def packed_by_scatter():
+@encoder(
+    "maybe",
+    "packed sequences reduced by a scatter",
+    INFER,
+    inputs=(lambda: hidden(shape=(9, D)), lambda: torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2])),
+)
+def packed_by_scatter(self, flat, sequence):
     """A packed batch [T, V] reduced with scatter_reduce(amax)."""
-
-    class Model(Vocabulary):
-        def forward(self, flat, sequence):
-            weights = tokens(self.decoder(flat))
-            index = sequence[:, None].expand_as(weights)
-            return weights.new_zeros(B, V).scatter_reduce(0, index, weights, "amax")
-
-    return Model(), (hidden(shape=(9, D)), torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 2]))
+    weights = tokens(self.decoder(flat))
+    index = sequence[:, None].expand_as(weights)
+    return weights.new_zeros(B, V).scatter_reduce(0, index, weights, "amax")

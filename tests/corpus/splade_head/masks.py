@@ -11,6 +11,7 @@ from corpus.splade_head.registry import (
     S,
     V,
     Vocabulary,
+    encoder,
     head,
     hidden,
     ids,
@@ -65,15 +66,10 @@ def subtract_penalty(logits, mask):
     return best.relu().log1p()
 
 
-@program()
-def penalty_precomputed():
+@encoder(inputs=(hidden, lambda: torch.zeros(B, S, 1).masked_fill(mask()[..., None] == 0, -INF)))
+def penalty_precomputed(self, h, penalty):
     """The collator hands over 0 / -inf, shaped [B, S, 1], and the model adds it."""
-
-    class Model(Vocabulary):
-        def forward(self, h, penalty):
-            return torch.log1p(torch.relu((self.decoder(h) + penalty).amax(1)))
-
-    return Model(), (hidden(), torch.zeros(B, S, 1).masked_fill(mask()[..., None] == 0, -INF))
+    return torch.log1p(torch.relu((self.decoder(h) + penalty).amax(1)))
 
 
 @program()
@@ -191,29 +187,19 @@ def no_mask(logits, mask):
     return torch.log(1.0 + torch.nn.functional.relu(logits)).max(dim=1).values
 
 
-@program()
-def lengths_to_mask():
+@encoder(inputs=(hidden, lambda: torch.tensor([7, 3, 1])))
+def lengths_to_mask(self, h, lengths):
     """The mask is made from lengths inside the model."""
-
-    class Model(Vocabulary):
-        def forward(self, h, lengths):
-            keep = torch.arange(h.size(1), device=h.device)[None, :] < lengths[:, None]
-            return tokens(self.decoder(h)).masked_fill(~keep[:, :, None], 0.0).amax(dim=1)
-
-    return Model(), (hidden(), torch.tensor([7, 3, 1]))
+    keep = torch.arange(h.size(1), device=h.device)[None, :] < lengths[:, None]
+    return tokens(self.decoder(h)).masked_fill(~keep[:, :, None], 0.0).amax(dim=1)
 
 
-@program()
-def ids_to_mask():
+@encoder(inputs=(hidden, ids))
+def ids_to_mask(self, h, input_ids):
     """The mask is input_ids != pad, without [CLS]."""
-
-    class Model(Vocabulary):
-        def forward(self, h, input_ids):
-            keep = torch.logical_and(input_ids.ne(0), input_ids.ne(1))
-            weights = torch.log(torch.relu(self.decoder(h)) + 1)
-            return torch.max(weights * keep.unsqueeze(-1).type_as(weights), dim=1)[0]
-
-    return Model(), (hidden(), ids())
+    keep = torch.logical_and(input_ids.ne(0), input_ids.ne(1))
+    weights = torch.log(torch.relu(self.decoder(h)) + 1)
+    return torch.max(weights * keep.unsqueeze(-1).type_as(weights), dim=1)[0]
 
 
 @program()
@@ -232,17 +218,12 @@ def isin_special_tokens():
     return Model(), (hidden(), ids())
 
 
-@program()
-def prompt_excluded_by_cumsum():
+@encoder(inputs=(hidden, ids))
+def prompt_excluded_by_cumsum(self, h, input_ids):
     """LLM encoders: tokens count only after the separator."""
-
-    class Model(Vocabulary):
-        def forward(self, h, input_ids):
-            after = (input_ids == 1).long().cumsum(dim=1) > 0
-            keep = (after & (input_ids != 0)).unsqueeze(-1)
-            return tokens(self.decoder(h).masked_fill(~keep, -INF)).amax(dim=1)
-
-    return Model(), (hidden(), ids())
+    after = (input_ids == 1).long().cumsum(dim=1) > 0
+    keep = (after & (input_ids != 0)).unsqueeze(-1)
+    return tokens(self.decoder(h).masked_fill(~keep, -INF)).amax(dim=1)
 
 
 @head()
@@ -252,16 +233,11 @@ def mask_twice(logits, mask):
     return (tokens(logits * keep) * keep).max(dim=1).values
 
 
-@program()
-def hard_gate():
+@encoder(inputs=(hidden, lambda: torch.linspace(-2.0, 3.0, B * S).view(B, S)))
+def hard_gate(self, h, gate):
     """A gate thresholded at 0.5: 0 or 1 whatever the input is."""
-
-    class Model(Vocabulary):
-        def forward(self, h, gate):
-            keep = (torch.sigmoid(gate) > 0.5).float()
-            return (tokens(self.decoder(h)) * keep.unsqueeze(-1)).max(1).values
-
-    return Model(), (hidden(), torch.linspace(-2.0, 3.0, B * S).view(B, S))
+    keep = (torch.sigmoid(gate) > 0.5).float()
+    return (tokens(self.decoder(h)) * keep.unsqueeze(-1)).max(1).values
 
 
 @head()
@@ -270,15 +246,10 @@ def transposed_before_mask(logits, mask):
     return (tokens(logits.transpose(1, 2)) * mask.unsqueeze(1)).amax(dim=-1)
 
 
-@program()
-def padded_tokens_zeroed_in_hidden():
+@encoder()
+def padded_tokens_zeroed_in_hidden(self, h, mask):
     """The mask multiplies the hidden states; the head itself has none."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return tokens(self.decoder(h * mask.unsqueeze(-1))).amax(1)
-
-    return Model(), (hidden(), mask())
+    return tokens(self.decoder(h * mask.unsqueeze(-1))).amax(1)
 
 
 @head()
@@ -309,17 +280,12 @@ def vocabulary_bias_forbids():
     return Model(), (hidden(), mask())
 
 
-@program()
-def expansion_only():
+@encoder(inputs=(hidden, mask, ids))
+def expansion_only(self, h, mask, input_ids):
     """Only terms that are not in the text: a [B, V] product after the pooling."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask, input_ids):
-            pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-            present = torch.zeros_like(pooled).scatter(1, input_ids, 1.0)
-            return pooled * (1.0 - present)
-
-    return Model(), (hidden(), mask(), ids())
+    pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+    present = torch.zeros_like(pooled).scatter(1, input_ids, 1.0)
+    return pooled * (1.0 - present)
 
 
 @head("maybe", "positions filled by index: a [S] row mask that has to be built")
@@ -345,15 +311,14 @@ def vocabulary_filled(logits, mask):
     return (tokens(logits.masked_fill(unused, -1e4)) * mask.unsqueeze(-1)).amax(1)
 
 
-@program("maybe", "real-valued weights after the activation: exact only if applied per token")
-def idf_weighted_tokens():
+@encoder(
+    "maybe",
+    "real-valued weights after the activation: exact only if applied per token",
+    inputs=(hidden, lambda: torch.linspace(-1.0, 2.0, B * S).view(B, S)),
+)
+def idf_weighted_tokens(self, h, token_weight):
     """Token weights (idf) multiplied after the log; they need no gradient."""
-
-    class Model(Vocabulary):
-        def forward(self, h, token_weight):
-            return (tokens(self.decoder(h)) * token_weight.unsqueeze(-1)).amax(1)
-
-    return Model(), (hidden(), torch.linspace(-1.0, 2.0, B * S).view(B, S))
+    return (tokens(self.decoder(h)) * token_weight.unsqueeze(-1)).amax(1)
 
 
 @program("maybe", "the fill value is a buffer, unknown when compiling")
@@ -378,16 +343,15 @@ def mask_by_einsum(logits, mask):
     return torch.einsum("bsv,bs->bsv", tokens(logits), mask.to(logits.dtype)).amax(1)
 
 
-@program("maybe", "a vocabulary mask a sequence, 0 or 1, multiplied before the max")
-def restricted_to_batch_vocabulary():
+@encoder(
+    "maybe",
+    "a vocabulary mask a sequence, 0 or 1, multiplied before the max",
+    inputs=(hidden, mask, lambda: torch.arange(B * V).view(B, V) % 3 > 0),
+)
+def restricted_to_batch_vocabulary(self, h, mask, allowed):
     """Scores only the vocabulary that occurs in each document, [B, 1, V]."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask, allowed):
-            weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
-            return (weights * allowed[:, None, :]).amax(1)
-
-    return Model(), (hidden(), mask(), torch.arange(B * V).view(B, V) % 3 > 0)
+    weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
+    return (weights * allowed[:, None, :]).amax(1)
 
 
 @head("maybe", "gathers rows of a ragged batch", INFER)
@@ -403,94 +367,54 @@ def _states_with(value):
     return h.requires_grad_()
 
 
-@program(modes=INFER)
-def nan_under_masked_fill():
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask))
+def nan_under_masked_fill(self, h, mask):
     """NaN in the padding, filled before it can spread."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) == 0, -1e4)
-            return tokens(logits).max(dim=1).values
-
-    return Model(), (_states_with(float("nan")), mask())
+    logits = self.decoder(h).masked_fill(mask.unsqueeze(-1) == 0, -1e4)
+    return tokens(logits).max(dim=1).values
 
 
-@program(modes=INFER)
-def nan_under_multiplication():
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask))
+def nan_under_multiplication(self, h, mask):
     """NaN in the padding times a mask of 0 is NaN, and stays NaN."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (_states_with(float("nan")), mask())
+    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program(modes=INFER)
-def infinity_under_multiplication():
+@encoder(modes=INFER, inputs=(lambda: _states_with(INF), mask))
+def infinity_under_multiplication(self, h, mask):
     """inf * 0 is NaN after the activation, where the logit was positive."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (_states_with(INF), mask())
+    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program(modes=INFER)
-def infinity_under_a_mask_first():
+@encoder(modes=INFER, inputs=(lambda: _states_with(INF), mask))
+def infinity_under_a_mask_first(self, h, mask):
     """inf * 0 is NaN before the activation, whatever the sign was."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return tokens(self.decoder(h) * mask.unsqueeze(-1)).max(dim=1).values
-
-    return Model(), (_states_with(INF), mask())
+    return tokens(self.decoder(h) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@program(modes=INFER)
-def nan_without_a_mask():
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
+def nan_without_a_mask(self, h):
     """A poisoned token: relu and max propagate NaN, clamp too."""
-
-    class Model(Vocabulary):
-        def forward(self, h):
-            return torch.log1p(self.decoder(h).clamp(min=0)).max(dim=1).values
-
-    return Model(), (_states_with(float("nan")),)
+    return torch.log1p(self.decoder(h).clamp(min=0)).max(dim=1).values
 
 
-@program(modes=INFER)
-def nan_under_threshold():
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
+def nan_under_threshold(self, h):
     """F.threshold keeps NaN, as relu does."""
-
-    class Model(Vocabulary):
-        def forward(self, h):
-            return torch.log1p(F.threshold(self.decoder(h), 0.0, 0.0)).amax(dim=1)
-
-    return Model(), (_states_with(float("nan")),)
+    return torch.log1p(F.threshold(self.decoder(h), 0.0, 0.0)).amax(dim=1)
 
 
-@program(modes=INFER)
-def nan_under_fill_of_negatives():
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")),))
+def nan_under_fill_of_negatives(self, h):
     """x.masked_fill(x < 0, 0) keeps NaN."""
-
-    class Model(Vocabulary):
-        def forward(self, h):
-            logits = self.decoder(h)
-            return torch.log1p(logits.masked_fill(logits < 0, 0.0)).amax(dim=1)
-
-    return Model(), (_states_with(float("nan")),)
+    logits = self.decoder(h)
+    return torch.log1p(logits.masked_fill(logits < 0, 0.0)).amax(dim=1)
 
 
-@program(modes=INFER)
-def nan_under_where_mask():
+@encoder(modes=INFER, inputs=(lambda: _states_with(float("nan")), mask))
+def nan_under_where_mask(self, h, mask):
     """torch.where(keep, x, 0) after the activation drops the NaN of the padding."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return torch.where(mask.unsqueeze(-1) > 0, tokens(self.decoder(h)), 0.0).amax(1)
-
-    return Model(), (_states_with(float("nan")), mask())
+    return torch.where(mask.unsqueeze(-1) > 0, tokens(self.decoder(h)), 0.0).amax(1)
 
 
 @head("maybe", "the mask is broadcast, then the batch and the sequence are flattened")

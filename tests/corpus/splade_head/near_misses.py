@@ -16,6 +16,7 @@ from corpus.splade_head.registry import (
     S,
     V,
     Vocabulary,
+    encoder,
     hidden,
     ids,
     mask,
@@ -112,17 +113,12 @@ def token_saliency_too(logits, mask):
     return weights.amax(dim=1), weights.amax(dim=2)
 
 
-@program("no_rewrite", "the logits are read by the MLM loss", TRAIN)
-def mlm_loss_on_the_same_logits():
+@encoder("no_rewrite", "the logits are read by the MLM loss", TRAIN, inputs=(hidden, mask, ids))
+def mlm_loss_on_the_same_logits(self, h, mask, labels):
     """CoCondenser-style: MLM loss and SPLADE pooling of one forward."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask, labels):
-            logits = self.decoder(h)
-            pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-            return pooled, F.cross_entropy(logits.view(-1, V), labels.view(-1))
-
-    return Model(), (hidden(), mask(), ids())
+    logits = self.decoder(h)
+    pooled = (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
+    return pooled, F.cross_entropy(logits.view(-1, V), labels.view(-1))
 
 
 @program("no_rewrite", "a forward hook keeps the logits", INFER)
@@ -156,29 +152,19 @@ def hook_replaces_logits():
     return Model(), (hidden(), mask())
 
 
-@program("no_rewrite", "the model remembers its logits", INFER)
-def logits_kept_in_an_attribute():
+@encoder("no_rewrite", "the model remembers its logits", INFER)
+def logits_kept_in_an_attribute(self, h, mask):
     """self.last_logits = logits, for a debugger."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            self.last_logits = self.decoder(h)
-            return (tokens(self.last_logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    self.last_logits = self.decoder(h)
+    return (tokens(self.last_logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "the mask depends on token and term")
-def mask_of_tokens_and_terms():
+@encoder("no_rewrite", "the mask depends on token and term", inputs=(hidden, mask, ids))
+def mask_of_tokens_and_terms(self, h, mask, input_ids):
     """A copy mask: a token may not activate itself."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask, input_ids):
-            itself = F.one_hot(input_ids, V).bool()
-            weights = tokens(self.decoder(h)).masked_fill(itself, 0.0)
-            return (weights * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask(), ids())
+    itself = F.one_hot(input_ids, V).bool()
+    weights = tokens(self.decoder(h)).masked_fill(itself, 0.0)
+    return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @program("no_rewrite", "the multiplier depends on token and term")
@@ -197,16 +183,15 @@ def gate_of_tokens_and_terms():
     return Model(), (hidden(), mask())
 
 
-@program("no_rewrite", "maximum with another [B, S, V] tensor")
-def maximum_with_a_prior():
+@encoder(
+    "no_rewrite",
+    "maximum with another [B, S, V] tensor",
+    inputs=(hidden, mask, lambda: torch.sin(torch.arange(B * S * V).float()).view(B, S, V)),
+)
+def maximum_with_a_prior(self, h, mask, prior):
     """Logits bounded below by those of a teacher."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask, prior):
-            logits = torch.maximum(self.decoder(h), prior)
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask(), torch.sin(torch.arange(B * S * V).float()).view(B, S, V))
+    logits = torch.maximum(self.decoder(h), prior)
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @head("mean pooling")
@@ -348,18 +333,13 @@ def weight_per_sequence():
     return Model(), (hidden(), mask(), torch.tensor([2, 0, 3]))
 
 
-@program("no_rewrite", "noise is added to the logits", TRAIN)
-def gumbel_noise():
+@encoder("no_rewrite", "noise is added to the logits", TRAIN)
+def gumbel_noise(self, h, mask):
     """Gumbel noise for exploration."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = self.decoder(h)
-            uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
-            logits = logits - torch.log(-torch.log(uniform))
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    logits = self.decoder(h)
+    uniform = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
+    logits = logits - torch.log(-torch.log(uniform))
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @head("dropout is active between matmul and max", TRAIN)
@@ -559,58 +539,43 @@ def learned_gate():
     return Model(), (hidden(), mask())
 
 
-@program("maybe", "the states change between matmul and max", INFER)
-def states_mutated_in_between():
+@encoder("maybe", "the states change between matmul and max", INFER)
+def states_mutated_in_between(self, h, mask):
     """h.mul_(0.5) after the decoder has read h."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            states = h * 1.0
-            logits = self.decoder(states)
-            states.mul_(0.5)
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), states
-
-    return Model(), (hidden(), mask())
+    states = h * 1.0
+    logits = self.decoder(states)
+    states.mul_(0.5)
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1), states
 
 
-@program("maybe", "the mask changes between product and max", INFER)
-def mask_mutated_in_between():
+@encoder("maybe", "the mask changes between product and max", INFER)
+def mask_mutated_in_between(self, h, mask):
     """keep.zero_() after it was used."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            keep = mask.clone()
-            weights = tokens(self.decoder(h)) * keep.unsqueeze(-1)
-            keep.zero_()
-            return weights.amax(dim=1), keep
-
-    return Model(), (hidden(), mask())
+    keep = mask.clone()
+    weights = tokens(self.decoder(h)) * keep.unsqueeze(-1)
+    keep.zero_()
+    return weights.amax(dim=1), keep
 
 
-@program("maybe", "the weight changes between matmul and max", INFER)
-def weight_mutated_in_between():
+@encoder("maybe", "the weight changes between matmul and max", INFER)
+def weight_mutated_in_between(self, h, mask):
     """A moving average written back into the weight after the matmul."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = self.decoder(h)
-            self.decoder.weight.mul_(0.9)
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    logits = self.decoder(h)
+    self.decoder.weight.mul_(0.9)
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("maybe", "the input buffer itself is written to after the matmul", INFER)
-def input_overwritten_in_between():
+@encoder(
+    "maybe",
+    "the input buffer itself is written to after the matmul",
+    INFER,
+    inputs=(lambda: hidden().detach(), mask),
+)
+def input_overwritten_in_between(self, h, mask):
     """The caller's buffer is reused for the next request."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = self.decoder(h)
-            h.zero_()
-            return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden().detach(), mask())
+    logits = self.decoder(h)
+    h.zero_()
+    return (tokens(logits) * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @maybe("no gradient reaches the head", TRAIN)
@@ -629,16 +594,11 @@ def logits_scaled_twice_in_place(logits, mask):
     return (torch.log1p(weights) * mask.unsqueeze(-1)).amax(dim=1) + 0 * logits[:, 0]
 
 
-@program("maybe", "the same states projected twice, once for the output")
-def decoder_called_twice():
+@encoder("maybe", "the same states projected twice, once for the output")
+def decoder_called_twice(self, h, mask):
     """Returned logits from one call, the pooling from another."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
-            return pooled, self.decoder(h)
-
-    return Model(), (hidden(), mask())
+    pooled = (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=1)
+    return pooled, self.decoder(h)
 
 
 @seen("the weights at the positions are others")
@@ -668,15 +628,14 @@ def packed_sequences(logits, mask):
     return torch.zeros_like(logits[:, 0]).index_reduce(0, owner, weights, "amax")
 
 
-@program("no_rewrite", "one sequence is read under several masks")
-def one_sequence_under_several_masks():
+@encoder(
+    "no_rewrite",
+    "one sequence is read under several masks",
+    inputs=(lambda: hidden(shape=(1, S, D)), mask),
+)
+def one_sequence_under_several_masks(self, h, m):
     """hidden [1, S, D], masks [B, S]: spans of one document"""
-
-    class Model(Vocabulary):
-        def forward(self, h, m):
-            return (tokens(self.decoder(h)) * m.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(shape=(1, S, D)), mask())
+    return (tokens(self.decoder(h)) * m.unsqueeze(-1)).amax(dim=1)
 
 
 @any_head()

@@ -10,6 +10,7 @@ from corpus.splade_head.registry import (
     TRAIN,
     V,
     Vocabulary,
+    encoder,
     head,
     hidden,
     mask,
@@ -78,42 +79,27 @@ def bf16_head_on_fp32_states():
     return Model(dtype=BF16), (hidden(), mask())
 
 
-@program(precision=BF16)
-def fp32_head_on_bf16_states():
+@encoder(precision=BF16, inputs=(lambda: hidden(BF16), mask))
+def fp32_head_on_bf16_states(self, h, mask):
     """lm_head kept in fp32, the states upcast: nothing is lost in the matmul."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = self.decoder(h.to(self.decoder.weight.dtype))
-            return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-    return Model(), (hidden(BF16), mask())
+    logits = self.decoder(h.to(self.decoder.weight.dtype))
+    return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@program(precision=BF16)
-def autocast_region_around_the_model():
+@encoder(precision=BF16)
+def autocast_region_around_the_model(self, h, mask):
     """autocast inside forward around the LM only; the pooling sees bf16 logits."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            with torch.autocast("cpu", dtype=BF16):
-                logits = self.decoder(h)
-            return (tokens(logits.float()) * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    with torch.autocast("cpu", dtype=BF16):
+        logits = self.decoder(h)
+    return (tokens(logits.float()) * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program(precision=BF16, autocast=BF16)
-def autocast_off_for_the_head():
+@encoder(precision=BF16, autocast=BF16)
+def autocast_off_for_the_head(self, h, mask):
     """Autocast outside, switched off around the head."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            with torch.autocast("cpu", enabled=False):
-                logits = self.decoder(h.to(self.decoder.weight.dtype))
-                return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-    return Model(), (hidden(), mask())
+    with torch.autocast("cpu", enabled=False):
+        logits = self.decoder(h.to(self.decoder.weight.dtype))
+        return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
 
 @program(modes=TRAIN, precision=BF16, autocast=BF16)
@@ -161,16 +147,11 @@ def rounded_to_bf16_for_memory(logits, mask):
     return (tokens(logits.to(BF16)) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@program("maybe", "a float8-like fake quantisation between matmul and max", INFER, precision=BF16)
-def fake_quantised_logits():
+@encoder("maybe", "a float8-like fake quantisation between matmul and max", INFER, precision=BF16)
+def fake_quantised_logits(self, h, mask):
     """Logits rounded to multiples of 1/8."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = (self.decoder(h) * 8).round() / 8
-            return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
-
-    return Model(), (hidden(), mask())
+    logits = (self.decoder(h) * 8).round() / 8
+    return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
 
 class WholeNumbers(Vocabulary):

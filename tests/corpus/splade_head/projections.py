@@ -14,6 +14,7 @@ from corpus.splade_head.registry import (
     V,
     Vocabulary,
     bias,
+    encoder,
     head,
     hidden,
     ids,
@@ -232,15 +233,10 @@ def dequantised_weight():
     return encode, (hidden(), mask(), w8, torch.full((V,), 0.01))
 
 
-@program()
-def vocabulary_rows_sliced():
+@encoder()
+def vocabulary_rows_sliced(self, h, mask):
     """Only the real words: weight[5:], bias[5:]."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return pool(F.linear(h, self.decoder.weight[5:], self.decoder.bias[5:]), mask)
-
-    return Model(), (hidden(), mask())
+    return pool(F.linear(h, self.decoder.weight[5:], self.decoder.bias[5:]), mask)
 
 
 @program()
@@ -287,16 +283,11 @@ def t5_scaled_hidden():
     return encode, (hidden(), mask(), weight())
 
 
-@program()
-def four_layers_averaged():
+@encoder(inputs=(hidden, hidden, hidden, hidden, mask))
+def four_layers_averaged(self, a, b, c, d, mask):
     """The mean of the last four hidden states."""
-
-    class Model(Vocabulary):
-        def forward(self, a, b, c, d, mask):
-            h = torch.stack([a, b, c, d]).mean(dim=0)
-            return pool(self.decoder(h), mask)
-
-    return Model(), (hidden(), hidden(), hidden(), hidden(), mask())
+    h = torch.stack([a, b, c, d]).mean(dim=0)
+    return pool(self.decoder(h), mask)
 
 
 @program()
@@ -325,43 +316,28 @@ def vocabulary_in_chunks():
     return encode, (hidden(), mask(), weight(), bias())
 
 
-@program(rewrites=B)
-def batch_in_chunks():
+@encoder(rewrites=B)
+def batch_in_chunks(self, h, mask):
     """One sequence at a time, because the logits do not fit."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            rows = [pool(self.decoder(h[i : i + 1]), mask[i : i + 1]) for i in range(h.size(0))]
-            return torch.cat(rows)
-
-    return Model(), (hidden(), mask())
+    rows = [pool(self.decoder(h[i : i + 1]), mask[i : i + 1]) for i in range(h.size(0))]
+    return torch.cat(rows)
 
 
-@program(rewrites=3)
-def hidden_in_chunks():
+@encoder(rewrites=3)
+def hidden_in_chunks(self, h, mask):
     """The running maximum over chunks of hidden states, each with its own matmul."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            best = None
-            for part, keep in zip(h.split(3, dim=1), mask.split(3, dim=1), strict=True):
-                pooled = pool(self.decoder(part), keep)
-                best = pooled if best is None else torch.maximum(best, pooled)
-            return best
-
-    return Model(), (hidden(), mask())
+    best = None
+    for part, keep in zip(h.split(3, dim=1), mask.split(3, dim=1), strict=True):
+        pooled = pool(self.decoder(part), keep)
+        best = pooled if best is None else torch.maximum(best, pooled)
+    return best
 
 
-@program()
-def single_query():
+@encoder(inputs=(lambda: hidden(shape=(1, S, D)), lambda: mask()[:1]))
+def single_query(self, h, mask):
     """A batch of one, squeezed to [S, V] before the max."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            logits = self.decoder(h).squeeze(0)
-            return (tokens(logits) * mask.squeeze(0).unsqueeze(-1)).max(dim=0).values
-
-    return Model(), (hidden(shape=(1, S, D)), mask()[:1])
+    logits = self.decoder(h).squeeze(0)
+    return (tokens(logits) * mask.squeeze(0).unsqueeze(-1)).max(dim=0).values
 
 
 @program()
@@ -414,37 +390,26 @@ def sequence_first_until_the_logits():
     return turned, (hidden(), mask())
 
 
-@program()
-def sequence_first_terms_before_tokens():
+@encoder(inputs=(lambda: hidden(shape=(S, B, D)), mask))
+def sequence_first_terms_before_tokens(self, h, mask):
     """The logits of [S, B, D] as [V, B, S]: tokens come last."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)).permute(2, 1, 0) * mask).amax(-1).t()
-
-    return Model(), (hidden(shape=(S, B, D)), mask())
+    return (tokens(self.decoder(h)).permute(2, 1, 0) * mask).amax(-1).t()
 
 
-@program("no_rewrite", "terms first, then a maximum over the batch")
-def terms_first_over_the_batch():
+@encoder("no_rewrite", "terms first, then a maximum over the batch")
+def terms_first_over_the_batch(self, h, mask):
     """Which terms a batch has at each position."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask[..., None]).permute(2, 0, 1).amax(1)
-
-    return Model(), (hidden(), mask())
+    return (tokens(self.decoder(h)) * mask[..., None]).permute(2, 0, 1).amax(1)
 
 
-@program("maybe", "sequence first, [S, B, D]: in the graph the same as a max over the batch")
-def sequence_first():
+@encoder(
+    "maybe",
+    "sequence first, [S, B, D]: in the graph the same as a max over the batch",
+    inputs=(lambda: hidden(shape=(S, B, D)), lambda: mask().t().contiguous()),
+)
+def sequence_first(self, h, mask):
     """fairseq layout."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=0)
-
-    return Model(), (hidden(shape=(S, B, D)), mask().t().contiguous())
+    return (tokens(self.decoder(h)) * mask.unsqueeze(-1)).amax(dim=0)
 
 
 @program("maybe", "unusual products: tensordot")
@@ -534,15 +499,14 @@ def low_rank_adapter():
     return Model(), (hidden(), mask())
 
 
-@program("maybe", "some columns of the logits, gathered")
-def candidate_terms_gathered():
+@encoder(
+    "maybe",
+    "some columns of the logits, gathered",
+    inputs=(hidden, mask, lambda: torch.tensor([3, 30, 7, 8])),
+)
+def candidate_terms_gathered(self, h, mask, candidates):
     """logits.index_select over a candidate list."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask, candidates):
-            return pool(self.decoder(h).index_select(-1, candidates), mask)
-
-    return Model(), (hidden(), mask(), torch.tensor([3, 30, 7, 8]))
+    return pool(self.decoder(h).index_select(-1, candidates), mask)
 
 
 @head(modes=INFER, dynamic=True)

@@ -14,6 +14,7 @@ from corpus.splade_head.registry import (
     INFER,
     TRAIN,
     Vocabulary,
+    encoder,
     head,
     hidden,
     mask,
@@ -395,30 +396,20 @@ def functional_call():
     return call, (parameters, hidden(), mask())
 
 
-@program(dynamic=True)
-def symbolic_sizes():
+@encoder(dynamic=True)
+def symbolic_sizes(self, h, mask):
     """dynamic=True: batch and length are symbols."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            batch, length, _ = h.shape
-            keep = mask.view(batch, length, 1)
-            return (tokens(self.decoder(h)) * keep).max(dim=1).values
-
-    return Model(), (hidden(), mask())
+    batch, length, _ = h.shape
+    keep = mask.view(batch, length, 1)
+    return (tokens(self.decoder(h)) * keep).max(dim=1).values
 
 
-@program(dynamic=True)
-def symbolic_sizes_flattened():
+@encoder(dynamic=True)
+def symbolic_sizes_flattened(self, h, mask):
     """dynamic=True and a [B*S, D] matmul."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            batch, length, width = h.size()
-            logits = self.decoder(h.reshape(batch * length, width)).view(batch, length, -1)
-            return torch.log1p(torch.relu(logits - (1 - mask[..., None]) * 1e6)).amax(1)
-
-    return Model(), (hidden(), mask())
+    batch, length, width = h.size()
+    logits = self.decoder(h.reshape(batch * length, width)).view(batch, length, -1)
+    return torch.log1p(torch.relu(logits - (1 - mask[..., None]) * 1e6)).amax(1)
 
 
 @head("maybe", "k=1 of a sort-like op")
@@ -552,19 +543,14 @@ def vmapped_head():
     return Model(), (hidden(), mask())
 
 
-@program("maybe", "one logits tensor reduced in slices of the sequence")
-def running_maximum_over_windows():
+@encoder("maybe", "one logits tensor reduced in slices of the sequence")
+def running_maximum_over_windows(self, h, mask):
     """The running maximum over windows of the logits, initialised with zeros."""
-
-    class Model(Vocabulary):
-        def forward(self, h, mask):
-            weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
-            best = torch.zeros_like(weights[:, 0])
-            for window in weights.split(3, dim=1):
-                best = torch.maximum(best, window.amax(dim=1))
-            return best
-
-    return Model(), (hidden(), mask())
+    weights = tokens(self.decoder(h)) * mask.unsqueeze(-1)
+    best = torch.zeros_like(weights[:, 0])
+    for window in weights.split(3, dim=1):
+        best = torch.maximum(best, window.amax(dim=1))
+    return best
 
 
 @head()

@@ -88,3 +88,25 @@ def ids() -> Tensor:
     words = torch.randint(5, V, (B, S), generator=generator)
     words[:, 0] = 1
     return words * mask()
+
+
+def encoder(
+    expect: Expectation = "rewrite",
+    why: str = "",
+    modes: Iterable[bool] = BOTH,
+    *,
+    inputs: Iterable[Callable[[], Any]] = (hidden, mask),
+    **fields: Any,
+) -> Callable[[Callable], Callable]:
+    """Register `forward(self, *inputs)` of a model with a vocabulary linear, `self.decoder`."""
+
+    def register(forward: Callable) -> Callable:
+        def build() -> tuple:
+            model = type("Model", (Vocabulary,), {"forward": forward})
+            return model(), tuple(make() for make in inputs)
+
+        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
+        program(expect, why, modes, **fields)(build)
+        return forward
+
+    return register
