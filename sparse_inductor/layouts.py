@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph.fakes import fake, same_size, same_sizes
+from .graph.fakes import fake, same_size
 from .graph.vocabulary import COPIES, VIEWS
 
 __all__ = ["keep_apart", "keep_layouts", "layouts"]
@@ -51,47 +51,30 @@ def _laid_out(graph: fx.Graph, output: fx.Node, node: fx.Node, order: list[int])
 
 
 def keep_apart(graph: fx.Graph) -> None:
-    """Tell apart calls of an operator that are equal, `detach()` and the like aside, and whose results are returned.
+    """Tell apart calls of an operator whose results are returned, by views that undo each other.
 
-    AOTAutograd computes equal calls once, but for functions of a single tensor that is returned. The operators here
-    have several in training, and one tensor in the place of two results would get the gradients of both.
+    AOTAutograd computes once what is equal when `detach()`, `view(-1).view(shape)`, `* 1` and the like are left out, but
+    for functions of a single tensor that is returned. The operators here have several in training, and one tensor in
+    the place of two results would get the gradients of both.
     """
     made = {_made_by(n) for n in _results(graph) if isinstance(n, fx.Node)}
-    returned = {n for n in made if getattr(n.target, "namespace", "") == "sparse_inductor"}
-    if len({n.target for n in returned}) == len(returned):
-        return
-    first: dict[str, fx.Node] = {}
-    same: dict[fx.Node, fx.Node] = {}
-    equal: Counter[fx.Node] = Counter()
+    number: Counter[Any] = Counter()
     for node in list(graph.nodes):
-        if _changes_nothing(node):
-            same[node] = same[node.args[0]]
-            continue
-        given = fx.map_arg((node.args, node.kwargs), lambda n: same[n])
-        same[node] = first.setdefault(f"{node.op} {node.target} {given}", node)
-        if node in returned:
-            for _ in range(equal[same[node]]):
-                node.args = (_seen_anew(graph, node), *node.args[1:])
-            equal[same[node]] += 1
+        if node in made and getattr(node.target, "namespace", "") == "sparse_inductor":
+            left = number[node.target]
+            number[node.target] += 1
+            while left:
+                left, axis = divmod(left - 1, fake(node.args[0]).dim() + 1)
+                node.args = (_seen_anew(graph, node, axis), *node.args[1:])
 
 
-def _changes_nothing(node: fx.Node) -> bool:
-    """Whether AOTAutograd may take a node for its argument."""
-    if _name(node) not in _SHOWS or not node.args or node.all_input_nodes != [node.args[0]]:
-        return False
-    new, old = fake(node), fake(node.args[0])
-    if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)):
-        return False
-    return new.dtype == old.dtype and same_sizes(new.shape, old.shape)
-
-
-def _seen_anew(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The first argument of a call, by two views that undo each other."""
+def _seen_anew(graph: fx.Graph, node: fx.Node, axis: int) -> fx.Node:
+    """The first argument of a call, by two views."""
     given: Any = node.args[0]
     for method in ("unsqueeze", "squeeze"):
-        value = getattr(fake(given), method)(0)
+        value = getattr(fake(given), method)(axis)
         with graph.inserting_before(node):
-            new = graph.call_method(method, (given, 0))
+            new = graph.call_method(method, (given, axis))
         new.meta = {**given.meta, "example_value": value}
         given = new
     return given
