@@ -11,7 +11,7 @@ import torch
 
 from fuzz import vocabulary
 from fuzz.campaign import Drawing, _as_it_was, campaign, examine
-from fuzz.compare import _others
+from fuzz.compare import _others, check
 from fuzz.generate import FAMILIES, generate
 from fuzz.program import Input, Program, Step
 from fuzz.shrink import shrunk
@@ -74,6 +74,23 @@ def test_a_tensor_alpha_of_one_is_compared_with_softmax():
     torch.testing.assert_close(got[1], vocabulary.entmax_bisect(z, alpha, dim=-1)[1])
     got.square().sum().backward()
     assert alpha.grad[0] == 0 != alpha.grad[1]
+
+
+def test_a_write_that_autograd_is_not_told_of_may_go_unnoticed():
+    pytest.importorskip("entmax")
+    steps = Step("p1 = sparsemax(x0, dim=-1)"), Step("p1.detach().numpy()[..., 0] = 0.5")
+    program = Program(0, (Input("x0", (3, 5), grad=True),), steps, ("p1",), training=True)
+    outcome = check(program)
+    assert outcome.rewritten == {"entmax"} and not outcome.findings
+
+
+def test_what_is_computed_again_goes_through_aotautograd():
+    programs = [Drawing().program(seed) for seed in range(7, 100, 12)]
+    programs = [p for p in programs if "again" in p.hazards]
+    assert len(programs) >= 3
+    for program in programs:
+        assert program.stage != "graph" and program.returns[-1].endswith("_again")
+        assert any(s.text.endswith(".detach()") for s in program.steps)
 
 
 def test_a_program_that_autograd_refuses_eagerly_is_run_with_other_roundings():

@@ -125,8 +125,10 @@ class Drawing:
     def program(self, seed: int) -> Program:
         """The program of a seed, compiled to the last stage whose turn it is."""
         turn = [s for s, share in self.shares.items() if share and seed % round(1 / share) == 0]
-        stage = turn[-1] if turn else STAGES[0]
-        return dataclasses.replace(generate(seed, self.families), stage=stage)
+        program = generate(seed, self.families)
+        if "again" in program.hazards:  # nobody else would merge what is computed twice
+            turn = turn or [STAGES[1]]
+        return dataclasses.replace(program, stage=turn[-1] if turn else STAGES[0])
 
 
 def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:

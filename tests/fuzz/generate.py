@@ -527,6 +527,8 @@ def disturb(m: Maker, kind: str) -> None:
                 m.steps[i] = dataclasses.replace(m.steps[i], part=part, hazard=kind)
     elif kind == "shared":
         _share(m)
+    elif kind == "again":
+        _again(m)
     elif kind == "out of order":  # the program is handed a transposed view
         name = m.r.choice([n for n in m.inputs if _is_float(n)])
         m.steps.insert(
@@ -553,6 +555,26 @@ def _share(m: Maker) -> None:
         first, second = m.r.sample(m.r.choice(some), 2)
         m.steps = [s.renamed(second, first) for s in m.steps]
         del m.inputs[second]
+
+
+def _again(m: Maker) -> None:
+    """A result is computed once more of a detached input; both are returned. AOTAutograd may merge what it computes
+    twice."""
+    y = m.r.choice(m.returns)
+    needed, steps = {y}, []
+    for s in reversed(m.steps):
+        if not needed.isdisjoint(s.stores):
+            steps.insert(0, s)
+            needed |= {*s.loads}
+    given = [n for n in m.inputs if n in needed and n.startswith(("x", "z", "q"))]
+    if not given:
+        return
+    x = m.r.choice(given)
+    copied = [Step(f"{x}_again = {x}.detach()", x)]
+    for name in {x, *(n for s in steps for n in s.stores)}:
+        steps = [s.renamed(name, f"{name}_again") for s in steps]
+    m.steps += [dataclasses.replace(s, part=None, hazard="again") for s in copied + steps]
+    m.returns.append(f"{y}_again")
 
 
 def _change(m: Maker, kind: str, at: int, v: str) -> None:
@@ -595,6 +617,7 @@ def generate(
     if hazards is None:
         number = r.choices([0, 1, 2, 3], [32, 44, 18, 6])[0]
         hazards = r.choices(list(HAZARDS), list(HAZARDS.values()), k=number)
+        hazards += ["again"] * (seed % 12 == 7)  # whatever else is drawn
     for kind in hazards:
         disturb(m, kind)
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
