@@ -5,12 +5,14 @@ from .impacts import Imported, read_impacts, write_impacts
 from .sharded import ShardedIndex
 from .sparse_index import SparseIndex
 from .storage import IndexFileError
+from .streamed import StreamedIndex
 
 __all__ = [
     "Imported",
     "IndexFileError",
     "ShardedIndex",
     "SparseIndex",
+    "StreamedIndex",
     "read_ciff",
     "read_impacts",
     "write_ciff",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from .. import compat
 from .contents import Contents
-from .documents import as_tensor, candidate_ids
+from .documents import as_tensor, candidate_ids, marked
 from .queries import Queries
 
 if TYPE_CHECKING:
     from .sparse_index import SparseIndex
 
-__all__ = ["all_scores", "candidate_scores", "page", "search"]
+__all__ = ["all_scores", "barred_in", "candidate_scores", "in_blocks", "page", "search"]
 
 
 def search(
@@ -33,15 +34,38 @@ def search(
         scores, ids = ops.index_search_live(q, index._handle, k, as_tensor(allow), as_tensor(deny))
     else:
         postings, counts, barred = index.operands(allow, deny)
-        if barred.dim() == 2 and len(barred) != given.count:
-            raise IndexError(f"a mask has {len(barred)} rows for {given.count} queries")
-        found, first = [], 0
-        for q in given.blocks(index.device):
-            own = barred if barred.dim() == 1 else barred[first : first + len(q)]
-            first += len(q)
-            found.append(ops.index_search(q.detach(), postings, counts, own, k))
-        scores, ids = found[0] if len(found) == 1 else map(torch.cat, zip(*found))
+        scores, ids = in_blocks(
+            given, barred, lambda q, own: ops.index_search(q, postings, counts, own, k)
+        )
     return (scores[0], ids[0]) if given.single else (scores, ids)
+
+
+def in_blocks(
+    given: Queries, barred: Tensor, search: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Results of all queries, of which `search` gets a number at a time, fp32 [b, V], and the documents barred for
+    them, bool [N] or [b, N]."""
+    if barred.dim() == 2 and len(barred) != given.count:
+        raise IndexError(f"a mask has {len(barred)} rows for {given.count} queries")
+    found, first = [], 0
+    for q in given.blocks(barred.device):
+        own = barred if barred.dim() == 1 else barred[first : first + len(q)]
+        first += len(q)
+        found.append(search(q.detach(), own))
+    if len(found) == 1:
+        return found[0]
+    scores, ids = map(torch.cat, zip(*found))
+    return scores, ids
+
+
+def barred_in(contents: Contents, allow: Any, deny: Any) -> Tensor:
+    """bool [N] or [B, N]: the documents that are in no result."""
+    barred = contents.deleted
+    if allow is not None:
+        barred = barred | ~marked(allow, barred, "allow")
+    if deny is not None:
+        barred = barred | marked(deny, barred, "deny")
+    return barred
 
 
 def page(scores: Tensor, ids: Tensor, first: int, min_score: float | None) -> tuple[Tensor, Tensor]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from sparse_inductor.ops._dispatch import autocast_off
+
 from . import segment
 from .segment import Segment
 from .sources import Rows
 
-__all__ = ["Contents", "segments_of"]
+__all__ = ["Contents", "own_settings", "segments_of"]
 
 # A segment is merged with the one before it where that is no larger than this many times its size. Documents that come
 # one at a time are then in a number of segments that grows with the logarithm of their number, and each is merged that
@@ -121,6 +124,14 @@ class Contents:
             views.append(dataclasses.replace(s, terms=terms[part], weights=weights[part]))
             at += s.nnz
         return dataclasses.replace(self, segments=tuple(views), postings=tuple(postings))
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """What is kept is made under the same modes, whatever those of the caller are: tensors of inference mode, say,
+    could not be written to or searched with a gradient outside it."""
+    with torch.inference_mode(False), torch.no_grad(), autocast_off("cpu"), autocast_off("cuda"):
+        yield
 
 
 def segments_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
@@ -13,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparse_inductor.ops._dispatch import autocast_off
 from sparse_inductor.ops.index_search import enrol
 from sparse_inductor.threads import apart
 
 from . import answers, files, storage
-from .contents import Contents, segments_of
-from .documents import as_count, document_ids, marked
+from .contents import Contents, own_settings, segments_of
+from .documents import as_count, document_ids
 from .progress import Progress
 from .queries import queries_of
 from .segment import Segment, checked_kind
@@ -102,7 +100,7 @@ class SparseIndex(nn.Module):
         """
         if num_terms is not None:
             num_terms, _ = checked_kind(num_terms, weights)
-        with _own_settings():
+        with own_settings():
             num_terms, batches = collection_of(documents, num_terms)
             index = cls(num_terms, weights)
             if device is None:
@@ -125,12 +123,12 @@ class SparseIndex(nn.Module):
 
     def _prepare(self, documents: Any, first: int, progress: bool = False) -> list[Segment]:
         """Documents as segments, for `_publish` to add; `first` numbers them in messages."""
-        with _own_settings():
+        with own_settings():
             _, batches = collection_of(documents, self.num_terms, first)
             return self._segments_of(batches, progress)
 
     def _publish(self, segments: Sequence[Segment], replacing: Any = None) -> range:
-        with self._writing, _own_settings():
+        with self._writing, own_settings():
             first, after = len(self), self._contents.appended(segments)
             if replacing is not None:
                 after = after.marked(document_ids(replacing, first))
@@ -148,7 +146,7 @@ class SparseIndex(nn.Module):
             IndexError: an id that was never given, or a mask of another length.
             TypeError: ids that are no integers.
         """
-        with self._writing, _own_settings():
+        with self._writing, own_settings():
             before = self._contents
             after = before.marked(document_ids(ids, before.count))
             self._contents = after
@@ -157,7 +155,7 @@ class SparseIndex(nn.Module):
     @apart
     def vacuum(self) -> None:
         """Forget the postings of deleted documents."""
-        with self._writing, _own_settings():
+        with self._writing, own_settings():
             self._contents = self._contents.vacuumed()
 
     def _segments_of(self, batches: Iterator[Rows], progress: bool) -> list[Segment]:
@@ -171,7 +169,7 @@ class SparseIndex(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> SparseIndex:
         """`.to(device)`; a change of dtype is no business of an index."""
         super()._apply(fn, recurse)
-        with self._writing, _own_settings():
+        with self._writing, own_settings():
             device = fn(torch.zeros(0, dtype=torch.bool, device=self.device)).device
             if device != self.device:
                 self._contents = self._contents.to(device)
@@ -228,12 +226,7 @@ class SparseIndex(nn.Module):
     ) -> tuple[Sequence[Tensor], Sequence[int], Tensor]:
         """What the operator `index_search` takes of the index, of one moment."""
         contents = self._contents
-        barred = contents.deleted
-        if allow is not None:
-            barred = barred | ~marked(allow, barred, "allow")
-        if deny is not None:
-            barred = barred | marked(deny, barred, "deny")
-        return contents.postings, contents.counts, barred
+        return contents.postings, contents.counts, answers.barred_in(contents, allow, deny)
 
     def search(
         self,
@@ -346,19 +339,11 @@ class SparseIndex(nn.Module):
 
         Raises FileNotFoundError, and IndexFileError (a ValueError) for a foreign, truncated, damaged or newer file.
         """
-        with _own_settings():
+        with own_settings():
             contents, weights = files.contents(path, torch.device(device), verify, progress)
             index = cls(contents.num_terms, weights)
             index._contents = contents
         return index
-
-
-@contextlib.contextmanager
-def _own_settings() -> Iterator[None]:
-    """What is kept is made under the same modes, whatever those of the caller are: tensors of inference mode, say,
-    could not be written to or searched with a gradient outside it."""
-    with torch.inference_mode(False), torch.no_grad(), autocast_off("cpu"), autocast_off("cuda"):
-        yield
 
 
 # Indexes whose locks a forked child makes anew: the thread that held one there does not exist.
