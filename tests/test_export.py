@@ -62,6 +62,30 @@ def test_an_exported_program_holds_operators_that_are_called_directly(tmp_path):
     torch.testing.assert_close(again.module()(*args), Head()(*args))
 
 
+def test_an_export_is_as_written():
+    """What other exporters, ONNX's among them, start from: operators come in where Inductor compiles."""
+    sparse_inductor.enable(policy="always")
+    program = exported(encoder().eval())
+    assert not [n for n in program.graph.nodes if "sparse_inductor" in str(n.target)]
+
+
+@pytest.mark.heavy
+def test_a_backend_that_compiles_by_standalone_compile_is_rewritten():
+    """As vLLM's does, piece by piece."""
+
+    def backend(gm, inputs):
+        made = torch._inductor.standalone_compile(gm, inputs, dynamic_shapes="from_graph")
+        return lambda *args: made(*args)
+
+    model = encoder().eval()
+    sparse_inductor.enable(policy="always")
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=backend)
+        torch.testing.assert_close(compiled(*batch()), model(*batch()))
+    patterns = {r.pattern for r in sparse_inductor.report().rewrites}
+    assert patterns == {"splade_head", "entmax_attention"}
+
+
 @pytest.mark.heavy
 def test_an_aotinductor_package_runs_in_a_fresh_process(tmp_path):
     model = encoder().eval()
