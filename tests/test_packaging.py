@@ -94,6 +94,37 @@ def test_the_wheel_holds_one_top_level_package(dist):
     assert in_patterns == {"__init__.py", *(f.name for f in (ROOT / "patterns").glob("*.py"))}
 
 
+CLIENT = """
+import torch
+import sparse_inductor
+from sparse_inductor.testing import assert_matches_reference
+
+sparse_inductor.enable(only=["splade_head"], policy={"splade_head": "always"}, strict=True)
+names: list[str] = [r.pattern for r in sparse_inductor.report().rewrites]
+page: str = sparse_inductor.explain(torch.nn.Linear(2, 3), torch.ones(1, 2)).to_html()
+compiled = torch.compile(torch.nn.Linear(2, 3), options=sparse_inductor.options())
+values: torch.Tensor = sparse_inductor.ops.splade_head(torch.ones(1, 2, 3), torch.ones(4, 3))
+index = sparse_inductor.SparseIndex.build(torch.eye(3).to_sparse_csr())
+scores, ids = index.search(torch.eye(3), 2)
+total: torch.Tensor = scores.sum()
+wrong: int = sparse_inductor.report()
+"""
+
+
+@pytest.mark.heavy
+def test_a_clients_mypy_accepts_the_types(dist, tmp_path):
+    """All of them but the last, which shows that they are seen at all."""
+    pytest.importorskip("mypy")
+    target = installed(*dist.glob("*.whl"), tmp_path / "site")
+    (tmp_path / "client.py").write_text(CLIENT)
+    (tmp_path / "mypy.ini").write_text(f"[mypy]\nstrict = True\nmypy_path = {target}\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "client.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )  # fmt: skip
+    errors = [line for line in done.stdout.splitlines() if line.startswith("client.py:")]
+    assert len(errors) == 1 and "Report" in errors[0], done.stdout
+
+
 @pytest.mark.heavy
 def test_a_bare_checkout_imports(checkout, tmp_path):
     _, module = python("-c", IMPORTS, cwd=tmp_path, path=checkout).split()

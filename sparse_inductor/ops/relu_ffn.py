@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,20 @@ _lib = define(
 )
 
 
+# fmt: off
+@overload
+def relu_ffn(
+    x: Tensor, gate: Tensor, down: Tensor, up: Tensor | None = None, *,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    gate_steps: str = "relu", up_steps: str = "", return_stats: Literal[False] = False, residual: Tensor | None = None,
+) -> Tensor: ...
+@overload
+def relu_ffn(
+    x: Tensor, gate: Tensor, down: Tensor, up: Tensor | None = None, *,
+    gate_bias: Tensor | None = None, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    gate_steps: str = "relu", up_steps: str = "", return_stats: Literal[True], residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 def relu_ffn(
     x: Tensor,
     gate: Tensor,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -51,6 +52,18 @@ _lib = define(
 )
 
 
+# fmt: off
+@overload
+def sparse_scores(
+    query: Tensor, ids: Tensor, values: Tensor, *, rows: Tensor | None = None, offsets: Tensor | None = None,
+    num_docs: int | None = None, k: None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor: ...
+@overload
+def sparse_scores(
+    query: Tensor, ids: Tensor, values: Tensor, *, rows: Tensor | None = None, offsets: Tensor | None = None,
+    num_docs: int | None = None, k: int, out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 def sparse_scores(
     query: Tensor,
     ids: Tensor,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -53,6 +54,20 @@ _lib = define(
 )
 
 
+# fmt: off
+@overload
+def splade_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, *,
+    rows: Sequence[Tensor] = (), steps: str | None = None, out_dtype: torch.dtype | None = None,
+    return_argmax: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def splade_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, mask: Tensor | None = None, *,
+    rows: Sequence[Tensor] = (), steps: str | None = None, out_dtype: torch.dtype | None = None,
+    return_argmax: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+# fmt: on
 def splade_head(
     hidden: Tensor,
     weight: Tensor,
