@@ -5,11 +5,11 @@
 
     PUT    /documents    {"a": {"17": 0.5, "40": 1.25}, ...}    weights of terms under ids; what is there is replaced
     DELETE /documents    ["a", ...]
-    POST   /search       {"queries": [{"17": 1.0}], "k": 10, "allow": ["a", ...] or null}
+    POST   /search       {"queries": [{"17": 1.0}], "k": 10, "allow": ["a", ...], "deny": [...], "offset": 0,
+                          "min_score": 0.5}    all but the queries may be left out
     GET    /health, /metrics
 
-Searches run in threads and see the documents of one moment; writes wait for each other. A search between the two steps
-of a replacement, new in and old out, may find both. With --file the collection is
+Searches run in threads and see the documents of one moment; writes wait for each other. With --file the collection is
 read at the start, and saved, all or nothing, when the service ends.
 """
 
@@ -34,76 +34,40 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from sparse_inductor import SparseIndex
+from sparse_inductor.index import NamedIndex
 
 TERMS = 30522
 
 
 class Collection:
-    """A `SparseIndex` whose documents have names."""
+    """A `NamedIndex` whose terms come as JSON, in a file."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
-        self._writing = threading.Lock()
-        if file is not None and file.exists():
-            self.index = SparseIndex.load(file)
-            # The names are written first: of documents that are not in the index, none is needed.
-            names = json.loads(self._names_file(file).read_text())
-            self.names: list[str] = names[: len(self.index)]
-        else:
-            self.index, self.names = SparseIndex(TERMS), []
-        # Of documents that were replaced the last counts; deleted ones are in no result.
-        self.numbers = {name: at for at, name in enumerate(self.names)}
-
-    @staticmethod
-    def _names_file(file: Path) -> Path:
-        return file.with_suffix(".names.json")
+        there = file is not None and file.exists()
+        self.index = NamedIndex.load(file) if there else NamedIndex(TERMS)
 
     def put(self, documents: Mapping[str, Mapping[str, float]]) -> int:
         """Add or replace documents; returns how many were replaced."""
-        rows = [
-            ([int(t) for t in terms], [float(w) for w in terms.values()])
-            for terms in documents.values()
-        ]
-        with self._writing:
-            self.names.extend(documents)  # before a search can find them
-            try:
-                numbers = self.index.append(rows)
-            except Exception:
-                del self.names[len(self.names) - len(documents) :]
-                raise
-            old = [self.numbers[name] for name in documents if name in self.numbers]
-            self.numbers.update(zip(documents, numbers))
-            return self.index.delete(old)
+        replaced = self.index.put(documents.keys(), [terms_of(d) for d in documents.values()])
+        if len(self.index.index) > 2 * len(self.index) + 10_000:
+            self.index.compact()
+        return replaced
 
-    def delete(self, names: Sequence[str]) -> int:
-        """Delete documents; returns how many were there."""
-        with self._writing:
-            return self.index.delete(
-                [self.numbers.pop(name) for name in names if name in self.numbers]
-            )
-
-    def search(
-        self, queries: Sequence[Mapping[str, float]], k: int, allow: Sequence[str] | None
-    ) -> list[list[dict[str, Any]]]:
-        """The k best of each query, as names and scores."""
-        rows = [{int(term): weight for term, weight in query.items()} for query in queries]
-        allowed = None
-        if allow is not None:
-            known = (self.numbers.get(name) for name in allow)
-            allowed = [number for number in known if number is not None]
-        scores, ids = self.index.search(rows, k, allow=allowed)
-        return [
-            [{"id": self.names[i], "score": s} for s, i in zip(line, found) if i >= 0]
-            for line, found in zip(scores.tolist(), ids.tolist())
-        ]
+    def search(self, queries: Sequence[Mapping[str, float]], **options: Any) -> list[Any]:
+        """The best of each query, as names and scores."""
+        found = self.index.search([terms_of(q) for q in queries], **options)
+        return [[{"id": name, "score": score} for name, score in line] for line in found]
 
     def save(self) -> None:
         """Write the file, if there is to be one."""
         if self._file is not None:
-            with self._writing:
-                self._names_file(self._file).write_text(json.dumps(self.names))
-                self.index.save(self._file)
+            self.index.save(self._file)
+
+
+def terms_of(weights: Mapping[str, float]) -> dict[int, float]:
+    """Terms and weights of JSON."""
+    return {int(term): float(weight) for term, weight in weights.items()}
 
 
 def service(collection: Collection) -> Starlette:
@@ -126,21 +90,21 @@ def service(collection: Collection) -> Starlette:
         return await timed("put", request, lambda body: {"replaced": collection.put(body)})
 
     async def delete(request: Request) -> Response:
-        return await timed("delete", request, lambda body: {"deleted": collection.delete(body)})
+        return await timed(
+            "delete", request, lambda body: {"deleted": collection.index.delete(body)}
+        )
 
     async def search(request: Request) -> Response:
         def work(body: Any) -> Any:
-            return {
-                "results": collection.search(body["queries"], body.get("k", 10), body.get("allow"))
-            }
+            return {"results": collection.search(body.pop("queries"), **{"k": 10, **body})}
 
         return await timed("search", request, work)
 
     async def health(_: Request) -> Response:
-        return JSONResponse({"documents": collection.index.num_live})
+        return JSONResponse({"documents": len(collection.index)})
 
     async def metrics(_: Request) -> Response:
-        lines = [f"documents {collection.index.num_live}", f"refused_total {refused[0]}"]
+        lines = [f"documents {len(collection.index)}", f"refused_total {refused[0]}"]
         for name, taken in seconds.items():
             lines.append(f'requests{{kind="{name}"}} {len(taken)}')
             if taken:

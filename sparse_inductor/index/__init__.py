@@ -2,6 +2,7 @@
 
 from .ciff import read_ciff, write_ciff
 from .impacts import Imported, read_impacts, write_impacts
+from .named import NamedIndex
 from .sharded import ShardedIndex
 from .sparse_index import SparseIndex
 from .storage import IndexFileError
@@ -10,6 +11,7 @@ from .streamed import StreamedIndex
 __all__ = [
     "Imported",
     "IndexFileError",
+    "NamedIndex",
     "ShardedIndex",
     "SparseIndex",
     "StreamedIndex",

@@ -85,6 +85,13 @@ class Contents:
             [s.without(g) if bool(g.any()) else s for s, g in zip(self.segments, gone)]
         )
 
+    def compacted(self) -> Contents:
+        """Without the deleted documents, which renumbers the others."""
+        left = (~self.deleted).split(self.counts)
+        kept = [s.taken(there.nonzero().squeeze(1)) for s, there in zip(self.segments, left)]
+        empty = Contents.empty(self.num_terms, self.device)
+        return empty.appended([s for s in kept if s.count])
+
     def to(self, device: torch.device) -> Contents:
         """The same on another device."""
         segments = [s.to(device) for s in self.segments]

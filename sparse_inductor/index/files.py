@@ -21,10 +21,14 @@ _VERSION = 1
 
 
 def pending(
-    path: str | os.PathLike[str], contents: Contents, weights: str, progress: bool
+    path: str | os.PathLike[str],
+    contents: Contents,
+    weights: str,
+    progress: bool,
+    more: Mapping[str, Tensor] | None = None,
 ) -> storage.PendingFile:
-    """The file of an index of this precision, complete but not in place."""
-    tensors = {"deleted": contents.deleted}
+    """The file of an index of this precision, complete but not in place; `more` stands beside it."""
+    tensors = {"deleted": contents.deleted, **(more or {})}
     for i, s in enumerate(contents.segments):
         tensors.update(
             {f"{i}.offsets": s.offsets, f"{i}.terms": s.terms, f"{i}.weights": s.weights}
@@ -42,8 +46,8 @@ def pending(
 
 def contents(
     path: str | os.PathLike[str], device: torch.device, verify: bool, progress: bool
-) -> tuple[Contents, str]:
-    """What the file of an index holds, on a device, and its precision.
+) -> tuple[Contents, str, dict[str, Tensor]]:
+    """What the file of an index holds, on a device, its precision, and all tensors of the file.
 
     Raises FileNotFoundError and IndexFileError.
     """
@@ -60,7 +64,8 @@ def contents(
             raise storage.IndexFileError(
                 f"{path} is damaged: its contents are not an index ({error})"
             ) from error
-        return Contents.of(num_terms, shown.each(segments), deleted.to(device)), weights
+        made = Contents.of(num_terms, shown.each(segments), deleted.to(device))
+        return made, weights, tensors
 
 
 def _sound_segment(

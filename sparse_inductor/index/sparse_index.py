@@ -340,9 +340,13 @@ class SparseIndex(nn.Module):
         Raises FileNotFoundError, and IndexFileError (a ValueError) for a foreign, truncated, damaged or newer file.
         """
         with own_settings():
-            contents, weights = files.contents(path, torch.device(device), verify, progress)
-            index = cls(contents.num_terms, weights)
-            index._contents = contents
+            found, weights, _ = files.contents(path, torch.device(device), verify, progress)
+        return cls._of(found, weights)
+
+    @classmethod
+    def _of(cls, contents: Contents, weights: str) -> SparseIndex:
+        index = cls(contents.num_terms, weights)
+        index._contents = contents
         return index
 
 

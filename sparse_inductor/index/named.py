@@ -1,0 +1,187 @@
+"""Documents under names of the caller's, which stay theirs while numbers change."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_inductor.threads import apart
+
+from . import files
+from .contents import own_settings
+from .sparse_index import SparseIndex
+from .storage import IndexFileError
+
+__all__ = ["NamedIndex"]
+
+Found = list[tuple[str, float]]
+
+
+class NamedIndex:
+    """A `SparseIndex` whose documents have names: strings, such as the keys of a database.
+
+        index = NamedIndex(num_terms=30522)
+        index.put(["a", "b"], documents)                # adds, or replaces what had the name
+        index.search(queries, k=10)                     # [[("b", 3.25), ...], ...]
+        index.delete(["a"])
+        index.save("collection.index"); index = NamedIndex.load("collection.index")
+
+    Threads may use it at once: a search sees the documents of one moment, of a replaced document the old one or the new
+    one; writers wait for each other, and searches with filters for a writer.
+    """
+
+    def __init__(
+        self, num_terms: int, weights: str = "float32", device: torch.device | str = "cpu"
+    ) -> None:
+        """Without documents. Raises what `SparseIndex` raises."""
+        self._begin(SparseIndex(num_terms, weights).to(device), [])
+
+    def _begin(self, index: SparseIndex, names: list[str]) -> None:
+        self._writing = threading.Lock()
+        gone = index.operands()[2].tolist()
+        numbers = {name: i for i, (name, lost) in enumerate(zip(names, gone)) if not lost}
+        self._held = index, names, numbers
+
+    @property
+    def index(self) -> SparseIndex:
+        """The documents by numbers, to be read only. `compact` makes another one."""
+        return self._held[0]
+
+    def __len__(self) -> int:
+        """Documents that there are."""
+        return len(self._held[2])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held[2]
+
+    @apart
+    def put(self, names: Iterable[str], documents: Any) -> int:
+        """Add documents, given as to `SparseIndex.build`, or replace those that have their names; all of them at one
+        moment. Returns how many were replaced.
+
+        Raises ValueError for another number of names than of documents or a name given twice, TypeError for a name that
+        is no string, and what `SparseIndex.append` raises; nothing has changed then.
+        """
+        given = list(names)
+        for name in given:
+            if not isinstance(name, str):
+                raise TypeError(f"names must be strings, got {name!r}")
+        if len({*given}) < len(given):
+            raise ValueError("a name is given twice")
+        segments = self.index._prepare(documents, 0)
+        count = sum(s.count for s in segments)
+        if count != len(given):
+            raise ValueError(f"there are {len(given)} names and {count} documents")
+        with self._writing:
+            index, held, numbers = self._held
+            old = [numbers[name] for name in given if name in numbers]
+            held.extend(given)  # before a search can find them
+            try:
+                numbers.update(zip(given, index._publish(segments, old)))
+            except BaseException:
+                del held[len(index) :]
+                raise
+            return len(old)
+
+    def delete(self, names: Iterable[str]) -> int:
+        """Delete documents; returns how many were there."""
+        with self._writing:
+            index, _, numbers = self._held
+            there = [name for name in {*names} if name in numbers]
+            index.delete([numbers[name] for name in there])
+            for name in there:
+                del numbers[name]
+            return len(there)
+
+    def search(
+        self,
+        queries: Any,
+        k: int,
+        *,
+        allow: Iterable[str] | None = None,
+        deny: Iterable[str] | None = None,
+        offset: int = 0,
+        min_score: float | None = None,
+    ) -> list[Found]:
+        """Names and scores of the k best documents of each query, the best first; fewer where there are fewer.
+
+        Takes and raises what `SparseIndex.search` does, filters as names, of which those that are not there count
+        nothing. Equal scores come in the order in which their documents were put; a query that is not finite finds
+        nothing. One query without a batch axis has a list of one.
+        """
+        index, held, numbers = self._held
+        filters: dict[str, list[int]] = {}
+        if allow is not None or deny is not None:
+            with self._writing:  # names and documents of one moment
+                index, held, numbers = self._held
+                index = copy.copy(index)
+                for kind, some in (("allow", allow), ("deny", deny)):
+                    if some is not None:
+                        filters[kind] = [numbers[name] for name in some if name in numbers]
+        scores, ids = index.search(queries, k, offset=offset, min_score=min_score, **filters)
+        return [
+            [(held[i], s) for s, i in zip(line, found) if i >= 0]
+            for line, found in zip(*(torch.atleast_2d(t).tolist() for t in (scores, ids)))
+        ]
+
+    @apart
+    def compact(self) -> None:
+        """Give back the memory of deleted and replaced documents. Searches go on meanwhile, writers wait."""
+        with self._writing, own_settings():
+            index, names, _ = self._held
+            contents = index._contents
+            kept = itertools.compress(names, (~contents.deleted).tolist())
+            made = SparseIndex._of(contents.compacted(), index.weights)
+            named = list(kept)
+            self._held = made, named, {name: i for i, name in enumerate(named)}
+
+    def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
+        """Write documents and names to one file, as `SparseIndex.save` does, whose `load` reads it, too."""
+        index, names, _ = self._held
+        contents = index._contents
+        texts = [name.encode() for name in names[: contents.count]]
+        ends = torch.tensor([len(t) for t in texts], dtype=torch.int64, device="cpu").cumsum(0)
+        whole = bytearray(b"".join(texts))
+        blob = torch.frombuffer(whole, dtype=torch.uint8) if whole else torch.zeros_like(ends[:0])
+        more = {"names": blob.to(torch.uint8), "name_ends": ends}
+        files.pending(path, contents, index.weights, progress, more).commit()
+
+    @classmethod
+    @apart
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        verify: bool = True,
+        progress: bool = False,
+    ) -> NamedIndex:
+        """Read what `save` wrote, as `SparseIndex.load` does.
+
+        Raises what that raises, and IndexFileError for a file without names.
+        """
+        with own_settings():
+            contents, weights, tensors = files.contents(
+                path, torch.device(device), verify, progress
+            )
+        index = cls.__new__(cls)
+        index._begin(SparseIndex._of(contents, weights), _names(path, tensors, contents.count))
+        return index
+
+
+def _names(path: Any, tensors: dict[str, Tensor], count: int) -> list[str]:
+    try:
+        whole, ends = tensors["names"].numpy().tobytes(), tensors["name_ends"].tolist()
+        edges: Sequence[int] = [0, *ends]
+        if len(ends) != count or edges[-1] != len(whole) or sorted(edges) != edges:
+            raise ValueError("names of other documents")
+        return [whole[low:high].decode() for low, high in itertools.pairwise(edges)]
+    except (KeyError, ValueError) as error:
+        raise IndexFileError(f"{path} has no names of its documents ({error})") from error
