@@ -53,9 +53,9 @@ def _laid_out(graph: fx.Graph, output: fx.Node, node: fx.Node, order: list[int])
 def keep_apart(graph: fx.Graph) -> None:
     """Tell apart calls of an operator whose results are returned, by views that undo each other.
 
-    AOTAutograd computes once what is equal when `detach()`, `view(-1).view(shape)`, `* 1` and the like are left out, but
-    for functions of a single tensor that is returned. The operators here have several in training, and one tensor in
-    the place of two results would get the gradients of both.
+    AOTAutograd computes once what is equal when `detach()`, `view(-1).view(shape)`, `* 1` and the like are left out,
+    but for functions of a single tensor that is returned. The operators here have several in training, and one tensor
+    in the place of two results would get the gradients of both.
     """
     made = {_made_by(n) for n in _results(graph) if isinstance(n, fx.Node)}
     number: Counter[Any] = Counter()
