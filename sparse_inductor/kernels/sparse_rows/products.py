@@ -22,8 +22,8 @@ from .sums import addressable, table_of
 
 __all__ = ["capacity", "matmul", "outer"]
 
-# Columns that a program of `_pack_kernel` looks at at once.
-BLOCK = 2048
+# Columns that the one warp of a program of `_pack_kernel` looks at at once.
+BLOCK = 512
 # Elements of the copies of rows that do not fit, at a time.
 CHUNK = 1 << 25
 
@@ -70,7 +70,7 @@ def _pack(h: Tensor) -> _Entries:
         h.new_empty(M, cap),
     )
     _pack_kernel[(M,)](
-        h, *found, N, h.stride(0), CAP=cap, BLOCK=BLOCK if h.is_cuda else 32, num_warps=4
+        h, *found, N, h.stride(0), CAP=cap, BLOCK=BLOCK if h.is_cuda else 32, num_warps=1
     )
     return found
 

@@ -22,8 +22,10 @@ __all__ = ["encode", "top"]
 GROUP = 32
 # Groups whose maxima a program takes: 16 bytes a thread and load.
 PART = 64
-# Columns of a row at a time where it is looked at whole.
-CHUNK = 4096
+# Columns of a row at a time where it is looked at whole, and of those as many a warp where a row has few.
+CHUNK, A_WARP = 4096, 1024
+# Bits of keys that a warp holds: more fit its registers, but fewer warps wait less for each other at each sum.
+HELD = 1 << 15
 # Entries a row at most that are found by groups: more do not fit a program's registers.
 MOST = 256
 # Bytes of the encoder's product that exist at a time. More where the weight is large, which is read again for each
@@ -95,18 +97,27 @@ def _put(values, indices, x, at, keys, bound, taken, ties, equal):
 
 
 @triton.jit
-def _put_whole(row, values, indices, N, K: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr):
-    """The K largest of a row, by column: reads all of it once for each bit."""
+def _put_whole(
+    row, values, indices, N, reached, K: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr
+):
+    """The K largest of a row, by column. reached: a number that at least K of its entries reach. Where at
+    least K exceed it, all of the row is read once for each bit."""
     LOWEST: tl.constexpr = -(1 << (BITS - 1))
-    bound = tl.where(_count(row, N, 0, CHUNK, BITS) >= K, 0, LOWEST)
-    bit = tl.full([], 1 << (BITS - 2), tl.int32)
-    for _ in range(BITS - 1):
-        trial = bound + bit
-        bound = tl.where(_count(row, N, trial, CHUNK, BITS) >= K, trial, bound)
-        bit = bit >> 1
+    HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
+    bound = reached
     ties = tl.full([], K, tl.int32)
-    if bound < (1 << (BITS - 1)) - 1:
+    if bound < HIGHEST:
         ties = K - _count(row, N, bound + 1, CHUNK, BITS)
+    if ties <= 0:
+        bound = tl.where(_count(row, N, 0, CHUNK, BITS) >= K, 0, LOWEST)
+        bit = tl.full([], 1 << (BITS - 2), tl.int32)
+        for _ in range(BITS - 1):
+            trial = bound + bit
+            bound = tl.where(_count(row, N, trial, CHUNK, BITS) >= K, trial, bound)
+            bit = bit >> 1
+        ties = tl.full([], K, tl.int32)
+        if bound < HIGHEST:
+            ties = K - _count(row, N, bound + 1, CHUNK, BITS)
     taken = tl.zeros([], tl.int32)
     equal = tl.zeros([], tl.int32)
     for first in range(0, N, CHUNK):
@@ -172,12 +183,14 @@ def _top_kernel(
     values += (first + m) * K
     indices += (first + m) * K
     many = tl.full([], LISTED + 1, tl.int32)
+    reached = tl.full([], -(1 << (BITS - 1)), tl.int32)
     if BY_GROUPS:
         listed += m * LISTED
         g = tl.arange(0, MAXIMA)
         top = tl.load(maxima + m * groups + g, mask=g < groups, other=-(1 << (BITS - 1)))
         top = top.to(tl.int32)
-        hit = (top >= _kth(top, K, BITS)) & (g < groups)
+        reached = _kth(top, K, BITS)
+        hit = (top >= reached) & (g < groups)
         to = tl.cumsum(hit.to(tl.int32), 0) - 1
         many = tl.sum(hit.to(tl.int32), 0)
         tl.store(listed + to, g, mask=hit & (to < LISTED))
@@ -185,7 +198,7 @@ def _top_kernel(
         if many <= LISTED:
             _put_listed(row, listed, values, indices, many, N, K, GROUP, LISTED, BITS)
     if many > LISTED:
-        _put_whole(row, values, indices, N, K, CHUNK, BITS)
+        _put_whole(row, values, indices, N, reached, K, CHUNK, BITS)
     if ORDERED:
         tl.debug_barrier()
         _order(row, values, indices, K, ROOM, BITS)
@@ -213,7 +226,11 @@ def top(
     maxima = scores.new_empty(M if by_groups else 1, groups, dtype=keys)
     kept = scores.new_empty(M if by_groups else 1, listed, dtype=torch.int32)
     stride = scores.stride(0)
+    warps = 4
     if by_groups:
+        held = max(triton.next_power_of_2(groups), listed * group)
+        warps = 16 if held > 8192 else min(4, max(1, held * bits // HELD))
+        chunk = min(chunk, A_WARP * warps)
         constants = {"GROUP": group, "PART": part, "BITS": bits}
         grid = M, triton.cdiv(groups, part)
         run(_maxima_kernel, grid, (scores, maxima, N, groups, stride), constants, 4)
@@ -221,9 +238,8 @@ def top(
         "K": k, "GROUP": group, "CHUNK": chunk, "MAXIMA": triton.next_power_of_2(groups), "LISTED": listed,
         "ROOM": triton.next_power_of_2(k), "BY_GROUPS": by_groups, "ORDERED": ordered, "BITS": bits,
     }  # fmt: skip
-    held = max(triton.next_power_of_2(groups), listed * group) if by_groups else chunk
     given = scores, maxima, kept, values, indices, first, N, groups, stride
-    run(_top_kernel, (M,), given, constants, 4 if held <= 8192 else 16)
+    run(_top_kernel, (M,), given, constants, warps)
 
 
 def encode(
