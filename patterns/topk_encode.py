@@ -54,12 +54,14 @@ class _Product:
 @dataclasses.dataclass
 class EncoderMatch:
     """A recognised encoder, ready to be replaced. given: the product is there already, since it is read elsewhere or in
-    another dtype than what is added to it."""
+    another dtype than what is added to it. shifted: (node, tensor, vector) of the difference that the linear takes,
+    where only the vector needs a gradient."""
 
     anchor: fx.Node
     product: _Product
     k: int | fx.Node
     given: bool
+    shifted: tuple[fx.Node, fx.Node, fx.Node] | None
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None = 0
     pattern, op = NAME, OP
@@ -79,6 +81,9 @@ class EncoderMatch:
             found.append((p.factor, p.factor_reader))
         if self.given:
             found.append((p.scores, self.anchor))
+        if self.shifted is not None:
+            difference, *operands = self.shifted
+            found += [(t, difference) for t in operands]
         return tuple(found)
 
     @property
@@ -104,11 +109,14 @@ class EncoderMatch:
             factor = e.method("flatten", p.factor)
             weight = e.call(operator.mul, weight, e.method("unsqueeze", factor, 1))
             bias = None if bias is None else e.call(operator.mul, bias, factor)
+        x, shift = linear.linear_input(e), None
+        if self.shifted is not None and x is linear.source:
+            _, x, shift = self.shifted
+            shift = e.method("flatten", shift) if fake(shift).dim() != 1 else shift
         found = e.call(
             torch.ops.sparse_inductor.topk_encode.default,
-            e.cast(linear.linear_input(e), dtype), e.cast(weight, dtype),
-            None if bias is None else e.cast(bias, dtype),
-            e.method("detach", p.scores) if self.given else None, self.k, True,
+            e.cast(x, dtype), e.cast(weight, dtype), None if bias is None else e.cast(bias, dtype),
+            e.method("detach", p.scores) if self.given else None, self.k, True, shift,
         )  # fmt: skip
         values, indices = (e.call(operator.getitem, found, i) for i in (0, 1))
         if p.rectified:
@@ -150,8 +158,12 @@ class TopkEncode(Recogniser):
                 raise NoMatch(f"the pair that topk returns is also read by {label(user)}", user)
         check_followed(view, product.nodes, node, any(map(view.needs_grad, _inputs(product))))
         nodes = only_read_by(view, node, () if product.mixed else product.nodes)
+        left = not nodes.issuperset(product.nodes)
+        shifted = None if left else _shifted(view, product, node)
+        if shifted is not None:
+            nodes = only_read_by(view, node, (*product.nodes, shifted[0]))
         matched = tuple(sorted(nodes, key=view.order.__getitem__))
-        return EncoderMatch(node, product, k, not nodes.issuperset(product.nodes), matched)
+        return EncoderMatch(node, product, k, left, shifted, matched)
 
     def worth(self, match: EncoderMatch, view: GraphView) -> Worth:
         product = match.product
@@ -167,6 +179,25 @@ class TopkEncode(Recogniser):
             bits=8 * fake(product.scores).dtype.itemsize,
             training=int(any(map(view.needs_grad, _inputs(product)))),
         )
+
+
+def _shifted(
+    view: GraphView, product: _Product, anchor: fx.Node
+) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(difference, tensor, vector) where the linear takes a tensor less a vector, and only the vector needs a gradient:
+    that is a sum over the rows, which need not be made one by one."""
+    node = product.linear.source
+    call = view.call(node)
+    if call is None or call.name != "sub" or call.inplace:
+        return None
+    found = by_column(view, node)
+    if found is None or found[0] is not call["input"]:
+        return None
+    x, vector = found
+    dtypes = {fake(t).dtype for t in (node, x, vector, product.scores)}
+    wanted = all(map(view.needs_grad, (node, vector))) and not view.needs_grad(x)
+    there = all(view.effects.unchanged(t, node, anchor) for t in (x, vector))
+    return (node, x, vector) if wanted and there and len(dtypes) == 1 else None
 
 
 def _inputs(product: _Product) -> list[fx.Node]:

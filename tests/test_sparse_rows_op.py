@@ -60,6 +60,21 @@ def test_gradients_come_where_they_are_asked_for_alone():
     )
 
 
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_a_shift_and_its_gradient(of_rows):
+    x, w_enc, b_enc, *_ = tensors()
+    x, shift = x.detach().requires_grad_(of_rows), torch.randn(8, dtype=x.dtype, requires_grad=True)
+    given = (shift, w_enc, b_enc, *([x] if of_rows else []))
+    values, indices = ops.topk_encode(x, w_enc.t(), b_enc, k=3, shift=shift)
+    want = ((x - shift) @ w_enc + b_enc).gather(-1, indices)
+    torch.testing.assert_close(values, want)
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), given) for y in (values, want))):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        again = ops.topk_encode(x, w_enc.t(), b_enc, k=3, shift=shift)
+    torch.testing.assert_close(again, (values, indices))
+
+
 def test_a_product_that_is_given_is_not_made_again():
     x, w_enc, b_enc, *_ = tensors()
     scores = torch.randn(2, 5, 40, dtype=x.dtype)
@@ -98,6 +113,7 @@ def test_what_is_empty(rows):
         (lambda x, w: ops.topk_encode(x, w, k=41), "k must be between 0 and 40"),
         (lambda x, w: ops.topk_encode(x, w.t(), k=1), "weight"),
         (lambda x, w: ops.topk_encode(x, w, k=1, scores=x), "scores must be"),
+        (lambda x, w: ops.topk_encode(x, w, k=1, shift=x), "shift must be"),
         (lambda x, w: ops.sparse_decode(x, x, w), "indices must be one of"),
         (lambda x, w: ops.sparse_decode(x, torch.zeros(3, dtype=torch.int64), w), "must be"),
         (lambda x, w: ops.sparse_decode(x.double(), x.long(), w), "dtype of values"),
@@ -118,15 +134,17 @@ def test_what_does_not_fit_is_named(call, message):
 def test_the_operators_keep_what_they_promise(checks):
     x, w_enc, b_enc, w_dec, b_dec = tensors(torch.float32)
     scores = (x @ w_enc).detach()
+    shift = torch.randn(8, requires_grad=True)
     op = torch.ops.sparse_inductor
-    values, indices = (t.detach() for t in op.topk_encode(x, w_enc.t(), b_enc, None, 4, True))
+    values, indices = (t.detach() for t in op.topk_encode(x, w_enc.t(), b_enc, None, 4, True, None))
     lists = op.sparse_columns(indices, 40)
     for name, args in (
-        ("topk_encode", (x, w_enc.t(), b_enc, None, 4, True)),
-        ("topk_encode", (x, w_enc.t(), None, scores, 4, False)),
+        ("topk_encode", (x, w_enc.t(), b_enc, None, 4, True, shift)),
+        ("topk_encode", (x, w_enc.t(), None, scores, 4, False, None)),
         ("sparse_decode", (values.requires_grad_(), indices, w_dec, b_dec)),
         ("sparse_dots", (x.detach(), w_enc.t().detach(), indices)),
         ("sparse_columns", (indices, 40)),
-        ("sparse_outer", (values.detach(), x.detach(), *lists)),
+        ("sparse_outer", (values.detach(), x.detach(), *lists, False)),
+        ("sparse_outer", (values.detach(), x.detach(), *lists, True)),
     ):
         torch.library.opcheck(getattr(op, name), args, test_utils=checks)

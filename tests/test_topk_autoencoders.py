@@ -97,6 +97,52 @@ def test_it_is_rewritten_and_keeps_its_numbers(program):
     assert_rewrites(explanation, expected=BOTH)
 
 
+def centred_twice(s, x):
+    centred = x - s.b_dec
+    values, indices = (centred @ s.W_enc + s.b_enc).topk(4)
+    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec + centred
+
+
+def centred_without_gradient(s, x):
+    with torch.no_grad():
+        centred = x - s.b_dec
+    values, indices = (centred @ s.W_enc + s.b_enc).topk(4)
+    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+
+
+def centred_and_written_to(s, x):
+    x = x * 1
+    centred = x - s.b_dec
+    x.zero_()
+    values, indices = (centred @ s.W_enc + s.b_enc).topk(4)
+    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+
+
+def the_other_way_round(s, x):
+    values, indices = ((s.b_dec - x) @ s.W_enc + s.b_enc).topk(4)
+    return x.new_zeros(*x.shape[:-1], 32).scatter(-1, indices, values) @ s.W_dec
+
+
+@pytest.mark.parametrize(
+    ("program", "of_rows", "shifted"),
+    [
+        (plain, False, True),
+        (plain, True, False),
+        (centred_twice, False, False),
+        (centred_without_gradient, False, False),
+        (centred_and_written_to, False, False),
+        (the_other_way_round, False, False),
+    ],
+)
+def test_what_is_subtracted_of_every_row(program, of_rows, shifted):
+    """The difference is the operator's where only what is subtracted needs a gradient, and nobody else reads it."""
+    x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1), requires_grad=of_rows)
+    explanation = assert_matches_reference(Autoencoder(program), (x,), grads=True)
+    assert_rewrites(explanation, expected=BOTH)
+    (replaced,) = (r.replaced for r in explanation.report.rewrites if r.pattern == "topk_encode")
+    assert ("sub" in replaced) == shifted
+
+
 def test_values_of_a_rectified_row_may_be_written_to():
     """topk saves its indices alone."""
 

@@ -38,8 +38,12 @@ def known(*sizes: object) -> bool:
 
 def turned_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of a weight, transposed in memory where that is."""
-    turned = known(*weight.stride()) and weight.stride(0) == 1 != weight.stride(1)
-    return gradient.t().contiguous().t() if turned else gradient
+    return gradient.t().contiguous().t() if is_turned(weight) else gradient
+
+
+def is_turned(weight: torch.Tensor) -> bool:
+    """Whether a matrix is known to lie by columns in memory."""
+    return known(*weight.stride()) and bool(weight.stride(0) == 1 != weight.stride(1))
 
 
 def differ(a: object, b: object) -> bool:

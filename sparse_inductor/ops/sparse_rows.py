@@ -1,7 +1,7 @@
 """Rows of which k entries are kept, as in a TopK autoencoder: the encoder that finds them, the decoder that sums over
 them, and every gradient over the same entries.
 
-    values, indices = the k largest of x We^T + be         [..., k], of N columns
+    values, indices = the k largest of (x - b) We^T + be   [..., k], of N columns
     y = the sum of values * Wd[indices] + bd               [..., D]
 
 Dispatcher operators:
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..aten import sparse_rows as aten
-from ._arguments import FLOATS, INTEGERS, as_rows, differ, known, same, turned_as
+from ._arguments import FLOATS, INTEGERS, as_rows, differ, is_turned, known, same
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -40,11 +40,13 @@ from ._sharding import Dims, Rule, dims, whole
 __all__ = ["sparse_decode", "topk_encode"]
 
 _lib = define(
-    "topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered) -> (Tensor, Tensor)",
+    "topk_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? scores, SymInt k, bool ordered, Tensor? shift)"
+    " -> (Tensor, Tensor)",
     "sparse_decode(Tensor values, Tensor indices, Tensor weight, Tensor? bias) -> Tensor",
     "sparse_dots(Tensor x, Tensor weight, Tensor indices) -> Tensor",
     "sparse_columns(Tensor indices, SymInt columns) -> (Tensor, Tensor, Tensor, Tensor)",
-    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends) -> (Tensor, Tensor)",
+    "sparse_outer(Tensor values, Tensor x, Tensor entry, Tensor start, Tensor total, Tensor ends, bool turned)"
+    " -> (Tensor, Tensor)",
 )
 
 
@@ -56,8 +58,9 @@ def topk_encode(
     k: int,
     scores: Tensor | None = None,
     ordered: bool = True,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The k largest of each row of x @ weight.t() + bias, whose gradients cost what k entries a row do.
+    """The k largest of each row of (x - shift) @ weight.t() + bias, whose gradients cost what k entries a row do.
 
     Args:
         x: [..., D]; fp32, fp16, bf16 or fp64; any strides.
@@ -66,6 +69,7 @@ def topk_encode(
         scores: [..., N] or None: the product where it is there already. No gradient goes through it: that of the
             entries goes to `x`, `weight` and `bias`.
         ordered: the largest first, equal ones by column; else by column.
+        shift: [D] or None. Its gradient is a product of that of the bias with `weight`, where `x` needs none.
 
     Returns:
         (values, int64 indices), both [..., k]. NaN counts as the largest; of equal ones the smallest columns are kept.
@@ -73,8 +77,8 @@ def topk_encode(
     Raises:
         ValueError, TypeError: shapes or dtypes that do not fit, naming them.
     """
-    x, weight, bias, scores = as_autocast(x, weight, bias, scores)
-    return torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered)
+    x, weight, bias, scores, shift = as_autocast(x, weight, bias, scores, shift)
+    return torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered, shift)
 
 
 def sparse_decode(
@@ -107,7 +111,7 @@ def _check_floats(x: Tensor, name: str, **others: Tensor | None) -> None:
             raise ValueError(f"{other} is on {t.device}, {name} on {x.device}")
 
 
-def _check_encode(x, weight, bias, scores, k) -> None:
+def _check_encode(x, weight, bias, scores, k, shift) -> None:
     if x.dim() < 1 or weight.dim() != 2 or differ(weight.shape[1], x.shape[-1]):
         raise ValueError(
             f"x must be [..., D] and weight [N, D], got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -115,11 +119,17 @@ def _check_encode(x, weight, bias, scores, k) -> None:
     N = weight.shape[0]
     if bias is not None and not same(bias.shape, (N,)):
         raise ValueError(f"bias must be [{N}], got shape {tuple(bias.shape)}")
+    if shift is not None and not same(shift.shape, weight.shape[1:]):
+        raise ValueError(f"shift must be [{weight.shape[1]}], got shape {tuple(shift.shape)}")
     if scores is not None and not same(scores.shape, (*x.shape[:-1], N)):
         raise ValueError(f"scores must be [..., {N}], got shape {tuple(scores.shape)}")
     if known(k, N) and not 0 <= k <= N:
         raise ValueError(f"k must be between 0 and {N}, got {k}")
-    _check_floats(x, "x", weight=weight, bias=bias, scores=scores)
+    _check_floats(x, "x", weight=weight, bias=bias, scores=scores, shift=shift)
+
+
+def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
+    return x if shift is None else x - shift
 
 
 def _check_decode(values, indices, weight, bias) -> None:
@@ -143,11 +153,11 @@ def _has_kernels(x: Tensor, *others: Tensor) -> bool:
     return launches(x) and x.dtype != torch.float64 and all(t.numel() for t in (x, *others))
 
 
-def _kernels_encode(x, weight, bias, scores, k, ordered, run=None):
+def _kernels_encode(x, weight, bias, scores, k, ordered, shift, run=None):
     from ..kernels.sparse_rows import topk as kernel
 
     given = None if scores is None else as_rows(scores)
-    found = kernel.encode(as_rows(x), weight, bias, given, k, ordered, *_by(run))
+    found = kernel.encode(as_rows(_shifted(x, shift)), weight, bias, given, k, ordered, *_by(run))
     values, indices = (t.view(*x.shape[:-1], k) for t in found)
     return values, indices
 
@@ -165,11 +175,11 @@ def _kernels_dots(x, weight, indices, run=None):
     return kernel.dots(as_rows(x), weight, as_rows(indices), *_by(run)).view(indices.shape)
 
 
-def _kernels_outer(values, x, entry, start, total, ends, run=None):
+def _kernels_outer(values, x, entry, start, total, ends, turned, run=None):
     from ..kernels.sparse_rows import sums as kernel
 
     by = aten.Columns(entry, start, total, ends)
-    return kernel.outer(as_rows(values), as_rows(x), by, *_by(run))
+    return kernel.outer(as_rows(values), as_rows(x), by, turned, *_by(run))
 
 
 def _by(run) -> tuple:
@@ -195,13 +205,13 @@ def _capturable(*tensors: Tensor) -> bool:
     return topk_sums.captures()
 
 
-def _encode(x, weight, bias, scores, k, ordered):
-    _check_encode(x, weight, bias, scores, k)
+def _encode(x, weight, bias, scores, k, ordered, shift):
+    _check_encode(x, weight, bias, scores, k, shift)
     with autocast_off(x.device.type):
         if _has_kernels(x, weight) and k:
-            return _kernels_encode(x, weight, bias, scores, k, ordered)
+            return _kernels_encode(x, weight, bias, scores, k, ordered, shift)
         given = None if scores is None else as_rows(scores)
-        found = aten.encode(as_rows(x), weight, bias, given, k, ordered)
+        found = aten.encode(as_rows(_shifted(x, shift)), weight, bias, given, k, ordered)
     values, indices = (t.view(*x.shape[:-1], k) for t in found)
     return values, indices
 
@@ -230,25 +240,28 @@ def _columns(indices, columns):
     return tuple(aten.columns(as_rows(indices), columns))
 
 
-def _outer(values, x, entry, start, total, ends):
+def _outer(values, x, entry, start, total, ends, turned):
     with autocast_off(x.device.type):
         if _has_kernels(x, values):
-            return _kernels_outer(values, x, entry, start, total, ends)
-        return aten.outer(as_rows(values), as_rows(x), aten.Columns(entry, start, total, ends))
+            return _kernels_outer(values, x, entry, start, total, ends, turned)
+        by = aten.Columns(entry, start, total, ends)
+        d_weight, d_bias = aten.outer(as_rows(values), as_rows(x), by)
+        return d_weight.t().contiguous().t() if turned else d_weight, d_bias
 
 
 def _weight_gradients(values: Tensor, x: Tensor, indices: Tensor, weight: Tensor):
-    """(of a weight [N, D], of a bias [N])."""
+    """(of a weight [N, D], which lies in memory as the weight does, of a bias [N])."""
     ops = torch.ops.sparse_inductor
     lists = ops.sparse_columns(indices, weight.shape[0])
-    d_weight, d_bias = ops.sparse_outer(values, x, *lists)
-    return turned_as(weight, d_weight), d_bias
+    return ops.sparse_outer(values, x, *lists, is_turned(weight))
 
 
 class _Encode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, scores, k, ordered):
-        values, indices = torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered)
+    def forward(ctx, x, weight, bias, scores, k, ordered, shift):
+        x = _shifted(x, shift)
+        found = torch.ops.sparse_inductor.topk_encode(x, weight, bias, scores, k, ordered, None)
+        values, indices = found
         ctx.save_for_backward(x, weight, indices)
         ctx.mark_non_differentiable(indices)
         return values, indices
@@ -257,13 +270,17 @@ class _Encode(torch.autograd.Function):
     @first_order("topk_encode")
     def backward(ctx, grad, _):
         x, weight, indices = ctx.saved_tensors
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
-        d_x = d_weight = d_bias = None
+        for_x, for_weight, for_bias, *_, for_shift = ctx.needs_input_grad
+        d_x = d_weight = d_bias = d_shift = None
         if for_x:
             d_x = torch.ops.sparse_inductor.sparse_decode(grad, indices, weight, None)
-        if for_weight or for_bias:
+        if for_weight or for_bias or (for_shift and not for_x):
             d_weight, d_bias = _weight_gradients(grad, x, indices, weight)
-        return d_x, d_weight if for_weight else None, d_bias if for_bias else None, None, None, None
+        if for_shift:
+            # The sum over all rows of what an entry gives the gradient of x: its own times a row of the weight.
+            d_shift = -as_rows(d_x).sum(0) if for_x else -torch.mv(weight.t(), d_bias)
+        for_operands = d_x, d_weight if for_weight else None, d_bias if for_bias else None
+        return *for_operands, None, None, None, d_shift
 
 
 class _Decode(torch.autograd.Function):
@@ -287,13 +304,13 @@ class _Decode(torch.autograd.Function):
         return d_values, None, d_weight, d_bias
 
 
-def _autograd_encode(x, weight, bias, scores, k, ordered):
-    outside_transforms("topk_encode", x, weight, bias, scores)
-    wanted = any(t is not None and t.requires_grad for t in (x, weight, bias))
+def _autograd_encode(x, weight, bias, scores, k, ordered, shift):
+    outside_transforms("topk_encode", x, weight, bias, scores, shift)
+    wanted = any(t is not None and t.requires_grad for t in (x, weight, bias, shift))
+    args = (x, weight, bias, scores, k, ordered, shift)
     if torch.is_grad_enabled() and wanted:
-        _check_encode(x, weight, bias, scores, k)
-        return _Encode.apply(x, weight, bias, scores, k, ordered)
-    args = (x, weight, bias, scores, k, ordered)
+        _check_encode(x, weight, bias, scores, k, shift)
+        return _Encode.apply(*args)
     return call_below_autograd(torch.ops.sparse_inductor.topk_encode, _encode, args)
 
 
@@ -307,8 +324,8 @@ def _autograd_decode(values, indices, weight, bias):
     return call_below_autograd(torch.ops.sparse_inductor.sparse_decode, _decode, args)
 
 
-def _fake_encode(x, weight, bias, scores, k, ordered):
-    _check_encode(x, weight, bias, scores, k)
+def _fake_encode(x, weight, bias, scores, k, ordered, shift):
+    _check_encode(x, weight, bias, scores, k, shift)
     values = x.new_empty(*x.shape[:-1], k)
     return values, torch.empty_like(values, dtype=torch.int64)
 
@@ -327,9 +344,9 @@ def _fake_columns(indices, columns):
     return new(indices.numel()), new(columns), new(columns), new(columns)
 
 
-def _fake_outer(values, x, entry, start, total, ends):
-    N = start.shape[0]
-    return x.new_empty(N, x.shape[-1]), x.new_empty(N)
+def _fake_outer(values, x, entry, start, total, ends, turned):
+    N, D = start.shape[0], x.shape[-1]
+    return x.new_empty(D, N).t() if turned else x.new_empty(N, D), x.new_empty(N)
 
 
 # Spread over the rows; what sums over them is made of all of them by every process.
@@ -339,9 +356,9 @@ def _rows(t: Tensor) -> Dims:
     return ("T",) + ("",) * (t.dim() - 1) if t.dim() > 1 else ("",)
 
 
-def _shared_encode(x, weight, bias, scores, *_) -> Rule:
+def _shared_encode(x, weight, bias, scores, k, ordered, shift) -> Rule:
     given = None if scores is None else _rows(scores)
-    inputs = (_rows(x), dims(weight, ".."), dims(bias, "."), given)
+    inputs = (_rows(x), dims(weight, ".."), dims(bias, "."), given, dims(shift, "."))
     return Rule(inputs, (_rows(x), _rows(x)), ("T",))
 
 

@@ -14,21 +14,25 @@ INF, NAN = float("inf"), float("nan")
 
 
 def rows(N: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rows of every kind: all equal, all NaN, many NaN, -inf, ties, negative, both zeros, the largest in one group."""
+    """Rows of every kind: all equal, all NaN, many NaN, -inf, ties, negative, both zeros, the largest in one group,
+    whether the other groups differ or not."""
     torch.manual_seed(0)
-    s = torch.randn(9, N).to(dtype)
+    s = torch.randn(10, N).to(dtype)
     s[1], s[2], s[3, : N // 2], s[4] = 1, NAN, NAN, -INF
     s[5], s[6] = (s[5] * 1.5).round(), -s[6].abs()
     s[7], s[7, ::2] = 0, -0.0
     s[8, :6] = s[8, :6].abs() + 9
+    s[9], s[9, :6] = 0, s[8, :6]
     return s.to(device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, heavy(torch.float16)])
-@pytest.mark.parametrize(("N", "k", "ordered"), [(103, 5, True), heavy(64, 30, False)])
+@pytest.mark.parametrize(
+    ("N", "k", "ordered"), [(103, 5, True), (1030, 5, False), heavy(64, 30, False)]
+)
 def test_the_k_largest(N, k, ordered, dtype, device):
     scores = rows(N, dtype, device)
-    values, indices = scores.new_empty(9, k), torch.empty(9, k, dtype=torch.int64, device=device)
+    values, indices = scores.new_empty(10, k), torch.empty(10, k, dtype=torch.int64, device=device)
     topk_rows.top(scores, k, ordered, values, indices)
     torch.testing.assert_close((values, indices), aten.top(scores, k, ordered), equal_nan=True)
 
@@ -62,4 +66,10 @@ def test_sums_by_row_and_by_column(sort, device, monkeypatch):
     by = topk_sums.columns(indices, N)
     wanted = aten.columns(indices, N)
     assert all(map(torch.equal, by, wanted)) and wanted.total.max() == M
-    torch.testing.assert_close(topk_sums.outer(values, x, by), aten.outer(values, x, wanted))
+    sums = aten.outer(values, x, wanted)
+    torch.testing.assert_close(topk_sums.outer(values, x, by, False), sums)
+    monkeypatch.setattr(topk_sums, "TILE", 8)
+    monkeypatch.setattr(topk_sums, "TURNED", 1)
+    turned = topk_sums.outer(values, x, by, True)
+    torch.testing.assert_close(turned, sums)
+    assert turned[0].t().is_contiguous()

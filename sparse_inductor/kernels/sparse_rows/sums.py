@@ -28,8 +28,9 @@ ENTRIES = 8
 FLIGHT, WIDTH = 4, 1024
 # Bytes of the bit masks that `TokenLists` counts in; a sort takes their place where they would be larger.
 MASKS = 256 << 20
-# Tile of a weight that is turned: 128-byte runs of 16 bits on both sides.
-TILE = 64
+# Tile of a weight that is turned: 128-byte runs of 16 bits on both sides; and bytes of a gradient that are kept until
+# they are turned.
+TILE, TURNED = 64, 128 << 20
 
 
 def captures() -> bool:
@@ -42,26 +43,32 @@ def addressable(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
-@triton.jit
-def _turn_kernel(weight, out, N, D, stride, TILE: tl.constexpr):
-    """Program (i, j) copies a tile of weight [N, D], which lies by columns, to out, which lies by rows."""
+@triton.jit(do_not_specialize=["first"])
+def _turn_kernel(weight, out, first, N, D, stride, stride_out, TILE: tl.constexpr):
+    """Program (i, j) copies a tile of weight [N, D], which lies by columns, to out[:, first:], which lies by rows."""
     n = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     d = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     here = (d < D)[:, None] & (n < N)[None, :]
     w = tl.load(weight + d[:, None] * stride + n[None, :], mask=here, other=0.0)
-    tl.store(out + n[:, None] * D + d[None, :], tl.trans(w), mask=tl.trans(here))
+    tl.store(out + n[:, None] * stride_out + (first + d)[None, :], tl.trans(w), mask=tl.trans(here))
 
 
 def table_of(weight: Tensor, run: Launcher) -> Tensor:
     """A weight [N, D] with unit stride along its rows."""
     if weight.stride(0) != 1 or weight.stride(1) == 1:
         return addressable(weight)
+    out = weight.new_empty(weight.shape)
+    _turn(weight, out, 0, run)
+    return out
+
+
+def _turn(weight: Tensor, out: Tensor, first: int, run: Launcher) -> None:
+    """out[:, first:] = a weight with unit stride along its columns."""
     N, D = weight.shape
-    out = weight.new_empty(N, D)
     tile = TILE if weight.is_cuda else 16
     grid = triton.cdiv(N, tile), triton.cdiv(D, tile)
-    run(_turn_kernel, grid, (weight, out, N, D, weight.stride(1)), {"TILE": tile}, 4)
-    return out
+    args = weight, out, first, N, D, weight.stride(1), out.stride(0)
+    run(_turn_kernel, grid, args, {"TILE": tile}, 4)
 
 
 def _width(table: Tensor) -> int:
@@ -151,6 +158,18 @@ def dots(x: Tensor, weight: Tensor, indices: Tensor, run: Launcher = launch) -> 
     return values
 
 
+@triton.jit
+def _ends_kernel(total, ends, N, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """One program writes the pieces of all columns up to each, of those that have several."""
+    before = tl.zeros([], tl.int32)
+    for first in range(0, N, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        count = tl.load(total + n, mask=n < N, other=0)
+        pieces = tl.where(count > PIECE, tl.cdiv(count, PIECE), 0)
+        tl.store(ends + n, before + tl.cumsum(pieces, 0), mask=n < N)
+        before += tl.sum(pieces, 0)
+
+
 def columns(indices: Tensor, N: int) -> aten.Columns:
     """The entries of each column, of rows whose columns differ."""
     indices = indices.contiguous()
@@ -159,7 +178,10 @@ def columns(indices: Tensor, N: int) -> aten.Columns:
     count = indices.new_full((len(indices),), indices.shape[1], dtype=torch.int32)
     lists = TokenLists(count, indices, N)
     lists.fill()
-    return aten.cut_up(lists.entry, lists.start, lists.total)
+    ends = torch.empty_like(lists.total)
+    constants = {"PIECE": aten.PIECE, "BLOCK": 4096 if indices.is_cuda else 16}
+    launch(_ends_kernel, (1,), (lists.total, ends, N), constants, 8)
+    return aten.Columns(lists.entry, lists.start, lists.total, ends)
 
 
 @triton.jit
@@ -220,13 +242,15 @@ def _pieces_kernel(
     tl.store(sides + p, side, mask=tl.program_id(1) == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_column"])
 def _outer_kernel(
-    entry, start, total, ends, x, values, sums, sides, out, bias, D, stride,
+    entry, start, total, ends, x, values, sums, sides, out, bias, first_column, D, stride,
     K: tl.constexpr, PIECE: tl.constexpr, FLIGHT: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, part) writes out[n, part] = the sum over the entries of column n of value * x[row], and bias[n]."""
-    n = tl.program_id(0).to(tl.int64)
+    """Program (i, part) writes out[i, part] = the sum over the entries of column n of value * x[row], and bias[n],
+    n = first_column + i."""
+    i = tl.program_id(0).to(tl.int64)
+    n = first_column + i
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     count = tl.load(total + n)
     side = tl.zeros([], tl.float32)
@@ -237,14 +261,15 @@ def _outer_kernel(
         found, side = _sum_entries(
             entry, tl.load(start + n), count, x, values, d, D, stride, side, K, FLIGHT, EVEN
         )  # fmt: skip
-    tl.store(out + n * D + d, found.to(out.dtype.element_ty), mask=d < D)
+    tl.store(out + i * D + d, found.to(out.dtype.element_ty), mask=d < D)
     tl.store(bias + n, side.to(bias.dtype.element_ty), mask=tl.program_id(1) == 0)
 
 
 def outer(
-    values: Tensor, x: Tensor, by: aten.Columns, run: Launcher = launch
+    values: Tensor, x: Tensor, by: aten.Columns, turned: bool, run: Launcher = launch
 ) -> tuple[Tensor, Tensor]:
-    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). run: what launches them."""
+    """(sums [N, D] over each column's entries of value * x[row], sums [N] of the values). turned: the first lie by
+    columns. run: what launches the kernels."""
     values, x = values.contiguous(), addressable(x)
     N, D = len(by.start), x.shape[1]
     k = values.shape[1]
@@ -253,10 +278,16 @@ def outer(
     # Two pieces for so many entries at the least.
     most = max(1, 2 * values.numel() // (piece + 1))
     sums, sides = (x.new_empty(s, dtype=torch.float32) for s in ((most, D), (most,)))
-    out, bias = x.new_empty(N, D), x.new_empty(N)
+    out, bias = x.new_empty((D, N) if turned else (N, D)), x.new_empty(N)
     constants = {"K": k, "PIECE": piece, "FLIGHT": FLIGHT, "WIDTH": width, "EVEN": D % width == 0}
     parts = triton.cdiv(D, width)
     lists = *by, x, values, sums, sides
     run(_pieces_kernel, (most, parts), (*lists, N, D, x.stride(0)), constants, 2)
-    run(_outer_kernel, (N, parts), (*lists, out, bias, D, x.stride(0)), constants, 2)
-    return out, bias
+    step = max(1, TURNED // (D * x.element_size() * TILE)) * TILE if turned else N
+    for first in range(0, N, step):
+        rows = x.new_empty(min(step, N - first), D) if turned else out
+        args = *lists, rows, bias, first, D, x.stride(0)
+        run(_outer_kernel, (len(rows), parts), args, constants, 2)
+        if turned:
+            _turn(rows.t(), out, first, run)
+    return out.t() if turned else out, bias
