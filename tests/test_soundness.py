@@ -591,6 +591,22 @@ def test_zero_times_what_is_not_finite_is_nan_in_gradients(name, value):
     assert _assert_as_eager(_WITH_GRADIENTS[name], x.requires_grad_(), training=True)
 
 
+def _sorted_sparsemax(z):
+    s = z.sort(-1, descending=True).values
+    n = torch.arange(1, z.shape[-1] + 1)
+    size = (1 + n * s > s.cumsum(-1)).sum(-1, keepdim=True)
+    return torch.relu(z - (s.cumsum(-1).gather(-1, size - 1) - 1) / size)
+
+
+@pytest.mark.parametrize("read", [torch.log, torch.special.entr])
+@pytest.mark.parametrize(
+    "rows", [lambda z: entmax.sparsemax(z, dim=-1), _sorted_sparsemax], ids=["package", "sorted"]
+)
+def test_an_infinite_gradient_where_sparsemax_is_zero_is_none(rows, read):
+    x = (torch.randn(2, 5, 6) * 3).requires_grad_()
+    assert _assert_as_eager(lambda m, x: read(rows(m.q(x))), x, training=True) == ["entmax"]
+
+
 _TIED = {
     "maximum": lambda z: torch.maximum(z, torch.zeros_like(z)),
     "maximum with a number": lambda z: torch.maximum(torch.tensor(1.0), z) - 1,

@@ -85,7 +85,12 @@ def backward(
         if d_alpha is not None:
             rest.pop().copy_(alpha_gradient(g, p, u, a))
         if dx is not None:
-            rest.pop().copy_(score_gradient_(g.clone() if g is grad_ else g, u))
+            if not isinstance(a, Tensor) and a == 2.0:
+                # Sparsemax chooses: where it has no slope, an infinite gradient is none.
+                g = torch.where(p == 0, 0.0, g)
+            elif g is grad_:
+                g = g.clone()
+            rest.pop().copy_(score_gradient_(g, u))
     if d_alpha is not None and isinstance(alpha, Tensor):
         d_alpha = d_alpha.movedim(-1, dim).sum_to_size(alpha.shape).to(alpha.dtype)
     return dx, d_alpha

@@ -119,3 +119,12 @@ def test_long_rows_sum_to_one(alpha, n):
         y = kernels.forward(x, alpha, -1)
         assert (y.double().sum(-1) - 1).abs().max() < 1e-6
         assert (y.double() - aten.forward(x.double(), alpha, -1)).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("resident", [kernels._RESIDENT, STREAMED])
+def test_an_infinite_gradient_where_sparsemax_is_zero_is_none(device, resident):
+    y = kernels.forward(scores(3, 70, device=device), 2.0, -1)
+    grad = torch.where(y == 0, torch.inf, scores(3, 70, device=device, seed=1))
+    dx, _ = kernels.backward(grad, y, 2.0, -1, (True, False), resident=resident)
+    finite, _ = kernels.backward(grad.masked_fill(y == 0, 0), y, 2.0, -1, (True, False))
+    torch.testing.assert_close(dx, finite)

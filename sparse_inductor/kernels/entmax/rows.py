@@ -372,9 +372,12 @@ def _slopes(y, c, POWER: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _load_pair(grad, y, column, keep, sgn, syn):
+def _load_pair(grad, y, column, keep, sgn, syn, POWER: tl.constexpr):
     g = tl.load(grad + column * sgn, mask=keep, other=0.0).to(tl.float32)
-    return g, tl.load(y + column * syn, mask=keep, other=0.0).to(tl.float32)
+    p = tl.load(y + column * syn, mask=keep, other=0.0).to(tl.float32)
+    if POWER == 1:  # sparsemax chooses: where it has no slope, an infinite gradient is none
+        g = tl.where(p == 0, 0.0, g)
+    return g, p
 
 
 @triton.jit
@@ -418,7 +421,7 @@ def _backward_kernel(
         c = tl.load(scales + a * C + b, mask=alive, other=1.0)
     if RESIDENT:
         keep = alive & (column < n)
-        g, p = _load_pair(grad, y, column, keep, sgn, syn)
+        g, p = _load_pair(grad, y, column, keep, sgn, syn, POWER)
         u = _slopes(p, c, POWER, EXACT)
         g -= _mean(_sum(u, AXIS), _sum(u * g, AXIS))
         if dx is not None:
@@ -430,14 +433,15 @@ def _backward_kernel(
         total = tl.zeros(column.shape, tl.float32) + 0.0 * alive
         weighted, mass, entropy = total, total, total
         for i in range(0, n, J * T):
-            g, p = _load_pair(grad, y, i + column, alive & (i + column < n), sgn, syn)
+            keep = alive & (i + column < n)
+            g, p = _load_pair(grad, y, i + column, keep, sgn, syn, POWER)
             u = _slopes(p, c, POWER, EXACT)
             total += u
             weighted += u * g
         mean = _mean(_sum(total, AXIS), _sum(weighted, AXIS))
         for i in range(0, n, J * T):
             keep = alive & (i + column < n)
-            g, p = _load_pair(grad, y, i + column, keep, sgn, syn)
+            g, p = _load_pair(grad, y, i + column, keep, sgn, syn, POWER)
             g -= mean
             if dx is not None:
                 u = _slopes(p, c, POWER, EXACT)
