@@ -167,20 +167,15 @@ def mask_of_tokens_and_terms(self, h, mask, input_ids):
     return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "the multiplier depends on token and term")
-def gate_of_tokens_and_terms():
+@encoder(
+    "no_rewrite",
+    "the multiplier depends on token and term",
+    parts={"gate": lambda: nn.Linear(D, V)},
+)
+def gate_of_tokens_and_terms(self, h, mask):
     """A second projection gates every logit."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(D, V)
-
-        def forward(self, h, mask):
-            weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
-            return (weights * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
+    return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @encoder(
@@ -201,20 +196,11 @@ def mean_by_length(logits, mask):
     return weights.sum(dim=1) / mask.sum(dim=1, keepdim=True).sqrt()
 
 
-@program("no_rewrite", "a weighted sum over the sequence")
-def attention_pooled():
+@encoder("no_rewrite", "a weighted sum over the sequence", parts={"score": lambda: nn.Linear(D, 1)})
+def attention_pooled(self, h, mask):
     """A learned attention over tokens instead of the max."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.score = nn.Linear(D, 1)
-
-        def forward(self, h, mask):
-            score = self.score(h).squeeze(-1).masked_fill(mask == 0, -1e9).softmax(-1)
-            return torch.einsum("bs,bsv->bv", score, tokens(self.decoder(h)))
-
-    return Model(), (hidden(), mask())
+    score = self.score(h).squeeze(-1).masked_fill(mask == 0, -1e9).softmax(-1)
+    return torch.einsum("bs,bsv->bv", score, tokens(self.decoder(h)))
 
 
 @head("a smooth maximum")
@@ -286,34 +272,22 @@ def sliding_window_pool(logits, mask):
     return F.max_pool1d(weights, kernel_size=3, stride=1).mean(dim=-1)
 
 
-@program("no_rewrite", "a second matmul follows the activation")
-def projected_and_normalised():
+@encoder(
+    "no_rewrite", "a second matmul follows the activation", parts={"out": lambda: nn.Linear(V, 5)}
+)
+def projected_and_normalised(self, h, mask):
     """Activations are projected and normalised before the max."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(V, 5)
-
-        def forward(self, h, mask):
-            return F.normalize(self.out(tokens(self.decoder(h))), dim=-1).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    return F.normalize(self.out(tokens(self.decoder(h))), dim=-1).amax(dim=1)
 
 
-@program("maybe", "the second matmul and its max are a head of their own, the first is not")
-def projected_after_activation():
+@encoder(
+    "maybe",
+    "the second matmul and its max are a head of their own, the first is not",
+    parts={"out": lambda: nn.Linear(V, 5)},
+)
+def projected_after_activation(self, h, mask):
     """Activations are projected before the max."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(V, 5)
-
-        def forward(self, h, mask):
-            return torch.relu(self.out(tokens(self.decoder(h)))).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    return torch.relu(self.out(tokens(self.decoder(h)))).amax(dim=1)
 
 
 @program("no_rewrite", "a weight matrix a sequence")
@@ -474,69 +448,48 @@ def learned_position_weights(logits, mask):
     return (tokens(logits) * decay[None, :, None] * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "the linear has one output: no vocabulary is projected to")
-def weights_of_own_terms():
+@encoder(
+    "no_rewrite",
+    "the linear has one output: no vocabulary is projected to",
+    inputs=(hidden, ids),
+    parts={"weigh": lambda: nn.Linear(D, 1)},
+)
+def weights_of_own_terms(self, h, terms):
     """BGE-M3: one weight a token, put into a row of the vocabulary a token, then the maximum."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.weigh = nn.Linear(D, 1)
-
-        def forward(self, h, terms):
-            weights = torch.relu(self.weigh(h))
-            rows = weights.new_zeros(*terms.shape, V).scatter(-1, terms.unsqueeze(-1), weights)
-            return rows.max(dim=1).values
-
-    return Model(), (hidden(), ids())
+    weights = torch.relu(self.weigh(h))
+    rows = weights.new_zeros(*terms.shape, V).scatter(-1, terms.unsqueeze(-1), weights)
+    return rows.max(dim=1).values
 
 
-@program("no_rewrite", "the operator has no gradient for its operands", TRAIN)
-def learned_scale_of_activations():
+@encoder(
+    "no_rewrite",
+    "the operator has no gradient for its operands",
+    TRAIN,
+    parts={"scale": lambda: nn.Parameter(torch.tensor(1.3))},
+)
+def learned_scale_of_activations(self, h, mask):
     """One number for all activations, trained, between the rectifier and the logarithm."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(1.3))
-
-        def forward(self, h, mask):
-            weights = torch.log1p(torch.relu(self.decoder(h)) * self.scale)
-            return (weights * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    weights = torch.log1p(torch.relu(self.decoder(h)) * self.scale)
+    return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
-@program("no_rewrite", "the operator has no gradient for its operands", TRAIN)
-def learned_importance_of_tokens():
+@encoder(
+    "no_rewrite",
+    "the operator has no gradient for its operands",
+    TRAIN,
+    parts={"importance": lambda: nn.Linear(D, 1)},
+)
+def learned_importance_of_tokens(self, h, mask):
     """EPIC: how much a token matters comes from a linear of its own."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.importance = nn.Linear(D, 1)
-
-        def forward(self, h, mask):
-            matters = torch.log1p(F.softplus(self.importance(h)))
-            return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    matters = torch.log1p(F.softplus(self.importance(h)))
+    return tokens(self.decoder(h) * mask.unsqueeze(-1) * matters).amax(dim=1)
 
 
-@program("maybe", "a gate that needs a gradient")
-def learned_gate():
+@encoder("maybe", "a gate that needs a gradient", parts={"gate": lambda: nn.Linear(D, 1)})
+def learned_gate(self, h, mask):
     """A token gate multiplied after the activation; it is trained."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(D, 1)
-
-        def forward(self, h, mask):
-            weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
-            return (weights * mask.unsqueeze(-1)).amax(dim=1)
-
-    return Model(), (hidden(), mask())
+    weights = tokens(self.decoder(h)) * torch.sigmoid(self.gate(h))
+    return (weights * mask.unsqueeze(-1)).amax(dim=1)
 
 
 @encoder("maybe", "the states change between matmul and max", INFER)

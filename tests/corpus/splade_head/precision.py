@@ -102,21 +102,14 @@ def autocast_off_for_the_head(self, h, mask):
         return (tokens(logits) * mask.unsqueeze(-1)).max(dim=1).values
 
 
-@program(modes=TRAIN, precision=BF16, autocast=BF16)
-def autocast_training_step():
+@encoder(
+    modes=TRAIN, precision=BF16, autocast=BF16, parts={"dense": lambda: torch.nn.Linear(12, 12)}
+)
+def autocast_training_step(self, h, mask):
     """Autocast around a whole training step with matmul, head and scores."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.dense = torch.nn.Linear(12, 12)
-
-        def forward(self, h, mask):
-            logits = self.decoder(torch.tanh(self.dense(h)))
-            reps = torch.log1p(torch.relu(logits * mask.unsqueeze(-1))).amax(dim=1)
-            return reps @ reps.T
-
-    return Model(), (hidden(), mask())
+    logits = self.decoder(torch.tanh(self.dense(h)))
+    reps = torch.log1p(torch.relu(logits * mask.unsqueeze(-1))).amax(dim=1)
+    return reps @ reps.T
 
 
 @program(precision=BF16, autocast=BF16)

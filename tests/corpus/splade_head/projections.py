@@ -290,19 +290,10 @@ def four_layers_averaged(self, a, b, c, d, mask):
     return pool(self.decoder(h), mask)
 
 
-@program()
-def last_layers_summed_by_matmul_out():
+@encoder(parts={"project": lambda: nn.Linear(D, D, bias=False)})
+def last_layers_summed_by_matmul_out(self, h, mask):
     """A learned projection before the decoder, without an activation between."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.project = nn.Linear(D, D, bias=False)
-
-        def forward(self, h, mask):
-            return pool(self.decoder(self.project(h)), mask)
-
-    return Model(), (hidden(), mask())
+    return pool(self.decoder(self.project(h)), mask)
 
 
 @program(rewrites=4)
@@ -459,19 +450,14 @@ def pointwise_convolution():
     return Model(), (hidden(), mask())
 
 
-@program("maybe", "a learned scale on the logits: its sign is unknown and it needs a gradient")
-def learned_logit_scale():
+@encoder(
+    "maybe",
+    "a learned scale on the logits: its sign is unknown and it needs a gradient",
+    parts={"logit_scale": lambda: nn.Parameter(torch.tensor(0.3))},
+)
+def learned_logit_scale(self, h, mask):
     """CLIP-style logit_scale.exp()."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.logit_scale = nn.Parameter(torch.tensor(0.3))
-
-        def forward(self, h, mask):
-            return pool(self.decoder(h) * self.logit_scale.exp(), mask)
-
-    return Model(), (hidden(), mask())
+    return pool(self.decoder(h) * self.logit_scale.exp(), mask)
 
 
 @program("maybe", "a scale a vocabulary entry: a column operand that may be negative")

@@ -224,34 +224,16 @@ def sequential_modules():
     return nn.Sequential(decoder, nn.ReLU(inplace=True), Log1p(), MaxOverTime(1)), (hidden(),)
 
 
-@program()
-def dropout_that_is_off():
+@encoder(parts={"dropout": lambda: nn.Dropout(0.0)})
+def dropout_that_is_off(self, h, mask):
     """nn.Dropout(0.0) on the logits, left over from an experiment."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.dropout = nn.Dropout(0.0)
-
-        def forward(self, h, mask):
-            return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
-
-    return Model(), (hidden(), mask())
+    return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
 
 
-@program(modes=INFER)
-def dropout_in_eval():
+@encoder(modes=INFER, parts={"dropout": lambda: nn.Dropout(0.1)})
+def dropout_in_eval(self, h, mask):
     """nn.Dropout(0.1) in eval mode."""
-
-    class Model(Vocabulary):
-        def __init__(self):
-            super().__init__()
-            self.dropout = nn.Dropout(0.1)
-
-        def forward(self, h, mask):
-            return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
-
-    return Model(), (hidden(), mask())
+    return (tokens(self.dropout(self.decoder(h))) * mask.unsqueeze(-1)).amax(1)
 
 
 @head()

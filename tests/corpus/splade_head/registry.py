@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -96,14 +96,17 @@ def encoder(
     modes: Iterable[bool] = BOTH,
     *,
     inputs: Iterable[Callable[[], Any]] = (hidden, mask),
+    parts: Mapping[str, Callable[[], Any]] = {},
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
-    """Register `forward(self, *inputs)` of a model with a vocabulary linear, `self.decoder`."""
+    """Register `forward(self, *inputs)` of a model with a vocabulary linear, `self.decoder`, and what `parts` make."""
 
     def register(forward: Callable) -> Callable:
         def build() -> tuple:
-            model = type("Model", (Vocabulary,), {"forward": forward})
-            return model(), tuple(make() for make in inputs)
+            model = type("Model", (Vocabulary,), {"forward": forward})()
+            for name, make in parts.items():
+                setattr(model, name, make())
+            return model, tuple(make() for make in inputs)
 
         build.__name__, build.__doc__ = forward.__name__, forward.__doc__
         program(expect, why, modes, **fields)(build)
