@@ -100,8 +100,6 @@ def _indexed(view: GraphView, node: fx.Node, call: Call) -> _Indexed | None:
             ids = call["index"]
         case "embedding" if call.get("max_norm") is None:
             table, ids = call["weight"], call["input"]
-            if node.target is torch.embedding:  # torch.embedding(weight, indices)
-                table, ids = ids, table
         case _:
             return None
     if not (view.is_tensor(table) and _are_ids(view, ids)):
