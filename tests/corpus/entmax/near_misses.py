@@ -153,16 +153,20 @@ def soft_capped(q, k, v, mask):
     return entmax.entmax15(torch.tanh(q @ k.mT * SCALE / 5) * 5, dim=-1) @ v
 
 
-@seen_rows("tau is computed from other numbers than it is subtracted from")
-def tau_of_other_scale(x):
-    """the half is forgotten in one of two places"""
-    s = (x / 2).sort(dim=-1, descending=True).values
-    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
+def tau_of(z):
+    """The threshold of entmax15 of 2 z, by sorting."""
+    s = z.sort(dim=-1, descending=True).values
+    n = torch.arange(1, z.size(-1) + 1, dtype=z.dtype)
     mean = s.cumsum(-1) / n
     delta = (1 - n * ((s * s).cumsum(-1) / n - mean**2)) / n
     tau = mean - delta.clamp(min=0).sqrt()
-    size = (tau <= s).sum(-1, keepdim=True)
-    return torch.clamp(x - tau.gather(-1, size - 1), min=0) ** 2
+    return tau.gather(-1, (tau <= s).sum(-1, keepdim=True) - 1)
+
+
+@seen_rows("tau is computed from other numbers than it is subtracted from")
+def tau_of_other_scale(x):
+    """the half is forgotten in one of two places"""
+    return torch.clamp(x - tau_of(x / 2), min=0) ** 2
 
 
 @seen_rows("only the largest entries are sorted, and the support may be larger")
@@ -295,13 +299,7 @@ def top_k_of_entmax(q, k, v, mask):
 def cubed(x):
     """the threshold of entmax15, cubed"""
     z = x / 2
-    s = z.sort(-1, descending=True).values
-    n = torch.arange(1, x.size(-1) + 1, dtype=x.dtype)
-    mean = s.cumsum(-1) / n
-    delta = (1 - n * ((s * s).cumsum(-1) / n - mean**2)) / n
-    tau = mean - delta.clamp(min=0).sqrt()
-    size = (tau <= s).sum(-1, keepdim=True)
-    return torch.clamp(z - tau.gather(-1, size - 1), min=0) ** 3
+    return torch.clamp(z - tau_of(z), min=0) ** 3
 
 
 @seen_rows("the maximum less one is no threshold of these rows")
