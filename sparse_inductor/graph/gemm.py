@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -158,33 +158,48 @@ def _scaled(view: GraphView, product: Contraction) -> list[Linear]:
 
 
 def _reading(view: GraphView, product: Contraction, x: Operand, w: Operand) -> Linear | None:
-    """A product of x with a matrix as a linear map: D is summed over, V is what the matrix alone has."""
+    """A product of x with a matrix as a linear map."""
     base, axes = _matrix(view, w)
     single = [at for at, letter in enumerate(axes) if letter is None]
-    kept = [letter for letter in axes if letter is not None]
-    reduced = [c for c in kept if c in x.axes and c not in product.axes]
-    own = [c for c in kept if c not in x.axes and c in product.axes]
-    if len(kept) != 2 or len(reduced) != 1 or len(own) != 1:
-        return None
-    (d,), (v,) = reduced, own
-    wanted = [d if c == v else c for c in product.axes]
-    if None in wanted or len(wanted) != len(x.axes) or set(wanted) != {*x.axes}:
-        return None
-    order = [x.axes.index(c) for c in wanted]
 
     def weight(e: Emitter) -> fx.Node:
         t = base
         for at in reversed(single):
             t = e.method("squeeze", t, at)
-        return t if kept == [v, d] else e.method("t", t)
+        return t
 
+    kept = [letter for letter in axes if letter is not None]
+    return _map(product.node, x.node, x.axes, lambda e: x.node, base, kept, weight, product.axes)
+
+
+def _map(
+    node: fx.Node,
+    source: fx.Node,
+    x_axes: Sequence[str | None],
+    make: Make,
+    weight_source: fx.Node,
+    w_axes: Sequence[str],
+    weight: Make,
+    out: Sequence[str | None],
+) -> Linear | None:
+    """`node` as the linear map of what `make` makes of a source by what `weight` makes: D is summed over, V is what the
+    weight alone has."""
+    reduced = [c for c in w_axes if c in x_axes and c not in out]
+    own = [c for c in w_axes if c not in x_axes and c in out]
+    if len(w_axes) != 2 or len(reduced) != 1 or len(own) != 1:
+        return None
+    (d,), (v,) = reduced, own
+    wanted = [d if c == v else c for c in out]
+    if None in wanted or len(wanted) != len(x_axes) or set(wanted) != {*x_axes}:
+        return None
+    order = [x_axes.index(c) for c in wanted]
     return Linear(
-        product.node,
-        x.node,
-        base,
-        product.axes.index(v),
-        lambda e: e.permuted(x.node, order),
-        weight,
+        node,
+        source,
+        weight_source,
+        out.index(v),
+        lambda e: e.permuted(make(e), order),
+        weight if w_axes[0] == v else lambda e: e.method("t", weight(e)),
         order=None if order == sorted(order) else tuple(order),
     )
 
@@ -305,24 +320,10 @@ def entry_of_stack(view: GraphView, node: fx.Node) -> Linear | None:
             continue
         take_x, x_axes = _entry_of(view, x, letter, index)
         take_w, w_axes = _entry_of(view, w, letter, index)
-        reduced = [c for c in w_axes if c in x_axes and c not in out]
-        kept = [c for c in w_axes if c not in x_axes and c in out]
-        if len(w_axes) != 2 or len(reduced) != 1 or len(kept) != 1:
-            continue
-        order = [reduced[0] if c == kept[0] else c for c in out if c is not None]
-        if len(order) != len(out) or sorted(order) != sorted(x_axes):
-            continue
-        weight_order = [w_axes.index(c) for c in (kept[0], reduced[0])]
-        within = tuple(dict.fromkeys((*product.nodes, stack, *reversed(between))))
-        return Linear(
-            node,
-            x.node,
-            w.node,
-            out.index(kept[0]),
-            _permuted(take_x, [x_axes.index(c) for c in order]),
-            _permuted(take_w, weight_order),
-            within=within,
-        )
+        found = _map(node, x.node, x_axes, take_x, w.node, w_axes, take_w, out)
+        if found is not None:
+            within = tuple(dict.fromkeys((*product.nodes, stack, *reversed(between))))
+            return dataclasses.replace(found, within=within, order=None)
     return None
 
 
@@ -340,7 +341,3 @@ def _entry_of(view: GraphView, o: Operand, letter: str, index: int) -> tuple[Mak
         return t
 
     return take, [c for c in o.axes if c is not None and c != letter]
-
-
-def _permuted(make: Make, order: list[int]) -> Make:
-    return lambda e: e.permuted(make(e), order)
