@@ -90,3 +90,18 @@ class Group:
             return build
 
         return register
+
+    def function(
+        self, make: Callable[[Callable], tuple], *how: Any, prefix: str = "", **fields: Any
+    ) -> Callable[[Callable], Callable]:
+        """Register a function as the program that `make` makes of it; the rest is as in `program`."""
+
+        def register(function: Callable) -> Callable:
+            def build() -> tuple:
+                return make(function)
+
+            build.__name__, build.__doc__ = prefix + function.__name__, function.__doc__
+            self.program(*how, **fields)(build)
+            return function
+
+        return register

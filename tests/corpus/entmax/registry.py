@@ -8,49 +8,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from corpus.case import BOTH, Expectation, Group
+from corpus.case import BOTH as BOTH
 from corpus.case import INFER as INFER
 from corpus.case import TRAIN as TRAIN
+from corpus.case import Group
 
 B, H, L, D = 2, 4, 7, 8
 E = H * D
-program = Group("entmax", pattern="entmax_attention").program
+GROUP = Group("entmax", pattern="entmax_attention")
+program, function = GROUP.program, GROUP.function
 
 
 def attention(
-    expect: Expectation = "rewrite",
-    why: str = "",
-    modes: Iterable[bool] = BOTH,
-    *,
+    *how: Any,
     inputs: Callable[[], tuple] | None = None,
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
     """Register `attend(q, k, v, mask)`; `inputs` makes other arguments than `qkv() + (keep(),)`."""
 
-    def register(attend: Callable[..., Any]) -> Callable:
-        def build() -> tuple:
-            return attend, (inputs() if inputs else (*qkv(), keep()))
-
-        build.__name__, build.__doc__ = attend.__name__, attend.__doc__
-        program(expect, why, modes, **fields)(build)
-        return attend
-
-    return register
+    return function(
+        lambda attend: (attend, (inputs() if inputs else (*qkv(), keep()))),
+        *how,
+        **fields,
+    )
 
 
 def rows(
-    expect: Expectation = "rewrite",
-    why: str = "",
-    modes: Iterable[bool] = BOTH,
-    *,
+    *how: Any,
     shape: tuple[int, ...] = (3, 5, 11),
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
     """Register `transform(x)`: probabilities alone, for the pattern `entmax`."""
     return attention(
-        expect,
-        why,
-        modes,
+        *how,
         inputs=lambda: (normal(shape, seed=3, scale=2.0),),
         pattern="entmax",
         **fields,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.relu_ffn.registry import INFER, TRAIN, Block, N, block, program, tokens
+from corpus.relu_ffn.registry import INFER, TRAIN, Block, N, block, function, program, tokens
 
 
 @block()
@@ -276,15 +276,7 @@ class Scaled(Block):
 def scaled(*args, **kwargs):
     """Register `forward(x, m)` as `block` does, with `m.scale` [N]."""
 
-    def register(forward):
-        def build():
-            return Scaled(forward), (tokens(),)
-
-        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
-        program(*args, **kwargs)(build)
-        return forward
-
-    return register
+    return function(lambda forward: (Scaled(forward), (tokens(),)), *args, **kwargs)
 
 
 @scaled()

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.case import BOTH, INFER, TRAIN
-from corpus.relu_ffn.registry import Block, K, N, program, tokens
+from corpus.case import INFER, TRAIN
+from corpus.relu_ffn.registry import Block, K, N, function, tokens
 
 RANK = 4
 
@@ -44,18 +44,14 @@ class Adapted(nn.Module):
         return self._layer("down", x)
 
 
-def adapted(expect="rewrite", why="", modes=BOTH, *, frozen=True, bias=False, fields=None, **given):
+def adapted(*how, frozen=True, bias=False, fields=None, **given):
     """Register `forward(x, m)` of an `Adapted`."""
 
-    def register(forward):
-        def build():
-            return Adapted(forward, frozen, bias, **given), (tokens(),)
-
-        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
-        program(expect, why, modes, **(fields or {}))(build)
-        return forward
-
-    return register
+    return function(
+        lambda forward: (Adapted(forward, frozen, bias, **given), (tokens(),)),
+        *how,
+        **(fields or {}),
+    )
 
 
 @adapted(bias=True)
@@ -94,7 +90,7 @@ def lora_of_any_number_of_tokens(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
-@adapted(adapts="gate up", dropout=0.3, modes=INFER)
+@adapted(adapts="gate up", dropout=0.3, fields={"modes": INFER})
 def lora_with_dropout_in_eval(x, m):
     return m.down(F.relu(m.gate(x)) * m.up(x))
 
@@ -131,16 +127,8 @@ class _Two(nn.Module):
         return self._forward(x, self, self.block)
 
 
-def two(expect="rewrite", why="", modes=BOTH, frozen=False):
-    def register(forward):
-        def build():
-            return _Two(forward, frozen), (tokens(),)
-
-        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
-        program(expect, why, modes)(build)
-        return forward
-
-    return register
+def two(*how, frozen=False):
+    return function(lambda forward: (_Two(forward, frozen), (tokens(),)), *how)
 
 
 @two()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from corpus.case import BOTH, Expectation, Group
+from corpus.case import BOTH as BOTH
 from corpus.case import INFER as INFER
 from corpus.case import TRAIN as TRAIN
+from corpus.case import Group
 
 B, S, K, N = 2, 5, 8, 48
-program = Group("relu_ffn", pattern="relu_ffn", dense=B * S * N).program
+GROUP = Group("relu_ffn", pattern="relu_ffn", dense=B * S * N)
+program, function = GROUP.program, GROUP.function
 
 
 def block(
-    expect: Expectation = "rewrite",
-    why: str = "",
-    modes: Iterable[bool] = BOTH,
-    *,
+    *how: Any,
     bias: bool = False,
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] = (B, S, K),
@@ -28,15 +27,11 @@ def block(
 ) -> Callable[[Callable], Callable]:
     """Register `forward(x, m)`, where m holds the linears gate, up and down."""
 
-    def register(forward: Callable[[Tensor, Any], Any]) -> Callable:
-        def build() -> tuple:
-            return Block(forward, bias, dtype), (tokens(dtype, shape),)
-
-        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
-        program(expect, why, modes, **fields)(build)
-        return forward
-
-    return register
+    return function(
+        lambda forward: (Block(forward, bias, dtype), (tokens(dtype, shape),)),
+        *how,
+        **fields,
+    )
 
 
 class Block(nn.Module):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from corpus.case import BOTH, Expectation
-from corpus.relu_ffn.registry import B, K, N, S, program, tokens, weight
+from corpus.relu_ffn.registry import B, K, N, S, function, tokens, weight
 
 
 def stacked(
@@ -18,16 +16,11 @@ def stacked(
 ) -> Callable[[Callable], Callable]:
     """Register `forward(x, w, down)` with a stack of weights of these sizes."""
 
-    def register(forward: Callable[[Tensor, Tensor, Tensor], Any]) -> Callable:
-        def build() -> tuple:
-            w = weight(sizes[0] * sizes[1], sizes[2]).detach().view(sizes).requires_grad_()
-            return forward, (tokens(), w, weight(N, K, seed=36))
+    def make(forward: Callable) -> tuple:
+        w = weight(sizes[0] * sizes[1], sizes[2]).detach().view(sizes).requires_grad_()
+        return forward, (tokens(), w, weight(N, K, seed=36))
 
-        build.__name__, build.__doc__ = "stacked_" + forward.__name__, forward.__doc__
-        program(expect, why, modes)(build)
-        return forward
-
-    return register
+    return function(make, expect, why, modes, prefix="stacked_")
 
 
 @stacked(2, K, N)

@@ -6,7 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from corpus.relu_ffn.registry import BOTH, INFER, TRAIN, B, Block, K, N, S, program, tokens, weight
+from corpus.relu_ffn.registry import (
+    BOTH,
+    INFER,
+    TRAIN,
+    B,
+    Block,
+    K,
+    N,
+    S,
+    function,
+    program,
+    tokens,
+    weight,
+)
 
 
 class Weighed(Block):
@@ -33,18 +46,14 @@ class Weighed(Block):
         return self._forward(x, p, self)
 
 
-def weighed(expect="rewrite", why="", modes=BOTH, frozen=True, **fields):
+def weighed(*how, frozen=True, **fields):
     """Register `forward(x, p, m)`."""
 
-    def register(forward):
-        def build():
-            return Weighed(forward, frozen), (tokens(), weight(B, S, 1, seed=64))
-
-        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
-        program(expect, why, modes, **fields)(build)
-        return forward
-
-    return register
+    return function(
+        lambda forward: (Weighed(forward, frozen), (tokens(), weight(B, S, 1, seed=64))),
+        *how,
+        **fields,
+    )
 
 
 @weighed()

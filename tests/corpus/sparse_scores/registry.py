@@ -13,7 +13,8 @@ from corpus.case import TRAIN as TRAIN
 from corpus.case import Expectation, Group
 
 B, N, V, L, K = 3, 23, 41, 6, 5
-program = Group("sparse_scores", pattern="sparse_scores").program
+GROUP = Group("sparse_scores", pattern="sparse_scores")
+program, function = GROUP.program, GROUP.function
 
 
 class Collection(nn.Module):
@@ -69,16 +70,11 @@ def scoring(
     query [B, V] (or [V]); terms, weights [B, 4] (or [4]).
     """
 
-    def register(score: Callable[..., Any]) -> Callable:
-        def build() -> tuple:
-            inputs = query_terms(batch, dtype) if terms else (query(batch, dtype),)
-            return Collection(score, index, dtype), inputs
+    def make(score: Callable) -> tuple:
+        inputs = query_terms(batch, dtype) if terms else (query(batch, dtype),)
+        return Collection(score, index, dtype), inputs
 
-        build.__name__, build.__doc__ = score.__name__, score.__doc__
-        program(expect, why, modes, **fields)(build)
-        return score
-
-    return register
+    return function(make, expect, why, modes, **fields)
 
 
 def query(batch: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -11,17 +11,15 @@ from torch import Tensor, nn
 from corpus.case import BOTH as BOTH
 from corpus.case import INFER as INFER
 from corpus.case import TRAIN as TRAIN
-from corpus.case import Expectation, Group
+from corpus.case import Group
 
 B, S, D, V = 3, 7, 12, 37
-program = Group("splade_head", dense=B * S * V).program
+GROUP = Group("splade_head", dense=B * S * V)
+program, function = GROUP.program, GROUP.function
 
 
 def head(
-    expect: Expectation = "rewrite",
-    why: str = "",
-    modes: Iterable[bool] = BOTH,
-    *,
+    *how: Any,
     bias: bool = True,
     dtype: torch.dtype = torch.float32,
     mask_dtype: torch.dtype = torch.int64,
@@ -30,15 +28,11 @@ def head(
 ) -> Callable[[Callable], Callable]:
     """Register `pool(logits, mask)` behind a vocabulary linear."""
 
-    def register(pool: Callable[[Tensor, Tensor], Any]) -> Callable:
-        def build() -> tuple:
-            return Head(pool, bias, dtype), (hidden(dtype), mask(mask_dtype, lengths))
-
-        build.__name__, build.__doc__ = pool.__name__, pool.__doc__
-        program(expect, why, modes, **fields)(build)
-        return pool
-
-    return register
+    return function(
+        lambda pool: (Head(pool, bias, dtype), (hidden(dtype), mask(mask_dtype, lengths))),
+        *how,
+        **fields,
+    )
 
 
 class Vocabulary(nn.Module):
@@ -91,25 +85,17 @@ def ids() -> Tensor:
 
 
 def encoder(
-    expect: Expectation = "rewrite",
-    why: str = "",
-    modes: Iterable[bool] = BOTH,
-    *,
+    *how: Any,
     inputs: Iterable[Callable[[], Any]] = (hidden, mask),
     parts: Mapping[str, Callable[[], Any]] = {},
     **fields: Any,
 ) -> Callable[[Callable], Callable]:
     """Register `forward(self, *inputs)` of a model with a vocabulary linear, `self.decoder`, and what `parts` make."""
 
-    def register(forward: Callable) -> Callable:
-        def build() -> tuple:
-            model = type("Model", (Vocabulary,), {"forward": forward})()
-            for name, make in parts.items():
-                setattr(model, name, make())
-            return model, tuple(make() for make in inputs)
+    def make(forward: Callable) -> tuple:
+        model = type("Model", (Vocabulary,), {"forward": forward})()
+        for name, make in parts.items():
+            setattr(model, name, make())
+        return model, tuple(make() for make in inputs)
 
-        build.__name__, build.__doc__ = forward.__name__, forward.__doc__
-        program(expect, why, modes, **fields)(build)
-        return forward
-
-    return register
+    return function(make, *how, **fields)
