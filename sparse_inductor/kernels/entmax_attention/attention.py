@@ -85,17 +85,8 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    alpha: torch.Tensor | None,
-    query_lengths: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
-    alpha_value: float,
-    scale: float,
-    fill: float,
-    causal: bool,
-    added: bool,
     training: bool,
+    **terms: Any,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """out [B, H, Lq, Dv] in q's dtype, contiguous, and what `backward` needs.
 
@@ -104,13 +95,9 @@ def forward(
     dimensions, alpha [B, H, Lq, 1] likewise. Rows whose scores are all -inf, and rows at and beyond
     query_lengths, give zeros. No host synchronisation, no atomics; memory linear in length.
     """
-    problem = Problem.of(
-        q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
-        key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
-        added=added,
-    )  # fmt: skip
+    problem = Problem.of(q, k, v, **terms)
     out = torch.empty(*q.shape[:3], v.shape[3], device=q.device, dtype=q.dtype)
-    saved = saved_like(q, k, v, scale=scale)
+    saved = saved_like(q, k, v, **terms)
     if out.numel():
         with torch.cuda.device_of(q):
             reference, shift = saved[:2]
@@ -136,26 +123,15 @@ def backward(
     saved: tuple[torch.Tensor, ...],
     *,
     bias: torch.Tensor | None,
-    mask: torch.Tensor | None,
     alpha: torch.Tensor | None,
-    query_lengths: torch.Tensor | None,
-    key_lengths: torch.Tensor | None,
-    alpha_value: float,
-    scale: float,
-    fill: float,
-    causal: bool,
-    added: bool,
     needs: tuple[bool, bool, bool, bool, bool],
+    **terms: Any,
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients of (q, k, v, bias, alpha), None where not needed; bitwise repeatable.
 
     grad [B, H, Lq, Dv], any strides; out and saved are `forward`'s, the keywords the same.
     """
-    problem = Problem.of(
-        q, k, v, bias=bias, mask=mask, alpha=alpha, query_lengths=query_lengths,
-        key_lengths=key_lengths, alpha_value=alpha_value, scale=scale, fill=fill, causal=causal,
-        added=added,
-    )  # fmt: skip
+    problem = Problem.of(q, k, v, bias=bias, alpha=alpha, **terms)
     if not out.numel():
         inputs = (q, k, v, bias, alpha)
         return tuple(

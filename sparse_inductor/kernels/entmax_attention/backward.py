@@ -44,11 +44,9 @@ from .problem import (
     tile_for,
     tile_scores,
 )
-from .tau import LN2, clip, log_entries, powers
+from .tau import LN2, POS_INF, clip, log_entries, powers
 
 __all__ = ["bias_gradient", "keys_blocks", "rows_blocks"]
-
-POS_INF = tl.constexpr(float("inf"))
 
 
 @triton.jit

@@ -31,6 +31,9 @@ from .problem import (
 )
 from .tau import (
     HARDWARE_OVER_1,
+    NEG_INF,
+    POS_INF,
+    SPREAD_NAN,
     class_bound,
     clip,
     clip_to_one,
@@ -44,9 +47,6 @@ from .tau import (
 
 __all__ = ["EXACT", "TURNS", "forward_blocks"]
 
-NEG_INF = tl.constexpr(float("-inf"))
-POS_INF = tl.constexpr(float("inf"))
-SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 # What |h - 1| may be after the last step, by operand size in bytes; rounding of 16-bit operands is a
 # hundred times that. The output is divided by the sum of p that results, and what a backward reads takes
 # a Newton step more, which squares it.

@@ -28,13 +28,10 @@ from .candidates import (
     unpack,
 )
 from .problem import larger
-from .tau import powers, root, step
+from .tau import NEG_INF, POS_INF, SPREAD_NAN, powers, root, step
 
 __all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left"]
 
-NEG_INF = tl.constexpr(float("-inf"))
-POS_INF = tl.constexpr(float("inf"))
-SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 # Records of a row and lane: two neighbours' scores and the first's column, 16 bytes. A list is a power of
 # two, so that none has a 4 GiB boundary inside.
 LIST = tl.constexpr(64)

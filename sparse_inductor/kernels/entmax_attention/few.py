@@ -26,12 +26,10 @@ from .problem import (
     open_head,
     row_constants,
 )
-from .tau import class_bound, clip, clip_to_one, newton, powers, step
+from .tau import NEG_INF, POS_INF, class_bound, clip, clip_to_one, newton, powers, step
 
 __all__ = ["applies", "forward_few"]
 
-NEG_INF = tl.constexpr(float("-inf"))
-POS_INF = tl.constexpr(float("inf"))
 # Rows of a tile, and queries of a head: with more, the block passes and the lists fill the GPU. Scores: 8 bytes each.
 MOST_ROWS, MOST_QUERIES, MOST_SCORES = 64, 16, 2**25
 # Keys of a tile, scores that a program of the second kernel looks at together, and entries of which it gathers values.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import sizes_of
-from .tau import GENERAL, HARDWARE, exponent_kind
+from .tau import GENERAL, HARDWARE, NEG_INF, SPREAD_NAN, exponent_kind
 
 __all__ = [
     "Fixed",
@@ -31,8 +31,6 @@ __all__ = [
 
 # The lowest fp32 number.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-NEG_INF = tl.constexpr(float("-inf"))
-SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 # --- What a kernel is given -------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ __all__ = [
     "GENERAL",
     "HARDWARE",
     "HARDWARE_OVER_1",
+    "NEG_INF",
+    "POS_INF",
+    "SPREAD_NAN",
     "bound_step",
     "class_bound",
     "clip",
@@ -51,6 +54,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 # What a cubic step leaves, as a part of what Newton's would.
 CUBIC = tl.constexpr(1 / 64)
 
+NEG_INF = tl.constexpr(float("-inf"))
 POS_INF = tl.constexpr(float("inf"))
 SPREAD_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
