@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import numpy as np
@@ -168,3 +170,16 @@ def test_a_search_finds_the_old_document_or_the_new_one():
     for t in threads:
         t.join()
     assert {*seen} == {1}
+
+
+def test_copies_of_an_index_grow_and_lose_documents_apart():
+    """Their marks of deleted documents begin in one memory."""
+    one = SparseIndex.build(torch.eye(V))
+    one.append(torch.eye(V)[:1])  # room for more
+    two = copy.deepcopy(one)
+    one.append(torch.eye(V)[:3])
+    one.delete([V + 2])
+    two.append(torch.eye(V)[:5])
+    assert (len(one), one.num_live, len(two), two.num_live) == (V + 4, V + 3, V + 6, V + 6)
+    one.append(torch.eye(V)[:9])
+    assert one.num_live == V + 12 and pickle.loads(pickle.dumps(two)).num_live == V + 6

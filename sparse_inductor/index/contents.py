@@ -67,8 +67,7 @@ class Contents:
         """With the documents of further segments."""
         if not new:
             return self
-        more = sum(s.count for s in new)
-        deleted = torch.cat((self.deleted, self.deleted.new_zeros(more)))
+        deleted = _longer(self.deleted, sum(s.count for s in new))
         merged = _merged(self.segments, new, always=self.device.type == "cuda")
         return dataclasses.replace(self._with(merged), deleted=deleted)
 
@@ -131,6 +130,18 @@ class Contents:
             views.append(dataclasses.replace(s, terms=terms[part], weights=weights[part]))
             at += s.nnz
         return dataclasses.replace(self, segments=tuple(views), postings=tuple(postings))
+
+
+def _longer(deleted: Tensor, more: int) -> Tensor:
+    """With as many documents more, which are not deleted. Memory behind marks is theirs alone and holds zeros, which
+    nothing overwrites, so that longer marks mostly are a longer view: a copy would be one for each appended document,
+    by all threads of ATen."""
+    count = deleted.numel() + more
+    if deleted.untyped_storage().nbytes() < count:
+        room = deleted.new_zeros(2 * count)
+        room[: deleted.numel()] = deleted
+        deleted = room
+    return deleted.as_strided((count,), (1,), 0)
 
 
 @contextlib.contextmanager
