@@ -350,6 +350,18 @@ def test_scores_in_double_precision_are_computed_in_it(scores):
     torch.testing.assert_close(got, scores(q, ids, w), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [(torch.nan, slice(None)), (torch.nan, slice(1, 3)), (-torch.inf, slice(None))],
+    ids=["nan", "some nan", "0 times infinity"],
+)
+def test_a_maximum_that_its_mask_makes_no_number_has_the_gradient_of_eager(value, where):
+    head = lambda m, x, mask: (torch.log1p(torch.relu(m.a(x))) * mask[..., None]).amax(1)
+    mask = torch.ones(2, 5)
+    mask[:, where] = value
+    assert _assert_as_eager(head, torch.randn(2, 5, 6), mask, training=True) == ["splade_head"]
+
+
 def test_fmax_is_no_maximum():
     x = torch.randn(2, 5, 6)
     x[0, 1] = torch.nan

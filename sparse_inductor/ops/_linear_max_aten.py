@@ -120,6 +120,8 @@ def _reduce(logits, bias, rows, part, low, general, want_winner, even):
             sloped = at_bound(p, p.inner, z, [r[part] for r in rows]) & (y == top[:, None])
             winner = torch.where(sloped.any(1), sloped.byte().argmax(1), winner)
         peak = top if winner is None else z.gather(1, winner[:, None]).squeeze(1)
+        if even:  # all share what is no number, whatever their logits are
+            peak = torch.where(top.isnan(), top, peak)
         winner = _marked(winner, y, top) if even and looks else winner
         slow = _finish(run(p.outer, top), peak, winner, top, fill, even, dropped)
     if fast is None or slow is None:
