@@ -313,8 +313,8 @@ def _set_up(pattern: Pattern, teardowns: contextlib.ExitStack) -> None:
 def _warn_of_the_past(stacklevel: int) -> None:
     if not compat.runs_pre_grad_passes():
         warn(
-            "torch._inductor.config.use_pre_grad_passes is False: "
-            "sparse_inductor can rewrite nothing",
+            "sparse_inductor cannot rewrite anything while torch._inductor.config.use_pre_grad_passes "
+            "is False",
             stacklevel=stacklevel,
         )
     if compat.anything_compiled():

@@ -173,5 +173,5 @@ def test_what_is_refused(tmp_path, work, said):
 
 def test_a_line_that_is_no_document_is_named(tmp_path):
     (tmp_path / "x").write_text('{"id": 1, "vector": {}}\n{"id": 2}\n')
-    with pytest.raises(ValueError, match="line 2: no document"):
+    with pytest.raises(ValueError, match="line 2: expected"):
         read_impacts(tmp_path / "x")

@@ -74,7 +74,7 @@ def page(scores: Tensor, ids: Tensor, first: int, min_score: float | None) -> tu
         scores, ids = scores[..., first:], ids[..., first:]
     if min_score is not None:
         if isinstance(min_score, float) and math.isnan(min_score):
-            raise ValueError("min_score is NaN")
+            raise ValueError("min_score must not be NaN")
         low = scores < min_score  # not of a query that is not finite, whose scores are NaN
         scores, ids = scores.masked_fill(low, float("-inf")), ids.masked_fill(low, -1)
     return scores, ids
@@ -98,7 +98,7 @@ def candidate_scores(contents: Contents, q: Tensor, documents: Any, single: bool
     if ids.dim() == 1:
         return _scores_of(contents, q, ids)
     if single or len(ids) != len(q):
-        raise ValueError(f"candidates of shape {tuple(ids.shape)} for {len(q)} queries")
+        raise ValueError(f"documents of shape {tuple(ids.shape)} do not match {len(q)} queries")
     if not len(q):
         return q.new_zeros(ids.shape, dtype=torch.float32)
     return torch.cat([_scores_of(contents, q[b : b + 1], ids[b]) for b in range(len(q))])

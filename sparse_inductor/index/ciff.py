@@ -179,7 +179,7 @@ def _parsed(path: FilePath) -> tuple[list[tuple[str, np.ndarray, np.ndarray]], l
     with open(path, "rb") as file:
         header = _message(file, path)
         lists, count = header.get(2, 0), header.get(3, 0)
-        damaged = ValueError(f"{path} is no CIFF file, or damaged")
+        damaged = ValueError(f"{path} is not a CIFF file, or damaged")
         try:
             if lists + count > os.fstat(file.fileno()).st_size:
                 raise damaged
@@ -199,7 +199,7 @@ def _delimited(file: BinaryIO, path: FilePath) -> bytes:
     while True:
         byte = file.read(1)
         if not byte or shift > 28:
-            raise ValueError(f"{path} is no CIFF file, or truncated")
+            raise ValueError(f"{path} is not a CIFF file, or truncated")
         size |= (byte[0] & 0x7F) << shift
         shift += 7
         if byte[0] < 0x80:
@@ -248,7 +248,7 @@ def _fields(data: bytes, path: FilePath) -> Iterator[tuple[int, Any, int]]:
                 raise IndexError
             yield tag >> 3, value, start
     except IndexError:
-        raise ValueError(f"{path} is no CIFF file, or damaged") from None
+        raise ValueError(f"{path} is not a CIFF file, or damaged") from None
 
 
 def _read_list(data: bytes, path: FilePath) -> tuple[str, np.ndarray, np.ndarray]:

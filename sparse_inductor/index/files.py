@@ -84,11 +84,13 @@ def _sound_segment(
     s = Segment(offsets, terms, weights, float(scale), bool(signed), float(error))
     dtypes = torch.int64, term_dtype(num_terms), WEIGHTS[precision]
     if (offsets.dtype, terms.dtype, weights.dtype) != dtypes or not offsets.numel():
-        raise ValueError(f"segment {number} has other dtypes than its index")
+        raise ValueError(f"the dtypes of segment {number} differ from those of the index")
     if not terms.numel() == weights.numel() == int(offsets[-1]):
-        raise ValueError(f"segment {number} has other numbers of terms and weights than it says")
+        raise ValueError(
+            f"segment {number} has {terms.numel()} terms and {weights.numel()} weights, not as many as its offsets say"
+        )
     if int(offsets[0]) or bool((offsets.diff() < 0).any()):
-        raise ValueError(f"offsets of segment {number} fall")
+        raise ValueError(f"the offsets of segment {number} do not rise from 0")
     if terms.numel() and not 0 <= int(s.term_ids().min()) <= int(s.term_ids().max()) < num_terms:
         raise ValueError(f"a term of segment {number} is not in [0, {num_terms})")
     if not (math.isfinite(s.scale) and math.isfinite(s.error)):
@@ -99,5 +101,7 @@ def _sound_segment(
 def _sound_marks(deleted: Tensor, count: int) -> Tensor:
     """Marks of deleted documents from a file, in memory of their own."""
     if deleted.dtype != torch.bool or deleted.shape != (count,):
-        raise ValueError(f"there are {count} documents and marks of {tuple(deleted.shape)}")
+        raise ValueError(
+            f"the mask of deleted documents is {deleted.dtype} {tuple(deleted.shape)}, not bool ({count},)"
+        )
     return deleted.view(torch.uint8) != 0  # other bytes than 0 and 1 are no booleans

@@ -134,7 +134,7 @@ def _lines(path: FilePath) -> Iterator[tuple[str, dict[str, Any]]]:
                 name, vector = str(line["id"]), line["vector"].items()
             except (ValueError, TypeError, KeyError, AttributeError):
                 raise ValueError(
-                    f'{path}, line {number}: no document {{"id": ..., "vector": {{...}}}}'
+                    f'{path}, line {number}: expected {{"id": ..., "vector": {{...}}}}'
                 ) from None
             yield name, dict(vector)
 
@@ -164,13 +164,15 @@ def impacts_of(index: SparseIndex, bits: int, scale: float | None) -> tuple[floa
             least, most = torch.aminmax(s.values())
             low, high = min(low, float(least)), max(high, float(most))
     if low < 0:
-        raise ValueError(f"impacts are at least 0, the index has a weight of {low}")
+        raise ValueError(f"impacts cannot be negative, and the index has a weight of {low}")
     if not 1 <= bits <= _BITS:
         raise ValueError(f"bits must be 1 to {_BITS}, got {bits}")
     if scale is None:
         scale = (2**bits - 1) / high if high else 1.0
     if not (0 < scale < math.inf) or round(scale * high) >= 1 << _BITS:
-        raise ValueError(f"a scale of {scale} makes an impact of {scale * high:g} of {high:g}")
+        raise ValueError(
+            f"scale {scale} makes the largest weight, {high:g}, an impact of {scale * high:g}, beyond {_BITS} bits"
+        )
 
     zero = torch.zeros(1, dtype=torch.int64, device="cpu")
 

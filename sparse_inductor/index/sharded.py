@@ -108,7 +108,9 @@ class ShardedIndex(nn.Module):
             np.bool_,
         ):
             if documents.shape[-1] > self._total:
-                raise IndexError(f"a mask of {documents.shape[-1]} for {self._total} documents")
+                raise IndexError(
+                    f"a mask of {documents.shape[-1]} documents, but there are {self._total}"
+                )
             return documents[..., self.first : self.first + len(self.local)]
         return self._here(document_ids(documents, self._total))
 

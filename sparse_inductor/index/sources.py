@@ -368,7 +368,7 @@ def check_offsets(offsets: Tensor, entries: Entries) -> None:
     if entries.weights.numel() != nnz:
         raise ValueError(f"there are {nnz} term ids and {entries.weights.numel()} weights")
     if offsets.numel() == 0:
-        raise ValueError("a matrix has one row offset more than rows, got none")
+        raise ValueError("a matrix needs at least one row offset, got none")
     ends = offsets.new_tensor([0]), offsets, offsets.new_tensor([nnz])
     falls = (torch.cat(ends).diff() < 0).nonzero()
     if falls.numel():

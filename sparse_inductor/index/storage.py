@@ -270,7 +270,7 @@ def read(
             raise IndexFileError(f"{path} is damaged: its header describes {name!r} as {h}")
         t = data[start + low : start + high]
         if verify and f"{_checksum(t):08x}" != sums.get(name):
-            raise IndexFileError(f"{path} is damaged: the checksum of {name!r} does not fit")
+            raise IndexFileError(f"{path} is damaged: the checksum of {name!r} does not match")
         tensors[name] = (
             t.view(dtype).view(shape)
             if t.numel()
@@ -303,7 +303,7 @@ def _header(file: BinaryIO, path: Path, size: int, kind: str) -> tuple[dict[str,
         what = f"of the kind {found!r}" if found else "a safetensors file of something else"
         raise IndexFileError(f"{path} is not a {kind} file: it is {what}")
     if metadata.pop("header_crc32", None) != _header_checksum(header):
-        raise IndexFileError(f"{path} is damaged: the checksum of its header does not fit")
+        raise IndexFileError(f"{path} is damaged: the checksum of its header does not match")
     return header, 8 + length
 
 

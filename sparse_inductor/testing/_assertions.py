@@ -152,7 +152,9 @@ def assert_pattern(pattern: Pattern, dtypes: Sequence[torch.dtype] | None = None
                 raise AssertionError(f"example {example.name} is rewritten by {others}, too")
         for example in pattern.near_misses:
             if not example.reason:
-                raise AssertionError(f"near miss {example.name} does not say with what reason")
+                raise AssertionError(
+                    f"near miss {example.name} has no reason=: say what it is to be declined with"
+                )
             fn, args = example.build()
             with torch.set_grad_enabled(example.training):
                 assert_not_rewritten(fn, args, pattern.name, reason=example.reason)
