@@ -158,7 +158,7 @@ def test_lines_are_what_anserini_reads(tmp_path):
     (lambda i, p: write_ciff(i, p, terms=["a"] * V), "terms must be 12 different"),
     (lambda i, p: write_ciff(i, p, names=["a"]), "names must be 300 different"),
     (lambda i, p: write_ciff(i, p, bits=25), "bits must be"),
-    (lambda i, p: write_ciff(i, p, scale=1e9), "a scale of"),
+    (lambda i, p: write_ciff(i, p, scale=1e9), "makes the largest weight"),
     (lambda i, p: write_impacts(i, p, terms=["a b", *TERMS[1:]]), "white space"),
     (lambda i, p: write_ciff(SparseIndex.build(-torch.eye(V)), p), "weight of -1.0"),
     (lambda i, p: read_impacts(p, terms=["x"]), "not in terms"),
