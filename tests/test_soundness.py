@@ -316,6 +316,15 @@ def test_a_sum_that_rounds_scores_is_no_shift(program):
     _assert_as_eager(lambda m, x: program(m, to_whole_numbers, x), torch.randn(2, 5, 6))
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_a_statistic_of_rounded_activations_is_one_of_those(dtype):
+    def block(m, x):
+        h = torch.relu(m.a(x))
+        return m.b(h), h.to(dtype).to(h.dtype).sum()
+
+    assert not _assert_as_eager(block, torch.randn(2, 5, 6) * 3)
+
+
 def test_numbers_are_folded_in_the_precision_of_the_products():
     impacts = (torch.rand(12, 5) * 600).half()
     program = lambda m, q, half: (q[:, m.ids] * half * 200.0).sum(-1)

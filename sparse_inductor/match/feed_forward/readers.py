@@ -19,7 +19,7 @@ from ...graph.emit import Emitter, made_again
 from ...graph.gemm import Linear, linears
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
-from ...graph.values import matched_nodes, not_negative, only_along
+from ...graph.values import matched_nodes, not_negative, only_along, rounds
 from ...graph.view import GraphView, fake, label, same_size
 from ...graph.vocabulary import COPIES, PARTS, SHAPE_OPS
 from .block import Reading, activation
@@ -293,7 +293,9 @@ class _Reader:
             dtype = self.view.dtype(node)
             if norm is None and dtype == torch.bool:
                 norm, detached = 0, True
-            elif norm in (None, 1) and not dtype.is_floating_point:
+            elif norm in (None, 1) and (
+                not dtype.is_floating_point or rounds(dtype, self.view.dtype(x))
+            ):
                 raise self._decline(node)
         elif name not in COPIES:
             raise self._decline(node)
