@@ -77,3 +77,17 @@ def test_arguments_that_are_left_to_defaults_are_passed_on():
     for seed in range(3):
         hidden = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(program(hidden, mask), model(hidden, mask))
+
+
+def test_what_a_model_returns_may_be_written_to_in_every_step():
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(2, 3, 8)
+    program = torch.compile(
+        model, options=sparse_inductor.options(only="relu_ffn", policy="always")
+    )
+    model(x).mul_(2).sum().backward()
+    wanted = model.down.weight.grad
+    for _ in range(3):
+        model.zero_grad()
+        program(x).mul_(2).sum().backward()
+        torch.testing.assert_close(model.down.weight.grad, wanted)

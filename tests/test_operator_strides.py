@@ -84,3 +84,18 @@ def test_fakes_promise_what_is_returned(name, layout):
                 fn(*inputs)
         gradients = {op for op in promises.seen if "backward" in op or op == "sparse_outer"}
         assert gradients and promises.seen > gradients
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_results_are_views_of_nothing(name, compiled):
+    """The caller may write to them, which autograd refuses of a view that an autograd.Function returns."""
+    fn, shapes = program(name, 3, 5)
+    inputs = [torch.randn(s).requires_grad_() for s in shapes]
+    if compiled:
+        fn = torch.compile(fn, backend="aot_eager")
+    for _ in range(2):
+        outputs = fn(*inputs)
+        for out in outputs if isinstance(outputs, tuple) else (outputs,):
+            assert not out._is_view()
+            out.mul_(2)

@@ -85,6 +85,7 @@ from .runtime import (
     symbolic_sizes,
     transforms_active,
     unobserved,
+    views_untracked,
     works_beside_captures,
 )
 from .settings import (

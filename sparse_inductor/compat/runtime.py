@@ -22,12 +22,23 @@ def below_autograd() -> contextlib.AbstractContextManager[None]:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def views_untracked() -> contextlib.AbstractContextManager[None]:
+    """Views made inside are tensors of their own for autograd. One that an operator returns may be written to in place
+    by the caller: of a tracked view, made where no gradient is recorded, autograd refuses that."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
 @contextlib.contextmanager
 def autograd_on() -> Iterator[None]:
     """Operations in the block are recorded for autograd, also where an operator's kernel or a compiled graph runs,
     below autograd."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
-    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+    for name in (
+        "AutogradFunctionality",
+        "AutogradOther",
+        "AutogradNestedTensor",
+        "ADInplaceOrView",
+    ):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
     included = torch._C._dispatch_tls_local_include_set()
     with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():

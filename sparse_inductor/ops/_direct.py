@@ -20,7 +20,16 @@ from typing import Any
 import torch
 
 from .. import compat
-from ._dispatch import functions, has_layers, layered, multistream, on_gpu, replays, sites
+from ._dispatch import (
+    functions,
+    has_layers,
+    layered,
+    multistream,
+    on_gpu,
+    replays,
+    sites,
+    untracked,
+)
 
 __all__ = ["install", "site"]
 
@@ -65,6 +74,8 @@ def site(name: str, device: str, settled: bool) -> Callable[..., Any]:
         run = layered(fn, Site(fn, fn in multistream))
     else:
         run = on_gpu(fn)
+
+    run = untracked(run)
 
     def call(*args: Any, **named: Any) -> Any:
         return op(*args, **named) if compat.observed() else run(*args, *named.values())

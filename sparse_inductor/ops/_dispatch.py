@@ -34,6 +34,7 @@ __all__ = [
     "register_on_gpu",
     "replays",
     "sites",
+    "untracked",
 ]
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
             if kind not in _PLAIN and not (kind is list and all(type(e) in _PLAIN for e in a)):
                 break
         else:
-            return on_gpu(fn)(*args)
+            return untracked(on_gpu(fn))(*args)
     with compat.below_autograd():
         return op(*args)
 
@@ -72,7 +73,7 @@ def register_on_gpu(
     """Registers what computes an operator on a GPU, by the first of its layers that works. follows: the operator that
     saves what this one reads."""
     _operators[fn] = Operator(name, fn, follows)
-    lib.impl(name, on_gpu(fn), "CUDA")
+    lib.impl(name, untracked(on_gpu(fn)), "CUDA")
 
 
 def has_layers(fn: Callable[..., Any]) -> bool:
@@ -100,6 +101,16 @@ def layered(fn: Callable[..., Any], native: Callable[..., Any]) -> Callable[...,
     """What computes an operator on a GPU, `native` its function `fn` in the first layer."""
     run = _operators[fn].run
     return lambda *args: run(native, args)
+
+
+def untracked(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes an operator, `fn`, with results that are views of nothing, however it reshapes them."""
+
+    def call(*args: Any) -> Any:
+        with compat.views_untracked():
+            return fn(*args)
+
+    return call
 
 
 def replays() -> bool:
@@ -143,9 +154,9 @@ def register(
     functions[name] = fn
     if site is not None:
         sites[name] = site
-    lib.impl(name, fn, "CPU")
+    lib.impl(name, untracked(fn), "CPU")
     if composed:
-        lib.impl(name, fn, "CUDA")
+        lib.impl(name, untracked(fn), "CUDA")
     else:
         register_on_gpu(lib, name, fn, follows)
     torch.library.register_fake(f"sparse_inductor::{name}", fake, lib=lib)
