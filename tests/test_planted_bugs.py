@@ -64,6 +64,7 @@ def test_the_fuzzer_catches_what_is_overlooked(mistake: Overlooked):
 
 
 @pytest.mark.heavy
+@pytest.mark.breaks_pattern  # of another program, the mistake makes what the operator refuses
 @pytest.mark.parametrize("mistake", [*BUGS, *OVERLOOKED], ids=lambda m: m.name)
 def test_every_mistake_is_caught_by_two_of_three(mistake):
     if isinstance(mistake, Overlooked):
