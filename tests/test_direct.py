@@ -79,9 +79,10 @@ def test_arguments_that_are_left_to_defaults_are_passed_on():
         torch.testing.assert_close(program(hidden, mask), model(hidden, mask))
 
 
-def test_what_a_model_returns_may_be_written_to_in_every_step():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_a_model_returns_may_be_written_to_in_every_step(device):
     torch.manual_seed(0)
-    model, x = Block(), torch.randn(2, 3, 8)
+    model, x = Block().to(device), torch.randn(2, 3, 8, device=device)
     program = torch.compile(
         model, options=sparse_inductor.options(only="relu_ffn", policy="always")
     )
