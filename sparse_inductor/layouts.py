@@ -60,11 +60,14 @@ def keep_apart(graph: fx.Graph) -> None:
     made = {_made_by(n) for n in _results(graph) if isinstance(n, fx.Node)}
     number: Counter[Any] = Counter()
     for node in list(graph.nodes):
-        if node in made and getattr(node.target, "namespace", "") == "sparse_inductor":
+        if node not in made or getattr(node.target, "namespace", "") != "sparse_inductor":
+            continue
+        first = fake(node.args[0])
+        if isinstance(first, torch.Tensor):  # verify's takes a list, and a number of its own
             left = number[node.target]
             number[node.target] += 1
             while left:
-                left, axis = divmod(left - 1, fake(node.args[0]).dim() + 1)
+                left, axis = divmod(left - 1, first.dim() + 1)
                 node.args = (_seen_anew(graph, node, axis), *node.args[1:])
 
 

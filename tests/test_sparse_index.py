@@ -395,7 +395,7 @@ def test_a_changed_bit_is_found(at, bit, tmp_path_factory):
 def test_a_foreign_file_says_what_it_is(tmp_path):
     text = tmp_path / "notes.txt"
     text.write_text("hello " * 1000)
-    with pytest.raises(IndexFileError, match="no sparse_inductor.SparseIndex file"):
+    with pytest.raises(IndexFileError, match="not a sparse_inductor.SparseIndex file"):
         SparseIndex.load(text)
     safetensors = pytest.importorskip("safetensors.numpy")
     weights = tmp_path / "model.safetensors"
