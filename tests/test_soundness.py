@@ -408,6 +408,10 @@ def test_what_is_made_under_inference_mode_is_saved_by_nobody():
     assert report.near_misses
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 refuses it with softmax, too, and is left unusable",
+)
 def test_probabilities_that_are_multiplied_in_inference_mode():
     """There AOTAutograd takes no views of tensors from outside, such as the operands of attention."""
 
