@@ -15,6 +15,7 @@ from .documents import as_tensor, candidate_ids, marked
 from .queries import Queries
 
 if TYPE_CHECKING:
+    from .segment import Segment
     from .sparse_index import SparseIndex
 
 __all__ = ["all_scores", "barred_in", "candidate_scores", "in_blocks", "page", "search"]
@@ -82,12 +83,7 @@ def page(scores: Tensor, ids: Tensor, first: int, min_score: float | None) -> tu
 
 def all_scores(contents: Contents, q: Tensor) -> Tensor:
     """fp32 [B, N] of queries fp64 [B, V]; -inf for deleted documents."""
-    parts = [
-        torch.ops.sparse_inductor.sparse_scores(
-            q, s.term_ids(), s.values(), None, s.offsets, s.count, torch.float32
-        )
-        for s in contents.segments
-    ]
+    parts = [_segment_scores(s, q) for s in contents.segments]
     found = torch.cat(parts, 1) if parts else q.new_zeros(q.shape[0], 0, dtype=torch.float32)
     return found.masked_fill(contents.deleted, float("-inf"))
 
@@ -104,17 +100,19 @@ def candidate_scores(contents: Contents, q: Tensor, documents: Any, single: bool
     return torch.cat([_scores_of(contents, q[b : b + 1], ids[b]) for b in range(len(q))])
 
 
+def _segment_scores(s: Segment, q: Tensor) -> Tensor:
+    return torch.ops.sparse_inductor.sparse_scores(
+        q, s.term_ids(), s.values(), None, s.offsets, s.count, torch.float32
+    )
+
+
 def _scores_of(contents: Contents, q: Tensor, ids: Tensor) -> Tensor:
     found = q.new_zeros(len(q), len(ids), dtype=torch.float32)
     first = 0
     for whole in contents.segments:
         here = ((ids >= first) & (ids < first + whole.count)).nonzero().squeeze(1)
         if here.numel():
-            s = whole.taken(ids[here] - first)
-            scores = torch.ops.sparse_inductor.sparse_scores(
-                q, s.term_ids(), s.values(), None, s.offsets, s.count, torch.float32
-            )
-            found = found.index_copy(1, here, scores)
+            found = found.index_copy(1, here, _segment_scores(whole.taken(ids[here] - first), q))
         first += whole.count
     gone = ids < 0
     if contents.count:

@@ -55,7 +55,8 @@ def call_below_autograd(op: Any, fn: Callable[..., Any], args: Sequence[Any]) ->
             if kind not in _PLAIN and not (kind is list and all(type(e) in _PLAIN for e in a)):
                 break
         else:
-            return untracked(on_gpu(fn))(*args)
+            with compat.views_untracked():
+                return on_gpu(fn)(*args)
     with compat.below_autograd():
         return op(*args)
 
