@@ -35,6 +35,13 @@ def test_every_family_and_hazard_is_drawn():
     assert len({h for seed in range(300) for h in generate(seed).hazards}) >= 15
 
 
+def test_no_region_is_handed_a_subclass_with_behaviour():
+    drawn = [generate(seed, hazards=("subclass", "region")) for seed in range(40)]
+    assert any("Tagged" in p.source() for p in drawn)
+    assert not any("Doubling" in p.source() for p in drawn if any(s.part for s in p.steps))
+    assert any("Doubling" in generate(seed, hazards=("subclass",)).source() for seed in range(40))
+
+
 def test_what_fails_gets_small():
     def fails(program: Program) -> bool:
         return any("relu" in s.text for s in program.steps)

@@ -620,6 +620,9 @@ def generate(
         hazards += ["again"] * (seed % 12 == 7)  # whatever else is drawn
     for kind in hazards:
         disturb(m, kind)
+    if any(s.part for s in m.steps):
+        # Dynamo (2.11 to 2.14) forgets `__torch_function__` of what a region is handed.
+        m.steps = [s.renamed("Doubling", "Tagged") if "Doubling" in s.loads else s for s in m.steps]
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
     used = {n for s in m.steps for n in s.loads}
     exact = m.values == m.weights == "integers" and m.floats.itemsize >= 4
