@@ -22,7 +22,6 @@ __all__ = [
     "all_lettered",
     "contraction",
     "lettered",
-    "matmul_axes",
 ]
 
 Letters = tuple[str | None, ...]
@@ -136,10 +135,10 @@ def _matmul(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     x, y = call["input"], call["other" if "other" in call.args else "weight"]
     if not (view.is_tensor(x) and view.is_tensor(y)):
         return None
-    return _product(view, node, x, y, *matmul_axes(len(view.shape(x)), len(view.shape(y))))
+    return _product(view, node, x, y, *_matmul_axes(len(view.shape(x)), len(view.shape(y))))
 
 
-def matmul_axes(n: int, m: int) -> tuple[list[str], list[str], list[str]]:
+def _matmul_axes(n: int, m: int) -> tuple[list[str], list[str], list[str]]:
     """Letters for the axes of a product of tensors of n and m axes: theirs, and those of the result."""
     batch = [f"b{i}" for i in range(max(n, m) - 2)]
     xs = [*batch[max(0, len(batch) - n + 2) :], "i", "d"] if n > 1 else ["d"]
@@ -194,6 +193,15 @@ def _with_weight(found: Contraction | None, bias: Any, dim: int) -> Contraction 
 def _inner(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
     a, b = call["input"], call["other"]
     return _over(view, node, a, b, [-1], [-1])
+
+
+def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
+    a, b = call["input"], call["other"]
+    if not (view.is_tensor(a) and view.is_tensor(b)) or call.get("dim", -1) != -1:
+        return None
+    n, m = len(view.shape(a)), len(view.shape(b))
+    names = [f"m{i}" for i in range(max(n, m))]
+    return _product(view, node, a, b, names[-n:], names[-m:], names[:-1])
 
 
 def _tensordot(view: GraphView, node: fx.Node, call: Call) -> Contraction | None:
@@ -303,6 +311,7 @@ _READERS: dict[str, Callable[[GraphView, fx.Node, Call], Contraction | None]] = 
     "einsum": _einsum,
     "tensordot": _tensordot,
     "inner": _inner,
+    "vecdot": _vecdot,
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _conv),
     "sum": _product_and_sum,
 }

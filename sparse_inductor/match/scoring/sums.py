@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ...graph.contraction import all_lettered, matmul_axes
+from ...graph.contraction import all_lettered, contraction
 from ...graph.emit import Emitter
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
@@ -138,32 +138,22 @@ def _einsum(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
     return None if found is None else _labelled(view, node, *found)
 
 
-def _matmul(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    a, b = call["input"], call.get("other", call.get("weight"))
-    if not (view.is_tensor(a) and view.is_tensor(b)):
+def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
+    """A product of two tensors, whatever it is called."""
+    found = contraction(view, node)
+    if found is None or found.bias is not None or found.scale != 1:
         return None
-    n, m = len(view.shape(a)), len(view.shape(b))
-    if n < 2 and m < 2:
-        return None
-    xs, ys, out = matmul_axes(n, m)
-    return _labelled(view, node, (a, b), (xs, ys), out)
-
-
-def _vecdot(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
-    a, b = call["input"], call["other"]
-    n, m = len(view.shape(a)), len(view.shape(b))
-    if call.get("dim", -1) != -1:
-        return None
-    letters = "abcdefghijk"[: max(n, m)]
-    out = letters[:-1]
-    return _labelled(view, node, (a, b), (letters[-n:], letters[-m:]), out)
+    operands = [o.node for o in found.operands]
+    # An axis of one element that is broadcast stands for itself.
+    letters = [
+        [c if c is not None else f"{i}.{at}" for at, c in enumerate(o.axes)]
+        for i, o in enumerate(found.operands)
+    ]
+    return _labelled(view, node, operands, letters, [c for c in found.axes if c is not None])
 
 
 READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
-    "sum": _sum,
+    **dict.fromkeys("matmul mm bmm vecdot inner tensordot".split(), _product),
     "einsum": _einsum,
-    "matmul": _matmul,
-    "bmm": _matmul,
-    "mm": _matmul,
-    "vecdot": _vecdot,
+    "sum": _sum,
 }
