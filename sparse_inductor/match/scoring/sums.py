@@ -153,7 +153,7 @@ def _product(view: GraphView, node: fx.Node, call: Call) -> Scores | None:
 
 
 READERS: dict[str, Callable[[GraphView, fx.Node, Call], Scores | None]] = {
-    **dict.fromkeys("matmul mm bmm vecdot inner tensordot".split(), _product),
+    **dict.fromkeys("matmul mm bmm vecdot".split(), _product),
     "einsum": _einsum,
     "sum": _sum,
 }
