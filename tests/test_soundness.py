@@ -371,6 +371,22 @@ def test_a_maximum_that_its_mask_makes_no_number_has_the_gradient_of_eager(value
     assert _assert_as_eager(head, torch.randn(2, 5, 6), mask, training=True) == ["splade_head"]
 
 
+@pytest.mark.parametrize("spelled", ["amax", "max"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_reaches_the_positions_that_it_reaches_in_eager(
+    value, spelled
+):
+    def head(m, x, mask, scale):
+        y = torch.log1p(torch.relu(m.a(x))) * mask[..., None]
+        return (y.amax(1) if spelled == "amax" else y.max(1)[0]) * scale
+
+    mask, scale = torch.ones(2, 5), torch.ones(2, 8)
+    mask[1, 3:] = 0
+    scale[:, ::3] = value
+    x = torch.randn(2, 5, 6, requires_grad=True)
+    assert _assert_as_eager(head, x, mask, scale, training=True) == ["splade_head"]
+
+
 def test_fmax_is_no_maximum():
     x = torch.randn(2, 5, 6)
     x[0, 1] = torch.nan

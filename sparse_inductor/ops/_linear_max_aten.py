@@ -190,15 +190,18 @@ def backward(
     winner: torch.Tensor,
     peak: torch.Tensor,
     needs: Sequence[bool],
+    even: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden, weight and bias, each in its input's dtype."""
+    """Gradients of hidden, weight and bias, each in its input's dtype. even: as in `forward`."""
     if not looks_at(grad):
         slope = _slopes(grad, rows, low, winner, peak)
         return _from_columns(slope, winner, hidden, weight, bias, needs)
     tied = winner < -1
+    if even:  # where the gradient is not finite, so is 0 times it, which all others get
+        tied |= ~grad.isfinite()
     some = bool(tied.any())
     if some:
-        winner = torch.where(tied, -2 - winner, winner)
+        winner = torch.where(winner < -1, -2 - winner, winner)
     slope = _slopes(grad, rows, low, winner, peak)
     shares = None
     if some:
@@ -242,12 +245,12 @@ def _shares(
             y, slope, flat = dual_parts(low.plan.program, z, [r[i].unsqueeze(-1) for r in rows])
             top = y.amax(0)
             equal = top - y <= _SHARES_IT * top.abs()
-            equal[winner[i, v].long(), torch.arange(len(v))] = True
-            equal |= top.isnan()
-            s, column = equal.nonzero(as_tuple=True)
-            share = (grad[i, v].double() / equal.sum(0)).masked_fill(top.isnan(), torch.nan)
-            g = (share[column] * slope[s, column]).masked_fill(flat[s, column], 0.0)
-            found.append((torch.full_like(s, i), v[column], s, g))
+            first = winner[i, v].long()
+            equal[first, torch.arange(len(v))] |= first >= 0
+            share = (equal * grad[i, v].double() / equal.sum(0)).masked_fill(top.isnan(), torch.nan)
+            g = (share * slope).masked_fill(flat, 0.0)
+            s, column = (g != 0).nonzero(as_tuple=True)
+            found.append((torch.full_like(s, i), v[column], s, g[s, column]))
     if not found:
         return None
     b, v, s, g = map(torch.cat, zip(*found))

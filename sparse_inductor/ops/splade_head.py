@@ -49,8 +49,7 @@ _lib = define(
     f"splade_head_train({_INPUTS}, ScalarType? out_dtype, bool argmax, ScalarType winner_dtype,"
     " bool even=False) -> (Tensor, Tensor, Tensor, Tensor)",
     f"splade_head_backward(Tensor grad, {_INPUTS}, Tensor winner, Tensor peak, Tensor per_element, bool argmax,"
-    " bool[3] needs)"
-    " -> (Tensor, Tensor, Tensor)",
+    " bool[3] needs, bool even=False) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -254,7 +253,9 @@ def _train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dtype, e
     return *saved, hidden.new_empty(0, dtype=torch.bool) if per_element is None else per_element
 
 
-def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element, argmax, needs):
+def _backward(
+    grad, hidden, weight, bias, rows, steps, winner, peak, per_element, argmax, needs, even=False
+):
     x, flat_rows = _flat(hidden, rows)
     grad = grad.reshape(x.shape[0], weight.shape[0])
     # What the row operands hold was settled in the forward; only which sequences it concerns is needed here.
@@ -268,7 +269,7 @@ def _backward(grad, hidden, weight, bias, rows, steps, winner, peak, per_element
         elif _has_kernels(x, weight.shape[0]):
             grads = _cuda_backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
         else:
-            grads = aten.backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs)
+            grads = aten.backward(grad, x, weight, bias, flat_rows, low, winner, peak, needs, even)
     d_hidden, d_weight, d_bias = (hidden.new_empty(0) if g is None else g for g in grads)
     return d_hidden.view(hidden.shape) if needs[0] else d_hidden, d_weight, d_bias
 
@@ -293,7 +294,7 @@ class _SpladeHead(torch.autograd.Function):
             hidden, weight, bias, list(rows), steps, out_dtype, argmax, _winner_dtype(hidden.shape[-2]), even
         )  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, winner, peak, per_element, *rows)
-        ctx.steps, ctx.argmax = steps, argmax
+        ctx.steps, ctx.argmax, ctx.even = steps, argmax, even
         positions = _positions(winner, values, argmax)
         ctx.mark_non_differentiable(positions)
         return values, positions
@@ -315,6 +316,7 @@ class _SpladeHead(torch.autograd.Function):
             per_element,
             ctx.argmax,
             needs,
+            ctx.even,
         )
         wanted = (g if n else None for g, n in zip(grads, needs))
         return *wanted, None, None, None, None, *(None for _ in rows)
@@ -353,7 +355,7 @@ def _fake_train(hidden, weight, bias, rows, steps, out_dtype, argmax, winner_dty
 
 
 def _fake_backward(
-    grad, hidden, weight, bias, rows, steps, winner, peak, per_element, argmax, needs
+    grad, hidden, weight, bias, rows, steps, winner, peak, per_element, argmax, needs, even=False
 ):
     out = []
     for t, n in zip((hidden, weight, bias), needs):
