@@ -33,9 +33,8 @@ def search(
         for name in ("_APART", "_COMPILED"):
             patch.setattr(index_search, name, 1 << 40 if by_aten else 0)
         used = []
-        patch.setattr(
-            native, "best_keys", lambda *a, f=native.best_keys: (used.append(1), f(*a))[1]
-        )
+        best_keys = native.Segments.best_keys
+        patch.setattr(native.Segments, "best_keys", lambda *a: (used.append(1), best_keys(*a))[1])
         found = index.search(q, k, **filters)
         assert bool(used) == (not by_aten and k > 0 and len(index) > 0 and len(q) > 0)
         return found
@@ -62,14 +61,18 @@ def test_the_bits_are_those_of_aten(seed, n, k, b, steps, barred):
 
 
 def test_segments_and_chunks(monkeypatch):
-    """Chunks of 16,384 documents, and two segments."""
-    monkeypatch.setattr(segment, "CAPACITY", 30_000)
+    """Chunks of 16,384 documents, and segments that one thread searches, or several do."""
+    monkeypatch.setattr(segment, "CAPACITY", 20_000)
     g = torch.Generator().manual_seed(0)
     dense = torch.rand(50_000, V, generator=g) * (torch.rand(50_000, V, generator=g) < 0.2)
     index = SparseIndex.build(dense)
-    assert len(index.operands()[1]) == 2
+    assert len(index.operands()[1]) == 3
+    deny = (torch.rand(50_000, 2, generator=g) < 0.3).T  # whose rows do not lie in one piece
     for k in (1, 100, 5000):
-        alike(index, torch.rand(2, V, generator=g), k)
+        for threads in (1, 2):
+            monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+            alike(index, torch.rand(2, V, generator=g), k)
+            alike(index, torch.rand(2, V, generator=g), k, deny=deny)
 
 
 def test_what_is_not_finite():

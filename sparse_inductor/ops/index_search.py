@@ -45,8 +45,9 @@ _lib.define(
 _SAMPLE = 8192  # scores looked at for a first guess of the k-th: a fortieth of the time of a full selection
 
 
-_APART = 1 << 14  # documents in a segment from which a thread's work outweighs handing it over
-_COMPILED = 1 << 11  # documents in a segment from which C++ is worth compiling
+_APART = 1 << 14  # documents from which a thread's work outweighs handing it over
+_COMPILED = 1 << 11  # documents from which C++ is worth compiling
+_JOBS = 4  # a thread, so that none ends long after the others; each begins without a bound
 _NONE = -(1 << 63)  # the key of a NaN
 
 
@@ -59,6 +60,7 @@ def _with_own_marks(search: _Search) -> _Search:
     def each(
         query: Tensor, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
+        barred = barred.contiguous()  # a mask may be transposed
         if barred.dim() == 1:
             return search(query, postings, counts, barred, k)
         if len(barred) != len(query):
@@ -81,40 +83,34 @@ def _search_cpu(
     from ..kernels.sparse_scores import cpu as native
 
     B, query = query.shape[0], query.float().contiguous()
-    first = [sum(counts[:s]) for s in range(len(counts))]
-    marks = [part if bool(part.any()) else None for part in barred.split(list(counts))]
-    compiled = max(counts, default=0) >= _COMPILED and native.ready()
+    documents, first = sum(counts), [0, *itertools.accumulate(counts)]
+    threads = torch.get_num_threads() if documents >= _APART else 1
+    if documents and documents >= _COMPILED and native.ready():
+        segments = native.Segments(postings, counts, barred if bool(barred.any()) else None)
+        parts = 1 if threads == 1 else min(len(counts), -(-_JOBS * threads // max(B, 1)))
+        edges = [i * len(counts) // parts for i in range(parts + 1)]
+        runs = [range(*ends) for ends in itertools.pairwise(edges)]
+        search = lambda b, run: segments.best_keys(query[b], k, run)
+    else:
+        runs, marks = [range(s, s + 1) for s, n in enumerate(counts) if n], barred.split([*counts])
 
-    def search(b: int, segment: int) -> Tensor:
-        offsets, docs, weights = postings[3 * segment : 3 * segment + 3]
-        n, start, out = counts[segment], first[segment], marks[segment]
-        if compiled:
-            lists = (offsets, docs, weights)
-            return native.best_keys(lists, query[b], out, n, start, min(k, n))
-        terms = query[b].nonzero().squeeze(1)
-        edges = torch.stack((offsets[terms], offsets[terms + 1])).tolist()
-        sums = torch.zeros(n, dtype=torch.float64, device="cpu")
-        for low, high, w in zip(*edges, query[b, terms].tolist()):
-            if high > low:
-                sums.index_add_(0, docs[low:high], weights[low:high].double(), alpha=w)
-        allowed = None if out is None else (~out).nonzero().squeeze(1)
-        found = sums.float() if allowed is None else sums[allowed].float()
-        return _best_keys(found, start, k, allowed)
+        def search(b: int, run: range) -> Tensor:
+            (s,) = run
+            return _best_of_segment(query[b], postings[3 * s : 3 * s + 3], marks[s], first[s], k)
 
     # A tenth of the time of isfinite.
     sound = (query.abs().amax(1) < float("inf")).tolist() if query.numel() else [True] * B
-    jobs = [(b, s) for b in range(B) for s in range(len(counts)) if sound[b] and counts[s] and k]
+    jobs = [(b, run) for b in range(B) if sound[b] for run in runs] if k else []
     keys: list[list[Tensor]] = [[] for _ in range(B)]
-    apart = len(jobs) > 1 and max(counts) >= _APART
-    each = workers().map if apart else map
+    each = workers().map if len(jobs) > 1 and documents >= _APART else map
     for (b, _), found in zip(jobs, each(lambda job: search(*job), jobs)):
         keys[b].append(found)
         if len(keys[b]) == 16:  # a collection of many segments: hold few of their results
             keys[b] = [_largest(torch.cat(keys[b]), k)]
     best = torch.full((B, k), _NONE, device="cpu")
-    for row, parts in zip(best, keys):
-        if parts:
-            top = _largest(torch.cat(parts), k)
+    for row, parts_ in zip(best, keys):
+        if parts_:
+            top = _largest(torch.cat(parts_), k)
             row[: len(top)] = top
     scores, ids = scores_and_ids(best)
     live = scores > float("-inf")
@@ -123,6 +119,23 @@ def _search_cpu(
         if not sound[b]:
             scores[b] = float("nan")
     return scores, ids
+
+
+def _best_of_segment(
+    query: Tensor, postings: Sequence[Tensor], barred: Tensor, first: int, k: int
+) -> Tensor:
+    """Keys of a set of documents of one segment that holds the k best, by ATen's operations."""
+    offsets, docs, weights = postings
+    terms = query.nonzero().squeeze(1)
+    edges = torch.stack((offsets[terms], offsets[terms + 1])).tolist()
+    sums = torch.zeros(len(barred), dtype=torch.float64, device="cpu")
+    for low, high, w in zip(*edges, query[terms].tolist()):
+        if high > low:
+            sums.index_add_(0, docs[low:high], weights[low:high].double(), alpha=w)
+    if not bool(barred.any()):
+        return _best_keys(sums.float(), first, k)
+    allowed = (~barred).nonzero().squeeze(1)
+    return _best_keys(sums[allowed].float(), first, k, allowed)
 
 
 def _best_keys(scores: Tensor, first: int, k: int, places: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-// What searching a SparseIndex on a CPU does in C++: the search of one segment for one query, and checksums of documents.
+// What searching a SparseIndex on a CPU does in C++: the search of segments for one query, and checksums of documents.
 
 #include <algorithm>
 #include <cstdint>
@@ -33,6 +33,13 @@ float score_of(int64_t key) {
 constexpr int64_t kChunk = 1 << 14;  // documents whose sums stay in a core's cache
 constexpr int64_t kBlock = 64;       // documents that are compared with the bound at once, weights with 0
 
+struct Segment {
+  int64_t count;
+  const int64_t* offsets;
+  const int32_t* docs;
+  const float* weights;
+};
+
 // The postings of a term of the query that have not been added up yet, and its weight.
 struct List {
   int64_t next, end;
@@ -44,21 +51,21 @@ struct List {
 // Sums are fp64, in the order of the query's terms, and products are rounded before they are added (-ffp-contract=off):
 // the bits are those of ATen's index_add_.
 //
-// Writes the keys of the k best of n documents to `best`, in no order, and returns how many there are.
+// Writes the keys of the k best documents of some segments to `best`, in no order, and returns how many there are.
 //
-// offsets [num_terms + 1], docs and weights [postings]; query [num_terms], finite; barred [n] or null: documents
-// that are in no result; first: the id of document 0.
+// segments: of each segment its documents and addresses: offsets [num_terms + 1], docs and weights [postings]. query
+// [num_terms], finite. first: the id of document 0. barred: null, or of each document whether it is in no result.
 extern "C" int64_t sparse_index_search(
-    const int64_t* offsets, const int32_t* docs, const float* weights, const float* query, int64_t num_terms,
-    int64_t n, const bool* barred, int64_t first, int64_t k, int64_t* best) {
-  std::vector<List> lists;
+    const Segment* segments, int64_t num_segments, const float* query, int64_t num_terms, int64_t first,
+    const bool* barred, int64_t k, int64_t* best) {
+  std::vector<int64_t> terms;
   for (int64_t low = 0; low < num_terms; low += kBlock) {
     const int64_t high = std::min(low + kBlock, num_terms);
     int some = 0;
     for (int64_t t = low; t < high; ++t) some |= query[t] != 0;
     if (!some) continue;
     for (int64_t t = low; t < high; ++t) {
-      if (query[t] != 0) lists.push_back({offsets[t], offsets[t + 1], query[t]});
+      if (query[t] != 0) terms.push_back(t);
     }
   }
   // The best so far and those that may yet be among them; a score that is not above the bound comes too late.
@@ -73,28 +80,37 @@ extern "C" int64_t sparse_index_search(
     bound = score_of(*std::min_element(found.begin(), found.end()));
     bounded = true;
   };
-  std::vector<double> scratch(std::min(n, kChunk));
-  for (int64_t start = 0; start < n; start += kChunk) {
-    const int64_t end = std::min(start + kChunk, n);
-    std::fill(scratch.begin(), scratch.end(), 0.0);
-    double* const sums = scratch.data() - start;
-    for (List& list : lists) {
-      int64_t i = list.next;
-      for (; i < list.end && docs[i] < end; ++i) sums[docs[i]] += static_cast<double>(weights[i]) * list.value;
-      list.next = i;
-    }
-    for (int64_t low = start; low < end; low += kBlock) {
-      const int64_t high = std::min(low + kBlock, end);
-      int above = !bounded;
-      for (int64_t d = low; d < high; ++d) above |= sums[d] > bound;
-      if (!above) continue;
-      for (int64_t d = low; d < high; ++d) {
-        const float score = static_cast<float>(sums[d]);
-        if ((!bounded || score > bound) && !(barred && barred[d]))
-          found.push_back(key_of(score, first + d));
+  std::vector<double> scratch(kChunk);
+  std::vector<List> lists(terms.size());
+  for (const Segment* s = segments; s < segments + num_segments; ++s) {
+    const int32_t* const docs = s->docs;
+    const float* const weights = s->weights;
+    for (size_t i = 0; i < terms.size(); ++i)
+      lists[i] = {s->offsets[terms[i]], s->offsets[terms[i] + 1], query[terms[i]]};
+    for (int64_t start = 0; start < s->count; start += kChunk) {
+      const int64_t end = std::min(start + kChunk, s->count);
+      std::fill_n(scratch.begin(), end - start, 0.0);
+      double* const sums = scratch.data() - start;
+      for (List& list : lists) {
+        int64_t i = list.next;
+        for (; i < list.end && docs[i] < end; ++i) sums[docs[i]] += static_cast<double>(weights[i]) * list.value;
+        list.next = i;
       }
-      if (static_cast<int64_t>(found.size()) >= most) keep();
+      for (int64_t low = start; low < end; low += kBlock) {
+        const int64_t high = std::min(low + kBlock, end);
+        int above = !bounded;
+        for (int64_t d = low; d < high; ++d) above |= sums[d] > bound;
+        if (!above) continue;
+        for (int64_t d = low; d < high; ++d) {
+          const float score = static_cast<float>(sums[d]);
+          if ((!bounded || score > bound) && !(barred && barred[d]))
+            found.push_back(key_of(score, first + d));
+        }
+        if (static_cast<int64_t>(found.size()) >= most) keep();
+      }
     }
+    first += s->count;
+    if (barred) barred += s->count;
   }
   if (static_cast<int64_t>(found.size()) > k) keep();
   std::copy(found.begin(), found.end(), best);

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from ...threads import workers
 from ..common.native import compiled
 
-__all__ = ["best_keys", "checksum", "ready"]
+__all__ = ["Segments", "checksum", "ready"]
 
 log = logging.getLogger("sparse_inductor")
 
@@ -31,7 +33,7 @@ _library: ctypes.CDLL | None = None
 
 
 def ready(wait: bool = False) -> bool:
-    """Whether `best_keys` can be called; the first question has it compiled. wait: answer when that has ended."""
+    """Whether `Segments` can be searched; the first question has it compiled. wait: answer when that has ended."""
     compiling = _begin()
     if wait:
         compiling.join()
@@ -45,28 +47,44 @@ def _begin() -> threading.Thread:
     return thread
 
 
-def best_keys(
-    postings: tuple[Tensor, Tensor, Tensor],
-    query: Tensor,
-    barred: Tensor | None,
-    documents: int,
-    first: int,
-    k: int,
-) -> Tensor:
-    """int64 keys (`sparse_inductor.aten.top`) of the k best documents of a segment, in no order.
+class Segments:
+    """Segments of documents in the form in which C++ reads them.
 
-    postings: offsets int64 [V + 1], docs int32, weights fp32. query: fp32 [V], finite. barred: bool [documents], or
-    None. first: the id of the segment's first document.
+    postings: three tensors a segment: offsets int64 [V + 1], docs int32, weights fp32. counts: documents of each.
+    barred: bool, the documents of all segments that are in no result, or None.
     """
-    assert _library is not None
-    offsets, docs, weights = postings
-    keys = torch.empty(k, dtype=torch.int64, device="cpu")
-    pointers = [t.data_ptr() for t in (offsets, docs, weights, query)]
-    marks = 0 if barred is None else barred.data_ptr()
-    count = _library.sparse_index_search(
-        *pointers, query.numel(), documents, marks, first, k, keys.data_ptr()
-    )
-    return keys[:count]
+
+    def __init__(
+        self, postings: Sequence[Tensor], counts: Sequence[int], barred: Tensor | None
+    ) -> None:
+        self.first = [0, *itertools.accumulate(counts)]  # the id of each segment's first document
+        addresses = [t.data_ptr() for t in postings]
+        lists = [
+            number for i, n in enumerate(counts) for number in (n, *addresses[3 * i : 3 * i + 3])
+        ]
+        self._lists = torch.tensor(lists, dtype=torch.int64, device="cpu")
+        self._held = postings, barred
+
+    def best_keys(self, query: Tensor, k: int, segments: range) -> Tensor:
+        """int64 keys (`sparse_inductor.aten.top`) of the k best documents of some segments, in no order.
+
+        query: fp32 [V], finite.
+        """
+        assert _library is not None
+        first, end = self.first[segments.start], self.first[segments.stop]
+        barred = self._held[1]
+        keys = torch.empty(min(k, end - first), dtype=torch.int64, device="cpu")
+        count = _library.sparse_index_search(
+            self._lists.data_ptr() + 32 * segments.start,
+            len(segments),
+            query.data_ptr(),
+            query.numel(),
+            first,
+            0 if barred is None else barred.data_ptr() + first,
+            k,
+            keys.data_ptr(),
+        )
+        return keys[:count]
 
 
 def checksum(t: Tensor, keys: Tensor) -> tuple[int, int]:
@@ -95,7 +113,7 @@ def _load() -> None:
         return
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     search = library.sparse_index_search
-    search.argtypes = [*[pointer] * 4, number, number, pointer, number, number, pointer]
+    search.argtypes = [pointer, number, pointer, number, number, pointer, number, pointer]
     search.restype = number
     add = library.sparse_index_checksum
     add.argtypes = [pointer, number, number, number, pointer, number, pointer]
