@@ -528,6 +528,26 @@ def test_documents_that_come_one_at_a_time_make_few_segments(weights):
         assert holds(index, dense)
 
 
+def test_appends_wait_for_no_large_merge(monkeypatch):
+    """A merge reads a bounded number of postings, and the segments are as few as that allows."""
+    most = 60
+    monkeypatch.setattr(contents, "_MERGED", most)
+    merged, join = [], contents.Segment.join
+    monkeypatch.setattr(
+        contents.Segment, "join", lambda parts: (merged.append(join(parts).nnz), join(parts))[1]
+    )
+    dense = collection(200)
+    index = SparseIndex.build(dense[:100])
+    for row in dense[100:]:
+        index.append([row])
+    assert max(merged[1:]) <= most < index._contents.segments[0].nnz
+    nnz = [s.nnz for s in index._contents.segments[1:]]
+    assert len(nnz) <= 2 * sum(nnz) / most + 6
+    assert holds(index, dense)
+    index.delete([0, 150])
+    assert index._contents.compacted().counts == [198]
+
+
 def test_merging_keeps_the_order_and_the_capacity(monkeypatch):
     monkeypatch.setattr(contents.segment, "CAPACITY", 16)
     dense = collection(90)

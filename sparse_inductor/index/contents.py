@@ -22,6 +22,10 @@ __all__ = ["Contents", "own_settings", "segments_of"]
 # often.
 _RATIO = 4
 
+# Postings of the largest segment that comes of it: they are merged in some 15 ms, for which one append waits. A search
+# of segments of so many takes up to a third longer than one of full segments.
+_MERGED = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
@@ -68,7 +72,7 @@ class Contents:
         if not new:
             return self
         deleted = _longer(self.deleted, sum(s.count for s in new))
-        merged = _merged(self.segments, new, always=self.device.type == "cuda")
+        merged = _merged(self.segments, new, full=self.device.type == "cuda")
         return dataclasses.replace(self._with(merged), deleted=deleted)
 
     def marked(self, ids: Tensor) -> Contents:
@@ -88,13 +92,13 @@ class Contents:
         """Without the deleted documents, which renumbers the others."""
         left = (~self.deleted).split(self.counts)
         kept = [s.taken(there.nonzero().squeeze(1)) for s, there in zip(self.segments, left)]
-        empty = Contents.empty(self.num_terms, self.device)
-        return empty.appended([s for s in kept if s.count])
+        joined = _merged((), [s for s in kept if s.count], full=True)
+        return Contents.empty(self.num_terms, self.device).appended(joined)
 
     def to(self, device: torch.device) -> Contents:
         """The same on another device."""
         segments = [s.to(device) for s in self.segments]
-        merged = _merged((), segments, always=device.type == "cuda")
+        merged = _merged((), segments, full=True) if device.type == "cuda" else segments
         return Contents.of(self.num_terms, merged, self.deleted.to(device))
 
     def _with(self, segments: Iterable[Segment]) -> Contents:
@@ -180,19 +184,19 @@ def segments_of(
     return made
 
 
-def _merged(old: Sequence[Segment], new: Sequence[Segment], always: bool) -> list[Segment]:
-    """Old and new segments, each new one merged with those before it that it outweighs (`always`: with all that fit,
-    for a GPU, which searches few segments faster and makes one piece of their rows anyway)."""
+def _merged(old: Sequence[Segment], new: Sequence[Segment], full: bool) -> list[Segment]:
+    """Old and new segments, each new one merged with those before it that it outweighs (`full`: with all that fit, for
+    a GPU, which searches few segments faster and makes one piece of their rows anyway)."""
     done = list(old)
     for s in new:
-        group, count = [s], s.count
+        group, count, nnz = [s], s.count, s.nnz
         while (
             done
             and done[-1].count + count <= segment.CAPACITY
-            and (always or done[-1].count <= _RATIO * count)
+            and (full or (done[-1].count <= _RATIO * count and done[-1].nnz + nnz <= _MERGED))
             and done[-1].joins(s)
         ):
             group.append(done.pop())
-            count += group[-1].count
+            count, nnz = count + group[-1].count, nnz + group[-1].nnz
         done.append(Segment.join(group[::-1]))
     return done
