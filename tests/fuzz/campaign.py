@@ -126,9 +126,7 @@ class Drawing:
         """The program of a seed, compiled to the last stage whose turn it is."""
         turn = [s for s, share in self.shares.items() if share and seed % round(1 / share) == 0]
         program = generate(seed, self.families)
-        if "again" in program.hazards:  # nobody else would merge what is computed twice
-            turn = turn or [STAGES[1]]
-        return dataclasses.replace(program, stage=turn[-1] if turn else STAGES[0])
+        return dataclasses.replace(program, stage=turn[-1]) if turn else program
 
 
 def _run(seeds: Sequence[int], drawing: Drawing) -> Tally:

@@ -79,6 +79,8 @@ class Result:
     grads: list[Tensor | None] = dataclasses.field(default_factory=list)
     inputs: list[Tensor] = dataclasses.field(default_factory=list)
     aliases: frozenset[tuple[str, str]] = frozenset()
+    refused: list[str] = dataclasses.field(default_factory=list)
+    """For each output, what is raised when the caller writes to it."""
     error: BaseException | None = None
     where: str = ""
     random: Tensor | None = None
@@ -249,6 +251,7 @@ def run(
                 result.where = "backward"
                 leaves = [a for a in arguments if a.requires_grad and a.is_leaf]
                 result.grads = gradients(outputs, leaves, cotangents(outputs))
+                result.refused = [_refused(o) for o in outputs]
     except Exception as error:
         result.error = error
     return result
@@ -256,6 +259,14 @@ def run(
 
 def _copies_of_what_is_saved() -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
+
+
+def _refused(output: Tensor) -> str:
+    try:
+        output.zero_()
+    except RuntimeError as error:
+        return _line(error)
+    return ""
 
 
 def _wide(t: Tensor) -> Tensor:
@@ -324,6 +335,8 @@ def differences(
         of += [("requires_grad", got.needs_grad[i], other.needs_grad[i])]
         if a.numel() and a.shape == b.shape:
             of.append(("stride", _strides(a), _strides(b)))
+        if got.refused and other.refused and bool(got.refused[i]) != bool(other.refused[i]):
+            of.append(("write", got.refused[i] or "allowed", other.refused[i] or "allowed"))
         found += [finding(kind, f"output {i}", f"{x}, not {y}") for kind, x, y in of if x != y]
     leaves = [i.name for i in program.inputs if i.grad]
     pairs += [("gradient", n, a, b) for n, a, b in zip(leaves, got.grads, other.grads)]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from . import vocabulary
-from .program import Input, Program, Step
+from .program import STAGES, Input, Program, Step
 
 __all__ = ["FAMILIES", "generate"]
 
@@ -636,6 +636,7 @@ def generate(
         dynamic=r.choices([None, True, False], [78, 12, 10])[0],
         autocast=m.floats == torch.float32 and r.random() < 0.06,
         exact=exact,
+        stage=STAGES["again" in hazards],  # nobody else would merge what is computed twice
         module=r.random() < 0.3,
         families=tuple(dict.fromkeys(chosen)),
     )

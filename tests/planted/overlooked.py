@@ -22,12 +22,14 @@ from fuzz.kept import kept, tensor
 from fuzz.program import Program
 from fuzz.vocabulary import entmax15, negate_
 from planted.bug import Plant, instead, result
+from sparse_inductor import compat, graph_run
 from sparse_inductor.aten import sparse_scores as scores
 from sparse_inductor.graph import checks, effects
 from sparse_inductor.graph.view import GraphView
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.comparisons import Edge
 from sparse_inductor.match.entmax.layout import Attention
+from sparse_inductor.match.feed_forward import readers
 from sparse_inductor.match.scoring.scored import Scores
 from sparse_inductor.ops import _linear_max_aten as head
 from sparse_inductor.ops import _relu_ffn_aten as block
@@ -50,7 +52,7 @@ class Overlooked:
     values: str | None = None
     drawn: Callable[[Program], bool] = lambda program: True
     by_verify: bool = True
-    """verify looks at the first call."""
+    """verify looks at the first call, and at one rewrite at a time."""
 
 
 # --- Writers ------------------------------------------------------------------------------------------
@@ -323,6 +325,26 @@ def weights_in_bfloat16(q, ids, w):
     return ((q[:, ids] * w.to(torch.bfloat16).to(torch.float32)).sum(-1),)
 
 
+@kept(**_BLOCK)
+def statistic_in_eight_bits(x, up, down):
+    h = F.relu(F.linear(x, up))
+    return F.linear(h, down), h.to(torch.float8_e4m3fn).to(h.dtype).sum()
+
+
+# --- Results: tensors of their own ------------------------------------------------------------------------
+
+
+@kept(**_LEARNT)
+def computed_again(x, w):
+    y = F.relu(F.linear(x, w)).amax(1)
+    return y, F.relu(F.linear(x.detach(), w)).amax(1)
+
+
+@kept(**{**_BLOCK, "x": tensor((4, 8), grad=True)}, training=True, sizes=({}, {}))
+def written_to_by_the_caller(x, up, down):
+    return (F.linear(F.relu(F.linear(x, up)), down),)
+
+
 # --- Ties, NaN, infinities, and what was decided before --------------------------------------------------
 
 
@@ -443,6 +465,17 @@ def _narrowed_query(program: Program) -> bool:
     return any(f"{name} @" in program.source() for name in narrowed)
 
 
+def _statistic_of_a_cast(program: Program) -> bool:
+    source = program.source()
+    narrowed = re.findall(r"(\w+) = .*(?:float16|half\(|float8)", source)
+    read = "|".join(narrowed)
+    return bool(narrowed and re.search(rf"r\d+ = ({read})\.(abs|mean|square)", source))
+
+
+def _called_again(program: Program) -> bool:
+    return program.training and len(program.sizes) > 1
+
+
 def _masked_again(program: Program) -> bool:
     return program.sizes[1:] == program.sizes[:1] and "masked_fill" in program.source()
 
@@ -491,6 +524,31 @@ OVERLOOKED = (
     ),
     Overlooked(
         "cast of documents dropped", _VALUES, weights_in_bfloat16, "sparse_scores", _NARROWED
+    ),
+    Overlooked(
+        "cast of a statistic dropped",
+        result(readers, "rounds", lambda narrows: False),
+        statistic_in_eight_bits,
+        "relu_ffn",
+        ("narrowed", "read", "read", "read"),
+        drawn=_statistic_of_a_cast,
+    ),
+    Overlooked(
+        "equal calls merged",
+        instead(graph_run, "keep_apart", lambda keep_apart, graph: None),
+        computed_again,
+        "splade_head",
+        ("again",),
+        by_verify=False,
+    ),
+    Overlooked(
+        "results are views",
+        instead(compat, "views_untracked", lambda untracked: contextlib.nullcontext()),
+        written_to_by_the_caller,
+        "relu_ffn",
+        (),
+        drawn=_called_again,
+        by_verify=False,
     ),
     Overlooked(
         "the last of equal maxima",
