@@ -381,8 +381,8 @@ def test_a_gradient_that_is_not_finite_reaches_the_positions_that_it_reaches_in_
         return (y.amax(1) if spelled == "amax" else y.max(1)[0]) * scale
 
     mask, scale = torch.ones(2, 5), torch.ones(2, 8)
-    mask[1, 3:] = 0
-    scale[:, ::3] = value
+    mask[1, 1:] = 0  # and its maxima are 0 where the first logit is not positive
+    scale[1, ::2] = value
     x = torch.randn(2, 5, 6, requires_grad=True)
     assert _assert_as_eager(head, x, mask, scale, training=True) == ["splade_head"]
 

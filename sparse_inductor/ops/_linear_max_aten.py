@@ -197,11 +197,11 @@ def backward(
         slope = _slopes(grad, rows, low, winner, peak)
         return _from_columns(slope, winner, hidden, weight, bias, needs)
     tied = winner < -1
-    if even:  # where the gradient is not finite, so is 0 times it, which all others get
-        tied |= ~grad.isfinite()
-    some = bool(tied.any())
+    # Where the gradient is not finite, so is 0 times it, which all others get.
+    all_get_one = ~grad.isfinite() if even else torch.zeros_like(tied)
+    some = bool((tied | all_get_one).any())
     if some:
-        winner = torch.where(winner < -1, -2 - winner, winner)
+        winner = torch.where(tied, -2 - winner, winner)
     slope = _slopes(grad, rows, low, winner, peak)
     shares = None
     if some:
@@ -209,6 +209,7 @@ def backward(
         p = low.plan
         lowest = run(p.scalar, peak.new_full((), float("-inf")))
         tied &= (slope != 0) | peak.isnan() | (run(p.scalar, peak) != lowest)
+        tied |= all_get_one
         shares = _shares(tied, grad, hidden, weight, bias, rows, low, winner)
         slope = slope.masked_fill(tied, 0.0)
     if hidden.sum().isfinite() and weight.sum().isfinite():
