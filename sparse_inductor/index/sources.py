@@ -390,10 +390,10 @@ def _check_values(block: Entries, num_terms: int, first: int) -> None:
     if low < 0 or high >= num_terms:
         bad = (block.terms < 0) | (block.terms >= num_terms)
         fail(bad, f"term id {{term}} is not in [0, {num_terms})")
-    if not bool(torch.isfinite(block.weights).all()):
-        bad = ~torch.isfinite(block.weights)
-        fail(bad, "the weight of term {term} is {weight}; it must be finite")
     if not bool(torch.isfinite(block.weights.float()).all()):
+        bad = ~torch.isfinite(block.weights)
+        if bool(bad.any()):
+            fail(bad, "the weight of term {term} is {weight}; it must be finite")
         bad = ~torch.isfinite(block.weights.float())
         fail(bad, "the weight of term {term} is {weight}; it does not fit float32")
 
@@ -418,11 +418,12 @@ def merged(entries: Entries, num_terms: int) -> Rows:
     keys = rows * num_terms + terms
     if terms.numel() > 1 and not bool((keys[1:] > keys[:-1]).all()):
         keys, order = torch.sort(keys, stable=True)
-        weights = weights[order]
-        keys, inverse = torch.unique_consecutive(keys, return_inverse=True)
-        sums = torch.zeros(keys.numel(), dtype=torch.float64, device=keys.device)
-        weights = sums.index_add_(0, inverse, weights.double())
-        rows, terms = torch.div(keys, num_terms, rounding_mode="floor"), keys % num_terms
+        terms, weights = terms[order], weights[order]  # each within its row
+        if not bool((keys[1:] > keys[:-1]).all()):
+            keys, inverse = torch.unique_consecutive(keys, return_inverse=True)
+            sums = torch.zeros(keys.numel(), dtype=torch.float64, device=keys.device)
+            weights = sums.index_add_(0, inverse, weights.double())
+            rows, terms = torch.div(keys, num_terms, rounding_mode="floor"), keys % num_terms
     weights = weights.to(torch.float32, copy=True)
     kept = weights != 0
     if not bool(kept.all()):
