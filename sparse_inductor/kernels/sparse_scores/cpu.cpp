@@ -30,6 +30,14 @@ float score_of(int64_t key) {
   return score;
 }
 
+constexpr int64_t kMarks = sizeof(uint64_t);  // marks that are read at once
+
+bool all_marked(const bool* marks) {
+  uint64_t word;
+  std::memcpy(&word, marks, sizeof word);
+  return word == 0x0101010101010101u;
+}
+
 constexpr int64_t kChunk = 1 << 14;  // documents whose sums stay in a core's cache
 constexpr int64_t kBlock = 64;       // documents that are compared with the bound at once, weights with 0
 
@@ -102,6 +110,10 @@ extern "C" int64_t sparse_index_search(
         for (int64_t d = low; d < high; ++d) above |= sums[d] > bound;
         if (!above) continue;
         for (int64_t d = low; d < high; ++d) {
+          if (barred && d + kMarks <= high && all_marked(barred + d)) {
+            d += kMarks - 1;
+            continue;
+          }
           const float score = static_cast<float>(sums[d]);
           if ((!bounded || score > bound) && !(barred && barred[d]))
             found.push_back(key_of(score, first + d));
