@@ -16,8 +16,15 @@ pytestmark = pytest.mark.usefixtures("nan_filled_memory", "any_length")
 
 
 @pytest.fixture
-def any_length(monkeypatch):
+def narrow():
+    """Key tiles that send a block to the two passes at once: 0 for none, unless a test is given another."""
+    return 0
+
+
+@pytest.fixture
+def any_length(narrow, monkeypatch):
     monkeypatch.setattr(entmax_attention_lists, "MIN_KEYS", 0)
+    monkeypatch.setattr(entmax_attention_lists, "NARROW_SPAN", narrow)
 
 
 def sizes(device, **keywords):
@@ -41,6 +48,7 @@ def left(q, k, v, **keywords):
     return out
 
 
+@pytest.mark.parametrize("narrow", [0, 24])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("lengths", [heavy((40, 130)), heavy((130, 130)), (17, 64)])
 def test_peaked_rows_need_no_block_pass(lengths, causal, device):
@@ -49,6 +57,7 @@ def test_peaked_rows_need_no_block_pass(lengths, causal, device):
     assert not left(q, k, v, causal=causal).any()
 
 
+@pytest.mark.parametrize("narrow", [0, heavy(24)])
 @pytest.mark.parametrize("alpha", [1.4, heavy(2.0), heavy(3.0)])
 def test_any_alpha(alpha, device):
     check(*operands(device, **sizes(device)), alpha_value=alpha, tolerance=1e-5)
@@ -90,6 +99,7 @@ def test_broad_rows_need_no_block_pass(alpha, causal, device):
     assert left(q, k, v, alpha_value=alpha, causal=causal).float().mean() < 0.3
 
 
+@pytest.mark.parametrize("narrow", [0, heavy(24)])
 @pytest.mark.heavy
 @pytest.mark.parametrize("causal", [heavy(False), True])
 def test_each_row_goes_its_own_way(causal, device):
@@ -147,6 +157,7 @@ def kept(form, B, Lq, Lk):
     + [heavy("nothing", way) for way in ("bool", "fill", "added")]
     + [heavy("scattered", way) for way in ("bool", "fill", "added", "infinite")],
 )
+@pytest.mark.parametrize("narrow", [0, 24])
 def test_masks(form, way, device):
     """Tiles that a mask takes out are not looked at; rows without keys give what the program gives."""
     B = 2 if "padding" in form or device.type == "cuda" else 1

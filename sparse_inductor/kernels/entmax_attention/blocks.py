@@ -21,11 +21,11 @@ from .problem import (
     key_range,
     key_scores,
     lane_sums,
-    larger,
     load_tile,
     open_rows,
     own_rows,
     product,
+    row_maxima,
     store_tile,
     tile_for,
 )
@@ -34,6 +34,7 @@ from .tau import (
     NEG_INF,
     POS_INF,
     SPREAD_NAN,
+    bracket,
     class_bound,
     clip,
     clip_to_one,
@@ -276,25 +277,21 @@ def _threshold_kernel(
     unfinished = 1
     while unfinished > 0:
         tiles = Tiles(whole, seen, every)
-        # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
         entries = tl.maximum(seen * C.BN, 1).to(tl.float32)
-        hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
         if BOUNDED:
             m = tl.load(reference + block.at, mask=i < head.Lq, other=0.0)
             lo = tl.load(shift + block.at, mask=i < head.Lq, other=-1.0)
             dead = i >= head.last_row
+            # A row with NaN or inf has no sum to search for.
+            idle = dead | (tl.abs(m) == POS_INF) | (m != m)
         else:
             top = tl.full([C.BM, C.BN], NEG_INF, tl.float32)
             top = _maxima(top, q, block, tiles, Row(block.factor, block.am1, zero, fill), C)
-            m = tl.reduce(top, 1, larger)
-            dead = (m == NEG_INF) | (i >= head.last_row)
-            m = tl.where(dead, 0.0, m)
-            lo = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 6)
+            m, dead, idle = row_maxima(top, i, head)
+            lo = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 4)
             lo = tl.maximum(lo - 1e-6, -1.0)
-        # A row with NaN or inf has no sum to search for.
-        idle = dead | (tl.abs(m) == POS_INF) | (m != m)
         row = Row(block.factor, block.am1, m, fill - m)
-        d = tl.minimum(lo, hi)
+        d, lo, hi, old = bracket(lo, entries, beta)
         bend = entries * beta
         rough = 0
         if C.KIND <= 0:
@@ -306,7 +303,6 @@ def _threshold_kernel(
                 d = _sampled(d, lo, hi, entries, q, block, whole, row, C)
         elif C.KIND != 2:
             d = _sampled(d, lo, hi, entries, q, block, whole, row, C)
-        old = (d, zero + POS_INF, zero)
         turn = 0
         searching = 1
         if DEFER:

@@ -28,18 +28,20 @@ from .candidates import (
     unpack,
 )
 from .problem import larger
-from .tau import NEG_INF, POS_INF, SPREAD_NAN, powers, root, step
+from .tau import NEG_INF, POS_INF, SPREAD_NAN, bracket, powers, root, step
 
-__all__ = ["LIST", "SOLVED", "broad_kernel", "gather_left"]
+__all__ = ["broad_kernel", "gather_left", "list_words"]
 
-# Records of a row and lane: two neighbours' scores and the first's column, 16 bytes. A list is a power of
-# two, so that none has a 4 GiB boundary inside.
+# Records of a row and lane: two neighbours' scores and the first's column, 16 bytes. The first of all lists follow
+# each other, then the second: lists are short, and what is read together stays in a cache.
 LIST = tl.constexpr(64)
 # A list with more takes no further tile, which may bring 8.
 ROOM = tl.constexpr(56)
 # A row with more of its 64 classes above the bound (about 220 entries at 62) would fill its lists. From
 # about 130 entries on block passes are the faster ones, but not for a few rows of a head.
 FILLED = tl.constexpr(62.0)
+# A record's two scores where there is none: -inf.
+NO_SCORES = tl.constexpr(-0x007FFFFF00800000)
 # Records of each list that are looked at together.
 CHUNK = tl.constexpr(8)
 # In a block's flag, beside the number of rows that are left to the block passes.
@@ -48,13 +50,19 @@ EXACT = tl.constexpr(5e-7)
 TURNS = tl.constexpr(64)
 
 
-def _append_source() -> tuple[str, str]:
+def list_words(rows: int) -> int:
+    """64-bit words of the lists of a block of rows, a power of two."""
+    return rows * 4 * LIST.value * 2
+
+
+def _append_source(rows: int) -> tuple[str, str]:
     """PTX and constraints of one tile's appends of a thread: 8 pairs of one row, without a branch.
 
     Out: low word of the list's end, whether the list was full. In: the same, low word of its start,
     high word, bound, first column, 16 scores in the columns' order. NaN is above every bound.
     """
-    room = ROOM.value * 16
+    step = rows * 64
+    room = ROOM.value * step
     lines = ["{", ".reg .pred p; .reg .b32 c, n; .reg .f32 y; .reg .b64 a;"]
     lines.append("mov.b32 $0, $2; mov.b32 $1, $3;")
     lines.append(f"sub.u32 n, $2, $4; setp.gt.u32 p, n, {room};")
@@ -64,20 +72,20 @@ def _append_source() -> tuple[str, str]:
         lines.append(f"max.NaN.f32 y, {one}, {two}; setp.gtu.f32 p, y, $6;")
         lines.append(f"mov.b64 a, {{$0, $5}}; add.u32 c, $7, {8 * e};")
         lines.append(f"@p st.global.v2.f32 [a], {{{one}, {two}}}; @p st.global.b32 [a+8], c;")
-        lines.append("@p add.u32 $0, $0, 16;")
+        lines.append(f"@p add.u32 $0, $0, {step};")
     lines.append("}")
     return "\n".join(lines), ",".join(["=&r", "=&r", "r", "r", "r", "r", "f", "r"] + ["f"] * 16)
 
 
-SOURCE, CONSTRAINTS = (tl.constexpr(x) for x in _append_source())
+SOURCE, CONSTRAINTS = (tl.constexpr(x) for x in _append_source(128))
 
 
 @triton.jit
-def _append_pair(off, bound, lists, column, x, y):
+def _append_pair(off, bound, lists, column, x, y, STEP: tl.constexpr):
     hit = (x > bound) | (y > bound) | (x != x) | (y != y)
     tl.store(lists + off // 8, pack(y.to(tl.int32, bitcast=True), x), mask=hit)
     tl.store(lists + off // 8 + 1, column.to(tl.int64), mask=hit)
-    return off + tl.where(hit, 16, 0)
+    return off + tl.where(hit, STEP, 0)
 
 
 @triton.jit
@@ -93,11 +101,12 @@ def _append(s, off, full, first, high, bound, lists, column, C: tl.constexpr):
             dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        over = off - first > ROOM * 16
+        STEP: tl.constexpr = C.BM * 64
+        over = off - first > ROOM * STEP
         full = tl.where(over, 1, full)
-        off = tl.where(over, first + ROOM * 16, off)
+        off = tl.where(over, first + ROOM * STEP, off)
         for n in tl.static_range(8):
-            off = _append_pair(off, bound, lists, column + 8 * n, x[n], y[n])
+            off = _append_pair(off, bound, lists, column + 8 * n, x[n], y[n], STEP)
     return off, full
 
 
@@ -137,24 +146,31 @@ def _bound(x, y, best, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _chunk(records, size, r):
+    """(pointers to records r:r + CHUNK of every list, whether there is one)."""
+    slot = r + tl.arange(0, CHUNK)[None, None, :]
+    return records[:, :, None] + slot * (records.shape[0] * 8), slot < size[:, :, None]
+
+
+@triton.jit
 def _list_chunk(records, size, r, m, factor, d):
     """u = max(x - d, 0) of records r:r + CHUNK of every list, of both scores; 0 beyond the end."""
-    slot = r + tl.arange(0, CHUNK)[None, None, :]
-    live = slot < size[:, :, None]
-    high, low = unpack(tl.load(records[:, :, None] + 2 * slot, mask=live, other=0))
+    at, live = _chunk(records, size, r)
+    high, low = unpack(tl.load(at, mask=live, other=NO_SCORES))
     m, factor, d = m[:, None, None], factor[:, None, None], d[:, None, None]
     x = (low - m) * factor - d
     y = (high.to(tl.float32, bitcast=True) - m) * factor - d
     u = tl.maximum(x, 0.0, propagate_nan=SPREAD_NAN)
     v = tl.maximum(y, 0.0, propagate_nan=SPREAD_NAN)
-    return tl.where(live, u, 0.0), tl.where(live, v, 0.0)
+    return u, v
 
 
 @relaunched
 @triton.jit
 def broad_kernel(
     q_desc, k_desc, x, spans, largest, scratch, lists, flags, reference, shift, total,
-    TRAINING: tl.constexpr, SLOTS: tl.constexpr, MINE: tl.constexpr, C: tl.constexpr,
+    TRAINING: tl.constexpr, SLOTS: tl.constexpr, LATE: tl.constexpr, MINE: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Programs stride over the flagged blocks of BM rows: thresholds and supports of broad rows.
 
@@ -162,12 +178,12 @@ def broad_kernel(
     starts[i] of the block's BM * SLOTS on: rows follow each other, so that long ones live off short
     ones. counts[i] = -1 where the row is left, reference and shift then being its maximum and a lower
     bound of tau - reference. flags[block] = SOLVED + the number of rows left. scratch: BM * 4 * LIST
-    records a program, 1024-byte aligned. MINE: at least as many as a program has blocks.
+    records a program, none of which has a 4 GiB boundary inside. MINE: at least as many as a program has
+    blocks.
     """
     BM: tl.constexpr = C.BM
     KIND: tl.constexpr = C.KIND
     SPANS: tl.constexpr = spans is not None
-    LATE: tl.constexpr = C.CAUSAL or SPANS
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     units = pid + tl.arange(0, MINE) * programs
@@ -180,15 +196,14 @@ def broad_kernel(
     rows, four, lane = block_lanes(BM)
     own = scratch + pid.to(tl.int64) * (BM * 4 * LIST * 2)
     index = rows[:, None] * 4 + four[None, :]
-    records = own + index * (LIST * 2)
+    records = own + index * 2
     if C.INTERPRETED:
-        first = index * (LIST * 16)
+        first = index * 16
         high = first
     else:
         address = records.to(tl.int64, bitcast=True)
         first = (address & 0xFFFFFFFF).to(tl.int32)
         high = (address >> 32).to(tl.int32)
-    zero = tl.zeros([BM], tl.float32)
     none = tl.zeros([BM, 4], tl.int32)
     for unit in range(pid, total, programs):
         bh, block = block_place(unit, blocks, heads, LATE)
@@ -201,26 +216,19 @@ def broad_kernel(
             for n in tl.range(0, fulls, num_stages=C.STAGES):
                 s = full_scores(run, full_tile + n, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
-            for n in tl.range(0, mixed, num_stages=1):
+            # Full tiles are enough for a bound where they are most of a block's.
+            early = tl.where(fulls < 2 * mixed, mixed, 0)
+            for n in tl.range(0, early, num_stages=1):
                 s, _first = mixed_scores(run, n, NEG_INF, SPANS, C)
                 top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
             # In the lists' layout: a bound in another would take every tile's scores along.
             class_x, class_y = split_lanes(top, BM)
             best = _best(class_x, class_y)
-            dead = i >= run.head.last_row
-            if not C.FINITE_FILL and not C.HAS_BIAS:
-                dead = dead | (best == NEG_INF)
             # Written so that NaN is left: its row's way is the block passes'.
-            wanted = (best > NEG_INF) & (best < POS_INF) & (dead == 0)
-            m = tl.where(dead, 0.0, best)
+            wanted = (best > NEG_INF) & (best < POS_INF) & (i < run.head.last_row)
             bound, filled = _bound(
-                class_x, class_y, m[:, None], factor[:, None], beta[:, None], KIND, 6
+                class_x, class_y, best[:, None], factor[:, None], beta[:, None], KIND, 4
             )
-            lo = tl.sum((bound - m[:, None]) * factor[:, None], 1)
-            # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
-            number = tl.maximum((fulls + mixed) * KEYS, 1).to(tl.float32)
-            hi = -tl.exp2(-tl.log2(number) / beta) + 1e-6
-            lo = tl.minimum(tl.maximum(lo, -1.0), hi)
             wanted = wanted & (tl.sum(filled, 1) <= FILLED)
             if C.FINITE_FILL or C.HAS_BIAS:
                 # A key that was not seen may be in the support.
@@ -230,23 +238,33 @@ def broad_kernel(
 
             off = first
             full = none
+            late = tl.where((some != 0) | (early < mixed), mixed, 0)
+            for n in tl.range(0, late, num_stages=1):
+                s, j = mixed_scores(run, n, NEG_INF, SPANS, C)
+                top = tl.maximum(top, s, propagate_nan=SPREAD_NAN)
+                off, full = _append(s, off, full, first, high, limit, own, lane + j, C)
+            class_x, class_y = split_lanes(top, BM)
+            best = _best(class_x, class_y)
+            dead = i >= run.head.last_row
+            if not C.FINITE_FILL and not C.HAS_BIAS:
+                dead = dead | (best == NEG_INF)
+            wanted = wanted & (best < POS_INF)
+            m = tl.where(dead, 0.0, best)
+            number = tl.maximum((fulls + mixed) * KEYS, 1).to(tl.float32)
+            lo = tl.maximum(tl.sum((bound - m[:, None]) * factor[:, None], 1), -1.0)
+            lo, low, hi, old = bracket(lo, number, beta)
             for n in tl.range(0, tl.where(some != 0, fulls, 0), num_stages=C.STAGES):
                 t = full_tile + n
                 s = full_scores(run, t, C)
                 off, full = _append(s, off, full, first, high, limit, own, lane + t * KEYS, C)
-            for n in tl.range(0, tl.where(some != 0, mixed, 0), num_stages=1):
-                s, j = mixed_scores(run, n, NEG_INF, SPANS, C)
-                off, full = _append(s, off, full, first, high, limit, own, lane + j, C)
             tl.debug_barrier()
-            size = (off - first) // 16
+            size = (off - first) // (BM * 64)
             full = tl.maximum(full, (size > ROOM).to(tl.int32))
             listed = wanted & (tl.max(full, 1) == 0)
             size = tl.where(listed[:, None], size, 0)
             longest = tl.max(tl.max(size, 1), 0)
 
             d = lo
-            old = (d, zero + POS_INF, zero)
-            low = lo
             number = tl.maximum(2 * tl.sum(size, 1), 1).to(tl.float32)
             turn = 0
             searching = (longest > 0).to(tl.int32)
@@ -272,7 +290,7 @@ def broad_kernel(
             for r in range(0, longest, CHUNK):
                 u, v = _list_chunk(records, size, r, m, factor, d)
                 kept += tl.sum((u != 0.0).to(tl.int32) + (v != 0.0).to(tl.int32), 2)
-            support = tl.sum(kept, 1)
+            support = tl.where(listed, tl.sum(kept, 1), 0)
             end = tl.cumsum(support, 0)
             space = tl.minimum(x.Lq - block * BM, BM) * SLOTS
             listed = listed & (end <= space)
@@ -283,9 +301,8 @@ def broad_kernel(
             at = start[:, None] + tl.cumsum(kept, 1) - kept
             for r in range(0, longest, CHUNK):
                 u, v = _list_chunk(records, size, r, m, factor, d)
-                slot = r + tl.arange(0, CHUNK)[None, None, :]
-                there = slot < size[:, :, None]
-                column = tl.load(records[:, :, None] + 2 * slot + 1, mask=there, other=0)
+                at_record, live = _chunk(records, size, r)
+                column = tl.load(at_record + 1, mask=live, other=0)
                 column = column.to(tl.int32)  # the high word was not written
                 keep_u = (u != 0.0) & listed[:, None, None]
                 keep_v = (v != 0.0) & listed[:, None, None]

@@ -6,8 +6,8 @@ distinct entries of the row. The pass then appends every group of four scores wi
 bound to a list that only one thread writes, so that no atomics are needed and the order is fixed.
 A bound from the final maxima thins the lists, and what is left goes to the row's list.
 
-Blocks of rows that are not peaked, or whose lists overflow, are flagged for a second look, by
-`entmax_attention.broad`.
+Blocks of rows that are not peaked, that see few keys, or whose lists overflow, are flagged for a second
+look, by `entmax_attention.broad`.
 """
 
 from __future__ import annotations
@@ -225,19 +225,12 @@ def _load_rows(desc, m, first, i, limit, EDGE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _raw_scores(run, n, EDGE: tl.constexpr, C: tl.constexpr):
-    """(q . k [BM, KEYS] of key tile n, its keys j)."""
+def full_scores(run, n, C: tl.constexpr, EDGE: tl.constexpr = False):
+    """Raw scores [BM, KEYS] of key tile n, all of which are seen and have no bias."""
     j = n * KEYS + tl.arange(0, KEYS)
     head = run.head
     k = _load_rows(run.k_desc, head.k, run.key_row + n * KEYS, j, head.last_key, EDGE, C)
-    return product(run.q, tl.trans(k), C), j
-
-
-@triton.jit
-def full_scores(run, n, C: tl.constexpr):
-    """Raw scores [BM, KEYS] of key tile n, all of which are seen and have no bias."""
-    s, _j = _raw_scores(run, n, False, C)
-    return s
+    return product(run.q, tl.trans(k), C)
 
 
 @triton.jit
@@ -245,16 +238,21 @@ def mixed_scores(run, n, absent, SPANS: tl.constexpr, C: tl.constexpr):
     """(q . k + bias / scale [BM, KEYS], `absent` where a key is not seen; first key) of the n-th mixed tile."""
     head, i = run.head, run.i
     tile = mixed_tile(n, run.runs, SPANS)
-    s, j = _raw_scores(run, tile, True, C)
+    j = tile * KEYS + tl.arange(0, KEYS)
     seen = (j < head.last_key)[None, :]
+    inside = (i < head.Lq)[:, None] & seen
     if C.CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + head.diagonal)
-    inside = (i < head.Lq)[:, None] & (j < head.last_key)[None, :]
+    # Loads ahead of the product, to arrive while it waits for its keys.
     if C.HAS_BIAS:
         bias = tl.load(entry_pointers(head.bias, i, j), mask=inside, other=0.0)
+    if C.HAS_MASK:
+        kept = tl.load(entry_pointers(head.mask, i, j), mask=inside, other=0)
+    s = full_scores(run, tile, C, True)
+    if C.HAS_BIAS:
         s += bias.to(tl.float32) * (1.0 / head.scale)
     if C.HAS_MASK:
-        seen = seen & (tl.load(entry_pointers(head.mask, i, j), mask=inside, other=0) != 0)
+        seen = seen & (kept != 0)
     return tl.where(seen, s, absent), tile * KEYS
 
 
@@ -354,8 +352,9 @@ def open_block(bh, block, q_desc, k_desc, x, spans, largest, C: tl.constexpr):
 @relaunched
 @triton.jit
 def candidates_kernel(
-    q_desc, k_desc, x, spans, largest, scratch, lists, flags, total, part, limited,
-    SLOTS: tl.constexpr, UPDATE: tl.constexpr, EARLY: tl.constexpr, C: tl.constexpr,
+    q_desc, k_desc, x, spans, largest, scratch, lists, flags, total, part, limited, narrow, beyond,
+    SLOTS: tl.constexpr, LATE: tl.constexpr, UPDATE: tl.constexpr, EARLY: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Programs stride over blocks of BM rows; each owns entries and counts of its rows.
 
@@ -363,7 +362,8 @@ def candidates_kernel(
     a fixed order, of all scores above a lower bound of the row's threshold; starts[row] counts from the
     block's first entry. flags[block] = 1 where some row needs another look. scratch: BM * 4 * CAPACITY
     records a program, reused from block to block. A `part` of the key tiles, `limited` at most, is looked at
-    ahead of the pass; what EARLY of the full ones (0: all) say of a block may send it on.
+    ahead of the pass; what EARLY of the full ones (0: all) say of a block may send it on. A block that sees at most
+    `narrow` tiles, one of them behind the first `beyond`, goes on at once.
     """
     BM: tl.constexpr = C.BM
     SPANS: tl.constexpr = spans is not None
@@ -375,7 +375,7 @@ def candidates_kernel(
     own = scratch + tl.program_id(0).to(tl.int64) * (BM * 4 * CAPACITY * RECORD_WORDS)
     records = own + tl.zeros([BM, 4], tl.int32)
     for unit in range(tl.program_id(0), total, tl.num_programs(0)):
-        bh, block = block_place(unit, blocks, heads, C.CAUSAL or SPANS)
+        bh, block = block_place(unit, blocks, heads, LATE)
         run = open_block(bh, block, q_desc, k_desc, x, spans, largest, C)
         i, full, fulls, mixed = run.i, run.runs.full, run.runs.fulls, run.runs.mixed
         last_row = run.head.last_row
@@ -384,14 +384,17 @@ def candidates_kernel(
         none = tl.full([BM, 4], ABSENT, tl.float32)
         top = (none, none, none, none)
         seen = tl.minimum(tl.maximum(fulls // part, EARLY), tl.minimum(fulls, limited))
-        few = tl.minimum(EARLY, fulls) if EARLY > 0 else seen
+        end = mixed_tile(mixed, run.runs, SPANS)
+        looks = ((fulls + mixed > narrow) | (end <= beyond)).to(tl.int32)
+        seen *= looks
+        few = tl.minimum(EARLY, seen) if EARLY > 0 else seen
         for n in tl.range(0, few, num_stages=C.STAGES):
             top = _class_maxima(full_scores(run, full + n, C), top, BM)
         # Edges are few; of a bias, or a mask without a form, some tell.
         every = 1
         if SPANS:
             every = tl.maximum(mixed // tl.maximum(tl.minimum(mixed // part, limited), MIXED), 1)
-        for n in tl.range(0, mixed // every, num_stages=1):
+        for n in tl.range(0, looks * (mixed // every), num_stages=1):
             s, _first = mixed_scores(run, n * every, ABSENT, SPANS, C)
             top = _class_maxima(s, top, BM)
         row_ok = (i < last_row)[:, None] & (lane >= 0)
@@ -407,6 +410,7 @@ def candidates_kernel(
             dense = dense | (_classes_above(top, bound, valid) > DENSE_CLASSES)
         else:
             dense = _classes_above(top, bound, valid) > DENSE_CLASSES
+        dense = dense | (looks == 0)
         last = tl.where(dense, 0, fulls)
 
         off = start

@@ -25,8 +25,9 @@ from .problem import (
     matrix,
     open_head,
     row_constants,
+    row_maxima,
 )
-from .tau import NEG_INF, POS_INF, class_bound, clip, clip_to_one, newton, powers, step
+from .tau import NEG_INF, POS_INF, bracket, class_bound, clip, clip_to_one, newton, powers, step
 
 __all__ = ["applies", "forward_few"]
 
@@ -128,19 +129,13 @@ def _row_kernel(
     tiles = tl.cdiv(x.Lk, C.BN)
     t = tl.arange(0, TILES)[None, :]
     top = tl.load(maxima + at * tiles + t, mask=t < tiles, other=NEG_INF)
-    m = tl.reduce(top, 1, larger)
-    dead = (m == NEG_INF) | (i >= head.last_row)
-    m = tl.where(dead, 0.0, m)
-    idle = dead | (tl.abs(m) == POS_INF) | (m != m)
+    m, dead, idle = row_maxima(top, i, head)
     # Maxima of disjoint tiles are distinct entries of the row.
     zero = tl.zeros([1], tl.float32)
-    lo = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 6)
+    lo = class_bound(top - m[:, None], zero - 1.0, beta, C.KIND, 4)
     lo = tl.maximum(lo - 1e-6, -1.0)
-    # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
     entries = tl.maximum(last_key, 1).to(tl.float32)
-    hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
-    d = tl.minimum(lo, hi)
-    old = (d, zero + POS_INF, zero)
+    d, lo, hi, old = bracket(lo, entries, beta)
     turn = 0
     searching = tl.max((idle == 0).to(tl.int32), 0)
     n = tl.arange(0, CHUNK)[None, :]

@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.arch import compute_capability
 from ..common.launch import relaunched, sm_count
-from .broad import LIST, broad_kernel, gather_left
+from .broad import broad_kernel, gather_left, list_words
 from .candidates import CAPACITY, KEYS, PEAKED, RECORD_BYTES, candidates_kernel, pack, unpack
 from .problem import (
     Fixed,
@@ -34,7 +34,7 @@ from .problem import (
     store_tile,
 )
 from .spans import spans
-from .tau import NEG_INF, POS_INF, SPREAD_NAN, class_bound, log_power, powers, step
+from .tau import NEG_INF, POS_INF, SPREAD_NAN, bracket, class_bound, log_power, powers, step
 
 __all__ = [
     "SLOTS",
@@ -52,13 +52,14 @@ __all__ = [
 SLOTS = 80
 # Fewer keys: the block passes' launches are the shorter ones.
 MIN_KEYS = 1024
+# Key tiles that a block sees: with no more, two passes over all cost less than a look at a part and a pass. Of long
+# sequences' causal blocks only the first are so narrow: too few to fill a GPU alone.
+NARROW_SPAN, ALL_NARROW = 24, 32
 # Rows of a key that one warp sorts, up to NARROW with those of its neighbours, and that four warps
 # sort. A key with more is searched for in the rows' lists.
 NARROW = tl.constexpr(128)
 SORTED = tl.constexpr(512)
 LONG = tl.constexpr(1024)
-# Rows of a program of one warp.
-PER = 4
 # Keys that a program of one warp goes through for those with more than NARROW rows.
 SPAN = 16
 # Threads an SM, and the registers a thread that lets them be.
@@ -143,9 +144,7 @@ def _solve(
     lo = class_bound(x, zero - 1.0, beta, KIND, 3)
     lo = tl.maximum(lo - 1e-6, -1.0)
     size = tl.maximum(n, 1).to(tl.float32)
-    hi = -tl.exp2(-tl.log2(size) / beta) + 1e-6
-    d = tl.minimum(lo, hi)
-    old = (d, zero + POS_INF, zero)
+    d, lo, hi, old = bracket(lo, size, beta)
     turn = 0
     searching = 1
     while searching > 0:
@@ -728,6 +727,11 @@ def _schedule(tiles: int) -> tuple[int, int, int, int]:
     return (1, 32, 8, 0) if tiles <= 64 else (4, 64, 16, 8)
 
 
+def _per(problem: Problem) -> int:
+    """Rows or keys of a program of one warp, which has several vectors for each in its registers."""
+    return 4 if max(problem.width, problem.value_width) <= 64 else 2
+
+
 def _fixed(problem: Problem) -> Fixed:
     return problem.fixed(
         Tile(block_rows(problem.q), KEYS.value, 4, 1 if problem.interpreted else 3)
@@ -759,15 +763,16 @@ def forward_lists(
         return min(total, THREADS // (32 * warps) * sm_count(q.device))
 
     narrow, wide = programs(4), programs(8)
+    area = list_words(rows)
     scratch = torch.empty(
         max(
             narrow * rows * 4 * CAPACITY.value * RECORD_BYTES.value // 8,
-            wide * rows * 4 * LIST.value * 2 + 128,
+            (wide + 1) * area,
         ),
         device=q.device,
         dtype=torch.int64,
     )
-    aligned = scratch[-scratch.data_ptr() % 1024 // 8 :]
+    aligned = scratch[-scratch.data_ptr() // 8 % area :]
     flags = lists.counts.new_empty(problem.heads, blocks)
     if training:
         lists.key_counts.zero_()
@@ -783,12 +788,15 @@ def forward_lists(
     head = (*descriptors, x, table, largest)
     options = {
         "SLOTS": SLOTS,
+        "LATE": problem.causal or (table is not None and table.strides[2] != 0),
         "C": _fixed(problem),
         **({"maxnreg": REGISTERS} if cuda else {}),
     }
-    part, most, update, early = _schedule(triton.cdiv(x.Lk, KEYS.value))
+    tiles = triton.cdiv(x.Lk, KEYS.value)
+    part, most, update, early = _schedule(tiles)
+    beyond = 0 if tiles <= ALL_NARROW else NARROW_SPAN
     candidates_kernel[(narrow,)](
-        *head, scratch.view(torch.float32), lists, flags, total, part, most,
+        *head, scratch.view(torch.float32), lists, flags, total, part, most, NARROW_SPAN, beyond,
         UPDATE=update, EARLY=early, num_warps=4, **options,
     )  # fmt: skip
     broad_kernel[(wide,)](
@@ -799,8 +807,9 @@ def forward_lists(
     gather_left[(total,)](
         flags, lists.counts, lists.left, lists.earlier, x.Lq, BM=rows, CHUNK=256, num_warps=4
     )
-    _finalize_kernel[(problem.heads * triton.cdiv(x.Lq, PER),)](
-        x, lists, flags, out, reference, shift, TRAINING=training, SLOTS=SLOTS, R=PER, CHUNK=8,
+    per = _per(problem)
+    _finalize_kernel[(problem.heads * triton.cdiv(x.Lq, per),)](
+        x, lists, flags, out, reference, shift, TRAINING=training, SLOTS=SLOTS, R=per, CHUNK=8,
         C=_fixed(problem), num_warps=1, **({"maxnreg": FINALIZE} if cuda else {}),
     )  # fmt: skip
 
@@ -814,15 +823,15 @@ def rows_backward(
     dalpha: torch.Tensor | None,
 ) -> Filed:
     """dq, delta and dalpha of the rows with lists, and their entries by key."""
-    x, rows = problem.operands(), block_rows(problem.q)
+    x, rows, per = problem.operands(), block_rows(problem.q), _per(problem)
     filed = Filed(
         torch.empty_like(lists.entries),
         torch.empty_like(lists.key_counts),
         lists.key_counts.new_empty(problem.k.shape[:2]),
     )
     _places_kernel[(filed.partial.numel(),)](x, lists, filed, BM=rows, CHUNK=4096, num_warps=8)
-    _rows_kernel[(problem.heads * triton.cdiv(x.Lq, PER),)](
-        x, lists, filed, Strided.of(grad), dq, delta, dalpha, SLOTS=SLOTS, R=PER, CHUNK=8,
+    _rows_kernel[(problem.heads * triton.cdiv(x.Lq, per),)](
+        x, lists, filed, Strided.of(grad), dq, delta, dalpha, SLOTS=SLOTS, R=per, CHUNK=8,
         C=_fixed(problem), num_warps=1,
         **({} if problem.interpreted else {"maxnreg": REGISTERS}),
     )  # fmt: skip
@@ -842,17 +851,22 @@ def add_keys_from_lists(
     x, heads = problem.operands(), filed.partial.numel()
     given = (x, lists, filed, Strided.of(grad), delta, dk, dv)
     constants = {"SLOTS": SLOTS, "C": _fixed(problem)}
-    # Two tensors of R x CHUNK x width in registers: 64 each a lane at width 64.
-    per = 4 if max(problem.width, problem.value_width) <= 64 else 2
+    # Two tensors of R x CHUNK x width in registers: 64 a lane each at width 64, 32 above, where sums take more.
+    per = _per(problem)
 
     def registers(most: int) -> dict[str, int]:
         return {} if problem.interpreted else {"maxnreg": most}
 
     _keys_kernel[(heads * triton.cdiv(x.Lk, per),)](
-        *given, **constants, R=per, CHUNK=8, num_warps=1, **registers(BY_KEY)
+        *given,
+        **constants,
+        R=per,
+        CHUNK=2 * per,
+        num_warps=1,
+        **registers(BY_KEY if per == 4 else REGISTERS),
     )
     _broad_keys_kernel[(heads * triton.cdiv(x.Lk, SPAN),)](
-        *given, **constants, SMALL=x.H * x.Lq * SORTED.value < 2**31, R=per, CHUNK=8 * per, SPAN=SPAN,
+        *given, **constants, SMALL=x.H * x.Lq * SORTED.value < 2**31, R=per, CHUNK=2 * per**2, SPAN=SPAN,
         num_warps=1, **registers(REGISTERS),
     )  # fmt: skip
     _long_keys_kernel[(heads * triton.cdiv(x.Lk, 64),)](

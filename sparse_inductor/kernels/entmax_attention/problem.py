@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common.tiles import sizes_of
-from .tau import GENERAL, HARDWARE, NEG_INF, SPREAD_NAN, exponent_kind
+from .tau import GENERAL, HARDWARE, NEG_INF, POS_INF, SPREAD_NAN, exponent_kind
 
 __all__ = [
     "Fixed",
@@ -26,6 +26,7 @@ __all__ = [
     "Tile",
     "key_tiles",
     "lane_sums",
+    "row_maxima",
     "tile_for",
 ]
 
@@ -416,6 +417,16 @@ def add_product(a, b, acc, C: tl.constexpr):
 def larger(a, b):
     """The maximum; NaN stays."""
     return tl.maximum(a, b, propagate_nan=SPREAD_NAN)
+
+
+@triton.jit
+def row_maxima(top, i, head):
+    """(m, dead, idle) of rows i from maxima top [M, N] of theirs: the maximum, 0 for a dead row, which sees no key or
+    lies beyond the last; idle rows, dead or with NaN or inf, have no sum to search for."""
+    m = tl.reduce(top, 1, larger)
+    dead = (m == NEG_INF) | (i >= head.last_row)
+    m = tl.where(dead, 0.0, m)
+    return m, dead, dead | (tl.abs(m) == POS_INF) | (m != m)
 
 
 @triton.jit

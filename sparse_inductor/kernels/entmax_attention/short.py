@@ -18,14 +18,14 @@ from .problem import (
     Tile,
     dropped_score,
     key_scores,
-    larger,
     load_tile,
     open_head,
     product,
     row_constants,
+    row_maxima,
     store_tile,
 )
-from .tau import NEG_INF, POS_INF, clip_to_one, newton, powers, step
+from .tau import POS_INF, bracket, clip_to_one, newton, powers, step
 
 __all__ = ["applies", "forward_short"]
 
@@ -66,17 +66,10 @@ def _short_kernel(
     row = Row(factor, am1, zero, dropped_score(am1, x.fill, C.FINITE_FILL))
     q = load_tile(head.q, i, x.Lq, True, C.D, C.BD)
     j, _k, z, _ = key_scores(q, 0, i, row, head, True, C)
-    m = tl.reduce(z, 1, larger)
-    dead = (m == NEG_INF) | (i >= head.last_row)
-    m = tl.where(dead, 0.0, m)
-    idle = dead | (tl.abs(m) == POS_INF) | (m != m)
+    m, dead, idle = row_maxima(z, i, head)
     z = z - m[:, None]
-    # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
     entries = tl.maximum(head.last_key, 1).to(tl.float32)
-    hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
-    lo = zero - 1.0
-    d = tl.minimum(lo, hi)
-    old = (d, zero + POS_INF, zero)
+    d, lo, hi, old = bracket(zero - 1.0, entries, beta)
     turn = 0
     searching = 1
     while searching > 0:

@@ -25,6 +25,7 @@ __all__ = [
     "POS_INF",
     "SPREAD_NAN",
     "bound_step",
+    "bracket",
     "class_bound",
     "clip",
     "clip_to_one",
@@ -247,6 +248,16 @@ def bound_step(top, bound, factor, beta, KIND: tl.constexpr, STEPS: tl.constexpr
         ahead = (h - 1.00001) * f / (h * g * factor)
         bound = tl.where(ahead > 0.0, bound + ahead, bound)
     return bound
+
+
+@triton.jit
+def bracket(lo, entries, beta):
+    """(d, lo, hi, old) of a search's first `step`, from lower bounds lo [R] and how many scores a row has at most."""
+    # A row of n equal scores has its root at -n^(-1/beta), any other row before that.
+    hi = -tl.exp2(-tl.log2(entries) / beta) + 1e-6
+    d = tl.minimum(lo, hi)
+    zero = tl.zeros_like(d)
+    return d, lo, hi, (d, zero + POS_INF, zero)
 
 
 @triton.jit
