@@ -61,6 +61,8 @@ from sparse_inductor.policy.worth import Worth
 NAME = "relu_ffn"
 OP = "sparse_inductor::relu_ffn"
 
+# Elements of 16 bits in the largest load.
+_ALIGNED = 8
 _EXPERTS = "every expert (or head) has weights of its own, and the operator takes those of one"
 
 
@@ -147,8 +149,7 @@ class BlockMatch:
     def _down(self, e: Emitter, dtype: torch.dtype) -> fx.Node:
         """The weight [D, N] of the down projection, times what the neurons are scaled by ((IA)^3, say), and 0 where
         they are masked."""
-        weights = [e.cast(d.weight(e), dtype) for d in self._downs]
-        weight = weights[0] if len(weights) == 1 else e.call(torch.cat, weights)
+        weight = self._stacked(e, [e.cast(d.weight(e), dtype) for d in self._downs])
         for chain, term in self.reading.factors:
             t = chain.vector(e, term, fake(weight).shape[1])
             if term.fn == "where":
@@ -157,20 +158,36 @@ class BlockMatch:
                 weight = e.call(operator.mul, weight, widened(e, t))
         return e.cast(weight, dtype)
 
+    def _stacked(self, e: Emitter, weights: list[fx.Node]) -> fx.Node:
+        """Weights below each other, which lie as the first one does."""
+        weight = weights[0]
+        if len(weights) == 1:
+            return weight
+        if self._padding:
+            zeros = e.method("new_zeros", weight, (self._padding, fake(weight).shape[1]))
+            weights = [*weights, zeros]
+        if fake(weight).stride(0) != 1:
+            return e.call(torch.cat, weights)
+        return e.method("t", e.call(torch.cat, [e.method("t", w) for w in weights], 1))
+
     @property
     def _downs(self) -> tuple[Linear, ...]:
         return (self.reading.down, *self.others.downs)
+
+    @property
+    def _padding(self) -> int:
+        """Rows of zeros behind those of weighted sums, with which a neuron's weights stay a whole number of loads."""
+        return -sum(d.width is not None for d in self.others.downs) % _ALIGNED
 
     def _down_bias(self, e: Emitter, dtype: torch.dtype) -> fx.Node | None:
         bias = self.reading.down.emit_bias(e)
         if bias is None:
             return None
-        more = [d.outputs for d in self.others.downs]
-        biases = [
-            e.cast(bias, dtype),
-            *(e.method("new_zeros", bias, (n,), dtype=dtype) for n in more),
-        ]
-        return biases[0] if not more else e.call(torch.cat, biases)
+        downs = self.others.downs
+        more = [*(d.outputs for d in downs), self._padding]
+        zeros = [e.method("new_zeros", bias, (n,), dtype=dtype) for n in more] if downs else []
+        biases = [e.cast(bias, dtype), *zeros]
+        return e.call(torch.cat, biases) if downs else biases[0]
 
     def _taken_apart(self, e: Emitter, y: fx.Node) -> list[fx.Node]:
         """The results of all down projections."""
@@ -297,7 +314,11 @@ class ReluFfn(Recogniser):
             raise NoMatch("what is added to the result comes out of the block itself", node)
         if not {down.weight_source, *(d.weight_source for d in others.downs)}.isdisjoint(nodes):
             raise NoMatch("the down weight comes out of the block itself", node)
-        check_joined(view, [one.parts, [down, *others.downs]], down, node)
+        # A weighted sum in training is for whoever asks for it: the default leaves it as written.
+        weight = down.weight_source
+        asked = view.needs_grad(weight) and all(isinstance(n, int) for n in fake(weight).shape)
+        more = [d for d in others.downs if d.width is None or not asked]
+        check_joined(view, [one.parts, [down, *more]], down, node)
         saved = functools.partial(_bytes_saved, view, reading)
         if (total := _residual_sum(view, reading, node)) is not None and not others.ends:
             end, residual = total
@@ -321,6 +342,7 @@ class ReluFfn(Recogniser):
             bits=8 * fake(down.node).dtype.itemsize,
             branches=len(branches),
             shared=int(len({b.linear.node for b in branches}) < len(branches)),
+            weighed=int(any(d.width is not None for d in match.others.downs)),
             training=int(any(map(view.needs_grad, _inputs(match.reading)))),
         )
 

@@ -98,3 +98,30 @@ def test_other_families_take_no_sums():
     args = torch.randn(2, 5, K), torch.ones(2, 5)
     reason = "add combines two tensors that come from linears"
     assert_not_rewritten(Head(), args, "splade_head", reason=reason)
+
+
+class Weighed(nn.Module):
+    """An autoencoder with the activations weighed by the norms of the decoder's rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(16, 32_768)
+        self.decoder = nn.Parameter(torch.randn(32_768, 16) / 4)
+        self.bias = nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        f = F.relu(self.encoder(x))
+        return f @ self.decoder + self.bias, (f * self.decoder.norm(dim=1)).sum(-1)
+
+
+def test_a_weighted_sum_is_a_row_of_the_weight_where_that_learns():
+    found = assert_rewrites(Weighed(), (torch.randn(6, 16),), {"relu_ffn": 1})
+    (op,) = calls(found, "sparse_inductor::relu_ffn")
+    assert op.type.startswith("float32[6, 24]")  # 16, the sum, and up to whole loads
+
+
+def test_a_weighted_sum_joins_no_weights_in_inference():
+    with torch.no_grad(), sparse_inductor.enabled(only="relu_ffn"):
+        torch.compile(Weighed())(torch.randn(6, 16))
+        (miss,) = sparse_inductor.report().near_misses
+    assert "4 MiB of weights would be joined at every call, too many for 6 tokens" in miss.reason

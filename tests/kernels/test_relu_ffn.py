@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -220,6 +222,16 @@ def test_backward_agrees_with_aten(shape, gated):
 @pytest.mark.parametrize("share", [0.0001, 0.2, 0.5, 0.9999])
 def test_backward_at_every_density(share):
     check_backward(*make(16, share=share))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_weights_that_lie_by_columns(share):
+    """As in x @ W. Half the neurons active: rows overflow."""
+    x, b = make(9, gated=share < 0.5, share=share)
+    turned = {n: getattr(b, n) for n in ("gate", "up", "down") if getattr(b, n) is not None}
+    b = dataclasses.replace(b, **{n: w.t().contiguous().t() for n, w in turned.items()})
+    check_forward(x, b)
+    check_backward(x, b)
 
 
 def test_backward_of_programs():

@@ -487,6 +487,25 @@ def test_one_tensor_given_twice_is_no_plan_for_two():
     torch.testing.assert_close(call(a, b), 2 * b)
 
 
+def test_one_tensor_given_twice_is_replayed_where_it_is_again():
+    """As the weight of both projections: a part of it, which only its storage tells."""
+    kernel = Kernel(double)
+
+    def fn(a, b):
+        out = torch.empty_like(a[8:])
+        launch(kernel, (1,), (b[8:], out, 8), {"F": 2}, 4)
+        return out
+
+    site = replay.Site(fn)
+    for _ in range(4):
+        same = torch.randn(16)
+        torch.testing.assert_close(site(same, same), 2 * same[8:])
+    assert kernel.launched == 4 and site._plan is not None
+    a, b = torch.randn(16), torch.randn(16)
+    torch.testing.assert_close(site(a, b), 2 * b[8:])  # two of them are no case of that plan
+    torch.testing.assert_close(site(same, same), 2 * same[8:])
+
+
 class Pair(NamedTuple):
     tensor: Any
     number: int

@@ -134,8 +134,15 @@ def _described(args: Sequence[Any]) -> tuple[list[Hashable], list[Tensor], list[
     addresses: list[int] = []
     _describe(args, key, inputs, addresses)
     if inputs:
-        key.append(inputs[0].get_device())
+        key += inputs[0].get_device(), _shared(addresses)
     return key, inputs, addresses
+
+
+def _shared(addresses: list[int]) -> tuple[int, ...]:
+    """Which inputs are given twice, as a weight of both projections is: to each the first at its address; () where none
+    is."""
+    there = [a for a in addresses if a]
+    return tuple(map(addresses.index, addresses)) if len({*there}) < len(there) else ()
 
 
 def _describe(
@@ -173,6 +180,7 @@ class Site:
         self._hopeful = True  # until there turns out to be no plan
         self._tensors: Callable[[Any], Sequence[Tensor]] = _tensors_in
         self._settings: Any = None
+        self._shared: tuple[int, ...] = ()
 
     def __call__(self, *args: Any) -> Any:
         plan = self._plan
@@ -180,8 +188,10 @@ class Site:
             inputs = self._tensors(args)
             addresses = [t.data_ptr() for t in inputs]
             together = functools.reduce(operator.or_, addresses, 0)
-            if not together & 15 and not launching.profiler_attached():
-                return plan.run((*inputs, *self._kept_tensors), addresses + self._kept_addresses)
+            addresses += self._kept_addresses
+            alike = not together & 15 and (not self._shared or _shared(addresses) == self._shared)
+            if alike and not launching.profiler_attached():
+                return plan.run((*inputs, *self._kept_tensors), addresses)
         out = self._usual(*args, *self._kept)
         if self._hopeful:
             self._look_up(args)
@@ -200,7 +210,7 @@ class Site:
                 self._tensors = operator.itemgetter(
                     *([together] if len(args[together]) == len(places) else places)
                 )
-            self._plan, self._settings = plan, key[0]
+            self._plan, self._settings, self._shared = plan, key[0], _shared(addresses)
 
 
 def _tensors_in(args: Sequence[Any]) -> list[Tensor]:
@@ -414,10 +424,12 @@ class _Recording(TorchDispatchMode):
                     self._divided.add(i)
                 return Address(len(self._inputs) + i, address - made.data_ptr())
         given = [i for i, x in enumerate(self._inputs) if x.untyped_storage().data_ptr() == storage]
-        if len(given) > 1:  # inputs that share a storage today may not do so in the next call
+        if len({self._inputs[i].data_ptr() for i in given}) > 1:
+            # Inputs that share a storage today may not do so in the next call.
             given = [i for i in given if self._inputs[i].data_ptr() == address]
-        if len(given) != 1:
+        if not given:
             raise _Unplannable("a tensor from elsewhere")
+        # Any of those at one address: the plan is looked up by that.
         return Address(given[0], address - self._inputs[given[0]].data_ptr())
 
     def plan(self, result: Any) -> _Plan:

@@ -200,7 +200,9 @@ def backward(
     cap = packed.index.shape[1]
     gated = b.up is not None
     gate, up = rows_of_table(b.gate), None if b.up is None else rows_of_table(b.up)
-    tables = gate, up, rows_of_table(b.down)
+    # By rows as it is, or else by columns as it is: overflow rows take either.
+    by_row = b.down.stride(1) == 1
+    tables = gate, up, b.down if by_row else rows_of_table(b.down.t()), by_row
 
     def like(t: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
         return (
@@ -337,14 +339,14 @@ class _Overflow:
     def make(self) -> None:
         """Find them, and make their gradients before the sums over tokens and their rows of dx."""
         overflow_rows(self._count, self._cap, self.length, self._listed)
-        gate, up, down = self._tables
+        gate, up, down, by_row = self._tables
         g, u, dh, b = self._g, self._u, self._dh, self._b
         listed = self._listed, self.length
         overflow.gather(self._x, self._dy, self._xs, self._dys, *listed)
         overflow.copied_product(self._xs, gate, g, *listed, bias=b.gate_bias, source=self._x)
         if u is not None:
             overflow.copied_product(self._xs, up, u, *listed, bias=b.up_bias, source=self._x)
-        overflow.copied_product(self._dys, down, dh, *listed, by_row=True, source=self._dy)
+        overflow.copied_product(self._dys, down, dh, *listed, by_row=by_row, source=self._dy)
         overflow.slopes_in_place(g, u, dh, self._d_stats, *listed, b.f, b.g, b.zero_threshold)
         if self._dx is not None:
             second = None if u is None else (u, up)
