@@ -6,6 +6,7 @@ Values, what the program writes to, gradients and which results require one are 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -385,6 +386,21 @@ def test_a_gradient_that_is_not_finite_reaches_the_positions_that_it_reaches_in_
     scale[1, ::2] = value
     x = torch.randn(2, 5, 6, requires_grad=True)
     assert _assert_as_eager(head, x, mask, scale, training=True) == ["splade_head"]
+
+
+def test_logits_that_are_widened_have_their_steps_in_double_precision():
+    def head(*steps):
+        return lambda m, x: functools.reduce(lambda z, f: f(z), steps, m.a(x)).amax(1)
+
+    large = torch.full((8,), 1e50, dtype=torch.float64)
+    x = torch.randn(2, 5, 6)
+    for steps in (
+        (torch.Tensor.double, lambda z: z + 1e10, lambda z: z - 1e10, torch.relu),
+        (torch.relu, lambda z: z * large),
+        (torch.relu, torch.Tensor.double, torch.exp),
+    ):
+        assert not _assert_as_eager(head(*steps), x)
+    assert _assert_as_eager(head(torch.relu, torch.Tensor.double), x) == ["splade_head"]
 
 
 def test_fmax_is_no_maximum():
