@@ -88,7 +88,9 @@ def test_a_write_that_autograd_is_not_told_of_may_go_unnoticed():
     steps = Step("p1 = sparsemax(x0, dim=-1)"), Step("p1.detach().numpy()[..., 0] = 0.5")
     program = Program(0, (Input("x0", (3, 5), grad=True),), steps, ("p1",), training=True)
     outcome = check(program)
-    assert outcome.rewritten == {"entmax"} and not outcome.findings
+    assert not outcome.findings
+    if torch.__version__ >= (2, 13):  # in 2.11 the graph itself has the write, and entmax stays out of it
+        assert outcome.rewritten == {"entmax"}
 
 
 def test_what_is_computed_again_goes_through_aotautograd():
