@@ -96,11 +96,12 @@ class Chain:
 
     def _pass(self, element: Element) -> None:
         self.nodes += [*element.extra, element.node]
-        dtypes = [self.view.dtype(n) for n in (self.linear.node, element.node)]
-        if element.terms and torch.float64 in dtypes and dtypes[0] != dtypes[1]:
-            raise NoMatch(
-                f"steps are applied in {dtypes[1]} to logits in {dtypes[0]}", element.node
-            )
+        if element.terms and self.view.is_tensor(
+            element.node
+        ):  # an assignment has no type of its own
+            logits, steps = (self.view.dtype(n) for n in (self.linear.node, element.node))
+            if torch.float64 in (logits, steps) and logits != steps:
+                raise NoMatch(f"steps are applied in {steps} to logits in {logits}", element.node)
         if element.shape_op is not None:
             self._move(move(self.view, element.node, element.shape_op, self.v_dim), element.node)
         for term in element.terms:
