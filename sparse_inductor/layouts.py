@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 
+from . import compat
 from .graph.fakes import fake, same_size
 from .graph.vocabulary import COPIES, VIEWS
 
@@ -50,6 +52,10 @@ def _laid_out(graph: fx.Graph, output: fx.Node, node: fx.Node, order: list[int])
     return node
 
 
+# Returned calls of each operator in the graphs of a compile: AOTAutograd puts a checkpointed body into its caller's.
+_returned: WeakKeyDictionary[object, Counter[Any]] = WeakKeyDictionary()
+
+
 def keep_apart(graph: fx.Graph) -> None:
     """Tell apart calls of an operator whose results are returned, by views that undo each other.
 
@@ -58,7 +64,8 @@ def keep_apart(graph: fx.Graph) -> None:
     in the place of two results would get the gradients of both.
     """
     made = {_made_by(n) for n in _results(graph) if isinstance(n, fx.Node)}
-    number: Counter[Any] = Counter()
+    compile = compat.current_compile()
+    number = Counter[Any]() if compile is None else _returned.setdefault(compile, Counter())
     for node in list(graph.nodes):
         if node not in made or getattr(node.target, "namespace", "") != "sparse_inductor":
             continue

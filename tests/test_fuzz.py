@@ -89,10 +89,8 @@ def test_a_write_that_autograd_is_not_told_of_may_go_unnoticed():
     program = Program(0, (Input("x0", (3, 5), grad=True),), steps, ("p1",), training=True)
     outcome = check(program)
     assert not outcome.findings
-    if torch.__version__ >= (
-        2,
-        13,
-    ):  # in 2.11 the graph itself has the write, and entmax stays out of it
+    # In 2.11 the graph itself has the write, and entmax stays out of it.
+    if torch.__version__ >= (2, 13):
         assert outcome.rewritten == {"entmax"}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sparse_inductor
 from sparse_inductor.testing import compile_without_codegen
@@ -75,3 +76,22 @@ def test_equal_calls_return_tensors_of_their_own(family):
         compiled = gradient(compile_without_codegen(program))
         assert len(sparse_inductor.report().rewrites) == 8
     torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_calls_in_a_checkpoint_and_beside_it_return_tensors_of_their_own():
+    """AOTAutograd sees the bodies in the graph that calls them."""
+    up, down = nn.Linear(6, 16), nn.Linear(16, 6)
+    block = lambda t: down(up(t).relu())
+    again = lambda t: checkpoint(block, t, use_reentrant=False)
+    x = torch.randn(2, 5, 6)
+
+    def program(x):
+        return again(x), block(x), again(x.detach()), block(x * 1)
+
+    with sparse_inductor.enabled(policy="always"):
+        sparse_inductor.report().clear()
+        results = compile_without_codegen(program)(x)
+        assert len(sparse_inductor.report().rewrites) == 4
+    assert len({r.untyped_storage().data_ptr() for r in results}) == 4
+    for result in results:
+        torch.testing.assert_close(result, block(x), rtol=1e-4, atol=1e-4)
