@@ -85,12 +85,7 @@ def backward(
         if d_alpha is not None:
             rest.pop().copy_(alpha_gradient(g, p, u, a))
         if dx is not None:
-            if not isinstance(a, Tensor) and a == 2.0:
-                # Sparsemax chooses: where it has no slope, an infinite gradient is none.
-                g = torch.where(p == 0, 0.0, g)
-            elif g is grad_:
-                g = g.clone()
-            rest.pop().copy_(score_gradient_(g, u))
+            rest.pop().copy_(score_gradient_(g.clone() if g is grad_ else g, u, a))
     if d_alpha is not None and isinstance(alpha, Tensor):
         d_alpha = d_alpha.movedim(-1, dim).sum_to_size(alpha.shape).to(alpha.dtype)
     return dx, d_alpha
@@ -105,11 +100,16 @@ def slopes(p: Tensor, alpha: Alpha) -> Tensor:
     return torch.where(p == 0, 0.0, p.pow(2 - alpha))
 
 
-def score_gradient_(g: Tensor, u: Tensor) -> Tensor:
+def score_gradient_(g: Tensor, u: Tensor, alpha: Alpha) -> Tensor:
     """u (g - sum(u g) / sum u), written over g; rows of zeros get zeros."""
+    # Sparsemax chooses: what it makes 0 has no part in the gradient, even of a row with NaN.
+    dropped = u == 0 if not isinstance(alpha, Tensor) and alpha == 2.0 else None
+    if dropped is not None:
+        g.masked_fill_(dropped, 0)
     total = u.sum(-1, keepdim=True)
     mean = torch.linalg.vecdot(u, g).unsqueeze(-1).div_(total.masked_fill_(total == 0, 1))
-    return g.sub_(mean).mul_(u)
+    g.sub_(mean).mul_(u)
+    return g if dropped is None else g.masked_fill_(dropped, 0)
 
 
 def alpha_gradient(g: Tensor, p: Tensor, u: Tensor, alpha: Alpha) -> Tensor:

@@ -117,7 +117,7 @@ def backward(
             part += rows.alpha_gradient(gp, p, u, alpha).to(dt).sum_to_size(part.shape)
         if not need_scores:
             continue
-        ds = rows.score_gradient_(gp, u)
+        ds = rows.score_gradient_(gp, u, alpha)
         if dropped is not None and not t.added:
             ds.masked_fill_(dropped, 0)
         if d_bias_ is not None:

@@ -28,6 +28,7 @@ _DOCUMENTED = {
         r"\b(\w+) \+ \1\.abs\(\)"
     ): r"2.0 * torch.maximum(\1, torch.zeros((), dtype=\1.dtype))",
     re.compile(r"\bentmax_bisect\((?=\w+, alpha)"): "softmax_at_one(",
+    re.compile(r"\bentmax_bisect\((\w+), 2\.0"): r"sparsemax(\1",
 }
 
 Size = int | str
@@ -103,8 +104,8 @@ class Program:
         return tuple(dict.fromkeys(s.hazard for s in self.steps if s.hazard))
 
     def documented(self) -> Program:
-        """The program as a rewrite is documented to compute it: x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), and
-        a tensor alpha that is 1 makes softmax."""
+        """The program as a rewrite is documented to compute it: x * (x > t) is 0 at -inf, x + |x| is 2 max(x, 0), a
+        tensor alpha that is 1 makes softmax, and what is not finite has the gradient of sparsemax for an alpha of 2."""
         steps = self.steps
         for spelled, meant in _DOCUMENTED.items():
             texts = [spelled.sub(meant, s.text) for s in steps]
