@@ -139,7 +139,8 @@ class GraphRun:
         """Take out what is dead now. Nothing may fail after this: until here everything can be undone."""
         matched_nodes = {node for c in self._done for node in c.nodes}
         for node in reversed(self.graph.nodes):
-            if not node.users and (node in matched_nodes or _is_getitem_of(node, matched_nodes)):
+            dead = not node.users and node.op != "placeholder"  # as many inputs as Dynamo gives
+            if dead and (node in matched_nodes or _is_getitem_of(node, matched_nodes)):
                 self.graph.erase_node(node)
 
     def give_up(self, patterns: Iterable[Pattern], error: Exception) -> None:

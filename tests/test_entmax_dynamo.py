@@ -174,6 +174,23 @@ def test_what_torch_alone_compiles_apart_from_a_call(program):
     torch.testing.assert_close(got[1:], expected[1:])
 
 
+def test_an_axis_that_is_a_symbol():
+    """The package's function is compiled alone, and its axis is an input of the graph that nothing reads any more."""
+    written = torch.zeros(8)
+
+    def program(x, dim):
+        p = entmax.sparsemax(x, dim=dim)
+        checkpoint(lambda t: t.mul_(0.5), written, use_reentrant=False)
+        return p
+
+    with only("entmax") as report:
+        compiled = compile_without_codegen(program, dynamic=True)
+        for n, dim in enumerate((2, 1, 0, 1)):
+            x = torch.randn(2 + n, 3, 7)
+            torch.testing.assert_close(compiled(x, dim), entmax.sparsemax(x, dim=dim))
+        assert report.rewrites
+
+
 def test_what_is_written_before_a_call_stays_in_one_graph():
     linear, x = torch.nn.Linear(7, 7), torch.randn(4, 7)
 
