@@ -194,3 +194,15 @@ def test_gradients_that_are_not_finite_stay_with_what_sparsemax_keeps(what, valu
         got = gradient(compile_without_codegen(program))
         assert [r.pattern for r in sparse_inductor.report().rewrites]
     torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_scores_times_infinity_are_as_written():
+    """What raises on them, raises as it does unrewritten."""
+    entmax15 = pytest.importorskip("entmax").entmax15
+    program = lambda q: entmax15(q @ q.mT * float("inf"), -1) @ q
+    with sparse_inductor.enabled(only="entmax_attention", policy="always"):
+        sparse_inductor.report().clear()
+        with pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+            compile_without_codegen(program)(torch.randn(3, 8))
+        assert not sparse_inductor.report().rewrites
+        assert "multiplied by inf" in str(sparse_inductor.report())

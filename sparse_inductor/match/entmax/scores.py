@@ -89,6 +89,8 @@ def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
 
 def scaled(found: Scores, c: float, node: fx.Node) -> Scores:
     """The scores times a number, by which `node` multiplies them. Raises NoMatch."""
+    if not math.isfinite(found.scale * c):
+        raise NoMatch(f"the scores are multiplied by {found.scale * c:g}", node)
     if found.floored and c != 1:
         raise NoMatch("scores that have a floor are multiplied", node)
     if found.masks:
