@@ -866,6 +866,9 @@ def _assert_refused(program: Callable[..., Any], *inputs: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("offsets", [[0, 40, 20], [5, 20], [0, 61], [-1, 3]])
 def test_bags_are_refused_as_embedding_bag_refuses_them(offsets):
+    if offsets == [0, 40, 20] and torch.get_num_threads() == 1:
+        pytest.skip("with one thread PyTorch does not look at the offsets' order")
+
     def bags(m, q, weights, offsets):
         ids, table = m.ids.flatten(), q[0][:, None]
         return F.embedding_bag(ids, table, offsets, per_sample_weights=weights, mode="sum")
