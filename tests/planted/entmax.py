@@ -67,7 +67,7 @@ def _last_is_first(y: torch.Tensor) -> torch.Tensor:
     return torch.cat([y[..., :-1], y[..., :1]], -1)
 
 
-def _not_centred(_: Any, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+def _not_centred(_: Any, g: torch.Tensor, u: torch.Tensor, alpha: Any) -> torch.Tensor:
     return g.mul_(u)
 
 
