@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import sparse_inductor
 from corpus.splade_head.registry import Vocabulary, hidden, tokens
@@ -206,3 +207,54 @@ def test_scores_times_infinity_are_as_written():
             compile_without_codegen(program)(torch.randn(3, 8))
         assert not sparse_inductor.report().rewrites
         assert "multiplied by inf" in str(sparse_inductor.report())
+
+
+_NUMBERS = {
+    "head": lambda m, x: torch.relu(m.a(x) * 1e30 * 1e30 * 1e-30 * 1e-30).amax(1),
+    "head that divides": lambda m, x: torch.log1p(torch.relu(m.a(x) / 1e-39)).amax(1),
+    "block": lambda m, x: m.b(torch.relu(m.a(x)) * 1e-30 * 1e-30 * 1e30 * 1e30),
+    "factors of a block": lambda m, x: m.b(
+        torch.relu(m.a(x)) * 1e25 * (m.a(x) * 1e25) * 1e-25 * 1e-25
+    ),
+    "scores": lambda m, x: m.rows(m.q(x) @ m.k(x).mT * 1e-30 * 1e-30 * 1e30 * 1e30) @ x,
+    "queries and keys": lambda m, x: (
+        m.rows((m.q(x) * 1e-25) @ (m.k(x) * 1e-25).mT * 1e25 * 1e25) @ x
+    ),
+    "probabilities": lambda m, x: (
+        (m.rows(m.q(x) @ m.k(x).mT) * torch.arange(5)[:, None] * 1e30 * 1e30) @ x
+    ),
+    "documents": lambda m, x: (x[0, :, m.ids] * 1e30 * (m.weights * 1e-30)).sum(-1) * 1e30,
+}
+
+
+@pytest.mark.parametrize("name", _NUMBERS)
+def test_numbers_that_are_folded_overflow_where_they_do_in_eager(name):
+    entmax = pytest.importorskip("entmax")
+    model = nn.Module()
+    model.a, model.b = nn.Linear(6, 8), nn.Linear(8, 6)
+    model.q, model.k = nn.Linear(6, 6), nn.Linear(6, 6)
+    model.ids, model.weights = torch.randint(0, 6, (7, 3)), torch.rand(7, 3) * 1e10
+    model.rows = lambda z: entmax.entmax15(z, -1)
+    x = torch.randn(2, 5, 6, requires_grad=True)
+    program = lambda x: _NUMBERS[name](model, x)
+
+    def run(f):
+        y = f(x)
+        return y, torch.autograd.grad(y.sum(), x)
+
+    expected = run(program)
+    with sparse_inductor.enabled(policy="always"):
+        got = run(compile_without_codegen(program))
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+def test_a_mask_of_zeros_does_not_hide_what_overflowed():
+    class Model(Vocabulary):
+        def forward(self, h, keep):
+            return ((self.decoder(h) * 1e3).exp() * keep.unsqueeze(-1)).amax(1)
+
+    module, states, keep = Model(), hidden().detach(), torch.ones(hidden().shape[:2])
+    keep[:, 2:] = 0
+    expected = module(states, keep)
+    assert expected.isnan().any() and not expected.isnan().all()
+    torch.testing.assert_close(_compiled(module, states, keep), expected, equal_nan=True)

@@ -33,7 +33,8 @@ class Plan:
 
     scalar: the scalar steps, run after the maximum on the fast path.
     inner, outer: the general path's split; inner runs per element before the maximum, outer after it.
-    hoists: whether the fast path is sound (the scalar steps are non-decreasing).
+    hoists: whether the fast path is sound (the scalar steps are non-decreasing, and do not overflow where a factor of a
+        token may be 0).
     exhaustive: whether the fast path covers every value of the row operands.
     drops_nan: whether a number comes of a NaN, which is that of the least logits.
     bounds: its lower ones that several positions may share (`shared_bounds`); nothing is run after the maximum then,
@@ -60,8 +61,13 @@ def plan(steps: str, every_position: bool = False) -> Plan:
     program = parse(steps)
     scalar = scalar_steps(program)
     hoists = not every_position and prove(scalar).direction == 1
-    exhaustive, seen_scalar = True, False
+    exhaustive, seen_scalar, overflows = True, False, False
     for step in program:
+        if (
+            step.fn == "row_mul" and overflows
+        ):  # 0 times infinity is NaN, which only the element tells
+            hoists = False
+        overflows |= step.fn in ("exp", "expm1")
         if step.fn == "row_mul" or (step.fn == "row_add" and seen_scalar):
             exhaustive = False
         seen_scalar |= step.fn not in ROW

@@ -18,6 +18,7 @@ __all__ = [
     "Progression",
     "counting",
     "drowns",
+    "extreme",
     "integer",
     "is_parameter",
     "matched_nodes",
@@ -58,6 +59,12 @@ def rounds(dtype: torch.dtype, computed: torch.dtype) -> bool:
 def drowns(number: float, dtype: torch.dtype) -> bool:
     """Whether a sum with a number rounds the other operand, as `x + 12582912 - 12582912` does to whole numbers."""
     return dtype.is_floating_point and abs(number) * torch.finfo(dtype).eps > 0.1
+
+
+def extreme(number: float) -> bool:
+    """Whether a product with a number may overflow or vanish where the product with all of a program's numbers does
+    not, as `x * 1e30 * 1e30 * 1e-60` does."""
+    return number != 0 and not 2.0**-64 <= abs(number) <= 2.0**64
 
 
 _ELEMENTWISE = (

@@ -28,7 +28,7 @@ from ...graph.indices import is_full
 from ...graph.no_match import NoMatch
 from ...graph.selection import Assigned
 from ...graph.shapes import Move, move
-from ...graph.values import not_negative
+from ...graph.values import extreme, not_negative
 from ...graph.view import GraphView, fake, label, same_size, static_size
 from .epilogue_chain import Element, EpilogueChain, Fill, Term
 from .kinds import Frame, Kind, kind_of
@@ -111,6 +111,8 @@ class Chain:
                 self.tail.append(term)
             else:
                 self.steps.append(term)
+                if extreme(scale := self._scale()):
+                    raise NoMatch(f"the logits are multiplied by {scale:g}", element.node)
                 self.steps = [*simplified(tuple(self.steps))]
 
     def _move(self, step: Move, node: fx.Node) -> None:
@@ -153,7 +155,7 @@ class Chain:
         self.steps.append(Step("row_" + term.fn, term.const, len(self.rows) - 1))
 
     def _column(self, term: Term, node: fx.Node, kind: Kind) -> None:
-        scale = math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
+        scale = self._scale()
         if kind == "column" and self._linear_so_far():
             self.folded.append((term, node, scale))
             self._folds.append(lambda e, pair: self._fold(e, pair, term, scale))
@@ -164,6 +166,9 @@ class Chain:
         if term.fn == "mul" and self._turns is None:
             self._turns = self._turning(term, node)
         self.tail.append(term)
+
+    def _scale(self) -> float:
+        return math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
 
     def _turning(self, term: Term, node: fx.Node) -> NoMatch | None:
         if isinstance(term.operand, fx.Node) and not not_negative(self.view, term.operand):

@@ -21,6 +21,7 @@ from ...graph.contraction import Contraction, Operand, contraction
 from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.selection import Assigned, selections, trailing_mask
+from ...graph.values import extreme
 from ...graph.view import GraphView
 from ...graph.vocabulary import VIEWS
 from .masks import conjuncts, moderate, zero_or_one
@@ -106,6 +107,9 @@ def read_probabilities(
         if x is None and not sums and (scaled := _multiplied(view, node, call, axes)) is not None:
             x, factor = scaled
             factors.append(factor)
+            scale = math.prod(f for f in factors if isinstance(f, float))
+            if extreme(scale):
+                raise NoMatch(f"the probabilities are multiplied by {scale:g}", node)
         if call.name not in VIEWS and not view.same_shape(x, node):
             x = None
         if not view.is_tensor(x):

@@ -22,7 +22,7 @@ from ...graph.names import Call
 from ...graph.no_match import NoMatch
 from ...graph.scalars import constant_factor
 from ...graph.selection import SELECTIONS, Assigned, selections, trailing_mask
-from ...graph.values import drowns, rounds
+from ...graph.values import drowns, extreme, rounds
 from ...graph.view import GraphView, fake, label
 from ...graph.vocabulary import VIEWS
 from .masks import as_mask, keeps_a_key, mixed
@@ -80,7 +80,9 @@ def read_scores(
 
 
 def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
-    found = Scores(product, axes, product.scale, nodes=list(product.nodes))
+    found = scaled(
+        Scores(product, axes, 1.0, nodes=list(product.nodes)), product.scale, product.node
+    )
     if product.bias is not None:
         bias, factor = product.bias
         found.biases.append(beside(view, bias, axes, product.node, factor=factor))
@@ -89,7 +91,7 @@ def _start(view: GraphView, product: Contraction, axes: list[Axis]) -> Scores:
 
 def scaled(found: Scores, c: float, node: fx.Node) -> Scores:
     """The scores times a number, by which `node` multiplies them. Raises NoMatch."""
-    if not math.isfinite(found.scale * c):
+    if extreme(found.scale * c):
         raise NoMatch(f"the scores are multiplied by {found.scale * c:g}", node)
     if found.floored and c != 1:
         raise NoMatch("scores that have a floor are multiplied", node)

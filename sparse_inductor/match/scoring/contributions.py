@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from torch import fx
 
 from ...graph.emit import Emitter
 from ...graph.no_match import NoMatch
-from ...graph.values import uniform
+from ...graph.values import extreme, uniform
 from ...graph.view import GraphView, fake, same_size, same_sizes
 from .gathers import Gather
 
@@ -89,6 +90,15 @@ class Weighted:
     of_one: tuple[fx.Node, ...] = ()
     nodes: tuple[fx.Node, ...] = ()
     reads: tuple[tuple[fx.Node, fx.Node], ...] = ()
+
+    def __post_init__(self) -> None:
+        scale = 1.0
+        for f in self.factors:
+            if not isinstance(f.operand, fx.Node):
+                divided = 1 / f.operand if f.operand else math.inf
+                scale *= f.operand if f.how == "mul" else divided
+        if extreme(scale):
+            raise NoMatch(f"the products are scaled by {scale:g}", self.node)
 
     @property
     def entries(self) -> tuple[Any, ...]:
