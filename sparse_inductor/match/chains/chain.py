@@ -96,9 +96,8 @@ class Chain:
 
     def _pass(self, element: Element) -> None:
         self.nodes += [*element.extra, element.node]
-        if element.terms and self.view.is_tensor(
-            element.node
-        ):  # an assignment has no type of its own
+        # An assignment has no type of its own.
+        if element.terms and self.view.is_tensor(element.node):
             logits, steps = (self.view.dtype(n) for n in (self.linear.node, element.node))
             if torch.float64 in (logits, steps) and logits != steps:
                 raise NoMatch(f"steps are applied in {steps} to logits in {logits}", element.node)
