@@ -49,7 +49,7 @@ def alike(index: SparseIndex, q: Tensor, k: int, **filters) -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 99), n=st.integers(0, 300), k=st.integers(0, 40), b=st.integers(1, 3),
-    steps=st.sampled_from([1, 3, 10**6]), barred=st.sampled_from([0.0, 0.1, 0.99, 1.0]),
+    steps=st.sampled_from([1, 3, 10**6]), barred=st.sampled_from([0.0, 0.1, 0.75, 0.99, 1.0]),
 )  # fmt: skip
 def test_the_bits_are_those_of_aten(seed, n, k, b, steps, barred):
     """steps: how many different weights there are; of few, many scores are equal."""
@@ -68,11 +68,16 @@ def test_segments_and_chunks(monkeypatch):
     index = SparseIndex.build(dense)
     assert len(index.operands()[1]) == 3
     deny = (torch.rand(50_000, 2, generator=g) < 0.3).T  # whose rows do not lie in one piece
+    few = torch.tensor(
+        [45_001, 16_384, 16_383, 45_000, 45_001]
+    )  # of no document from 20,000 on for a while
     for k in (1, 100, 5000):
         for threads in (1, 2):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             alike(index, torch.rand(2, V, generator=g), k)
             alike(index, torch.rand(2, V, generator=g), k, deny=deny)
+            alike(index, torch.rand(2, V, generator=g), k, allow=few)
+            alike(index, torch.rand(2, V, generator=g), k, allow=deny & (torch.rand(50_000) < 0.1))
 
 
 def test_what_is_not_finite():

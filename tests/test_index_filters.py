@@ -127,6 +127,7 @@ def test_the_operators_take_marks():
     ("filters", "error", "said"),
     [
         ({"allow": [N]}, IndexError, f"there is no document {N}"),
+        ({"allow": [0, 1 << 70]}, IndexError, f"there is no document {1 << 70}"),
         ({"deny": torch.tensor([-1])}, IndexError, "there is no document -1"),
         ({"allow": torch.ones(N + 1, dtype=torch.bool)}, IndexError, "allow: a mask of documents"),
         ({"deny": np.ones((1, 1, N), dtype=bool)}, IndexError, "deny: a mask of documents"),

@@ -63,7 +63,7 @@ def barred_in(contents: Contents, allow: Any, deny: Any) -> Tensor:
     """bool [N] or [B, N]: the documents that are in no result."""
     barred = contents.deleted
     if allow is not None:
-        barred = barred | ~marked(allow, barred, "allow")
+        barred = marked(allow, barred, "allow") <= barred  # barred, or not allowed: one operation
     if deny is not None:
         barred = barred | marked(deny, barred, "deny")
     return barred

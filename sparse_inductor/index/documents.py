@@ -29,11 +29,12 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
         if named and all(isinstance(i, (bool, np.bool_)) for i in named):
             ids = torch.tensor(named, dtype=torch.bool, device="cpu")
         else:
-            whole = [as_int(i, "a document id") for i in named]
-            for i in whole:
-                if not 0 <= i < count:  # before it has to fit 64 bits
-                    raise IndexError(_no_document(i, count))
-            ids = torch.tensor(whole, dtype=torch.int64, device="cpu")
+            if {*map(type, named)} != {int}:
+                named = [as_int(i, "a document id") for i in named]
+            try:
+                ids = np.array(named, np.int64)
+            except OverflowError:
+                raise IndexError(_no_document(named, 0, count)) from None
     ids = (ids if isinstance(ids, torch.Tensor) else from_array(ids)).detach()
     ids = ids.to_dense() if ids.layout != torch.strided else ids
     if ids.dtype == torch.bool:
@@ -45,11 +46,7 @@ def document_ids(ids: Iterable[int] | Tensor | np.ndarray, count: int) -> Tensor
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.uint8:
         also = ": is it a mask? That is torch.bool" if ids.dtype == torch.uint8 else ""
         raise TypeError(f"document ids must be integers, got {ids.dtype}{also}")
-    ids = ids.long().reshape(-1)
-    bad = (ids < 0) | (ids >= count)
-    if bool(bad.any()):
-        raise IndexError(_no_document(int(ids[bad][0]), count))
-    return ids
+    return _checked(ids.long().reshape(-1), 0, count)
 
 
 def candidate_ids(documents: Any, count: int) -> Tensor:
@@ -64,11 +61,7 @@ def candidate_ids(documents: Any, count: int) -> Tensor:
         raise TypeError(f"document ids must be integers, got {ids.dtype}")
     if ids.dim() not in (1, 2):
         raise ValueError(f"documents must be ids [M] or [B, M], got shape {tuple(ids.shape)}")
-    ids = ids.long()
-    bad = (ids < -1) | (ids >= count)
-    if bool(bad.any()):
-        raise IndexError(_no_document(int(ids[bad][0]), count))
-    return ids
+    return _checked(ids.long(), -1, count)
 
 
 def as_tensor(documents: Any) -> Tensor | None:
@@ -87,19 +80,29 @@ def marked(documents: Any, like: Tensor, argument: str) -> Tensor:
         np.bool_,
     ):
         marks = torch.zeros(count, dtype=torch.bool, device=like.device)
-        marks[document_ids(documents, count).to(like.device)] = True
-        return marks
+        return marks.scatter_(0, document_ids(documents, count).to(like.device), True)
     mask = (documents if isinstance(documents, Tensor) else from_array(documents)).to(like.device)
     if mask.dim() not in (1, 2) or mask.shape[-1] > count:
         raise IndexError(
             f"{argument}: a mask of documents has shape (N,) or (B, N), N at most {count}; got {tuple(mask.shape)}"
         )
-    return torch.nn.functional.pad(mask, (0, count - mask.shape[-1]))
+    missing = count - mask.shape[-1]
+    return torch.nn.functional.pad(mask, (0, missing)) if missing else mask
 
 
-def _no_document(number: int, count: int) -> str:
+def _checked(ids: Tensor, least: int, count: int) -> Tensor:
+    """The ids, int64, if all are from `least` to `count` - 1."""
+    if ids.numel():
+        low, high = torch.aminmax(ids)
+        if not least <= int(low) <= int(high) < count:
+            raise IndexError(_no_document(ids.flatten().tolist(), least, count))
+    return ids
+
+
+def _no_document(ids: Iterable[int], least: int, count: int) -> str:
+    wrong = next(i for i in ids if not least <= i < count)
     which = f"ids are 0 to {count - 1}" if count else "there are none"
-    return f"there is no document {number}: {which}"
+    return f"there is no document {wrong}: {which}"
 
 
 def as_count(value: Any, name: str) -> int:

@@ -86,8 +86,7 @@ def _search_cpu(
     documents, first = sum(counts), [0, *itertools.accumulate(counts)]
     threads = torch.get_num_threads() if documents >= _APART else 1
     if documents and documents >= _COMPILED and native.ready():
-        some = barred.numpy().any()  # a tenth of the time of ATen's
-        segments = native.Segments(postings, counts, barred if some else None)
+        segments = native.Segments(postings, counts, barred)
         parts = 1 if threads == 1 else min(len(counts), -(-_JOBS * threads // max(B, 1)))
         edges = [i * len(counts) // parts for i in range(parts + 1)]
         runs = [range(*ends) for ends in itertools.pairwise(edges)]

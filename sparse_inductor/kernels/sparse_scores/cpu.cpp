@@ -30,14 +30,6 @@ float score_of(int64_t key) {
   return score;
 }
 
-constexpr int64_t kMarks = sizeof(uint64_t);  // marks that are read at once
-
-bool all_marked(const bool* marks) {
-  uint64_t word;
-  std::memcpy(&word, marks, sizeof word);
-  return word == 0x0101010101010101u;
-}
-
 constexpr int64_t kChunk = 1 << 14;  // documents whose sums stay in a core's cache
 constexpr int64_t kBlock = 64;       // documents that are compared with the bound at once, weights with 0
 
@@ -63,9 +55,10 @@ struct List {
 //
 // segments: of each segment its documents and addresses: offsets [num_terms + 1], docs and weights [postings]. query
 // [num_terms], finite. first: the id of document 0. barred: null, or of each document whether it is in no result.
+// allowed: null, or the ids of the documents that are not barred, ascending: where they are few.
 extern "C" int64_t sparse_index_search(
     const Segment* segments, int64_t num_segments, const float* query, int64_t num_terms, int64_t first,
-    const bool* barred, int64_t k, int64_t* best) {
+    const bool* barred, const int64_t* allowed, int64_t num_allowed, int64_t k, int64_t* best) {
   std::vector<int64_t> terms;
   for (int64_t low = 0; low < num_terms; low += kBlock) {
     const int64_t high = std::min(low + kBlock, num_terms);
@@ -88,6 +81,8 @@ extern "C" int64_t sparse_index_search(
     bound = score_of(*std::min_element(found.begin(), found.end()));
     bounded = true;
   };
+  const int64_t* const allowed_end = allowed + num_allowed;
+  const int64_t* next_allowed = std::lower_bound(allowed, allowed_end, first);
   std::vector<double> scratch(kChunk);
   std::vector<List> lists(terms.size());
   for (const Segment* s = segments; s < segments + num_segments; ++s) {
@@ -97,12 +92,28 @@ extern "C" int64_t sparse_index_search(
       lists[i] = {s->offsets[terms[i]], s->offsets[terms[i] + 1], query[terms[i]]};
     for (int64_t start = 0; start < s->count; start += kChunk) {
       const int64_t end = std::min(start + kChunk, s->count);
-      std::fill_n(scratch.begin(), end - start, 0.0);
       double* const sums = scratch.data() - start;
+      const int64_t* const here = next_allowed;
+      next_allowed = std::lower_bound(here, allowed_end, first + end);
+      if (allowed) {  // nobody reads the sums of the others
+        for (const int64_t* id = here; id < next_allowed; ++id) sums[*id - first] = 0;
+      } else {
+        std::fill_n(scratch.begin(), end - start, 0.0);
+      }
+      const bool skipped = allowed && here == next_allowed;
       for (List& list : lists) {
         int64_t i = list.next;
+        if (skipped) i = std::lower_bound(docs + i, docs + list.end, end) - docs;
         for (; i < list.end && docs[i] < end; ++i) sums[docs[i]] += static_cast<double>(weights[i]) * list.value;
         list.next = i;
+      }
+      if (allowed) {
+        for (const int64_t* id = here; id < next_allowed; ++id) {
+          const float score = static_cast<float>(sums[*id - first]);
+          if (!bounded || score > bound) found.push_back(key_of(score, *id));
+        }
+        if (static_cast<int64_t>(found.size()) >= most) keep();
+        continue;
       }
       for (int64_t low = start; low < end; low += kBlock) {
         const int64_t high = std::min(low + kBlock, end);
@@ -110,10 +121,6 @@ extern "C" int64_t sparse_index_search(
         for (int64_t d = low; d < high; ++d) above |= sums[d] > bound;
         if (!above) continue;
         for (int64_t d = low; d < high; ++d) {
-          if (barred && d + kMarks <= high && all_marked(barred + d)) {
-            d += kMarks - 1;
-            continue;
-          }
           const float score = static_cast<float>(sums[d]);
           if ((!bounded || score > bound) && !(barred && barred[d]))
             found.push_back(key_of(score, first + d));
@@ -127,6 +134,23 @@ extern "C" int64_t sparse_index_search(
   if (static_cast<int64_t>(found.size()) > k) keep();
   std::copy(found.begin(), found.end(), best);
   return found.size();
+}
+
+// Writes the numbers of the marks that are false, ascending.
+extern "C" void sparse_index_unmarked(const bool* marks, int64_t count, int64_t* numbers) {
+  for (int64_t low = 0; low < count; low += kBlock) {
+    uint64_t words[kBlock / 8];
+    std::memset(words, 1, sizeof words);
+    if (low + kBlock <= count) {
+      std::memcpy(words, marks + low, sizeof words);
+    } else {
+      std::memcpy(words, marks + low, count - low);
+    }
+    uint64_t bits = 0;
+    for (int64_t i = 0; i < kBlock / 8; ++i)  // the product has the lowest bits of eight bytes in its highest byte
+      bits |= ((words[i] ^ 0x0101010101010101u) * 0x0102040810204080u >> 56) << 8 * i;
+    for (; bits; bits &= bits - 1) *numbers++ = low + __builtin_ctzll(bits);
+  }
 }
 
 namespace {
