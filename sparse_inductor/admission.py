@@ -21,8 +21,13 @@ log = logging.getLogger("sparse_inductor")
 _told: set[str] = set()  # warnings that have been logged
 
 
-def unrewritable(match: Match, view: Any) -> Miss | None:
-    """Why a match cannot be rewritten where it stands; None where it can."""
+# Operators that save integers where the operations as written save floating point numbers.
+_SAVE_INTEGERS = ("sparse_inductor::splade_head", "sparse_inductor::relu_ffn")
+
+
+def unrewritable(match: Match, view: Any, hooked: bool) -> Miss | None:
+    """Why a match cannot be rewritten where it stands; None where it can. hooked: whether the program has saved-tensor
+    hooks, which may take all that is saved for floating point numbers."""
     # The operators have no rule for torch.func's transforms.
     if transform := view.transforms.get(match.anchor):
         reason = f"this runs inside {transform}, which the operator does not take part in"
@@ -34,6 +39,9 @@ def unrewritable(match: Match, view: Any) -> Miss | None:
         and compat.setting("cpp_wrapper")
     ):
         reason = "Inductor's C++ wrapper calls no operator that returns a list, as this one does in training"
+        return Miss(reason, match.anchor)
+    if hooked and needs_grad and match.op in _SAVE_INTEGERS:
+        reason = "the program has saved-tensor hooks, and the operator saves integers"
         return Miss(reason, match.anchor)
     if view.differentiates_twice:
         reason = (

@@ -66,9 +66,15 @@ class GraphRun:
     """One graph on its way through the pass."""
 
     def __init__(
-        self, graph: fx.Graph, verify: Report | None, trace: bool, policy: Mapping[str, str]
+        self,
+        graph: fx.Graph,
+        verify: Report | None,
+        trace: bool,
+        policy: Mapping[str, str],
+        hooked: bool = False,
     ) -> None:
         self.graph = graph
+        self.hooked = hooked  # whether the program has saved-tensor hooks
         self.decisions = Decisions(policy, dry=trace)
         self.verify = verify
         self.trace = trace
@@ -169,7 +175,7 @@ class GraphRun:
                 with self._guarded(pattern, node, quiet=node in view.transforms):
                     found = pattern.match(node, view)
                     if not isinstance(found, Miss | None):
-                        found = unrewritable(found, view) or found
+                        found = unrewritable(found, view, self.hooked) or found
                     elif isinstance(found, Miss) and node in view.transforms:
                         found = None
                 if isinstance(found, Miss):

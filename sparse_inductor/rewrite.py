@@ -72,12 +72,14 @@ class RewritePass:
 
     def run(self, graph: fx.Graph) -> Outcome:
         """Rewrite the graph in place; never raises because of a pattern."""
-        with compat.unobserved():
-            return self._run(graph)
+        with compat.unobserved() as hooked:
+            return self._run(graph, hooked)
 
-    def _run(self, graph: fx.Graph) -> Outcome:
+    def _run(self, graph: fx.Graph, hooked: bool) -> Outcome:
         started = time.perf_counter()
-        run = GraphRun(graph, self._report if self._verify else None, self._trace, self._policy)
+        run = GraphRun(
+            graph, self._report if self._verify else None, self._trace, self._policy, hooked
+        )
         before = _text(graph) if log.isEnabledFor(logging.DEBUG) else ""
         try:
             run.execute(self._patterns)

@@ -130,6 +130,65 @@ def test_create_graph_alone_is_no_error():
     assert torch.equal(g, wanted)
 
 
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_gradients_of_several_vectors_at_once(pattern):
+    """Right, or an error that names the operator: vmap has no fallback for one that takes or returns a list."""
+    module, x = layer(pattern), tokens(requires_grad=True)
+
+    def rows(model):
+        y = model(x)
+        vectors = torch.randn(3, *y.shape, generator=torch.Generator().manual_seed(2))
+        return torch.autograd.grad(y, x, vectors, is_grads_batched=True)[0]
+
+    wanted = rows(module)
+    with sparse_inductor.enabled(only=pattern, policy="always"):
+        model = compile_without_codegen(module)
+        try:
+            torch.testing.assert_close(rows(model), wanted)
+        except RuntimeError as error:
+            assert pattern in ("splade_head", "entmax_attention")
+            assert f"sparse_inductor::{pattern}" in str(error)
+        assert sparse_inductor.report().rewrites
+
+
+# Saved-tensor hooks
+
+
+def test_hooks_that_take_what_is_saved_for_floating_point_numbers():
+    """An operator's indices of neurons, rounded to eight bits, would be those of others."""
+    torch.manual_seed(0)
+    block, x = nn.Sequential(nn.Linear(D, 600), nn.ReLU(), nn.Linear(600, D)), torch.randn(9, D)
+    rounded = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (t.dtype, t.bfloat16()), lambda packed: packed[1].to(packed[0])
+    )
+
+    def step(model):
+        with rounded:
+            y = model(x)
+        return torch.autograd.grad(y.square().sum(), list(block.parameters()))
+
+    wanted = step(block)
+    with sparse_inductor.enabled(only="relu_ffn", policy="always"):
+        got = step(compile_without_codegen(block))
+        assert "the program has saved-tensor hooks" in str(sparse_inductor.report())
+    torch.testing.assert_close(got, wanted, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_what_is_saved_may_wait_elsewhere(pattern):
+    module, x = layer(pattern), tokens(requires_grad=True)
+
+    def step(model):
+        with torch.autograd.graph.save_on_cpu():
+            y = model(x)
+        return torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
+
+    wanted = step(module)
+    with sparse_inductor.enabled(only=pattern, policy="always"):
+        torch.testing.assert_close(step(compile_without_codegen(module)), wanted)
+        assert sparse_inductor.report().rewrites
+
+
 # Tensor subclasses
 
 

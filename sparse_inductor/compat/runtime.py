@@ -78,9 +78,9 @@ def exporting() -> bool:
 
 
 @contextlib.contextmanager
-def unobserved() -> Iterator[None]:
+def unobserved() -> Iterator[bool]:
     """What is computed meanwhile passes through no dispatch mode of the caller's, and what autograd saves through no
-    hook.
+    hook. Gives whether it passes through a hook that is not PyTorch's own otherwise.
 
     A checkpoint around a compiled function counts what its forward saves, and a mode counts or replaces what it
     computes: what a pass computes while the function is compiled is not part of it.
@@ -88,10 +88,12 @@ def unobserved() -> Iterator[None]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    present = torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
+    own = any(not getattr(h, "__module__", "").startswith("torch.") for h in present)
     if torch._C._autograd._saved_tensors_hooks_is_enabled():  # inside a transform they are refused
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with hooks, _disable_current_modes():
-        yield
+        yield own
 
 
 def symbolic_sizes() -> contextlib.AbstractContextManager[None]:
