@@ -138,6 +138,9 @@ def check(program: Program, verify: bool = False) -> Outcome:
             other = right if compiled_.error is not None and ours.error is None else compiled_
             shared |= {(f.kind, f.where) for f in differences(program, call, ours, other, right)}
         findings = [f for f in findings if (f.kind, f.where) in shared]
+    if program.stage == "aot" and {f.kind for f in findings} == {"write"}:
+        # Op by op ATen returns views that generated code does not have.
+        return check(dataclasses.replace(program, stage="codegen"), verify)
     findings += [Finding("raised", "pattern", failure) for failure in rewrite.failures]
     checks = [c for c in report.checks if c.verdict == "differs"]
     findings += [Finding("caught", c.pattern, c.detail) for c in checks]
