@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from sparse_inductor import SparseIndex
 from sparse_inductor.index import IndexFileError, NamedIndex, segment
+from test_index_service import in_child
 
 V = 10
 
@@ -119,3 +121,38 @@ def test_searches_beside_replacements_and_compaction():
     for t in threads:
         t.join()
     assert not wrong
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize("published", [False, True])
+def test_a_fork_while_another_thread_writes(monkeypatch, published):
+    """The child finds the document of a half-made `put` under its name, or not at all, and goes on."""
+    index, publish = NamedIndex(V), SparseIndex._publish
+    index.put(["a"], [{0: 1.0}])
+    half, go = threading.Event(), threading.Event()
+
+    def halts(self, *args):
+        found = publish(self, *args) if published else None
+        half.set()
+        go.wait()
+        return publish(self, *args) if found is None else found
+
+    monkeypatch.setattr(SparseIndex, "_publish", halts)
+    thread = threading.Thread(target=index.put, args=(["a", "b"], [{1: 1.0}, {1: 2.0}]))
+    thread.start()
+    half.wait()
+
+    def child():
+        monkeypatch.undo()
+        assert ("b" in index) == published and len(index) == 1 + published
+        assert index.put(["c", "a"], [{1: 4.0}, {1: 3.0}]) == 1
+        there = [("c", 4.0), ("a", 3.0), *[("b", 2.0)] * published]
+        assert index.search([{1: 1.0}], 5, deny=["nobody"]) == [there]
+
+    try:
+        assert in_child(child) == 0
+    finally:
+        go.set()
+        thread.join()
+    assert index.search([{1: 1.0}], 5) == [[("b", 2.0), ("a", 1.0)]]

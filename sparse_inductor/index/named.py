@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ class NamedIndex:
 
     def _begin(self, index: SparseIndex, names: list[str]) -> None:
         self._writing = threading.Lock()
+        _opened.add(self)
         gone = index.operands()[2].tolist()
         numbers = {name: i for i, (name, lost) in enumerate(zip(names, gone)) if not lost}
         self._held = index, names, numbers
@@ -185,3 +187,18 @@ def _names(path: Any, tensors: dict[str, Tensor], count: int) -> list[str]:
         return [whole[low:high].decode() for low, high in itertools.pairwise(edges)]
     except (KeyError, ValueError) as error:
         raise IndexFileError(f"{path} has no names of its documents ({error})") from error
+
+
+_opened: weakref.WeakSet[NamedIndex] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    """A thread that was writing does not exist in a forked child: what it had done is finished from what is there."""
+    for named in _opened:
+        if named._writing.locked():
+            index, names, _ = named._held
+            named._begin(index, names[: len(index)])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
