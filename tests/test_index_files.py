@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sparse_inductor import SparseIndex
-from sparse_inductor.index import IndexFileError, storage
+from sparse_inductor.index import IndexFileError, files, storage
 
 V = 20
 KILLS = int(os.environ.get("KILLS", "25"))
@@ -156,7 +156,8 @@ def test_what_a_killed_process_left_is_removed_but_not_what_another_writes(tmp_p
     others = ["x.notes.part", "y.0123abcd.part", "x.0123abcd.part.bak"]
     for name in others:
         (tmp_path / name).write_text("mine")
-    writing = index_of(4)._pending_file(path)
+    longer = index_of(4)
+    writing = files.pending(path, longer._contents, longer.weights)
     index_of(3).save(path)
     assert len(names(tmp_path)) == len(others) + 2
     writing.commit()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from sparse_inductor import SparseIndex
-from sparse_inductor.index import ShardedIndex
+from sparse_inductor.index import ShardedIndex, files
 
 V = 40
 
@@ -91,15 +91,15 @@ def _fail(rank: int, world: int, folder: str) -> None:
         fails(IndexError, r"shape \(90,\)", lambda: index.delete(torch.ones(3, dtype=torch.bool)))
         index.delete(torch.arange(90) == 40)
         before = index.search(q, 90)
-        write = SparseIndex._pending_file
+        write = files.pending
         if rank == 1:
 
             def full(*_):
                 raise OSError(28, "No space left on device")
 
-            SparseIndex._pending_file = full
+            files.pending = full
         fails(OSError, "No space left", lambda: index.save(path))
-        SparseIndex._pending_file = write
+        files.pending = write
         dist.barrier()
         assert sorted(p.name for p in path.iterdir()) == ["part-0-of-2", "part-1-of-2"]
         assert ShardedIndex.load(path).search(q, 90)[1][0].tolist().count(-1) == 0, "the old one"

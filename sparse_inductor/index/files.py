@@ -24,7 +24,7 @@ def pending(
     path: str | os.PathLike[str],
     contents: Contents,
     weights: str,
-    progress: bool,
+    progress: bool = False,
     more: Mapping[str, Tensor] | None = None,
 ) -> storage.PendingFile:
     """The file of an index of this precision, complete but not in place; `more` stands beside it."""

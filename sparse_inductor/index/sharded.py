@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparse_inductor.ops._merge import keys, merged
 
+from . import files
 from .answers import page
 from .documents import as_count, document_ids
 from .sparse_index import SparseIndex
@@ -166,7 +167,7 @@ class ShardedIndex(nn.Module):
 
         def written() -> PendingFile:
             path.mkdir(parents=True, exist_ok=True)
-            return self.local._pending_file(path / self._part())
+            return files.pending(path / self._part(), self.local._contents, self.local.weights)
 
         pending: list[PendingFile] = []
         try:

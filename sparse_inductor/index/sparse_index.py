@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparse_inductor.ops.index_search import enrol
 from sparse_inductor.threads import apart
 
-from . import answers, files, storage
+from . import answers, files
 from .contents import Contents, own_settings, segments_of
 from .documents import as_count, document_ids
 from .progress import Progress
@@ -315,12 +315,7 @@ class SparseIndex(nn.Module):
         umask leaves. A save that fails or is killed leaves the old file; what a killed one wrote is removed by the next
         save. `progress` shows how far it has come.
         """
-        self._pending_file(path, progress).commit()
-
-    def _pending_file(
-        self, path: str | os.PathLike[str], progress: bool = False
-    ) -> storage.PendingFile:
-        return files.pending(path, self._contents, self.weights, progress)
+        files.pending(path, self._contents, self.weights, progress).commit()
 
     @classmethod
     @apart
