@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sparse_inductor
 from corpus.published.entmax import Transformer, token_ids
 from support import compile_without_codegen, one_in, only, rewrites
 
@@ -120,6 +121,27 @@ def test_a_comparison_that_always_holds_may_drop_every_key():
 
     (note,) = notes(program, [torch.randn(B, H, L, D) for _ in range(3)], training=True)
     assert {"causal", "mask"} <= note
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["infer", "train"])
+def test_a_negated_mask_is_read_as_it_is_where_nothing_is_kept_for_a_backward(training):
+    def program(q, k, v, keep):
+        return entmax.entmax15((q @ k.mT * D**-0.5).masked_fill(~keep, -torch.inf), dim=-1) @ v
+
+    inputs = [torch.randn(B, H, L, D, requires_grad=training) for _ in range(3)]
+    keep = torch.rand(B, 1, L, L) > 0.3
+    keep[..., 0] = True
+    with only("entmax_attention") as report, torch.set_grad_enabled(training):
+        graph = str(sparse_inductor.explain(program, *inputs, keep))
+        want, kept = program(*inputs, keep), keep.clone()
+        got = compile_without_codegen(program)(*inputs, kept)
+        kept.fill_(False)  # as where one mask serves all batches
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        if training:
+            grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (got, want)]
+            torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+        assert len(rewrites(report, "entmax_attention")) == 1
+    assert ("l_v_, None, l_keep_," in graph) == (not training)
 
 
 LEFT = torch.arange(L) >= torch.tensor([0, 4, L])[:, None]  # the last sequence is all padding

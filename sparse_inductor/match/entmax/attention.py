@@ -247,7 +247,7 @@ class _Reader:
             raise NoMatch("a gate: each row has values of its own, and shares its keys", self.node)
         causal = False
         if not scores.unless:
-            causal, masks = _causal(self.view, masks, tuple(query), tuple(keys))
+            causal, masks = _causal(self.view, masks, tuple(query), tuple(keys), self.node)
         attention = Attention(
             view=self.view, product=self.product, found=self.found, scores=scores, q=q, k=k, v=v,
             out_axes=_axes(self.product, self.atoms), batch=batch, shared=shared, group=group, queries=query,
@@ -344,14 +344,23 @@ def _narrow(view: GraphView, t: Placed, dtype: torch.dtype) -> Placed | None:
 
 
 def _causal(
-    view: GraphView, masks: list[Placed], queries: tuple[Atom, ...], keys: tuple[Atom, ...]
+    view: GraphView,
+    masks: list[Placed],
+    queries: tuple[Atom, ...],
+    keys: tuple[Atom, ...],
+    node: fx.Node,
 ) -> tuple[bool, list[Placed]]:
-    """Whether one of the masks, or a part of one, is the causal triangle, and what is left without it."""
+    """Whether one of the masks, or a part of one, is the causal triangle, and what is left without it.
+
+    A mask that the program negates for `masked_fill` is read as it was before; not where it is kept for a backward of
+    `node`, as the program may then write to it.
+    """
     causal, rest = False, list[Placed]()
     for mask in masks:
         parts = conjuncts(view, mask)
         some = [part for part in parts if not keeps_all(view, part)]
         left = [part for part in some if not is_triangle(view, part, queries, keys)]
         causal |= len(left) < len(some)
-        rest += [mask] if len(left) == len(parts) else left
+        whole = len(left) == len(parts) and (len(parts) > 1 or view.records(node))
+        rest += [mask] if whole else left
     return causal, rest
