@@ -373,7 +373,7 @@ def load_entries(m, i, j, head, ROWS: tl.constexpr):
     if ROWS:
         x = tl.load(entry_pointers(m, i, j), mask=(i < head.Lq)[:, None] & inside, other=0)
     else:
-        x = tl.load(m.start + j.to(tl.int64)[None, :] * m.column, mask=inside, other=0)
+        x = tl.load(m.start + j.to(tl.int64) * m.column, mask=j < head.last_key, other=0)[None, :]
     return x
 
 
