@@ -82,6 +82,8 @@ class Segment:
         terms = rows.terms.to(term_dtype(num_terms))
         given = rows.weights
         scale, signed = 1.0, False
+        if precision == "float32":
+            return Segment(rows.offsets, terms, given)
         if precision == "int8":
             scale, signed = _scale_of(given, rows.count, beside)
             steps = 127 if signed else 255
@@ -98,9 +100,9 @@ class Segment:
         error = float((made.values() - given).abs().max()) if given.numel() else 0.0
         return dataclasses.replace(made, error=error)
 
-    def term_ids(self) -> Tensor:
-        """int64 [nnz]."""
-        ids = self.terms.long()
+    def term_ids(self, dtype: torch.dtype = torch.int64) -> Tensor:
+        """[nnz]."""
+        ids = self.terms.to(dtype)
         return ids & 0xFFFF if self.terms.dtype == torch.int16 else ids
 
     def values(self) -> Tensor:
@@ -159,10 +161,11 @@ class Segment:
 
     def postings(self, num_terms: int) -> Postings:
         """The segment by term."""
-        terms, values = self.term_ids(), self.values()
+        values = self.values()
         if scipy_sparse is not None:
+            terms = self.term_ids(torch.int32)
             rows = scipy_sparse.csr_matrix(
-                (values.numpy(), terms.int().numpy(), self.offsets.numpy()), (self.count, num_terms)
+                (values.numpy(), terms.numpy(), self.offsets.numpy()), (self.count, num_terms)
             )
             columns = rows.tocsc()
             offsets, docs, weights = (
@@ -172,7 +175,7 @@ class Segment:
         rows_ = torch.repeat_interleave(
             torch.arange(self.count, dtype=torch.int32, device="cpu"), self.offsets.diff()
         )
-        ordered, order = torch.sort(terms, stable=True)
+        ordered, order = torch.sort(self.term_ids(), stable=True)
         offsets = torch.searchsorted(ordered, torch.arange(num_terms + 1, device="cpu"))
         return Postings(offsets, rows_[order], values[order])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -390,7 +391,7 @@ def _check_values(block: Entries, num_terms: int, first: int) -> None:
     if low < 0 or high >= num_terms:
         bad = (block.terms < 0) | (block.terms >= num_terms)
         fail(bad, f"term id {{term}} is not in [0, {num_terms})")
-    if not bool(torch.isfinite(block.weights.float()).all()):
+    if not _all_finite(block.weights.float()):
         bad = ~torch.isfinite(block.weights)
         if bool(bad.any()):
             fail(bad, "the weight of term {term} is {weight}; it must be finite")
@@ -399,9 +400,8 @@ def _check_values(block: Entries, num_terms: int, first: int) -> None:
 
 
 def _check_sums(rows: Rows, first: int) -> None:
-    sound = torch.isfinite(rows.weights)
-    if not bool(sound.all()):
-        at = int((~sound).nonzero()[0, 0])
+    if not _all_finite(rows.weights):
+        at = int((~torch.isfinite(rows.weights)).nonzero()[0, 0])
         number = first + int(torch.searchsorted(rows.offsets, at, right=True)) - 1
         raise ValueError(
             f"document {number}: the weights of term {int(rows.terms[at])} add up to {float(rows.weights[at])}; they "
@@ -409,9 +409,25 @@ def _check_sums(rows: Rows, first: int) -> None:
         )
 
 
+def _ascending(offsets: Tensor, terms: Tensor) -> bool:
+    """Whether the terms of each row ascend; offsets from 0 to their number."""
+    rises = torch.ones(terms.numel() + 1, dtype=torch.bool, device=terms.device)
+    torch.gt(terms[1:], terms[:-1], out=rises[1:-1])
+    return bool(rises.index_fill_(0, offsets, True).all())
+
+
+def _all_finite(weights: Tensor) -> bool:
+    """In a tenth of the time of `isfinite`: the least and the largest are NaN where one is."""
+    return not weights.numel() or all(math.isfinite(x) for x in torch.aminmax(weights))
+
+
 def merged(entries: Entries, num_terms: int) -> Rows:
     """Terms in ascending order, those named twice added up, those of weight 0 left out; in memory of its own."""
     offsets, terms, weights = entries.offsets, entries.terms, entries.weights
+    if _ascending(offsets, terms):
+        own = weights.to(torch.float32, copy=True)
+        if bool(own.all()):
+            return Rows(offsets.clone(), terms.clone(), own)
     rows = torch.repeat_interleave(
         torch.arange(entries.count, device=terms.device), offsets.diff(), output_size=terms.numel()
     )
