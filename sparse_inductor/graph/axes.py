@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from .fakes import same_size, same_sizes
+from .fakes import fake, same_size, same_sizes
 from .indices import expanded_index
 from .names import Call
 from .no_match import NoMatch
@@ -57,6 +57,11 @@ class Placed:
     floor: float | None = None
 
     @property
+    def tensor(self) -> fx.Node:
+        """What is read: an assignment has no result."""
+        return self.node.args[0] if fake(self.node) is None else self.node
+
+    @property
     def atoms(self) -> list[Atom]:
         return [atom for axis in self.axes for atom in flat(axis)]
 
@@ -94,7 +99,7 @@ def above(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> l
     before, n = view.shape(call["input"]), len(axes)
     order = order_of(call, n)
     if order is not None:
-        return _permuted(axes, order)
+        return [axes[order.index(d)] for d in range(n)]
     match call.name:
         case "getitem":
             return _indexed(view, node, call, axes)
@@ -148,13 +153,6 @@ def originals(
         if not known:
             return
         reader, node = node, seen
-
-
-def _permuted(axes: Sequence[Axis], order: Sequence[int]) -> list[Axis]:
-    before: list[Axis] = [()] * len(axes)
-    for after, d in enumerate(order):
-        before[d] = axes[after]
-    return before
 
 
 def _indexed(view: GraphView, node: fx.Node, call: Call, axes: Sequence[Axis]) -> list[Axis]:

@@ -14,7 +14,7 @@ from .effects import gives_memory
 from .fakes import tensors_in
 from .mesh import is_distributed
 from .no_match import NoMatch
-from .view import CONSTANT_LIKE, GraphView, fake, label
+from .view import GraphView, fake, label
 from .vocabulary import SHAPE_OPS
 
 __all__ = [
@@ -100,8 +100,7 @@ def check_match(view: GraphView, match: _Swallows) -> None:
     reads = [
         (source, n)
         for n in sorted(inside, key=view.order.__getitem__)
-        if view.name_of(n) not in CONSTANT_LIKE | {"metadata"}
-        for source in n.all_input_nodes
+        for source in view.read_by(n)
         if source not in inside and view.is_tensor(source)
     ]
     reads += [r for r in getattr(match, "reads", ()) if view.is_tensor(r[0])]
@@ -248,9 +247,7 @@ def _cuts(view: GraphView, node: fx.Node) -> bool:
     whole = node.args[0] if view.name_of(node) == "setitem" else node  # an assignment is no tensor
     if not view.is_tensor(whole) or not view.dtype(whole).is_floating_point:
         return False
-    if view.name_of(node) in CONSTANT_LIKE or not any(
-        map(view.requires_grad, node.all_input_nodes)
-    ):
+    if not any(map(view.requires_grad, view.read_by(node))):
         return False
     return not (view.records(node) and view.requires_grad(whole))
 

@@ -224,6 +224,8 @@ def _matrix(view: GraphView, w: Operand) -> tuple[fx.Node, list[str | None]]:
         x = None if call is None else call.get("input")
         if call is None or call.inplace or not view.is_tensor(x) or len(view.shape(x)) < 2:
             break
+        if view.value(x, w.reader) is not x:
+            break  # it was copied before it was written to
         inner = view.shape(x)
         order = order_of(call, len(axes))
         if order is not None:

@@ -330,7 +330,8 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
         return _permutation(order, v)
     match call.name:
         case "unsqueeze":
-            return _index(node, before, _insert_none(call["dim"] % (n + 1), n), v)
+            at = call["dim"] % (n + 1)
+            return _index(node, before, [*[slice(None)] * at, None, *[slice(None)] * (n - at)], v)
         case "squeeze":
             dims = call.get("dim")
             if dims is None:
@@ -391,12 +392,6 @@ def move(view: GraphView, node: fx.Node, call: Call, v: int) -> Move:
 
 def _only(dim: int, item: Any, n: int) -> list[Any]:
     return [item if d == dim else slice(None) for d in range(n)]
-
-
-def _insert_none(dim: int, n: int) -> list[Any]:
-    items: list[Any] = [slice(None)] * n
-    items.insert(dim, None)
-    return items
 
 
 def _flatten_args(call: Call, before: tuple, v: int, node: fx.Node) -> list[Any]:

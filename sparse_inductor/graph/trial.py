@@ -6,7 +6,6 @@ bisection schemes makes the rows sum to one. A trial decides nothing alone: the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,14 +60,14 @@ def region(view: GraphView, output: fx.Node, leaves: Sequence[fx.Node]) -> Regio
         if not _is_size(view, node):
             queue += node.all_input_nodes
         if not queue:
-            # What writes into a value on the way belongs to it.
-            for writer, targets in view.effects.writers.items():
-                if writer in found or view.order[writer] > until:
-                    continue
-                if any(t in stop for t in targets):
-                    return None
-                if any(t in found for t in targets):
-                    queue.append(writer)
+            # What writes to the memory of a value on the way, through whatever view, belongs to it.
+            for value in (*found, *stop):
+                for writer in view.effects.writers_to(value):
+                    late = view.order[value] < view.order[writer] <= until
+                    if late and writer not in found and writer not in stop:
+                        if value in stop:
+                            return None
+                        queue.append(writer)
     if any(map(view.in_inference_mode, found)):
         return None
     return Region(tuple(sorted(found, key=view.order.__getitem__)), tuple(leaves), output)
@@ -163,7 +162,8 @@ def run(
     env: dict[fx.Node, Any] = dict(values)
     recording = torch.is_grad_enabled()
     try:
-        with _quiet():
+        # Autocast does not change what is computed.
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             for node in piece.nodes:
                 if node not in env:
                     with torch.set_grad_enabled(recording and view.records(node)):
@@ -173,16 +173,11 @@ def run(
     except Exception as error:  # whatever the user's code raises on rows it was not made for
         raise Untestable(f"{type(error).__name__} at {node.name}: {error}") from None
     result = env[piece.output]
+    if view.name_of(piece.output) == "setitem":
+        result = env[piece.output.args[0]]
     if not isinstance(result, torch.Tensor):
         raise Untestable(f"{piece.output.name} is no tensor")
     return result
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Random numbers are not drawn, autocast does not change what is computed."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
 
 
 def _step(

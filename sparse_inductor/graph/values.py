@@ -43,10 +43,13 @@ def is_parameter(view: GraphView, node: fx.Node) -> bool:
 _NOT_NEGATIVE = frozenset("relu sigmoid exp softplus softmax square abs norm vector_norm".split())
 
 
-def not_negative(view: GraphView, x: fx.Node) -> bool:
+def not_negative(view: GraphView, x: fx.Node, reader: fx.Node) -> bool:
     """Whether a tensor is a mask (bool, or cast from one) or the result of a function that is never negative."""
     original, passed = view.behind(x, VIEWS | COPIES | {"cast"})
-    masks = (view.is_tensor(n) and view.dtype(n) == torch.bool for n in (*passed, original))
+    values = [*passed, original]
+    if any(view.value(n, by) is not n for n, by in zip(values, (reader, *passed))):
+        return False
+    masks = (view.is_tensor(n) and view.dtype(n) == torch.bool for n in values)
     return any(masks) or view.name_of(original) in _NOT_NEGATIVE
 
 

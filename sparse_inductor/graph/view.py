@@ -120,6 +120,8 @@ class GraphView:
     @staticmethod
     def _tensor(node: Any) -> torch.Tensor:
         value = fake(node)
+        if value is None and isinstance(node, fx.Node) and name_of(node) == "setitem":
+            value = fake(node.args[0])  # an assignment has no result: what it is to
         if not isinstance(value, torch.Tensor):
             raise Unknown(f"{node} has no fake tensor")
         return value
@@ -288,16 +290,19 @@ class GraphView:
                 live.add(node)
         return live
 
+    def read_by(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose elements a call needs, and not their shape or dtype alone."""
+        call = self.call(node)
+        if call is not None and call.name in _METADATA_READERS:
+            return []
+        return [call["input"]] if call is not None and call.name in _LIKE else node.all_input_nodes
+
     def readers(self, node: fx.Node) -> Iterator[fx.Node]:
         """Users that need the node's elements: dead users and readers of shape or dtype do not."""
         for user in node.users:
-            if user not in self._live:
+            if user not in self._live or node not in self.read_by(user):
                 continue
             call = self.call(user)
-            if call is not None and call.name in _METADATA_READERS:
-                continue
-            if call is not None and call.name in _LIKE and call.args.get("input") is not node:
-                continue
             if (
                 call is not None
                 and call.name in SHAPE_OPS

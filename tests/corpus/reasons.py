@@ -25,6 +25,8 @@ TRUE["published.splade_head"] = {
 }
 
 TRUE["splade_head"] = {
+    "weight_written_after_it_was_repeated": ("neither is a weight", "torch.bmm("),
+    "importance_written_to": ("may be negative", "* importance"),
     "softmax_over_vocabulary": ("softmax", "logits.softmax(dim=-1)"),
     "log_softmax_over_vocabulary": ("log_softmax", "F.log_softmax(logits"),
     "softmax_over_sequence": ("(softmax) differs by token and", "logits.softmax(dim=1)"),
@@ -107,6 +109,7 @@ NOTHING_OF_IT["published.relu_ffn"] = {
 }
 
 TRUE["relu_ffn"] = {
+    "learned_threshold_of_a_gate": ("some of one projection", "* m.up(x)"),
     "weighed_by_what_may_be_negative": ("also read by mul", "(h * m.up.bias).abs()"),
     "one_neuron_of_one_sequence_ablated": ("single elements", "h[0, :, 3] = 0.0"),
     "overlapping_parts_in_place": ("getitem is changed in place", "gate, up = h["),
@@ -260,6 +263,7 @@ NOTHING_OF_IT["published.entmax"] = {
 }
 
 TRUE["entmax"] = {
+    "mask_filled_after_its_cast": ("changed in place", "bias = (1 - keep"),
     "scores_read_through_a_view_afterwards": ("mul is written in place and lives on", "z -="),
     "another_mask_afterwards": ("where changes the probabilities", "torch.where(dropped.mT"),
     "a_weak_mask_and_the_same_afterwards": (

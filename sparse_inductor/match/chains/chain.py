@@ -170,7 +170,7 @@ class Chain:
         return math.prod(s.consts[0] for s in self.steps if s.fn == "mul")
 
     def _turning(self, term: Term, node: fx.Node) -> NoMatch | None:
-        if isinstance(term.operand, fx.Node) and not not_negative(self.view, term.operand):
+        if isinstance(term.operand, fx.Node) and not not_negative(self.view, term.operand, node):
             return NoMatch(
                 "a factor of every output may be negative, which turns the order around", node
             )

@@ -213,6 +213,7 @@ class _Reader:
     def _roles(
         self, scores: Scores, q: Placed, k: Placed, v: Placed, keys: list[Atom]
     ) -> Attention:
+        masks, biases, fill, added, alpha = self._beside(scores)  # may split atoms
         in_q, in_k, in_v = (set(t.atoms) for t in (q, k, v))
         rows = [
             atom for axis in _axes(self.p, self.atoms) for atom in flat(axis) if atom not in keys
@@ -224,7 +225,6 @@ class _Reader:
             )
         alone = [a for a in rows if a in in_q and a not in in_k and a not in in_v]
         batch = [a for a in rows if a not in alone]
-        masks, biases, fill, added, alpha = self._beside(scores)
         after, again = self.probabilities.by_rows(self.view, keys)
         if again:
             unless = bool(scores.unless)

@@ -78,7 +78,7 @@ class Attention:
         beside: list[Any] = [*scores.factors, *self.biases, *self.masks, *scores.unless]
         beside += [*self.after, self.alpha]
         operands = [self.q, self.k, self.v, *(p for p in beside if isinstance(p, Placed))]
-        return [(t.node, t.reader) for t in operands]
+        return [(t.tensor, t.reader) for t in operands]
 
     # Emission
 
@@ -112,7 +112,7 @@ class Attention:
             if not isinstance(p, Placed):
                 out = e.call(operator.mul, out, p)
                 continue
-            if fake(p.node).dtype == torch.bool:
+            if fake(p.tensor).dtype == torch.bool:
                 out = e.call(torch.where, self._kept(e, p), out, 0.0)
             else:
                 out = self._times(e, out, p)
@@ -120,7 +120,7 @@ class Attention:
 
     def _times(self, e: Emitter, t: fx.Node, p: Placed, turned: bool = False) -> fx.Node:
         """A tensor times an operand, or divided by it; turned: the tensor has keys in the place of queries."""
-        factor = self._beside(e, p) if self.view.is_tensor(p.node) else p.node
+        factor = self._beside(e, p) if self.view.is_tensor(p.tensor) else p.tensor
         factor = e.method("transpose", factor, -1, -2) if turned else factor
         return e.call(operator.truediv if p.divides else operator.mul, t, factor)
 
@@ -196,7 +196,7 @@ class Attention:
             flat(axis) == tuple(group) or not (flat(axis) or full)
             for axis, group in zip(t.axes, groups)
         ):
-            return t.node  # as it is
+            return t.tensor  # as it is
         node, have = self._split(e, t)
         node = e.permuted(node, [have.index(a) for group in groups for a in group if a in have])
         # Atoms that a group has only some of, or has to have all of, are expanded.
@@ -217,7 +217,7 @@ class Attention:
 
     def _split(self, e: Emitter, t: Placed) -> tuple[fx.Node, list[Atom]]:
         """One axis an atom: merged axes unflattened, axes of one element gone."""
-        node = t.node
+        node = t.tensor
         have: list[Atom] = []
         for at in reversed(range(len(t.axes))):
             parts = flat(t.axes[at])

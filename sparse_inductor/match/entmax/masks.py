@@ -223,7 +223,10 @@ def moderate(view: GraphView, bias: Placed) -> bool:
         if node in seen or not view.is_tensor(node):
             continue
         seen.add(node)
-        queue += node.all_input_nodes
+        values = [view.value(n, node) for n in node.all_input_nodes]
+        if None in values:
+            return False
+        queue += values
         given = not node.all_input_nodes and view.dtype(node).is_floating_point
         if view.dtype(node) == torch.bool or (given and not view.requires_grad(node)):
             return False
@@ -252,14 +255,13 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
             return None
         found = _selected(view, node, call)
         if found is not None:
-            keep, negate, fill = found
+            keep, negate, fill, reader = found
             for after, dtype in reversed(casts):
                 fill, factor = rounded(fill * factor / after, dtype), after
             fill *= factor
             if not fill <= -1e30:
                 return None
-            own = beside(view, keep, axes, keep, negate=negate, fill=fill)
-            return dataclasses.replace(own, reader=node)
+            return beside(view, keep, axes, reader, negate=negate, fill=fill)
         x = call.get("input")
         if call.name in COPIES or (
             call.name == "cast" and view.is_tensor(x) and view.dtype(x).is_floating_point
@@ -285,8 +287,10 @@ def _masked_zeros(view: GraphView, bias: Placed) -> Placed | None:
     return None
 
 
-def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool, float] | None:
-    """(mask, whether it says what to drop, fill)"""
+def _selected(
+    view: GraphView, node: fx.Node, call: Any
+) -> tuple[fx.Node, bool, float, fx.Node] | None:
+    """(mask, whether it says what to drop, fill, who reads the mask)"""
 
     def number(x: Any) -> float | None:
         return view.const(x, node)
@@ -295,15 +299,14 @@ def _selected(view: GraphView, node: fx.Node, call: Any) -> tuple[fx.Node, bool,
         fill = number(one.other)
         if number(one.x) == 0 and fill is not None and view.is_tensor(one.keep):
             boolean = view.dtype(one.keep) == torch.bool
-            return (one.keep, one.negate, fill) if boolean else None
+            return (one.keep, one.negate, fill, node) if boolean else None
     if call.name == "triu" and number(call["input"]) is not None:
         # triu(full(-inf), 1): the node itself is not boolean, but says where it drops
-        return node, True, float(number(call["input"]) or 0.0)
-    if call.name == "mul":
-        scaled = constant_factor(view, node)
-        if scaled is not None and math.isfinite(scaled[1]):  # 0 * -inf is NaN
-            mask = zero_or_one(view, scaled[0])
-            return None if mask is None else (*mask, scaled[1])
+        return node, True, float(number(call["input"]) or 0.0), node
+    scaled = constant_factor(view, node) if call.name == "mul" else None
+    if scaled is not None and math.isfinite(scaled[1]):  # 0 * -inf is NaN
+        mask = zero_or_one(view, scaled[0], node)
+        return None if mask is None else (mask[0], mask[1], scaled[1], mask[2])
     return None
 
 
@@ -327,16 +330,17 @@ def mixed(
     if view.const(one, rest) != 1 or not view.is_tensor(mask):
         return None
     for x, m in terms[0].both_ways:
-        if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m):
+        if isinstance(m, fx.Node) and view.same_value(m, mask) and _is_binary(view, m, kept):
             return x, m, fill
     return None
 
 
-def _is_binary(view: GraphView, m: fx.Node) -> bool:
+def _is_binary(view: GraphView, m: fx.Node, reader: fx.Node) -> bool:
     """Whether a tensor provably holds 0 and 1 only."""
-    if zero_or_one(view, m) is not None:
+    if zero_or_one(view, m, reader) is not None:
         return True
-    constant = _computed(view, m)
+    seen = view.value(m, reader)
+    constant = None if seen is None else _computed(view, seen)
     return constant is not None and bool(((constant == 0) | (constant == 1)).all())
 
 
@@ -360,20 +364,20 @@ def _compute(view: GraphView, node: fx.Node) -> torch.Tensor | None:
         return None
 
 
-def zero_or_one(view: GraphView, x: fx.Node) -> tuple[fx.Node, bool] | None:
-    """(mask, whether 1 stands where it is true) of a number that is cast from a boolean, or one minus it."""
-    call = view.call(x)
-    if call is None or call.inplace:
+def zero_or_one(view: GraphView, x: Any, reader: fx.Node) -> tuple[fx.Node, bool, fx.Node] | None:
+    """(mask, whether 1 stands where it is true, who reads it) of what is boolean, a cast of that, or one minus it."""
+    if not view.is_tensor(x):
         return None
-    if call.name == "cast" and view.is_tensor(call["input"]):
-        inner = call["input"]
-        if view.dtype(inner) == torch.bool:
-            return inner, True
-        return zero_or_one(view, inner)
-    ones, other = call.get("input"), call.get("other")
-    if call.name == "rsub":
-        ones, other = other, ones
-    if call.name in ("sub", "rsub") and view.const(ones, x) == 1 and isinstance(other, fx.Node):
-        found = zero_or_one(view, other) if view.is_tensor(other) else None
-        return None if found is None else (found[0], not found[1])
-    return None
+    if view.dtype(x) == torch.bool:
+        return x, True, reader
+    seen = view.value(x, reader)
+    call = view.call(seen)
+    if seen is None or call is None or call.inplace:
+        return None
+    if call.name == "cast":
+        return zero_or_one(view, call["input"], seen)
+    if call.name not in ("sub", "rsub"):
+        return None
+    one, other = call.both_ways[call.name == "rsub"]
+    found = zero_or_one(view, other, seen) if view.const(one, seen) == 1 else None
+    return None if found is None else (found[0], not found[1], found[2])

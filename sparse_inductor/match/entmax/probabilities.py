@@ -96,13 +96,13 @@ def read_probabilities(
             nodes += one.nodes
             x = one.of
         if x is None and (dropped := _dropped(view, node, call)) is not None:
-            x, mask, negate = dropped
+            x, mask, negate, reader = dropped
             if any(not total.guarded for total in sums):
                 x = None  # a row that this empties is divided by zero
             elif negate and _is_nan_of(view, mask, x):
                 nodes.append(mask)
             else:
-                again.append(beside(view, mask, axes, node, negate=negate))
+                again.append(beside(view, mask, axes, reader, negate=negate))
         # A quotient by the rows' sums takes out again what they were multiplied by.
         if x is None and not sums and (scaled := _multiplied(view, node, call, axes)) is not None:
             x, factor = scaled
@@ -245,9 +245,12 @@ def _is_nan_of(view: GraphView, mask: fx.Node, x: Any) -> bool:
     return call is not None and call.name == "isnan" and view.same_value(call["input"], x)
 
 
-def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, bool] | None:
-    """(probabilities, mask, whether it says what to drop) where an operation puts 0 in the place of some."""
-    x, mask, negate = None, None, False
+def _dropped(
+    view: GraphView, node: fx.Node, call: Call
+) -> tuple[Any, fx.Node, bool, fx.Node] | None:
+    """(probabilities, mask, whether it says what to drop, who reads it) where an operation puts 0 in the place of
+    some."""
+    x, mask, negate, reader = None, None, False, node
     for found in selections(view, call):
         if view.const(found.other, node) == 0:
             x, mask, negate = found.x, found.keep, found.negate
@@ -256,15 +259,14 @@ def _dropped(view: GraphView, node: fx.Node, call: Call) -> tuple[Any, fx.Node, 
         mask = trailing_mask(view, x, mask)
     if call.name == "mul":
         for a, b in call.both_ways:
-            if not (view.is_tensor(a) and isinstance(b, fx.Node) and view.is_tensor(b)):
-                continue
-            binary = (b, True) if view.dtype(b) == torch.bool else zero_or_one(view, b)
+            binary = zero_or_one(view, b, node) if view.is_tensor(a) else None
             if binary is not None:
-                x, mask, negate = a, binary[0], not binary[1]
+                x, (mask, positive, reader) = a, binary
+                negate = not positive
                 break
     if mask is None or not view.is_tensor(mask) or view.dtype(mask) != torch.bool:
         return None
-    return x, mask, negate
+    return None if view.value(mask, reader) is None else (x, mask, negate, reader)
 
 
 def _multiplied(

@@ -93,7 +93,9 @@ def read_block(view: GraphView, down: Linear, value: fx.Node, reader: fx.Node) -
                 raise NoMatch("rectifies a factor of every token, none of every neuron", source)
         raise NoMatch("no factor is zero below some number: " + _programs(found), value)
     if len(found) > 2:
-        raise NoMatch(f"a product of {len(found)} projections", value)
+        own = len({b.linear.node for b in found}) == len(found)
+        what = "projections" if own else "factors, some of one projection with other thresholds"
+        raise NoMatch(f"a product of {len(found)} {what}", value)
     at = next(i for i, c in enumerate(thresholds) if c is not None)
     at = next(
         (i for i, b in enumerate(found) if is_flat(b.program) and thresholds[i] is not None), at

@@ -113,7 +113,7 @@ def _weighted_sum(
     positive = plain and all(_not_negative(b.program) for b in reading.branches)
     # |h| has no slope at 0, where a bound of h may have one.
     tied = any(s.fn in ("clamp_min", "maximum") for b in reading.branches for s in b.program)
-    positive = positive and not tied and not_negative(view, w)
+    positive = positive and not tied and not_negative(view, w, reader)
     passed, node = [reader], reader
     while len(readers := list(view.readers(node))) == 1 and len(passed) < _LENGTH:
         node = readers[0]

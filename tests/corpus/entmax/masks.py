@@ -443,3 +443,100 @@ def learned_biases_and_the_triangle_twice(q, k, v, bias):
     later = torch.ones(L, L, dtype=torch.bool).triu(1)
     scores = (q @ k.mT * SCALE + bias).masked_fill(later, -1e30)
     return entmax.sparsemax(scores, dim=-1).masked_fill(later, 0.0) @ v
+
+
+def _all_pairs():
+    return torch.ones(L, L, dtype=torch.bool)
+
+
+@attention()
+def mask_assigned_to(q, k, v, mask):
+    """a part of the boolean mask is assigned to before it is read"""
+    keep = _all_pairs()
+    keep[2:, 1] = False
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, float("-inf")), dim=-1) @ v
+
+
+@attention()
+def dropped_pairs_assigned_to(q, k, v, mask):
+    """the same, read as it is"""
+    drop = ~_all_pairs()
+    drop[2:, 1] = True
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(drop, float("-inf")), dim=-1) @ v
+
+
+@attention()
+def bias_of_a_mask_assigned_to(q, k, v, mask):
+    """where() makes the bias of it"""
+    keep = _all_pairs()
+    keep[2:, 1] = False
+    bias = torch.where(keep, 0.0, float("-inf"))
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+@attention()
+def cast_of_a_mask_assigned_to(q, k, v, mask):
+    """(1 - keep.float()) * finfo.min"""
+    keep = _all_pairs()
+    keep[2:, 1] = False
+    bias = (1 - keep.float()) * torch.finfo(q.dtype).min
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+@attention()
+def bias_assigned_to(q, k, v, mask):
+    """rows and columns by triu_indices, which do not make a boolean mask"""
+    bias, (rows, columns) = torch.zeros(L, L), torch.triu_indices(L, L, 1)
+    bias[rows, columns] = float("-inf")
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+@attention()
+def queries_scaled_in_part(q, k, v, mask):
+    """a factor of every query, half of them assigned"""
+    scale = torch.ones(L, 1)
+    scale[3:] = 0.5
+    return entmax.entmax15(q @ k.mT * scale, dim=-1) @ v
+
+
+@attention()
+def diagonal_filled_through_a_view(q, k, v, mask):
+    """no token attends to itself"""
+    keep = _all_pairs()
+    keep.diagonal().fill_(False)
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(~keep, float("-inf")), dim=-1) @ v
+
+
+@attention()
+def prefix_filled_through_a_view(q, k, v, mask):
+    """the triangle, but for a prefix that every token attends to"""
+    keep = torch.ones(L, L).tril()
+    keep[:, :2].fill_(1.0)
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(keep == 0, -1e9), dim=-1) @ v
+
+
+@attention()
+def positions_written_through_a_view(q, k, v, mask):
+    """arange no longer counts"""
+    queries, keys = torch.arange(L), torch.arange(L)
+    keys[3:5].zero_()
+    dropped = queries[:, None] < keys
+    return entmax.entmax15((q @ k.mT * SCALE).masked_fill(dropped, -1e9), dim=-1) @ v
+
+
+@attention("no_rewrite", "the mask is another one by then")
+def mask_filled_after_its_cast(q, k, v, mask):
+    """the bias was made of the mask as it was before"""
+    keep = mask.clone()
+    bias = (1 - keep[:, None, None].float()) * torch.finfo(q.dtype).min
+    keep.fill_(True)
+    return entmax.entmax15(q @ k.mT * SCALE + bias, dim=-1) @ v
+
+
+@attention()
+def biases_of_heads_flattened(q, k, v, mask):
+    """BLOOM: baddbmm of [B * H, L, D]"""
+    bias = torch.zeros(B, H, L, L).masked_fill(~mask[:, None, None], float("-inf"))
+    q, k, v, bias = (t.flatten(0, 1) for t in (q, k, v, bias))
+    scores = torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=SCALE)
+    return torch.bmm(entmax.entmax15(scores, dim=-1), v)

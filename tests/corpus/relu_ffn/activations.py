@@ -64,6 +64,13 @@ def all_in_place(x, m):
 
 
 @block()
+def mask_of_its_type(x, m):
+    """(h > 0).type_as(h) * h"""
+    h = m.up(x)
+    return m.down((h > 0).type_as(h) * h)
+
+
+@block()
 def clamp_min(x, m):
     """clamp(min=0)"""
     return m.down(m.gate(x).clamp(min=0) * m.up(x))

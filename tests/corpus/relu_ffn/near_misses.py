@@ -281,3 +281,10 @@ def overlapping_parts_in_place():
         return F.linear(F.relu(gate) * up, down)
 
     return f, (tokens(),)
+
+
+@miss("a gate with a threshold of every neuron is two factors", modes=(False,))
+def learned_threshold_of_a_gate(x, m):
+    """FATReLU with a threshold of every neuron, in a gated block"""
+    h = F.relu(m.gate(x))
+    return m.down(torch.where(h > torch.linspace(0, 0.2, N), h, 0.0) * m.up(x))

@@ -603,3 +603,20 @@ def assertion_about_the_logits(logits, mask):
     """a check that training did not overflow"""
     assert torch.isfinite(logits).all(), "overflow"
     return (tokens(logits) * mask.unsqueeze(-1)).amax(1)
+
+
+@head("a factor of a term may be negative, though it is made of absolute values", modes=INFER)
+def importance_written_to(logits, mask):
+    """Terms that count against a text, assigned."""
+    importance = torch.linspace(-1, 1, V).abs()
+    importance[3:9] = -2.0
+    return (tokens(logits) * importance * mask.unsqueeze(-1)).amax(1)
+
+
+@head("the weight was repeated before it was written to", modes=INFER)
+def weight_written_after_it_was_repeated(logits, mask):
+    """What is multiplied is a copy."""
+    turned = torch.linspace(-1, 1, V * V).view(V, V)
+    repeated = turned.repeat(B, 1, 1)
+    turned.zero_()
+    return (tokens(torch.bmm(logits, repeated)) * mask.unsqueeze(-1)).amax(1)
