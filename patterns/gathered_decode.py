@@ -24,9 +24,10 @@ from sparse_inductor.graph.contraction import PRODUCTS, Contraction, Operand, co
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
-from sparse_inductor.graph.view import GraphView, fake, same_size
+from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
+from sparse_inductor.graph.vocabulary import REGROUPS
 from sparse_inductor.match.feed_forward.entries import topk_of
-from sparse_inductor.match.scoring.gathers import rows_of, table_gradient
+from sparse_inductor.match.scoring.gathers import Gather, rows_of, table_gradient
 from sparse_inductor.policy.break_even import look_up
 from sparse_inductor.policy.worth import Worth
 
@@ -90,7 +91,7 @@ class GatheredDecode(Recogniser):
         if product is None or product.bias is not None or product.scale != 1:
             return None
         for rows, values in (product.operands, product.operands[::-1]):
-            gather = None if rows.written or values.written else rows_of(view, rows.node)
+            gather = None if rows.written or values.written else _gathered(view, rows.node)
             top = None if gather is None else topk_of(view, gather.index, gather.node)
             if gather is not None and top is not None:
                 ones = _added_axes(view, product, rows, values)
@@ -99,7 +100,8 @@ class GatheredDecode(Recogniser):
                 if gather.gradient:
                     raise NoMatch(gather.gradient, gather.node)
                 parts = (values.node, gather.index, gather.source)
-                return self._checked(view, product.nodes, gather.node, top, *parts, ones)
+                nodes = (rows.node, *product.nodes)
+                return self._checked(view, nodes, gather.node, top, *parts, ones)
         return None
 
     def _bag(self, node: fx.Node, view: GraphView) -> GatheredMatch | None:
@@ -162,6 +164,20 @@ class GatheredDecode(Recogniser):
             training=int(training),
             bag=int(match.gather is match.anchor),
         )
+
+
+def _gathered(view: GraphView, node: fx.Node) -> Gather | None:
+    """weight[indices], perhaps by indices that are flattened, as index_select takes them, and regrouped afterwards."""
+    call, found = view.call(node), rows_of(view, node)
+    if found is not None or call is None or call.name not in REGROUPS:
+        return found
+    found = rows_of(view, view.value(call["input"], node))
+    flattened = None if found is None else view.call(found.index)
+    if found is None or flattened is None or flattened.name not in REGROUPS:
+        return None
+    indices, sizes = flattened["input"], view.shape(node)
+    apart = same_sizes(sizes, (*view.shape(indices), *view.shape(found.source)[1:]))
+    return dataclasses.replace(found, index=indices) if apart else None
 
 
 def _added_axes(

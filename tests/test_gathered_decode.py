@@ -39,13 +39,19 @@ def one_row_matrices(s, x):
     return torch.bmm(values.unsqueeze(1), s.W_enc.T[indices]), rows.sum()
 
 
+def flattened(s, x):
+    values, indices = (x @ s.W_enc).topk(4)
+    rows = torch.index_select(s.W_dec, 0, indices.reshape(-1)).view(*indices.shape, -1)
+    return (values.relu().unsqueeze(-1) * rows).sum(-2)
+
+
 def letters(s, x):
     values, indices = (x @ s.W_enc).topk(4)
     return torch.einsum("...kd,...k->...d", s.W_dec[indices], values)
 
 
 @pytest.mark.parametrize(
-    "program", [as_sparsify_does, over_positions, kept_axis, one_row_matrices, letters]
+    "program", [as_sparsify_does, over_positions, kept_axis, one_row_matrices, flattened, letters]
 )
 def test_it_is_rewritten_and_keeps_its_numbers(program):
     x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -87,6 +93,7 @@ def test_a_weight_written_after_it_is_gathered_from():
         (lambda w, i: F.embedding(i, w, padding_idx=3), "padding_idx"),
         (lambda w, i: F.embedding(i, w, scale_grad_by_freq=True), "scale_grad_by_freq"),
         (lambda w, i: w[:20][i % 20], ""),  # no indices of a topk
+        (lambda w, i: w[i.mT.reshape(-1)].view(*i.shape, -1), ""),  # in another order
         (lambda w, i: torch.cat((w, w))[i], "one row for each column"),
     ],
 )
