@@ -20,7 +20,7 @@ import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import example_of
 from sparse_inductor.graph.checks import check_device, without_outside_readers
 from sparse_inductor.graph.emit import Emitter
-from sparse_inductor.graph.fakes import bytes_of, expected_elements
+from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
@@ -142,7 +142,16 @@ class Entmax(Recogniser):
 
     def worth(self, match: RowsMatch, view: GraphView) -> Worth:
         source = fake(match.found.source)
-        return look_up(NAME, source.device, elements=expected_elements(source.shape))
+        name = view.name_of(match.found.node)
+        # What Inductor makes of sparsemax with a backward on a CPU is slower than the operator on short rows, too.
+        sorts = name == "entmax15" or (name == "sparsemax" and not source.requires_grad)
+        return look_up(
+            NAME,
+            source.device,
+            elements=expected_elements(source.shape),
+            columns=expected(source.shape[match.found.dim]),
+            sorts=sorts,
+        )
 
     def resolve(
         self, matches: Sequence[RowsMatch], view: GraphView

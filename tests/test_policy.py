@@ -282,13 +282,34 @@ CPU = torch.device("cpu")
         ("sparse_scores", {"queries": 32, "products": 20_480_000, "constant": 0}, 1),
         ("sparse_scores", {"queries": 1, "documents": 4096, "entries": 1 << 19, "constant": 1}, 1),
         ("sparse_scores", {"queries": 1, "documents": 1024, "entries": 1 << 17, "constant": 1}, 0),
-        ("entmax", {"elements": 1024}, 0),
+        ("entmax", {"elements": 1024, "columns": 32, "sorts": 1}, 0),
+        ("entmax", {"elements": 1 << 18, "columns": 16, "sorts": 1}, 1),
+        ("entmax", {"elements": 1 << 18, "columns": 8, "sorts": 1}, 0),
+        ("entmax", {"elements": 1 << 18, "columns": 8, "sorts": 0}, 1),
         ("entmax_attention", {"scores": 1 << 20}, 1),
         ("relu_ffn", {"tokens": 64, "weight": 1 << 24, "bits": 32, "training": 0}, 0),
     ],
 )
 def test_what_gains_on_a_cpu(operator, sizes, below):
     assert break_even.look_up(operator, CPU, **sizes).below == below
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "training", "rewritten"),
+    [
+        ("entmax15", 8, True, 0),
+        ("entmax15", 16, True, 1),
+        ("sparsemax", 8, False, 0),
+        ("sparsemax", 8, True, 1),
+        ("sparsemax_bisect", 8, False, 1),
+    ],
+)
+def test_short_rows_on_a_cpu_stay_sorted(name, columns, training, rewritten):
+    entmax = pytest.importorskip("entmax")
+    x = torch.randn(2**18 // columns, columns, requires_grad=training)
+    with sparse_inductor.enabled(only="entmax", policy="auto"):
+        found = sparse_inductor.explain(lambda x: getattr(entmax, name)(x, dim=-1), x).report
+    assert len(found.rewrites) == rewritten
 
 
 def test_a_device_without_a_row_is_left_alone():
