@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from . import compat
-from .graph.effects import gives_memory, written
+from .graph.effects import gives_memory, storages, written
 from .graph.fakes import attribute, fake, tensors_in
 from .match.entmax import leaves
 from .rehearsal import differentiating_fakes
@@ -43,6 +43,8 @@ def why_in_parts(graph: fx.Graph) -> str | None:
             return f"an entmax call stands in a graph in which the body of {node.target} writes"
         if compat.marks_every_result(node.target) and _lets_one_go(node):
             return "an entmax call stands in a region of which one result requires no gradient"
+    if _reads_what_it_wrote_to_a_module(graph):
+        return "an entmax call stands in a graph that writes to a module's tensor and reads it then"
     try:
         if any(map(written, graph.nodes)) and _refused(graph):
             return "an entmax call stands in a graph that writes to what autograd saved"
@@ -85,6 +87,22 @@ def _lets_one_go(node: fx.Node) -> bool:
         for n in result.all_input_nodes
         for t in tensors_in(fake(n))
     )
+
+
+def _reads_what_it_wrote_to_a_module(graph: fx.Graph) -> bool:
+    """Whether the partitioner of AOTAutograd may compute in the backward, from what the tensor holds by then, what the
+    graph read after it had written to it: a module's tensors it takes for ones that stay."""
+    held: frozenset[int] = frozenset()
+    changed: frozenset[int] = frozenset()
+    for node in graph.nodes:
+        if compat.held_by_a_module(node):
+            held |= storages(fake(node))
+        given = node.all_input_nodes if changed and node.op != "output" else []
+        if any(changed & storages(fake(n)) for n in given):
+            return True
+        for target in written(node):
+            changed |= held & storages(fake(target))
+    return False
 
 
 def _refused(graph: fx.Graph) -> bool:

@@ -148,17 +148,29 @@ def given_other_memory(linear, x):
     return p
 
 
-APART = [written_by_a_checkpoint, one_result_without_gradient, given_other_memory]
+def written_to_a_module(linear, x):
+    linear.scale *= 0.5
+    return entmax.sparsemax(linear(x), -1), x.exp() * linear.scale
+
+
+APART = [
+    written_by_a_checkpoint,
+    one_result_without_gradient,
+    given_other_memory,
+    written_to_a_module,
+]
 
 
 @pytest.mark.parametrize("program", APART)
 def test_what_torch_alone_compiles_apart_from_a_call(program):
-    """AOTAutograd runs the checkpoint's writing again in the backward of one graph, all results of a region require a
-    gradient up to torch 2.11, and a linear reads the memory in one graph that its weight had before."""
+    """AOTAutograd writes again in the backward of one graph what a checkpoint wrote, and to a module's tensor, which it
+    takes for one that stays; all results of a region require a gradient up to torch 2.11; and a linear reads the memory
+    in one graph that its weight had before."""
 
     def outcome(compiled):
         linear = torch.nn.Linear(7, 7)
         linear.load_state_dict(state)
+        linear.register_buffer("scale", torch.full((7,), 2.0), persistent=False)
         x = inputs.clone().requires_grad_()
         results = compiled(linear, x)
         results = results if isinstance(results, tuple) else (results,)
@@ -172,6 +184,26 @@ def test_what_torch_alone_compiles_apart_from_a_call(program):
     expected = outcome(program)
     assert got[0] == expected[0]
     torch.testing.assert_close(got[1:], expected[1:])
+
+
+def test_what_dynamo_cannot_trace_behind_a_call():
+    """Up to torch 2.13 `cond` refuses sizes that a product of equal symbols has in one graph with the call."""
+
+    def program(x):
+        y = torch.nn.functional.layer_norm(entmax.sparsemax(x @ x.mT, -1) @ x, (7,))
+        return torch.cond(y.sum() > -99.0, lambda y, w: (y @ w).exp(), lambda y, w: y @ w, (y, w))
+
+    def outcome(compiled):
+        torch._dynamo.reset()  # eager's `cond` compiles, too
+        x = inputs.clone().requires_grad_()
+        y = compiled(x)
+        return y, *torch.autograd.grad((y * WEIGHTS).sum(), x)
+
+    inputs, w = torch.randn(4, 4, 7), torch.randn(7, 7)
+    expected = outcome(program)
+    with only("entmax"):
+        got = outcome(compile_without_codegen(program, dynamic=True))
+    torch.testing.assert_close(got, expected)
 
 
 def test_an_axis_that_is_a_symbol():

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import fx
@@ -54,7 +56,7 @@ def current_code() -> types.CodeType | None:
     return None if current_frame() is None else InstructionTranslator.current_tx().f_code
 
 
-def in_region_with_a_property() -> bool:
+def _in_region_with_a_property() -> bool:
     """Whether Dynamo traces the body of a `nested_compile_region` that reads a property of an argument, as `.mT`, where
     the argument was computed: up to torch 2.13 it cannot close such a body, and a program is compiled only where
     something else in the body makes Dynamo give the region up before."""
@@ -84,6 +86,11 @@ def resets() -> int:
         warn_once_cache.add(__name__)
         _resets += 1
     return _resets
+
+
+def held_by_a_module(node: fx.Node) -> bool:
+    """Whether an input of a graph is a tensor that Dynamo found in a module, or that is said to stay where it is."""
+    return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or ())
 
 
 def may_recompile(code: types.CodeType | None) -> bool:
@@ -238,6 +245,44 @@ def end_graph_earlier(reason: str) -> None:
     raise UnsupportedMutationAliasingException(reason)
 
 
+_refused: WeakSet[Any] = WeakSet()
+
+
+def may_join() -> bool:
+    """Whether Dynamo may go on where it would end the graph: not in a region that it closes only if it ends, and not
+    where the compile under way has failed so. From then on it begins anew where what comes next cannot be traced,
+    unless the program wants one graph."""
+    from torch._dynamo import exc
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    compile = current_compile()
+    if _in_region_with_a_property() or compile in _refused:
+        return False
+    if current_frame() is None:
+        return True
+    frame = InstructionTranslator.current_tx().output.root_tx
+    if "step" in vars(frame) or frame.one_graph:
+        return True
+    kept = weakref.ref(frame)
+
+    def step() -> bool:
+        tracing: Any = kept()
+        try:
+            return bool(type(tracing).step(tracing))
+        except exc.TorchDynamoException as error:
+            if not isinstance(error, exc.TorchRuntimeError):  # what Dynamo itself acts on
+                raise
+            reason = error
+        except Exception as error:
+            reason = error
+        _refused.add(compile)
+        tracing.speculation_log.clear()
+        raise exc.RestartAnalysis(restart_reason=str(reason)) from reason
+
+    frame.step = step
+    return True
+
+
 def trace_class_methods() -> Any:
     """Have Dynamo trace autograd Functions whose forward or backward is a class method; the result undoes it.
 
@@ -259,7 +304,7 @@ def trace_class_methods() -> Any:
     def prepare_fn_vt(self: Any, tx: Any, ctx: Any, method_name: str, args: Any) -> Any:
         fn = self.fwd_fn if method_name == "forward" else self.bwd_fn
         of_class = isinstance(fn, types.MethodType) and isinstance(fn.__self__, type)
-        if not of_class or in_region_with_a_property():
+        if not of_class or not may_join():
             return original(self, tx, ctx, method_name, args)
         source = AttrSource(self.parent_source, member=method_name) if self.parent_source else None
         cls = UserDefinedClassVariable(fn.__self__)

@@ -21,7 +21,7 @@ from .. import compat
 from .fakes import attribute, fake, same_size, same_sizes, tensors_in
 from .names import INPLACE_OPERATORS, is_plain, name_of, trailing_inplace
 
-__all__ = ["Effects", "gives_memory", "same_geometry", "written"]
+__all__ = ["Effects", "gives_memory", "same_geometry", "storages", "written"]
 
 _UNKNOWN = 0  # the storage of a tensor that does not show its own: it may be anybody's
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -29,13 +29,13 @@ _GIVEN = ("placeholder", "get_attr")
 _REGRADES = frozenset(("detach_", "requires_grad_"))
 
 
-def _storages(value: Any) -> frozenset[int]:
+def storages(value: Any) -> frozenset[int]:
     """The memory behind a value, that of a tensor subclass being its parts'."""
     found: set[int] = set()
     for t in tensors_in(value):
         if is_traceable_wrapper_subclass(t):
             names, _ = t.__tensor_flatten__()
-            found |= _storages([getattr(t, name) for name in names])
+            found |= storages([getattr(t, name) for name in names])
             continue
         try:
             found.add(compat.storage_key(t) if t.layout == torch.strided else _UNKNOWN)
@@ -207,7 +207,7 @@ def _is_result(writer: fx.Node, target: fx.Node) -> bool:
     value = fake(writer)
     if value is None:
         return name_of(writer) == "setitem"
-    same = isinstance(value, torch.Tensor) and _storages(value) == _storages(fake(target))
+    same = isinstance(value, torch.Tensor) and storages(value) == storages(fake(target))
     return same and same_geometry(writer, target)
 
 
@@ -233,7 +233,7 @@ class Effects:
 
     def _of(self, node: fx.Node) -> frozenset[int]:
         if node not in self._known:
-            self._known[node] = _storages(fake(node))
+            self._known[node] = storages(fake(node))
         return self._known[node]
 
     @functools.cached_property

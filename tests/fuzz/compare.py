@@ -338,8 +338,8 @@ def differences(
         of += [("requires_grad", got.needs_grad[i], other.needs_grad[i])]
         if a.numel() and a.shape == b.shape:
             of.append(("stride", _strides(a), _strides(b)))
-        if got.refused and other.refused and bool(got.refused[i]) != bool(other.refused[i]):
-            of.append(("write", got.refused[i] or "allowed", other.refused[i] or "allowed"))
+        if got.refused and got.refused[i] and other.refused and not other.refused[i]:
+            of.append(("write", got.refused[i], "allowed"))  # torch.compile allows more than eager
         found += [finding(kind, f"output {i}", f"{x}, not {y}") for kind, x, y in of if x != y]
     leaves = [i.name for i in program.inputs if i.grad]
     pairs += [("gradient", n, a, b) for n, a, b in zip(leaves, got.grads, other.grads)]

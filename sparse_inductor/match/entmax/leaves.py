@@ -65,8 +65,8 @@ globals().update({name: _leaf(name) for name in _LEAVES})
 @torch.compiler.assume_constant_result
 def _leafless():
     """Whether a leaf cannot stand where Dynamo traces: where a transform of torch.func goes through it, whose levels
-    are entered meanwhile, and in a region that Dynamo closes only if it meets no leaf."""
-    return compat.transforms_active() or compat.in_region_with_a_property()
+    are entered meanwhile, and where Dynamo has to end the graph."""
+    return compat.transforms_active() or not compat.may_join()
 
 
 def _as_without_us(X):
