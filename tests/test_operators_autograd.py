@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.utils._pytree as pytree
+import torch.utils.checkpoint
 from torch import nn
 
 import sparse_inductor
@@ -121,6 +122,25 @@ def test_a_second_derivative_of_an_operator_raises_its_name(pattern):
         RuntimeError, match=f"sparse_inductor::{pattern} has a first derivative only"
     ):
         g.square().sum().backward()
+
+
+@pytest.mark.parametrize("pattern", LAYERS)
+def test_a_penalty_is_not_dropped_where_gradients_of_inputs_are_asked_for(pattern):
+    """`torch.autograd.grad` goes through what leads to its inputs alone, and the error has to be there."""
+    x = torch.randn(5, 4).requires_grad_()
+    y = direct(pattern)(x).square().sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{pattern} has a first derivative only"):
+        torch.autograd.grad(y + g.square().sum(), x, allow_unused=True)
+
+
+def test_a_penalty_within_a_checkpoint_is_not_dropped_either():
+    x = torch.randn(5, 4).requires_grad_()
+    run = direct("relu_ffn")
+    y = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False).square().sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="relu_ffn has a first derivative only"):
+        torch.autograd.grad(y + g.square().sum(), x)
 
 
 def test_create_graph_alone_is_no_error():

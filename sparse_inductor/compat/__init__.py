@@ -69,7 +69,6 @@ from .runtime import (
     cuda_error,
     current_device,
     exporting,
-    first_derivative_only,
     forward_ad_active,
     functional_mode,
     keeps_operators,

@@ -114,13 +114,6 @@ def forward_ad_active() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
-def first_derivative_only(op: str, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gradients that raise an error, which names the operator, where somebody differentiates them."""
-    message = f"{op} has a first derivative only: its gradient cannot be differentiated"
-    fail = torch._C._functions.DelayedError(message, len(gradients))
-    return tuple(fail(*(None if g is None else g.detach().requires_grad_() for g in gradients)))
-
-
 def asked_for_shapes(t: torch.Tensor) -> bool:
     """Whether a function of `t` is run for its result's shape and dtype alone: on fakes, and nobody records it."""
     from torch._subclasses.fake_tensor import FakeTensor

@@ -251,28 +251,52 @@ def has_tangent(t: Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(t).tangent is not None
 
 
+class _UnpackedOnce:
+    """An autograd Function's context; a checkpoint hands out what was saved only once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """Gradients, of an operator and of the tensors that come after them: no gradient comes of these."""
+
+    @staticmethod
+    def forward(ctx, op, number, *tensors):
+        ctx.op = op
+        return tensors[:number]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        message = "has a first derivative only: its gradient cannot be differentiated"
+        raise RuntimeError(f"sparse_inductor::{ctx.op} {message}")
+
+
 def first_order(
     op: str, linear: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function an autograd Function's backward whose gradients raise an error, which names the operator, where
     they are differentiated. linear: they depend on the incoming gradients alone.
 
-    `once_differentiable` looks at the incoming gradients only and drops, silently, what comes by the saved tensors.
+    The error is on every way from a gradient to what it depends on: `once_differentiable` makes leaves of the
+    gradients, and `torch.autograd.grad` with inputs passes those by.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def run(ctx: Any, *grads: Tensor | None) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            once = _UnpackedOnce(ctx)
             with torch.no_grad():
-                out = backward(ctx, *grads)
-            incoming = any(g is not None and g.requires_grad for g in grads)
-            if not torch.is_grad_enabled() or (linear and not incoming):
-                return out
-            several = isinstance(out, tuple)
-            marked = compat.first_derivative_only(
-                f"sparse_inductor::{op}", out if several else (out,)
-            )
-            return marked if several else marked[0]
+                out = backward(once, *grads)
+            of = grads if linear else (*grads, *once.saved_tensors)
+            several = out if isinstance(out, tuple) else (out,)
+            marked = _Undifferentiable.apply(op, len(several), *several, *of)
+            return marked if isinstance(out, tuple) else marked[0]
 
         return run
 
