@@ -116,6 +116,27 @@ def _assert_as_eager(
     return rewritten
 
 
+def test_what_a_checkpoint_wrote_before_is_not_saved():
+    """AOTAutograd runs the checkpoint's body again for what a backward saves of it: here nothing."""
+
+    def block(x, a, b):
+        torch.utils.checkpoint.checkpoint(lambda m: m.mul_(0.5), a.detach(), use_reentrant=False)
+        return F.linear(F.relu(F.linear(x, a)), b)
+
+    x, weights = torch.randn(3, 6), [torch.randn(8, 6), torch.randn(6, 8)]
+
+    def outcome(fn):
+        a, b = (w.clone().requires_grad_() for w in weights)
+        y = fn(x, a, b)
+        return y, *torch.autograd.grad(y.square().sum(), (a, b)), a
+
+    expected = outcome(block)
+    with only("relu_ffn") as report:
+        got = outcome(compile_without_codegen(block))
+        assert not report.rewrites and "writes to a" in str(report)
+    torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_is_read_before_a_write_is_what_was_there(writer):
     write = WRITERS[writer]

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import fx
 
+from .. import compat
 from ..pattern import Miss
 from .contraction import PRODUCTS
 from .effects import gives_memory
@@ -205,6 +206,10 @@ def _check_gradient(
         if (by := view.effects.given_and_written(source, at)) is not None:
             why = "is made of, and autograd may compute that once more afterwards"
             raise NoMatch(f"{label(by)} writes to an input that {label(source)} {why}", by)
+        for by in view.effects.writers_to(source):
+            if compat.is_higher_order(by.target):  # AOTAutograd computes a checkpoint once more
+                why = f"writes to {label(source)}, and may again before the gradient reads it"
+                raise NoMatch(f"the body of {label(by)} {why}", by)
         if view.in_inference_mode(source):
             why = "was made under inference_mode: PyTorch saves it for no backward"
             raise NoMatch(f"{label(source)} {why}", reader)
