@@ -63,10 +63,8 @@ def plan(steps: str, every_position: bool = False) -> Plan:
     hoists = not every_position and prove(scalar).direction == 1
     exhaustive, seen_scalar, overflows = True, False, False
     for step in program:
-        if (
-            step.fn == "row_mul" and overflows
-        ):  # 0 times infinity is NaN, which only the element tells
-            hoists = False
+        # 0 times infinity is NaN, which only the element tells.
+        hoists = hoists and not (step.fn == "row_mul" and overflows)
         overflows |= step.fn in ("exp", "expm1")
         if step.fn == "row_mul" or (step.fn == "row_add" and seen_scalar):
             exhaustive = False
