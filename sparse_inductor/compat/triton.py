@@ -53,12 +53,18 @@ def launch_hooks_set() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
+# The extension modules that Triton 3.6 launches with are all of one name, and Python keeps one: a thread that loads a
+# kernel may find there what another has just loaded for its own.
+_loading = threading.Lock()
+
+
 def load(compiled: Any) -> None:
     """Loads a compiled kernel onto the current GPU, which its first launch would do, and raises what that would raise;
     where Triton has no such function, nothing is loaded."""
     function = getattr(compiled, "_init_handles", None)
     if function is not None:
-        function()
+        with _loading:
+            function()
 
 
 @contextlib.contextmanager

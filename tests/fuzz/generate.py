@@ -625,9 +625,9 @@ def generate(
         m.steps = [s.renamed("Doubling", "Tagged") if "Doubling" in s.loads else s for s in m.steps]
     stored = {n for s in m.steps for n in s.stores} | {*m.inputs}
     used = {n for s in m.steps for n in s.loads}
-    # The bisections raise to a power in the precision of alpha, which is fp32.
-    wider = m.floats == torch.float64 and any(i.values == "alpha" for i in m.inputs.values())
-    exact = m.values == m.weights == "integers" and m.floats.itemsize >= 4 and not wider
+    # A bisection with its own alpha is exact in no precision.
+    powers = any(i.values == "alpha" for i in m.inputs.values())
+    exact = m.values == m.weights == "integers" and m.floats.itemsize >= 4 and not powers
     program = Program(
         seed=seed,
         inputs=tuple(i for i in m.inputs.values() if i.name in used),

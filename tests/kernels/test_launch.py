@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from sparse_inductor.compat import triton as triton_parts
 from sparse_inductor.kernels.common import launch as module
 from sparse_inductor.kernels.common.launch import launch
 
@@ -188,6 +191,22 @@ def test_what_is_decorated_is_launched_and_no_kernel_calls_it():
             "constexpr" in p for p in re.sub(r"#.*", "", parameters).split(",") if p.strip()
         ]
         assert constant == sorted(constant), (file, name)
+
+
+def test_one_kernel_is_loaded_at_a_time():
+    """Triton 3.6 gives a thread the launcher of another kernel where both load theirs."""
+    inside, most = 0, 0
+
+    class Compiled:
+        def _init_handles(self):
+            nonlocal inside, most
+            inside += 1
+            time.sleep(0.01)
+            most, inside = max(most, inside), inside - 1
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(triton_parts.load, [Compiled() for _ in range(8)]))
+    assert most == 1
 
 
 def test_every_kernel_goes_through_launch():
