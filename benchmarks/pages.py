@@ -27,7 +27,7 @@ import torch
 import sparse_inductor
 from sparse_inductor.pattern import Example, Pattern, registered
 
-from .publish import Results, Row, markdown_table, rows_table
+from .publish import Results, figures_table, markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -179,7 +179,7 @@ def code_of(example: Example) -> str:
 
 
 def numbers(kind: str) -> str:
-    """The tables of floors and goals of all published runs on a "cpu" or a "gpu"."""
+    """The tables of figures of all published runs on a "cpu" or a "gpu"."""
     found = [Results.read(path) for path in sorted(RESULTS.glob("*.json"))]
     chosen = [r for r in found if ("driver" in r.machine) == (kind == "gpu")]
     return "\n\n".join(_numbers(r) for r in chosen) or "Not measured yet."
@@ -194,23 +194,12 @@ def _numbers(results: Results) -> str:
     ]
     return "\n\n".join(
         [
-            f"<details markdown><summary><b>{results.family}</b>: {_met(results.rows)}</summary>",
+            f"<details markdown><summary><b>{results.family}</b>: {len(results.rows)} figures</summary>",
             *notes,
-            markdown_table(rows_table(results.rows)),
+            markdown_table(figures_table(results.rows)),
             "</details>",
         ]
     )
-
-
-def _met(rows: Sequence[Row]) -> str:
-    """How many floors and goals are met: "9 of 17 floors, 3 of 17 goals"."""
-
-    def share(what: str, verdicts: list[str]) -> str:
-        judged = [v for v in verdicts if v]
-        return f"{judged.count('pass')} of {len(judged)} {what} met"
-
-    floors = share("floors", [row.verdict(row.floor) for row in rows])
-    return f"{floors}, {share('goals', [row.verdict(row.goal) for row in rows])}"
 
 
 if __name__ == "__main__":

@@ -177,6 +177,12 @@ def rows_table(rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+def figures_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Heading and lines of the table of figures alone."""
+    lines = [[r.name, _value(r.value, r.unit, limits=(r.floor, r.goal)), r.note] for r in rows]
+    return [["", "value", "remarks"], *lines]
+
+
 def samples_table(samples: Sequence[Sample]) -> list[list[str]]:
     """Heading and lines of the side-by-side table; latencies where there are any."""
     late = ["latency, ms"] if any(s.latency_ms is not None for s in samples) else []
