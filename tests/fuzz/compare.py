@@ -85,7 +85,7 @@ class Result:
     where: str = ""
     random: Tensor | None = None
     broken: bool = False
-    """Whether Dynamo made several graphs of the program."""
+    """Whether Dynamo made one graph of the program and ended it early, or several."""
 
 
 def check(program: Program, verify: bool = False) -> Outcome:
@@ -164,15 +164,16 @@ def compiled(
             call = model
         results: list[Result] = []
         for number in range(len(program.sizes)):
-            before = _graphs()
+            before = _parts()
             results.append(run(program, call, number))
-            results[-1].broken = _graphs() - before > 1 or any(r.broken for r in results)
+            results[-1].broken = _parts() - before > 1 or any(r.broken for r in results)
         return results
 
 
-def _graphs() -> int:
-    """How many graphs Dynamo has made."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+def _parts() -> int:
+    """How many graphs Dynamo has made, and how often it has ended one."""
+    counters = torch._dynamo.utils.counters
+    return int(counters["stats"]["unique_graphs"]) + sum(counters["graph_break"].values())
 
 
 def _graph(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
