@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import fx
 
-from .fakes import fake, same_size, same_sizes
+from .fakes import same_size, same_sizes
 from .indices import expanded_index
-from .names import Call
+from .names import Call, stored
 from .no_match import NoMatch
 from .shapes import order_of
 from .values import rounds
@@ -58,8 +58,8 @@ class Placed:
 
     @property
     def tensor(self) -> fx.Node:
-        """What is read: an assignment has no result."""
-        return self.node.args[0] if fake(self.node) is None else self.node
+        """What is read."""
+        return stored(self.node)
 
     @property
     def atoms(self) -> list[Atom]:

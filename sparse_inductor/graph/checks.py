@@ -14,6 +14,7 @@ from .contraction import PRODUCTS
 from .effects import gives_memory
 from .fakes import tensors_in
 from .mesh import is_distributed
+from .names import stored
 from .no_match import NoMatch
 from .view import GraphView, fake, label
 from .vocabulary import SHAPE_OPS
@@ -249,7 +250,7 @@ def _differentiable(view: GraphView, node: fx.Node) -> bool:
 
 def _cuts(view: GraphView, node: fx.Node) -> bool:
     """Whether a node computes numbers from some that a gradient is asked of, and passes none on."""
-    whole = node.args[0] if view.name_of(node) == "setitem" else node  # an assignment is no tensor
+    whole = stored(node)
     if not view.is_tensor(whole) or not view.dtype(whole).is_floating_point:
         return False
     if not any(map(view.requires_grad, view.read_by(node))):

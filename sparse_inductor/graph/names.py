@@ -18,7 +18,15 @@ from .. import compat
 from ..epilogue.functions import FUNCTIONS
 from .fakes import fake
 
-__all__ = ["INPLACE_OPERATORS", "Call", "canonical", "is_plain", "name_of", "trailing_inplace"]
+__all__ = [
+    "INPLACE_OPERATORS",
+    "Call",
+    "canonical",
+    "is_plain",
+    "name_of",
+    "stored",
+    "trailing_inplace",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,6 +327,11 @@ def _bind(name: str, args: tuple, kwargs: dict) -> dict[str, Any] | None:
 
 def _is_list(rest: list) -> bool:
     return len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size))
+
+
+def stored(node: fx.Node) -> fx.Node:
+    """The node whose tensor has the result of a call: of an assignment what it is to, else the call itself."""
+    return node.args[0] if name_of(node) == "setitem" else node
 
 
 def name_of(node: fx.Node) -> str | None:

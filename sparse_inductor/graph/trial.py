@@ -15,6 +15,7 @@ from torch import fx
 
 from .. import compat
 from .fakes import attribute, fake, same_size, static_size
+from .names import stored
 from .view import GraphView
 
 __all__ = ["Region", "Untestable", "region", "run"]
@@ -172,9 +173,7 @@ def run(
         raise
     except Exception as error:  # whatever the user's code raises on rows it was not made for
         raise Untestable(f"{type(error).__name__} at {node.name}: {error}") from None
-    result = env[piece.output]
-    if view.name_of(piece.output) == "setitem":
-        result = env[piece.output.args[0]]
+    result = env[stored(piece.output)]
     if not isinstance(result, torch.Tensor):
         raise Untestable(f"{piece.output.name} is no tensor")
     return result

@@ -14,7 +14,7 @@ from torch import fx
 from .. import compat
 from .effects import Effects
 from .fakes import fake, same_size, same_sizes, static_size
-from .names import Call, canonical, name_of
+from .names import Call, canonical, name_of, stored
 from .vocabulary import COPIES, SHAPE_OPS
 
 __all__ = [
@@ -120,8 +120,8 @@ class GraphView:
     @staticmethod
     def _tensor(node: Any) -> torch.Tensor:
         value = fake(node)
-        if value is None and isinstance(node, fx.Node) and name_of(node) == "setitem":
-            value = fake(node.args[0])  # an assignment has no result: what it is to
+        if value is None and isinstance(node, fx.Node):
+            value = fake(stored(node))
         if not isinstance(value, torch.Tensor):
             raise Unknown(f"{node} has no fake tensor")
         return value
