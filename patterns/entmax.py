@@ -22,6 +22,7 @@ from sparse_inductor.graph.checks import check_device, without_outside_readers
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.saved import for_the_caller
 from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.match.chains.terms import widened
@@ -47,6 +48,7 @@ class RowsMatch:
     """A recognised transformation, ready to be replaced."""
 
     found: Transform
+    view: GraphView
     matched_nodes: tuple[fx.Node, ...]
     bytes_saved: int | None
     pattern, op = NAME, OP
@@ -100,10 +102,8 @@ class RowsMatch:
         given += (found.undefined,) if found.undefined else ()
         p = e.call(torch.ops.sparse_inductor.entmax.default, *given)
         p = e.cast(p, wanted)
-        returned = any(user.op == "output" for user in self.anchor.users)
-        if returned and found.written_out and fake(p).requires_grad:
-            # The caller may write to it, and the operator has saved its own. Inductor takes a clone out.
-            p = e.method("abs", p)
+        if found.written_out:  # entmax's functions save their results themselves
+            p = for_the_caller(self.view, e, self.anchor, p)
         self.anchor.replace_all_uses_with(p)
 
 
@@ -138,7 +138,7 @@ class Entmax(Recogniser):
         check_device(node)
         if not view.dtype(found.source).is_floating_point:
             raise NoMatch(f"the scores are {view.dtype(found.source)}", node)
-        return RowsMatch(found, matched_nodes(view, found.nodes), _bytes_saved(view, found))
+        return RowsMatch(found, view, matched_nodes(view, found.nodes), _bytes_saved(view, found))
 
     def worth(self, match: RowsMatch, view: GraphView) -> Worth:
         source = fake(match.found.source)

@@ -24,6 +24,7 @@ from sparse_inductor.graph.contraction import PRODUCTS
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import bytes_of, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
+from sparse_inductor.graph.saved import for_the_caller
 from sparse_inductor.graph.values import matched_nodes
 from sparse_inductor.graph.view import GraphView, fake, label
 from sparse_inductor.match.chains.family import split_block
@@ -79,7 +80,9 @@ class AttentionMatch:
         return f"{note}; {found.found.note}" if found.found.note else note
 
     def replace(self) -> None:
-        self.anchor.replace_all_uses_with(self.found.emit(Emitter(self.anchor)))
+        e = Emitter(self.anchor)
+        out = for_the_caller(self.found.view, e, self.anchor, self.found.emit(e))
+        self.anchor.replace_all_uses_with(out)
 
 
 class EntmaxAttention(Recogniser):

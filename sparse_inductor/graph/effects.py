@@ -301,6 +301,15 @@ class Effects:
             return None
         return [n for n in self._graph.nodes if not keys.isdisjoint(self._of(n))]
 
+    def returned(self, node: fx.Node) -> bool:
+        """Whether the graph returns the memory of `node` to its caller."""
+        return not self._of(node).isdisjoint(self._results)
+
+    @functools.cached_property
+    def _results(self) -> frozenset[int]:
+        results = self._graph.output_node().all_input_nodes
+        return frozenset().union(*map(self._of, results))
+
     def past_autograd(self, node: fx.Node, since: fx.Node) -> fx.Node | None:
         """Who writes to the memory of `node` after `since` through another node that autograd does not follow, or does
         not count the writes to."""

@@ -2,22 +2,24 @@
 
 Autograd refuses a backward whose saved tensors were written to. The operations of a program save less than an operator
 in their place, or something else: what is written to is copied. AOTAutograd has made the write functional by the time
-that Inductor drops the copy. What the caller of the graph writes to its results is out of reach of a copy.
+that Inductor drops the copy. What the graph returns, its caller may write to: that takes an operation that is left in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import fx
 
 from .. import compat
+from .emit import Emitter
 from .fakes import fake, require_grad, tensors_in
 from .view import GraphView
 
-__all__ = ["copying_what_is_written"]
+__all__ = ["copying_what_is_written", "for_the_caller"]
 
 SAVE_THEIR_RESULT = ("sparse_inductor::entmax", "sparse_inductor::entmax_attention")
 
@@ -49,6 +51,17 @@ def copying_what_is_written(view: GraphView, nodes: Sequence[fx.Node]) -> Iterat
                     copy = _copy(node)
                 for reader in readers:
                     reader.replace_input_with(node, copy)
+
+
+def for_the_caller(
+    view: GraphView, e: Emitter, node: fx.Node, saved: fx.Node | None = None
+) -> fx.Node:
+    """What an operator saves, `node` or what replaces it, apart from what the graph returns of it to its caller."""
+    saved = saved or node
+    if not (fake(node).requires_grad and view.effects.returned(node)):
+        return saved
+    # No pass takes two changes of sign for a copy, as some do for `- 0.0` and `* 1.0`.
+    return e.call(operator.neg, e.call(operator.neg, saved))
 
 
 class _Written:
