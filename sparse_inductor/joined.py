@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ def why_in_parts(graph: fx.Graph) -> str | None:
             return "an entmax call stands in a region of which one result requires no gradient"
     if _reads_what_it_wrote_to_a_module(graph):
         return "an entmax call stands in a graph that writes to a module's tensor and reads it then"
+    if _returns_a_view_twice(graph):
+        return "an entmax call stands in a graph that returns a view and what is detached of it"
     try:
         if any(map(written, graph.nodes)) and _refused(graph):
             return "an entmax call stands in a graph that writes to what autograd saved"
@@ -103,6 +105,20 @@ def _reads_what_it_wrote_to_a_module(graph: fx.Graph) -> bool:
         for target in written(node):
             changed |= held & storages(fake(target))
     return False
+
+
+def _returns_a_view_twice(graph: fx.Graph) -> bool:
+    """Whether AOTAutograd may make the views that the graph returns of a tensor of its own, of which autograd does not
+    follow all, in one another's shape."""
+    results = [t for n in graph.output_node().all_input_nodes for t in tensors_in(fake(n))]
+    views = (storages(t) for t in results if t.requires_grad and t._is_view())
+    others = (storages(t) for t in results if not t.requires_grad)
+    given = (storages(fake(n)) for n in graph.nodes if n.op in ("placeholder", "get_attr"))
+    return bool(_all(views) & _all(others) - _all(given))
+
+
+def _all(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*sets)
 
 
 def _refused(graph: fx.Graph) -> bool:

@@ -153,19 +153,25 @@ def written_to_a_module(linear, x):
     return entmax.sparsemax(linear(x), -1), x.exp() * linear.scale
 
 
+def view_and_what_is_detached(linear, x):
+    z = linear(x).mT
+    return entmax.sparsemax(z, -1), z, z.detach()
+
+
 APART = [
     written_by_a_checkpoint,
     one_result_without_gradient,
     given_other_memory,
     written_to_a_module,
+    view_and_what_is_detached,
 ]
 
 
 @pytest.mark.parametrize("program", APART)
 def test_what_torch_alone_compiles_apart_from_a_call(program):
     """AOTAutograd writes again in the backward of one graph what a checkpoint wrote, and to a module's tensor, which it
-    takes for one that stays; all results of a region require a gradient up to torch 2.11; and a linear reads the memory
-    in one graph that its weight had before."""
+    takes for one that stays; all results of a region require a gradient up to torch 2.11; a linear reads the memory in
+    one graph that its weight had before; and views of one tensor get one another's shape."""
 
     def outcome(compiled):
         linear = torch.nn.Linear(7, 7)

@@ -38,7 +38,7 @@ DOCUMENTED = "index -1 is out of bounds"
 # entmax package's functions unrewritten.
 REGION = "Freevar has no source"
 # Autograd's refusal of a tensor that was written to after it was saved. An operator may have saved something else: then
-# the gradient is that of values before the writing.
+# the gradient is that of values before the writing. It may have saved more arguments; a later graph's write is refused.
 WRITTEN = "modified by an inplace operation"
 # How a program writes to what autograd saved without autograd's knowledge. Eager's gradient reads what was written, an
 # operator's may read what was there before (docs/promises.md).
@@ -84,6 +84,10 @@ class Result:
     error: BaseException | None = None
     where: str = ""
     random: Tensor | None = None
+    wrote: bool = False
+    """Whether it wrote to an argument."""
+    broken: bool = False
+    """Whether Dynamo made one graph of the program and ended it early, or several."""
 
 
 def check(program: Program, verify: bool = False) -> Outcome:
@@ -162,8 +166,16 @@ def compiled(
             call = model
         results: list[Result] = []
         for number in range(len(program.sizes)):
+            before = _parts()
             results.append(run(program, call, number))
+            results[-1].broken = _parts() - before > 1 or any(r.broken for r in results)
         return results
+
+
+def _parts() -> int:
+    """How many graphs Dynamo has made, and how often it has ended one."""
+    counters = torch._dynamo.utils.counters
+    return int(counters["stats"]["unique_graphs"]) + sum(counters["graph_break"].values())
 
 
 def _graph(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -229,10 +241,12 @@ def run(
         with warnings.catch_warnings(), mode or contextlib.nullcontext():
             warnings.simplefilter("ignore")
             result.where = "forward"
+            versions = [a._version for a in arguments]
             with autocast, torch.set_grad_enabled(program.training):
                 # A program may write to what it is given, which a leaf that requires a gradient does not allow.
                 returned = fn(*arguments)
             outputs = tensors_in(returned)
+            result.wrote = versions != [a._version for a in arguments]
             result.random = torch.get_rng_state()
             result.needs_grad = [o.requires_grad for o in outputs]
             result.aliases = _aliases(outputs, arguments, program)
@@ -306,6 +320,8 @@ def differences(
         if isinstance(other.error, torch._dynamo.exc.Unsupported) and got.error is None:
             return []
         if REGION in str(got.error) and other.error is None:
+            return []
+        if got.wrote and got.broken and other.error is None and WRITTEN in str(got.error):
             return []
         if got.error is None or other.error is None:
             who, result = ("this program", got) if other.error is None else ("the other", other)
