@@ -4,8 +4,8 @@
     f W + b                                          [..., D]
         ->  sparse_decode(values, indices, W, b)
 
-The indices are those of a top-k, so that a row's are all different. f may be read elsewhere, as by what is returned of
-it or counted in it: it is then written for that alone, and its gradient from there joins that of the values.
+The indices are those of a top-k, so that a row's are all different. f may be read elsewhere, too (returned,
+counted): it is then written for these readers, and their gradient joins that of the values.
 """
 
 from __future__ import annotations

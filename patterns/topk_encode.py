@@ -3,9 +3,9 @@
     values, indices = topk(x We^T + be)              [..., k] of [..., N]
         ->  topk_encode(x, We, be, k)
 
-A ReLU in front of the topk goes behind it, where it has k entries a row: the same k are the largest, but that of a row
-with fewer positive ones others of the zeros are taken. What is read of the product elsewhere is given: it stays as it
-is written, and its own gradient goes its own way.
+A ReLU in front of the topk moves behind it, to k entries a row: the k largest are the same, but where a row has fewer
+positive ones, others of its zeros are taken. A product that is read elsewhere, too, stays as written, with its own
+gradient, and is handed to the operator.
 """
 
 from __future__ import annotations

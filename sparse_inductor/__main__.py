@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="sparse-inductor", description="What sparse_inductor knows and does."
+        prog="sparse-inductor", description="Show and check what sparse_inductor rewrites."
     )
     parser.add_argument("--version", action="version", version=f"sparse_inductor {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -52,14 +52,14 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument(
             "target",
             metavar="package.module:name",
-            help="a function without arguments, or a factory of a function or (function, *arguments)",
+            help="a function without arguments, or one that returns `model, *arguments` or `model, {name: argument}`",
         )
         as_json(added)
 
     about = "train and encode with a SPLADE model, unrewritten and rewritten"
     command("demo", _demo, about, add_help=False)  # its options are its own
 
-    doctor = command("doctor", _doctor, "what this machine can do, and what to change on it")
+    doctor = command("doctor", _doctor, "say what this machine can do, and what to change on it")
     doctor.add_argument(
         "--quick", action="store_true", help="leave out the run of every operator (a second each)"
     )
@@ -74,10 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     on_target(explained)
     explained.add_argument("--html", metavar="FILE", type=Path, help="also write a page to FILE")
     explained.add_argument(
-        "--verify", action="store_true", help="run every rewrite beside the operations it replaces"
+        "--verify",
+        action="store_true",
+        help="run every rewrite beside the operations that it replaces",
     )
     about = (
-        "run every rewrite beside what it replaces; the exit status is 1 if one differs, or if nothing "
+        "run every rewrite beside the operations that it replaces; the exit status is 1 if one differs, or if nothing "
         "was rewritten"
     )
     verified = command("verify", _verify, about)

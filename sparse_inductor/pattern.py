@@ -41,7 +41,7 @@ class Miss:
 
 @dataclasses.dataclass(frozen=True)
 class Sparse:
-    """A tensor of the program as written that is mostly zeros, which is what the operator lives on.
+    """A tensor of the program as written that is mostly zeros, whose zeros the operator skips.
 
     `explain` counts in it when it runs the program. `what` names its elements ("probabilities"), `dim` is the dimension
     that a row lies along, `result` which of the node's results it is. With `positive` elements below 0 count as zeros.

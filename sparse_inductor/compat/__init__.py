@@ -3,7 +3,7 @@
 What has no public name but is documented for use outside of torch (`torch.utils._pytree`,
 `torch.utils._python_dispatch`) is used anywhere; `tests/test_private_parts.py` looks for everything else.
 
-Each function hides one thing that torch may move or that differs between 2.11 and 2.13. torch's
+Each function hides one thing that torch may move or that differs between its versions. torch's
 private modules are imported inside the functions: `TORCH_LOGS=+sparse_inductor` imports this
 package during `import torch`.
 """

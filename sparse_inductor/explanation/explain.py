@@ -170,7 +170,7 @@ class Explanation:
 def explain(fn: Callable[..., Any], *args: Any, verify: bool = False, **kwargs: Any) -> Explanation:
     """Capture `fn(*args, **kwargs)` as torch.compile would, rewrite it, and show what happened.
 
-    The patterns are those of the enabled session, or all. Where a pattern names the tensors whose zeros it lives on,
+    The patterns are those of the enabled session, or all. Where a pattern names tensors that are mostly zeros,
     the report's `densities` say how many there were in this call. Nothing is generated, cached or kept: the
     graphs run unrewritten, on copies of the arguments and of the module (a module that cannot be
     copied, or that the function refers to, has its buffers put back), under your grad mode, and the

@@ -1,1 +1,1 @@
-"""The vocabulary patterns are written in: canonical calls, values and versions, linears, chains of steps."""
+"""Recognition that belongs to one family or a few: chains of steps, feed-forward blocks, entmax, scoring."""

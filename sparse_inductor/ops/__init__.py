@@ -1,4 +1,4 @@
-"""Operators the rewrites put in; each is callable directly as `sparse_inductor.ops.<name>`."""
+"""Operators that the rewrites put in; each is callable directly as `sparse_inductor.ops.<name>`."""
 
 from . import index_search, sparse_scores_cached, sparse_scores_postings  # noqa: F401
 from .entmax import entmax

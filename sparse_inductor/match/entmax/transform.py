@@ -224,9 +224,9 @@ def _written(view: GraphView, node: fx.Node) -> Transform | None:
         if searched:
             raise
         return None  # relu(x - mean) and the like are no near misses
-    note = "written out; that its rows sum to one was tried"
+    note = "written out; checked numerically: rows sum to 1"
     if trial.learned:
-        note += ", as was its gradient"
+        note += ", gradient"
     nodes = _replaced(piece)
     settled = nodes if trial.learned else ()
     return Transform(
@@ -349,7 +349,7 @@ def _function(view: GraphView, node: fx.Node, hop: fx.Node, which: Any) -> Trans
     trial.check(piece, needs_grad=view.needs_grad(source))
     note = f"autograd Function; {found.note or 'a call of the package'}"
     if trial.learned:
-        note += ", its backward was tried"
+        note += "; checked numerically: gradient"
     return Transform(
         node, source, hop, dim, alpha, nodes, note, found.scale, undefined=found.undefined
     )
