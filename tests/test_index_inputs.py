@@ -83,11 +83,15 @@ def requiring(t):
 
 
 DOCUMENTS = {
+    "csr": lambda d: d.to_sparse_csr(),
+    "coo": lambda d: d.to_sparse(),
     "csc": lambda d: d.to_sparse_csc(),
     "bsr": lambda d: torch.nn.functional.pad(d, (0, 0, 0, 0)).to_sparse_bsr((1, 3)),
     "coo, uncoalesced": uncoalesced,
     "csr, strided values and int32": strided_csr,
+    "scipy csr": csr,
     "scipy csr, unsorted": unsorted_csr,
+    "scipy coo": lambda d: sparse.coo_matrix(d.numpy()),
     "scipy csc": lambda d: sparse.csc_array(d.numpy()),
     "scipy dia": lambda d: sparse.dia_array(d.numpy()),
     "scipy, int64 indices": lambda d: sparse.csr_matrix(
@@ -112,9 +116,11 @@ DOCUMENTS = {
     "rows, scipy 1-d": lambda d: [sparse.coo_array(r.numpy()) for r in d],
     "rows, scipy 2-d": lambda d: list(csr(d)),
     "rows that require grad": lambda d: [requiring(r) for r in d],
+    "mappings": lambda d: [{int(t): float(r[t]) for t in r.nonzero()} for r in d],
     "array of mappings": lambda d: np.array(
         [{int(t): float(r[t]) for t in r.nonzero()} for r in d], dtype=object
     ),
+    "pairs of lists": lambda d: [(r.nonzero()[:, 0].tolist(), r[r != 0].tolist()) for r in d],
     "pairs of numpy": lambda d: [(r.nonzero()[0], r[r != 0]) for r in d.numpy()],
     "pairs of tensors that require grad": lambda d: [
         (r.nonzero()[:, 0], requiring(r[r != 0])) for r in d
@@ -146,7 +152,9 @@ def settings_of_others():
 @pytest.mark.parametrize("form", DOCUMENTS)
 def test_documents_in_every_form(form):
     dense = collection()
-    assert holds(SparseIndex.build(DOCUMENTS[form](dense), num_terms=V), dense)
+    index = SparseIndex.build(DOCUMENTS[form](dense), num_terms=V)
+    assert (len(index), index.num_postings) == (9, int((dense != 0).sum()))
+    assert holds(index, dense)
 
 
 @pytest.mark.parametrize("form", DOCUMENTS)
@@ -268,7 +276,9 @@ def test_the_caller_may_change_what_it_gave(form, weights):
 QUERIES = {
     "numpy": lambda q: q.numpy(),
     "numpy fp64": lambda q: q.double().numpy(),
-    "bf16": lambda q: q,
+    "half": lambda q: q.half(),
+    "csr": lambda q: q.to_sparse_csr(),
+    "coo": lambda q: q.to_sparse(),
     "csc": lambda q: q.to_sparse_csc(),
     "uncoalesced": uncoalesced,
     "numpy, backwards": lambda q: q.flip(1).numpy()[:, ::-1],
@@ -372,14 +382,18 @@ BAD_DOCUMENTS = {
     "fractional ids": (lambda: [([1.0], [1.0])], TypeError, r"term ids must be integers, got list \[1.0\]"),
     "boolean ids": (lambda: [([True], [1.0])], TypeError, "term ids must be integers"),
     "huge ids": (lambda: [([2**70], [1.0])], TypeError, "1180591620717411303424"),
+    "negative ids": (lambda: [([1], [1.0]), ([2, -1], [1.0, 1.0])], ValueError, "document 1: term id -1 is not in"),
     "large ids": (lambda: [([2**40], [1.0])], ValueError, "1099511627776 is not in"),
     "complex weights": (lambda: [([1], [1j])], TypeError, "must be real"),
     "weights in words": (lambda: [([1], ["much"])], TypeError, "weights must be real numbers"),
+    "fewer weights": (lambda: [([1, 2], [1.0])], ValueError, "lists of one length"),
     "a text": (lambda: ["cat"], TypeError, "document 0 must be a row .*str 'cat'"),
     "a number": (lambda: [([1], [1.0]), 3], TypeError, "document 1 must be a row .*int 3"),
     "lists of numbers": (lambda: [[0.1, 0.2, 0.3]], TypeError, "document 0"),
+    "a mapping": (lambda: {"a": 1}, TypeError, "got dict"),
     "nothing": (lambda: None, TypeError, "got NoneType"),
     "not a number": (lambda: [([1], [1]), ([2], [float("nan")])], ValueError, "document 1: .* term 2 is nan"),
+    "infinite": (lambda: [([1], [float("inf")])], ValueError, "document 0: .* term 1 is inf; .*must be finite"),
     "beyond fp32": (lambda: np.array([[0.0, 1e300]]), ValueError, r"is 1e\+300; it does not fit float32"),
     "sums beyond fp32": (lambda: [([3, 3], [3e38, 3e38])], ValueError, "weights of term 3 add up to inf"),
     "falling offsets": (lambda: unchecked([0, 2, 1, 2], [0, 1], 3), ValueError, "offsets must rise"),
@@ -416,6 +430,7 @@ def test_a_bad_document_of_a_later_batch_has_its_number():
     (lambda: torch.rand(2, V).to(torch.complex64), TypeError, "must be real"),
     (lambda: csr(queries_of()).astype(np.complex64), TypeError, "must be real"),
     (lambda: (torch.zeros(2, 3), torch.zeros(2, 3)), TypeError, "must be integers"),
+    (lambda: (torch.zeros(2, 3).long(), torch.zeros(2, 4)), ValueError, "must both be"),
     (lambda: (torch.zeros(3).long(), torch.zeros(3, dtype=torch.complex64)), TypeError, "must be real"),
     (lambda: "text", TypeError, "got str"),
     (lambda: [("cat", 1.0)], TypeError, "query 0"),
@@ -433,10 +448,11 @@ def test_sparse_queries_that_are_not_finite_have_no_result():
     index, q = SparseIndex.build(collection()), queries_of()
     q[1, 2] = float("nan")
     q[3, 4] = float("inf")
+    q[4, 0] = float("-inf")
     for given in (q, q.to_sparse_csr(), csr(q), list(q)):
         scores, ids = index.search(given, 2)
-        assert scores.isnan().all(1).tolist() == [False, True, False, True, False]
-        assert ids[[1, 3]].eq(-1).all()
+        assert scores.isnan().all(1).tolist() == [False, True, False, True, True]
+        assert ids[[1, 3, 4]].eq(-1).all()
 
 
 @pytest.mark.parametrize("ids", [
