@@ -1,4 +1,4 @@
-"""What a user reads: report, log lines, structured trace, explain, command line."""
+"""What a user reads: report, log lines, structured trace, explain."""
 
 from __future__ import annotations
 
@@ -400,42 +400,3 @@ def test_explain_keeps_what_was_compiled():
     assert sparse_inductor.explain(compiled, torch.randn(9)).report.rewrites
     compiled(X)
     assert len(frames) == 1
-
-
-# Command line
-
-
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "sparse_inductor", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-@pytest.mark.heavy
-def test_the_command_line_lists_patterns(tmp_path):
-    done = command("patterns", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[:3] == ["pattern", "operator", "rewrites"]
-
-
-@pytest.mark.heavy
-def test_the_command_line_explains(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import torch, toy, sparse_inductor\nsparse_inductor.register(toy.Toy())\n"
-        "def factory():\n    return toy.relu_of_sum, (torch.randn(4),)\n"
-    )
-    done = command("explain", "mine:factory", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "1 rewrite" in done.stdout and "hardtanh" in done.stdout
-
-
-def test_the_command_line_says_what_it_cannot_load(tmp_path):
-    done = command("explain", "nowhere:nothing", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "cannot load nowhere:nothing" in done.stderr
