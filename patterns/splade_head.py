@@ -249,7 +249,7 @@ class SpladeHead(Recogniser):
     def resolve(
         self, matches: Sequence[HeadMatch], view: GraphView
     ) -> tuple[list[HeadMatch], list[Miss]]:
-        """Heads may share a linear (slices of one sequence, two poolings); nobody else may read what they swallow."""
+        """Heads may share a linear (slices of one sequence, two poolings); nobody else may read their matched nodes."""
         return without_outside_readers(matches, view, _name)
 
 

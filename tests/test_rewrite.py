@@ -77,7 +77,7 @@ def test_dead_code_of_others_stays():
     assert [n.target for n in gm.graph.nodes if n.op == "call_method"] == ["add_"]
 
 
-def test_a_swallowed_node_that_others_read_stays():
+def test_a_matched_node_that_others_read_stays():
     def fn(x):
         y = x + 1
         return torch.relu(y), y
@@ -87,7 +87,7 @@ def test_a_swallowed_node_that_others_read_stays():
     assert targets(gm) == ["add", "add", "hardtanh"]
 
 
-def test_getitems_of_swallowed_nodes_go_with_them():
+def test_getitems_of_matched_nodes_go_with_them():
     def fn(x):
         values, _ = torch.max(x, 0)
         return torch.relu(values + 1)

@@ -46,12 +46,12 @@ _SAVE_THEIR_RESULT = frozenset(
 )
 
 
-class _Swallows(Protocol):
+class _Matched(Protocol):
     anchor: fx.Node
     matched_nodes: tuple[fx.Node, ...]
 
 
-M = TypeVar("M", bound=_Swallows)
+M = TypeVar("M", bound=_Matched)
 
 
 def check_device(node: fx.Node) -> None:
@@ -76,7 +76,7 @@ def check_followed(view: GraphView, nodes: Iterable[fx.Node], end: fx.Node, lear
             raise NoMatch(f"no gradient goes through {label(n)}", n)
 
 
-def unsound(view: GraphView, match: _Swallows) -> Miss | None:
+def unsound(view: GraphView, match: _Matched) -> Miss | None:
     """Why a match must not be replaced, if so; see `check_match`."""
     try:
         check_match(view, match)
@@ -85,7 +85,7 @@ def unsound(view: GraphView, match: _Swallows) -> Miss | None:
     return None
 
 
-def check_match(view: GraphView, match: _Swallows) -> None:
+def check_match(view: GraphView, match: _Matched) -> None:
     """Raises NoMatch where the operator of a match would see other values than the program, leave out a write, or pass
     another gradient.
 
@@ -172,7 +172,7 @@ def _seen_later(
 
 def _check_gradient(
     view: GraphView,
-    match: _Swallows,
+    match: _Matched,
     inside: Collection[fx.Node],
     reads: Iterable[tuple[fx.Node, fx.Node]],
     at: fx.Node,
