@@ -128,18 +128,6 @@ def square_by_power(x, m):
     return m.down(F.relu(m.up(x)) ** 2)
 
 
-@block()
-def square_by_name(x, m):
-    """relu(x).square()"""
-    return m.down(torch.square(F.relu(m.up(x))))
-
-
-@block()
-def square_by_pow(x, m):
-    """torch.pow(relu(x), 2)"""
-    return m.down(torch.pow(torch.relu(m.up(x)), 2))
-
-
 @block(bias=True)
 def square_by_itself(x, m):
     """r * r"""
@@ -172,12 +160,6 @@ def rectified_times_raw(x, m):
     """relu(u) * u, which is relu(u) ** 2"""
     u = m.up(x)
     return m.down(F.relu(u) * u)
-
-
-@block()
-def gated_square(x, m):
-    """relu(g) ** 2 * u"""
-    return m.down(F.relu(m.gate(x)).pow(2) * m.up(x))
 
 
 @block(bias=True)
@@ -236,12 +218,6 @@ def scaled_before(x, m):
     return m.down(torch.relu(m.gate(x) * 0.25) * m.up(x))
 
 
-@block(modes=TRAIN)
-def dropout_of_zero(x, m):
-    """F.dropout with p = 0, as a config without dropout leaves it."""
-    return m.down(F.dropout(F.relu(m.up(x)), 0.0, m.training))
-
-
 @block(modes=INFER)
 def dropout_in_eval(x, m):
     """nn.Dropout in eval mode."""
@@ -264,12 +240,6 @@ def autocast(x, m):
 def autocast_square(x, m):
     """relu squared under autocast."""
     return m.down(F.relu(m.up(x)).square())
-
-
-@block(dynamic=True)
-def dynamic_shapes(x, m):
-    """dynamic=True"""
-    return m.down(F.relu(m.gate(x)) * m.up(x))
 
 
 class Scaled(Block):

@@ -143,27 +143,6 @@ def composed_functions():
 
 
 @program()
-def names_from_a_config():
-    """getattr(torch, config.activation) with a frozen dataclass as configuration."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        activation: str = "relu"
-        saturation: str = "log1p"
-        pooling: str = "amax"
-
-    class Model(Vocabulary):
-        config = Config()
-
-        def forward(self, h, mask):
-            x = getattr(torch, self.config.activation)(self.decoder(h))
-            x = getattr(torch, self.config.saturation)(x) * mask.unsqueeze(-1)
-            return getattr(torch, self.config.pooling)(x, dim=1)
-
-    return Model(), (hidden(), mask())
-
-
-@program()
 def keyword_helper_and_dataclass():
     """A helper with keyword-only arguments that returns a dataclass."""
 
