@@ -15,6 +15,7 @@ __all__ = [
     "IMPACTS",
     "INTEGERS",
     "as_rows",
+    "check_floats",
     "differ",
     "fits",
     "known",
@@ -44,6 +45,17 @@ def turned_as(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def is_turned(weight: torch.Tensor) -> bool:
     """Whether a matrix is known to lie by columns in memory."""
     return known(*weight.stride()) and bool(weight.stride(0) == 1 != weight.stride(1))
+
+
+def check_floats(name: str, x: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raises the errors of an operand's dtype, and of others that have another one or are on another device."""
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name} must be one of {FLOATS}, got {x.dtype}")
+    for other, t in others.items():
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{other} must have the dtype of {name}, {x.dtype}, got {t.dtype}")
+        if t is not None and t.device != x.device:
+            raise ValueError(f"{other} is on {t.device}, {name} on {x.device}")
 
 
 def differ(a: object, b: object) -> bool:

@@ -30,7 +30,7 @@ from .. import compat
 from ..epilogue.steps import ROW, Program, parse, run
 from ..epilogue.zero_threshold import zero_threshold
 from . import _relu_ffn_aten as aten
-from ._arguments import FLOATS, as_rows, differ
+from ._arguments import as_rows, check_floats, differ
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -163,14 +163,10 @@ def _check(x, gate, gate_bias, up, up_bias, down, down_bias, *, residual=None) -
         residual.dim() != len(shape) or any(map(differ, residual.shape, shape))
     ):
         raise ValueError(f"residual must be {shape}, got shape {tuple(residual.shape)}")
-    if x.dtype not in FLOATS:
-        raise TypeError(f"x must be one of {FLOATS}, got {x.dtype}")
-    names = ("gate", "gate_bias", "up", "up_bias", "down", "down_bias", "residual")
-    for name, t in zip(names, (gate, gate_bias, up, up_bias, down, down_bias, residual)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{name} must have the dtype of x, {x.dtype}, got {t.dtype}")
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{name} is on {t.device}, x on {x.device}")
+    check_floats(
+        "x", x, gate=gate, gate_bias=gate_bias, up=up, up_bias=up_bias, down=down, down_bias=down_bias,
+        residual=residual,
+    )  # fmt: skip
 
 
 def _has_kernels(x: Tensor, block: aten.Block) -> bool:

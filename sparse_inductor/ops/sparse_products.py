@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _sparse_products_aten as aten
-from ._arguments import FLOATS, as_rows, differ, same, turned_as
+from ._arguments import as_rows, check_floats, differ, same, turned_as
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -89,13 +89,7 @@ def _check(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, inputs: in
         raise ValueError(
             f"bias must be [{weight.shape[1 - inputs]}], got shape {tuple(bias.shape)}"
         )
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} must be one of {FLOATS}, got {x.dtype}")
-    for other, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{other} must have the dtype of {name}, {x.dtype}, got {t.dtype}")
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{other} is on {t.device}, {name} on {x.device}")
+    check_floats(name, x, weight=weight, bias=bias)
 
 
 def _has_kernels(*tensors: Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..aten import sparse_rows as aten
-from ._arguments import FLOATS, INTEGERS, as_rows, differ, is_turned, known, same
+from ._arguments import INTEGERS, as_rows, check_floats, differ, is_turned, known, same
 from ._dispatch import (
     as_autocast,
     autocast_off,
@@ -101,16 +101,6 @@ def sparse_decode(
     return torch.ops.sparse_inductor.sparse_decode(values, indices, weight, bias)
 
 
-def _check_floats(x: Tensor, name: str, **others: Tensor | None) -> None:
-    if x.dtype not in FLOATS:
-        raise TypeError(f"{name} must be one of {FLOATS}, got {x.dtype}")
-    for other, t in others.items():
-        if t is not None and t.dtype != x.dtype:
-            raise TypeError(f"{other} must have the dtype of {name}, {x.dtype}, got {t.dtype}")
-        if t is not None and t.device != x.device:
-            raise ValueError(f"{other} is on {t.device}, {name} on {x.device}")
-
-
 def _check_encode(x, weight, bias, scores, k, shift) -> None:
     if x.dim() < 1 or weight.dim() != 2 or differ(weight.shape[1], x.shape[-1]):
         raise ValueError(
@@ -125,7 +115,7 @@ def _check_encode(x, weight, bias, scores, k, shift) -> None:
         raise ValueError(f"scores must be [..., {N}], got shape {tuple(scores.shape)}")
     if known(k, N) and not 0 <= k <= N:
         raise ValueError(f"k must be between 0 and {N}, got {k}")
-    _check_floats(x, "x", weight=weight, bias=bias, scores=scores, shift=shift)
+    check_floats("x", x, weight=weight, bias=bias, scores=scores, shift=shift)
 
 
 def _shifted(x: Tensor, shift: Tensor | None) -> Tensor:
@@ -145,7 +135,7 @@ def _check_decode(values, indices, weight, bias) -> None:
         raise TypeError(f"indices must be one of {INTEGERS}, got {indices.dtype}")
     if indices.device != values.device:
         raise ValueError(f"indices is on {indices.device}, values on {values.device}")
-    _check_floats(values, "values", weight=weight, bias=bias)
+    check_floats("values", values, weight=weight, bias=bias)
 
 
 def _has_kernels(x: Tensor, *others: Tensor) -> bool:
