@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from . import compat
-from .graph.fakes import fake, same_size
+from .graph.fakes import fake, memory_order
 from .graph.vocabulary import COPIES, VIEWS
 
 __all__ = ["keep_apart", "keep_layouts", "layouts"]
@@ -23,7 +23,7 @@ __all__ = ["keep_apart", "keep_layouts", "layouts"]
 def layouts(graph: fx.Graph) -> list[list[int] | None]:
     """For each result of the graph the order of its dimensions in memory, outermost first; None where that is not
     known."""
-    return [_order(fake(n)) if isinstance(n, fx.Node) else None for n in _results(graph)]
+    return [memory_order(fake(n)) if isinstance(n, fx.Node) else None for n in _results(graph)]
 
 
 def keep_layouts(graph: fx.Graph, before: list[list[int] | None]) -> None:
@@ -33,7 +33,7 @@ def keep_layouts(graph: fx.Graph, before: list[list[int] | None]) -> None:
     for node, order in zip(_results(graph), before, strict=True):
         if not isinstance(node, fx.Node) or order is None or node in done:
             continue
-        now = _order(_actual(node))
+        now = memory_order(_actual(node))
         if now is not None and now != order:
             done[node] = _laid_out(graph, output, node, order)
     if done:
@@ -115,25 +115,6 @@ def _actual(node: fx.Node) -> Any:
         return fake(node)
     moved = getattr(_actual(node.args[0]), name)
     return moved if isinstance(moved, torch.Tensor) else moved(*node.args[1:])
-
-
-def _order(value: Any) -> list[int] | None:
-    """The order of dimensions of a tensor that is a permuted contiguous one."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    expected: Any = 1
-    order: list[int] = []
-    left = [d for d in range(value.dim()) if not same_size(value.shape[d], 1)]
-    single = [d for d in range(value.dim()) if d not in left]
-    while left:
-        # The last that fits, so that a contiguous tensor has its own order.
-        fits = [d for d in left if same_size(value.stride(d), expected)]
-        if not fits:
-            return None
-        order.insert(0, fits[-1])
-        left.remove(fits[-1])
-        expected = expected * value.shape[fits[-1]]
-    return single + order
 
 
 def _output(graph: fx.Graph) -> fx.Node:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .. import compat
-from .fakes import evaluated, fake, require_grad, same_size, static_size, tensors_in
+from .fakes import evaluated, fake, memory_order, require_grad, static_size, tensors_in
 from .view import GraphView
 
 __all__ = ["Emitter", "made_again"]
@@ -65,8 +65,8 @@ class Emitter:
 
     def laid_out(self, t: fx.Node, like: torch.Tensor) -> fx.Node:
         """t with its axes in memory as another tensor of its shape has them, which a view of it may count on."""
-        order = _memory_order(like)
-        if order is None or _memory_order(fake(t)) == order:
+        order = memory_order(like)
+        if order is None or memory_order(fake(t)) == order:
             return t
         t = self.method("contiguous", self.permuted(t, order))
         return self.permuted(t, [order.index(d) for d in range(len(order))])
@@ -141,18 +141,3 @@ def made_again(
         return new.get(node, node)
 
     return list(dict.fromkeys(leaves)), make
-
-
-def _memory_order(t: torch.Tensor) -> list[int] | None:
-    """The axes of a dense tensor from the widest stride to the narrowest; None for one that is not dense."""
-    order: list[int] = []
-    wide = [d for d in range(t.dim()) if not same_size(t.shape[d], 1)]
-    expected: Any = 1
-    while wide:
-        found = [d for d in wide if same_size(t.stride(d), expected)]
-        if not found:
-            return None
-        order.append(found[-1])
-        wide.remove(found[-1])
-        expected = expected * t.shape[found[-1]]
-    return [d for d in range(t.dim()) if d not in order] + order[::-1]

@@ -22,6 +22,7 @@ __all__ = [
     "expected",
     "expected_elements",
     "fake",
+    "memory_order",
     "require_grad",
     "same_size",
     "same_sizes",
@@ -116,6 +117,25 @@ def bytes_of(node: Any) -> int | None:
     t = fake(node)
     known = all(isinstance(s, int) for s in t.shape)
     return math.prod(t.shape) * t.dtype.itemsize if known else None
+
+
+def memory_order(value: Any) -> list[int] | None:
+    """The dimensions of a dense tensor from the widest stride to the narrowest; None for any other value."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    order: list[int] = []
+    left = [d for d in range(value.dim()) if not same_size(value.shape[d], 1)]
+    single = [d for d in range(value.dim()) if d not in left]
+    expected: Any = 1
+    while left:
+        # The last that fits, so that a contiguous tensor has its own order.
+        fits = [d for d in left if same_size(value.stride(d), expected)]
+        if not fits:
+            return None
+        order.insert(0, fits[-1])
+        left.remove(fits[-1])
+        expected = expected * value.shape[fits[-1]]
+    return single + order
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
