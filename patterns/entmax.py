@@ -24,7 +24,7 @@ from sparse_inductor.graph.fakes import bytes_of, expected, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.saved import for_the_caller
 from sparse_inductor.graph.values import matched_nodes
-from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.chains.terms import widened
 from sparse_inductor.match.entmax.form import ENDS, ends_here
 from sparse_inductor.match.entmax.leaves import show_entmax
@@ -156,7 +156,7 @@ class Entmax(Recogniser):
     def resolve(
         self, matches: Sequence[RowsMatch], view: GraphView
     ) -> tuple[list[RowsMatch], list[Miss]]:
-        return without_outside_readers(matches, view, lambda m, n: f"the result of {label(n)} is")
+        return without_outside_readers(matches, view)
 
 
 def _bytes_saved(view: GraphView, found: Transform) -> int | None:

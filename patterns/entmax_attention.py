@@ -19,14 +19,14 @@ from torch import fx
 
 import sparse_inductor.ops  # noqa: F401  (defines the operators)
 from sparse_inductor.example import example_of
-from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.checks import check_device, result_of, without_outside_readers
 from sparse_inductor.graph.contraction import PRODUCTS
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import bytes_of, expected_elements
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.saved import for_the_caller
 from sparse_inductor.graph.values import matched_nodes
-from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.match.chains.family import split_block
 from sparse_inductor.match.entmax.attention import are_probabilities, read_attention, relu_attention
 from sparse_inductor.match.entmax.layout import Attention
@@ -143,7 +143,7 @@ def _name(match: AttentionMatch, node: fx.Node) -> str:
         return "the probabilities are"
     if node in match.found.scores.nodes:
         return "the scores are"
-    return f"the result of {label(node)} is"
+    return result_of(match, node)
 
 
 def _bytes_saved(found: Attention) -> int | None:

@@ -24,7 +24,7 @@ from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import expected, expected_elements, static_size
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.values import is_parameter, matched_nodes
-from sparse_inductor.graph.view import GraphView, fake, label
+from sparse_inductor.graph.view import GraphView, fake
 from sparse_inductor.graph.vocabulary import REORDERS
 from sparse_inductor.match.scoring.accumulate import ANCHORS, scores_of
 from sparse_inductor.match.scoring.contributions import ROWS, OfRows
@@ -237,8 +237,7 @@ class SparseScores(Recogniser):
             p.node for m in matches if isinstance(m.scores, Postings) for p in m.scores.earlier
         }
         inner = [_Inner(m, m.anchor, m.inner) for m in matches if m.scores.node not in taken]
-        called = lambda _, node: f"the result of {label(node)} is"
-        kept, misses = without_outside_readers(inner, view, called)
+        kept, misses = without_outside_readers(inner, view)
         return [i.match for i in kept], misses
 
 

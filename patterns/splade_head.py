@@ -25,13 +25,13 @@ from sparse_inductor.epilogue.functions import Interval
 from sparse_inductor.epilogue.ranges import prove, shared_bounds, steep, undefined
 from sparse_inductor.epilogue.steps import Program, Step, render, run, scalar_steps
 from sparse_inductor.example import example_of
-from sparse_inductor.graph.checks import check_device, without_outside_readers
+from sparse_inductor.graph.checks import check_device, result_of, without_outside_readers
 from sparse_inductor.graph.emit import Emitter
 from sparse_inductor.graph.fakes import expected, expected_elements
 from sparse_inductor.graph.gemm import Linear
 from sparse_inductor.graph.no_match import NoMatch, Recogniser
 from sparse_inductor.graph.values import is_parameter, matched_nodes
-from sparse_inductor.graph.view import GraphView, fake, label, same_size, same_sizes
+from sparse_inductor.graph.view import GraphView, fake, same_size, same_sizes
 from sparse_inductor.match.chains.backward_walk import walk_back
 from sparse_inductor.match.chains.chain import Chain
 from sparse_inductor.match.chains.pooling import ANCHORS, Reduction, maximum, other_pool, resembles
@@ -284,7 +284,7 @@ def _at(program: Program, x: float) -> float:
 
 
 def _name(m: HeadMatch, node: fx.Node) -> str:
-    return "the logits are" if node is m.chain.linear.node else f"the result of {label(node)} is"
+    return "the logits are" if node is m.chain.linear.node else result_of(m, node)
 
 
 def _over_batch(view: GraphView, chain: Chain, red: Reduction, linear: Linear) -> bool:

@@ -162,7 +162,7 @@ class Template:
     def resolve(
         self, matches: Sequence[TemplateMatch], view: GraphView
     ) -> tuple[list[TemplateMatch], list[Miss]]:
-        return without_outside_readers(matches, view, lambda m, n: f"the result of {label(n)} is")
+        return without_outside_readers(matches, view)
 
 
 def _trace(fn: Callable[..., Any], name: str) -> fx.Graph:

@@ -27,6 +27,7 @@ __all__ = [
     "only_read_by",
     "outside_no_grad",
     "outside_readers",
+    "result_of",
     "unsound",
     "without_outside_readers",
 ]
@@ -307,13 +308,18 @@ def outside_readers(
             yield from ((n, reader) for reader in view.readers(n) if reader not in inside)
 
 
+def result_of(match: object, node: fx.Node) -> str:
+    """What the user calls the result of a matched node."""
+    return f"the result of {label(node)} is"
+
+
 def without_outside_readers(
-    matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str]
+    matches: Sequence[M], view: GraphView, name: Callable[[M, fx.Node], str] = result_of
 ) -> tuple[list[M], list[Miss]]:
     """Matches whose nodes nobody else reads, and misses for the rest.
 
-    Matches may share nodes. `name(match, node)` is what the user calls the result of a node ("the scores are"). A
-    miss points at the reader, or at the node where that is returned as it is.
+    Matches may share nodes. `name(match, node)` is what a miss calls the result of a node ("the scores are"). It
+    points at the reader, or at the node where that is returned as it is.
     """
     accepted, misses = list(matches), []
     while True:

@@ -197,30 +197,29 @@ _ALIASES = {
     "pos": "positive", "__pos__": "positive", "numpy_T": "T", "matrix_H": "H",  # what x.T and x.H are since torch 2.14
     "swapaxes": "transpose", "swapdims": "transpose", "adjoint": "mT", "moveaxis": "movedim",
     "reshape": "view", "_unsafe_view": "view", "_reshape_alias": "view", "view_copy": "view",
-    "view_as": "view_as", "reshape_as": "view_as", "broadcast_to": "expand", "concat": "cat", "concatenate": "cat",
+    "reshape_as": "view_as", "broadcast_to": "expand", "concat": "cat", "concatenate": "cat",
     "to": "cast", "type": "cast", "type_as": "cast", "float": "cast", "half": "cast", "bfloat16": "cast",
     "double": "cast", "long": "cast", "int": "cast", "bool": "cast", "_to_copy": "cast", "cuda": "cast", "cpu": "cast",
     "convert_element_type": "cast", "_softmax": "softmax", "_log_softmax": "log_softmax",
     "dropout1d": "dropout", "dropout2d": "dropout", "dropout3d": "dropout", "feature_dropout": "dropout",
-    "split_with_sizes": "split", "mv": "matmul", "square_": "square", "ger": "outer", "nonzero_tuple": "nonzero",
+    "split_with_sizes": "split", "mv": "matmul", "ger": "outer", "nonzero_tuple": "nonzero",
     "prim_to_local": "to_local", "prim_redistribute": "redistribute", "prim from_local": "from_local",  # torch 2.11
-    "convolution": "convolution", "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
+    "unsafe_split": "split", "unsafe_chunk": "chunk", "linalg_vecdot": "vecdot",
 }  # fmt: skip
 _KEYWORDS = {
     "self": "input", "x": "input", "X": "input", "a": "input", "mat2": "other", "axis": "dim", "keepdims": "keepdim",
     "indices": "index", "mat1": "input", "batch1": "input", "batch2": "weight", "tensor": "input", "vec2": "other",
-    "vec": "other", "inp": "input", "exponent": "other", "split_size_or_sections": "split_size", "dims": "dims",
+    "vec": "other", "inp": "input", "exponent": "other", "split_size_or_sections": "split_size",
 }  # fmt: skip
 _KEYWORDS_OF = {
     "addmm": {"input": "bias", "mat1": "input", "mat2": "weight", "self": "bias"},
     "baddbmm": {"input": "bias", "batch1": "input", "batch2": "weight", "self": "bias"},
     "view": {"size": "shape"},
-    "where": {"self": "input", "input": "input"},
     "expand": {"size": "sizes"},
     "repeat": {"repeats": "sizes"},
     "tile": {"dims": "sizes"},
     "tensordot": {"a": "input", "b": "other"},
-    "vector_norm": {"ord": "p", "x": "input"},
+    "vector_norm": {"ord": "p"},
 }
 INPLACE_OPERATORS = {
     "iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "ipow": "pow", "iand": "and_", "ior": "or_",

@@ -190,8 +190,6 @@ class GraphView:
 
     def const(self, x: Any, reader: fx.Node | None = None) -> float | None:
         """The number `x` is in every element, if the graph says so: literals, `full_like`, `tensor(c)` and casts."""
-        if isinstance(x, bool):
-            return float(x)
         if isinstance(x, (int, float)):
             return float(x)
         call = self.call(x)
@@ -392,8 +390,6 @@ def _autocast_regions(graph: fx.Graph) -> dict[fx.Node, dict[str, bool]]:
 
 def _impure(node: fx.Node) -> bool:
     """Calls that must stay although nobody uses their result: anything that is not plain PyTorch arithmetic."""
-    if node.op in ("call_module", "placeholder"):
-        return False
     if node.op != "call_function" or node.users:
         return False
     if compat.is_overload(node.target):

@@ -30,6 +30,7 @@ from .transform import Transform, transform
 __all__ = ["Probabilities", "check_again", "read_probabilities"]
 
 _REACH = 12
+_NEAR = 6  # nodes looked at for an entmax above an operation that changes probabilities
 _FLOOR = 0.5  # a sum of one is above it whatever its rounding
 _NEVER = -1e9  # no score is as low: a key that got this has no probability beside any that did not
 
@@ -304,11 +305,11 @@ def _why_changed(name: str) -> str:
     return f"{name} changes the probabilities before they weigh the values"
 
 
-def _entmax_above(view: GraphView, node: fx.Node, reach: int = 6) -> fx.Node | None:
+def _entmax_above(view: GraphView, node: fx.Node) -> fx.Node | None:
     """An entmax that a few operations turn into `node`; no product is crossed, but for one of heads."""
     queue = [node]
     seen: set[fx.Node] = set()
-    while queue and len(seen) < reach:
+    while queue and len(seen) < _NEAR:
         node = queue.pop(0)
         if node in seen or not view.is_tensor(node):
             continue

@@ -285,8 +285,6 @@ class _Reader:
             if name in ("gt", "le") and not self.positive:
                 raise self._decline(node)
             norm, detached = (0 if name in ("ne", "gt") else -1), True
-        elif name == "bool" and norm is None:
-            norm, detached = 0, True
         elif name == "detach":
             detached = True
         elif name == "cast" and call["input"] is x:
